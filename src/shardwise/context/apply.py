@@ -1,8 +1,8 @@
-"""The attention of a config, given to a model that was built without it: on one rank, or over those of the `cp` axis.
+"""Give a model the attention of a config: on one rank, or over the ranks of the `cp` axis.
 
-Which models can be given the latter: those of transformers, and our decoder and models like it, which have a forward
-with an argument `positions`, the places of its tokens in the whole sequence, and modules with an attribute `attend`
-(`shardwise.models.decoder_attention.Attend`) that are handed them on.
+Two kinds of models can be split over `cp`: those of transformers, and our decoder and models like it. The latter have a
+forward with an argument `positions`, the places of its tokens in the whole sequence, and modules with an attribute
+`attend` (`shardwise.models.decoder_attention.Attend`) to which they pass these positions.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ from shardwise.runtime.torch_private import constant_in_graphs
 
 @dataclass(frozen=True)
 class AppliedContext:
-    """What a model has been given.
+    """Holds the results of `apply_context_parallel`.
 
     Attributes:
         sequences: takes this rank's share of batches.
-        undo: takes it back; in reverse order.
+        undo: functions that give the model back as it was; call them in reverse order.
     """
 
     sequences: BatchSharder
@@ -66,10 +66,10 @@ class AppliedContext:
 
 
 def check_context(model: nn.Module, config: Config) -> None:
-    """See that a model can be given attention over the `cp` axis.
+    """Check that a model can be given attention over the `cp` axis.
 
     Args:
-        model: of which only modules and their attributes are looked at.
+        model: only its modules and their attributes are read.
         config: resolved.
 
     Raises:
@@ -91,7 +91,7 @@ def check_context(model: nn.Module, config: Config) -> None:
 
 
 def check_split(model: nn.Module, config: Config, length: int) -> None:
-    """See that sequences of one length can be split as the config says.
+    """Check that sequences of one length can be split as the config says.
 
     Args:
         model: like our decoder.
@@ -129,13 +129,13 @@ def apply_context_parallel(model: nn.Module, config: Config, comm: Comm) -> Appl
 
 
 def prove_huggingface(model: nn.Module) -> int | None:
-    """See that a model of transformers computes tokens apart from each other, but for attention, by running a copy.
+    """Prove, by running a copy, that a model of transformers computes tokens apart from each other but for attention.
 
     Returns:
-        the number of positions up to which it does; None where any will do.
+        the number of positions up to which it does; None for any number.
 
     Raises:
-        ConfigError: it does not, or its attention is not one that can be given.
+        ConfigError: it does not, or its attention cannot be replaced.
     """
     copied = _copy_alone(model)
     if copied is None:
@@ -166,7 +166,10 @@ def _copy_alone(model: nn.Module) -> nn.Module | None:
 
 
 def prove_own(model: nn.Module) -> Callable[[Mapping[str, Any]], None] | None:
-    """As `prove_huggingface`, of a model that takes positions: what is to be given its first inputs, by name."""
+    """Return a proof like `prove_huggingface` for a model that takes positions: call it with the first inputs, by name.
+
+    It is None where no copy of the model can be made.
+    """
     copied = copy_for_proof(model)
     if copied is None:
         return None
@@ -212,12 +215,12 @@ def _give_huggingface(
 
 
 class HuggingFaceSequences:
-    """A rank has its tokens of every sample, with what a model of transformers is to know of the others.
+    """Gives a rank its tokens of every sample, with what a model of transformers needs to know of the other tokens.
 
     Args:
         model: with a model of transformers in it.
         rank: of this process along the `cp` axis.
-        split_of: who has which tokens of a sequence of documents of some lengths.
+        split_of: returns the token split of a sequence, by the lengths of its documents.
         num_positions: that a batch may have; None for any number.
     """
 
@@ -231,7 +234,7 @@ class HuggingFaceSequences:
         self._split_of = split_of
 
     def share(self, batch: Any, has_more: bool) -> TokenShard:
-        """The tokens of this rank.
+        """Return the tokens of this rank: `batch` and `has_more` are those of `BatchSharder.share`.
 
         Raises:
             ConfigError: the batch cannot be split.
@@ -251,7 +254,7 @@ def _own_splits(model: nn.Module, config: Config) -> TokenSplits[int]:
 
 
 def _heads(model: nn.Module) -> set[tuple[int, int]]:
-    """Query heads and KV heads of the whole model's layers."""
+    """Return the numbers of query heads and KV heads of the whole model's layers."""
     if not is_huggingface(model):
         return {(module.num_heads, module.num_kv_heads) for module in _attending(model)}
     configs = [module.config for module in model.modules() if hasattr(module, "base_model_prefix")]
@@ -274,10 +277,11 @@ _MAX_LAYOUTS: Final = 32
 
 @dataclass(frozen=True, eq=False)
 class TokenSplits(Generic[Kind]):
-    """Who has which tokens of sequences of some kind, such as of a length: as the work of a model's attention says.
+    """Chooses which rank has which tokens of sequences of some kind (a length, or lengths of documents), by the work of
+    a model's attention, and keeps the choice.
 
     Attributes:
-        layout_of: what all heads of the model see of such a sequence.
+        layout_of: returns what all heads of the model see in such a sequence.
         section: of the config.
         degree: ranks of the `cp` axis.
     """
@@ -288,7 +292,7 @@ class TokenSplits(Generic[Kind]):
     _splits: dict[Kind, TokenSplit] = field(default_factory=dict, init=False, repr=False)
 
     def __call__(self, kind: Kind) -> TokenSplit:
-        """The split of a sequence.
+        """Return the split of a sequence.
 
         Raises:
             ConfigError: its length does not divide.
@@ -303,12 +307,13 @@ class TokenSplits(Generic[Kind]):
 
 @dataclass(frozen=True, eq=False)
 class ContextParallelAttend:
-    """Attends over the ranks where tokens are given their positions, and plainly where the whole sequence is here.
+    """Attends over the ranks where tokens are given their positions, and plainly where the whole sequence is on this
+    rank.
 
     Attributes:
-        own: what it stands in the place of; says which keys each query sees.
+        own: the attention that it replaces, which says which keys each query sees.
         attention: over the ranks.
-        split_of: who has which tokens of a sequence of some length.
+        split_of: returns the token split of a sequence of some length.
         degree: ranks of the `cp` axis.
     """
 
@@ -331,7 +336,7 @@ class ContextParallelAttend:
         return self.attention(q, k, v, layout, split)
 
     def layout(self, length: int, first_head: int, num_heads: int) -> BlockLayout:
-        """As of `own`."""
+        """Return the layout of `own` for `length` tokens and `num_heads` query heads from `first_head` on."""
         return self.own.layout(length, first_head, num_heads)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallelAttend:
@@ -339,7 +344,7 @@ class ContextParallelAttend:
 
     @constant_in_graphs
     def _lay_out(self, length: int, first_head: int, num_heads: int) -> None:
-        """Keep layout and split; compiled code does so when it is compiled."""
+        """Keep layout and split; compiled code calls this when it is compiled."""
         keep_last(
             self._layouts,
             (length, first_head, num_heads),

@@ -1,18 +1,18 @@
-"""Attention of one sequence over the ranks of the `cp` axis: token layout x transport x kernel.
+"""Compute attention of one sequence over the ranks of the `cp` axis: token layout x transport x kernel.
 
 | transport | what moves |
 |---|---|
-| ring | keys and values, step by step, while those that came are computed (Liu et al. 2023) |
+| ring | keys and values, step by step, while attention over those that have arrived is computed (Liu et al. 2023) |
 | all-gather | all needed keys and values at once (Llama Team 2024, section 3.3.2) |
 | ulysses | heads for tokens, and back (Jacobs et al. 2023) |
 | ring or all-gather with `heads_over` | heads for tokens inside teams of neighbours, keys between teams |
 
-Each is a list of steps (`shardwise.context.plan`) for the same loop (`shardwise.context.ring`), which only needed keys
-enter. Autograd keeps q, k, v, the output and its log-sum-exp of this rank's tokens; where heads are exchanged, those of
-this rank's heads, so that nothing of the forward travels again.
+Each is a list of steps (`shardwise.context.plan`) for the same loop (`shardwise.context.ring`); only keys that a query
+sees are sent. Autograd keeps q, k, v, the output and its log-sum-exp of this rank's tokens; where heads are exchanged,
+those of this rank's heads, so that nothing of the forward is exchanged again.
 
-Underneath are ops that each engine registers (`shardwise.runtime.op_registry`). They name what is planned by a number,
-as an op can be given no layout.
+The work is done by ops that each engine registers (`shardwise.runtime.op_registry`). They name a plan by a number,
+because an op cannot take a layout as an argument.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from shardwise.layout.token_ranges import TokenSplit
 
 
 class ContextAttention:
-    """Attention over the ranks of one group; `close` takes the registered ops back.
+    """Computes attention over the ranks of one group; `close` removes the registered ops.
 
     Args:
         comm: over the `cp` axis.
@@ -52,7 +52,7 @@ class ContextAttention:
         self._size = team_size(section, comm.world_size)
         self._plans = PlanCache(comm, section)
         self._ops = ContextCustomOps(self._plans, comm.is_simulated)
-        # Compiled code takes functions and tuples of numbers for constants, but neither splits nor this.
+        # Compiled code takes functions and tuples of numbers as constants, but neither splits nor this object.
         self._place = self._plans.place_for_good
 
     def __call__(
@@ -67,17 +67,18 @@ class ContextAttention:
         dropout: float = 0.0,
         scale: float | None = None,
     ) -> Tensor:
-        """Attention of this rank's queries; all ranks call it alike. Differentiable once.
+        """Compute attention of this rank's queries. All ranks call it with the same arguments but q, k and v.
+        Differentiable once.
 
         Args:
             q: [B, H, n, D], of this rank's tokens, ascending.
-            k: [B, K, n, D], likewise.
-            v: [B, K, n, D], likewise.
+            k: [B, K, n, D], of the same tokens.
+            v: [B, K, n, D], of the same tokens.
             layout: of the whole sequence, with 1 or H heads.
-            split: who has which of its tokens.
+            split: which rank has which of its tokens.
             key_padding: bool [B, N] of the whole sequence, True for a real token; no query sees the others.
-            dropout: the rate, of 0 up to but without 1, at which probabilities are dropped, as one process would.
-            scale: 1 / sqrt(D) when left out.
+            dropout: the rate, 0 <= rate < 1, at which probabilities are dropped; the same ones as in one process.
+            scale: of the scores; None for 1 / sqrt(D).
 
         Returns:
             [B, H, n, D], in memory [B, n, H, D].
@@ -100,14 +101,14 @@ class ContextAttention:
         return out
 
     def close(self) -> None:
-        """Take the registered ops back, and forget what is planned; graphs through them raise from now on."""
+        """Remove the registered ops, and forget the plans; graphs through the ops raise from now on."""
         self._ops.close()
         self._plans.clear()
 
     def _plan(self, layout: BlockLayout, split: TokenSplit) -> int:
         if not torch.compiler.is_compiling():
             return self._plans.place(layout, split)
-        # Compiled code fixes numbers where it is told so.
+        # `index` makes compiled code treat these numbers as constants.
         shares = tuple([tuple([(index(start), index(stop)) for start, stop in share]) for share in split.shares])
         place = (split.kind, index(split.num_tokens), shares)
         return layout.cached(("context plan", self._plans.name, place), functools.partial(self._place, place))

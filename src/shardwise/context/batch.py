@@ -1,12 +1,12 @@
-"""How the engine splits a batch of whole sequences: not at all, or each rank of the `cp` axis takes its tokens.
+"""Split a batch of whole sequences for the engine: not at all, or each rank of the `cp` axis takes its tokens.
 
-Every tensor of a batch whose dim 1 is the sequence is cut to the rank's tokens, ascending, however deep it lies; the
-others stay. Dim 1 is known by its size: what has as many there by chance is cut too, so give that another shape, such
-as [samples, 1, size]. Targets, one for each token, are those that the data have shifted already: a loss that shifts
+Every tensor of a batch whose dim 1 is the sequence is cut to the rank's tokens, ascending, however deep it is nested;
+the others stay whole. Dim 1 is recognized by its size: a tensor that has this size by chance is cut too, so give it
+another shape, such as [samples, 1, size]. Targets, one for each token, must be shifted in the data: a loss that shifts
 them itself would do so at every edge of the rank's runs.
 
 With cp=2 and tp=2, ranks 0 and 1 are one tensor-parallel group and take the same tokens, ranks 2 and 3 the others. Of 8
-tokens in zigzag the first two have these, where a tensor of one value for each sample stays whole:
+tokens in zigzag the first two ranks have these; a tensor of one value for each sample stays whole:
 
 >>> batch = (torch.arange(8).view(1, 8), {"targets": torch.arange(1, 9).view(1, 8), "weights": torch.ones(1)})
 >>> tokens, others = cut_batch(batch, batch[0], ((0, 2), (6, 8)))
@@ -28,7 +28,7 @@ from shardwise.config.resolve import ConfigError
 from shardwise.layout.token_ranges import Runs, TokenSplit
 from shardwise.runtime.torch_private import pytree
 
-# What models call their tokens.
+# The names that models give their tokens.
 _MAIN_INPUTS: Final = ("input_ids", "inputs_embeds")
 POSITIONS: Final = "positions"
 _NUM_PROOF_TOKENS: Final = 128
@@ -36,14 +36,16 @@ _NUM_PROOF_TOKENS: Final = 128
 
 @dataclass(frozen=True)
 class TokenShard:
-    """What a rank computes of a batch.
+    """Holds the part of a batch that a rank computes.
 
     Attributes:
         batch: for the loss.
         inputs: for the model.
         tokens: of the sequence, that this rank has; None where it has all of it.
-        loss_weight: of the mean that the model itself gives for its loss, 0-d; None for one over the number of ranks.
-        num_targets: of the batch, over which the model's own loss is a mean, 0-d; None where that is not known.
+        loss_weight: the weight of the mean that the model itself returns as its loss, 0-d; None for one over the
+            number of ranks.
+        num_targets: the number of targets of the batch over which the model's own loss is a mean, 0-d; None where it
+            is not known.
     """
 
     batch: Any
@@ -57,11 +59,11 @@ class BatchSharder(Protocol):
     """Takes a rank's share of batches."""
 
     def share(self, batch: Any, has_more: bool) -> TokenShard:
-        """This rank's share of a batch of whole sequences.
+        """Return this rank's share of a batch of whole sequences.
 
         Args:
             batch: on the device.
-            has_more: only its first item is for the model.
+            has_more: whether only its first item is for the model.
 
         Raises:
             ConfigError: it cannot be split.
@@ -69,7 +71,7 @@ class BatchSharder(Protocol):
 
 
 class WholeBatch:
-    """Each rank computes every token of its samples.
+    """Gives each rank every token of its samples.
 
     Args:
         count_targets: as `shardwise.context.huggingface.target_counter` returns it.
@@ -79,19 +81,19 @@ class WholeBatch:
         self._count_targets = count_targets
 
     def share(self, batch: Any, has_more: bool) -> TokenShard:
-        """All of it."""
+        """Return all of the batch; `has_more` says whether only its first item is for the model."""
         inputs = batch[0] if has_more else batch
         return TokenShard(batch, inputs, num_targets=self._count_targets(inputs))
 
 
 class TokenShardedBatch:
-    """A rank has its tokens of every sample, and a model that takes `positions` gets their places in the sequence.
+    """Gives a rank its tokens of every sample, and a model that takes `positions` their places in the sequence.
 
     Args:
         model: whose forward has an argument `positions`.
         rank: of this process along the `cp` axis.
-        split_of: who has which tokens of a sequence of some length.
-        prove: is given the first batch's inputs and positions, of the whole sequences.
+        split_of: returns the token split of a sequence of some length.
+        prove: called with the first batch's inputs and positions, of the whole sequences; None for no proof.
     """
 
     def __init__(
@@ -108,7 +110,7 @@ class TokenShardedBatch:
         self._split_of = split_of
 
     def share(self, batch: Any, has_more: bool) -> TokenShard:
-        """The tokens of this rank.
+        """Return the tokens of this rank: `batch` and `has_more` are those of `BatchSharder.share`.
 
         Raises:
             ConfigError: the batch has no sequence, or one that does not divide, or positions of its own.
@@ -132,7 +134,7 @@ class TokenShardedBatch:
 
 
 def by_name(inputs: Any, names: Collection[str]) -> Mapping[str, Any]:
-    """What a model is given, as keyword arguments: `names` are those of its forward, in order.
+    """Return a model's inputs as keyword arguments: `names` are those of its forward, in order.
 
     Raises:
         ConfigError: there are more inputs than names.
@@ -149,10 +151,10 @@ def by_name(inputs: Any, names: Collection[str]) -> Mapping[str, Any]:
 
 
 def halves_for_proof(inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The first tokens of the first sample, on the CPU in fp64, and each half of them.
+    """Return the first tokens of the first sample, on the CPU in fp64, and each half of them.
 
     Args:
-        inputs: by name, and positions, of whole sequences.
+        inputs: of whole sequences, by name, with their positions.
     """
     length = len(inputs[POSITIONS])
     half = min(length, _NUM_PROOF_TOKENS) // 2
@@ -172,14 +174,14 @@ def halves_for_proof(inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _any_length(length: int) -> None:
-    """Most models say nothing of how long a sequence may be."""
+    """Accept any length: most models set no limit."""
 
 
 def main_input(inputs: Any) -> Tensor:
-    """What of a model's inputs has the sequence along dim 1: `input_ids`, `inputs_embeds` or the first that may.
+    """Return the model input that has the sequence along dim 1: `input_ids`, `inputs_embeds` or the first that fits.
 
     Raises:
-        ConfigError: none may.
+        ConfigError: none fits.
     """
     named = [inputs.get(name) for name in _MAIN_INPUTS] if isinstance(inputs, Mapping) else []
     for leaf in [*named, *pytree.tree_leaves(inputs)]:
@@ -192,15 +194,15 @@ def main_input(inputs: Any) -> Tensor:
 
 
 def cut_batch(batch: Any, main: Tensor, tokens: Runs) -> Any:
-    """A pytree with all tensors of [samples, length, ...] cut to some tokens.
+    """Return a pytree with all tensors of [samples, length, ...] cut to some tokens.
 
     Args:
         batch: of whole sequences.
-        main: as `main_input` finds it: samples and length are as in it.
+        main: the tensor that `main_input` finds; it gives samples and length.
         tokens: of this rank.
 
     Raises:
-        ConfigError: there is a mask of all pairs of tokens.
+        ConfigError: the batch has a mask of all pairs of tokens.
     """
     length = main.shape[1]
 
@@ -218,18 +220,20 @@ def cut_batch(batch: Any, main: Tensor, tokens: Runs) -> Any:
 
 
 def _is_mask(square: Tensor, num_samples: int) -> bool:
-    """Whether a tensor whose last dims are alike is of pairs, and not of samples or features, as many as tokens."""
+    """Return whether a tensor whose last two dims are equal is a mask of pairs, and not samples or features, as many as
+    tokens.
+    """
     if square.dim() == 2:
         return square.shape[0] != num_samples
     return square.dim() > 3 or square.dtype == torch.bool
 
 
 def take_tokens(tensor: Tensor, tokens: Runs) -> Tensor:
-    """Some tokens of a tensor of [samples, tokens, ...], as it holds them: one run behind another."""
+    """Return some tokens of a tensor of [samples, tokens, ...], one run after another."""
     parts = [tensor.narrow(1, start, stop - start) for start, stop in tokens]
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, 1)
 
 
 def positions_of(tokens: Runs, device: torch.device) -> Tensor:
-    """The places of tokens in their sequence, int64 [tokens]."""
+    """Return the places of tokens in their sequence, int64 [tokens]."""
     return torch.cat([torch.arange(start, stop, device=device) for start, stop in tokens])

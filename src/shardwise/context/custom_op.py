@@ -1,7 +1,7 @@
-"""Context-parallel attention as registered ops and one autograd function, so that all that acts on ops sees few.
+"""Register context-parallel attention as a few ops and one autograd function, so that torch's tools see few ops.
 
-Selective recomputation saves their results, fake tensors follow them, and compiled code holds them whole. Autograd
-keeps what the loop is given and gives, which is of this rank's heads where these are exchanged: nothing of the forward
+Selective recomputation saves their results, fake tensors follow them, and compiled code contains them whole. Autograd
+keeps the loop's inputs and outputs; where heads are exchanged these are of this rank's heads, so nothing of the forward
 is exchanged again. Gradients of gradients raise.
 """
 
@@ -29,11 +29,11 @@ _EXTRA: Final = (
 
 
 class ContextCustomOps:
-    """The ops of one engine; `close` takes them back.
+    """Holds the ops of one engine; `close` removes them.
 
     Args:
-        plans: what the ops' numbers mean.
-        runs_on_fakes: the other ranks are simulated.
+        plans: finds the plan of the number that an op is given.
+        runs_on_fakes: whether the other ranks are simulated.
     """
 
     def __init__(self, plans: PlanCache, runs_on_fakes: bool) -> None:
@@ -63,7 +63,7 @@ class ContextCustomOps:
         self.attend: Callable[..., Tensor] = _function(self)
 
     def close(self) -> None:
-        """Take them back; graphs through them raise from now on."""
+        """Remove the ops; graphs through them raise from now on."""
         self._registry.close()
 
 
@@ -115,14 +115,14 @@ def _own(num_heads: int, size: int) -> int:
 
 
 def _unpacked(packed: Tensor, num_heads: Sequence[int]) -> list[Tensor]:
-    """Views [B, H, N, D] of [N, B, all heads, D]."""
+    """Return views [B, H, N, D] of [N, B, all heads, D]."""
     return [each.permute(1, 2, 0, 3) for each in packed.split(list(num_heads), dim=2)]
 
 
 def _whole_extras(
     planned: RankPlan, num_heads: int, extra: tuple[Tensor | None, ...], scale: float, p: float
 ) -> ScoreModifiers:
-    """Of this rank's heads."""
+    """Return what acts on the scores of this rank's heads."""
     key_padding, factors, offsets, columns = extra
     draw = None
     if factors is not None and offsets is not None and columns is not None:

@@ -1,8 +1,9 @@
-"""Hugging Face models over the `cp` axis, unchanged: what a rank's forward is given of a batch of whole sequences.
+"""Prepare a batch of whole sequences for a rank's forward of a Hugging Face model over the `cp` axis.
 
-The model gets its rank's tokens with their true positions, a mask that tells its layers of the whole sequence
-(`shardwise.attention.cp_hook`), and targets that were shifted before they were cut. Its own loss is then the mean over
-the rank's targets, whose weight is their part of all: so the ranks' losses sum to that of the whole batch.
+The model is not changed. It gets its rank's tokens with their true positions, a mask from which its layers know the
+whole sequence (`shardwise.attention.cp_hook`), and targets that were shifted before they were cut. Its own loss is then
+the mean over the rank's targets. The weight of this loss is the rank's part of all targets, so the ranks' weighted
+losses sum to the loss of the whole batch.
 
     given = split_inputs(model, batch, split_of, rank)
     loss = model(**given.inputs).loss * given.loss_weight
@@ -43,12 +44,12 @@ _NUM_PROOF_TOKENS: Final = 32
 _LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
 
 SplitOf = Callable[[tuple[int, ...]], TokenSplit]
-"""Who has which tokens of a sequence, by the lengths of the documents in it."""
+"""Returns the token split of a sequence, by the lengths of the documents in it."""
 
 
 @dataclass(frozen=True)
 class RankInputs:
-    """What a rank gives the model.
+    """Holds a rank's inputs of the model.
 
     Attributes:
         inputs: the forward's arguments.
@@ -62,15 +63,15 @@ class RankInputs:
 
 
 def is_huggingface(model: nn.Module) -> bool:
-    """Whether there is a model of transformers in a module."""
+    """Return whether there is a model of transformers in a module."""
     return next(_inner(model), None) is not None
 
 
 def check_model(model: nn.Module) -> None:
-    """See that the model of transformers in a module computes tokens apart from each other, but for attention.
+    """Check that the model of transformers in a module computes tokens apart from each other, but for attention.
 
     Raises:
-        ConfigError: it does not, or cannot be told the positions of its tokens.
+        ConfigError: it does not, or does not take the positions of its tokens.
     """
     inner = next(_inner(model))
     config, name = inner.config, type(inner).__name__
@@ -103,14 +104,15 @@ def check_model(model: nn.Module) -> None:
 def inputs_for_proof(
     model: nn.Module, num_positions: int | None = None
 ) -> tuple[nn.Module, list[list[dict[str, Any]]]]:
-    """The model of transformers in a module, and its arguments for a short sequence and for each half of it.
+    """Return the model of transformers in a module, and its arguments for a short sequence and for each half of it.
 
-    Twice: the second half lies beyond the positions that the model knows, as some frequencies follow from the longest
-    one; and, for models with a table of positions, at its end.
+    There are two attempts. In the first the second half is beyond the positions that the model knows, because some
+    frequencies follow from the longest position; in the second, for models with a table of positions, it is at the end
+    of the table.
 
     Args:
         model: on the CPU.
-        num_positions: at whose end the second half lies instead.
+        num_positions: the second half ends there instead; None for the two attempts above.
     """
     inner = next(_inner(model))
     getattr(inner, "set_experts_implementation", str)("eager")  # others want their weights in memory
@@ -134,7 +136,9 @@ def inputs_for_proof(
 
 
 def trained_length(model: nn.Module) -> int | None:
-    """The positions for which the model of transformers in a module was made at first; None where no config says it."""
+    """Return the number of positions for which the model of transformers in a module was first made; None where no
+    config says it.
+    """
     config: Any = next(_inner(model)).config
     rotary = getattr(config, "rope_parameters", None)
     name = "original_max_position_embeddings"
@@ -147,7 +151,12 @@ def trained_length(model: nn.Module) -> int | None:
 
 
 def check_length(model: nn.Module, inputs: Mapping[str, Any], num_positions: int) -> None:
-    """See that sequences have no positions beyond those for which tokens are computed apart.
+    """Check that sequences have no positions beyond those for which tokens are computed apart.
+
+    Args:
+        model: named in the error.
+        inputs: of its forward, by name.
+        num_positions: the most that a sequence may have.
 
     Raises:
         ConfigError: they do.
@@ -164,17 +173,17 @@ def check_length(model: nn.Module, inputs: Mapping[str, Any], num_positions: int
 
 
 def split_inputs(model: nn.Module, inputs: Mapping[str, Any], split_of: SplitOf, rank: int) -> RankInputs:
-    """A rank's part of a batch of whole sequences.
+    """Return a rank's part of a batch of whole sequences.
 
     Args:
         model: with a model of transformers in it.
         inputs: of its forward: `input_ids` [B, S] or `inputs_embeds` [B, S, D], perhaps `attention_mask` [B, S],
             `position_ids` [B or 1, S], `labels` [B, S], `cu_seq_lens_q`, and other tensors of one value for each token.
-        split_of: chooses who has which tokens.
+        split_of: chooses which rank has which tokens.
         rank: of the `cp` axis.
 
     Raises:
-        ConfigError: something is not by token, or rows are packed differently, or the sequence does not divide.
+        ConfigError: an input is not by token, or rows are packed differently, or the sequence does not divide.
     """
     inner = next(_inner(model))
     main = inputs.get("input_ids") if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
@@ -200,7 +209,7 @@ def split_inputs(model: nn.Module, inputs: Mapping[str, Any], split_of: SplitOf,
         positions = _own_positions(model, inputs, num_tokens)
     own |= {"attention_mask": told, "position_ids": take_tokens(positions.to(main.device), tokens)}
     if "use_cache" in inspect.signature(inner.forward).parameters:
-        own["use_cache"] = False  # one of some tokens would serve nobody
+        own["use_cache"] = False  # a cache of a rank's tokens is of no use
     if inputs.get("labels") is None:
         return RankInputs(own, tokens, None)
     targets, weight = _targets(inner, inputs, tokens)
@@ -208,7 +217,7 @@ def split_inputs(model: nn.Module, inputs: Mapping[str, Any], split_of: SplitOf,
 
 
 def _targets(inner: Any, inputs: Mapping[str, Any], tokens: Runs) -> tuple[dict[str, Tensor], Tensor]:
-    """The targets of a rank as the model's forward takes them, and the weight of their mean loss."""
+    """Return a rank's targets as arguments of the model's forward, and the weight of their mean loss."""
     shifts = _shifts_labels(inner)
     whole = inputs["labels"]  # [B, S]
     if shifts:
@@ -223,10 +232,10 @@ def _targets(inner: Any, inputs: Mapping[str, Any], tokens: Runs) -> tuple[dict[
 
 
 def _shifts_labels(inner: Any) -> bool:
-    """Whether a model's loss takes targets that were shifted, rather than labels as they are.
+    """Return whether a model's loss takes targets that were shifted, rather than labels as they are.
 
     Raises:
-        ConfigError: its loss is no mean over tokens, or cannot be given such targets.
+        ConfigError: its loss is no mean over tokens, or does not take such targets.
     """
     name, function = type(inner).__name__, getattr(inner, "loss_function", None)
     if name.endswith(_PER_TOKEN):
@@ -241,9 +250,10 @@ def _shifts_labels(inner: Any) -> bool:
 
 
 def target_counter(model: nn.Module) -> Callable[[Any], Tensor | None]:
-    """What says of a batch over how many targets a model's own loss is a mean, 0-d; None where that is not known.
+    """Return a function that counts the targets of a batch over which the model's own loss is a mean, 0-d.
 
-    It is known of models of transformers whose loss is a cross-entropy of integer `labels`.
+    The function returns None where the count is not known. It is known for models of transformers whose loss is a
+    cross-entropy of integer `labels`.
     """
     base: Any = getattr(model, "get_base_model", None)  # of a model with PEFT's adapters
     shifts = _mean_shifts(base() if callable(base) else model)
@@ -263,7 +273,8 @@ def target_counter(model: nn.Module) -> Callable[[Any], Tensor | None]:
 
 
 def _mean_shifts(inner: Any) -> bool | None:
-    """Whether a model's own mean of cross-entropies leaves out the first label; None where its loss is another."""
+    """Return whether a model's own mean of cross-entropies leaves out the first label; None where its loss is another.
+    """
     code = getattr(inspect.unwrap(type(inner).forward), "__code__", None)
     if code is None or not hasattr(type(inner), "base_model_prefix"):
         return None
@@ -296,7 +307,7 @@ def _refuse_whole(inputs: Mapping[str, Any], num_samples: int, num_tokens: int) 
 def _document_lengths(
     model: nn.Module, inputs: Mapping[str, Any], num_samples: int, num_tokens: int
 ) -> tuple[int, ...]:
-    """Of the documents packed in each row, as transformers and attention here recognize them."""
+    """Return the lengths of the documents packed in each row, as transformers and our attention recognize them."""
     ends: Any = inputs.get("cu_seq_lens_q")
     positions: Any = inputs.get("position_ids")
     has_ends = ends is not None and not is_fake(ends)  # simulated tokens have no values; they count as one document
@@ -326,9 +337,9 @@ def _document_lengths(
 
 
 def _finds_packing(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
-    """Whether the model takes positions that start anew for documents.
+    """Return whether the model recognizes packed documents by positions that start again at 0.
 
-    Not if it is bidirectional, nor where it caches, nor if its masks are not told the positions, as OPT's and BERT's.
+    It does not if it is bidirectional, if it caches, or if its masks do not depend on the positions (OPT, BERT).
     """
     inner = next(_inner(model))
     use_cache = inputs.get("use_cache")
@@ -339,7 +350,7 @@ def _finds_packing(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
 
 
 def _own_positions(model: nn.Module, inputs: Mapping[str, Any], num_tokens: int) -> Tensor:
-    """The positions that the model would give the tokens of whole sequences [B or 1, S]."""
+    """Return the positions that the model would give the tokens of whole sequences, [B or 1, S]."""
     mask = inputs.get("attention_mask")
     counted = torch.arange(num_tokens)[None]  # [1, S]
     for module in model.modules():
@@ -356,19 +367,23 @@ def _own_positions(model: nn.Module, inputs: Mapping[str, Any], num_tokens: int)
 
 
 def _counts_mask(module: nn.Module) -> bool:
-    """Whether a module finds positions by counting what a mask keeps, as OPT's."""
+    """Return whether a module finds positions by counting the tokens that a mask keeps, as OPT's does."""
     return isinstance(module, nn.Embedding) and "attention_mask" in inspect.signature(module.forward).parameters
 
 
 def _has_models(inner: Any) -> bool:
-    """Whether a model has models with configs of their own in it; the config of a part, as of attention, is none."""
+    """Return whether a model contains models with configs of their own; the config of a part, such as attention, does
+    not count.
+    """
     parts = [getattr(inner.config, name, None) for name in inner.config.sub_configs]
     kinds = {type(each.config) for each in _inner(inner)}
     return len(kinds) > 1 or any(getattr(part, "model_type", "") for part in parts)
 
 
 def _inner(model: nn.Module) -> Iterator[Any]:
-    """The models of transformers in a module, outer ones first; known by their names, as it need not be there."""
+    """Yield the models of transformers in a module, outer ones first, recognized by names: transformers need not be
+    installed.
+    """
     for module in model.modules():
         if hasattr(type(module), "base_model_prefix") and hasattr(getattr(module, "config", None), "model_type"):
             yield module

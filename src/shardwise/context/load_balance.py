@@ -1,7 +1,7 @@
-"""Which split of a sequence's tokens spreads a layout's work evenly, and moves little.
+"""Choose a split of a sequence's tokens that spreads a layout's work evenly and moves little.
 
-Costs are in pairs of a query and a key, the mean over heads. A key that is pulled costs time on the wire, and counts as
-`PULLED_PAIRS` pairs, so that both are one price: the slowest rank's.
+Costs are in pairs of a query and a key, the mean over heads. A key that is pulled costs time on the wire and counts as
+`PULLED_PAIRS` pairs, so that work and traffic have one price: that of the slowest rank.
 
 >>> import torch
 >>> layout = BlockLayout.from_blocks(torch.ones(8, 8), block=128, causal=True)
@@ -27,12 +27,12 @@ from shardwise.context.visibility import VisibilityIndex
 from shardwise.layout.token_ranges import Runs, TokenSplit, contiguous, intersect, join, shift, zigzag
 
 PULLED_PAIRS: Final = 400
-"""Pairs that are computed while one token's keys and values travel, forward and backward, to a rank.
+"""Pairs that are computed in the time in which one token's keys and values are sent to a rank, forward and backward.
 
 With D of a head, in bf16: 14 D FLOPs a pair and query head (two products forward, five backward), 16 D bytes a token
 and KV head (2 x 4 D there, 8 D of fp32 gradients back). On an H100 at half its 989 TFLOPS, 450 GB/s of NVLink bring a
 byte in 1,100 FLOPs: 1,260 pairs for H = K heads, and 310 at H = 4 K; between nodes, at 50 GB/s, nine times as much. A
-ring hides what travels behind what is computed, so the lower figures are nearer to what is seen.
+ring overlaps sends with computation, so the lower figures are nearer to what is measured.
 """
 
 _MOST_UNITS: Final = 64  # of a rank
@@ -40,7 +40,7 @@ _EVEN: Final = 1.05
 
 
 class Balance(NamedTuple):
-    """How evenly a split spreads a layout.
+    """Says how evenly a split spreads a layout.
 
     Attributes:
         token_layout: the split's kind.
@@ -55,12 +55,12 @@ class Balance(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Cost:
-    """What tokens cost, summed over heads: sums over all tokens before each, int64 [num_tokens + 1].
+    """Holds the cost of tokens, summed over heads, as sums over all tokens before each: int64 [num_tokens + 1].
 
     Attributes:
         queries: pairs of each query.
         pushed: pairs of each query that may be pushed.
-        keys: the same pairs, by their key.
+        keys: the same pairs, counted at their key.
         num_heads: of the layout.
     """
 
@@ -70,13 +70,15 @@ class _Cost:
     num_heads: int
 
     def of(self, local: Runs, share: Runs, is_pushing: bool) -> float:
-        """The mean over heads of the pairs of local queries and, where any are pushed, of pushed ones with own keys."""
+        """Return the mean over heads of the pairs of local queries and, where any are pushed, of pushed ones with own
+        keys.
+        """
         pairs = _sum(self.queries, local) + (_sum(self.keys, share) if is_pushing else 0)
         return pairs / self.num_heads
 
 
 def work_per_rank(layout: BlockLayout, split: TokenSplit) -> tuple[float, ...]:
-    """Visible pairs that each rank computes under `plan_steps`; the mean over heads.
+    """Return the visible pairs that each rank computes under `plan_steps`, the mean over heads.
 
     Args:
         layout: of the whole sequence.
@@ -91,13 +93,13 @@ def work_per_rank(layout: BlockLayout, split: TokenSplit) -> tuple[float, ...]:
 
 
 def balanced(layout: BlockLayout, degree: int) -> TokenSplit:
-    """Blocks, or runs of them, dealt out by their cost: the dearest first, to the rank that has least so far.
+    """Deal blocks, or runs of them, to the ranks by cost: the costliest first, to the rank that has least so far.
 
-    Several sizes of runs are tried, dealt out so, and by place: there and back over the ranks. Of the splits whose
-    slowest rank is within 5% of the best, that which moves least is taken, so runs are as long as balance allows.
+    Several sizes of runs are tried, dealt in this way and also by place: there and back over the ranks. Of the splits
+    whose slowest rank is within 5% of the best, the one that moves least is taken, so runs are as long as possible.
 
-    Source: Graham 1969, "Bounds on multiprocessing timing anomalies", with equally many runs for each rank. (There and
-    back in the order of cost, as "PTRR" in torch's context parallelism, left up to 7% more on the slowest rank.)
+    Source: Graham 1969, "Bounds on multiprocessing timing anomalies", with equally many runs for each rank. (Dealing
+    there and back in the order of cost, as "PTRR" in torch's context parallelism, left the slowest rank up to 7% more.)
 
     Args:
         layout: of the whole sequence.
@@ -110,16 +112,16 @@ def balanced(layout: BlockLayout, degree: int) -> TokenSplit:
 
 
 def choose_split(token_layout: str, layout: BlockLayout, degree: int, heads_over: int = 1) -> TokenSplit:
-    """The split of a name, kept with the layout; for "auto" that of the least price of those that divide.
+    """Return the split of a name, kept with the layout; for "auto" the one of least price among those that divide.
 
-    The price is that of the dearest rank: its pairs, and `PULLED_PAIRS` for each token whose keys come to it,
-    `PUSHED_COST` times as many for each whose query does. Of equal prices the split of fewer runs is taken: so
+    The price is that of the costliest rank: its pairs, plus `PULLED_PAIRS` for each token whose keys it receives, and
+    `PUSHED_COST` times as many for each token whose query it receives. At equal prices the split of fewer runs wins:
     contiguous for windows, for dense attention both ways and where heads are exchanged for all tokens; zigzag for dense
     causal attention.
 
     Args:
         token_layout: contiguous, zigzag, balanced or auto.
-        layout: of the whole sequence, and of all heads, so that tensor-parallel ranks choose alike.
+        layout: of the whole sequence, and of all heads, so that tensor-parallel ranks choose the same split.
         degree: ranks of the axis.
         heads_over: neighbouring ranks that exchange heads, and have each other's tokens for attention.
 
@@ -131,7 +133,7 @@ def choose_split(token_layout: str, layout: BlockLayout, degree: int, heads_over
 
 
 def balance_table(layout: BlockLayout, degree: int, heads_over: int = 1) -> list[Balance]:
-    """Work and traffic of each token layout that divides, contiguous first.
+    """Return work and traffic of each token layout that divides, contiguous first.
 
     Args:
         layout: of the whole sequence.
@@ -169,7 +171,7 @@ def _choose(token_layout: str, layout: BlockLayout, degree: int, heads_over: int
 
 
 def _candidates(layout: BlockLayout, degree: int) -> list[TokenSplit]:
-    """The splits that divide, of few runs first.
+    """Return the splits that divide, those of few runs first.
 
     Raises:
         ConfigError: none does.
@@ -217,7 +219,7 @@ def _balanced(layout: BlockLayout, degree: int) -> TokenSplit:
 
 
 def _units(layout: BlockLayout, degree: int) -> list[int]:
-    """Sizes of runs that give each rank equally many, whole blocks if that goes, the largest first."""
+    """Return sizes of runs that give each rank equally many, of whole blocks if possible, the largest first."""
     length, block = layout.num_queries, layout.block
     for least in (block, 1):
         size, rest = divmod(length, least * degree)
@@ -228,7 +230,7 @@ def _units(layout: BlockLayout, degree: int) -> list[int]:
 
 
 def _deal(cost: _Cost, unit: int, degree: int, is_by_cost: bool, is_pushing: bool) -> tuple[Runs, ...]:
-    """The runs of each rank, equally many."""
+    """Return the runs of each rank, equally many."""
     sums = cost.queries - cost.pushed + cost.keys if is_pushing else cost.queries
     costs = torch.diff(sums[::unit])  # of each run
     if is_by_cost:
@@ -269,7 +271,9 @@ def _cost(layout: BlockLayout, visibility: VisibilityIndex) -> _Cost:
 
 
 def _pairs(pattern: Pattern, pushed: Runs) -> Tensor:
-    """Pairs of each query, of each pushed one, and of each key with those, which are whole rows; int64 [3, tokens]."""
+    """Count pairs of each query, of each pushed one, and of each key with pushed ones, which are whole rows; int64 [3,
+    tokens].
+    """
     block, num_tokens = pattern.block, pattern.num_tokens
     num_blocks = pattern.blocks.shape[-1]
     missing = num_blocks * block - num_tokens  # of the last block

@@ -1,10 +1,10 @@
-"""A proof by running that a model computes its tokens apart from each other, but for attention: else `cp` is wrong.
+"""Prove by a run that a model computes its tokens apart from each other, but for attention: `cp` is wrong otherwise.
 
-A copy of the model runs on the CPU, its parameters replaced by numbers that need no memory and its attention by
-something that looks at one token alone: once with all tokens of a short sequence, and once with each half of them, as
-ranks would have them. Where a half's outputs are not those of the whole, something else looks across tokens, such as a
-convolution, a shift, a sum, or a frequency that follows from the longest position: it is found among the modules by
-what went in and what came out.
+A copy of the model runs on the CPU. Its parameters are replaced by numbers that need little memory, and its attention
+by a function of one token alone. It runs once with all tokens of a short sequence, and once with each half of them, as
+ranks would have them. Where a half's outputs are not those of the whole, another operation reads several tokens, such
+as a convolution, a shift, a sum, or a frequency that follows from the longest position. The module that does so is
+found by its inputs and outputs.
 """
 
 from __future__ import annotations
@@ -31,14 +31,22 @@ Inputs = Mapping[str, Any]
 
 
 def attend_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """What stands for attention: [B, H, n, D] of each token's own query, key and value."""
+    """Replace attention by a function of each token's own query, key and value.
+
+    Args:
+        q: [B, H, n, D].
+        k: [B, K, n, D].
+        v: [B, K, n, D].
+    """
     k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
     place = torch.linspace(-1.0, 1.0, q.shape[-1], dtype=q.dtype)  # turning both by one angle would not show in q k
     return v * (1.5 + torch.sin((q * k + q * place + k * place.square()).sum(-1, keepdim=True)))
 
 
 def copy_for_proof(model: nn.Module) -> nn.Module | None:
-    """A copy without the model's values, in fp64 on the CPU; norms of batches train. None where it has no copy."""
+    """Return a copy without the model's values, in fp64 on the CPU; norms over batches are in training mode. None where
+    it cannot be copied.
+    """
     replaced: dict[int, Any] = {}
     for parameter in model.parameters():
         replaced[id(parameter)] = nn.Parameter(_numbers(tuple(parameter.shape)), requires_grad=False)
@@ -60,14 +68,14 @@ def copy_for_proof(model: nn.Module) -> nn.Module | None:
 
 
 def check_tokens_apart(copied: nn.Module, attempts: Sequence[Sequence[Inputs]]) -> None:
-    """See that a model's outputs for each half of a sequence are those for all of it.
+    """Check that a model's outputs for each half of a sequence are those for all of it.
 
     Args:
         copied: by `copy_for_proof`, with `attend_alone` for its attention.
-        attempts: arguments for all tokens, for the first half and for the second; the first that it takes count.
+        attempts: arguments for all tokens, for the first half and for the second; the first attempt that runs counts.
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: the outputs differ.
     """
     for number, inputs in enumerate(attempts):
         try:
@@ -107,7 +115,7 @@ _Record = tuple[str, list[Tensor], list[Tensor]]
 
 
 def _run(model: nn.Module, inputs: Inputs) -> list[_Record]:
-    """What went into each module and came out of it, in the order in which they end."""
+    """Return the inputs and outputs of each module, in the order in which their forwards end."""
     records: list[_Record] = []
     under_way: list[tuple[str, list[Tensor]]] = []
     with watch_calls(
@@ -127,7 +135,7 @@ def _floats(value: Any) -> list[Tensor]:
 
 
 def _is_like(whole: Tensor, *parts: Tensor) -> bool:
-    """Whether parts are those of a whole along some dim, or each is the whole."""
+    """Return whether the parts make up the whole along some dim, or each of them is the whole."""
     if all(part.shape == whole.shape for part in parts):
         return all(_is_close(whole, part) for part in parts)
     for dim in range(whole.dim()):
@@ -143,7 +151,7 @@ def _is_close(one: Tensor, other: Tensor) -> bool:
 
 
 class _Mixed:
-    """A linear layer's output of the right size, without the product: it is of one token anyhow."""
+    """Returns a linear layer's output of the right size without the product, which depends on one token anyway."""
 
     def __init__(self, layer: Any) -> None:
         self._source = torch.arange(layer.out_features) % layer.in_features
@@ -154,7 +162,7 @@ class _Mixed:
 
 
 def _numbers(shape: tuple[int, ...]) -> Tensor:
-    """Numbers that differ along every dim, in the memory of their edges; around 1 where they are a vector."""
+    """Return numbers that differ along every dim, in the memory of their edges; around 1 for a vector."""
     generator = torch.Generator().manual_seed(sum(shape))
     drawn = torch.rand(max(sum(shape) - len(shape) + 1, 1), generator=generator, dtype=torch.float64, device="cpu")
     drawn = drawn + 0.5 if len(shape) < 2 else (2.0 * drawn - 1.0) / max(shape[-1], 1) ** 0.5

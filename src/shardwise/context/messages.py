@@ -1,7 +1,7 @@
-"""Rows of tokens as messages: cut out of tensors, received in place where they may be, put back.
+"""Send rows of tokens as messages: cut them out of tensors, receive them in place where possible, and put them back.
 
-A message is token-major, so that what neighbouring tokens' owner sends lands where it is needed without a copy. Shapes:
-B samples, H heads, n tokens, D head.
+A message is token-major, so that neighbouring tokens from one rank arrive where they are needed without a copy.
+Shapes: B samples, H heads, n tokens, D head.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shardwise.layout.token_ranges import Runs, count_tokens, local
 
 
 def blank(like: Tensor, num_rows: int, *, num: int = 1, head_dim: int = 0, dtype: torch.dtype | None = None) -> Tensor:
-    """A message [num_rows, num, B, H, D] without values.
+    """Return a message [num_rows, num, B, H, D] without values.
 
     Args:
         like: [B, H, n, D].
@@ -29,7 +29,7 @@ def blank(like: Tensor, num_rows: int, *, num: int = 1, head_dim: int = 0, dtype
 
 
 def pack(tensors: Sequence[Tensor], rows: Runs) -> Tensor:
-    """Rows of several tensors in one message [rows, tensors, B, H, D].
+    """Copy rows of several tensors into one message [rows, tensors, B, H, D].
 
     Args:
         tensors: [B, H, n, D] each, of one shape and dtype.
@@ -51,14 +51,14 @@ def copy_run(message: Tensor, first: int, tensors: Sequence[Tensor], start: int,
         first: of its rows, where they go.
         tensors: [B, H, n, D] each.
         start: the first of the n.
-        stop: the one behind the last.
+        stop: the one after the last.
     """
     for index, tensor in enumerate(tensors):
         message[first : first + stop - start, index].copy_(tensor[:, :, start:stop].permute(2, 0, 1, 3))
 
 
 def unpack(message: Tensor) -> list[Tensor]:
-    """The tensors of a message as views [B, H, rows, D]."""
+    """Return the tensors of a message as views [B, H, rows, D]."""
     return [each.permute(1, 2, 0, 3) for each in message.unbind(1)]
 
 
@@ -91,21 +91,21 @@ def add(into: Tensor, rows: Runs, values: Tensor) -> None:
 
 
 def take(tensor: Tensor, rows: Runs, dim: int = 2) -> Tensor:
-    """Rows of a tensor, along `dim`: a view where they are neighbours."""
+    """Return `rows` of a `tensor` along `dim`: a view where they are neighbours."""
     parts = [tensor.narrow(dim, start, stop - start) for start, stop in rows]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
 class RecvBuffer:
-    """Where rows of several ranks arrive, which together are those of one tensor.
+    """Receives rows from several ranks; together they are the rows of one tensor.
 
     Args:
-        whole: [rows, ...]; rows that come of nobody are the caller's to fill in.
-        tokens: which the rows are.
-        by_rank: those that come of each rank.
+        whole: [rows, ...]; the caller fills in rows that no rank sends.
+        tokens: those of the rows.
+        by_rank: the tokens that each rank sends.
 
     Attributes:
-        buffers: by rank, what it fills; a part of the whole where its rows are neighbours there.
+        buffers: by rank, the memory that it fills; a part of the whole where its rows are neighbours there.
     """
 
     def __init__(self, whole: Tensor, tokens: Runs, by_rank: Mapping[int, Runs]) -> None:
@@ -121,7 +121,7 @@ class RecvBuffer:
                 self._later.append((rows, self.buffers[rank]))
 
     def settle(self) -> Tensor:
-        """The whole, once all has arrived."""
+        """Return the whole, after all rows have arrived."""
         self.buffers.clear()
         while self._later:
             put(self._whole, *self._later.pop())

@@ -1,8 +1,8 @@
-"""What each rank of the `cp` axis sends, receives and computes, planned from the layout and the split alone.
+"""Plan what each rank of the `cp` axis sends, receives and computes, from the layout and the split alone.
 
-Every rank plans for all, so they agree on what moves without a word. A rank gets the keys that its queries see and no
-others. Rows that see nearly all keys, where there are few of them, would bring nearly all keys to their rank: they are
-pushed instead, so that each rank computes them over its own keys, which also spreads their work.
+Every rank plans for all ranks, so they agree on what moves without communication. A rank receives the keys that its
+queries see and no others. A few rows that see nearly all keys would bring nearly all keys to their rank. Such rows are
+pushed instead: each rank computes them over its own keys, which also spreads their work.
 
 >>> import torch
 >>> from shardwise.layout.token_ranges import contiguous
@@ -28,14 +28,14 @@ PUSHED_SHARE: Final = 0.75
 
 PUSHED_COST: Final = 4
 """Pushing a query to one rank costs as much as pulling so many keys with their values. With H query and K key heads of
-D, in elements: a key and its value travel twice and two gradients in the wide dtype, as large as two, come back, 8 K D;
-a query travels twice, its output thrice (result, and with its gradient for the backward) and a wide gradient comes
-back, 7 H D. So 4 stands for models of H / K up to 4."""
+D, in elements: a key and its value are sent twice and two gradients in the wide dtype, each as large as two, come back,
+8 K D; a query is sent twice, its output three times (result, and with its gradient for the backward) and a wide
+gradient comes back, 7 H D. So 4 stands for models of H / K up to 4."""
 
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """Who needs what, for all ranks.
+    """Says, for all ranks, which tokens' keys and queries each rank needs from which other.
 
     Attributes:
         local: the queries of each rank that see all their keys there.
@@ -52,26 +52,26 @@ class ExchangePlan:
         return any(runs for sources in self.queries for runs in sources)
 
     def tokens_pulled(self) -> tuple[int, ...]:
-        """Tokens whose keys and values each rank receives."""
+        """Count the tokens whose keys and values each rank receives."""
         return tuple(_without_own(sources, rank) for rank, sources in enumerate(self.keys))
 
     def tokens_pushed(self) -> tuple[int, ...]:
-        """Tokens whose queries each rank receives."""
+        """Count the tokens whose queries each rank receives."""
         return tuple(_without_own(sources, rank) for rank, sources in enumerate(self.queries))
 
 
 def plan_steps(layout: BlockLayout, split: TokenSplit, rank: int, *, one_by_one: bool) -> tuple[RingStep, ...]:
-    """The steps of one attention, kept with the layout; equally many on all ranks, and exchanged by all together.
+    """Return the steps of one attention, kept with the layout. All ranks have equally many and exchange them together.
 
-    The first one has the rank's own keys, and is there even if nothing is seen.
+    The first step has the rank's own keys, and exists even if nothing is seen.
 
     Args:
-        layout: of the whole sequence, documents one behind another.
+        layout: of the whole sequence, documents one after another.
         split: of the sequence's tokens.
         rank: of the split.
-        one_by_one: own keys first, in which nothing moves, then those of each other rank in a step of its own (a
-            ring): at step t a rank sends to the one t places on. A step in which nothing moves between any ranks is
-            left out. Otherwise all come at once, together with the own ones unless queries are pushed.
+        one_by_one: if true (a ring), a step with the own keys, in which nothing moves, comes first, then one step for
+            each other rank: at step t a rank sends to the rank t places on. A step in which nothing moves between any
+            ranks is left out. If false, all keys come in one step, with the own ones unless queries are pushed.
 
     Raises:
         ConfigError: the split is of another number of tokens, or the layout is not of a whole sequence.
@@ -96,7 +96,7 @@ def require_whole(layout: BlockLayout, split: TokenSplit) -> None:
 
 
 def find_moves(visibility: VisibilityIndex, split: TokenSplit) -> ExchangePlan:
-    """Who needs what of whom, with the rows pushed that are worth it."""
+    """Find which ranks need which keys of which others, with rows pushed where that is worth it."""
     plain = _moves(visibility, split, ())
     pushed = visibility.rows_seeing_most(PUSHED_SHARE)
     if not pushed:
@@ -147,7 +147,7 @@ def _step(
     rank: int,
     distances: Sequence[int],
 ) -> RingStep:
-    """What moves between ranks so many places apart."""
+    """Return the step in which ranks so many places apart exchange."""
     degree = split.degree
     sources = sorted((rank - distance) % degree for distance in distances if distance)
     targets = sorted((rank + distance) % degree for distance in distances if distance)
@@ -170,7 +170,9 @@ def _step(
 
 
 def _piece(layout: BlockLayout, visibility: VisibilityIndex, queries: Runs, keys: Runs) -> AttentionTile | None:
-    """Of each run of queries, all from the first to the last that see any of the keys: few runs, which are views."""
+    """Return the tile of each run of queries, from the first to the last that see any of the keys: few runs, which are
+    views.
+    """
     seeing = visibility.queries_seeing(keys, among=queries)
     parts = [part for run in queries if (part := intersect(seeing, (run,)))]
     hull = tuple((part[0][0], part[-1][1]) for part in parts)
@@ -178,7 +180,7 @@ def _piece(layout: BlockLayout, visibility: VisibilityIndex, queries: Runs, keys
 
 
 def _moving(moves: ExchangePlan, distances: Sequence[int]) -> tuple[bool, bool]:
-    """Whether any keys, and any queries, move between ranks so many places apart."""
+    """Return whether any keys, and whether any queries, move between ranks so many places apart."""
     degree = len(moves.local)
     pairs = [(rank, (rank - distance) % degree) for distance in distances if distance for rank in range(degree)]
     keys = any(moves.keys[rank][source] for rank, source in pairs)
@@ -194,17 +196,17 @@ def _without_own(sources: Sequence[Runs], rank: int) -> int:
 
 
 def _others(runs: Runs, num_tokens: int) -> Runs:
-    """The tokens that are in none of the runs."""
+    """Return the tokens that are in none of the runs."""
     bounds = [0, *(bound for run in runs for bound in run), num_tokens]
     return tuple((start, stop) for start, stop in zip(bounds[::2], bounds[1::2], strict=True) if start < stop)
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionTile:
-    """Attention that a rank computes at once.
+    """Describes a part of the attention that a rank computes at once.
 
     Attributes:
-        queries: the tokens whose queries take part; some see nothing here, perhaps.
+        queries: the tokens whose queries take part; some may see nothing here.
         keys: the tokens whose keys and values take part.
         layout: of exactly these.
     """
@@ -216,18 +218,18 @@ class AttentionTile:
 
 @dataclass(frozen=True, eq=False)
 class RingStep:
-    """One exchange and what is computed with it. Nothing is sent where there is nothing: runs are never empty.
+    """Describes one exchange and the computation that uses it. Empty messages are not sent: runs are never empty.
 
     Attributes:
-        sent_keys: by rank, the own tokens whose keys and values it gets.
-        received_keys: by rank, its tokens whose keys and values come from it.
-        sent_queries: by rank, the own tokens whose queries it gets, and answers with partial results.
-        received_queries: by rank, its tokens whose queries come from it.
-        pulled: own queries over received keys, and over own ones in the step that has them; None where nothing is seen,
-            and so never where keys are received.
+        sent_keys: by target rank, the own tokens whose keys and values are sent.
+        received_keys: by source rank, its tokens whose keys and values are received.
+        sent_queries: by target rank, the own tokens whose queries are sent; it answers with partial results.
+        received_queries: by source rank, its tokens whose queries are received.
+        pulled: own queries over received keys, and over own keys in the step that has them; None where nothing is seen,
+            so never where keys are received.
         pushed: all received queries, ascending over all ranks, over own keys; None where there are none.
-        is_moving: whether anything moves between any ranks; all of them know alike.
-        is_answered: whether any queries move.
+        is_moving: whether anything moves between any ranks; the same on all of them.
+        is_answered: whether any queries move between any ranks.
     """
 
     sent_keys: Mapping[int, Runs]

@@ -1,6 +1,6 @@
-"""What is planned for layouts and splits, by number, which is what a registered op can be given.
+"""Keep the plans of layouts and splits by number, because a registered op can take a number but no plan.
 
-A graph keeps the plan that its backward needs; besides, the plans used last are kept.
+A graph keeps the plan that its backward needs; besides these, the plans used last are kept.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _MAX_PLANS: Final = 32
 
 @dataclass(frozen=True, eq=False)
 class RankPlan:
-    """What one layout and split have this rank do.
+    """Says what this rank does for one layout and split.
 
     Attributes:
-        team: with which heads are exchanged.
-        course: what follows, of layouts of all heads.
+        team: the ranks with which heads are exchanged.
+        ring_plan: the steps after that exchange, with layouts of all heads.
     """
 
     team: HeadGroup
     ring_plan: RingPlan
 
     def ring_plan_of(self, num_heads: int) -> RingPlan:
-        """What to do with this rank's of so many query heads."""
+        """Return the steps for this rank's part of `num_heads` query heads."""
         heads = heads_of(num_heads, len(self.team.shares), self.team.index)
         steps = tuple(
             replace(each, pulled=_of_heads(each.pulled, heads), pushed=_of_heads(each.pushed, heads))
@@ -49,14 +49,14 @@ def _of_heads(piece: AttentionTile | None, heads: tuple[int, int]) -> AttentionT
 
 
 class PlanCache:
-    """What is planned, by number, as long as someone has it: a graph, compiled code, or this, of those used last.
+    """Holds plans by number, as long as one is in use: by a graph, by compiled code, or as one of those used last.
 
     Args:
         comm: over the `cp` axis.
         section: of the config.
 
     Attributes:
-        name: that no other has, by which a layout may keep a number.
+        name: unique, so that a layout can keep a plan's number under it.
     """
 
     def __init__(self, comm: Comm, section: ContextConfig) -> None:
@@ -67,7 +67,7 @@ class PlanCache:
         self._last: dict[tuple[BlockLayout, TokenSplit], tuple[int, RankPlan]] = {}
         self._for_good: list[RankPlan] = []
 
-        # A function, as compiled code takes no method for a constant.
+        # A function, because compiled code takes no method as a constant.
         def place_for_good(place: tuple[Any, ...], layout: BlockLayout) -> int:
             number, planned = self._make(layout, TokenSplit(*place))
             self._for_good.append(planned)
@@ -76,7 +76,7 @@ class PlanCache:
         self.place_for_good = place_for_good
 
     def place(self, layout: BlockLayout, split: TokenSplit) -> int:
-        """The number of a layout's plan, which is made unless it is among those used last."""
+        """Return the number of a layout's plan, which is made unless it is among those used last."""
         key = (layout, split)
         found = self._last.pop(key, None) or self._make(layout, split)
         while len(self._last) >= _MAX_PLANS:
@@ -85,11 +85,11 @@ class PlanCache:
         return found[0]
 
     def find(self, number: int) -> RankPlan:
-        """The plan of a number; whoever asks again later keeps it till then."""
+        """Return the plan of a number. The caller keeps it if it needs the plan again later."""
         return self._planned[number]
 
     def clear(self) -> None:
-        """Forget all that graphs do not keep."""
+        """Forget all plans that graphs do not keep."""
         self._last.clear()
         self._for_good.clear()
 

@@ -1,11 +1,12 @@
-"""The one loop over the steps of an attention, forwards and backwards, whatever transport and token layout there is.
+"""Run the loop over the steps of an attention, forward and backward, for every transport and token layout.
 
-While a step is computed, what the next one needs travels, and so do the answers to it. In the forward a rank sends keys
-with their values, and queries that are answered with partial results; in the backward the same again (keys that came
-are not kept), with the queries their output and its gradient, and gradients in the wide dtype come back.
+While a step is computed, the data of the next one are in flight, and so are the answers. In the forward a rank sends
+keys with their values, and queries that are answered with partial results. In the backward it sends the same again
+(received keys are not kept), adds their output and its gradient to the queries, and gradients in the wide dtype come
+back.
 
-So a rank holds, besides its own keys, those of the step that it computes and of the next. Sums are made in an order
-that the plan alone says, so they are bitwise repeatable.
+So a rank holds, besides its own keys, those of the step that it computes and of the next one. The plan alone gives the
+order of sums, so they are bitwise repeatable.
 
 Shapes: B samples, H query heads, K key and value heads, n tokens of this rank, D head.
 """
@@ -31,14 +32,14 @@ from shardwise.layout.token_ranges import Runs, count_tokens, intersect, local
 def attend_in_steps(
     q: Tensor, k: Tensor, v: Tensor, extras: ScoreModifiers, ring_plan: RingPlan
 ) -> tuple[Tensor, Tensor]:
-    """Output [B, H, n, D], in memory [B, n, H, D], and log-sum-exp [B, H, n] of this rank's queries.
+    """Return output [B, H, n, D], in memory [B, n, H, D], and log-sum-exp [B, H, n] of this rank's queries.
 
     Args:
         q: [B, H, n, D].
         k: [B, K, n, D].
         v: [B, K, n, D].
-        extras: of the whole sequence.
-        course: what to do.
+        extras: what acts on the scores of the whole sequence.
+        ring_plan: the steps.
     """
     found = MergedOutput(q)
     for step, arrival in _arrivals((q,), None, k, v, ring_plan):
@@ -66,13 +67,13 @@ def attend_in_steps(
 def differentiate_in_steps(
     grad_out: Tensor, saved: SavedForBackward, extras: ScoreModifiers, ring_plan: RingPlan
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of this rank's q, k and v, in the wide dtype.
+    """Return the gradients of this rank's q, k and v, in the wide dtype.
 
     Args:
         grad_out: [B, H, n, D].
-        saved: what `attend_in_steps` was given and gave.
+        saved: inputs and outputs of `attend_in_steps`.
         extras: as there.
-        course: as there.
+        ring_plan: as there.
     """
     grads = LocalGrads(saved)
     with_queries = (saved.q, grad_out, saved.out)
@@ -123,7 +124,7 @@ def _differentiate(
 
 
 def _part(extras: ScoreModifiers, piece: AttentionTile) -> ScoreModifiers:
-    """What of it acts on a piece's scores."""
+    """Return the part of `extras` that acts on a piece's scores."""
     padding = None if extras.key_padding is None else take(extras.key_padding, piece.keys, dim=1)
     draw = extras.draw
     if draw is not None:
@@ -135,7 +136,7 @@ def _part(extras: ScoreModifiers, piece: AttentionTile) -> ScoreModifiers:
 def _arrivals(
     with_queries: Sequence[Tensor], lse: Tensor | None, k: Tensor, v: Tensor, ring_plan: RingPlan
 ) -> Iterator[tuple[RingStep, KVReceive]]:
-    """Each step with what it needs, while that of the next is on its way."""
+    """Yield each step with its received data, while the data of the next one are in flight."""
     coming: KVReceive | None = None
     for step, following in zip(ring_plan.steps, [*ring_plan.steps[1:], None], strict=True):
         arrival = coming or KVReceive(step, with_queries, lse, k, v, ring_plan)
@@ -149,7 +150,7 @@ Messages = dict[int, list[Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class RingPlan:
-    """What a rank does for one attention, and with whom: with the ranks that have the same heads, one of each team.
+    """Says what a rank does for one attention, with the ranks that have the same heads, one of each team.
 
     Attributes:
         comm: over the `cp` axis.
@@ -164,21 +165,27 @@ class RingPlan:
     steps: tuple[RingStep, ...]
 
     def exchange(self, sends: Messages, receives: Messages, name: str) -> AsyncWork:
-        """Start to move messages by team; all ranks do so."""
+        """Start to exchange messages by team; all ranks call it.
+
+        Args:
+            sends: by team, the messages for it.
+            receives: by team, the buffers for its messages.
+            name: for counts and messages.
+        """
         there, back = ({self.ranks[team]: each for team, each in by_team.items()} for by_team in (sends, receives))
         return self.comm.exchange(there, back, f"context {name}")
 
 
 class KVReceive:
-    """What one step needs of other ranks, on its way from the beginning.
+    """Receives the data that one step needs from other ranks; they are in flight from construction on.
 
     Args:
         step: to compute.
-        with_queries: what travels with a query, [B, H, n, D] each.
-        lse: [B, H, n], which travels with it too.
+        with_queries: the tensors whose rows are sent for a query, [B, H, n, D] each.
+        lse: [B, H, n], sent with them; None in the forward.
         k: [B, K, n, D], this rank's.
         v: [B, K, n, D], this rank's.
-        course: of the attention.
+        ring_plan: of the attention.
     """
 
     def __init__(
@@ -213,13 +220,13 @@ class KVReceive:
         self._pending = ring_plan.exchange(sends, receives, "keys")
 
     def wait(self) -> None:
-        """Until all is there."""
+        """Wait until all data have arrived."""
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
 
     def keys(self, piece: AttentionTile) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, K, nk, D] of what is pulled."""
+        """Return keys and values [B, K, nk, D] of a pulled piece."""
         if "keys" not in self._landings:
             return self.own_keys(piece)
         whole = self._landings["keys"].settle()
@@ -230,31 +237,31 @@ class KVReceive:
         return k, v
 
     def own_keys(self, piece: AttentionTile) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, K, nk, D] of a piece that are this rank's."""
+        """Return keys and values [B, K, nk, D] of a piece that are this rank's."""
         rows = local(piece.keys, self._own)
         k, v = (take(each, rows) for each in self._own_kv)
         return k, v
 
     def queries(self) -> list[Tensor]:
-        """What came with queries, [B, H, nq, D] each."""
+        """Return the tensors that came for queries, [B, H, nq, D] each."""
         return unpack(self._landings["queries"].settle())
 
     def lses(self) -> Tensor:
-        """Their log-sum-exps [B, H, nq]."""
+        """Return the log-sum-exps of these queries, [B, H, nq]."""
         return unpack(self._landings["lses"].settle())[0].squeeze(-1)
 
     def drop(self) -> None:
-        """Free what came."""
+        """Free the received data."""
         self._landings.clear()
 
 
 class PushedOutputs:
-    """Results of queries that came, on their way back, and those of queries that went.
+    """Sends back the results of received queries, and receives those of sent queries.
 
     Args:
-        step: in which they moved.
+        step: in which the queries moved.
         q: [B, H, n, D], this rank's.
-        course: of the attention.
+        ring_plan: of the attention.
     """
 
     def __init__(self, step: RingStep, q: Tensor, ring_plan: RingPlan) -> None:
@@ -268,18 +275,18 @@ class PushedOutputs:
         self._pending: AsyncWork | None = None
 
     def add(self, piece: AttentionTile, out: Tensor, lse: Tensor) -> None:
-        """The results [B, H, nq, D] and [B, H, nq] of what was pushed to this rank."""
+        """Add the results `out` [B, H, nq, D] and `lse` [B, H, nq] of `piece`, the queries pushed to this rank."""
         for team, runs in self._step.received_queries.items():
             rows = local(runs, piece.queries)
             self._sends[team] = [pack((out,), rows), pack((lse.unsqueeze(-1),), rows)]
 
     def start(self) -> None:
-        """Start to move them."""
+        """Start to exchange them."""
         self._pending = self._ring_plan.exchange(self._sends, self._receives, "answers")
         self._sends = {}
 
     def wait(self) -> Iterator[tuple[Runs, Tensor, Tensor]]:
-        """Rows of this rank's queries, each with a result [B, H, rows, D] and [B, H, rows]."""
+        """Yield rows of this rank's queries, each with an output [B, H, rows, D] and log-sum-exp [B, H, rows]."""
         if self._pending is not None:
             self._pending.wait()
         for team, (out, lse) in sorted(self._receives.items()):
@@ -288,13 +295,13 @@ class PushedOutputs:
 
 
 class GradReturn:
-    """Gradients of what came for a step, on their way back, and those of what went.
+    """Sends back the gradients of a step's received data, and receives those of its sent data.
 
     Args:
-        step: in which it moved.
+        step: in which the data moved.
         q: [B, H, n, D], this rank's.
         k: [B, K, n, D], this rank's.
-        course: of the attention.
+        ring_plan: of the attention.
     """
 
     def __init__(self, step: RingStep, q: Tensor, k: Tensor, ring_plan: RingPlan) -> None:
@@ -305,17 +312,17 @@ class GradReturn:
         self._pending: AsyncWork | None = None
 
     def send_keys(self, piece: AttentionTile, grad_k: Tensor, grad_v: Tensor) -> None:
-        """To those of whom a piece's keys came, their part of its gradients [B, K, nk, D], in the wide dtype."""
+        """Pack for each owner of a piece's keys its part of `grad_k` and `grad_v` [B, K, nk, D], in the wide dtype."""
         for team, runs in self._step.received_keys.items():
             self._keys[team] = pack((grad_k, grad_v), local(runs, piece.keys))
 
     def send_queries(self, piece: AttentionTile, grad_q: Tensor) -> None:
-        """To those of whom a piece's queries came, their part of its gradient [B, H, nq, D]."""
+        """Pack for each owner of a piece's queries its part of `grad_q` [B, H, nq, D]."""
         for team, runs in self._step.received_queries.items():
             self._queries[team] = pack((grad_q,), local(runs, piece.queries))
 
     def start(self) -> None:
-        """Start to move them."""
+        """Start to exchange them."""
         if not self._step.is_moving:
             return
         wide = wide_dtype(self._q.dtype)
@@ -329,7 +336,7 @@ class GradReturn:
         self._pending = self._ring_plan.exchange(sends, _by_team(self._keys, self._queries), "gradients")
 
     def wait(self, sums: LocalGrads) -> None:
-        """Until they are there; add them in the order of the ranks."""
+        """Wait until they have arrived, and add them in the order of the ranks."""
         if self._pending is None:
             return
         self._pending.wait()
@@ -348,12 +355,12 @@ def _by_team(*several: Mapping[int, Tensor]) -> Messages:
 
 
 def _recv_buffer(tensors: Sequence[Tensor], tokens: Runs, by_team: Mapping[int, Runs]) -> RecvBuffer:
-    """Of messages of such tensors, [B, H, n, D] each."""
+    """Return the buffer for messages of such tensors, [B, H, n, D] each."""
     return RecvBuffer(blank(tensors[0], count_tokens(tokens), num=len(tensors)), tokens, by_team)
 
 
 class MergedOutput:
-    """The merged results over the keys so far.
+    """Holds the merged results over the keys so far.
 
     Args:
         q: [B, H, n, D], of all rows.
@@ -364,10 +371,12 @@ class MergedOutput:
         self._found: tuple[Tensor, Tensor] | None = None
 
     def merge(self, rows: Runs, out: Tensor, lse: Tensor) -> None:
-        """A result [B, H, rows, D] and [B, H, rows] over other keys, which may be merged into."""
+        """Merge a result over other keys: `out` [B, H, rows, D] and `lse` [B, H, rows] of `rows`, whose memory may be
+        reused.
+        """
         is_whole = rows == ((0, self._q.shape[2]),) and out.transpose(1, 2).is_contiguous()
         if self._found is None and is_whole:
-            self._found = out, lse  # which is the result where nothing follows
+            self._found = out, lse  # already the result if no other step follows
             return
         whole_out, whole_lse = self._found = self._wide()
         before = 0
@@ -377,7 +386,7 @@ class MergedOutput:
             before += stop - start
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """As `attend_in_steps` returns it."""
+        """Return output and log-sum-exp as `attend_in_steps` does."""
         out, lse = self._found or self._wide()
         return out.to(self._q.dtype), lse
 
@@ -392,27 +401,27 @@ class MergedOutput:
 
 
 class LocalGrads:
-    """The sums of the gradients of this rank's q, k and v.
+    """Holds the sums of the gradients of this rank's q, k and v.
 
     Args:
         saved: this rank's tensors.
     """
 
     def __init__(self, saved: SavedForBackward) -> None:
-        # In the forms of q, k and v, in which what has made them reads their gradients without a copy.
+        # In the strides of q, k and v, so that the ops that made them read their gradients without a copy.
         self._sums = [torch.zeros_like(each, dtype=wide_dtype(each.dtype)) for each in (saved.q, saved.k, saved.v)]
 
     def add_queries(self, rows: Runs, grad_q: Tensor) -> None:
-        """Of some rows [B, H, rows, D]."""
+        """Add the gradient of some rows of q, [B, H, rows, D]."""
         add(self._sums[0], rows, grad_q)
 
     def add_keys(self, rows: Runs, grad_k: Tensor, grad_v: Tensor) -> None:
-        """Of some rows [B, K, rows, D]."""
+        """Add `grad_k` and `grad_v` [B, K, rows, D] of some `rows`."""
         add(self._sums[1], rows, grad_k)
         add(self._sums[2], rows, grad_v)
 
     def add_own_keys(self, piece: AttentionTile, own: Runs, grad_k: Tensor, grad_v: Tensor) -> None:
-        """Of those of a piece's keys [B, K, nk, D] that are this rank's."""
+        """Add `grad_k` and `grad_v` [B, K, nk, D] of those of a `piece`'s keys that are `own`, this rank's tokens."""
         kept = intersect(piece.keys, own)
         if kept:
             among = local(kept, piece.keys)

@@ -1,17 +1,18 @@
-"""How many bytes a rank sends in one attention over the ranks of the `cp` axis: exact, from what is planned.
+"""Count the bytes that a rank sends in one attention over the ranks of the `cp` axis, exactly, from the plan.
 
-For dense attention both ways it is what the papers say (c ranks, n tokens of each, B samples, H query and K key heads
-of D, e bytes an element and w of the wide dtype; u ranks that exchange heads):
+For dense attention both ways the counts are those of the papers (c ranks, n tokens of each, B samples, H query and K
+key heads of D, e bytes an element and w of the wide dtype; u ranks that exchange heads):
 
 | transport | forward | backward |
 |---|---|---|
 | ring, all-gather (Liu et al. 2023, arXiv 2310.01889) | (c - 1) 2 n B K D e | (c - 1) 2 n B K D (e + w) |
 | heads for tokens (Jacobs et al. 2023, arXiv 2309.14509) | (u - 1) / u  n B (2 H + 2 K) D e | the same |
 
-The backward of a ring moves keys and values again, and their gradients in the wide dtype. Of causal attention a
-contiguous split moves half of that, the mean over ranks, and a zigzag 3/4: a rank needs one chunk of every other, and
-the other one of those whose second chunk is before its own. Where there are fewer KV heads than ranks that exchange
-heads, each gets one, so K is u there, and their gradients come back in the wide dtype, since they are summed.
+The backward of a ring moves keys and values again, and their gradients in the wide dtype. For causal attention a
+contiguous split moves half of that, the mean over ranks, and a zigzag 3/4: a rank needs one chunk of every other rank,
+and the second one too of those whose second chunk is before its own. Where there are fewer KV heads than ranks that
+exchange heads, each rank gets one, so K is u there, and their gradients come back in the wide dtype, since they are
+summed.
 
 >>> sizes = AttentionSizes(samples=1, num_heads=8, num_kv_heads=2, head_dim=64)
 >>> bytes_of_heads(128, team_size=2, sizes=sizes)
@@ -31,7 +32,7 @@ from shardwise.layout.token_ranges import Runs, TokenSplit, count_tokens
 
 @dataclass(frozen=True)
 class AttentionSizes:
-    """Of one attention on a rank, before any heads are exchanged.
+    """Gives the sizes of one attention on a rank, before any heads are exchanged.
 
     Attributes:
         samples: of the batch.
@@ -71,7 +72,7 @@ def bytes_of_attention(
     heads_over: int = 1,
     one_by_one: bool = True,
 ) -> ContextTraffic:
-    """Bytes that a rank sends in one attention.
+    """Count the bytes that a rank sends in one attention.
 
     Args:
         layout: of the whole sequence.
@@ -79,7 +80,7 @@ def bytes_of_attention(
         rank: of the split.
         sizes: of the rank.
         heads_over: neighbouring ranks that exchange heads.
-        one_by_one: keys come in steps, as in a ring; the bytes are the same in one.
+        one_by_one: whether keys come in steps, as in a ring; the bytes are the same in one step.
 
     Raises:
         ConfigError: the split is not of the layout's tokens.
@@ -92,10 +93,11 @@ def bytes_of_attention(
 
 
 def bytes_of_steps(steps: Sequence[RingStep], sizes: AttentionSizes) -> ContextTraffic:
-    """Bytes that a rank sends in steps.
+    """Count the bytes that a rank sends in steps.
 
-    In the forward keys with their values, and queries that are answered with their output and log-sum-exp. In the
-    backward the same, with queries their output, its gradient and their log-sum-exp, and gradients back.
+    In the forward it sends keys with their values, and queries that are answered with their output and log-sum-exp. In
+    the backward it sends the same, with each query its output, the output's gradient and log-sum-exp, and returns
+    gradients.
 
     Args:
         steps: of the rank.
@@ -117,8 +119,8 @@ def bytes_of_steps(steps: Sequence[RingStep], sizes: AttentionSizes) -> ContextT
 
 
 def bytes_of_heads(num_tokens: int, team_size: int, sizes: AttentionSizes) -> ContextTraffic:
-    """Bytes that a rank sends to exchange heads for tokens and back: q, k and v and then the output; its gradient and
-    then theirs.
+    """Count the bytes that a rank sends to exchange heads for tokens and back: q, k, v and then the output in the
+    forward; the output's gradient and then theirs in the backward.
 
     Args:
         num_tokens: of the rank.
@@ -134,8 +136,8 @@ def bytes_of_heads(num_tokens: int, team_size: int, sizes: AttentionSizes) -> Co
 
 
 def bytes_of_ring(num_tokens: int, num_ranks: int, sizes: AttentionSizes) -> ContextTraffic:
-    """Bytes that a rank sends where all ranks see all keys, as the table above says; of causal attention over a zigzag
-    split those of the rank that sends most, for which the others wait.
+    """Count the bytes that a rank sends where all ranks see all keys, as in the table above; for causal attention over
+    a zigzag split these are the bytes of the rank that sends most, for which the others wait.
 
     Args:
         num_tokens: of the rank.

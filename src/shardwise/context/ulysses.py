@@ -1,7 +1,7 @@
-"""Which heads each of the ranks has that exchange heads for tokens (Ulysses; Jacobs et al. 2023, arXiv 2309.14509).
+"""Exchange heads for tokens between ranks (Ulysses; Jacobs et al. 2023, arXiv 2309.14509).
 
-Neighbouring ranks of the `cp` axis, `heads_over` of them, make a team: each gives the others the heads that are theirs,
-of its own tokens, and gets its own heads of all the team's tokens. Where there are fewer KV heads than ranks, several
+Neighbouring ranks of the `cp` axis, `heads_over` of them, make a team: each sends the others their heads of its own
+tokens, and receives its own heads of all the team's tokens. Where there are fewer KV heads than ranks, several ranks
 get the same one, and their gradients are summed.
 
 >>> [heads_of(8, 4, index) for index in range(4)], [heads_of(2, 4, index) for index in range(4)]
@@ -23,7 +23,7 @@ from shardwise.layout.token_ranges import Runs, count_tokens, join, local
 
 
 def team_size(section: ContextConfig, degree: int) -> int:
-    """Neighbouring ranks that exchange heads; 1 where none do.
+    """Return the number of neighbouring ranks that exchange heads; 1 where none do.
 
     Args:
         section: of the config.
@@ -33,7 +33,7 @@ def team_size(section: ContextConfig, degree: int) -> int:
 
 
 def heads_of(num_heads: int, size: int, index: int) -> tuple[int, int]:
-    """The first head and the number of heads of a rank, of query heads or of key and value heads.
+    """Return the first head and the number of heads of a rank, for query heads or for key and value heads.
 
     Args:
         num_heads: before the exchange.
@@ -103,14 +103,14 @@ def _fits(num_heads: int, num_kv_heads: int, size: int) -> bool:
 
 
 def _nearest(given: int, legal: list[int]) -> str:
-    """The next one on each side."""
+    """Return the nearest legal number on each side."""
     below, above = [each for each in legal if each < given], [each for each in legal if each > given]
     return ", ".join(map(str, below[-1:] + above[:1]))
 
 
 @dataclass(frozen=True, eq=False)
 class HeadGroup:
-    """Neighbouring ranks that exchange heads for tokens.
+    """Exchanges heads for tokens among neighbouring ranks (a team).
 
     Attributes:
         comm: over the `cp` axis.
@@ -123,7 +123,7 @@ class HeadGroup:
     index: int
 
     def to_heads(self, parts: Sequence[Tensor]) -> Tensor:
-        """This rank's heads of all the team's tokens, [N, B, heads of all parts, D].
+        """Return this rank's heads of all the team's tokens, [N, B, heads of all parts, D].
 
         Args:
             parts: [B, heads, n, D] each, of one dtype.
@@ -137,11 +137,12 @@ class HeadGroup:
         return recv_buffer.settle()
 
     def to_tokens(self, parts: Sequence[Tensor], num_heads: Sequence[int]) -> Tensor:
-        """All heads of this rank's tokens, [B, n, heads of all parts, D]; what several ranks have is summed.
+        """Return all heads of this rank's tokens, [B, n, heads of all parts, D]; heads that several ranks have are
+        summed.
 
         Args:
             parts: [B, heads of this rank, N, D] each, of one dtype.
-            num_heads: of each part in all.
+            num_heads: of each part, over all ranks of the team.
         """
         size, tokens = len(self.shares), join(self.shares)
         messages = [_of_tokens(parts, local(share, tokens)) for share in self.shares]  # [B, n, heads, D] each
@@ -174,7 +175,7 @@ class HeadGroup:
 
 
 def _of_heads(parts: Sequence[Tensor], size: int, index: int) -> Tensor:
-    """What a rank of the team gets, [n, B, heads, D]."""
+    """Return the message with a rank's heads, [n, B, heads, D]."""
     samples, _, num_tokens, head_dim = parts[0].shape
     ranges = [heads_of(part.shape[1], size, index) for part in parts]
     message = parts[0].new_empty(num_tokens, samples, sum(num for _, num in ranges), head_dim)
@@ -186,7 +187,7 @@ def _of_heads(parts: Sequence[Tensor], size: int, index: int) -> Tensor:
 
 
 def _of_tokens(parts: Sequence[Tensor], rows: Runs) -> Tensor:
-    """What a rank of the team gets, [B, n, heads, D]."""
+    """Return the message with a rank's tokens, [B, n, heads, D]."""
     samples, _, _, head_dim = parts[0].shape
     message = parts[0].new_empty(samples, count_tokens(rows), sum(part.shape[1] for part in parts), head_dim)
     before = 0

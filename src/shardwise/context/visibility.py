@@ -1,6 +1,6 @@
-"""Which tokens' keys the queries of some tokens see, and the other way round, exactly, as runs.
+"""Find which tokens' keys the queries of some tokens see, and which queries see some keys, exactly, as runs.
 
-The work is that of a pass over the matrix of blocks; only runs are looped over.
+The work is one pass over the matrix of blocks; the loop is over runs only.
 
 >>> layout = BlockLayout.from_blocks(torch.tensor([[1, 0, 0], [0, 1, 0], [1, 0, 1]]), block=4, causal=True)
 >>> sight = VisibilityIndex.of(layout)
@@ -24,7 +24,7 @@ from shardwise.layout.token_ranges import Runs, intersect, join, shift
 
 @dataclass(frozen=True, eq=False)
 class _Document:
-    """One pattern, for all heads at once.
+    """Holds one pattern for all heads at once.
 
     Attributes:
         before: tokens of the documents before it.
@@ -32,7 +32,7 @@ class _Document:
         block: tokens of a block.
         whole: [num_blocks, num_blocks], bool, whether any head's row sees all of a column's keys.
         diagonal: [num_blocks], bool, whether it sees those of its own block that are not after it: only where causal.
-        num_seen: [num_blocks], blocks that each row sees any of.
+        num_seen: [num_blocks], the number of blocks of which each row sees a part.
     """
 
     before: int
@@ -45,17 +45,17 @@ class _Document:
 
 @dataclass(frozen=True, eq=False)
 class VisibilityIndex:
-    """What queries see in a layout, of any head; made for one planning, since it is as large as a head's blocks.
+    """Answers what queries of any head see in a layout; made for one planning, since it is as large as a head's blocks.
 
     Attributes:
-        documents: one behind another.
+        documents: one after another.
     """
 
     documents: tuple[_Document, ...]
 
     @staticmethod
     def of(layout: BlockLayout) -> VisibilityIndex:
-        """That of a layout of whole sequences."""
+        """Return the index of a layout of whole sequences."""
         documents, before = [], 0
         for pattern in layout.patterns:
             documents.append(_document(pattern, before))
@@ -63,15 +63,15 @@ class VisibilityIndex:
         return VisibilityIndex(tuple(documents))
 
     def rows_seeing_most(self, share: float) -> Runs:
-        """Tokens of the rows of blocks that see at least a share of the document's blocks."""
+        """Return the tokens of the rows of blocks that see at least a share of the document's blocks."""
         return join(_tokens(each, each.num_seen >= share * len(each.num_seen)) for each in self.documents)
 
     def keys_seen(self, queries: Runs) -> Runs:
-        """The tokens whose keys any of the queries sees, of all heads."""
+        """Return the tokens whose keys any of the queries sees, over all heads."""
         return join(self._each(queries, _keys_seen))
 
     def queries_seeing(self, keys: Runs, among: Runs) -> Runs:
-        """Those of the queries `among` that see any of the keys."""
+        """Return those of the queries `among` that see any of the keys."""
         return intersect(join(self._each(keys, lambda own, there: _queries_seeing(own, there, among))), among)
 
     def _each(self, runs: Runs, find: Callable[[_Document, Runs], Runs]) -> Iterator[Runs]:
@@ -120,7 +120,7 @@ def _queries_seeing(document: _Document, keys: Runs, among: Runs) -> Runs:
 
 
 def _touched(document: _Document, runs: Runs) -> slice | Tensor:
-    """The blocks that have any of the tokens; a slice where that is one, which copies nothing."""
+    """Return the blocks that have any of the tokens; a slice where they are neighbours, which copies nothing."""
     spans = [(start // document.block, (stop - 1) // document.block + 1) for start, stop in runs]
     if len(spans) == 1:
         return slice(*spans[0])
@@ -128,7 +128,7 @@ def _touched(document: _Document, runs: Runs) -> slice | Tensor:
 
 
 def _tokens(document: _Document, chosen: Tensor) -> Runs:
-    """The tokens of chosen blocks, bool [num_blocks]."""
+    """Return the tokens of chosen blocks, bool [num_blocks]."""
     bounds = torch.diff(chosen.int(), prepend=torch.zeros(1).int(), append=torch.zeros(1).int()).nonzero().flatten()
     tokens = (bounds * document.block).clamp(max=document.num_tokens) + document.before
     starts, stops = tokens[0::2].tolist(), tokens[1::2].tolist()
@@ -136,5 +136,5 @@ def _tokens(document: _Document, chosen: Tensor) -> Runs:
 
 
 def _any(blocks: Tensor, dim: int) -> Tensor:
-    """What `any` gives, which takes seven times as long."""
+    """Return what `any` does, seven times as fast."""
     return blocks.view(torch.uint8).amax(dim).bool()

@@ -50,7 +50,9 @@ _SLOT: Final = "_shardwise_history"
 
 @dataclass
 class RandomDraw:
-    """A random op's numbers start at a generator's state, or else at a seed and a key to hash with it."""
+    """Says where a random op takes its numbers: from a generator's state, or else from a seed and a key to hash with
+    it.
+    """
 
     state: Tensor | None = None
     seed: int = 0
@@ -73,7 +75,7 @@ class RandomDraw:
 
 @dataclass(eq=False)
 class OpHistory:
-    """The ops on one storage are recorded here, oldest first; the first op made it.
+    """Holds the ops on one storage, oldest first; the first op made it.
 
     Attributes:
         device: on which it was made.

@@ -91,7 +91,7 @@ def init(seed: int | None = None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Recipe:
-    """A parameter's values are made by replaying this view.
+    """Says how a parameter's values are made.
 
     Attributes:
         view: its place on the tape.
