@@ -1,1 +1,1 @@
-"""Tensor and sequence parallelism: every layer's matrices split over the `tp` axis, from outside of a plain module."""
+"""Split every layer's matrices over the `tp` axis (tensor and sequence parallelism), from outside of a plain module."""

@@ -1,7 +1,7 @@
-"""Carries out a plan of tensor parallelism: modules become what the plan says, and can be given back.
+"""Apply a plan of tensor parallelism: modules get the classes that the plan says, and the change can be undone.
 
-Only classes and numbers of modules change. Parameters keep their objects, and get this rank's part of the data
-elsewhere; where that comes first or last plays no part.
+Only the classes and the integer attributes of modules change. Parameters keep their objects; another part of the
+library gives them this rank's part of the data, before or after this.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def split_model(
     is_in_pipeline: bool = False,
     cp: int = 1,
 ) -> list[Undo]:
-    """Let a model's modules work on this rank's part.
+    """Make a model's modules work on this rank's part.
 
     Args:
         model: whose modules change; its parameters do not.
@@ -47,11 +47,11 @@ def split_model(
         comm: the tensor-parallel group.
         config: of tensor parallelism.
         splits: by name of parameter, as `param_splits` gives them for the plan.
-        is_in_pipeline: other ranks run the rest of the model, and sequences are split there too.
-        cp: ranks that split sequences before.
+        is_in_pipeline: whether other ranks run other stages of the model, with split sequences too.
+        cp: ranks that split sequences before this split.
 
     Returns:
-        what undoes it; to be called in reverse order.
+        functions that undo it; call them in reverse order.
 
     Raises:
         ConfigError: a module is not what its split needs, or has no argument of a name in the plan.
@@ -136,7 +136,7 @@ class _PlanApplier:
         self._resize(module, {"num_embeddings": num_rows, "embedding_dim": num_columns})
 
     def open_region(self, region: tensor_plan.SharedInput) -> None:
-        """Let a module's inputs enter."""
+        """Make a module's inputs enter once for its column layers."""
         module = self.model.get_submodule(region.module)
         is_sequence = is_within(region.module, self.sequence_modules)
         inputs = tuple(_place(module, region.module, name) for name in region.inputs)
@@ -147,7 +147,7 @@ class _PlanApplier:
         self._wear(module, layers.SharedInputModule, "_shardwise_region", state)
 
     def bound(self, stack: tensor_plan.SequenceStack) -> None:
-        """Split the sequence before a stack, and gather it behind."""
+        """Split the sequence before a stack, and gather it after."""
         first, last = self.model.get_submodule(stack.first), self.model.get_submodule(stack.last)
         entry = layers.ScatterState(self.ops, stack.first, _place(first, stack.first, stack.argument))
         self._wear(first, layers.SequenceScatter, "_shardwise_entry", entry)
@@ -178,7 +178,7 @@ def _place(module: nn.Module, name: str, argument: str) -> ForwardArgument:
 
 
 def _order(parts: tuple[FusedPart, ...], degree: int) -> Order:
-    """Where the whole's indices lie on the ranks; of ranks that share some, on the first."""
+    """Return where the whole's indices are on the ranks; indices that several ranks share count on the first."""
     pieces: list[tuple[int, int, int]] = []
     offset = 0
     for part in parts:
@@ -195,7 +195,7 @@ _SPEAKS_OF_SHAPES: Final = re.compile(r"shape|size|dimension|cannot be multiplie
 
 
 def explain_shapes(error: BaseException, model: nn.Module, tensor: TensorLayout | None) -> None:
-    """Add to a forward's error what the plan may lack, where it is one of shapes.
+    """Add a hint to a forward's error about shapes: what the plan may lack.
 
     Args:
         error: as it was raised.
@@ -208,7 +208,13 @@ def explain_shapes(error: BaseException, model: nn.Module, tensor: TensorLayout 
 
 
 def shape_hint(error: BaseException, model: nn.Module, tensor: TensorLayout) -> str:
-    """What the plan may lack, in a line; empty where the error is of something else."""
+    """Say in one line what the plan may lack; empty where `error` is about something else.
+
+    Args:
+        error: as a forward raised it.
+        model: whose forward raised it.
+        tensor: how the model is split.
+    """
     if type(error) not in (RuntimeError, ValueError, AssertionError) or not _speaks_of_shapes(error):
         return ""
     names = {id(module): name for name, module in model.named_modules()}
@@ -254,7 +260,7 @@ def _within(name: str, layers: Iterable[str]) -> list[str]:
 
 
 def _sizes(name: str, module: nn.Module, tensor: TensorLayout) -> list[tuple[str, int]]:
-    """Whole numbers of a module that could be a rank's share, and are not yet."""
+    """Return the integer attributes of a module that could be a rank's share, and are not yet."""
     done = {attribute for owner, attribute, _ in tensor.plan.attributes if owner == name}
     return [
         (key, value)

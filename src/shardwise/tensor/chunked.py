@@ -1,14 +1,14 @@
-"""Long sequences, some tokens at a time: feed-forwards whose inner states, and heads whose logits, never exist whole.
+"""Compute feed-forwards and heads on some tokens at a time, so that inner states and logits never exist whole.
 
-A feed-forward mixes no tokens, so it may be called on n of them at a time (Liu and Abbeel 2023, "Blockwise Parallel
-Transformer", section 3). Of all parts its input alone is kept, and each is computed again in its own backward; so of
-inner states there are n rows, in forward and backward, whatever the block around it recomputes. A block that is not
-recomputed pays for it with one more forward of the feed-forward; one that is pays nothing, unless it computes on with
-what the feed-forward returns, as where a norm stands behind it. Gradients of weights are summed over the parts in the
-weights' dtype, as autograd sums: in bf16, 16 parts double their rounding error, and 128 multiply it by 6.
+A feed-forward mixes no tokens, so it can be called on n of them at a time (Liu and Abbeel 2023, "Blockwise Parallel
+Transformer", section 3). Only its input is kept, and each part is computed again in its own backward; so there are n
+rows of inner states, in forward and backward, whatever the block around it recomputes. A block that is not recomputed
+pays one more forward of the feed-forward. A recomputed block pays nothing, unless it uses the feed-forward's output in
+a later op, such as a norm after it. Gradients of weights are summed over the parts in the weights' dtype, as autograd
+sums: in bf16, 16 parts double their rounding error, and 128 multiply it by 6.
 
-The head's logits wait for their cross entropy, as those of a split head do (`shardwise.tensor.loss_parallel`), which
-takes some tokens at a time.
+The head's logits are deferred until their cross entropy, which takes some tokens at a time, as those of a split head
+are (`shardwise.tensor.loss_parallel`).
 
 >>> from shardwise.layout.layout import build_layout
 >>> from shardwise.models.decoder import DecoderConfig
@@ -48,7 +48,7 @@ _LOG: Final = logging.getLogger("shardwise")
 
 Undo = Callable[[], None]
 
-# What blocks call their feed-forward: this library, transformers, and models written by hand.
+# Names of feed-forwards in blocks of this library, of transformers, and of models written by hand.
 _NAMES: Final = frozenset({"ffn", "mlp", "MLP", "feed_forward", "feedforward", "ff", "DenseReluDense"})
 # A feed-forward that has one of these mixes tokens, or counts them.
 _MIXING: Final = (
@@ -58,19 +58,19 @@ _MIXING: Final = (
 
 
 def chunk_model(model: nn.Module, config: Config, layout: Layout, draws: KeyedDraws) -> list[Undo]:
-    """Let a model's feed-forwards and its head take `context.chunk_tokens` tokens at a time.
+    """Make a model's feed-forwards and its head take `context.chunk_tokens` tokens at a time.
 
-    To be called when layers are split and dropouts keyed, before forwards are wrapped for recomputation: what is done
-    here belongs around the former and inside the latter.
+    Call it after layers are split and dropouts keyed, and before forwards are wrapped for recomputation: the chunks
+    must be around the former and inside the latter.
 
     Args:
         model: whose modules change; its parameters do not.
         config: of the run.
         layout: names its blocks.
-        draws: of the run; with them a dropout drops what it would of the whole sequence.
+        draws: of the run; with them a dropout drops the same elements as on the whole sequence.
 
     Returns:
-        what undoes it; to be called in reverse order. Empty where `context.chunk_tokens` is left out.
+        functions that undo it; call them in reverse order. Empty where `context.chunk_tokens` is None.
 
     Raises:
         ConfigError: a feed-forward is a mixture of experts, or mixes tokens.
@@ -90,7 +90,7 @@ def chunk_model(model: nn.Module, config: Config, layout: Layout, draws: KeyedDr
             break
         for name in names:
             module = model.get_submodule(name)
-            if not isinstance(module, ChunkedForward):  # it may stand in the model by several names
+            if not isinstance(module, ChunkedForward):  # the model may have it under several names
                 undo.append(subclass_module(module, ChunkedForward))
                 undo.append(set_attribute(module, "_shardwise_chunks", _state(name, chunk_tokens, layout, draws)))
     return undo + _let_head_wait(model, layout, chunk_tokens)
@@ -98,7 +98,7 @@ def chunk_model(model: nn.Module, config: Config, layout: Layout, draws: KeyedDr
 
 @dataclass(frozen=True, eq=False)
 class ChunkState:
-    """What a feed-forward needs to work in parts.
+    """Holds what a feed-forward needs to work in parts.
 
     Attributes:
         name: of the module, for messages.
@@ -111,12 +111,12 @@ class ChunkState:
     draws: KeyedDraws
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Itself: nothing in it is the module's own."""
+        """Return the object itself: nothing in it belongs to one module."""
         return self
 
 
 class ChunkedForward(nn.Module):
-    """A module that is called on some tokens (dim 1) at a time, each part recomputed in its own backward.
+    """Calls a module on some tokens (dim 1) at a time; each part is recomputed in its own backward.
 
     Raises:
         ConfigError: it is not given one tensor [B, S, E], or does not return one of that shape.
@@ -144,7 +144,7 @@ class ChunkedForward(nn.Module):
 
 
 class DeferredHead(nn.Module):
-    """A linear layer to the vocabulary whose logits wait for who reads them."""
+    """Computes the logits of a linear layer to the vocabulary only when they are read."""
 
     weight: Tensor
     bias: Tensor | None
@@ -156,7 +156,7 @@ class DeferredHead(nn.Module):
 
 
 def _feed_forwards(block: nn.Module, prefix: str) -> Iterator[str]:
-    """The names of a block's feed-forwards, the outermost ones.
+    """Yield the names of a block's feed-forwards, the outermost ones.
 
     Raises:
         ConfigError: one of them cannot work in parts.
@@ -187,7 +187,7 @@ def _check(module: nn.Module, name: str) -> None:
 def _state(name: str, chunk_tokens: int, layout: Layout, draws: KeyedDraws) -> ChunkState:
     tensor = layout.tensor
     stacks = tensor.plan.stacks if tensor is not None and tensor.sequence_parallel else ()
-    # Where it gathers the sequence, each rank brings its part of the tokens.
+    # Where the feed-forward gathers the sequence, each rank contributes its part of the tokens.
     num_ranks = tensor.degree if tensor is not None and any(is_within(name, each.modules) for each in stacks) else 1
     return ChunkState(name, max(1, chunk_tokens // num_ranks), draws)
 
@@ -201,10 +201,10 @@ def _unfit(state: ChunkState, does: str, values: list[Any]) -> ConfigError:
 
 
 def _let_head_wait(model: nn.Module, layout: Layout, chunk_tokens: int) -> list[Undo]:
-    """Have a head that is not split return logits that are not computed."""
+    """Make a head that is not split return logits that are not computed yet."""
     name, head = _find_head(model)
     if isinstance(head, layers.VocabParallelHead):
-        return []  # a split head's logits wait already
+        return []  # a split head's logits are deferred already
     reason = ""
     if head is None:
         reason = "the model names none (get_output_embeddings)"

@@ -1,10 +1,10 @@
-"""Collectives on tensors of any shape among the ranks of a tensor-parallel group: out of place, and waited for.
+"""Run collectives on tensors of any shape over a tensor-parallel group, out of place, and wait for them.
 
-They are `Comm`'s, so they are counted and named; this is their shape arithmetic. Concatenation and slices are along one
-dim; ranks hold equal slices. Over tp=2 of a 2x2 mesh, ranks (0, 1) and (2, 3) talk among themselves.
+They are `Comm`'s, so they are counted and named; this module adds the shape arithmetic. Concatenation and slices are
+along one dim; ranks hold equal slices. Over tp=2 of a 2x2 mesh, ranks (0, 1) form one group and (2, 3) another.
 
-On NCCL they run on the current stream, as nothing could overtake them; only what is started ahead of its use runs
-beside it, in a lane where no gather of parameters and no reduction of gradients is queued.
+On NCCL they run on the current stream, because nothing could overlap with them. Only a collective that is started
+before its use runs on a side stream, where no gather of parameters and no reduction of gradients is queued.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from shardwise.runtime.streams import LaneName
 
 
 def all_reduce(comm: Comm, x: Tensor, name: str) -> Tensor:
-    """The sum over the ranks, equal bits on all of them, in the dtype of `x`; summed in fp32 or wider on gloo."""
+    """Return the sum of `x` over the ranks of `comm`, in its dtype and with equal bits on all; gloo sums in fp32 or
+    wider. `name` is for counts and messages.
+    """
     x = x.contiguous()
     summed = torch.empty_like(x)
     comm.start_sum(x.view(-1), summed.view(-1), name, lane=None).wait()
@@ -28,24 +30,34 @@ def all_reduce(comm: Comm, x: Tensor, name: str) -> Tensor:
 
 
 def maximum(comm: Comm, x: Tensor, name: str) -> Tensor:
-    """The element-wise maximum over the ranks."""
+    """Return the element-wise maximum of `x` over the ranks of `comm`; `name` is for counts and messages."""
     largest = x.clone(memory_format=torch.contiguous_format)
     comm.max_in_place(largest.view(-1), name)
     return largest
 
 
 def all_gather(comm: Comm, x: Tensor, dim: int, name: str) -> Tensor:
-    """The ranks' tensors, concatenated along `dim` in rank order."""
+    """Return the tensors `x` of the ranks of `comm`, concatenated along `dim` in rank order; `name` is for counts and
+    messages.
+    """
     return start_all_gather(comm, x, dim, name, lane=None)()
 
 
 def start_all_gather(
     comm: Comm, x: Tensor, dim: int, name: str, lane: LaneName | None = "tensor"
 ) -> Callable[[], Tensor]:
-    """Start `all_gather`, in `lane` on NCCL; what is returned waits for it and gives the result."""
+    """Start `all_gather` and return a function that waits for it and returns the result.
+
+    Args:
+        comm: the group.
+        x: this rank's slice.
+        dim: along which the slices are concatenated.
+        name: for counts and messages.
+        lane: the side stream on NCCL; None for the current stream.
+    """
     n, dim = comm.world_size, dim % x.dim()
     shape = (*x.shape[:dim], n * x.shape[dim], *x.shape[dim + 1 :])
-    # Where nothing lies before the dim, the slices arrive in place; and what autograd gets must not be a view.
+    # Where all dims before `dim` have size 1, the slices arrive in place; autograd must not get a view.
     arrives_in_place = math.prod(x.shape[:dim]) == 1
     gathered = x.new_empty(shape if arrives_in_place else (n, *x.shape))
     gathered.view(n, *x.shape)[comm.rank].copy_(x)
@@ -59,7 +71,13 @@ def start_all_gather(
 
 
 def reduce_scatter(comm: Comm, x: Tensor, dim: int, name: str) -> Tensor:
-    """This rank's slice along `dim` of the sum over the ranks.
+    """Return this rank's slice along `dim` of the sum over the ranks.
+
+    Args:
+        comm: the group.
+        x: the summand, of the whole length.
+        dim: that is sliced.
+        name: for counts and messages.
 
     Raises:
         ValueError: the dim does not divide evenly.

@@ -1,4 +1,4 @@
-"""Cross entropy from hidden states and a head whose rows lie over the ranks: no rank ever holds all logits.
+"""Compute cross entropy from hidden states and a head split by rows over the ranks; no rank ever holds all logits.
 
 A rank has the rows `weight` [v, E] of the vocabulary's V; the last ranks' surplus rows are padding, which is never
 read. The loss is that of the vocabulary-parallel cross entropy of Megatron-LM (Shoeybi et al. 2019, section 3): with
@@ -8,15 +8,15 @@ x the logits, y the target, e the label smoothing (as torch's, over the whole vo
     L - (1 - e) x_y - e/V sum_j x_j + z L^2,  where L = log sum_j exp x_j,
 
 and its gradient by x_j is softmax_j (1 + 2 z L) - (1 - e) [j = y] - e/V. Each rank computes the sums over its rows, and
-one all-gather of two or three numbers a token and rank gives all of them the rest, in equal bits.
+one all-gather of two or three numbers per token and rank gives all of them the sums over all rows, in equal bits.
 
-Tokens are worked through a chunk at a time: product, statistics, collective, gradient. So a summed loss has its
-gradients when its forward ends, and the backward only scales them. Keeping the logits' statistics alone would need two
-passes over the product, a third more of the head's FLOPs, to save all collectives but one. A chunk's collective moves
-kilobytes between products that take milliseconds on either kind of device, so it costs a hundredth. Losses of single
-tokens, whose gradients get factors that are known in the backward only, do take the second pass.
+The tokens are processed in chunks: product, statistics, collective, gradient. So a summed loss has its gradients when
+its forward ends, and the backward only scales them. Keeping only the logits' statistics would save all collectives but
+one, and would need two passes over the product, a third more of the head's FLOPs. A chunk's collective moves kilobytes
+between products that take milliseconds on CPU and GPU, so it costs about 1%. Losses of single tokens do take the second
+pass, because the factors of their gradients are known in the backward only.
 
-The gradient of the hidden states is this rank's part: who split the head sums it over the ranks.
+The gradient of the hidden states is this rank's part: the caller that split the head sums it over the ranks.
 
 >>> hidden, weight, targets = torch.randn(6, 8), torch.randn(16, 8), torch.arange(6)
 >>> loss = cross_entropy_sum(hidden, weight, None, targets, VocabSplit(16))
@@ -40,9 +40,9 @@ from shardwise.tensor import collectives
 
 @dataclass(frozen=True)
 class VocabSplit:
-    """A vocabulary of `size` tokens over the ranks of `comm`; None where one rank has all of it.
+    """Says how a vocabulary of `size` tokens is split over the ranks of `comm`; None where one rank has all of it.
 
-    At most `chunk_tokens` tokens of a text are worked through at a time; None leaves that to the device.
+    At most `chunk_tokens` tokens of a text are processed at a time; None chooses a number for the device.
     """
 
     size: int
@@ -51,23 +51,23 @@ class VocabSplit:
 
     @property
     def num_rows(self) -> int:
-        """Rows that each rank holds, padding included."""
+        """Return the number of rows that each rank holds, padding included."""
         return -(-self.size // (1 if self.comm is None else self.comm.world_size))
 
     @property
     def start(self) -> int:
-        """The token of this rank's first row."""
+        """Return the token of this rank's first row."""
         return min(self.size, self.num_rows * (0 if self.comm is None else self.comm.rank))
 
     @property
     def num_own(self) -> int:
-        """This rank's rows that are no padding."""
+        """Return the number of this rank's rows that are not padding."""
         return min(self.size - self.start, self.num_rows)
 
 
 @dataclass(frozen=True)
 class TokenLossTerms:
-    """What the loss of a token consists of.
+    """Says which terms the loss of a token has.
 
     Attributes:
         ignore_index: the target of tokens that do not count.
@@ -89,16 +89,16 @@ def cross_entropy_sum(
     terms: TokenLossTerms | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The loss, summed over the tokens that count; all ranks call it, and get equal bits.
+    """Return the loss, summed over the tokens that count; all ranks call it, and get equal bits.
 
     Args:
         hidden: [N, E], the same on all ranks.
         weight: [v, E], this rank's rows.
-        bias: [v], likewise.
+        bias: [v], of the same rows; None for none.
         targets: [N] int64, the same on all ranks.
-        vocab: how the rows lie over the ranks.
-        terms: the plain cross entropy when left out.
-        dtype: that the result, and all sums, have at least; so too fp32 and the dtype of `hidden`.
+        vocab: how the rows are split over the ranks.
+        terms: None for the plain cross entropy.
+        dtype: the result and all sums have the widest of this dtype, fp32 and the dtype of `hidden`.
 
     Raises:
         IndexError: a target is neither ignored nor in the vocabulary; an assertion of the device on CUDA. The message
@@ -117,7 +117,10 @@ def cross_entropy(
     terms: TokenLossTerms | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The loss of each token, [N], 0 where it does not count; otherwise as `cross_entropy_sum`."""
+    """Return the loss of each token, [N], 0 where it does not count.
+
+    The arguments `hidden`, `weight`, `bias`, `targets`, `vocab`, `terms` and `dtype` are those of `cross_entropy_sum`.
+    """
     job = _ChunkJob.of(hidden, vocab, terms, dtype)
     return _EachToken.apply(hidden, weight, bias, targets, job)
 
@@ -135,19 +138,19 @@ class _ChunkJob:
         return _ChunkJob(vocab, terms or TokenLossTerms(), wide, torch.is_grad_enabled())
 
     def chunks(self, hidden: Tensor, targets: Tensor) -> Iterator[tuple[slice, Tensor, _Targets]]:
-        """Some tokens at a time: which, their hidden states, their targets."""
+        """Yield some tokens at a time: which, their hidden states, their targets."""
         step = min(_num_tokens(self.vocab.num_rows, hidden.device), self.vocab.chunk_tokens or len(targets) or 1)
         for start in range(0, len(targets), step):
             part = slice(start, start + step)
             yield part, hidden[part], _Targets.of(targets[part], self)
 
     def logits(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """This rank's, [n, own], computed in the dtype of `rows` and then widened."""
+        """Return this rank's logits [n, own], computed in the dtype of `rows` and then widened."""
         num_own = self.vocab.num_own
         return F.linear(rows, weight[:num_own], None if bias is None else bias[:num_own]).to(self.wide)
 
     def statistics(self, logits: Tensor, targets: _Targets) -> tuple[Tensor, Tensor]:
-        """Log-sum-exp and what is subtracted from it, [n] each, of the logits of all ranks."""
+        """Return the log-sum-exp and the term that is subtracted from it, [n] each, over the logits of all ranks."""
         own = [logits.logsumexp(-1), targets.pick(logits)] if logits.shape[-1] else _of_no_row(logits)
         if self.terms.label_smoothing:
             own.append(logits.sum(-1))
@@ -161,14 +164,16 @@ class _ChunkJob:
         return log_total, picked
 
     def losses(self, log_total: Tensor, picked: Tensor, targets: _Targets) -> Tensor:
-        """Of each token, [n]."""
+        """Return the loss of each token, [n]."""
         losses = log_total - picked
         if self.terms.z_loss:
             losses = losses + self.terms.z_loss * log_total.square()
         return losses.where(targets.counts, 0)
 
     def gradient(self, logits: Tensor, log_total: Tensor, targets: _Targets, factor: Tensor | None) -> Tensor:
-        """By this rank's logits, in their place, [n, own]; `factor` [n] is the gradient by the tokens' losses."""
+        """Return the gradient by this rank's logits, in their memory, [n, own]; `factor` [n] is the gradient by the
+        tokens' losses.
+        """
         factor = targets.counts.to(self.wide) if factor is None else factor.to(self.wide).where(targets.counts, 0)
         gradient = logits.sub_(log_total.unsqueeze(-1)).exp_()
         scale = factor * (1 + 2 * self.terms.z_loss * log_total) if self.terms.z_loss else factor
@@ -184,7 +189,7 @@ class _ChunkJob:
 
 @dataclass(frozen=True)
 class _Targets:
-    """Of a chunk: which count, which are of this rank's rows, and in which row; [n] each."""
+    """Says for a chunk's targets which count, which are in this rank's rows, and in which row; [n] each."""
 
     counts: Tensor
     is_own: Tensor
@@ -194,19 +199,19 @@ class _Targets:
     def of(targets: Tensor, job: _ChunkJob) -> _Targets:
         counts = targets != job.terms.ignore_index
         valid = targets.where(counts, 0)
-        # Raises, or asserts on the device, where one is not in the vocabulary, and asks the host for no value.
+        # Raises, or asserts on the device, where one is not in the vocabulary, without a copy to the host.
         valid.new_zeros(1).expand(job.vocab.size).gather(0, valid)
         local = valid - job.vocab.start
         is_own = counts & (local >= 0) & (local < job.vocab.num_own)
         return _Targets(counts, is_own, local.where(is_own, 0))
 
     def pick(self, logits: Tensor) -> Tensor:
-        """The targets' logits, 0 where another rank has them."""
+        """Return the targets' logits, 0 where another rank has them."""
         return logits.gather(-1, self.index.unsqueeze(-1)).squeeze(-1).where(self.is_own, 0)
 
 
 class _Gradients:
-    """By hidden states, weight and bias; those of the last two are summed in fp32 or wider."""
+    """Holds the gradients by hidden states, weight and bias; those of the last two are summed in fp32 or wider."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...]) -> None:
         sum_dtype = torch.promote_types(weight.dtype, torch.float32)
@@ -216,7 +221,7 @@ class _Gradients:
         self.is_needed = any(needed[:3])
 
     def add(self, part: slice, rows: Tensor, weight: Tensor, by_logits: Tensor) -> None:
-        """Take in the gradient by the logits of the tokens `part`, [n, own]."""
+        """Add the gradient by the logits of the tokens `part`, [n, own]."""
         num_own = by_logits.shape[-1]
         if self.bias is not None:
             self.bias[:num_own] += by_logits.sum(0)
@@ -250,7 +255,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_sum: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_second_derivatives()
-        # One element of one dim, unlike one of none, is multiplied as it is: a loss scale may be beyond fp16.
+        # A factor of shape [1], unlike a 0-d one, is multiplied in its own dtype: a loss scale may be beyond fp16.
         factor = grad_sum.reshape(1)
         scaled = [
             None if each is None else torch.mul(each, factor, out=torch.empty_like(each, dtype=dtype))
@@ -289,7 +294,7 @@ class _EachToken(torch.autograd.Function):
 
 
 def _refuse_second_derivatives() -> None:
-    # torch's `once_differentiable` lets a graph pass whose upstream gradient is a constant, and loses what it leads to.
+    # torch's `once_differentiable` lets a graph pass whose upstream gradient is a constant, and loses its gradients.
     if torch.is_grad_enabled():
         raise RuntimeError(
             "the cross entropy of a split head has no second derivatives (create_graph=True); take the loss of "
@@ -298,11 +303,11 @@ def _refuse_second_derivatives() -> None:
 
 
 def _of_no_row(logits: Tensor) -> list[Tensor]:
-    """Log-sum-exp and picked logit of a rank that has nothing but padding."""
+    """Return log-sum-exp and picked logit of a rank that has only padding."""
     return [logits.new_full(logits.shape[:1], -torch.inf), logits.new_zeros(logits.shape[:1])]
 
 
 def _num_tokens(num_rows: int, device: torch.device) -> int:
-    """Tokens at a time: few chunks make few collectives, and products that read the weight seldom."""
+    """Return the number of tokens at a time: large enough for few collectives and few reads of the weight."""
     num_logits, fewest = (2**20, 256) if device.type == "cpu" else (2**26, 1024)
     return max(fewest, num_logits // num_rows)

@@ -1,7 +1,7 @@
-"""Plans from those that Hugging Face models bring (`_tp_plan`, `_pp_plan`); transformers is not imported.
+"""Make plans from those that Hugging Face models bring (`_tp_plan`, `_pp_plan`); transformers is not imported.
 
-Theirs name the linear layers. Added are: heads that stay whole, KV heads that ranks share, embedding and head, where
-inputs enter, where the sequence is split, and what attention modules know of their heads.
+Their plans name the linear layers. This module adds: heads that stay whole, KV heads that ranks share, embedding and
+head, where inputs enter, where the sequence is split, and the numbers of heads that attention modules have.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Styles = dict[str, StyleRule]
 
 
 def huggingface_plan(model: nn.Module, degree: int) -> TensorPlan | None:
-    """The plan that a Hugging Face model brings, completed; None where it brings none.
+    """Return the plan that a Hugging Face model brings, completed; None where it brings none.
 
     Args:
         model: with `_tp_plan`, as transformers sets it, or with `config.base_model_tp_plan`.
@@ -49,7 +49,7 @@ def huggingface_plan(model: nn.Module, degree: int) -> TensorPlan | None:
 
     Raises:
         ConfigError: a style is not known here (experts), heads or features do not divide by `degree`, or a layer that
-            splits its input stands beside others of which the plan does not speak.
+            splits its input is next to others that the plan does not name.
     """
     words = _their_plan(model)
     if not words:
@@ -79,9 +79,9 @@ def huggingface_plan(model: nn.Module, degree: int) -> TensorPlan | None:
 
 
 def _their_plan(model: nn.Module) -> dict[str, str]:
-    """Style by pattern of names in `model`; `*` stands for the index of a layer."""
+    """Return style by pattern of names in `model`; `*` stands for the index of a layer."""
     if not hasattr(model, "base_model_prefix"):
-        return {}  # their inner modules have the config too
+        return {}  # inner modules of theirs have the config too
     words = dict(getattr(model, "_tp_plan", None) or {})
     base = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
     prefix = str(model.base_model_prefix)
@@ -90,7 +90,7 @@ def _their_plan(model: nn.Module) -> dict[str, str]:
 
 
 def _styles(draft: PlanBuilder, words: dict[str, str]) -> Styles:
-    """Style by module, in module order; a later pattern wins."""
+    """Return style by module, in module order; a later pattern wins."""
     names = (*draft.modules, *(name for name, _ in draft.model.named_parameters()))
     styles: Styles = {}
     for pattern, word in words.items():
@@ -111,7 +111,7 @@ def _regex(pattern: str) -> re.Pattern[str]:
 
 
 def _regions(styles: Styles) -> list[str]:
-    """The innermost modules around each row layer and the columns that feed it, in order."""
+    """Return the innermost modules around each row layer and the columns that feed it, in order."""
     columns = [name for name, style in styles.items() if style.kind == "column"]
     regions = dict.fromkeys(_around(name, columns) for name, style in styles.items() if style.kind == "row")
     for outer in regions:
@@ -154,7 +154,7 @@ def _split_attention(draft: PlanBuilder, region: str, inside: Styles) -> None:
             raise ConfigError(f"{name}: how its {size} features belong to {units} heads is not known; {_OWN_TABLE}")
         draft.layer(name, style, FusedPart(size, units))
     for name, param in _unsplit(draft, region, inside):
-        # A norm of single heads sees this rank's alone.
+        # A norm over single heads sees only this rank's heads.
         if param.shape != (heads.dim,) or name.count(".") != region.count(".") + 2:
             raise _unknown(draft, region, name)
         draft.partial.append(name)
@@ -174,7 +174,7 @@ def _heads(draft: PlanBuilder, region: str, inside: Styles) -> HeadSplit:
 
 
 def _drops_heads(draft: PlanBuilder, region: str) -> bool:
-    """Whether the functional dropouts of an attention module are on heads, not on its output (as in Starcoder2)."""
+    """Return whether an attention module's functional dropouts are on heads, not on its output (as in Starcoder2)."""
     module = draft.modules[region]
     on_heads, on_output = (getattr(module, name, 0) for name in ("attention_dropout", "residual_dropout"))
     if not isinstance(on_output, float) or not on_output:
@@ -188,11 +188,11 @@ def _drops_heads(draft: PlanBuilder, region: str) -> bool:
 
 
 def _split_features(draft: PlanBuilder, region: str, inside: Styles) -> bool:
-    """Split a feed-forward network by its features, or an attention whose heads are gathered in between.
+    """Split a feed-forward network by its features, or an attention module whose plan gathers its heads.
 
     Returns:
-        whether what enters it may enter once for all of it. Where norms see gathered features, their gradients are
-        whole on every rank, and each matrix is entered by itself.
+        whether the inputs can enter once for the whole region. Where norms see gathered features, their gradients are
+        whole on every rank, and inputs enter each matrix separately.
     """
     fused = _chunked(draft, inside)
     for name, style in inside.items():
@@ -218,7 +218,9 @@ def _split_features(draft: PlanBuilder, region: str, inside: Styles) -> bool:
 
 
 def _chunked(draft: PlanBuilder, inside: Styles) -> set[str]:
-    """`gate_up_proj` and `down_proj`: gathered for a `chunk(2, -1)` alone, which fits local parts as well."""
+    """Return the names where `gate_up_proj` is gathered only for a `chunk(2, -1)` before `down_proj`, which fits local
+    parts as well.
+    """
     by_leaf = {name.rpartition(".")[2]: name for name in inside}
     if set(by_leaf) != {"gate_up_proj", "down_proj"}:
         return set()
@@ -228,7 +230,7 @@ def _chunked(draft: PlanBuilder, inside: Styles) -> set[str]:
 
 
 def _check_features(draft: PlanBuilder, name: str) -> None:
-    """Refuse a degree that does not divide what a layer splits; replicated ones split nothing."""
+    """Refuse a degree that does not divide the features that a layer splits; replicated layers split nothing."""
     intermediate_size = getattr(getattr(draft.model, "config", None), "intermediate_size", None)
     for part in draft.layers[name].parts if name in draft.layers else ():
         what = "intermediate_size" if part.size == intermediate_size else f"the features of {name}"
@@ -237,7 +239,7 @@ def _check_features(draft: PlanBuilder, name: str) -> None:
 
 
 def _unsplit(draft: PlanBuilder, region: str, inside: Styles) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters of a region of which the plan does not speak."""
+    """Yield parameters of a region that the plan does not name."""
     for name, param in draft.modules[region].named_parameters(region):
         if not any(name.startswith(f"{each}.") for each in inside):
             yield name, param
@@ -250,7 +252,7 @@ def _unknown(draft: PlanBuilder, region: str, name: str) -> ConfigError:
 
 
 def _add_stack(draft: PlanBuilder) -> None:
-    """Find the blocks and the norm behind them in `_pp_plan`; a note where the sequence cannot be split."""
+    """Find the blocks and the norm after them in `_pp_plan`; add a note where the sequence cannot be split."""
     plan = getattr(draft.model, "_pp_plan", None) or {}
     containers = [name for name in plan if isinstance(draft.modules.get(name), nn.ModuleList)]
     for name in containers:
@@ -264,7 +266,7 @@ def _add_stack(draft: PlanBuilder) -> None:
 
 
 def _norm_after(draft: PlanBuilder, parent: str, plan: dict[str, Any]) -> str | None:
-    """The module behind the blocks that maps hidden states to hidden states."""
+    """Return the module after the blocks that maps hidden states to hidden states."""
     prefix = f"{parent}." if parent else ""
     for name, (inputs, _) in plan.items():
         is_beside = name.startswith(prefix) and "." not in name.removeprefix(prefix)
@@ -275,7 +277,7 @@ def _norm_after(draft: PlanBuilder, parent: str, plan: dict[str, Any]) -> str | 
 
 
 def _mixing(draft: PlanBuilder, blocks: list[str]) -> Iterator[str]:
-    """Parameters in blocks, outside of regions, that are more than norms."""
+    """Yield parameters in blocks, outside of regions, that have more than one dim, so are no norms."""
     regions = tuple(f"{region.module}." for region in draft.regions)
     for block in blocks:
         for name, param in draft.modules[block].named_parameters(block):
@@ -284,7 +286,7 @@ def _mixing(draft: PlanBuilder, blocks: list[str]) -> Iterator[str]:
 
 
 def family_plan(model: nn.Module, degree: int) -> TensorPlan | None:
-    """The plan of a model of a known family; None for others.
+    """Return the plan of a model of a known family; None for others.
 
     Args:
         model: whose `config.model_type` names the family.
@@ -293,7 +295,7 @@ def family_plan(model: nn.Module, degree: int) -> TensorPlan | None:
     Raises:
         ConfigError: heads or features do not divide by `degree`.
     """
-    # Their inner modules have a config too, but no prefix.
+    # Inner modules of theirs have a config too, but no prefix.
     config = getattr(model, "config", None) if hasattr(model, "base_model_prefix") else None
     make = _FAMILIES.get(str(getattr(config, "model_type", None)))
     if make is None:
@@ -421,13 +423,13 @@ _FAMILIES: Mapping[str, Callable[[PlanBuilder], None]] = {
 
 
 def find_plan(model: nn.Module, degree: int, given: Table | TensorPlan | None, sequence_parallel: bool) -> TensorPlan:
-    """The plan by which tensor parallelism splits a model.
+    """Return the plan by which tensor parallelism splits a model.
 
     Args:
         model: of any device; names and shapes are read only.
         degree: ranks of the tensor-parallel group.
-        given: a plan or a table, which count alone; without one the model's own `tensor_plan` counts (a plan, a table,
-            or a method from `degree` to either), then ours for its family, then the one by Hugging Face. A model that
+        given: a plan or a table, which then is the only source; None for the first of: the model's own `tensor_plan` (a
+            plan, a table, or a method from `degree` to either), ours for its family, Hugging Face's. A model that
             contains such models is split where they are.
         sequence_parallel: whether the sequence is to be split between the plan's blocks.
 
@@ -468,7 +470,7 @@ def _plan_of(model: nn.Module, degree: int, given: Table | TensorPlan | None = N
 
 
 def _plan_of_parts(model: nn.Module, degree: int) -> TensorPlan | None:
-    """The plans of the outermost modules that have one, in one."""
+    """Join the plans of the outermost modules that have one."""
     plan: TensorPlan | None = None
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():
@@ -484,7 +486,7 @@ def _join(one: TensorPlan, other: TensorPlan) -> TensorPlan:
 
 
 def _moved(plan: TensorPlan, prefix: str) -> TensorPlan:
-    """The plan of a submodule, by the names that its modules have in the whole."""
+    """Return the plan of a submodule with the names that its modules have in the whole model."""
     return TensorPlan(
         layers=tuple(replace(each, module=prefix + each.module) for each in plan.layers),
         regions=tuple(replace(each, module=prefix + each.module) for each in plan.regions),

@@ -1,8 +1,8 @@
-"""Classes of split modules, which `shardwise.runtime.class_swap.subclass_module` joins with their own.
+"""Define the classes of split modules, which `shardwise.runtime.class_swap.subclass_module` joins with their own.
 
-A layer's `weight` and `bias` hold this rank's part; its forward is given here. A region, and the ends of a
-sequence-parallel stack, change tensors on their way into or out of a module's own forward. They compose: a module may
-be several of them. Each kind has its state in one attribute of the module, which copies of the module share.
+A layer's `weight` and `bias` hold this rank's part; its forward is defined here. A region, and the ends of a
+sequence-parallel stack, change the inputs or outputs of a module's own forward. The classes compose: a module may have
+several of them. Each class has its state in one attribute of the module, which copies of the module share.
 
 >>> layer = nn.Linear(4, 8, device="meta")
 >>> undo = subclass_module(layer, ColumnLinear)
@@ -48,17 +48,17 @@ __all__ = [
     "subclass_module",
 ]
 
-# (rank, start, stop) of slices along a dim, in the order of the whole; empty where the ranks' tensors lie in it as they
-# are.
+# (rank, start, stop) of slices along a dim, in the order of the whole; empty where the whole is the ranks' tensors
+# concatenated in rank order.
 Order = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True, eq=False)
 class LayerState:
-    """What a module's forward needs besides its parameters.
+    """Holds what a module's forward needs besides its parameters.
 
     Attributes:
-        ops: of the engine.
+        ops: the mappings of the engine.
         name: of the module, for counts and messages.
     """
 
@@ -66,26 +66,26 @@ class LayerState:
     name: str
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Itself: a copy of the module talks to the same ranks."""
+        """Return the object itself: a copy of the module uses the same ranks."""
         return self
 
     @property
     def title(self) -> str:
-        """The name; in code that blocks share, none of them."""
+        """Return the module's name; in compiled code, which blocks share, a name for all of them."""
         return "a compiled block" if torch.compiler.is_compiling() else self.name
 
 
 @dataclass(frozen=True, eq=False)
 class LinearState(LayerState):
-    """Of a linear layer.
+    """Holds the state of a linear layer.
 
     Attributes:
-        is_in_region: a region enters its input.
-        is_sequence: in a sequence-parallel stack: a row scatters its sum along the sequence, a column that no region
-            enters gathers its input.
-        is_transposed: the weight is [in, out].
-        gathers_output: of a column.
-        splits_input: of a row.
+        is_in_region: whether its input has entered at a region around it.
+        is_sequence: whether it is in a sequence-parallel stack: a row layer scatters its sum along the sequence, a
+            column layer outside of regions gathers its input.
+        is_transposed: whether the weight is [in, out].
+        gathers_output: whether a column layer returns all features.
+        splits_input: whether a row layer gets all features.
         order: of the ranks' features in the whole, where `gathers_output` or `splits_input`.
     """
 
@@ -98,7 +98,7 @@ class LinearState(LayerState):
 
 
 class ColumnLinear(nn.Module):
-    """A linear layer split by its outputs; the output holds this rank's features, or all of them."""
+    """Computes a linear layer split by its outputs; the output holds this rank's features, or all of them."""
 
     weight: Tensor
     bias: Tensor | None
@@ -118,7 +118,7 @@ class ColumnLinear(nn.Module):
 
 
 class RowLinear(nn.Module):
-    """A linear layer split by its inputs; the products are summed over the ranks, the bias is added once."""
+    """Computes a linear layer split by its inputs; the products are summed over the ranks, the bias is added once."""
 
     weight: Tensor
     bias: Tensor | None
@@ -138,13 +138,13 @@ class RowLinear(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class HeadState(LayerState):
-    """Of a head: how its words lie over the ranks."""
+    """Holds the state of a head: how its rows are split over the ranks."""
 
     head: LazyLogitsHead
 
 
 class VocabParallelHead(nn.Module):
-    """A linear layer to the vocabulary, split by its words; its logits wait for who reads them."""
+    """Computes a linear layer to the vocabulary, split by tokens; its logits are deferred until they are read."""
 
     weight: Tensor
     bias: Tensor | None
@@ -161,13 +161,13 @@ class VocabParallelHead(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class EmbeddingState(LayerState):
-    """Of an embedding.
+    """Holds the state of an embedding.
 
     Attributes:
-        start: the first word that this rank holds.
-        stop: behind its last one.
-        padding: its word that never trains, counted from `start`; None where it holds none.
-        gathers_output: of one split by columns.
+        start: the first token of this rank's rows.
+        stop: the token after its last one.
+        padding: the row that never trains, counted from `start`; None where this rank does not hold it.
+        gathers_output: whether one split by columns returns all features.
         order: as for linear layers.
     """
 
@@ -179,9 +179,9 @@ class EmbeddingState(LayerState):
 
 
 class VocabEmbedding(nn.Embedding):
-    """An embedding split by its words: rows of other ranks count as zero, and the ranks' outputs are summed.
+    """Looks up an embedding split by tokens: rows of other ranks count as zero, and the ranks' outputs are summed.
 
-    It is worn beneath an embedding's own class: a forward there that scales what torch's finds goes on to do so.
+    It becomes a base of an embedding's own class, so a forward there that scales the result of torch's still does.
     """
 
     _shardwise_embedding: EmbeddingState
@@ -199,7 +199,7 @@ class VocabEmbedding(nn.Embedding):
 
 
 class ColumnEmbedding(nn.Module):
-    """An embedding split by its columns; the output holds this rank's features, or all of them."""
+    """Looks up an embedding split by its columns; the output holds this rank's features, or all of them."""
 
     _shardwise_embedding: EmbeddingState
 
@@ -214,7 +214,7 @@ class ColumnEmbedding(nn.Module):
 
 @dataclass(frozen=True)
 class ForwardArgument:
-    """An argument of a forward: its name, and its position where it may be given by position."""
+    """Describes an argument of a forward: its name, and its position where it can be given by position."""
 
     name: str
     position: int | None
@@ -222,7 +222,7 @@ class ForwardArgument:
     def change(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], function: Callable[[Tensor], Tensor]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments in which this one, if it is given and a tensor, is what `function` makes of it."""
+        """Return `args` and `kwargs` in which `function` has replaced this argument, if it is given and a tensor."""
         if self.name in kwargs:
             value = kwargs[self.name]
             return args, {**kwargs, self.name: function(value)} if isinstance(value, Tensor) else kwargs
@@ -234,7 +234,7 @@ class ForwardArgument:
 
 @dataclass(frozen=True, eq=False)
 class SharedInputState(LayerState):
-    """Of a region.
+    """Holds the state of a region.
 
     Attributes:
         whole: arguments that arrive whole.
@@ -246,7 +246,7 @@ class SharedInputState(LayerState):
 
 
 class SharedInputModule(nn.Module):
-    """A module whose column layers share what enters: arguments enter once, sequences are gathered."""
+    """Makes the column layers of a module share its inputs: arguments enter once, sequences are gathered."""
 
     _shardwise_region: SharedInputState
 
@@ -271,16 +271,16 @@ class SharedInputModule(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class ScatterState(LayerState):
-    """Of a stack's first module: the argument to split."""
+    """Holds the state of a stack's first module: the argument to split."""
 
     place: ForwardArgument
 
 
 class SequenceScatter(nn.Module):
-    """The first module of a sequence-parallel stack: one argument is split along dim 1.
+    """Splits one argument along dim 1, as the first module of a sequence-parallel stack.
 
     Raises:
-        ConfigError: its length does not divide by the number of ranks, and there is a backward to come.
+        ConfigError: its length does not divide by the number of ranks, and a backward follows.
     """
 
     _shardwise_entry: ScatterState
@@ -293,11 +293,11 @@ class SequenceScatter(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class GatherState(LayerState):
-    """Of a stack's last module."""
+    """Holds the state of a stack's last module."""
 
 
 class SequenceGather(nn.Module):
-    """The last module of a sequence-parallel stack: the first tensor of its output is gathered along dim 1."""
+    """Gathers the first tensor of its output along dim 1, as the last module of a sequence-parallel stack."""
 
     _shardwise_exit: GatherState
 
@@ -308,7 +308,7 @@ class SequenceGather(nn.Module):
 
 
 def _with_first_tensor(output: Any, change: Callable[[Tensor], Tensor], name: str) -> Any:
-    """An output like this one, with its first tensor changed."""
+    """Return an output like this one, with its first tensor changed."""
     if isinstance(output, Tensor):
         return change(output)
     if dataclasses.is_dataclass(output) and not isinstance(output, type):  # Hugging Face's outputs are such
@@ -331,7 +331,7 @@ def _with_first_tensor(output: Any, change: Callable[[Tensor], Tensor], name: st
 
 
 def _gathered_features(y: Tensor, state: LinearState | EmbeddingState) -> Tensor:
-    """The whole's features [..., out], of this rank's [..., out / tp]."""
+    """Return the whole's features [..., out], from this rank's [..., out / tp]."""
     whole, size = state.ops.gather(y, -1, state.title), y.shape[-1]
     if not state.order:
         return whole
@@ -341,7 +341,7 @@ def _gathered_features(y: Tensor, state: LinearState | EmbeddingState) -> Tensor
 
 
 def _in_order(x: Tensor, state: LinearState) -> Tensor:
-    """The whole's features [..., in] in the order of ranks."""
+    """Return the whole's features [..., in] in the order of ranks."""
     if not state.order:
         return x
     slices = zip(state.order, x.split([stop - start for _, start, stop in state.order], dim=-1), strict=True)

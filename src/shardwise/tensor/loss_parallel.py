@@ -1,10 +1,10 @@
-"""Logits that are not computed until something else than a cross entropy reads them.
+"""Defer logits: they are computed only when an op other than a cross entropy reads them.
 
-A head whose rows lie over the ranks, or that takes some tokens at a time, returns `LazyLogits`, which has the shape
+A head that is split by rows over the ranks, or that takes some tokens at a time, returns `LazyLogits`. It has the shape
 and dtype of the logits, but holds the hidden states and the head's weight. Reshaping and indexing tokens, and widening,
-do the same to the hidden states; `F.cross_entropy` goes to `shardwise.tensor.cross_entropy`. Whatever else is asked
-computes the logits and gathers them, a collective: all ranks must ask alike. They are computed with the values that the
-weight has then.
+are applied to the hidden states; `F.cross_entropy` calls `shardwise.tensor.cross_entropy`. Every other op computes the
+logits and gathers them, which is a collective: all ranks must run the same ops. They are computed with the values that
+the weight has then.
 
 >>> hidden, weight, targets = torch.randn(2, 6, 8), torch.randn(16, 8), torch.zeros(2, 5, dtype=torch.int64)
 >>> logits = LazyLogits(hidden, weight, None, LazyLogitsHead(VocabSplit(16)))
@@ -38,10 +38,10 @@ _LOG: Final = logging.getLogger("shardwise")
 
 
 class LazyLogitsHead:
-    """What the logits of one head have in common: where its rows lie, and whether the user was told of a gather.
+    """Holds what all logits of one head share: how its rows are split, and whether the user was warned of a gather.
 
     Args:
-        vocab: how the rows lie over the ranks.
+        vocab: how the rows are split over the ranks.
         name: of the head's module, for the message.
     """
 
@@ -51,7 +51,7 @@ class LazyLogitsHead:
         self._has_warned = False
 
     def warn(self, operation: str, shape: Sequence[int]) -> None:
-        """Say once, on the group's first rank, that `operation` has the logits computed, and gathered."""
+        """Warn once, on the group's first rank, that `operation` makes the logits be computed and gathered."""
         is_first = self.vocab.comm is None or self.vocab.comm.rank == 0
         if is_first and not self._has_warned:
             self._has_warned = True
@@ -63,13 +63,13 @@ class LazyLogitsHead:
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LazyLogitsHead:
-        """Itself: a copied model's head talks to the same ranks."""
+        """Return the object itself: a copied model's head uses the same ranks."""
         return self
 
 
 @dataclass(frozen=True)
 class _LogitsSource:
-    """What logits are computed from, the dim where they show the vocabulary, and whether they have a graph."""
+    """Holds the inputs of logits, the dim that is the vocabulary, and whether the logits have a graph."""
 
     hidden: Tensor  # [..., E]
     weight: Tensor  # [v, E]
@@ -91,15 +91,15 @@ class _LogitsSource:
 
     @property
     def keeps_graph(self) -> bool:
-        """Whether what is made of the logits now has a graph."""
+        """Return whether a result computed from the logits now has a graph."""
         return self.is_recorded and torch.is_grad_enabled()
 
     def derive(self, **changed: Any) -> LazyLogits:
-        """Logits that differ in this."""
+        """Return logits whose source differs in these fields."""
         return LazyLogits._standing_for(replace(self, is_recorded=self.keeps_graph, **changed))
 
     def loss(self, target: Tensor, terms: TokenLossTerms, is_summed: bool) -> Tensor:
-        """Of all tokens, or of each, flat."""
+        """Return the loss of all tokens, or of each, flat."""
         hidden = self.hidden.reshape(-1, self.hidden.shape[-1])  # [N, E]
         function = cross_entropy_sum if is_summed else cross_entropy
         with torch.set_grad_enabled(self.keeps_graph):
@@ -117,10 +117,10 @@ class LazyLogits(Tensor):
     """Stands for `hidden @ weight.T + bias` with all ranks' rows, [..., V]; see the module's example.
 
     Args:
-        hidden: [..., E], the same on all ranks; its gradient here is this rank's part, so it comes out of an identity
-            whose backward sums over the ranks.
+        hidden: [..., E], the same on all ranks; its gradient here is this rank's part, so it must be the output of an
+            identity whose backward sums over the ranks.
         weight: [v, E], this rank's rows, padding included.
-        bias: [v], likewise.
+        bias: [v], of the same rows; None for none.
         head: of the module.
     """
 
@@ -143,19 +143,25 @@ class LazyLogits(Tensor):
 
     @property
     def is_deferred(self) -> bool:
-        """Whether a cross entropy works without the logits; not so once they were changed in place or hooked."""
+        """Return whether a cross entropy works without the logits; false once they were changed in place or hooked."""
         if self._full is not None and version(self._full) != self._seen:  # through a view of them
             self._source = None
         return self._source is not None
 
     @property
     def deferred_from(self) -> tuple[Tensor, ...]:
-        """The tensors that are read when the logits are; the first has the logits' graph."""
+        """Return the tensors that are read when the logits are; the first has the logits' graph."""
         source = self._source
         return (self.compute(),) if source is None else (source.hidden, source.weight)
 
     def cross_entropy_sum(self, targets: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
-        """The sum that `shardwise.models.decoder.lm_loss` returns, which calls this."""
+        """Return the sum that `shardwise.models.decoder.lm_loss` returns; that function calls this method.
+
+        Args:
+            targets: int64, of the logits' shape without the vocabulary.
+            label_smoothing: as in `TokenLossTerms`.
+            z_loss: as in `TokenLossTerms`.
+        """
         source = self._source
         if source is None or not source.has_vocab_last:
             return lm_loss(self.compute(), targets, label_smoothing=label_smoothing, z_loss=z_loss)[0]
@@ -163,10 +169,10 @@ class LazyLogits(Tensor):
         return source.loss(targets, terms, is_summed=True)
 
     def compute(self, for_good: bool = False) -> Tensor:
-        """The logits, a plain tensor; kept for the next call unless it is read without its graph.
+        """Return the logits as a plain tensor; it is kept for the next call unless it is read without its graph.
 
         Args:
-            for_good: from now on that tensor is used by all, also by a cross entropy, and nothing else is held.
+            for_good: whether every op uses that tensor from now on, cross entropy included, and nothing else is held.
         """
         source, full = self._source, self._full
         if full is None and source is not None:
@@ -176,7 +182,7 @@ class LazyLogits(Tensor):
             self._full, self._seen = (full if is_recorded == source.is_recorded else None), version(full)
         if for_good:
             self._source = None
-        return cast(Tensor, full)  # without a source it is there
+        return cast(Tensor, full)  # without a source the full logits exist
 
     @classmethod
     def __torch_function__(
@@ -208,7 +214,8 @@ class LazyLogits(Tensor):
 
 
 class _Unseen(torch.autograd.Function):
-    """What autograd sees of deferred logits; their graph is that of `hidden`, so a gradient that comes here is lost."""
+    """Shows deferred logits to autograd; their graph is that of `hidden`, so a gradient that arrives here is an error.
+    """
 
     @staticmethod
     def forward(ctx: Any, kind: type[LazyLogits], source: _LogitsSource, *read: Tensor | None) -> Tensor:
@@ -223,7 +230,7 @@ class _Unseen(torch.autograd.Function):
 
 
 class _GatherVocab(torch.autograd.Function):
-    """All ranks' logits, without padding; backward is its conjugate, this rank's slice."""
+    """Gathers all ranks' logits, without padding; the backward is its conjugate, this rank's slice."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, vocab: VocabSplit, comm: Comm) -> Tensor:
@@ -240,7 +247,7 @@ class _GatherVocab(torch.autograd.Function):
 
 
 def _computed(leaf: Any, operation: str) -> Any:
-    """A leaf of an operation's arguments, logits computed."""
+    """Return a leaf of an operation's arguments; deferred logits are computed."""
     if not isinstance(leaf, LazyLogits):
         return leaf
     source = leaf._source
@@ -253,7 +260,7 @@ def _computed(leaf: Any, operation: str) -> Any:
 def _deferred(
     func: Any, name: str, logits: LazyLogits, source: _LogitsSource, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
-    """What an operation gives without computing the logits, or NotImplemented."""
+    """Return an operation's result without computing the logits, or NotImplemented."""
     if func is F.cross_entropy:
         return _cross_entropy(source, *args, **kwargs)
     if func in _GRAD:
@@ -313,12 +320,12 @@ def _cross_entropy(
 
 
 def _name(func: Any) -> str:
-    """`view` of `Tensor.view`, `mT` of the property `Tensor.mT`."""
+    """Return a function's name: `view` for `Tensor.view`, `mT` for the property `Tensor.mT`."""
     name = getattr(func, "__name__", str(func))
     return getattr(func.__self__, "__name__", name) if name in ("__get__", "__set__") else name
 
 
-# What may be asked without a source: the wrapper knows it.
+# These need no source: the wrapper answers them.
 _READABLE: Final = frozenset(
     {
         *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout")),
@@ -334,7 +341,7 @@ _READABLE: Final = frozenset(
 # Getters: the setters have the same names.
 _GRAD: Final = frozenset({getattr(Tensor, "grad").__get__})  # noqa: B009  # to mypy it is no property
 _REQUIRES_GRAD: Final = frozenset({getattr(Tensor, "requires_grad").__get__})  # noqa: B009
-# After these, besides those with a trailing underscore, a cross entropy must see what was done.
+# After these, and after names with a trailing underscore, a cross entropy must use the changed logits.
 _FOR_GOOD: Final = frozenset(
     {
         *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "requires_grad", "data"),
@@ -347,14 +354,14 @@ Kwargs = Mapping[str, Any]
 
 
 def follow(name: str, hidden: Tensor, num_vocab: int, args: Args, kwargs: Kwargs) -> Tensor | tuple[Tensor, ...] | None:
-    """The hidden states of what an operation makes of the logits, or None where it does not leave V alone.
+    """Return the hidden states of an operation's result on the logits, or None where it changes the vocabulary dim.
 
     Args:
         name: of a function of torch, or method of a tensor.
         hidden: [..., E].
         num_vocab: V.
         args: of the call, without the logits.
-        kwargs: likewise.
+        kwargs: of the call.
     """
     if name in _DIM_POSITION:
         return _along_dim(name, hidden, args, dict(kwargs))
@@ -363,7 +370,14 @@ def follow(name: str, hidden: Tensor, num_vocab: int, args: Args, kwargs: Kwargs
 
 
 def permutation(name: str, num_dims: int, args: Args, kwargs: Kwargs) -> list[int] | None:
-    """The order of dims that `transpose`, `permute` or `mT` makes, or None where it is none of them."""
+    """Return the order of dims that `transpose`, `permute` or `mT` makes, or None where it is none of them.
+
+    Args:
+        name: of a function of torch, or method of a tensor.
+        num_dims: of the tensor.
+        args: of the call, without the tensor.
+        kwargs: of the call.
+    """
     order = list(range(num_dims))
     if name == "mT" and num_dims >= 2:
         return [*order[:-2], order[-1], order[-2]]
@@ -378,7 +392,16 @@ def permutation(name: str, num_dims: int, args: Args, kwargs: Kwargs) -> list[in
 
 
 def wide_dtype(name: str, dtype: torch.dtype, device: torch.device, args: Args, kwargs: Kwargs) -> torch.dtype | None:
-    """What `float`, `double` or `to` asks for: `dtype` as it is, fp32 or fp64; None where it asks for anything else."""
+    """Return the dtype that `float`, `double` or `to` asks for: `dtype` as it is, fp32 or fp64; None for any other
+    request.
+
+    Args:
+        name: of the method.
+        dtype: of the tensor now.
+        device: of the tensor; another one in the call gives None.
+        args: of the call, without the tensor.
+        kwargs: of the call.
+    """
     wanted = {"float": torch.float32, "double": torch.float64}.get(name, dtype if name == "to" else None)
     for each in (*args, *kwargs.values()):
         if isinstance(each, Tensor):
@@ -427,7 +450,7 @@ def _index(hidden: Tensor, num_vocab: int, args: Args, kwargs: Kwargs) -> Tensor
 
 
 def _num_indexed(index: Any) -> int | None:
-    """Dims that one part of an index goes through; None for what is left to torch."""
+    """Return the number of dims that one part of an index covers; None for a part that is left to torch."""
     if index is None or index is Ellipsis:
         return 0
     if isinstance(index, bool):
@@ -455,7 +478,7 @@ def _same(hidden: Tensor, num_vocab: int, args: Args, kwargs: Kwargs) -> Tensor:
     return hidden
 
 
-# Where `dim` stands behind the tensor, and what it is when left out.
+# The position of `dim` among the arguments after the tensor, and its default.
 _DIM_POSITION: Final[Mapping[str, tuple[int, int | None]]] = {
     "narrow": (0, None),
     "select": (0, None),

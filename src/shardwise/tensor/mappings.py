@@ -1,18 +1,18 @@
-"""Conjugate pairs: collectives that autograd knows, over the ranks of one tensor-parallel group.
+"""Pair each collective of one tensor-parallel group with its conjugate in the backward.
 
 | forward | backward | |
 |---|---|---|
 | `enter`: identity | all-reduce | before a column layer |
-| `leave`: all-reduce | identity | behind a row layer |
+| `leave`: all-reduce | identity | after a row layer |
 | `gather_sequence`: all-gather along dim 1 | reduce-scatter | `enter` under sequence parallelism |
 | `scatter_sequence`: reduce-scatter along dim 1 | all-gather | `leave` under sequence parallelism |
 | `split`: slice | all-gather | into the sequence-parallel stack |
 | `gather`: all-gather | slice | out of it |
 
-Each is the other's backward, so gradients can be differentiated again. Underneath are out-of-place ops registered with
-torch, so that selective recomputation and `torch.compile` see them; each engine registers its own, whose kernels know
-its `Comm`, and takes them back. A row layer's product and its sum are one op: selective recomputation saves the sum
-alone. Whole sequences are not saved: `gather_sequence` runs again.
+Each is the other's backward, so gradients can be differentiated again. They are built on out-of-place ops registered
+with torch, so that selective recomputation and `torch.compile` see them; each engine registers its own, whose kernels
+know its `Comm`, and removes them. A row layer's product and its sum are one op: selective recomputation saves only the
+sum. Whole sequences are not saved: `gather_sequence` runs again.
 
 **Collectives of a layer** (attention and MLP, each a region with one row layer; f forward, b backward):
 
@@ -23,9 +23,9 @@ alone. Whole sequences are not saved: `gather_sequence` runs again.
 | full | 2 f + 4 b | 2 all-gathers + 2 reduce-scatters f, 4 all-gathers + 4 reduce-scatters b |
 
 Under sequence parallelism a column layer keeps the slice of its input, not the whole (Korthikanti et al. 2022, section
-4.2.2). The first of the layers that share an input gathers it again while it computes the gradient of its input; they
-drop it when the last is done. Where the backward runs the forward again, what that has gathered serves. In compiled
-code the compiler decides what is kept.
+4.2.2). The first of the layers that share an input gathers it again while it computes the gradient of its input; it is
+freed when the last of them is done. Where the backward runs the forward again, the sequence that this gathered is used.
+In compiled code the compiler decides what is kept.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from shardwise.runtime.torch_private import in_backward, on_backward_end, versio
 from shardwise.runtime.weight_grad_queue import WeightGradSink, parameter_of_weight, weight_sink
 from shardwise.tensor import collectives
 
-# Attributes of tensors: their lifetime is that of what they lead to.
+# Attributes of tensors: the objects that they hold live as long as the tensor.
 _ENTERED: Final = "_shardwise_entered"
 _GATHERED: Final = "_shardwise_gathered"
 
@@ -55,13 +55,13 @@ Op = Callable[..., Tensor]
 
 
 class TpMappings:
-    """The collectives of one tensor-parallel group in graphs; `close` takes the registered ops back.
+    """Holds the collectives of one tensor-parallel group for use in graphs; `close` removes the registered ops.
 
     Args:
         comm: the group.
-        overlap_chunks: parts in which a row layer multiplies, each part's sum running while the next is multiplied.
+        overlap_chunks: parts in which a row layer multiplies; each part's sum runs while the next is multiplied.
         may_keep_whole: whether an evaluation may leave a sequence whole whose length does not divide.
-        cp: ranks that split sequences before.
+        cp: ranks that split sequences before this split.
     """
 
     def __init__(self, comm: Comm, overlap_chunks: int = 1, *, may_keep_whole: bool = True, cp: int = 1) -> None:
@@ -115,10 +115,10 @@ class TpMappings:
         self._column = _column_function(self._gather_sequence)
 
     def enter(self, x: Tensor, name: str) -> Tensor:
-        """The same values; the gradient is summed over the ranks, once for all that enter with the same tensor."""
+        """Return the same values; the gradient is summed over the ranks, once for all calls with the same tensor."""
         if not (torch.is_grad_enabled() and x.requires_grad):
             return x
-        # The graph of a leaf holds the leaf, which would hold the graph.
+        # No attribute on a leaf: its graph holds the leaf, which would then hold the graph.
         if x.is_leaf or torch.compiler.is_compiling():
             return self._enter(x, name)
         found = x.__dict__.get(_ENTERED)
@@ -127,7 +127,7 @@ class TpMappings:
         return found.entered
 
     def gather_sequence(self, x: Tensor, name: str) -> Tensor:
-        """The whole sequence [b, s, ...] of slices [b, s / tp, ...]; gradients are summed and scattered."""
+        """Return the whole sequence [b, s, ...] of slices [b, s / tp, ...]; gradients are summed and scattered."""
         if self._is_whole():
             return x
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
@@ -138,13 +138,13 @@ class TpMappings:
         return whole
 
     def split_sequence(self, x: Tensor, name: str) -> Tensor:
-        """This rank's slice [b, s / tp, ...] of a whole sequence, until `join_sequence`.
+        """Return this rank's slice [b, s / tp, ...] of a whole sequence, until `join_sequence`.
 
-        Where no backward follows, sequences of other lengths (a prompt that grows) stay whole on every rank; not where
-        the stack ends on another one, as in a pipeline.
+        Where no backward follows, sequences whose length does not divide (a prompt that grows) stay whole on every
+        rank, unless the stack ends on another rank, as in a pipeline.
 
         Raises:
-            ConfigError: the length does not divide, and a backward follows or the stack goes on elsewhere.
+            ConfigError: the length does not divide, and a backward follows or the stack continues on another rank.
         """
         if torch.is_grad_enabled() or not self._may_keep_whole:
             cure = "pad the batch or set tensor.sequence_parallel=false"
@@ -154,29 +154,33 @@ class TpMappings:
         return x if self._is_whole() else self._split(x, 1, name)
 
     def join_sequence(self, x: Tensor, name: str) -> Tensor:
-        """The whole sequence of what became of `split_sequence`'s slices."""
+        """Return the whole sequence of the stack's outputs for `split_sequence`'s slices."""
         return x if self._is_whole() else self._gather(x, 1, name)
 
     def _is_whole(self) -> bool:
-        # A recomputation has gradients, so what was evaluated since its forward plays no part.
+        # A recomputation has gradients enabled, so evaluations since its forward do not affect it.
         return self._keeps_whole and not torch.is_grad_enabled()
 
     def split(self, x: Tensor, dim: int, name: str) -> Tensor:
-        """This rank's slice along `dim`, which must divide; the gradient is gathered."""
+        """Return this rank's slice of `x` along `dim`, which must divide; the gradient is gathered. `name` is for
+        counts and messages.
+        """
         return self._split(x, dim, name)
 
     def gather(self, x: Tensor, dim: int, name: str) -> Tensor:
-        """The ranks' tensors, concatenated along `dim`; the gradient, alike on all ranks, is sliced."""
+        """Return the ranks' tensors `x`, concatenated along `dim`; the gradient, equal on all ranks, is sliced. `name`
+        is for counts and messages.
+        """
         return self._gather(x, dim, name)
 
     def row(self, x: Tensor, weight: Tensor, bias: Tensor | None, is_sequence: bool, name: str) -> Tensor:
-        """The sum over the ranks of `x @ weight.T`, plus the bias once.
+        """Return the sum over the ranks of `x @ weight.T`, plus the bias once.
 
         Args:
             x: [..., in / tp], whole sequences.
             weight: [out, in / tp].
-            bias: [out].
-            is_sequence: each rank gets its slice along dim 1 only.
+            bias: [out]; None for none.
+            is_sequence: whether each rank gets only its slice along dim 1.
             name: for counts and messages.
         """
         later = DeferredWeightGrad.of(x, weight)
@@ -184,12 +188,12 @@ class TpMappings:
         return self._row(x, weight if later is None else None, bias, is_sequence, name, later)
 
     def column(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """`x @ weight.T + bias`; of a gathered sequence, the slice is kept for the backward.
+        """Return `x @ weight.T + bias`; for a gathered sequence only the slice is kept for the backward.
 
         Args:
             x: [..., in], which has entered.
             weight: [out / tp, in].
-            bias: [out / tp].
+            bias: [out / tp]; None for none.
         """
         if not torch.compiler.is_compiling() and torch.is_grad_enabled() and weight.requires_grad:
             gathered = x.__dict__.get(_GATHERED)
@@ -200,7 +204,7 @@ class TpMappings:
         return F.linear(x, weight, bias)
 
     def close(self) -> None:
-        """Take the registered ops back; graphs through them raise from now on."""
+        """Remove the registered ops; graphs through them raise from now on."""
         self._registry.close()
 
 
@@ -290,10 +294,11 @@ def _slice_pair(all_gather: Op, comm: Comm) -> tuple[Callable[..., Tensor], Call
 
 def _column_function(gather_sequence: Callable[..., Tensor]) -> Callable[..., Tensor]:
     class Column(Function):
-        """Of a gathered sequence."""
+        """Computes a column layer on a gathered sequence."""
 
         @staticmethod
         def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gathered: _Gathered) -> Tensor:
+            """Multiply `x` by `weight` and add `bias`; `ctx` keeps the slice that `gathered` holds."""
             ctx.save_for_backward(gathered.x_local, weight if ctx.needs_input_grad[0] else None)
             ctx.again = gathered.again
             return F.linear(x, weight, bias).detach()  # not a view, which could not be changed in place
@@ -315,12 +320,12 @@ def _column_function(gather_sequence: Callable[..., Tensor]) -> Callable[..., Te
 
 
 def _lane(chunks: int) -> LaneName | None:
-    """Beside the products of further chunks; there are none where there is one chunk."""
+    """Return the side stream for sums that overlap the products of further chunks; None where there is one chunk."""
     return "tensor" if chunks > 1 else None
 
 
 def _sum_product(comm: Comm, x: Tensor, weight: Tensor, out: Tensor, chunks: int, name: str) -> None:
-    """Leave in `out` [tokens, out] the sum over the ranks of `x` [tokens, in / tp] times `weight` [out, in / tp]."""
+    """Write to `out` [tokens, out] the sum over the ranks of `x` [tokens, in / tp] times `weight` [out, in / tp]."""
     pending: list[AsyncWork] = []
     lane = _lane(chunks)
     for rows, out_rows in zip(x.chunk(chunks), out.chunk(chunks), strict=True):
@@ -332,12 +337,12 @@ def _sum_product(comm: Comm, x: Tensor, weight: Tensor, out: Tensor, chunks: int
 
 
 def _scattered_product(comm: Comm, x: Tensor, weight: Tensor, chunks: int, name: str) -> Tensor:
-    """This rank's slice along dim 1 of that sum; chunk i holds the i-th part of every rank's slice."""
+    """Return this rank's slice along dim 1 of that sum; chunk i holds the i-th part of every rank's slice."""
     if chunks == 1:
         return collectives.reduce_scatter(comm, F.linear(x, weight), 1, name)
     slices = x.unflatten(1, (comm.world_size, -1))  # [b, tp, s / tp, in / tp]
     outs: list[Tensor] = []
-    pending: list[tuple[AsyncWork, Tensor]] = []  # with the source, which must live meanwhile
+    pending: list[tuple[AsyncWork, Tensor]] = []  # with the source, which must live until then
     for part in slices.chunk(chunks, dim=2):
         source = F.linear(part, weight).movedim(1, 0).contiguous()  # [tp, b, part, out]
         out = torch.empty_like(source[0])
@@ -350,20 +355,22 @@ def _scattered_product(comm: Comm, x: Tensor, weight: Tensor, chunks: int, name:
 
 
 class _Recomputed:
-    """Whole sequences that a recomputation has gathered, until the backward that asked for it takes them."""
+    """Holds whole sequences that a recomputation has gathered, until the backward that asked for it takes them."""
 
     def __init__(self) -> None:
         self._held: dict[Hashable, tuple[Tensor, Tensor]] = {}
 
     def keep(self, x_local: Tensor, whole: Tensor) -> None:
-        """Remember `whole`; to be called within a backward."""
+        """Remember `whole`; call it within a backward."""
         if not self._held:
             on_backward_end(self._held.clear)
-        # The slice is held as well, so that no other storage takes its identity.
+        # The slice is held as well, so that no other storage gets its id.
         self._held[self._key(x_local)] = (x_local.detach(), whole.detach())
 
     def take(self, x_local: Tensor) -> Tensor | None:
-        """What was gathered of this slice, which autograd may have saved as another tensor of the same storage."""
+        """Return what was gathered of this slice, else None. Autograd may have saved the slice as another tensor of the
+        same storage.
+        """
         return self._held.pop(self._key(x_local), (None, None))[1]
 
     @staticmethod
@@ -372,11 +379,11 @@ class _Recomputed:
 
 
 class _Again:
-    """The backward's whole sequence for the column layers that share one input.
+    """Gathers the whole sequence once in the backward for the column layers that share one input.
 
     Args:
         comm: the group.
-        recomputed: where it may stand already.
+        recomputed: where the sequence may be already.
         name: for counts and messages.
     """
 
@@ -388,7 +395,7 @@ class _Again:
         self._whole: Tensor | None = None
 
     def start(self, x_local: Tensor) -> None:
-        """Begin to gather, unless another layer has."""
+        """Start to gather, unless another layer has."""
         if self._finish is not None or self._whole is not None:
             return
         on_backward_end(self.drop)  # where the input itself needs no gradient
@@ -397,7 +404,7 @@ class _Again:
             self._finish = collectives.start_all_gather(self._comm, x_local, 1, self.name)
 
     def wait(self) -> Tensor:
-        """The whole sequence; `start` must have been called."""
+        """Return the whole sequence; `start` must have been called."""
         if self._whole is None:
             if self._finish is None:
                 raise RuntimeError(f"{self.name}: the gather was not started")
@@ -405,13 +412,13 @@ class _Again:
         return self._whole
 
     def drop(self) -> None:
-        """Free it."""
+        """Free the sequence."""
         self._finish = self._whole = None
 
 
 @dataclass(frozen=True, eq=False)
 class _Entered:
-    """What became of a tensor of this version."""
+    """Holds the result of `enter` for this version of a tensor."""
 
     ops: TpMappings
     entered: Tensor
@@ -420,7 +427,7 @@ class _Entered:
 
 @dataclass(frozen=True, eq=False)
 class _Gathered:
-    """What a whole sequence of this version was gathered from."""
+    """Holds the slice that this version of a whole sequence was gathered from."""
 
     ops: TpMappings
     x_local: Tensor
@@ -433,7 +440,7 @@ Run = Callable[..., Tensor]
 
 @dataclass(frozen=True, eq=False)
 class DeferredWeightGrad:
-    """Where a row layer leaves the gradient of its weight, which is this parameter, or its transpose."""
+    """Defers a row layer's gradient of its weight to a sink; the weight is this parameter, or its transpose."""
 
     weight: Tensor
     sink: WeightGradSink
@@ -442,13 +449,13 @@ class DeferredWeightGrad:
 
     @classmethod
     def of(cls, x: Tensor, weight: Tensor) -> Self | None:
-        """None where the gradient is computed at once, or not at all."""
+        """Return None where the gradient is computed at once, or not at all."""
         sink = weight_sink(x) if x.requires_grad else None
         found = None if sink is None else parameter_of_weight(weight)
         return None if sink is None or found is None else cls(weight, sink, *found)
 
     def defer(self, grad: Tensor, x: Tensor) -> None:
-        """Leave it there: `grad` is that of the whole sum, [..., out], `x` the input, [..., in / tp]."""
+        """Queue the gradient: `grad` is that of the whole sum, [..., out], `x` the input, [..., in / tp]."""
 
         def compute() -> list[Tensor]:
             gradient = weight_gradient(grad, x)
@@ -458,16 +465,16 @@ class DeferredWeightGrad:
 
 
 def row_function(product: Run, enter: Run, gather_sequence: Run) -> Run:
-    """Of `TpMappings.row`.
+    """Make the autograd function of `TpMappings.row`.
 
     Args:
         product: the layer's op.
-        enter: identity whose gradient is summed.
-        gather_sequence: the whole sequence, for a sum that was scattered.
+        enter: the identity whose gradient is summed.
+        gather_sequence: the gather of a sequence, for a sum that was scattered.
 
     Returns:
-        what takes `TpMappings.row`'s arguments and, where there is a `DeferredWeightGrad`, None for the weight: it has
-        no gradient.
+        a function that takes `TpMappings.row`'s arguments and a `DeferredWeightGrad` or None. With a
+        `DeferredWeightGrad` its weight must be None, since the weight then has no gradient here.
     """
 
     class Row(Function):
@@ -507,10 +514,10 @@ def row_function(product: Run, enter: Run, gather_sequence: Run) -> Run:
 
 
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """[out, in] of the gradient of the output, [..., out], and the input, [..., in]."""
+    """Return the weight's gradient [out, in] from the output's gradient [..., out] and the input [..., in]."""
     return rows_of(grad).t().mm(rows_of(x))
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """[..., k] to [N, k]."""
+    """Reshape [..., k] to [N, k]."""
     return x.reshape(-1, x.shape[-1])

@@ -1,4 +1,4 @@
-"""The layout of a model with its plan of tensor parallelism: what a run starts from.
+"""Compute the layout of a model with its plan of tensor parallelism, with which a run starts.
 
 >>> from shardwise.models import Decoder, DecoderConfig
 >>> shape = DecoderConfig(vocab_size=65, num_layers=2, hidden_size=16, num_heads=4, num_kv_heads=2, head_dim=4,
@@ -41,12 +41,12 @@ def plan_layout(
         config: as `Config.resolve` returns it.
         plan: how layers are split where `mesh.tp` is more than 1; None for the one that the model brings or its family
             has. See `docs/tensor-parallel.md`.
-        rank: whose stages are to be the layout's own, in a pipeline.
+        rank: whose stages are the layout's own, in a pipeline.
 
     Raises:
-        ConfigError: the model has no parameters, `zero.blocks` does not fit it, or no plan or sizes that do not
-            divide; or it cannot be cut into the stages; or its attention cannot be the config's,
-            or not that of split sequences.
+        ConfigError: the model has no parameters, `zero.blocks` does not fit it, there is no plan, sizes do not divide,
+            the model cannot be cut into the stages, or it cannot have the config's attention, or attention over split
+            sequences.
     """
     check_attention(model, config.attention)
     check_context(model, config)
@@ -60,10 +60,10 @@ def plan_layout(
 
 
 def with_own_dtype(model: nn.Module, config: Config, *, rank: int = 0) -> Config:
-    """Return the config with the dtype that the parameters of a model have as `precision.param`, where it names none.
+    """Return the config with the dtype of a model's parameters as `precision.param`, where it names none.
 
-    What stays in fp32 beside narrow parameters does not count. Of a model in several dtypes nothing is chosen: it
-    trains in fp32, and rank 0's log says so.
+    Parameters that stay in fp32 beside narrow ones do not count. A model in several dtypes trains in fp32, and rank 0's
+    log says so.
     """
     if config.precision.param is not None:
         return config
@@ -81,10 +81,15 @@ def with_own_dtype(model: nn.Module, config: Config, *, rank: int = 0) -> Config
 
 
 def dropout_zones(model: nn.Module, tensor: TensorLayout, tp_index: int) -> dict[str, ShardRegion]:
-    """On which part of a tensor the dropouts work, of rank `tp_index` of the tensor-parallel group.
+    """Return by module on which part of a tensor its dropout works, for a rank of the tensor-parallel group.
 
-    Those that the plan names are on split features or heads; others in a sequence-parallel stack are on a part of the
-    sequence, unless a region's own code calls them.
+    Dropouts that the plan names are on split features or heads; others in a sequence-parallel stack are on a part of
+    the sequence, unless a region's own code calls them.
+
+    Args:
+        model: whose modules are searched for dropouts.
+        tensor: how the model is split.
+        tp_index: of the rank in the tensor-parallel group.
     """
     zones = {each.module: ShardRegion(each.dim, tp_index, tensor.degree) for each in tensor.plan.dropouts}
     stacks = tensor.plan.stacks if tensor.sequence_parallel else ()

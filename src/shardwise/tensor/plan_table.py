@@ -1,4 +1,4 @@
-"""A plan in the making: what the makers of plans for Hugging Face models and for tables have in common."""
+"""Build plans: the code that plans for Hugging Face models and plans from tables share."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _WHOLE_INPUTS = ("key_value_states", "encoder_hidden_states")
 
 @dataclass(frozen=True)
 class HeadSplit:
-    """The heads of one attention module; `kv` of them have keys and values of their own."""
+    """Describes the heads of one attention module; `kv` of them have keys and values of their own."""
 
     query: int
     kv: int
@@ -41,16 +41,18 @@ class HeadSplit:
 
     @property
     def query_part(self) -> FusedPart:
-        """Along the features of all query heads."""
+        """Return the part along the features of all query heads."""
         return FusedPart(self.query * self.dim, self.query)
 
     @property
     def kv_part(self) -> FusedPart:
-        """Along the features of all KV heads."""
+        """Return the part along the features of all KV heads."""
         return FusedPart(self.kv * self.dim, self.kv)
 
     def check(self, degree: int, query_name: str, kv_name: str) -> None:
-        """Refuse a degree that does not fit the heads; the names are the config's."""
+        """Refuse a `degree` that does not fit the heads; `query_name` and `kv_name` are the config's names of their
+        numbers.
+        """
         check_divides(degree, self.query, query_name)
         self.kv_part.check(degree, kv_name)
 
@@ -74,10 +76,10 @@ class PlanBuilder:
         self.attributes: list[tuple[str, str, int]] = []
         self.dropouts: list[SplitDropout] = []
         self.notes: list[str] = []
-        self.whole: set[str] = set()  # left so, whatever a plan from outside says
+        self.whole: set[str] = set()  # these stay whole, whatever a plan from outside says
 
     def plan(self) -> TensorPlan:
-        """What was collected."""
+        """Return the plan of all splits collected so far."""
         return TensorPlan(
             layers=tuple(self.layers.values()),
             regions=tuple(self.regions),
@@ -89,7 +91,7 @@ class PlanBuilder:
         )
 
     def layer(self, name: str, style: StyleRule, *parts: FusedPart) -> None:
-        """Split one module; without parts, as its style says, by single features.
+        """Split one module by `style`; without `parts`, by single features.
 
         Raises:
             ConfigError: the module has no weight of two dims.
@@ -139,13 +141,19 @@ class PlanBuilder:
                 self.layer(name, StyleRule(style))
 
     def region(self, name: str) -> None:
-        """Let the hidden states, and in cross-attention the encoder's, enter a module."""
+        """Make the hidden states, and in cross-attention the encoder's, enter at a module."""
         names = argument_names(self.modules[name])
         inputs = "hidden_states" if "hidden_states" in names else names[0]
         self.regions.append(SharedInput(name, (inputs,), tuple(each for each in _WHOLE_INPUTS if each in names)))
 
     def local_heads(self, name: str, heads: HeadSplit, *, has_dropout: bool = True) -> None:
-        """Set what an attention module knows of its heads to a rank's numbers, and split its dropout by heads."""
+        """Set an attention module's numbers of heads to a rank's, and split its dropout by heads.
+
+        Args:
+            name: of the module.
+            heads: of the whole module.
+            has_dropout: whether the module's forward drops probabilities by a function.
+        """
         query, kv = (part.local_size(self.degree) // heads.dim for part in (heads.query_part, heads.kv_part))
         values = dict.fromkeys(_HEADS, (heads.query, query))
         values |= dict.fromkeys(_KV_HEADS, (heads.kv, kv))
@@ -158,23 +166,28 @@ class PlanBuilder:
             self.dropouts.append(SplitDropout(name, dim=1, is_functional=True))
 
     def stack(self, blocks: list[str], last: str | None) -> None:
-        """Split the sequence between blocks; it is gathered behind `last`, or else the last block."""
+        """Split the sequence between blocks; it is gathered after `last`, or else after the last block."""
         argument = argument_names(self.modules[blocks[0]])[0]
         modules = (*blocks, *([last] if last else []))
         self.stacks.append(SequenceStack(blocks[0], argument, modules[-1], modules))
 
     def child_blocks(self, name: str) -> list[str]:
-        """The names of a container's children."""
+        """Return the names of a container's children."""
         return [f"{name}.{child}" for child, _ in self.modules[name].named_children()]
 
 
 def argument_names(module: nn.Module) -> list[str]:
-    """The names of the arguments of a module's forward."""
+    """Return the names of the arguments of a module's forward."""
     return list(inspect.signature(module.forward).parameters)
 
 
 def split_size(module: nn.Module, name: str, style: str) -> int:
-    """Indices along the dim that a style splits.
+    """Return the number of indices along the dim that a style splits.
+
+    Args:
+        module: with a weight of two dims.
+        name: of the module, for the error.
+        style: of the layer.
 
     Raises:
         ConfigError: the module has no weight of two dims.
@@ -190,20 +203,25 @@ def split_size(module: nn.Module, name: str, style: str) -> int:
 
 
 def why_whole(module: nn.Module, style: str) -> str:
-    """Return why a module cannot have a layer's style; nothing where it can."""
+    """Return why a module cannot have a layer's style; empty where it can."""
     kind = type(module).__name__
     if style not in ("vocab", "column-embedding"):
         return "" if is_linear(module) else f"the forward of {kind} is not nn.Linear's"
     needs = [name for name in ("max_norm", "sparse", "scale_grad_by_freq") if getattr(module, name, None)]
     if needs:
         return f"{needs[0]}={getattr(module, needs[0])} needs all of its rows"
-    # What a forward of its own does with features that stay split, nobody knows.
+    # A forward of its own may do anything with features that stay split.
     is_served = is_lookup(module) and (style == "vocab" or type(module).forward is nn.Embedding.forward)
     return "" if is_served else f"the forward of {kind} is not nn.Embedding's"
 
 
 def equal_parts(name: str, size: int, num_parts: int) -> tuple[FusedPart, ...]:
-    """Several logical tensors of one size.
+    """Return several logical tensors of one size.
+
+    Args:
+        name: of the module, for the error.
+        size: of all parts together.
+        num_parts: how many there are.
 
     Raises:
         ConfigError: they do not fill `size`.
@@ -224,12 +242,12 @@ Table = Mapping[str, str | Sequence[str]]
 
 
 def table_plan(model: nn.Module, table: Table, degree: int) -> TensorPlan:
-    """The plan that a table describes.
+    """Return the plan that a table describes.
 
     Args:
         model: whose module names are matched.
-        table: pattern of module names (`*` stands for anything) to an entry or several; of styles, the last that
-            matches a module counts.
+        table: pattern of module names (`*` stands for anything) to an entry or several; the last style that matches a
+            module counts.
         degree: ranks of the tensor-parallel group.
 
     Raises:
@@ -249,7 +267,7 @@ def table_plan(model: nn.Module, table: Table, degree: int) -> TensorPlan:
 
 @dataclass(frozen=True)
 class _TableEntry:
-    """`word argument ... key=value ...`, and where it stands."""
+    """Holds a parsed entry `word argument ... key=value ...`, and its place in the table."""
 
     place: str
     word: str
@@ -257,7 +275,7 @@ class _TableEntry:
     options: Mapping[str, str]
 
     def number(self, key: str) -> int | None:
-        """An option that is a whole number."""
+        """Return an option that is a whole number."""
         text = self.options.get(key)
         try:
             return None if text is None else int(text)
@@ -265,7 +283,7 @@ class _TableEntry:
             raise ConfigError(f"{self.place}: {key}={text} is not a whole number") from None
 
     def names(self, key: str) -> tuple[str, ...]:
-        """An option that is a list with commas."""
+        """Return an option that is a list with commas."""
         return tuple(name for name in self.options.get(key, "").split(",") if name)
 
 
@@ -299,7 +317,7 @@ def _split(draft: PlanBuilder, names: list[str], entry: _TableEntry) -> None:
 
 
 def _parts(name: str, size: int, entry: _TableEntry) -> tuple[FusedPart, ...]:
-    """`parts=2` are equal ones; `parts=512:8+128:2` have 512 and 128 features in 8 and 2 units."""
+    """Parse `parts=2` (equal parts) or `parts=512:8+128:2` (512 and 128 features in 8 and 2 units)."""
     text, units = entry.options.get("parts", "1"), entry.number("units")
     if ":" not in text and "+" not in text:
         parts = equal_parts(name, size, entry.number("parts") or 1)
@@ -372,8 +390,8 @@ def check_plan(model: nn.Module, plan: TensorPlan, degree: int, sequence_paralle
         sequence_parallel: whether the plan needs a stack.
 
     Raises:
-        ConfigError: a name is not the model's, it splits nothing, parts do not fill their dim or do not divide, a
-            region lies in another, or there is no stack.
+        ConfigError: a name is not the model's, the plan splits nothing, parts do not fill their dim or do not divide, a
+            region is inside another, or a stack is needed and missing.
     """
     modules = dict(model.named_modules())
     if not plan.layers:
@@ -403,7 +421,13 @@ def check_plan(model: nn.Module, plan: TensorPlan, degree: int, sequence_paralle
 
 
 def unknown_name(name: str, names: Iterable[str], kind: str) -> ConfigError:
-    """The error for a name, or a pattern, that the model does not have; it names close ones."""
+    """Return the error for a name, or a pattern, that the model does not have; it suggests close ones.
+
+    Args:
+        name: from the plan.
+        names: of the model.
+        kind: module or parameter, for the message.
+    """
     names = [each for each in names if each]
     close = difflib.get_close_matches(name, names, n=3)
     cure = f"did you mean {' or '.join(close)}?" if close else f"names are such as {', '.join(names[:3])}"
@@ -426,7 +450,9 @@ def _check_argument(module: nn.Module, name: str, argument: str) -> None:
 
 
 def _check_regions(plan: TensorPlan, params: Iterable[str]) -> None:
-    """In a region whose input enters once, what is computed whole would count once for each rank in the backward."""
+    """Refuse parameters that are whole in a region: its input enters once, so their gradients would count once per
+    rank.
+    """
     split = {layer.module for layer in plan.layers}
     regions = [region.module for region in plan.regions]
     for region in regions:
@@ -470,13 +496,13 @@ NO_TENSOR: Final = "use mesh.dp_shard with zero.stage=3 in place of mesh.tp"
 
 @dataclass(frozen=True)
 class StyleRule:
-    """What a word says of a module.
+    """Says how a style's word splits a module.
 
     Attributes:
-        kind: a layer's style; replicate: it stays whole; partial: it stays whole, and its gradient is summed.
+        kind: a layer's style; replicate: the module stays whole; partial: it stays whole, and its gradient is summed.
         gathers_output: see `LayerSplit`.
         splits_input: see `LayerSplit`.
-        num_parts: equal logical tensors in its weight, one behind the other.
+        num_parts: equal logical tensors in its weight, one after the other.
     """
 
     kind: LayerStyle | Literal["replicate", "partial"]
@@ -510,7 +536,7 @@ HUGGING_FACE_WORDS: Mapping[str, StyleRule] = {
     "packed_colwise": StyleRule("column", num_parts=2),
     "packed_rowwise": StyleRule("row", num_parts=2),
     "embedding_rowwise": StyleRule("vocab"),
-    # There the output is gathered: the same values as from a vocabulary split by rows, which also suits a tied head.
+    # Theirs gathers the output, with the same values as a vocabulary split by rows, which also suits a tied head.
     "embedding_colwise": StyleRule("vocab"),
     "replicated_with_grad_allreduce": StyleRule("partial"),
     "replicate": StyleRule("replicate"),

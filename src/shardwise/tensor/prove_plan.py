@@ -1,6 +1,6 @@
-"""Plans are proved before they are used: on the model itself where it is small, or on a tiny copy of it.
+"""Prove plans before they are used: on the model itself where it is small, or on a tiny copy of it.
 
-What cannot be proved is said in one line of the log (`shardwise`, level WARNING), with why, and what would prove it.
+For a plan that cannot be proved, one line of the log (`shardwise`, level WARNING) says why, and what would prove it.
 
 >>> model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
 >>> print(prove_plan(model, torch.ones(2, 8), {"0": "column", "2": "row"}, tp=2))
@@ -31,7 +31,7 @@ from shardwise.tensor.plan_layout import plan_layout
 from shardwise.tensor.plan_table import Table
 from shardwise.tensor.thread_proof import NotProvedError, in_short, refute
 
-MAX_ELEMENTS: Final = 2**21  # of a model that is proved: a second or so
+MAX_ELEMENTS: Final = 2**21  # of a model that is proved, which takes about a second
 _SEQ_LEN: Final = 8
 _VOCAB_SIZE: Final = 512  # more than twice the hidden sizes, as those of the models that are copied
 _LOG: Final = logging.getLogger("shardwise")
@@ -42,12 +42,12 @@ def prove_plan(
 ) -> TensorPlan:
     """Prove a plan of tensor parallelism in numbers, and return it: `initialize` takes it without a warning.
 
-    The model runs whole, and split over `tp` ranks in this process, forward and backward, in float64. A plan for a
-    large model is proved by a small model of the kind: fewer and narrower layers, of the same code.
+    The model runs whole, and split over `tp` ranks in this process, forward and backward, in float64. To prove a plan
+    for a large model, give a small model of the same code with fewer and narrower layers.
 
     Args:
         model: of at most two million elements, with values; it is copied.
-        batch: what the model is called with: a dict gives keyword arguments, a tuple or list positional ones.
+        batch: the model's arguments: a dict gives keyword arguments, a tuple or list positional ones.
         plan: a table, or a plan; None for the one that the model brings, or its family has.
         tp: ranks of the tensor-parallel group.
         sequence_parallel: whether the plan's stacks are split along the sequence.
@@ -70,7 +70,14 @@ def prove_plan(
 
 
 def proved_layout(model: nn.Module, config: Config, plan: Table | TensorPlan | None, *, rank: int) -> Layout:
-    """Return what `plan_layout` does, for the same arguments, after `check_small_copy`, whose words rank 0 says."""
+    """Return the layout that `plan_layout` returns, after `check_small_copy`; rank 0 logs why a plan is not proved.
+
+    Args:
+        model: as in `plan_layout`.
+        config: as in `plan_layout`.
+        plan: as in `plan_layout`.
+        rank: as in `plan_layout`.
+    """
     layout = plan_layout(model, config, plan, rank=rank)
     why_not = check_small_copy(model, plan, config.mesh.tp, config.tensor.sequence_parallel)
     if why_not and rank == 0:
@@ -81,7 +88,7 @@ def proved_layout(model: nn.Module, config: Config, plan: Table | TensorPlan | N
 def check_small_copy(
     model: nn.Module, given: Table | TensorPlan | None, degree: int, sequence_parallel: bool = False
 ) -> str:
-    """Refuse the plan that Hugging Face models bring, or a table for one, where a tiny copy of the model refutes it.
+    """Refuse the plan that a Hugging Face model brings, or a table for one, where a tiny copy of the model refutes it.
 
     The copy has the model's config with small sizes.
 
@@ -112,7 +119,7 @@ def check_small_copy(
             if kinds_of(plan) != kinds_of(find_plan(each, degree, given, sequence_parallel)):
                 return "its tiny copy is split otherwise"
             wrong = refute(small, plan, batch, 2, sequence_parallel)
-        except Exception as error:  # of code that nobody knows, at sizes that it was not made for
+        except Exception as error:  # any error of foreign code, at sizes that it was not made for
             return f"its tiny copy tells nothing: {error if isinstance(error, NotProvedError) else in_short(error)}"
         if wrong:
             raise ConfigError(
@@ -123,11 +130,12 @@ def check_small_copy(
 
 
 def small_copy(model: nn.Module, degree: int) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A tiny model of a Hugging Face model's class, that divides by two ranks as it does by `degree`, and its batch.
+    """Return a tiny model of a Hugging Face model's class, which two ranks divide as `degree` ranks divide the model,
+    and its batch.
 
     Raises:
         NotProvedError: it is no such model, or not all of its sizes are known.
-        Exception: what its code makes of the sizes.
+        Exception: the model's code raises at these sizes.
     """
     if not _is_theirs(model):
         raise NotProvedError("no config says how a tiny copy of the model is made")
@@ -148,10 +156,10 @@ def small_copy(model: nn.Module, degree: int) -> tuple[nn.Module, dict[str, Tens
 
 
 def check_provable(model: nn.Module, batch: Any) -> None:
-    """See that a model is small and, as its batch, has values.
+    """Check that a model is small and that it and its batch have values.
 
     Raises:
-        NotProvedError: it is not, or has none.
+        NotProvedError: the model is too large, or values are missing.
     """
     tensors = [*model.parameters(), *model.buffers()]
     given = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
@@ -163,7 +171,7 @@ def check_provable(model: nn.Module, batch: Any) -> None:
 
 
 def kinds_of(plan: TensorPlan) -> set[tuple[str, ...]]:
-    """What a plan says of each kind of modules, whatever their number and sizes."""
+    """Return what a plan says of each kind of modules, whatever their number and sizes."""
     layers = {(pattern(each.module), each.style, str(each.gathers_output)) for each in plan.layers}
     regions = {(pattern(each.module), *each.inputs) for each in plan.regions}
     attributes = {(pattern(module), name) for module, name, _ in plan.attributes}
@@ -171,13 +179,26 @@ def kinds_of(plan: TensorPlan) -> set[tuple[str, ...]]:
 
 
 def with_proof(plan: TensorPlan, degree: int, sequence_parallel: bool = False) -> TensorPlan:
-    """The plan with a note that it is proved."""
+    """Return the plan with a note that it is proved.
+
+    Args:
+        plan: that was proved.
+        degree: ranks for which it was proved.
+        sequence_parallel: whether it was proved with stacks split along the sequence.
+    """
     proof = _proof(degree, sequence_parallel)
     return plan if proof in plan.notes else replace(plan, notes=(*plan.notes, proof))
 
 
 def warn(model: nn.Module, why_not: str, degree: int, is_found: bool) -> None:
-    """Say that a plan is used that is not proved, and what would prove it."""
+    """Log that a plan is used that is not proved, and what would prove it.
+
+    Args:
+        model: named in the message.
+        why_not: the reason.
+        degree: ranks of the tensor-parallel group.
+        is_found: whether `propose_plan` found the plan, so that it would prove it too.
+    """
     cure = (
         f"shardwise.propose_plan(small_model, batch, tp={degree}) proves what it finds"
         if is_found
@@ -198,7 +219,7 @@ def _is_theirs(model: nn.Module) -> bool:
 
 
 def _outermost(model: nn.Module) -> Iterator[nn.Module]:
-    """The models of Hugging Face in a module that are in no other."""
+    """Yield the Hugging Face models in a module that are in no other."""
     if _is_theirs(model):
         yield model
         return
@@ -207,7 +228,7 @@ def _outermost(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _shrunk(values: Mapping[str, Any], scale: Scale) -> dict[str, Any]:
-    """The values of a config with small sizes, as far as they are known; those of configs in it too."""
+    """Return the values of a config with small sizes, as far as they are known, and those of configs in it too."""
     parts = {
         key: _shrunk(each, scale) for key, each in values.items() if isinstance(each, dict) and "model_type" in each
     }

@@ -1,7 +1,7 @@
-"""Proof of a plan in numbers: the ranks as threads of one process, their loss and gradients held against the whole's.
+"""Prove a plan in numbers: compare loss and gradients of ranks, run as threads of one process, to the whole model's.
 
-The model is small, or a small copy of another; it computes in float64, with weights moved off zero so that nothing is
-hidden by one. What is compared is what a rank would get: the surgery is the engine's own.
+The model is small, or a small copy of another. It computes in float64, with weights moved off zero so that no zero
+hides an error. Ranks are split by the engine's own code, `split_model`.
 
 >>> from shardwise.layout.tp_sharding import FusedPart
 >>> from shardwise.layout.tensor_plan import LayerSplit
@@ -41,7 +41,7 @@ _TOLERANCE: Final = 1e-4  # models that compute norms in fp32 whatever their dty
 
 
 class NotProvedError(Exception):
-    """Numbers say nothing of a plan; the message says why."""
+    """Numbers can neither prove nor refute a plan; the message says why."""
 
 
 def refute(model: nn.Module, plan: TensorPlan, batch: Any, degree: int, sequence_parallel: bool = False) -> str:
@@ -50,17 +50,17 @@ def refute(model: nn.Module, plan: TensorPlan, batch: Any, degree: int, sequence
     Args:
         model: small, with values; it is copied.
         plan: for it.
-        batch: what the model is called with.
+        batch: the model's arguments.
         degree: ranks.
         sequence_parallel: whether the plan's stacks are split along the sequence.
 
     Returns:
-        what differs; empty where nothing does.
+        which output or gradient differs; empty where none does.
 
     Raises:
-        NotProvedError: the whole model does not run on this batch, whose values need not be such as it knows, or gives
-            nothing finite, or layers of the plan do not run.
-        Exception: what the split model's code raises.
+        NotProvedError: the whole model does not run on this batch, whose values may be ones that it does not accept, or
+            returns nothing finite, or layers of the plan do not run.
+        Exception: the split model's code raises.
     """
     real = unseen_by_op_modes(is_real=True)  # nor does a default device of the caller's count
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), real, torch.enable_grad(), _quiet():
@@ -93,13 +93,13 @@ def refute(model: nn.Module, plan: TensorPlan, batch: Any, degree: int, sequence
 
 
 def in_short(error: BaseException) -> str:
-    """The first line of an error, with its kind."""
+    """Return the first line of an error, with its kind."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Inside the context the copies' advice, such as of logits that are read, is not told: it is not the user's run."""
+    """Silence the copies' warnings and logs, such as of logits that are read: this is not the user's run."""
     log = logging.getLogger("shardwise")
     before, log.disabled = log.disabled, True
     try:
@@ -111,7 +111,7 @@ def _quiet() -> Iterator[None]:
 
 
 class _World:
-    """Ranks that meet at a barrier."""
+    """Lets ranks meet at a barrier."""
 
     def __init__(self, degree: int, config: TensorConfig) -> None:
         self.config = config
@@ -119,7 +119,15 @@ class _World:
         self.barrier = threading.Barrier(degree, timeout=_TIMEOUT_S)
 
     def run(self, rank: int, model: nn.Module, plan: TensorPlan, splits: Mapping[str, ParamSplit], batch: Any) -> float:
-        """The loss of one rank, with its gradients left in its parameters."""
+        """Return the loss of one rank, with its gradients left in its parameters.
+
+        Args:
+            rank: of the thread.
+            model: with this rank's part of the parameters.
+            plan: for the whole model.
+            splits: of its parameters, by name.
+            batch: the model's arguments.
+        """
         undo: list[Callable[[], None]] = []
         try:
             undo = split_model(model, plan, cast(Comm, _ThreadComm(self, rank)), self.config, splits)
@@ -134,7 +142,7 @@ class _World:
 
 
 class _ThreadComm:
-    """One rank's way to the others, in place of a process group's."""
+    """Connects one rank to the others, in place of a process group."""
 
     is_simulated = False
 
@@ -166,7 +174,7 @@ class _ThreadComm:
 
 
 def _run(model: nn.Module, batch: Any) -> float:
-    """A number that depends on all that the model returns, after its backward."""
+    """Return a number that depends on everything that the model returns, after its backward."""
     leaves = pytree.tree_leaves(plain_output(call_model(model, batch)))
     total = sum((_weighed(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad), start=0.0)
     if not isinstance(total, Tensor):
@@ -186,7 +194,7 @@ def _widened(leaf: Any) -> Any:
 
 
 def _part_of(whole: nn.Module, splits: Mapping[str, ParamSplit], rank: int) -> nn.Module:
-    """A copy that holds a rank's part of each parameter; tied ones stay tied."""
+    """Return a copy that holds a rank's part of each parameter; tied ones stay tied."""
     part = copy.deepcopy(whole)
     for name, parameter in part.named_parameters():
         local = parameter.new_zeros(splits[name].local_shape)
@@ -209,7 +217,9 @@ def _wrong_gradient(whole: nn.Module, ranks: list[nn.Module], splits: Mapping[st
 
 
 def _whole_gradients(name: str, ranks: list[nn.Module], split: ParamSplit) -> Iterator[Tensor]:
-    """The gradient as the engine puts it together; of what ranks hold alike, as each of them has it."""
+    """Yield the gradient as the engine assembles it; for a parameter that is whole on all ranks, the gradient of each
+    rank.
+    """
     local = [each.get_parameter(name) for each in ranks]
     grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in local]
     shares = [[(share, rank) for share in split.shares(rank)] for rank in range(len(ranks))]

@@ -1,1 +1,1 @@
-"""Tensor-parallel plans for models that nobody wrote one for: proposed from a trace."""
+"""Propose tensor-parallel plans from a trace, for models that have none."""

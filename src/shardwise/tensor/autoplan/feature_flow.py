@@ -1,10 +1,11 @@
-"""Which elements of a traced model's tensors depend on which features of its linear layers.
+"""Find which elements of a traced model's tensors depend on which features of its linear layers.
 
 Every output feature of a linear layer, and every input feature, gets a label of its own. A tensor's labels say from
 which feature each element comes; they have size 1 along a dim on which they do not depend. An op that mixes elements
-(a product over heads, a norm, a rotation of pairs) joins their labels; one that no rule knows, or that needs them all
-in one place, breaks them. What is not joined in the end can live on different ranks: the heads of attention, the
-features of a feed-forward network. Labels stop at a linear layer, whose input's are joined with its input features'.
+(a product over heads, a norm, a rotation of pairs) joins their labels; an op that no rule covers, or that needs all
+elements in one place, breaks them. Labels that are not joined at the end can be on different ranks: the heads of
+attention, the features of a feed-forward network. Labels stop at a linear layer: those of its input are joined with
+those of its input features.
 """
 
 from __future__ import annotations
@@ -20,19 +21,22 @@ from torch import Tensor
 from shardwise.layout.tensor_plan import is_within
 from shardwise.tensor.autoplan.trace import ModelTrace, TensorRef, TracedOp
 
-MAX_LABELS: Final = 2**22  # of one tensor; beyond, the labels are given up
-ACTIVATION: Final = ""  # the origin of what follows from more than parameters
+MAX_LABELS: Final = 2**22  # of one tensor; larger ones have to be whole
+ACTIVATION: Final = ""  # the origin of tensors that depend on more than parameters
 
 
 @dataclass
 class FeatureFlow:
-    """What was found; labels are int64 and 1-d where nothing else is said.
+    """Holds the results of `follow`; labels are int64, and 1-d unless stated otherwise.
 
     Attributes:
-        labels: index of a `TensorRef` -> its labels, of as many dims as the tensor; the last where it was written in
-        place. seen: for every op, the labels of its outputs. joined: pairs of labels that depend on each other. broken:
-        labels that have to be whole, and why. partial: names of parameters, with labels of the tensors that they meet.
-        whole: names of parameters that meet tensors without labels.
+        labels: index of a `TensorRef` -> its labels, of as many dims as the tensor; the last ones where it was written
+            in place.
+        seen: for every op, the labels of its outputs.
+        joined: pairs of labels that depend on each other.
+        broken: labels that have to be whole, and why.
+        partial: names of parameters, with labels of the tensors with which they are combined.
+        whole: names of parameters that are combined with tensors without labels.
     """
 
     labels: dict[int, Tensor] = field(default_factory=dict)
@@ -53,7 +57,7 @@ class FeatureFlow:
         self.joined.append((first.flatten(), second.flatten()))
 
     def join_over(self, labels: Tensor, dims: Iterable[int]) -> Tensor:
-        """Join labels along dims; they have size 1 there in what is returned."""
+        """Join labels along dims; the result has size 1 there."""
         for dim in dims:
             if labels.shape[dim] > 1:
                 self.join(labels.narrow(dim, 0, 1), labels)
@@ -61,13 +65,13 @@ class FeatureFlow:
         return labels
 
     def give_up(self, labels: Iterable[Tensor], why: str) -> None:
-        """Let labels be whole."""
+        """Mark labels as ones that have to be whole."""
         self.broken += [(each.flatten(), why) for each in labels]
 
 
 @dataclass(frozen=True)
 class LayerFeatures:
-    """The labels of one linear layer, 1-d; a rank's are some of the whole layer's."""
+    """Holds the labels of one linear layer, 1-d; a rank's are some of the whole layer's."""
 
     inputs: Tensor
     outputs: Tensor
@@ -78,7 +82,7 @@ def follow(trace: ModelTrace, layers: Mapping[str, LayerFeatures]) -> FeatureFlo
 
     Args:
         trace: of a forward.
-        layers: the linear layers to be followed, by name.
+        layers: the linear layers whose features are followed, by name.
     """
     flow = FeatureFlow()
     origins: dict[int, frozenset[str]] = {index: frozenset((name,)) for index, name in trace.parameters.items()}
@@ -108,7 +112,9 @@ def follow(trace: ModelTrace, layers: Mapping[str, LayerFeatures]) -> FeatureFlo
 
 
 def _meet(flow: FeatureFlow, op: TracedOp, origins: Mapping[int, frozenset[str]], labelled: bool) -> frozenset[str]:
-    """Where the op's gradient goes; parameters that meet labelled tensors get a part of theirs on each rank."""
+    """Return the origins of an op's gradient; parameters combined with labelled tensors get a part of theirs on each
+    rank.
+    """
     plain = [ref for ref in op.inputs if ref.index not in flow.labels]
     found = frozenset[str]().union(*(origins.get(ref.index, frozenset()) for ref in plain))
     labels = [flow.labels[ref.index] for ref in op.inputs if ref.index in flow.labels]
@@ -161,9 +167,9 @@ Rule = Callable[[FeatureFlow, TracedOp], Outputs]
 
 
 def _combine(flow: FeatureFlow, labels: Sequence[Tensor], plain: Sequence[Sequence[int]], num_dims: int) -> Tensor:
-    """The labels of what follows element by element from labelled tensors and from others, of shapes `plain`.
+    """Return the labels of an element-wise result of labelled tensors and of others, whose shapes are `plain`.
 
-    A tensor without labels is whole on every rank: where it has a size, labels along that dim belong together.
+    A tensor without labels is whole on every rank: where its size is more than 1, labels along that dim are joined.
     """
     aligned = [each.reshape((1,) * (num_dims - each.dim()) + tuple(each.shape)) for each in labels]
     for each in aligned[1:]:
@@ -184,7 +190,7 @@ def _split_up(flow: FeatureFlow, refs: Sequence[TensorRef]) -> tuple[list[Tensor
 def _pointwise(flow: FeatureFlow, op: TracedOp) -> Outputs:
     num_dims = max(len(ref.shape) for ref in op.outputs)
     if op.name.endswith("_") and op.inputs[0].index not in flow.labels:
-        return None  # what is written, perhaps a view, has no labels
+        return None  # the tensor that is written, perhaps a view, has no labels
     labels, plain = _split_up(flow, op.inputs)
     if any(each.dim() > num_dims for each in labels):
         return None
@@ -211,7 +217,9 @@ def _view(flow: FeatureFlow, op: TracedOp) -> Outputs:
 
 
 def _compact(labels: Tensor) -> Tensor:
-    """Labels with size 1 along dims on which they do not depend, as of a batch that was merged with the heads."""
+    """Reduce labels to size 1 along dims on which they do not depend, such as a batch dim that was merged with the
+    heads.
+    """
     for dim, size in enumerate(labels.shape):
         first = labels.narrow(dim, 0, 1)
         if size > 1 and torch.equal(first.expand_as(labels), labels):
@@ -220,7 +228,7 @@ def _compact(labels: Tensor) -> Tensor:
 
 
 def _groups(source: Sequence[int], target: Sequence[int]) -> Iterable[tuple[int, int, tuple[int, ...]]]:
-    """Runs of dims that a view makes of each other: from, to in the source; sizes in the target."""
+    """Yield runs of dims that a view maps to each other: start and stop in the source, sizes in the target."""
     i = j = 0
     while i < len(source) or j < len(target):
         start, first = i, j
@@ -257,7 +265,7 @@ def _repeat(flow: FeatureFlow, op: TracedOp) -> Outputs:
 
 
 def _cut(flow: FeatureFlow, op: TracedOp) -> Outputs:
-    """slice, select, split and their like."""
+    """Apply slice, select, split and similar ops."""
     labels = flow.labels[op.inputs[0].index]
     dim = op.arguments["dim"] % labels.dim()
     varies = labels.shape[dim] > 1
@@ -274,7 +282,7 @@ def _cut(flow: FeatureFlow, op: TracedOp) -> Outputs:
 
 
 def _turn(flow: FeatureFlow, op: TracedOp) -> Outputs:
-    """roll and flip."""
+    """Apply roll and flip."""
     labels = flow.labels[op.inputs[0].index]
     if not op.arguments["dims"]:
         return None
@@ -284,7 +292,7 @@ def _turn(flow: FeatureFlow, op: TracedOp) -> Outputs:
 
 
 def _cat(flow: FeatureFlow, op: TracedOp) -> Outputs:
-    refs = [ref for ref in op.inputs if math.prod(ref.shape)]  # an empty one is how caches begin
+    refs = [ref for ref in op.inputs if math.prod(ref.shape)]  # a cache begins as an empty tensor
     labels, plain = _split_up(flow, refs)
     if plain:
         return None
@@ -310,7 +318,7 @@ def _pad(flow: FeatureFlow, op: TracedOp) -> Outputs:
 
 
 def _dims(op: TracedOp, labels: Tensor) -> list[int]:
-    """The dims that the op mixes."""
+    """Return the dims that the op mixes."""
     if "normalized_shape" in op.arguments:
         return list(range(labels.dim() - len(op.arguments["normalized_shape"]), labels.dim()))
     if op.name in ("tril", "triu"):
@@ -321,7 +329,7 @@ def _dims(op: TracedOp, labels: Tensor) -> list[int]:
 
 
 def _mix(flow: FeatureFlow, op: TracedOp) -> Outputs:
-    """Reductions, norms, softmax: along some dims everything depends on everything."""
+    """Apply reductions, norms and softmax: along some dims every element depends on every other."""
     source = op.inputs[0]
     if source.index not in flow.labels or any(ref.index in flow.labels for ref in op.inputs[1:]):
         return None
@@ -351,7 +359,7 @@ def _glu(flow: FeatureFlow, op: TracedOp) -> Outputs:
 
 
 def _product(flow: FeatureFlow, op: TracedOp) -> Outputs:
-    """Products of matrices, batched or not: [.., m, k] and [.., k, n], perhaps added to something."""
+    """Apply products of matrices, batched or not: [.., m, k] and [.., k, n], perhaps added to another tensor."""
     first, second = op.inputs[-2:]
     factors: list[Tensor] = []
     plain: list[tuple[int, ...]] = []
@@ -368,7 +376,7 @@ def _product(flow: FeatureFlow, op: TracedOp) -> Outputs:
 
 
 def _attention(flow: FeatureFlow, op: TracedOp) -> Outputs:
-    """Scaled dot product attention: [.., H, S, D]; every head stands alone."""
+    """Apply scaled dot product attention: [.., H, S, D]; heads do not depend on each other."""
     query = op.arguments["query"]
     num_dims = len(query.shape)
     factors: list[Tensor] = []
@@ -419,7 +427,7 @@ _RULES: Final[Mapping[str, Rule]] = _rules()
 
 
 def components(num_labels: int, joined: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """For every label the least that it is joined with, directly or through others: [num_labels]."""
+    """Return for every label the smallest label that it is joined with, directly or through others: [num_labels]."""
     parent = torch.arange(num_labels)
     if not joined:
         return parent

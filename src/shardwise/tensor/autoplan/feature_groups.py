@@ -1,4 +1,4 @@
-"""Sets of linear layers that can be split together, in units that stay whole; and one rank's share, rehearsed."""
+"""Find sets of linear layers that can be split together, in units that stay whole, and rehearse one rank's share."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from shardwise.tensor.autoplan.trace import ModelTrace, TracedOp, record
 
 @dataclass(frozen=True)
 class LayerSet:
-    """Linear layers that are split together: `columns` by their outputs, `rows` by their inputs.
+    """Names linear layers that are split together: `columns` by their outputs, `rows` by their inputs.
 
     Attributes:
         columns: names, in the order in which they run.
-        rows: likewise.
+        rows: names, in the same order.
         parts: of every layer along its split dim.
-        num_units: that can live on different ranks.
-        dropouts: on what lies between.
-        partial: parameters that are used between.
+        num_units: number of units, which can be on different ranks.
+        dropouts: on tensors between columns and rows.
+        partial: parameters that are used between them.
         why_not: why they cannot be split; empty where they can.
     """
 
@@ -41,11 +41,11 @@ class LayerSet:
 
 
 class FlowAnalysis:
-    """A trace with its labels followed.
+    """Follows the labels of a trace, and finds sets of layers that can be split.
 
     Args:
         trace: of the model.
-        sizes: numbers of inputs and outputs of the linear layers to be followed, by name.
+        sizes: numbers of inputs and outputs of the linear layers whose features are followed, by name.
         tp: ranks.
     """
 
@@ -137,14 +137,14 @@ class FlowAnalysis:
         yield from found.values()
 
     def _between(self, roots: set[int]) -> Iterator[tuple[TracedOp, Tensor]]:
-        """Ops on the split tensors of sets, with the labels of each output."""
+        """Yield ops on the split tensors of sets, with the labels of each output."""
         for op, outputs in zip(self.trace.ops, self.flow.seen, strict=True):
             for labels in outputs:
                 if labels is not None and labels.numel() and self._root(labels) in roots:
                     yield op, labels
 
     def split_sizes(self, sets: Sequence[LayerSet]) -> dict[str, set[int]]:
-        """The sizes that split dims have in the forward of each module, by its name; and the numbers of units."""
+        """Return by module the sizes that split dims have in its forward, and the numbers of units."""
         roots = {self._root(self.features[each.columns[0]].outputs): each.num_units for each in sets}
         found: dict[str, set[int]] = {}
         for op, outputs in zip(self.trace.ops, self.flow.seen, strict=True):
@@ -158,10 +158,16 @@ class FlowAnalysis:
     def rehearse(
         self, model: nn.Module, batch: Any, sets: Sequence[LayerSet], attributes: Iterable[tuple[str, str, int]]
     ) -> str:
-        """Run the model as the last rank would and compare every tensor with that rank's share of the whole one.
+        """Run the model as the last rank would, and compare every tensor with that rank's share of the whole one.
+
+        Args:
+            model: the whole model; a copy without memory runs.
+            batch: the model's arguments.
+            sets: of layers to split.
+            attributes: module, attribute and a rank's value, set on the copy.
 
         Returns:
-            what is wrong; empty where nothing is.
+            the first difference or error; empty where there is none.
         """
         owner = torch.full_like(self._units, -1)
         for each in sets:
@@ -199,7 +205,7 @@ class FlowAnalysis:
         try:
             with quiet_fakes():
                 local = record(model, batch, alter, check)
-        except Exception as error:  # whatever the model's code makes of its rank's sizes
+        except Exception as error:  # any error of the model's code at a rank's sizes
             self.num_failed_ops += num_ops + sum(1 for _ in model.modules())  # a copy costs as much
             return str(error).splitlines()[0] if str(error) else type(error).__name__
         if len(local.ops) < len(self.trace.ops):
@@ -212,7 +218,7 @@ class FlowAnalysis:
         return ""
 
     def _misshapen(self, local: ModelTrace, owner: Tensor, rank: int) -> str:
-        """What is wrong with the last op of a rank's trace, by its name, its numbers and its shapes."""
+        """Say what is wrong with the last op of a rank's trace, by its name, its numbers and its shapes."""
         index, own = len(local.ops) - 1, local.ops[-1]
         if index >= len(self.trace.ops) or self.trace.ops[index].name != own.name:
             return "it computes otherwise on a rank's share"
@@ -226,7 +232,8 @@ class FlowAnalysis:
 
 
 def _without_conflicts(sets: list[LayerSet]) -> list[LayerSet]:
-    """Give every layer one part at most, the first it can play, and drop sets whose parameters others use whole."""
+    """Give every layer at most one part, the first that it can have, and drop sets whose parameters others use whole.
+    """
     refused: dict[tuple[str, ...], str] = {each.columns: each.why_not for each in sets if each.why_not}
     for each in sets:
         for other in sets[: sets.index(each)]:
@@ -247,13 +254,13 @@ def _without_conflicts(sets: list[LayerSet]) -> list[LayerSet]:
 
 
 def _first_values(vector: Tensor) -> Tensor:
-    """The different values in the order in which they first appear."""
+    """Return the different values in the order in which they first appear."""
     runs = torch.unique_consecutive(vector)
     return runs[: len(runs.unique())]
 
 
 def _parts(vector: Tensor, order: Tensor) -> tuple[FusedPart, ...]:
-    """The parts along a dim whose units are `vector`; none where they do not come in `order`, each as long."""
+    """Return the parts along a dim whose units are `vector`; none where units are not in `order`, each equally long."""
     values, counts = torch.unique_consecutive(vector, return_counts=True)
     num = len(order)
     if not len(values) or len(values) % num or not torch.equal(values, order.repeat(len(values) // num)):
@@ -271,7 +278,7 @@ def _draws(op: TracedOp) -> bool:
 
 
 def _narrow(module: nn.Module, size: int, is_column: bool) -> None:
-    """Let a layer of a copy without memory have a rank's share of its features."""
+    """Narrow a layer of a copy without memory to a rank's share of its features."""
     weight = module.get_parameter("weight")
     dim = 0 if is_column != is_transposed(module) else 1
     module.weight = nn.Parameter(weight.detach().narrow(dim, 0, size))
@@ -283,20 +290,20 @@ def _narrow(module: nn.Module, size: int, is_column: bool) -> None:
 
 
 def _local_shape(shape: Sequence[int], labels: Tensor | None, owner: Tensor, rank: int) -> list[int]:
-    """The shape that a rank's share of a tensor has."""
+    """Return the shape of a rank's share of a tensor."""
     if labels is None:
         return list(shape)
     return [size if labels.shape[dim] == 1 else len(_kept(labels, owner, rank, dim)) for dim, size in enumerate(shape)]
 
 
 def _kept(labels: Tensor, owner: Tensor, rank: int, dim: int) -> Tensor:
-    """The indices along a dim at which a rank has something."""
+    """Return the indices along a dim at which a rank has an element."""
     mine = (owner[labels] < 0) | (owner[labels] == rank)
     return mine.movedim(dim, 0).reshape(mine.shape[dim], -1).any(1).nonzero().flatten()
 
 
 def _fits(labels: Tensor | None, own: Tensor | None, owner: Tensor, rank: int) -> bool:
-    """Whether a rank's tensor, of the right shape, holds what it owns of the whole one, in order, and nothing else."""
+    """Return whether a rank's tensor, of the right shape, holds exactly its share of the whole one, in order."""
     if labels is None or own is None:
         return labels is own
     expected = labels
@@ -308,7 +315,7 @@ def _fits(labels: Tensor | None, own: Tensor | None, owner: Tensor, rank: int) -
 
 
 def _numbers(op: TracedOp) -> list[Any]:
-    """The numbers that an op computes with; those that say where to cut are seen in what it makes."""
+    """Return the numbers that an op computes with; those that say where to cut show in the shape of its output."""
     found: list[Any] = []
     for name, value in op.arguments.items():
         kinds = (int, float, complex) if op.is_pointwise or name in _EXACT else (bool, float, complex)

@@ -1,6 +1,6 @@
-"""Which modules can be split: those that compute what a linear layer does, and those that look rows up.
+"""Decide which modules can be split: those that compute what a linear layer does, and those that look rows up.
 
-Whether a subclass of torch's does is asked of its code and of what it returns, not of its name.
+For a subclass of torch's class the code and the result decide, not the name.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def is_transposed(module: nn.Module) -> bool:
 def is_lookup(module: nn.Module) -> bool:
     """Return whether a module is an embedding whose forward, its own or torch's, leaves the weight to torch's lookup.
 
-    A forward of its own may change what it looks up and what it found, as Gemma's scale does: the found rows are whole.
+    A forward of its own may change the indices and the rows found, as Gemma's scale does: these rows are whole.
     """
     if not isinstance(module, nn.Embedding) or "forward" in vars(module) or "weight" not in module._parameters:
         return False
@@ -58,7 +58,7 @@ def _leaves_lookup(kind: type) -> bool:
 
 
 def _multiplies(module: nn.Linear) -> bool:
-    """Return whether a subclass of torch's linear layer gives its products, seen on small numbers."""
+    """Return whether a subclass of torch's linear layer computes its product, tested on small numbers."""
     others = [*module.children(), *module.buffers(), *(set(module._parameters) - {"weight", "bias"})]
     if others or not module.weight.is_floating_point():
         return False

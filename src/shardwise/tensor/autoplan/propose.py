@@ -1,8 +1,8 @@
-"""A plan for a model that nobody has written one for, found by tracing it once without memory.
+"""Find a plan for a model that has none, by tracing it once without memory.
 
-What cannot be shown to be right is left whole: a set of layers is split only where every path from its columns ends in
-its rows, and where a rehearsal of one rank's forward makes of every tensor that rank's share. The plan's notes say
-what is split, and why the rest is not.
+A layer is left whole unless its split is shown to be right: a set of layers is split only where every path from its
+columns ends in its rows, and where every tensor in a rehearsal of one rank's forward is that rank's share. The plan's
+notes say what is split, and why other layers are not.
 
 >>> model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
 >>> plan = propose_plan(model, torch.zeros(2, 8), tp=2)
@@ -34,8 +34,8 @@ from shardwise.tensor.thread_proof import NotProvedError, in_short, refute
 
 Attributes = tuple[tuple[str, str, int], ...]
 
-# Ops of rehearsals that went wrong, in the search for attributes from which code takes sizes: about 10 seconds. It is
-# no clock, so that ranks propose the same however busy their machines are.
+# Ops of failed rehearsals in the search for attributes from which code takes sizes: about 10 seconds. Ops are counted
+# instead of time, so that all ranks propose the same plan however busy their machines are.
 MAX_FAILED_OPS: Final = 10_000
 
 
@@ -44,8 +44,8 @@ def propose_plan(model: nn.Module, batch: Any, tp: int) -> TensorPlan:
 
     Args:
         model: of any device; neither it nor its values are touched.
-        batch: an example of what the model is called with: a dict gives keyword arguments, a tuple or list positional
-            ones, anything else is the one argument. Of tensors only shapes and dtypes matter.
+        batch: an example of the model's arguments: a dict gives keyword arguments, a tuple or list positional ones,
+            anything else is the one argument. Only shapes and dtypes of its tensors matter.
         tp: ranks of the tensor-parallel group.
 
     Raises:
@@ -54,14 +54,14 @@ def propose_plan(model: nn.Module, batch: Any, tp: int) -> TensorPlan:
     """
     if tp < 1:
         raise ConfigError(f"tp={tp} is no number of ranks; give 1 or more")
-    with torch.device("cpu"):  # whatever the caller's default is, such as meta
+    with torch.device("cpu"):  # the caller's default may be another, such as meta
         plan = _propose(model, batch, tp)
         try:
             wrong = _refute(model, plan, batch, tp)
         except NotProvedError as error:
             warn(model, str(error), tp, is_found=True)
             return plan
-        except Exception as error:  # whatever the model's code makes of its split layers
+        except Exception as error:  # any error of the model's code with split layers
             wrong = in_short(error)
     if wrong:
         raise ConfigError(
@@ -71,7 +71,9 @@ def propose_plan(model: nn.Module, batch: Any, tp: int) -> TensorPlan:
 
 
 def _refute(model: nn.Module, plan: TensorPlan, batch: Any, tp: int) -> str:
-    """What is wrong with a plan on the model itself; where that is too large, with the same plan of its tiny copy."""
+    """Say what is wrong with a plan on the model itself, or, where that is too large, with the same plan of its tiny
+    copy.
+    """
     try:
         check_provable(model, batch)
     except NotProvedError as error:
@@ -129,7 +131,7 @@ def _propose(model: nn.Module, batch: Any, tp: int) -> TensorPlan:
 
 
 class _Tables:
-    """What a model's parameters are used for."""
+    """Records what a model's parameters are used for."""
 
     def __init__(self, model: nn.Module, trace: ModelTrace) -> None:
         self.trace = trace
@@ -151,16 +153,16 @@ class _Tables:
         self.runs = [op for op in trace.ops if op.name == "linear"]
 
     def is_exposed(self, name: str) -> bool:
-        """Whether others own or read a layer's parameters."""
+        """Return whether other modules own or read a layer's parameters."""
         return any(self.owners[each] != [name] or each in self.readers for each in self.parameters[name])
 
     def followable(self) -> Iterator[str]:
-        """Linear layers that run and whose parameters are theirs alone."""
+        """Yield linear layers that run and whose parameters no other module uses."""
         ran = {op.module for op in self.runs}
         return (name for name in self.linears if name in ran and not self.is_exposed(name))
 
     def exposed(self) -> Iterator[str]:
-        """Linear layers whose parameters others read too."""
+        """Yield linear layers whose parameters other modules use too."""
         return (name for name in self.linears if self.is_exposed(name))
 
 
@@ -171,7 +173,7 @@ def _sizes(module: nn.Module) -> tuple[int, int]:
 
 
 def _vocabulary(model: nn.Module, tables: _Tables, tp: int) -> tuple[list[LayerSplit], list[str]]:
-    """The embeddings of tokens by their rows, and the layer that makes logits of them."""
+    """Return splits of token embeddings by rows and of the layers that make logits, with notes on those left whole."""
     splits: list[LayerSplit] = []
     notes: list[str] = []
     tokens = _from_batch(tables.trace)
@@ -197,7 +199,9 @@ def _vocabulary(model: nn.Module, tables: _Tables, tp: int) -> tuple[list[LayerS
 
 
 def _heads(tables: _Tables, tied: Sequence[str], embedding: nn.Embedding, tp: int) -> list[LayerSplit]:
-    """The linear layers to the vocabulary: those tied to its embedding, and the last of all if it has its size."""
+    """Return splits of the linear layers to the vocabulary: those tied to its embedding, and the last one if it has its
+    size.
+    """
     outputs = {ref.index for ref in tables.trace.outputs}
     part = FusedPart(embedding.num_embeddings, is_padded=True)
     heads = []
@@ -206,7 +210,7 @@ def _heads(tables: _Tables, tied: Sequence[str], embedding: nn.Embedding, tp: in
         is_wide = bool(runs) and tables.sizes[name][1] == embedding.num_embeddings
         if not is_wide or is_transposed(tables.linears[name]):
             continue
-        # A tied weight is looked at with the embedding; a bias may have other owners, if they never read it.
+        # A tied weight is checked with the embedding; a bias may have other owners, if they never read it.
         weight, *bias = tables.parameters[name]
         is_own = name in tied or (tables.owners[weight] == [name] and weight not in tables.readers)
         others = {each for key in bias for each in tables.owners[key]} & set(tables.linears) - {name}
@@ -220,7 +224,7 @@ def _heads(tables: _Tables, tied: Sequence[str], embedding: nn.Embedding, tp: in
 
 
 def _from_batch(trace: ModelTrace) -> set[int]:
-    """Tensors that are the batch's own, moved at most."""
+    """Return the tensors that are the batch's own, at most moved."""
     found = set(trace.batch)
     for op in trace.ops:
         if op.name in _MOVES and op.inputs[0].index in found:
@@ -234,7 +238,7 @@ _MOVES: Final = ("view", "slice", "clone", "_to_copy", "alias", "detach", "expan
 def _rehearsed(
     model: nn.Module, batch: Any, analysis: FlowAnalysis
 ) -> tuple[list[LayerSet], Attributes, dict[tuple[str, ...], str]]:
-    """The sets with which a rank's forward goes right, the attributes it needs, and why the others are dropped."""
+    """Return the sets with which a rank's forward is right, the attributes it needs, and why other sets are dropped."""
     dropped: dict[tuple[str, ...], str] = {}
     sets = [each for each in analysis.sets if not each.why_not]
     if not sets or not analysis.rehearse(model, batch, sets, ()):
@@ -257,7 +261,7 @@ def _rehearsed(
 def _find_attributes(
     model: nn.Module, batch: Any, analysis: FlowAnalysis, kind: list[LayerSet]
 ) -> tuple[Attributes | None, str]:
-    """The attributes with which one kind of layers goes right, or None and what goes wrong without any."""
+    """Return the attributes with which one kind of layers is right, or None and the error without any."""
     first = ""
     for chosen in _attribute_choices(model, analysis, kind):
         if analysis.num_failed_ops > MAX_FAILED_OPS:
@@ -274,7 +278,7 @@ def _together(kept: Sequence[tuple[list[LayerSet], Attributes]]) -> tuple[list[L
 
 
 def _clash(kept: Sequence[tuple[list[LayerSet], Attributes]], sets: Sequence[LayerSet]) -> str:
-    """A parameter that one set uses on its split tensors and a dropped one whole."""
+    """Name a parameter that one set uses on its split tensors and a dropped set uses whole, as a reason; else empty."""
     chosen = _together(kept)[0]
     partial = {name for each in chosen for name in each.partial}
     whole = {name for each in sets if each not in chosen for name in each.partial}
@@ -282,7 +286,7 @@ def _clash(kept: Sequence[tuple[list[LayerSet], Attributes]], sets: Sequence[Lay
 
 
 def _attribute_choices(model: nn.Module, analysis: FlowAnalysis, kind: Sequence[LayerSet]) -> Iterator[Attributes]:
-    """Sets of integers on the modules in whose forward the layers' outputs are used that may have to be a rank's."""
+    """Yield sets of integer attributes, set to a rank's values, of modules whose forward uses the layers' outputs."""
     found: dict[tuple[str, str], list[tuple[str, str, int]]] = {}
     for name, sizes in analysis.split_sizes(kind).items():
         module = model.get_submodule(name)
@@ -305,9 +309,9 @@ def _layer_splits(model: nn.Module, layers: LayerSet) -> Iterator[LayerSplit]:
 
 
 def _regions(tables: _Tables, sets: Sequence[LayerSet], partial: Set[str]) -> Iterator[SharedInput]:
-    """Modules that read an argument through several columns, and whose other parameters all come after these.
+    """Yield modules that read an argument through several columns, and whose other parameters all come after these.
 
-    What enters elsewhere, or is whole, would get a rank's part of its gradient there: cross-attention's queries, say.
+    Any other parameter in the module, such as cross-attention's query weight, would get a rank's part of its gradient.
     """
     rows = {name for each in sets for name in each.rows}
     for layers in sets:
@@ -339,7 +343,7 @@ def _region(trace: ModelTrace, columns: Sequence[str]) -> SharedInput | None:
 
 
 def _argument(trace: ModelTrace, columns: Sequence[str], call: ModuleCall) -> str:
-    """The name of the argument that the columns alone read in one call of a module; empty where there is none."""
+    """Return the name of the argument that only the columns read in one call of a module; empty where there is none."""
     inside = trace.ops[call.start : call.stop]
     for name, ref in call.arguments.items():
         readers = {op.module for op in inside if ref in op.inputs}
@@ -350,6 +354,6 @@ def _argument(trace: ModelTrace, columns: Sequence[str], call: ModuleCall) -> st
 
 
 def _left_lines(left: Iterable[tuple[str, str]]) -> list[str]:
-    """What is left whole, and why."""
+    """Return lines that say which modules are left whole, and why."""
     lines = [f"{pattern(name)} whole: {why}" for name, why in left]
     return list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", line) for line in lines))

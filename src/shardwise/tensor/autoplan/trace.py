@@ -1,6 +1,6 @@
-"""What a model computes, op by op, on tensors without memory: the record from which a plan is proposed.
+"""Record what a model computes, op by op, on tensors without memory; a plan is proposed from this trace.
 
-A linear layer, a dropout and an attention are one op each, whatever torch makes of them.
+A linear layer, a dropout and an attention are one op each, whatever ops torch runs for them.
 
 >>> model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
 >>> [(op.name, op.module) for op in record(model, torch.zeros(3, 4)).ops]
@@ -38,7 +38,7 @@ from shardwise.tensor.plan_table import NO_TENSOR
 
 @dataclass(frozen=True)
 class TensorRef:
-    """One tensor of a trace.
+    """Identifies one tensor of a trace.
 
     Attributes:
         index: the same for the same tensor object.
@@ -53,14 +53,14 @@ class TensorRef:
 
 @dataclass(frozen=True)
 class TracedOp:
-    """One op.
+    """Describes one op of a trace.
 
     Attributes:
         name: of the aten op without its overload; or linear, dropout, sdpa.
         arguments: by name, tensors as `TensorRef`.
         outputs: in order.
         module: the innermost one in whose forward it runs; for `linear` the layer.
-        is_pointwise: every element of the output follows from the elements at its place.
+        is_pointwise: whether every element of the output depends only on the inputs' elements at its place.
     """
 
     name: str
@@ -71,19 +71,19 @@ class TracedOp:
 
     @property
     def inputs(self) -> tuple[TensorRef, ...]:
-        """All tensors among the arguments."""
+        """Return all tensors among the arguments."""
         return tuple(leaf for leaf in pytree.tree_leaves(dict(self.arguments)) if isinstance(leaf, TensorRef))
 
 
 @dataclass
 class ModuleCall:
-    """One call of a module.
+    """Describes one call of a module.
 
     Attributes:
         module: its name.
         arguments: those that are tensors, by name.
         start: the first op that ran in it.
-        stop: the first behind it.
+        stop: the first op after it.
         outputs: tensors in what it returned.
     """
 
@@ -96,7 +96,7 @@ class ModuleCall:
 
 @dataclass
 class ModelTrace:
-    """A forward.
+    """Holds the trace of a forward.
 
     Attributes:
         ops: in order.
@@ -104,7 +104,7 @@ class ModelTrace:
         parameters: index of a `TensorRef` -> name of the parameter that it is.
         batch: indices of the batch's tensors.
         outputs: tensors in what the model returned.
-        deciding: modules whose code asked for the values of tensors, and by which op; it was told of zeros.
+        deciding: modules whose code asked for the values of tensors, and by which op; it got zeros.
     """
 
     ops: list[TracedOp] = field(default_factory=list)
@@ -126,11 +126,11 @@ def record(
     Args:
         model: on any device.
         batch: as for `Engine.__call__` without a loss function.
-        alter: changes the copy before it runs.
-        check: is shown the trace after every op, and may raise.
+        alter: changes the copy before it runs; None for no change.
+        check: called with the trace after every op; it may raise.
 
     Raises:
-        ConfigError: the model's own forward decides on the values of tensors, or a module in a way that is not known.
+        ConfigError: the model's own forward depends on the values of tensors, or a module's in an unsupported way.
     """
     trace = ModelTrace()
     with fake_tensors(), torch.enable_grad():
@@ -167,14 +167,14 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 
 def plain_output(output: Any) -> Any:
-    """An output whose fields are seen: those of a dataclass, unless torch knows it, are not leaves."""
+    """Return an output whose fields pytrees see: fields of a dataclass that torch does not know are not leaves."""
     if isinstance(output, Mapping):
         return dict(output)
     return vars(output) if hasattr(output, "__dict__") and not isinstance(output, Tensor) else output
 
 
 class _TraceRecorder:
-    """Fills a trace; `is_paused` inside ops that count as one."""
+    """Fills a trace; `is_paused` is set inside ops that count as one."""
 
     def __init__(self, model: nn.Module, trace: ModelTrace, check: Callable[[ModelTrace], None]) -> None:
         self.trace, self._check = trace, check
@@ -230,7 +230,7 @@ class _TraceRecorder:
         return output
 
     def is_own_layer(self, weight: Any) -> bool:
-        """Whether the linear layer that has this weight is the module that runs."""
+        """Return whether the linear layer that has this weight is the module that runs."""
         return self._weights.get(id(weight), None) == self.module
 
 
@@ -295,7 +295,7 @@ def _zero(asked: Tensor) -> float | int | bool:
     return 0.0 if asked.is_floating_point() else 0
 
 
-# What code is told that asks for values: the first index, or zero. What it makes of them is left whole.
+# The values that code gets if it asks for them: the first index, or zero. The module that asks is left whole.
 _TOLD: Final[Mapping[str, Callable[[Tensor], Any]]] = {
     "aten.nonzero.default": lambda asked: asked.new_zeros((1, asked.dim()), dtype=torch.int64),
     "aten._local_scalar_dense.default": _zero,
