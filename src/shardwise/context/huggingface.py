@@ -273,8 +273,7 @@ def target_counter(model: nn.Module) -> Callable[[Any], Tensor | None]:
 
 
 def _mean_shifts(inner: Any) -> bool | None:
-    """Return whether a model's own mean of cross-entropies leaves out the first label; None where its loss is another.
-    """
+    """Return whether a model's own mean of cross-entropies leaves out the first label; None for any other loss."""
     code = getattr(inspect.unwrap(type(inner).forward), "__code__", None)
     if code is None or not hasattr(type(inner), "base_model_prefix"):
         return None

@@ -214,8 +214,7 @@ class LazyLogits(Tensor):
 
 
 class _Unseen(torch.autograd.Function):
-    """Shows deferred logits to autograd; their graph is that of `hidden`, so a gradient that arrives here is an error.
-    """
+    """Shows deferred logits to autograd; their graph is that of `hidden`, so a gradient that arrives here raises."""
 
     @staticmethod
     def forward(ctx: Any, kind: type[LazyLogits], source: _LogitsSource, *read: Tensor | None) -> Tensor:

@@ -232,8 +232,7 @@ class FlowAnalysis:
 
 
 def _without_conflicts(sets: list[LayerSet]) -> list[LayerSet]:
-    """Give every layer at most one part, the first that it can have, and drop sets whose parameters others use whole.
-    """
+    """Give every layer one part at most, the first that it can have; drop sets whose parameters others use whole."""
     refused: dict[tuple[str, ...], str] = {each.columns: each.why_not for each in sets if each.why_not}
     for each in sets:
         for other in sets[: sets.index(each)]:
