@@ -158,11 +158,10 @@ class FlowAnalysis:
     def rehearse(
         self, model: nn.Module, batch: Any, sets: Sequence[LayerSet], attributes: Iterable[tuple[str, str, int]]
     ) -> str:
-        """Run the model as the last rank would, and compare every tensor with that rank's share of the whole one.
+        """Run a copy of `model` on `batch` as the last rank would; compare every tensor with that rank's share of the
+        whole.
 
         Args:
-            model: the whole model; a copy without memory runs.
-            batch: the model's arguments.
             sets: of layers to split.
             attributes: module, attribute and a rank's value, set on the copy.
 
