@@ -1,4 +1,4 @@
-"""TIME: what each rank does and in which order, as pure values; no process group, no device, no torch.
+"""Schedules say what each rank does and in which order, as pure values: no process group, no device, no torch.
 
 A generator writes a `Schedule`, `verify` proves it, `simulate` prices it, and a real run yields the same
 `TimedAction`s.

@@ -1,6 +1,6 @@
-"""What each rank does and in which order: `Action`, `Schedule` (all ranks), `TimedAction` (with its times).
+"""Define `Action`, `Schedule` (the actions of all ranks in order) and `TimedAction` (an action with its times).
 
-Values only: nothing here runs, moves data or knows a schedule by name. The text forms round-trip and read
+They are values only: nothing here runs, moves data or knows a schedule by name. The text forms round-trip and read
 like those of torch.distributed.pipelining, with the ZeRO group in brackets:
 
 >>> Action.parse("2SEND_F0") == Action(ActionKind.SEND, stage=2, micro_batch=0, payload=Payload.ACTIVATION)
@@ -25,11 +25,11 @@ from urllib.parse import quote, unquote
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot be run, or a text that is none; the first line states value, rule and cure."""
+    """Report a schedule that cannot run, or a text that is not one; the first line states value, rule and cure."""
 
 
 class ActionKind(Enum):
-    """What an action does; the value is its code in the text form."""
+    """Say what an action does; the value is its code in the text form."""
 
     FORWARD = "F"
     RECOMPUTE = "RECOMPUTE"
@@ -50,7 +50,7 @@ class ActionKind(Enum):
 
 
 class Payload(Enum):
-    """What SEND and RECEIVE carry: activations to the next stage, or their gradients to the previous one."""
+    """Say what SEND and RECEIVE carry: activations to the next stage, or their gradients to the previous one."""
 
     ACTIVATION = "F"
     GRADIENT = "B"
@@ -70,8 +70,8 @@ COMPUTATIONS = frozenset(
 TRANSFERS = frozenset({ActionKind.SEND, ActionKind.RECEIVE})
 COLLECTIVES = frozenset({ActionKind.UNSHARD, ActionKind.REDUCE})
 
-# The actions of one lane run one after another; lanes run side by side. RESHARD computes nothing, but it
-# stands in line with the computations because memory is given back right behind the computation that used it.
+# The actions of one lane run one after another; lanes run side by side. RESHARD computes nothing, but it is in
+# the lane of the computations because it frees memory directly after the computation that used it.
 LANES: Mapping[ActionKind, str] = MappingProxyType(
     {
         **dict.fromkeys((*COMPUTATIONS, ActionKind.STEP, ActionKind.RESHARD), "compute"),
@@ -93,11 +93,11 @@ _ACTION_TEXT = re.compile(
 @functools.total_ordering
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing that a rank does; ordered by stage, micro-batch, kind, payload and group.
+    """Describe one thing that a rank does; actions are ordered by stage, micro-batch, kind, payload and group.
 
     `micro_batch` is given for computations and transfers, may be given for FETCH and EVICT (activations), and
-    is None for the rest: parameters and reduced gradients belong to no micro-batch. `group` names a ZeRO
-    group of the stage; None is the whole stage. `payload` is given for SEND and RECEIVE alone; their `stage`
+    is None for the other kinds: parameters and reduced gradients belong to no micro-batch. `group` names a ZeRO
+    group of the stage; None is the whole stage. `payload` is given for SEND and RECEIVE only; their `stage`
     is that of the rank that acts. Raises ScheduleError where a field is missing or has no meaning.
     """
 
@@ -108,7 +108,7 @@ class Action:
     payload: Payload | None = None
 
     def __post_init__(self) -> None:
-        kind, micro_batch = self.kind, self.micro_batch  # a kind's name is a call into Python: errors alone ask for it
+        kind, micro_batch = self.kind, self.micro_batch  # a kind's name is a call into Python: only errors read it
         if self.stage < 0:
             raise ScheduleError(f"stage={self.stage} of {kind.name} is negative; stages count from 0")
         if micro_batch is not None and micro_batch < 0:
@@ -157,14 +157,15 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The actions of every rank in the order in which it issues them: one optimizer step or one evaluation.
+    """Hold the actions of every rank in the order in which it issues them: one optimizer step or one evaluation.
 
-    The three rules say what the actions must uphold, and are the columns of the table of ZeRO stages:
-    `unshard_for_use`: parameters rest as shards and are whole only between UNSHARD and RESHARD (stage 3);
+    Three rules say what the actions must keep to; they are the columns of the table of ZeRO stages:
+    `unshard_for_use`: parameters are stored as shards and are whole only between UNSHARD and RESHARD (stage 3);
     `reduce_each_backward`: each backward's gradients are reduced before the group's next one (stages 2 and
     3), else once, after the last (pipelines, unless stage 3 gathers for each micro-batch);
-    `unshard_after_step`: parameters rest whole but a STEP updates this rank's shard alone, so an UNSHARD must
-    follow it (stages 1 and 2). All False is stage 0. Raises ScheduleError when there is no rank.
+    `unshard_after_step`: parameters are stored whole but a STEP updates this rank's shard only, so an UNSHARD must
+    follow it (stages 1 and 2). All False is stage 0. Raises ScheduleError where there is no rank, or where
+    `unshard_for_use` and `unshard_after_step` are both set.
     """
 
     ranks: tuple[tuple[Action, ...], ...]
@@ -188,7 +189,7 @@ class Schedule:
         return "\n".join([*head, *rows])
 
     def compute_only(self) -> Self:
-        """The computations alone, without rules: what the passes that lower a schedule began with."""
+        """Return a schedule of the computations only, without rules: the input of the passes that lower a schedule."""
         rows = tuple(tuple(action for action in row if action.kind in COMPUTATIONS) for row in self.ranks)
         return type(self)(rows)
 
@@ -216,7 +217,7 @@ _RULES = ("unshard_for_use", "reduce_each_backward", "unshard_after_step")
 
 @dataclass(frozen=True, slots=True)
 class TimedAction:
-    """An action of a rank, its times in seconds and its lane; what a real run yields, and a simulated one."""
+    """Hold an action of a rank, its times in seconds and its lane; real runs and simulated ones yield it."""
 
     action: Action
     rank: int

@@ -1,8 +1,8 @@
-"""A zero-bubble schedule for given times and memory, made by walking through time and giving each free rank its best.
+"""Search a zero-bubble schedule for given times and memory: walk through time and give each free rank its best action.
 
-The recipes of `pipelines` are written for any times. Where these are known, and how much more a micro-batch takes
-between forward and backward than a gradient of weights that is left for later, more of the latter can fill the bubble.
-This is what Qi et al. 2023 (arXiv 2401.10241), section 3.1, do by a heuristic of the same kind and a few runs of it.
+The recipes of `pipelines` are written for any times. A deferred gradient of weights holds less memory than a
+micro-batch in flight; where the times and this share are known, more of these gradients can fill the bubble.
+Qi et al. 2023 (arXiv 2401.10241), section 3.1, use a heuristic of the same kind and run it a few times.
 
 >>> from shardwise.schedule.op_times import OpTimes
 >>> print(zero_bubble_searched(2, 3, OpTimes(), max_held=3))
@@ -28,12 +28,14 @@ _ROUNDING = 1e-9
 def zero_bubble_searched(
     num_ranks: int, num_micro_batches: int, times: OpTimes, *, max_held: float, deferred_share: float = 1.0
 ) -> Schedule:
-    """The best of a few greedy schedules with one stage a rank: with the shortest of each one's longest span of a rank.
+    """Return the best of a few greedy schedules with one stage a rank: the one whose longest span of a rank is least.
 
     Args:
-        times: of a micro-batch on each rank.
+        num_ranks: ranks of the pipeline.
+        num_micro_batches: micro-batches of a step.
+        times: seconds of a micro-batch on each rank.
         max_held: activations that a rank may hold, each of one micro-batch.
-        deferred_share: of an activation that its gradient of weights still needs once that of the input is made.
+        deferred_share: share of an activation that the gradient of weights still needs after that of the input.
 
     Raises:
         ScheduleError: a count or `max_held` is below 1.
@@ -51,12 +53,14 @@ def zero_bubble_searched(
 
 @dataclass(frozen=True)
 class _Policy:
-    """What a rank may do.
+    """Say what a rank may do.
 
     Attributes:
+        max_held: activations that a rank may hold.
+        deferred_share: share of an activation that a deferred gradient of weights holds.
         is_eager: whether a forward may delay the first backward.
-        fills_short_gaps: whether a gradient of weights is begun that ends after the gap, where the rank has waited
-            longest of all.
+        fills_short_gaps: whether the rank that has waited longest may begin a gradient of weights that ends after
+            the gap.
     """
 
     max_held: float
@@ -67,7 +71,7 @@ class _Policy:
 
 @dataclass
 class _Rank:
-    """A rank on its way: what it has done, and when what others send it arrives."""
+    """Hold the state of a rank in the walk: what it has done, and when its inputs from other ranks arrive."""
 
     kinds: list[ActionKind] = field(default_factory=list)
     done: dict[ActionKind, int] = field(default_factory=lambda: {_F: 0, _I: 0, _W: 0})
@@ -83,7 +87,7 @@ class _Rank:
         return self.free_s - self.start_s
 
     def arrival_s(self, kind: ActionKind) -> float | None:
-        """When the next one of that kind can begin; None where nobody knows yet."""
+        """Return when the next action of that kind can begin; None where that is not known yet."""
         arrived = self.arrivals[kind]
         return arrived[self.done[kind]] if self.done[kind] < len(arrived) else None
 
@@ -93,7 +97,7 @@ class _Rank:
 
 
 def _walk(ranks: list[_Rank], num_micro_batches: int, times: OpTimes, policy: _Policy) -> list[_Rank]:
-    """Take the rank that is free first, give it something to do, and tell its neighbour when that arrives."""
+    """Take the rank that is free first, choose its next action, and set when the result arrives at its neighbour."""
     seconds = {_F: times.forward_s, _I: times.backward_input_s, _W: times.backward_weight_s}
     ranks[0].arrivals[_F] = [0.0] * num_micro_batches
     free = [(0.0, index) for index in range(len(ranks))]
@@ -126,14 +130,14 @@ def _walk(ranks: list[_Rank], num_micro_batches: int, times: OpTimes, policy: _P
 
 
 def _told(index: int, kind: ActionKind, num_ranks: int, transfer_s: float) -> list[tuple[int, ActionKind, float]]:
-    """Who can go on with what, and how much later."""
+    """Return which rank can run which kind with the result, and after what delay."""
     if kind is _F:
         return [(index + 1, _F, transfer_s)] if index + 1 < num_ranks else [(index, _I, 0.0)]
     return [(index - 1, _I, transfer_s)] if kind is _I and index else []
 
 
 def _next_arrival_s(rank: _Rank, now_s: float, num_micro_batches: int, policy: _Policy) -> float | None:
-    """When the next forward or backward can begin that cannot yet."""
+    """Return when the next forward or backward that cannot begin now can begin; None where there is none."""
     kinds = [_F, _I] if rank.done[_F] < num_micro_batches and rank.has_room(policy) else [_I]
     known = [arrival_s for kind in kinds if (arrival_s := rank.arrival_s(kind)) is not None]
     return min((each for each in known if each > now_s + _ROUNDING * now_s), default=None)
@@ -148,7 +152,7 @@ def _choice(
     times: OpTimes,
     policy: _Policy,
 ) -> ActionKind | None:
-    """What a free rank does; None where it waits."""
+    """Choose what a free rank does; None where it waits."""
 
     def is_here(kind: ActionKind) -> bool:
         arrival_s = rank.arrival_s(kind)

@@ -1,4 +1,4 @@
-"""Flaws of a schedule's transfers: payloads that nothing makes, brings or uses, and ends of a channel that disagree.
+"""Find flaws of a schedule's transfers: payloads that nothing makes, sends or uses, and channels with unequal ends.
 
 Each ordered pair of ranks is one channel: the n-th RECEIVE takes what the n-th SEND gave, whatever their names. Both
 directions between two ranks, and channels of other pairs, are independent of each other.
@@ -17,13 +17,13 @@ from shardwise.schedule.actions import TRANSFERS, Action, ActionKind, Schedule
 from shardwise.schedule.dependencies import ActionPlaces, Position, other_end, source_of
 
 Flaw = tuple[str, tuple[Position, ...]]
-"""Value, rule and cure in one line; and where."""
+"""A flaw has a line with value, rule and cure, and the positions concerned."""
 
 _Found = dict[tuple[int, Action], int]  # rank and transfer -> index
 
 
 def flaws(schedule: Schedule, places: ActionPlaces) -> Iterator[Flaw]:
-    """Every SEND has its maker and its one RECEIVE, that has its user, and channels deliver in order."""
+    """Yield each transfer without maker, partner or user, each missing one, and each channel that is out of order."""
     found: _Found = {}
     for rank, row in enumerate(schedule.ranks):
         for index, action in enumerate(row):
@@ -58,7 +58,7 @@ def _other_side(transfer: Action, stage: int) -> Action:
 
 
 def _left_out(schedule: Schedule, found: _Found, places: ActionPlaces) -> Iterator[Flaw]:
-    """A payload that another rank makes and no RECEIVE brings, though there are transfers."""
+    """Yield each use of a payload that another rank makes and no RECEIVE brings."""
     for (rank, kind, payload, stage, micro_batch), (index, _) in places.flow.items():
         source = stage + source_of(payload)
         peer = None if kind is not None else places.peer(rank, stage, source)
@@ -72,7 +72,7 @@ def _left_out(schedule: Schedule, found: _Found, places: ActionPlaces) -> Iterat
 
 
 def _disorder(schedule: Schedule, found: _Found, places: ActionPlaces) -> Iterator[Flaw]:
-    """The two ends of a channel, whose transfers match one to one, have them in one order."""
+    """Yield each pair of transfers that the two ends of a channel have in different orders."""
     ends: dict[tuple[int, int], tuple[list[int], list[int]]] = {}  # sender, receiver -> indices there
     for (rank, action), index in found.items():
         peer = places.partner(rank, action)

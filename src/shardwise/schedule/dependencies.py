@@ -1,16 +1,16 @@
-"""The one relation that says which action must follow which; verifier, simulator and runtime all read it.
+"""One relation says which action must follow which; verifier, simulator and runtime all read it.
 
 An action at `(rank, index)` follows:
 
-1. the action before it in its lane, on its rank; of transfers, the one before it with the same peer: each ordered
+1. the action before it in its lane, on its rank; a transfer follows the one before it with the same peer: each ordered
    pair of ranks is one channel, which delivers in order, and channels run side by side;
 2. on its rank, the latest earlier action of each kind that `_FOLLOWS` names, about the same parameters: a
    computation follows the UNSHARD it uses, RESHARD the computations that used the parameters, REDUCE the last
    backward that feeds it, UNSHARD the STEP that updated the shards, and so on;
 3. on its rank, the latest earlier action of the kinds in `_FOLLOWS_ANY`, whatever their parameters: STEP
    follows the REDUCEs written before it (all of them where gradients are clipped by their global norm, only
-   its own group's and older ones where it is written earlier), UNSHARD takes the memory that the RESHARDs
-   written before it gave back, which is what bounds prefetching;
+   its own group's and older ones where it is written earlier), UNSHARD reuses the memory that the RESHARDs
+   written before it freed, which bounds prefetching;
 4. its data: FORWARD of stage s follows FORWARD of stage s-1, BACKWARD follows its own FORWARD and the
    backward of stage s+1, both through SEND and RECEIVE where these are written; BACKWARD_WEIGHT follows
    BACKWARD_INPUT.
@@ -43,12 +43,12 @@ from shardwise.schedule.actions import (
 )
 
 Position = tuple[int, int]
-"""Rank, and index in the rank's row."""
+"""A position is a rank, and an index in the rank's row."""
 
 Follows = Mapping[Position, tuple[Position, ...]]
 
 USERS = (ActionKind.FORWARD, ActionKind.RECOMPUTE, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
-"""The computations that read parameters; a weight's gradient needs none."""
+"""These computations read parameters; the gradient of weights does not."""
 
 _ON_A_GROUP = (
     *USERS,
@@ -70,7 +70,7 @@ _FOLLOWS: Mapping[ActionKind, tuple[ActionKind, ...]] = {
     ActionKind.RESHARD: (*USERS, ActionKind.UNSHARD, *_MOVES),
     ActionKind.REDUCE: (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT, *_MOVES),
     ActionKind.STEP: _MOVES,
-    # Which of the group's states moves is not written in the action, so the group's actions stay in order
+    # The action does not say which of the group's states moves, so the group's actions stay in order
     # around it.
     ActionKind.FETCH: (*_ON_A_GROUP, *_MOVES),
     ActionKind.EVICT: (*_ON_A_GROUP, *_MOVES),
@@ -81,7 +81,7 @@ _FOLLOWS_ANY: Mapping[ActionKind, tuple[ActionKind, ...]] = {
 }
 
 # Rule 4: what a computation needs of its own micro-batch and group on its rank, and which computations make a
-# payload; each of these also uses one of that kind, but at the ends of the pipeline.
+# payload; each of these also uses one of that kind, except at the ends of the pipeline.
 _NEEDS: Mapping[ActionKind, tuple[ActionKind, ...]] = {
     ActionKind.RECOMPUTE: (ActionKind.FORWARD,),
     ActionKind.BACKWARD: (ActionKind.FORWARD, ActionKind.RECOMPUTE),
@@ -98,7 +98,7 @@ _FlowKey = tuple[int, ActionKind | None, Payload, int, int | None]
 
 
 def dependencies(schedule: Schedule, lanes: Mapping[ActionKind, str] = LANES) -> dict[Position, tuple[Position, ...]]:
-    """For each position, those that must have ended before it starts; `lanes` gives each kind its lane."""
+    """Return for each position those that must have ended before it starts; `lanes` gives each kind its lane."""
     places = ActionPlaces.of(schedule)
     channelled = {lanes[kind] for kind in TRANSFERS} - {lanes[kind] for kind in ActionKind if kind not in TRANSFERS}
     follows: dict[Position, tuple[Position, ...]] = {}
@@ -117,7 +117,7 @@ def dependencies(schedule: Schedule, lanes: Mapping[ActionKind, str] = LANES) ->
 
 
 def stage_groups(row: Sequence[Action]) -> dict[int, tuple[str | None, ...]]:
-    """The named groups of each stage of a row, in order of first appearance; (None,) where none is named."""
+    """Return the named groups of each stage of a row, in order of first appearance; (None,) where none is named."""
     named: dict[int, dict[str | None, None]] = {}
     for action in row:
         names = named.setdefault(action.stage, {})
@@ -127,12 +127,12 @@ def stage_groups(row: Sequence[Action]) -> dict[int, tuple[str | None, ...]]:
 
 
 def touched(action: Action, groups: Mapping[int, tuple[str | None, ...]]) -> tuple[str | None, ...]:
-    """The groups that an action is about: its own, or all of its stage, which `stage_groups` gives."""
+    """Return the groups that an action is about: its own, or all of its stage, as `stage_groups` returns them."""
     return groups[action.stage] if action.group is None else (action.group,)
 
 
 def _within_row(row: Sequence[Action], queues: Sequence[Hashable]) -> Iterator[set[int]]:
-    """For each index of a row the earlier indices that rules 1 to 3 name; `queues` are the actions' own for rule 1."""
+    """Yield for each index of a row the earlier indices of rules 1 to 3; `queues` has each action's for rule 1."""
     groups = stage_groups(row)
     present = {action.kind for action in row}
     follows = {kind: tuple(each for each in _FOLLOWS.get(kind, ()) if each in present) for kind in present}
@@ -155,7 +155,7 @@ def _within_row(row: Sequence[Action], queues: Sequence[Hashable]) -> Iterator[s
 
 @dataclass(frozen=True, slots=True)
 class ActionPlaces:
-    """Where the data of each micro-batch is made and moved.
+    """Record where the data of each micro-batch is made and moved.
 
     `holders`: the ranks that compute a stage. `computed`: the index of a computation of (rank, kind, stage,
     micro-batch, group). `flow`: first and last index of what makes or moves a payload on (rank, stage,
@@ -191,17 +191,17 @@ class ActionPlaces:
             self.flow[key] = (first, index)
 
     def peer(self, rank: int, stage: int, other_stage: int) -> int | None:
-        """The rank with `other_stage` in the replica where this rank has `stage`, if there is one."""
+        """Return the rank that has `other_stage` in the replica in which `rank` has `stage`; None without one."""
         mine, theirs = self.holders.get(stage, []), self.holders.get(other_stage, [])
         replica = mine.index(rank) if rank in mine else len(theirs)
         return theirs[replica] if replica < len(theirs) else None
 
     def partner(self, rank: int, transfer: Action) -> int | None:
-        """The rank at the other end of a SEND or RECEIVE, if there is one."""
+        """Return the rank at the other end of a SEND or RECEIVE; None where no rank has that stage."""
         return self.peer(rank, transfer.stage, other_end(transfer))
 
     def data_of(self, position: Position, action: Action, groups: Collection[str | None]) -> Iterator[Position]:
-        """The positions that rule 4 names for an action about these groups."""
+        """Yield the positions that rule 4 names for the action at `position`, which is about `groups`."""
         rank, index = position
         kind, stage, micro_batch = action.kind, action.stage, action.micro_batch
         keys = ((rank, need, stage, micro_batch, group) for need in _NEEDS.get(kind, ()) for group in groups)
@@ -228,12 +228,12 @@ class ActionPlaces:
 
 
 def source_of(payload: Payload) -> int:
-    """The stage a payload comes from, relative to the one that takes it: activations -1, gradients +1."""
+    """Return the stage a payload comes from, relative to the one that takes it: activations -1, gradients +1."""
     return -1 if payload is Payload.ACTIVATION else 1
 
 
 def other_end(transfer: Action) -> int:
-    """The stage that a SEND goes to, or that a RECEIVE takes from."""
+    """Return the stage that a SEND goes to, or that a RECEIVE takes from."""
     source = source_of(transfer.payload or Payload.ACTIVATION)
     return transfer.stage + (-source if transfer.kind is ActionKind.SEND else source)
 
@@ -245,11 +245,17 @@ Meeting = tuple[Position, ...]
 def execution_order(
     schedule: Schedule, follows: Follows, *, meeting_kinds: Collection[ActionKind] = COLLECTIVES
 ) -> tuple[list[Meeting], dict[Position, tuple[Position, ...]]]:
-    """Order the actions so that each comes behind all it follows, the ranks of a collective together.
+    """Order the actions so that each comes after all it follows, the ranks of a collective together.
 
-    The n-th action of a kind in `meeting_kinds` on a (stage, group) is one collective of all ranks that have
-    it. Returns the meetings in order, and for each position that can never start those that it waits for (a
-    deadlock).
+    The n-th action of a kind in `meeting_kinds` on a (stage, group) is one collective of all ranks that have it.
+
+    Args:
+        schedule: the actions.
+        follows: for each position those that must end before it starts, as `dependencies` returns it.
+        meeting_kinds: kinds whose actions start together on all ranks.
+
+    Returns:
+        The meetings in order, and for each position that can never start those that it waits for (a deadlock).
     """
     meetings, number_of = _meetings(schedule, meeting_kinds)
     users: list[list[int]] = [[] for _ in meetings]
@@ -281,7 +287,7 @@ def execution_order(
 
 
 def _meetings(schedule: Schedule, meeting_kinds: Collection[ActionKind]) -> tuple[list[Meeting], dict[Position, int]]:
-    """The meetings, and for each position the number of its own."""
+    """Return the meetings, and for each position the number of its meeting."""
     members: list[list[Position]] = []
     number_of: dict[Position, int] = {}
     of_occurrence: dict[tuple[Action, int], int] = {}

@@ -1,8 +1,8 @@
-"""Draws a place in a schedule: ranks down, time slots across, an arrow at the place.
+"""Draw a place in a schedule: ranks down, time slots across, an arrow at the place.
 
 Each action takes one slot, as soon as the one before it in its row and all it waits for have had theirs. A RECEIVE
-posts, so it waits for nothing; the computation that uses it waits for the SEND. What cannot run stands in
-parentheses, behind the rest of its row. Only a window around the place is drawn where the schedule is large.
+only posts, so it waits for nothing; the computation that uses it waits for the SEND. Actions that cannot run are in
+parentheses at the end of their row. Where the schedule is large, only a window around the place is drawn.
 
 >>> from shardwise.schedule.actions import Schedule
 >>> from shardwise.schedule.dependencies import dependencies
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from shardwise.schedule.actions import Action, ActionKind, Schedule
 from shardwise.schedule.dependencies import Follows, Position, execution_order
 
-MAX_WIDTH = 100  # characters of a drawn line, but for what is written behind its end
+MAX_WIDTH = 100  # characters of a drawn line, without the notes after its end
 _MAX_ROWS = 16
 _NUM_NEIGHBOURS = 2  # rows drawn to each side of an arrow where there are more
 _MAX_WINDOWS = 2
@@ -30,10 +30,10 @@ _GAP = "  "
 
 
 def drawn(schedule: Schedule, places: Sequence[Position], follows: Follows) -> list[str]:
-    """The lines of a grid with an arrow at each of the places that fit; no lines for no places.
+    """Return the lines of a grid with an arrow at each of the places that fit; no lines for no places.
 
     Args:
-        schedule: that the places are in.
+        schedule: the schedule of the places.
         places: the first decides what is drawn.
         follows: `dependencies(schedule)`.
     """
@@ -50,7 +50,7 @@ def drawn(schedule: Schedule, places: Sequence[Position], follows: Follows) -> l
 
 @dataclass(frozen=True)
 class _GridWindow:
-    """The rows drawn, and the slots with their widths."""
+    """Hold the rows to draw, and the slots with their widths."""
 
     rows: Sequence[int]
     widths: Mapping[int, int]
@@ -61,7 +61,7 @@ class _GridWindow:
 
 @dataclass(frozen=True)
 class _ScheduleGrid:
-    """The slot of each action, and by rank and slot the index and text of what stands there."""
+    """Hold the slot of each action, and by rank and slot the index and the text of the action there."""
 
     slot_of: Mapping[Position, int]
     cells: Sequence[Mapping[int, tuple[int, str]]]
@@ -84,7 +84,7 @@ class _ScheduleGrid:
         return cls(slot_of, cells)
 
     def window(self, places: Sequence[Position]) -> _GridWindow:
-        """The rows and slots around the first place, the other places' rows among them where there is room."""
+        """Return the rows and slots around the first place, with the other places' rows where they fit."""
         rows = _rows(len(self.cells), places)
         slot = self.slot_of[places[0]]
         room = MAX_WIDTH - len(_label(max(rows))) - 2 * len(_GAP + "...")
@@ -100,12 +100,12 @@ class _ScheduleGrid:
         return _GridWindow(rows, dict(sorted(widths.items())))
 
     def _width(self, rows: Sequence[int], slot: int) -> int:
-        """0 where nothing stands in these rows."""
+        """Return the width of a slot's column; 0 where no action of these rows is in it."""
         width = max((len(self.cells[rank][slot][1]) for rank in rows if slot in self.cells[rank]), default=0)
         return max(width, len(str(slot))) if width else 0
 
     def lines(self, window: _GridWindow, places: Sequence[Position]) -> Iterator[str]:
-        """The slots' numbers, then each row, with a line of arrows under it where it has a place."""
+        """Yield the slots' numbers, then each row, with a line of arrows under it where it has a place."""
         size = len(_label(max(window.rows)))
         begins = _GAP + ("..." + _GAP) * (min(window.widths) > 0)
         head = _GAP.join(str(slot).center(width) for slot, width in window.widths.items()).rstrip()
@@ -157,7 +157,7 @@ def _rows(num_ranks: int, places: Sequence[Position]) -> list[int]:
 
 
 def _waits(schedule: Schedule, follows: Follows) -> dict[Position, tuple[Position, ...]]:
-    """Rows in order; what follows a RECEIVE waits for its SEND, the RECEIVE itself for nothing."""
+    """Return what each action waits for: rows run in order, and what follows a RECEIVE waits for its SEND."""
     waits: dict[Position, tuple[Position, ...]] = {}
     for place, before in follows.items():
         rank, index = place

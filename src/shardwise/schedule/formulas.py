@@ -1,7 +1,7 @@
-"""Closed forms for the bubble and the memory of the pipeline schedules, with their sources; pure numbers.
+"""Compute the bubble and the memory of the pipeline schedules by closed forms, with their sources.
 
-They hold for equal stages and free transfers, and some only for enough micro-batches or for some costs: where one
-does not hold a ScheduleError says so, and `simulate` gives the numbers of the schedule itself.
+They hold for equal stages and free transfers, and some only for enough micro-batches or for some costs. Where one
+does not hold, a ScheduleError says so, and `simulate` gives the numbers of the schedule itself.
 
 Symbols: p ranks, m micro-batches, v stages a rank, i a rank from 0; F, B and W are the seconds that a rank takes
 for one micro-batch's forward, gradient of the input and gradient of the weights, all its stages together.
@@ -32,10 +32,10 @@ def bubble_s(
     backward_input_s: float,
     backward_weight_s: float,
 ) -> float:
-    """Seconds that the rank with the longest span stands still between its first start and its last end.
+    """Return the seconds that the rank with the longest span is idle between its first start and its last end.
 
-    That is what `rank_bubble_s` measures. A rank's own span counts, since an optimizer's step that waits for no
-    other rank may begin right behind it; where it waits for all, H2 and ZB-V lose more.
+    `rank_bubble_s` measures the same. A rank's own span counts, since an optimizer step that waits for no other
+    rank may begin directly after it; where the step waits for all ranks, H2 and ZB-V lose more.
 
         naive        m(p - 1)(F + B + W)      any m
         gpipe        (p - 1)(F + B + W) / v   m >= p; any m where v = 1
@@ -47,8 +47,18 @@ def bubble_s(
 
     Sources: Narayanan et al. 2021 (arXiv 2104.04473), sections 2.2.1 and 2.2.2, for gpipe, 1f1b and interleaved;
     Qi et al. 2023 (arXiv 2401.10241), section 2.3 for H1 and H2 and section 6 for ZB-V, which gives 0 for
-    F = B = W; the rest of ZB-V's is counted from its schedule. Raises ScheduleError where a formula does not
-    hold, and what `placement_of` raises.
+    F = B = W; ZB-V's other values are counted from its schedule.
+
+    Args:
+        recipe_name: a name of `RECIPES`.
+        num_ranks: p.
+        num_micro_batches: m.
+        virtual_stages: stages a rank, as `pipeline.virtual_stages`.
+        forward_s: F, in seconds.
+        backward_input_s: B, in seconds.
+        backward_weight_s: W, in seconds.
+
+    Raises ScheduleError where a formula does not hold, and what `placement_of` raises.
     """
     p, m = num_ranks, num_micro_batches
     v = placement_of(recipe_name, p, virtual_stages).stages_per_rank
@@ -73,7 +83,7 @@ def bubble_s(
 
 
 def max_in_flight(recipe_name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int, rank: int) -> int:
-    """The most stage activations that a rank holds between forward and backward, each 1/v of a rank's layers.
+    """Return the most stage activations that a rank holds between forward and backward, each 1/v of a rank's layers.
 
         naive        v
         gpipe        mv
@@ -86,8 +96,16 @@ def max_in_flight(recipe_name: str, num_ranks: int, num_micro_batches: int, virt
     They hold for every m. Sources: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2, for gpipe and 1f1b;
     Korthikanti et al. 2022 (arXiv 2205.05198), section 4.2.3, for interleaved, whose L(1 + (p - 1) / (pv)) layers
     are pv + p - 1 stages on rank 0; Qi et al. 2023 (arXiv 2401.10241), sections 2.3 and 6, for H1, H2 and ZB-V's
-    2p; what stands for ZB-V with m < 2p - 1 is counted from its schedule. Raises what `placement_of` raises, and
-    ScheduleError where there is no such rank or no micro-batch.
+    2p; the values for ZB-V with m < 2p - 1 are counted from its schedule.
+
+    Args:
+        recipe_name: a name of `RECIPES`.
+        num_ranks: p.
+        num_micro_batches: m.
+        virtual_stages: stages a rank, as `pipeline.virtual_stages`.
+        rank: i, from 0.
+
+    Raises what `placement_of` raises, and ScheduleError where there is no such rank or no micro-batch.
     """
     p, m = num_ranks, num_micro_batches
     placement = placement_of(recipe_name, p, virtual_stages)

@@ -1,11 +1,11 @@
-"""Schedules by recipe: one data-parallel optimizer step, and a forward-only pass for evaluation.
+"""Generate schedules by recipe: one data-parallel optimizer step, and a forward-only pass for evaluation.
 
-Groups name the ZeRO groups in execution order. The first is the root group, whose parameters are used before
-the first block and behind the last one (embedding, head): its FORWARD stands first and its BACKWARD last, it
-is unsharded before any block and resharded after all of them. The next block is always unsharded before the
+`groups` names the ZeRO groups in execution order. The first is the root group, whose parameters are used before
+the first block and after the last one (embedding, head): its FORWARD is first and its BACKWARD last, it is
+unsharded before any block and resharded after all of them. The next block is always unsharded before the
 current one computes; the last one stays whole, since its backward follows its forward.
 
-Generators are pure functions to a `Schedule`; those of pipelines stand in `pipelines`.
+Generators are pure functions that return a `Schedule`; those of pipelines are in `pipelines`.
 
 >>> step = data_parallel_step(["root", "b0"], 1, unshard_for_use=True, reduce_each_backward=True)
 >>> print(*step.ranks[0][:6])
@@ -32,14 +32,21 @@ def data_parallel_step(
     recompute: Collection[str] = (),
     ends_kept: bool = True,
 ) -> Schedule:
-    """One optimizer step in which every rank runs all groups on micro-batches of its own.
+    """Generate one optimizer step in which every rank runs all groups on its own micro-batches.
 
-    The three rules are those of `Schedule`: the columns of the table of ZeRO stages. Under `unshard_for_use`
-    a group is unsharded twice a micro-batch, for its forward and for its backward; the root group and the last block
-    once where `ends_kept`: they stay whole from forward to backward. `recompute` names the groups whose
-    forward is run again before their backward (activation checkpointing). All STEPs stand behind all REDUCEs,
-    as clipping by the global norm needs. Raises ScheduleError on an empty or repeated list of groups, on
-    counts below 1, and on unknown names.
+    All STEPs come after all REDUCEs, as clipping by the global norm needs.
+
+    Args:
+        groups: names of the ZeRO groups in execution order, the root group first.
+        num_micro_batches: micro-batches of a rank.
+        unshard_for_use: rule of `Schedule`: a group is unsharded for each forward and for each backward.
+        reduce_each_backward: rule of `Schedule`.
+        unshard_after_step: rule of `Schedule`.
+        num_ranks: equal rows of the schedule.
+        recompute: groups whose forward is run again before their backward (activation checkpointing).
+        ends_kept: the root group and the last block are unsharded once, and stay whole from forward to backward.
+
+    Raises ScheduleError on an empty or repeated list of groups, on counts below 1, and on unknown names.
     """
     _check(groups, num_micro_batches, num_ranks)
     if unknown := sorted(set(recompute) - set(groups)):
@@ -70,7 +77,13 @@ def data_parallel_step(
 def forward_only(
     groups: Sequence[str], num_micro_batches: int, *, unshard_for_use: bool = False, num_ranks: int = 1
 ) -> Schedule:
-    """An evaluation: the forward of each micro-batch, unsharding for use under `unshard_for_use`.
+    """Generate an evaluation: the forward of each micro-batch.
+
+    Args:
+        groups: names of the ZeRO groups in execution order, the root group first.
+        num_micro_batches: micro-batches of a rank.
+        unshard_for_use: rule of `Schedule`: a group is unsharded for its forward.
+        num_ranks: equal rows of the schedule.
 
     Raises ScheduleError on an empty or repeated list of groups and on counts below 1.
     """
@@ -84,7 +97,7 @@ def forward_only(
 
 
 def _forward(groups: Sequence[str], micro_batch: int, unshard_for_use: bool, keeps_last: bool) -> Iterator[Action]:
-    """The forward of all groups; blocks end as they rested, but the root group, and a kept last block, stay whole."""
+    """Yield the forward of all groups; blocks are resharded after it, the root group and a kept last block are not."""
     if unshard_for_use:
         yield Action(ActionKind.UNSHARD, group=groups[0])
     for index, group in enumerate(groups):
@@ -99,7 +112,7 @@ def _forward(groups: Sequence[str], micro_batch: int, unshard_for_use: bool, kee
 def _backward(
     groups: Sequence[str], micro_batch: int, unshard_for_use: bool, ends_kept: bool, recompute: Collection[str]
 ) -> Iterator[Action]:
-    """The backward of all groups: blocks in reverse, then the root group, which is whole when this begins."""
+    """Yield the backward of all groups: blocks in reverse, then the root group, which is whole when this begins."""
     root, *blocks = groups
     order = (*reversed(blocks), root)
     if unshard_for_use and blocks and not ends_kept:

@@ -1,9 +1,9 @@
-"""How much a schedule holds at its peak: micro-batches between forward and backward, and deferred gradients.
+"""Count what a schedule holds at its peak: micro-batches between forward and backward, and deferred gradients.
 
 A stage activation is what a stage keeps of one micro-batch for its backward. It is *in flight* from FORWARD
 until BACKWARD or BACKWARD_INPUT has ended. What BACKWARD_INPUT leaves for the gradients of the weights is
-*deferred* until BACKWARD_WEIGHT has ended. A forward without a backward, as in an evaluation, holds for itself
-alone.
+*deferred* until BACKWARD_WEIGHT has ended. A forward without a backward, as in an evaluation, holds its activation
+only while it runs.
 
 >>> from shardwise.schedule.pipelines import one_f_one_b, zero_bubble_h1
 >>> num_in_flight(one_f_one_b(4, 8))
@@ -27,25 +27,28 @@ _SPLIT = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
 
 
 def num_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """For each rank the most stage activations in flight at once."""
+    """Return for each rank the most stage activations in flight at once."""
     return tuple(int(peak) for peak in peak_held_bytes(schedule, 1, 0))
 
 
 def num_deferred(schedule: Schedule) -> tuple[int, ...]:
-    """For each rank the most (stage, micro-batch) at once whose BACKWARD_WEIGHT is still to come."""
+    """Return for each rank the most (stage, micro-batch) pairs at once whose BACKWARD_WEIGHT is still to come."""
     return tuple(int(peak) for peak in peak_held_bytes(schedule, 0, 1))
 
 
 def peak_held_bytes(schedule: Schedule, in_flight_bytes: float, deferred_bytes: float) -> tuple[float, ...]:
-    """For each rank the most held at once, where each in flight and each deferred takes so many bytes.
+    """Return for each rank the most bytes held at once.
 
-    These are M_B and M_W of Qi et al. 2023 (arXiv 2401.10241), section 2.3.
+    Args:
+        schedule: with its computations; other actions hold nothing.
+        in_flight_bytes: bytes of a stage activation in flight, M_B of Qi et al. 2023 (arXiv 2401.10241), section 2.3.
+        deferred_bytes: bytes kept for a deferred gradient of weights, M_W there.
     """
     return tuple(max(_held(row, in_flight_bytes, deferred_bytes), default=0) for row in schedule.ranks)
 
 
 def flaws(schedule: Schedule, limits: Sequence[int]) -> Iterator[Flaw]:
-    """Where a rank first has more in flight than it may; raises ScheduleError unless there is one limit for each."""
+    """Yield where a rank first has more in flight than its limit; raise ScheduleError unless each rank has a limit."""
     if len(limits) != len(schedule.ranks):
         text = f"max_in_flight={list(limits)} bounds {len(limits)} ranks of {len(schedule.ranks)}"
         raise ScheduleError(f"{text}; give one bound for each rank")
@@ -58,9 +61,9 @@ def flaws(schedule: Schedule, limits: Sequence[int]) -> Iterator[Flaw]:
 
 
 def _held(row: Sequence[Action], in_flight_bytes: float, deferred_bytes: float) -> list[float]:
-    """What is held during each action.
+    """Return what is held during each action of a row.
 
-    Of a stage's groups, where a row names them, the first forward begins to hold and the last backward ends.
+    Where a row names a stage's groups, the stage holds from its first group's forward to its last group's backward.
     """
     first: dict[tuple[int, int | None], int] = {}
     last: dict[tuple[ActionKind, int, int | None], int] = {}

@@ -1,6 +1,6 @@
-"""Passes that lower a schedule: they insert actions, and change no order of those that are there.
+"""Lower a schedule by passes: they insert actions and keep the order of those that are there.
 
-A pipeline's generator writes computations alone; `lower` runs the passes, with `verify` behind each.
+A pipeline's generator writes computations only; `lower` runs the passes, with `verify` after each.
 
 >>> from shardwise.schedule.actions import Schedule
 >>> gpipe = Schedule.parse("rank 0: 0F0 0F1 0B0 0B1\\nrank 1: 1F0 1F1 1B0 1B1")
@@ -23,12 +23,12 @@ from shardwise.schedule.dependencies import USERS, ActionPlaces, source_of
 from shardwise.schedule.verify import verify
 
 Gather = Literal["batch", "micro-batch"]
-"""How often a pipeline stage whose parameters rest as shards is gathered: once a batch, or for each computation."""
+"""Says how often a stage with parameters stored as shards is gathered: once a batch, or for each computation."""
 
 _WEIGHT_GRADIENTS = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
 _STATE_KINDS = frozenset({ActionKind.UNSHARD, ActionKind.RESHARD, ActionKind.REDUCE, ActionKind.STEP})
 
-_Slots = dict[int, list[Action]]  # what is to be inserted before, or behind, the action at an index of a row
+_Slots = dict[int, list[Action]]  # what is to be inserted before, or after, the action at an index of a row
 
 
 def lower(
@@ -42,10 +42,10 @@ def lower(
     evicted: Collection[str | None] = (),
     stepped: Collection[str | None] = (),
 ) -> Schedule:
-    """Run all passes over a compute-only schedule and verify what each leaves.
+    """Run all passes over a compute-only schedule and verify the result of each.
 
     Args:
-        schedule: computations alone, as a generator writes them.
+        schedule: computations only, as a generator writes them.
         unshard_for_use, reduce_each_backward, unshard_after_step, gather: as `insert_gathers` takes them.
         fetched, evicted, stepped: as `insert_offload` takes them.
 
@@ -69,12 +69,12 @@ def lower(
 
 
 def insert_transfers(schedule: Schedule) -> Schedule:
-    """Write SEND behind each computation that makes a payload for another rank, and RECEIVE before its use.
+    """Write SEND after each computation that makes a payload for another rank, and RECEIVE before its use.
 
-    RECEIVE only posts a receive, and the computation that uses the payload waits for it; so it stands before the
-    computation in front of that one, which hides the transfer. Each ordered pair of ranks is one channel, which
-    delivers in order: where a payload sent later is used earlier, the receives of all those sent before it move up.
-    Stages of one rank hand over directly. Raises ScheduleError where transfers are written already.
+    RECEIVE only posts a receive, and the computation that uses the payload waits for it. So RECEIVE is written one
+    computation earlier, which hides the transfer. Each ordered pair of ranks is one channel, which delivers in order:
+    where a payload sent later is used earlier, the receives of all payloads sent before it move up. Stages of one
+    rank pass payloads directly. Raises ScheduleError where transfers are written already.
     """
     _refuse_twice(schedule, TRANSFERS, "insert_transfers")
     places = ActionPlaces.of(schedule)
@@ -97,7 +97,7 @@ def insert_transfers(schedule: Schedule) -> Schedule:
 
 
 def _post(transfers: list[tuple[int, int, Action]], slot_of: Sequence[int], slots: _Slots) -> None:
-    """Give each receive of a channel its slot: one computation early, and none behind one that is sent later."""
+    """Give each receive of a channel its slot: one computation early, and not after one that is sent later."""
     transfers.sort(key=lambda transfer: transfer[0])
     latest = len(slot_of)
     posted = []
@@ -109,7 +109,7 @@ def _post(transfers: list[tuple[int, int, Action]], slot_of: Sequence[int], slot
 
 
 def _computation_before(row: Sequence[Action]) -> list[int]:
-    """For each index of a row that of the computation before it; its own where there is none."""
+    """Return for each index of a row that of the computation before it; its own where there is none."""
     indices = []
     last = None
     for index, action in enumerate(row):
@@ -129,14 +129,14 @@ def insert_gathers(
 ) -> Schedule:
     """Set the rules of a schedule and write UNSHARD, RESHARD, REDUCE and STEP of whole stages.
 
-    A stage that is not trained (a frozen one, an evaluation) gets neither REDUCE nor STEP. STEPs stand behind all
+    A stage that is not trained (a frozen one, an evaluation) gets neither REDUCE nor STEP. STEPs come after all
     REDUCEs of the row, as clipping by the global norm needs.
 
     Args:
         schedule: computations of whole stages, with or without transfers.
-        unshard_for_use: parameters rest as shards (ZeRO 3).
-        reduce_each_backward: REDUCE behind each backward (split backwards: each BACKWARD_WEIGHT), else behind the last.
-        unshard_after_step: STEP updates shards of parameters that rest whole (ZeRO 1 and 2); UNSHARD behind STEP.
+        unshard_for_use: parameters are stored as shards (ZeRO 3).
+        reduce_each_backward: REDUCE after each backward (split backwards: each BACKWARD_WEIGHT), else after the last.
+        unshard_after_step: STEP updates shards of parameters that are stored whole (ZeRO 1 and 2); UNSHARD after STEP.
         gather: under `unshard_for_use`, "batch" keeps a stage whole from its first use to its last, and unshards it one
             computation early to hide the gather; "micro-batch" unshards and reshards around each computation that uses
             parameters.
@@ -174,7 +174,7 @@ def _gather(row: Sequence[Action], gather: Gather, before: _Slots, behind: _Slot
 
 
 def _by_stage(row: Sequence[Action], kinds: Collection[ActionKind]) -> dict[int, list[int]]:
-    """The indices of the actions of some kinds."""
+    """Return by stage the indices of the actions of some kinds."""
     indices: dict[int, list[int]] = {}
     for index, action in enumerate(row):
         if action.kind in kinds:
@@ -194,16 +194,16 @@ def insert_offload(
     evicted: Collection[str | None] = (),
     stepped: Collection[str | None] = (),
 ) -> Schedule:
-    """Bring states to the device before the action that needs them, and take them away behind it.
+    """Write FETCH before each action that needs states on the device, and EVICT after it.
 
     None among the groups stands for the actions about whole stages, as pipelines have them.
 
     Args:
         schedule: with an action for each group's unshards, reductions and steps.
-        fetched: the groups whose parameters rest off the device, as shards; FETCH before each UNSHARD.
-        evicted: the groups whose gradients do; EVICT behind each REDUCE.
-        stepped: the groups whose optimizer states do, and are stepped on the device; FETCH before each STEP and
-            EVICT behind it.
+        fetched: groups whose parameters are stored off the device, as shards; FETCH before each UNSHARD.
+        evicted: groups whose gradients are stored off the device; EVICT after each REDUCE.
+        stepped: groups whose optimizer states are stored off the device but stepped on it; FETCH before each STEP
+            and EVICT after it.
     """
     fetches = {(ActionKind.UNSHARD, group) for group in fetched} | {(ActionKind.STEP, group) for group in stepped}
     evicts = {(ActionKind.REDUCE, group) for group in evicted} | {(ActionKind.STEP, group) for group in stepped}

@@ -1,4 +1,4 @@
-"""What the computations of a micro-batch take on a rank: as a price for `simulate`, and as a run has shown it.
+"""Hold the seconds that the computations of a micro-batch take on a rank: given to `simulate`, or read from a run.
 
 >>> from shardwise.schedule.actions import Action
 >>> forward, backward = (Action.parse(text) for text in ("0F0", "0B0"))
@@ -17,7 +17,7 @@ from shardwise.schedule.simulate import Cost
 
 @dataclass(frozen=True)
 class OpTimes:
-    """Seconds that a rank takes for one micro-batch, all its stages together, and that a transfer takes."""
+    """Hold the seconds that a rank takes for one micro-batch, all its stages together, and that a transfer takes."""
 
     forward_s: float = 1.0
     backward_input_s: float = 1.0
@@ -25,7 +25,7 @@ class OpTimes:
     transfer_s: float = 0.0
 
     def cost(self, num_stages: int) -> Cost:
-        """What `simulate` asks for, where a rank has `num_stages` equal ones; all else takes no time."""
+        """Return the cost function for `simulate` of ranks with `num_stages` equal stages; other kinds cost 0."""
         seconds = {
             ActionKind.FORWARD: self.forward_s / num_stages,
             ActionKind.BACKWARD: (self.backward_input_s + self.backward_weight_s) / num_stages,
@@ -37,7 +37,7 @@ class OpTimes:
 
 
 def mean_times(actions: Sequence[TimedAction]) -> OpTimes:
-    """The mean times of a recorded run; a backward that was not split counts half for each gradient."""
+    """Return the mean times of a recorded run; a backward that was not split counts half for each gradient."""
     computations = [each for each in actions if each.action.kind in COMPUTATIONS]
     num_passes = len({(each.rank, each.action.micro_batch) for each in computations})
 
@@ -47,7 +47,7 @@ def mean_times(actions: Sequence[TimedAction]) -> OpTimes:
     half_s = mean_s(ActionKind.BACKWARD) / 2
     return OpTimes(
         forward_s=mean_s(ActionKind.FORWARD),
-        # What is computed again is computed for the backward.
+        # Recomputation is part of the backward.
         backward_input_s=half_s + mean_s(ActionKind.BACKWARD_INPUT) + mean_s(ActionKind.RECOMPUTE),
         backward_weight_s=half_s + mean_s(ActionKind.BACKWARD_WEIGHT),
     )

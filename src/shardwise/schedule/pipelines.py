@@ -1,12 +1,12 @@
-"""Pipeline schedules by recipe: the computations of each pipeline rank, one optimizer step or one evaluation.
+"""Generate pipeline schedules by recipe: the computations of each rank for one optimizer step or one evaluation.
 
 Generators write computations of whole stages only; passes insert transfers, gathers, reductions and steps.
 
 Every recipe here takes the micro-batches of a stage in ascending order, for each kind of computation. So a row
-is a sequence of (kind, stage) without numbers, a *pattern*: what stands k-th of its kind and stage is about
-micro-batch k. A pattern may run past the last micro-batch; what is beyond it is dropped, which takes
-dependencies away and adds none. This is how a recipe that is defined for enough micro-batches (ZB-V: 2p - 1)
-takes fewer: as the larger one, less the micro-batches that are not there.
+is a sequence of (kind, stage) without numbers, a *pattern*: the k-th of its kind and stage is about micro-batch k.
+A pattern may run past the last micro-batch; what is beyond it is dropped, which removes dependencies and adds none.
+So a recipe that is defined for enough micro-batches (ZB-V: 2p - 1) also works for fewer: it is the larger schedule
+without the micro-batches that do not exist.
 
 In the formulas p is the number of ranks, m of micro-batches, v of stages a rank, i a rank from 0; F, B and W are
 the seconds of a forward, of the gradient of the input and of that of the weights.
@@ -32,14 +32,14 @@ from shardwise.schedule.placement import StagePlacement
 _F, _B, _I, _W = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
 
 _Pattern = Iterable[tuple[ActionKind, int]]
-"""A row without micro-batches: kinds and stages."""
+"""A pattern is a row without micro-batches: kinds and stages."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleRows:
-    """The computations of a pipeline's ranks, each written when it is asked for.
+    """Generate the computations of a pipeline's ranks, one row at a time.
 
-    `pattern` gives a rank's row without micro-batches. Raises ScheduleError on a count below 1.
+    `pattern` returns a rank's row without micro-batches. Raises ScheduleError on a count below 1.
 
     >>> [(kind.value, stage, micro_batch) for kind, stage, micro_batch in one_f_one_b_rows(2, 2).of(1)]
     [('F', 1, 0), ('B', 1, 0), ('F', 1, 1), ('B', 1, 1)]
@@ -53,7 +53,7 @@ class ScheduleRows:
         _check_micro_batches(self.num_micro_batches)
 
     def of(self, rank: int) -> list[tuple[ActionKind, int, int]]:
-        """Kind, stage and micro-batch of each: the pattern, numbered, without what is beyond the last micro-batch."""
+        """Return (kind, stage, micro-batch) of each computation of a rank, up to the last micro-batch."""
         num_before: Counter[tuple[ActionKind, int]] = Counter()
         row = []
         for key in self.pattern(rank):
@@ -64,14 +64,22 @@ class ScheduleRows:
         return row
 
     def schedule(self) -> Schedule:
-        """The actions of all ranks."""
+        """Return the actions of all ranks as a schedule."""
         return Schedule(tuple(tuple(starmap(Action, self.of(rank))) for rank in range(self.placement.num_ranks)))
 
 
 def naive(num_ranks: int, num_micro_batches: int, virtual_stages: int = 1, *, is_v_shaped: bool = False) -> Schedule:
-    """Each micro-batch forward through all stages, then backward, one after another: one rank computes at a time.
+    """Run each micro-batch forward through all stages, then backward, one after another: one rank computes at a time.
 
-    With one micro-batch this is classic model parallelism. Raises ScheduleError on counts below 1.
+    With one micro-batch this is classic model parallelism.
+
+    Args:
+        num_ranks: ranks of the pipeline.
+        num_micro_batches: micro-batches of a step.
+        virtual_stages: stages a rank.
+        is_v_shaped: stages go down the ranks and up again; otherwise they loop over them.
+
+    Raises ScheduleError on counts below 1.
     """
     return naive_rows(num_ranks, num_micro_batches, virtual_stages, is_v_shaped=is_v_shaped).schedule()
 
@@ -79,7 +87,7 @@ def naive(num_ranks: int, num_micro_batches: int, virtual_stages: int = 1, *, is
 def naive_rows(
     num_ranks: int, num_micro_batches: int, virtual_stages: int = 1, *, is_v_shaped: bool = False
 ) -> ScheduleRows:
-    """The rows of `naive`."""
+    """Return the rows of `naive`, with its `num_ranks`, `num_micro_batches`, `virtual_stages`, `is_v_shaped`."""
     placement = StagePlacement(num_ranks, virtual_stages, is_v_shaped)
 
     def pattern(rank: int) -> _Pattern:
@@ -90,7 +98,13 @@ def naive_rows(
 
 
 def gpipe(num_ranks: int, num_micro_batches: int, virtual_stages: int = 1, *, is_v_shaped: bool = False) -> Schedule:
-    """All forwards, then all backwards (GPipe, Huang et al. 2019), one stage of a rank after another.
+    """Run all forwards, then all backwards (GPipe, Huang et al. 2019), one stage of a rank after another.
+
+    Args:
+        num_ranks: ranks of the pipeline.
+        num_micro_batches: micro-batches of a step.
+        virtual_stages: stages a rank.
+        is_v_shaped: stages go down the ranks and up again; otherwise they loop over them.
 
     Raises ScheduleError on counts below 1.
     """
@@ -100,7 +114,7 @@ def gpipe(num_ranks: int, num_micro_batches: int, virtual_stages: int = 1, *, is
 def gpipe_rows(
     num_ranks: int, num_micro_batches: int, virtual_stages: int = 1, *, is_v_shaped: bool = False
 ) -> ScheduleRows:
-    """The rows of `gpipe`."""
+    """Return the rows of `gpipe`, with its `num_ranks`, `num_micro_batches`, `virtual_stages`, `is_v_shaped`."""
     placement = StagePlacement(num_ranks, virtual_stages, is_v_shaped)
 
     def pattern(rank: int) -> _Pattern:
@@ -112,7 +126,7 @@ def gpipe_rows(
 
 
 def one_f_one_b(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """A backward as soon as there is one (PipeDream-Flush, Narayanan et al. 2021, section 2.2.1).
+    """Run a backward as soon as there is one (PipeDream-Flush, Narayanan et al. 2021, section 2.2.1).
 
     Rank i runs p - i forwards, then a backward and a forward in turn, so at most p - i micro-batches are in
     flight. Raises ScheduleError on counts below 1.
@@ -121,7 +135,7 @@ def one_f_one_b(num_ranks: int, num_micro_batches: int) -> Schedule:
 
 
 def one_f_one_b_rows(num_ranks: int, num_micro_batches: int) -> ScheduleRows:
-    """The rows of `one_f_one_b`."""
+    """Return the rows of `one_f_one_b`."""
 
     def pattern(rank: int) -> _Pattern:
         return [(_F, rank)] * (num_ranks - rank) + [(_B, rank), (_F, rank)] * num_micro_batches
@@ -130,19 +144,26 @@ def one_f_one_b_rows(num_ranks: int, num_micro_batches: int) -> ScheduleRows:
 
 
 def interleaved(num_ranks: int, num_micro_batches: int, virtual_stages: int) -> Schedule:
-    """1F1B over several stages a rank, in rounds of micro-batches (Narayanan et al. 2021, section 2.2.2).
+    """Run 1F1B over several stages a rank, in rounds of micro-batches (Narayanan et al. 2021, section 2.2.2).
 
     A round takes its micro-batches through a rank's first stage, then through its second, and so on. Rank i runs
     2(p - 1 - i) + (v - 1)r forwards, r the length of the longest round, then a forward and a backward in turn.
     Where p divides the number of micro-batches every round has p, which is the schedule of the paper; else
     `interleaved_rounds` says how long they are. With one stage a rank this is a 1F1B with more in flight than
-    `one_f_one_b`. Raises ScheduleError on counts below 1.
+    `one_f_one_b`.
+
+    Args:
+        num_ranks: ranks of the pipeline, p.
+        num_micro_batches: micro-batches of a step.
+        virtual_stages: stages a rank, v.
+
+    Raises ScheduleError on counts below 1.
     """
     return interleaved_rows(num_ranks, num_micro_batches, virtual_stages).schedule()
 
 
 def interleaved_rows(num_ranks: int, num_micro_batches: int, virtual_stages: int) -> ScheduleRows:
-    """The rows of `interleaved`."""
+    """Return the rows of `interleaved`, with its `num_ranks`, `num_micro_batches` and `virtual_stages`."""
     placement = StagePlacement(num_ranks, virtual_stages)
     rounds = interleaved_rounds(num_ranks, num_micro_batches)
 
@@ -161,9 +182,9 @@ def interleaved_rows(num_ranks: int, num_micro_batches: int, virtual_stages: int
 
 
 def interleaved_rounds(num_ranks: int, num_micro_batches: int) -> tuple[int, ...]:
-    """The micro-batches of each round of `interleaved`: p, or as few more as spread them evenly, longer ones first.
+    """Return the number of micro-batches of each round of `interleaved`: p, or slightly more, the longer rounds first.
 
-    A round shorter than p would leave ranks idle in every stage of it; a longer one costs memory alone. Fewer
+    A round shorter than p would leave ranks idle in every stage of it; a longer one only costs memory. Fewer
     than p micro-batches are one round. Raises ScheduleError on counts below 1.
 
     >>> interleaved_rounds(4, 8), interleaved_rounds(4, 14), interleaved_rounds(4, 3)
@@ -176,7 +197,7 @@ def interleaved_rounds(num_ranks: int, num_micro_batches: int) -> tuple[int, ...
 
 
 def zero_bubble_h1(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """1F1B whose backward is split and whose gradients of weights fill the bubble, in 1F1B's memory.
+    """Run 1F1B with split backwards whose gradients of weights fill the bubble, in 1F1B's memory.
 
     Qi et al. 2023 (arXiv 2401.10241), section 2.1. Rank i runs p - i forwards ahead and leaves the gradients of
     weights of i micro-batches for later, so every rank holds at most p micro-batches. Raises ScheduleError on
@@ -186,7 +207,7 @@ def zero_bubble_h1(num_ranks: int, num_micro_batches: int) -> Schedule:
 
 
 def zero_bubble_h1_rows(num_ranks: int, num_micro_batches: int) -> ScheduleRows:
-    """The rows of `zero_bubble_h1`."""
+    """Return the rows of `zero_bubble_h1`."""
 
     def pattern(rank: int) -> _Pattern:
         return _split_one_f_one_b(rank, num_micro_batches, num_warm_up=num_ranks - rank, num_deferred=rank)
@@ -195,17 +216,17 @@ def zero_bubble_h1_rows(num_ranks: int, num_micro_batches: int) -> ScheduleRows:
 
 
 def zero_bubble_h2(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """H1 with twice the memory and no bubble where F = B = W: Qi et al. 2023 (arXiv 2401.10241), section 2.2.
+    """Run H1 with twice the memory and no bubble where F = B = W: Qi et al. 2023 (arXiv 2401.10241), section 2.2.
 
     Rank i runs 2(p - i) - 1 forwards ahead and leaves the gradients of weights of 2i micro-batches for later, so
-    every rank holds at most 2p - 1 micro-batches. Ranks end as they began, one after another: the bubble is gone
-    only where the optimizer's step does not wait for all. Raises ScheduleError on counts below 1.
+    every rank holds at most 2p - 1 micro-batches. Ranks end one after another, as they begin: the bubble is 0 only
+    where the optimizer step does not wait for all ranks. Raises ScheduleError on counts below 1.
     """
     return zero_bubble_h2_rows(num_ranks, num_micro_batches).schedule()
 
 
 def zero_bubble_h2_rows(num_ranks: int, num_micro_batches: int) -> ScheduleRows:
-    """The rows of `zero_bubble_h2`."""
+    """Return the rows of `zero_bubble_h2`."""
 
     def pattern(rank: int) -> _Pattern:
         num_warm_up = 2 * (num_ranks - rank) - 1
@@ -215,17 +236,17 @@ def zero_bubble_h2_rows(num_ranks: int, num_micro_batches: int) -> ScheduleRows:
 
 
 def zero_bubble_v(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """Two stages a rank in a V, a split backward, 1F1B's memory, and no bubble where F = B = W.
+    """Run two stages a rank in a V with split backwards, in 1F1B's memory, without a bubble where F = B = W.
 
-    ZB-V of Qi et al. 2023 (arXiv 2401.10241), section 6, one of the V-shaped family of Qi et al. 2024 (arXiv
-    2405.15362). A rank's `down` is its stage on the way to the last rank, `up` that on the way back. At most 2p
-    stage activations are in flight on a rank. Raises ScheduleError on counts below 1.
+    This is ZB-V of Qi et al. 2023 (arXiv 2401.10241), section 6, one of the V-shaped family of Qi et al. 2024
+    (arXiv 2405.15362). A rank's `down` is its stage on the way to the last rank, `up` that on the way back. At most
+    2p stage activations are in flight on a rank. Raises ScheduleError on counts below 1.
     """
     return zero_bubble_v_rows(num_ranks, num_micro_batches).schedule()
 
 
 def zero_bubble_v_rows(num_ranks: int, num_micro_batches: int) -> ScheduleRows:
-    """The rows of `zero_bubble_v`."""
+    """Return the rows of `zero_bubble_v`."""
     placement = StagePlacement(num_ranks, stages_per_rank=2, is_v_shaped=True)
     num_steady = max(num_micro_batches - num_ranks, num_ranks - 1)
 
@@ -233,9 +254,9 @@ def zero_bubble_v_rows(num_ranks: int, num_micro_batches: int) -> ScheduleRows:
         down, up = placement.stages_of(rank)
         whole = [(_F, up), (_I, up), (_W, up)]
         return [
-            # Until the first micro-batch is back: rank i hears of it after 2(p - i) - 1 forwards.
+            # Until the first micro-batch comes back: rank i receives it after 2(p - i) - 1 forwards.
             *[(_F, down)] * (2 * (num_ranks - rank) - 1),
-            # The ranks before this one have no gradients to pass on yet; forwards keep all busy, in equal memory.
+            # No gradients have reached this rank yet; forwards keep all ranks busy, in equal memory.
             *[(_F, up), (_F, down)] * rank,
             *whole * (num_ranks - rank),
             *[(_F, down), (_I, down), (_W, down), *whole] * num_steady,
@@ -250,7 +271,7 @@ def zero_bubble_v_rows(num_ranks: int, num_micro_batches: int) -> ScheduleRows:
 
 
 def pipeline_evaluation(placement: StagePlacement, num_micro_batches: int) -> Schedule:
-    """The forward of each micro-batch through all stages of any placement, in the shortest time that m >= p allow.
+    """Run the forward of each micro-batch through all stages of any placement, in the least time for m >= p.
 
     Looped stages take rounds of micro-batches as `interleaved` does; in a V a rank takes the two stages in turn.
     Raises ScheduleError on counts below 1.
@@ -268,7 +289,7 @@ def pipeline_evaluation(placement: StagePlacement, num_micro_batches: int) -> Sc
 
 
 def _split_one_f_one_b(stage: int, num_micro_batches: int, *, num_warm_up: int, num_deferred: int) -> _Pattern:
-    """Forwards ahead, then a backward and a forward in turn, gradients of weights `num_deferred` backwards late."""
+    """Yield warm-up forwards, then backward and forward in turn; gradients of weights come `num_deferred` later."""
     yield from [(_F, stage)] * num_warm_up
     for index in range(num_micro_batches):
         yield _I, stage

@@ -1,4 +1,4 @@
-"""Which pipeline rank holds which stages: looped over the ranks, or down and up again in a V.
+"""Place stages on pipeline ranks: looped over the ranks, or down and up again in a V.
 
     looped, v = 2        V-shaped, v = 2
     rank 0   0   3       rank 0   0   5
@@ -20,9 +20,9 @@ from shardwise.schedule.actions import ScheduleError
 
 @dataclass(frozen=True, slots=True)
 class StagePlacement:
-    """The stages of each of `num_ranks` pipeline ranks; a stage feeds the next, 0 the first, in every placement.
+    """Place stages on `num_ranks` pipeline ranks; in every placement stage 0 is the first and feeds stage 1.
 
-    Looped, stage s is on rank s % num_ranks. V-shaped, with two stages a rank, stage s is on rank s on the way
+    In a loop, stage s is on rank s % num_ranks. In a V, with two stages a rank, stage s is on rank s on the way
     down and on rank 2 * num_ranks - 1 - s on the way up: the last rank holds two neighbours, the first rank the
     first stage and the last. Raises ScheduleError on counts below 1 and on a V of other than two stages a rank.
     """
@@ -43,14 +43,14 @@ class StagePlacement:
         return self.num_ranks * self.stages_per_rank
 
     def rank_of(self, stage: int) -> int:
-        """The pipeline rank that holds a stage; raises ScheduleError where there is no such stage."""
+        """Return the pipeline rank that holds a stage; raise ScheduleError where there is no such stage."""
         if not 0 <= stage < self.num_stages:
             raise ScheduleError(f"stage={stage} is none of {self.num_stages}; stages count from 0")
         rank = stage % self.num_ranks
         return self.num_ranks - 1 - rank if self.is_v_shaped and stage >= self.num_ranks else rank
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that a pipeline rank holds, ascending; raises ScheduleError where there is no such rank."""
+        """Return the stages that a pipeline rank holds, ascending; raise ScheduleError where there is no such rank."""
         if not 0 <= rank < self.num_ranks:
             raise ScheduleError(f"rank={rank} is none of {self.num_ranks}; ranks count from 0")
         if self.is_v_shaped:

@@ -1,4 +1,4 @@
-"""The pipeline schedules by name: which stages they place where, and what writes them.
+"""List the pipeline schedules by name: how each places its stages, and which function generates it.
 
 >>> print(pipeline_step("gpipe", num_ranks=2, num_micro_batches=2))
 rank 0: 0F0 0F1 0B0 0B1
@@ -30,11 +30,11 @@ from shardwise.schedule.placement import StagePlacement
 
 @dataclass(frozen=True, slots=True)
 class ScheduleRecipe:
-    """A pipeline schedule by name.
+    """Describe a pipeline schedule.
 
     `rows` takes the numbers of ranks, micro-batches and virtual stages. `splits_backward` says that it
-    writes BACKWARD_INPUT and BACKWARD_WEIGHT for BACKWARD. A rank has `min_virtual_stages` to
-    `max_virtual_stages` stages (None: any number); `rule` says so, and what else the user may write.
+    writes BACKWARD_INPUT and BACKWARD_WEIGHT instead of BACKWARD. A rank has `min_virtual_stages` to
+    `max_virtual_stages` stages (None: any number); `rule` says so in error messages, with alternatives.
     """
 
     name: str
@@ -46,7 +46,7 @@ class ScheduleRecipe:
     rule: str = "which has a stage or more on every rank; use 1 or more"
 
     def placement(self, num_ranks: int, virtual_stages: int = 1) -> StagePlacement:
-        """Where the stages are; 1 virtual stage, the default of the config, is 2 in a V.
+        """Return where the stages are; 1 virtual stage, the default of the config, means 2 in a V.
 
         Raises ConfigError where the schedule has no such number of virtual stages, ScheduleError without a rank.
         """
@@ -95,23 +95,37 @@ RECIPES: Mapping[str, ScheduleRecipe] = MappingProxyType(
         )
     }
 )
-"""The schedules that `pipeline.schedule` may name."""
+"""`pipeline.schedule` may name these schedules."""
 
 
 def recipe_of(name: str) -> ScheduleRecipe:
-    """The recipe of a name; raises ConfigError where there is none."""
+    """Return the recipe of a name; raise ConfigError where there is none."""
     if name not in RECIPES:
         raise ConfigError(f"pipeline.schedule={name!r} is no schedule; use one of {', '.join(RECIPES)}")
     return RECIPES[name]
 
 
 def placement_of(recipe_name: str, num_ranks: int, virtual_stages: int = 1) -> StagePlacement:
-    """Where the stages of a schedule are; raises ConfigError as `ScheduleRecipe.placement` and `recipe_of` do."""
+    """Return where the stages of a schedule are.
+
+    Args:
+        recipe_name: a name of `RECIPES`.
+        num_ranks: ranks of the pipeline.
+        virtual_stages: stages a rank; 1 means 2 in a V.
+
+    Raises ConfigError as `ScheduleRecipe.placement` and `recipe_of` do.
+    """
     return recipe_of(recipe_name).placement(num_ranks, virtual_stages)
 
 
 def pipeline_step(recipe_name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int = 1) -> Schedule:
-    """The computations of one optimizer step, a row for each pipeline rank, of whole stages.
+    """Return the computations of one optimizer step, a row for each pipeline rank, of whole stages.
+
+    Args:
+        recipe_name: a name of `RECIPES`.
+        num_ranks: ranks of the pipeline.
+        num_micro_batches: micro-batches of a step.
+        virtual_stages: stages a rank; 1 means 2 in a V.
 
     Raises ConfigError where the schedule is unknown or has no such number of virtual stages, and ScheduleError
     on counts below 1.
@@ -120,7 +134,9 @@ def pipeline_step(recipe_name: str, num_ranks: int, num_micro_batches: int, virt
 
 
 def pipeline_rows(recipe_name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int = 1) -> ScheduleRows:
-    """`pipeline_step` without its actions, rank by rank; raises what that does.
+    """Return the rows of `pipeline_step`, generated rank by rank and without `Action` objects.
+
+    `recipe_name`, `num_ranks`, `num_micro_batches`, `virtual_stages` and the errors are those of `pipeline_step`.
 
     >>> [stage for _, stage, _ in pipeline_rows("zb-v", num_ranks=4, num_micro_batches=1).of(1)]
     [1, 6, 6, 6, 1, 1]

@@ -1,7 +1,7 @@
-"""Times for a schedule: an action starts when its lane is free and all it follows has ended.
+"""Simulate a schedule: an action starts when its lane is free and all that it follows has ended.
 
-It prices a schedule; it does not check one (`verify` does), and it knows no hardware: costs come from the
-caller.
+The simulator gives a schedule its times; it does not check one (`verify` does), and it knows no hardware: costs
+come from the caller.
 
 >>> from shardwise.schedule.actions import ActionKind
 >>> from shardwise.schedule.generators import data_parallel_step
@@ -21,7 +21,7 @@ from shardwise.schedule.actions import COLLECTIVES, LANES, Action, ActionKind, S
 from shardwise.schedule.dependencies import Position, dependencies, execution_order
 
 Cost = Callable[[int, Action], float]
-"""Seconds that an action takes on a rank; a transfer's belong to SEND, whose end its RECEIVE follows."""
+"""Returns the seconds of an action on a rank; those of a transfer belong to SEND, whose end its RECEIVE follows."""
 
 
 def simulate(
@@ -31,11 +31,15 @@ def simulate(
     lanes: Mapping[ActionKind, str] = LANES,
     meeting_kinds: Collection[ActionKind] = COLLECTIVES,
 ) -> tuple[TimedAction, ...]:
-    """Give a verified schedule its times; returns its actions rank by rank, in the schedule's order.
+    """Give a verified schedule its times, and return its actions rank by rank, in the schedule's order.
 
-    `lanes` gives each kind its lane on a rank. Actions of `meeting_kinds` wait for each other across the
-    ranks that have them and last as long as the slowest. Raises ScheduleError on a negative cost and on a
-    deadlock.
+    Args:
+        schedule: as `verify` accepts it.
+        cost: returns the seconds of an action on a rank.
+        lanes: the lane of each kind on a rank.
+        meeting_kinds: kinds whose actions wait for each other across the ranks and last as long as the slowest.
+
+    Raises ScheduleError on a negative cost and on a deadlock.
     """
     follows = dependencies(schedule, lanes)
     order, blocked = execution_order(schedule, follows, meeting_kinds=meeting_kinds)
@@ -56,14 +60,14 @@ def simulate(
 
 
 def makespan_s(timed: Sequence[TimedAction]) -> float:
-    """Seconds from the first start to the last end; 0 for no actions."""
+    """Return the seconds from the first start to the last end; 0 for no actions."""
     if not timed:
         return 0.0
     return max(action.end_s for action in timed) - min(action.start_s for action in timed)
 
 
 def bubble_fraction(timed: Sequence[TimedAction], *, lane: str = "compute") -> float:
-    """The share of the makespan in which `lane` stands still, a mean over the ranks; 0 for no actions."""
+    """Return the share of the makespan in which `lane` is idle, a mean over the ranks; 0 for no actions."""
     num_ranks = len({action.rank for action in timed})
     whole_s = num_ranks * makespan_s(timed)
     busy_s = sum(action.duration_s for action in timed if action.lane == lane)
@@ -71,15 +75,16 @@ def bubble_fraction(timed: Sequence[TimedAction], *, lane: str = "compute") -> f
 
 
 def rank_span_s(timed: Sequence[TimedAction], rank: int, *, lane: str = "compute") -> float:
-    """Seconds from the first start to the last end of a rank's actions in `lane`; 0 for none.
+    """Return the seconds from the first start to the last end of a rank's actions in `lane`; 0 for none.
 
     The spans of the ranks of a pipeline begin and end one after another, so each may be shorter than the makespan.
+    `timed` holds the actions of all ranks.
     """
     return makespan_s([action for action in timed if action.rank == rank and action.lane == lane])
 
 
 def rank_bubble_s(timed: Sequence[TimedAction], rank: int, *, lane: str = "compute") -> float:
-    """Seconds of the rank's span in which `lane` stands still: the bubble of which `formulas` speak."""
+    """Return the idle seconds of `lane` in the span of `rank` among `timed`: the bubble that `formulas` computes."""
     busy_s = sum(action.duration_s for action in timed if action.rank == rank and action.lane == lane)
     return rank_span_s(timed, rank, lane=lane) - busy_s
 

@@ -1,18 +1,19 @@
-"""Proves that a schedule can run and means one optimizer step or evaluation; explains a flaw, and draws it.
+"""Prove that a schedule can run and means one optimizer step or evaluation; explain a flaw, and draw it.
 
-It runs nothing and prices nothing. A schedule may be lowered in part: without any transfer, stages hand over
-directly; without any REDUCE, gradients stay where they are. What it holds a schedule to, beside the dependency
-relation:
+The verifier runs nothing and prices nothing. A schedule may be lowered in part: without any transfer, stages pass
+payloads directly; without any REDUCE, gradients stay as they are. Beside the dependency relation, a schedule must
+keep these rules:
 
 - every micro-batch runs forward once through each (stage, group), backward once through each that is trained;
   the groups of a stage form a chain, run in one order forward and in its reverse backward;
-- the parameters and gradients of each (rank, stage, group) move as `states` says, and end as they rest;
+- the parameters and gradients of each (rank, stage, group) change only as `parameters` and `gradients` allow, and
+  end in a legal state;
 - transfers are complete, and both ends of a channel have them in one order (`channels`);
 - the replicas of a stage issue the same collectives in the same order;
-- issued in order, where a computation holds up whatever is written behind it, every row reaches its end. SEND and
-  RECEIVE hold up nothing: a RECEIVE posts, a SEND is complete when its RECEIVE is posted and those before it on its
+- issued in order, where a computation delays everything that is written after it, every row reaches its end. SEND and
+  RECEIVE delay nothing: a RECEIVE posts, a SEND is complete when its RECEIVE is posted and those before it on its
   channel are. Since both ends have one order, the wait of a SEND is that of its RECEIVE, and adds none;
-- where bounds are given, no rank holds the activations of more (stage, micro-batch) pairs at once.
+- where limits are given, no rank holds the activations of more (stage, micro-batch) pairs at once.
 
 >>> from shardwise.schedule.actions import Schedule
 >>> verify(Schedule.parse("rank 0: 0F0 0B0 0REDUCE 0STEP"))
@@ -61,8 +62,8 @@ def verify(
 
     Args:
         schedule: of any kind; it may be lowered in part.
-        max_in_flight: for each rank, how many stage activations it may hold at once, as `peak_in_flight` counts them.
-        lanes: gives each kind its lane on a rank.
+        max_in_flight: for each rank, the most stage activations at once, counted as `num_in_flight` does; None: any.
+        lanes: the lane of each kind on a rank.
     """
     places = ActionPlaces.of(schedule)
     follows = dependencies(schedule, lanes)
@@ -83,7 +84,7 @@ def verify(
 
 
 def _computations(schedule: Schedule) -> Iterator[Flaw]:
-    """Each micro-batch once through each group of each stage."""
+    """Yield each missing or repeated computation: each micro-batch runs once through each group of each stage."""
     micro_batches = {a.micro_batch for row in schedule.ranks for a in row if a.kind in COMPUTATIONS}
     num_micro_batches = 1 + max((m for m in micro_batches if m is not None), default=-1)
     if num_micro_batches == 0:
@@ -117,7 +118,7 @@ def _computations(schedule: Schedule) -> Iterator[Flaw]:
 
 
 def _missing(kinds: Mapping[ActionKind, int], trained: bool) -> list[ActionKind]:
-    """What a micro-batch still needs of a group that has run `kinds` of it."""
+    """Return the kinds that a micro-batch still needs of a group that has run `kinds` of it."""
     if ActionKind.FORWARD not in kinds:
         return [ActionKind.FORWARD]
     if not trained or ActionKind.BACKWARD in kinds:
@@ -127,7 +128,7 @@ def _missing(kinds: Mapping[ActionKind, int], trained: bool) -> list[ActionKind]
 
 
 def _stages(schedule: Schedule, places: ActionPlaces) -> Iterator[Flaw]:
-    """As many replicas of each stage, none without any, and no backward that lacks the next stage's."""
+    """Yield each stage with another number of replicas than the one before, and each backward that lacks a source."""
     holders = places.holders
     last_backward = {
         action.stage: (rank, index)
@@ -149,7 +150,7 @@ def _stages(schedule: Schedule, places: ActionPlaces) -> Iterator[Flaw]:
 
 
 def _collectives(schedule: Schedule, places: ActionPlaces) -> Iterator[Flaw]:
-    """The replicas of a stage issue the same collectives of each kind in the same order."""
+    """Yield where the replicas of a stage issue different collectives of a kind, or in another order."""
     for stage, holders in places.holders.items():
         for kind in sorted(COLLECTIVES, key=lambda kind: kind.value):
             issued = [
@@ -170,7 +171,7 @@ def _text_at(schedule: Schedule, place: Position | None) -> str:
 
 
 def _rows(schedule: Schedule, follows: Follows) -> Iterator[Flaw]:
-    """No action stands before one of its own rank that it must follow."""
+    """Yield each action that is written before one of its own rank that it must follow."""
     for (rank, index), earlier in follows.items():
         for other_rank, other in earlier:
             if other_rank == rank and other > index:
@@ -180,7 +181,7 @@ def _rows(schedule: Schedule, follows: Follows) -> Iterator[Flaw]:
 
 
 def _chains(schedule: Schedule) -> Iterator[Flaw]:
-    """The groups of a stage run in one order in every forward, and in its reverse in every backward."""
+    """Yield where a stage's groups do not run in one order in every forward and its reverse in every backward."""
     for rank, row in enumerate(schedule.ranks):
         place_in: dict[int, dict[str, int]] = {}
         runs: dict[tuple[int, bool, int | None], list[tuple[int, str]]] = {}
@@ -207,7 +208,7 @@ def _chains(schedule: Schedule) -> Iterator[Flaw]:
 
 
 def _deadlock(schedule: Schedule, follows: Follows) -> Iterator[Flaw]:
-    """Issue every row in order, waiting for each computation, whatever else is under way."""
+    """Issue every row in order, waiting for each computation, and yield the circle of a deadlock."""
     issued = dict(follows)
     for rank, row in enumerate(schedule.ranks):
         computation: tuple[Position, ...] = ()
@@ -232,7 +233,7 @@ def _deadlock(schedule: Schedule, follows: Follows) -> Iterator[Flaw]:
 
 
 class ParameterStates(Enum):
-    """What a rank has of a group's parameters; STALE copies are older than the shards that a STEP updated."""
+    """Say what a rank has of a group's parameters; STALE copies are older than the shards that a STEP updated."""
 
     SHARDED = "sharded"
     UNUSED = "unsharded, for no use yet"
@@ -241,7 +242,7 @@ class ParameterStates(Enum):
 
 
 class GradientStates(Enum):
-    """What a rank has of a group's gradients."""
+    """Say what a rank has of a group's gradients."""
 
     NONE = "none"
     UNREDUCED = "not reduced"
@@ -251,7 +252,7 @@ class GradientStates(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StateMachine:
-    """The first state, the legal moves, and rule and cure of each illegal one and of each bad end."""
+    """Hold the first state, the legal moves, and rule and cure of each illegal move and of each bad end."""
 
     start: Enum
     moves: Mapping[tuple[ActionKind, Enum], Enum]
@@ -260,7 +261,7 @@ class StateMachine:
 
 
 def parameters(schedule: Schedule) -> StateMachine:
-    """SHARDED -UNSHARD-> UNUSED -use-> WHOLE -RESHARD-> SHARDED; STEP on shards makes copies STALE."""
+    """Return the parameters' state machine: SHARDED -UNSHARD-> UNUSED -use-> WHOLE -RESHARD-> SHARDED, and STALE."""
     sharded, unused, whole, stale = ParameterStates
     steps_shards = schedule.unshard_for_use or schedule.unshard_after_step
     moves: dict[tuple[ActionKind, Enum], Enum] = {
@@ -288,9 +289,10 @@ def parameters(schedule: Schedule) -> StateMachine:
 
 
 def gradients(schedule: Schedule) -> StateMachine:
-    """NONE -backward-> UNREDUCED -REDUCE-> REDUCED -STEP-> STEPPED; by the rules, backward may come again.
+    """Return the gradients' state machine: NONE -backward-> UNREDUCED -REDUCE-> REDUCED -STEP-> STEPPED.
 
-    A schedule without any REDUCE is not lowered so far: its gradients stay as the backward leaves them.
+    The rules say whether a backward may add to UNREDUCED or to REDUCED gradients. In a schedule without any REDUCE,
+    which is lowered in part, gradients stay as the backward leaves them.
     """
     none, unreduced, reduced, stepped = GradientStates
     makers = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
@@ -321,7 +323,7 @@ def gradients(schedule: Schedule) -> StateMachine:
 
 
 def misuses(schedule: Schedule, machine: StateMachine) -> Iterator[tuple[str, Position]]:
-    """Walk each row; yields each illegal move and each bad end: value, rule and cure in a line, and where."""
+    """Walk each row, and yield each illegal move and each bad end: value, rule and cure in a line, and where."""
     kinds = {kind for kind, _ in machine.moves}
     for rank, row in enumerate(schedule.ranks):
         groups = stage_groups(row)
