@@ -1,6 +1,6 @@
-"""Drawings of timelines, planned or recorded: for the terminal, as SVG and HTML, and as a Chrome trace.
+"""Draw timelines, planned or recorded: for the terminal, as SVG and HTML, and as a Chrome trace.
 
-Pure: from timed actions to text, with no process group, no device and no torch.
+The functions are pure: they turn timed actions into text, with no process group, no device and no torch.
 
 >>> from shardwise.report import timeline_text
 >>> from shardwise.report.panel import TerminalPanel

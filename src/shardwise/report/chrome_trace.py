@@ -1,7 +1,7 @@
-"""Timed actions in the Trace Event Format, which ui.perfetto.dev and chrome://tracing open, and back.
+"""Write timed actions in the Trace Event Format, which ui.perfetto.dev and chrome://tracing open, and read them back.
 
-A process of the trace is a rank, a thread one of its lanes. Times in the format are microseconds; the exact seconds are
-in each event's `args`, from which `read_chrome_trace` takes them.
+A process of the trace is a rank, a thread is one of its lanes. Times in the format are microseconds; the exact seconds
+are in each event's `args`, where `read_chrome_trace` reads them.
 
 Source: "Trace Event Format", the complete events ("X") and the metadata events ("M").
 
@@ -26,14 +26,14 @@ _US_PER_S = 1e6
 
 
 def chrome_trace(actions: Sequence[TimedAction], rank_name: str = "pp rank") -> dict[str, Any]:
-    """The trace as a value that `json.dump` writes.
+    """Return the trace as a value that `json.dump` writes.
 
     Args:
-        actions: of all ranks, on one clock, in seconds.
-        rank_name: what a rank is called; its number follows.
+        actions: actions of all ranks, on one clock, in seconds.
+        rank_name: name of a rank in the trace; its number follows.
     """
     panel = TerminalPanel("", actions)
-    # Lanes without time are lanes, too: nothing is to be lost.
+    # Lanes without time are kept too, so that no event is lost.
     lanes = [*panel.lanes, *sorted({each.lane for each in actions} - set(panel.lanes))]
     events = [
         *(event for rank in panel.rows for event in _names(rank, rank_name, lanes)),
@@ -43,7 +43,7 @@ def chrome_trace(actions: Sequence[TimedAction], rank_name: str = "pp rank") -> 
 
 
 def read_chrome_trace(trace: Mapping[str, Any]) -> tuple[TimedAction, ...]:
-    """The timed actions of a trace that `chrome_trace` made, in its order; events of others are passed over.
+    """Return the timed actions of a trace that `chrome_trace` made, in its order; other events are ignored.
 
     Raises:
         ScheduleError: it holds no timed action, or a damaged one.

@@ -1,4 +1,4 @@
-"""The console that commands print their answer on: what a foreign file says steers no terminal.
+"""Print the output of commands safely: text from a foreign file cannot control the terminal.
 
 >>> Terminal(width=40).print("as wide as asked", "\\x1b[31m")
 as wide as asked \\x1b[31m
@@ -16,9 +16,9 @@ from shardwise.config.untrusted_files import printable
 
 
 class Terminal(Console):
-    """Writes out what would steer a terminal; and leaves what a closed pipe does to the command line, as `print` does.
+    """Escape control characters, and raise on a closed pipe, as `print` does, so that the command line handles it.
 
-    Rich itself would end the program, and let escapes through.
+    Rich itself would end the program, and pass the control characters on.
     """
 
     def render(self, *arguments: Any, **named: Any) -> Iterator[Segment]:
@@ -30,5 +30,5 @@ class Terminal(Console):
             yield segment._replace(text=text)
 
     def on_broken_pipe(self) -> NoReturn:
-        """Raise what the pipe raised."""
+        """Raise BrokenPipeError; rich would exit."""
         raise BrokenPipeError

@@ -1,7 +1,7 @@
-"""Drawings of block layouts, for the terminal and as SVG: rows of queries, columns of keys, from the top left.
+"""Draw block layouts, for the terminal and as SVG: rows of queries, columns of keys, from the top left.
 
-A layout of more blocks than there is room for is drawn in cells of several, shaded by the share that is visible; any
-at all shows.
+Where a layout has more blocks than cells fit, a cell stands for several blocks and is shaded by the share that is
+visible; a share above 0 always shows.
 
 >>> print(terminal([LayoutPanel("", ((1, 0, 0), (0.5, 1, 0), (0.01, 0, 1)))], width=80, is_causal=True).plain)
 ██
@@ -45,25 +45,25 @@ text { font: 13px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-seri
 
 @dataclass(frozen=True)
 class LayoutPanel:
-    """One drawing: a title, and the share of each cell that is visible, 0 to 1, rows of queries from the top."""
+    """Hold one drawing: a title, and the visible share of each cell, 0 to 1, rows of queries from the top."""
 
     title: str
     shares: Sequence[Sequence[float]]
 
 
 def cells_across(width: int, num_panels: int) -> int:
-    """How many cells a panel may have so that all stand in a row, or each in its own where that makes them tiny."""
+    """Return the cells across a panel so that all panels fit side by side, or one a row where they would be tiny."""
     beside = (width - _GAP * (num_panels - 1)) // num_panels // 2
     return max(8, min(40, beside if beside >= 16 else width // 2))
 
 
 def terminal(panels: Sequence[LayoutPanel], width: int, *, is_causal: bool) -> Text:
-    """Panels beside each other where they fit, two characters a cell.
+    """Draw panels beside each other where they fit, two characters a cell.
 
     Args:
-        panels: of equally many cells.
+        panels: panels with equal numbers of cells.
         width: columns of the terminal.
-        is_causal: what is above the diagonal is left blank, instead of drawn as not visible.
+        is_causal: leave the cells above the diagonal blank, instead of drawing them as not visible.
     """
     panel_width = max(2 * len(panels[0].shares), *(len(panel.title) for panel in panels))
     per_row = max(1, (width + _GAP) // (panel_width + _GAP))
@@ -91,7 +91,7 @@ def _shade(share: float) -> str:
 
 
 def svg(panels: Sequence[LayoutPanel], lines: Sequence[str]) -> str:
-    """Panels beside each other, under them lines of text; a cell's opacity is its share, which it tells on hover."""
+    """Draw panels beside each other, lines of text under them; a cell's share is its opacity and its tooltip."""
     width = _MARGIN + max(len(panels) * (_SIDE + _MARGIN), max(map(len, lines), default=0) * _LETTER_WIDTH)
     height = _TITLE_HEIGHT + _SIDE + 2 * _MARGIN + _LINE_HEIGHT * len(lines)
     drawn = [
@@ -110,7 +110,7 @@ def svg(panels: Sequence[LayoutPanel], lines: Sequence[str]) -> str:
 
 
 def _cells(panel: LayoutPanel) -> list[str]:
-    """Cells of a panel; neighbours in a row that share a shade are one rectangle."""
+    """Return the cells of a panel; neighbours in a row with the same share are one rectangle."""
     size = _SIDE / len(panel.shares)
     drawn = [f'<rect class="none" width="{_SIDE}" height="{_SIDE}"/>']
     for row, shares in enumerate(panel.shares):
@@ -119,7 +119,7 @@ def _cells(panel: LayoutPanel) -> list[str]:
             if column < len(shares) and shares[column] == shares[start]:
                 continue
             if shares[start] > 0:
-                # Faint, a lone block of many would not be seen.
+                # Without a minimum opacity, one visible block of many would not be seen.
                 opacity = "" if shares[start] >= 1 else f' fill-opacity="{0.25 + 0.75 * shares[start]:.3g}"'
                 place = f'x="{start * size:.4g}" y="{row * size:.4g}"'
                 drawn.append(

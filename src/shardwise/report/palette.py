@@ -1,4 +1,4 @@
-"""The colours of actions, the same in every drawing: a hue for each kind, a lighter shade for each further stage.
+"""Choose the colours of actions, equal in all drawings: a hue for each kind, a lighter shade for each later stage.
 
 >>> fill(ActionKind.FORWARD), fill(ActionKind.FORWARD, chunk=1, num_chunks=2)
 ('#2f6fb7', '#97b7db')
@@ -38,10 +38,10 @@ _MID_LUMINANCE = 150
 
 
 def fill(kind: ActionKind, chunk: int = 0, num_chunks: int = 1) -> str:
-    """The colour of an action as `#rrggbb`.
+    """Return the colour of an action as `#rrggbb`.
 
     Args:
-        kind: of the action.
+        kind: kind of the action.
         chunk: which of its rank's stages it belongs to, from 0.
         num_chunks: the most stages that a rank has.
     """
@@ -50,13 +50,13 @@ def fill(kind: ActionKind, chunk: int = 0, num_chunks: int = 1) -> str:
 
 
 def ink(colour: str) -> str:
-    """The colour of letters that can be read on `colour`."""
+    """Return a colour for text that can be read on `colour`."""
     red, green, blue = _channels(colour)
     return DARK_INK if 0.299 * red + 0.587 * green + 0.114 * blue > _MID_LUMINANCE else LIGHT_INK
 
 
 def _blend(colour: str, other: str, share: float) -> str:
-    """`colour` with `share` of `other` in it, channel by channel."""
+    """Mix `share` of `other` into `colour`, channel by channel."""
     pairs = zip(_channels(colour), _channels(other), strict=True)
     return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in pairs)
 

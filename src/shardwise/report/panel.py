@@ -1,4 +1,4 @@
-"""What is drawn: a `TerminalPanel` of timed actions, and what every drawing says about one, whatever its form.
+"""Define `TerminalPanel`, one timeline of timed actions, and the figures and texts that all drawings of it show.
 
 >>> panel = TerminalPanel("plan", [TimedAction(Action.parse("0F0"), rank=1, start_s=2.0, end_s=3.0, lane="compute")])
 >>> panel.start_s, panel.makespan_s, panel.idle_fractions
@@ -26,7 +26,7 @@ from shardwise.schedule import (
 )
 
 COMPUTE = LANES[ActionKind.FORWARD]
-# Times are sums of floats: what misses the next round number by less than this has reached it.
+# Times are sums of floats: a value that is below a round number by less than this counts as that number.
 _ROUNDING = 1 + 1e-9
 _ZERO = 1e-9
 _MANY = 1e4
@@ -41,7 +41,7 @@ LETTERS: Mapping[ActionKind, str] = MappingProxyType(
         ActionKind.STEP: "S",
     }
 )
-"""One letter for each kind that a drawing writes into its cells."""
+"""A drawing writes these characters into the cells of each kind."""
 
 WORDS: Mapping[ActionKind, str] = MappingProxyType(
     {
@@ -64,12 +64,12 @@ WORDS: Mapping[ActionKind, str] = MappingProxyType(
 
 @dataclass(frozen=True)
 class TerminalPanel:
-    """One timeline under its title.
+    """Hold one timeline and its title.
 
     Args:
-        title: a line that says what it is.
-        actions: of all its ranks, in any order; their clock may begin anywhere.
-        formula_s: the bubble that a closed form gives, in seconds, to be told beside `span_bubble_s`.
+        title: a line that says what it shows.
+        actions: actions of all its ranks, in any order; their clock may begin anywhere.
+        formula_s: the bubble of a closed form, in seconds, shown beside `span_bubble_s`; None where no form holds.
     """
 
     title: str
@@ -78,17 +78,17 @@ class TerminalPanel:
 
     @cached_property
     def start_s(self) -> float:
-        """When the first action starts, on the actions' clock."""
+        """Return when the first action starts, on the actions' clock, in seconds."""
         return min((each.start_s for each in self.actions), default=0.0)
 
     @cached_property
     def makespan_s(self) -> float:
-        """Seconds from the first start to the last end."""
+        """Return the seconds from the first start to the last end."""
         return makespan_s(self.actions)
 
     @cached_property
     def rows(self) -> dict[int, list[TimedAction]]:
-        """The actions of each rank by their starts, ranks in order."""
+        """Return the actions of each rank in the order of their starts, ranks ascending."""
         rows: dict[int, list[TimedAction]] = {rank: [] for rank in sorted({each.rank for each in self.actions})}
         for each in sorted(self.actions, key=lambda each: (each.start_s, each.end_s)):
             rows[each.rank].append(each)
@@ -96,20 +96,20 @@ class TerminalPanel:
 
     @cached_property
     def lanes(self) -> tuple[str, ...]:
-        """The lanes in which time is spent, computations first, then as `LANES` has them, then the rest."""
+        """Return the lanes in which time is spent: computations first, then those of `LANES` in order, then others."""
         known = list(dict.fromkeys(LANES.values()))
         used = {each.lane for each in self.actions if each.duration_s > 0} | {COMPUTE}
         return tuple(sorted(used, key=lambda lane: (known.index(lane) if lane in known else len(known), lane)))
 
     @cached_property
     def kinds(self) -> tuple[ActionKind, ...]:
-        """The kinds on which time is spent, in the order of `ActionKind`."""
+        """Return the kinds on which time is spent, in the order of `ActionKind`."""
         used = {each.action.kind for each in self.actions if each.duration_s > 0}
         return tuple(kind for kind in ActionKind if kind in used)
 
     @cached_property
     def stages(self) -> dict[int, tuple[int, ...]]:
-        """The stages that each rank computes, in order."""
+        """Return the stages that each rank computes, in order."""
         return {
             rank: tuple(sorted({each.action.stage for each in row if each.action.kind in COMPUTATIONS}))
             for rank, row in self.rows.items()
@@ -117,17 +117,17 @@ class TerminalPanel:
 
     @cached_property
     def num_chunks(self) -> int:
-        """The most stages that a rank computes; at least 1."""
+        """Return the most stages that a rank computes; at least 1."""
         return max([1, *map(len, self.stages.values())])
 
     def chunk(self, timed: TimedAction) -> int:
-        """Which of its rank's stages an action belongs to; 0 for a stage on which the rank computes nothing."""
+        """Return the index of an action's stage among its rank's; 0 for a stage on which the rank computes nothing."""
         stages = self.stages[timed.rank]
         return stages.index(timed.action.stage) if timed.action.stage in stages else 0
 
     @cached_property
     def idle_fractions(self) -> dict[int, float]:
-        """The bubble of each rank: the share of the makespan in which it computes nothing; their mean is `bubble`."""
+        """Return each rank's bubble: the share of the makespan in which it computes nothing; `bubble` is the mean."""
         busy_s = dict.fromkeys(self.rows, 0.0)
         for each in self.actions:
             if each.lane == COMPUTE:
@@ -136,32 +136,32 @@ class TerminalPanel:
 
     @property
     def bubble(self) -> float:
-        """The share of the makespan in which a rank computes nothing, a mean over the ranks."""
+        """Return the share of the makespan in which a rank computes nothing, a mean over the ranks."""
         return bubble_fraction(self.actions)
 
     @cached_property
     def spans_s(self) -> dict[int, tuple[float, float]]:
-        """For each rank the seconds from its first computation to its last one's end, and the idle ones of them.
+        """Return for each rank the seconds from its first computation to its last one's end, and the idle ones of them.
 
-        The second is the bubble of which `shardwise.schedule.formulas` speaks: ranks need not begin and end together.
+        The second is the bubble that `shardwise.schedule.formulas` computes: ranks need not begin and end together.
         """
         return {rank: (rank_span_s(row, rank), rank_bubble_s(row, rank)) for rank, row in self.rows.items()}
 
     @property
     def span_bubble_s(self) -> float:
-        """The idle seconds of the rank with the longest span, within that span."""
+        """Return the idle seconds of the rank with the longest span, within that span."""
         return max(self.spans_s.values(), default=(0.0, 0.0))[1]
 
     @property
     def bubble_line(self) -> str:
-        """The bubble on the drawing, and the formula's where that is known."""
+        """Return the line with the bubble of the drawing, and with the formula's where that is known."""
         within, formula = (format_s(each or 0.0, self.makespan_s) for each in (self.span_bubble_s, self.formula_s))
         drawn = f"{percent(self.bubble)} of {format_s(self.makespan_s)}; within a rank's span {within}"
         return drawn if self.formula_s is None else f"{drawn}, by the formula {formula}"
 
 
 def describe(action: Action) -> str:
-    """An action in words.
+    """Describe an action in words.
 
     >>> describe(Action(ActionKind.FORWARD, stage=1, micro_batch=2))
     'forward of stage 1, micro-batch 2'
@@ -175,9 +175,9 @@ def describe(action: Action) -> str:
 
 
 def typical_s(panel: TerminalPanel) -> float:
-    """Seconds of a short but usual computation, by which a drawing chooses its scale; without one, the makespan.
+    """Return the seconds of a typical short computation, which set the scale of a drawing; without one, the makespan.
 
-    The lower quartile: the fastest of a recorded run may be a stray.
+    It is the lower quartile: the fastest computation of a recorded run may be an outlier.
     """
     durations = sorted(
         each.duration_s for each in panel.actions if each.action.kind in COMPUTATIONS and each.duration_s > 0
@@ -186,7 +186,7 @@ def typical_s(panel: TerminalPanel) -> float:
 
 
 def percent(fraction: float) -> str:
-    """A share, with one digit behind the point.
+    """Format a share as percent, with one digit after the point.
 
     >>> percent(0.2727)
     '27.3 %'
@@ -195,20 +195,20 @@ def percent(fraction: float) -> str:
 
 
 def format_s(seconds: float, span_s: float | None = None) -> str:
-    """Seconds in the unit that suits `span_s`, by default their own.
+    """Format seconds in the unit that suits `span_s`, by default the unit that suits them.
 
     >>> format_s(12.0), format_s(0.0125), format_s(0.5, span_s=20.0), format_s(3e-6)
     ('12 s', '12.5 ms', '0.5 s', '3 µs')
     """
     span_s = seconds if span_s is None else span_s
     factor, unit = (1.0, "s") if span_s >= 1.0 or span_s <= 0.0 else (1e3, "ms") if span_s >= 1e-3 else (1e6, "µs")
-    # What is far below the span is the rounding of a zero.
+    # A value far below the span is a zero with rounding errors.
     value = seconds * factor if abs(seconds) > _ZERO * span_s else 0.0
     return f"{value:.0f} {unit}" if value >= _MANY else f"{value:.4g} {unit}"
 
 
 def ticks(span_s: float, max_num: int) -> list[float]:
-    """At most `max_num` round times from 0 up to `span_s`: 1, 2 or 5 times a power of ten apart.
+    """Return at most `max_num` round times from 0 up to `span_s`: 1, 2 or 5 times a power of ten apart.
 
     >>> ticks(12.0, 5)
     [0.0, 5.0, 10.0]

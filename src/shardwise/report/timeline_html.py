@@ -1,4 +1,4 @@
-"""Timelines as one HTML page that needs nothing else: the drawing, and a table of what each rank did."""
+"""Draw timelines as one self-contained HTML page: the drawing, and a table of what each rank did."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ for (const drawing of document.querySelectorAll(".drawing")) {{
 
 
 def draw(panels: Sequence[TerminalPanel], title: str = "Timeline", *, same_axis: bool = True) -> str:
-    """A page with the drawing of `timeline_svg.draw`, and a table of busy and idle time by rank.
+    """Return a page with the drawing of `timeline_svg.draw`, and a table of busy and idle time by rank.
 
     Args:
-        panels: what to draw.
-        title: of the page.
-        same_axis: one scale for all panels, so that lengths can be compared; else each fills the width.
+        panels: the timelines to draw.
+        title: title of the page.
+        same_axis: use one scale for all panels, so that lengths can be compared; else each panel fills the width.
     """
     lanes = list(dict.fromkeys(lane for panel in panels for lane in panel.lanes if lane != COMPUTE))
     hint = _HINT + (f" Thin lanes under a row show, from above: {', '.join(lanes)}." if lanes else "")

@@ -1,7 +1,7 @@
-"""Timelines as one self-contained SVG: rows of ranks, time from left to right, what each action is on hover.
+"""Draw timelines as one self-contained SVG: rows of ranks, time from left to right, a tooltip for each action.
 
-Under the computations of a rank its transfers and collectives run as thin lanes. An action that takes no time is not
-drawn. The group `pinned` holds what a page may keep in sight while it scrolls: titles, names of ranks and the legend.
+Under the computations of a rank its transfers and collectives are thin lanes. An action that takes no time is not
+drawn. The group `pinned` holds what a page may keep visible while it scrolls: titles, names of ranks and the legend.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PANEL_GAP = 18
 _LEGEND_HEIGHT = 30
 _TICK_WIDTH = 90
 _DIGIT_WIDTH = 6.5
-# A sliver that can still be hovered over.
+# The least width at which the pointer still finds an action.
 _MIN_ACTION_WIDTH = 0.5
 
 _STYLE = """\
@@ -55,7 +55,7 @@ text { font: 12px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-seri
 
 @dataclass(frozen=True)
 class _RowPlace:
-    """Where a panel stands, in pixels."""
+    """Hold where a panel is drawn, in pixels."""
 
     top: float
     per_s: float
@@ -66,11 +66,11 @@ class _RowPlace:
 
 
 def draw(panels: Sequence[TerminalPanel], *, same_axis: bool = True) -> str:
-    """Timelines under each other, each with its bubble, and one legend.
+    """Draw timelines under each other, each with its bubble, and one legend.
 
     Args:
-        panels: what to draw.
-        same_axis: one scale for all panels, so that lengths can be compared; else each fills the width.
+        panels: the timelines to draw.
+        same_axis: use one scale for all panels, so that lengths can be compared; else each panel fills the width.
     """
     width = max(map(_width, panels))
     longest_s = max(panel.makespan_s for panel in panels)
@@ -103,14 +103,14 @@ def draw(panels: Sequence[TerminalPanel], *, same_axis: bool = True) -> str:
 
 
 def _width(panel: TerminalPanel) -> float:
-    """Pixels of the time axis: room for a number in a usual cell, within limits."""
+    """Return the pixels of the time axis, so that a number fits into a typical cell, within limits."""
     usual_s = typical_s(panel)
     num_cells = panel.makespan_s / usual_s if usual_s > 0 else 1.0
     return min(_MAX_WIDTH, max(min(_MIN_WIDTH, num_cells * _MAX_CELL_WIDTH), num_cells * _CELL_WIDTH))
 
 
 def _pitch(panel: TerminalPanel) -> float:
-    """From one rank's row to the next."""
+    """Return the pixels from one rank's row to the next."""
     return _ROW_HEIGHT + _LANE_HEIGHT * (len(panel.lanes) - 1) + _ROW_GAP
 
 
@@ -119,7 +119,7 @@ def _row_top(panel: TerminalPanel, place: _RowPlace, index: int) -> float:
 
 
 def _panel(panel: TerminalPanel, place: _RowPlace) -> Iterator[str]:
-    """The rows and the time axis."""
+    """Draw the rows and the time axis."""
     end = place.x(panel, panel.start_s + panel.makespan_s)
     bottom = _row_top(panel, place, len(panel.rows)) - _ROW_GAP
     for index in range(len(panel.rows)):
@@ -144,7 +144,7 @@ def _action(panel: TerminalPanel, place: _RowPlace, row_top: float, timed: Timed
     y = row_top if lane == 0 else row_top + _ROW_HEIGHT + _LANE_HEIGHT * (lane - 1) + 1
     height = _ROW_HEIGHT if lane == 0 else _LANE_HEIGHT - 1
     x, length = place.x(panel, timed.start_s), timed.duration_s * place.per_s
-    # The gap to the next action, which tells neighbours of one kind apart.
+    # A gap to the next action separates neighbours of one kind.
     width = max(_MIN_ACTION_WIDTH, length - (1.0 if length > 4 else 0.0))
     colour = fill(kind, panel.chunk(timed), panel.num_chunks)
     yield (
@@ -164,7 +164,7 @@ def _hover(panel: TerminalPanel, timed: TimedAction) -> str:
 
 
 def _pinned(panel: TerminalPanel, place: _RowPlace) -> Iterator[str]:
-    """Title, bubble and the names of the ranks, on paper, since a page lets the rows slide under them."""
+    """Draw title, bubble and the names of the ranks, with a background, since a page scrolls the rows under them."""
     top = _row_top(panel, place, 0) - _AXIS_HEIGHT
     height = len(panel.rows) * _pitch(panel) + _AXIS_HEIGHT
     yield f'<rect class="paper" y="{top:g}" width="{_LABEL_WIDTH - 4}" height="{height:g}"/>'

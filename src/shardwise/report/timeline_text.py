@@ -1,8 +1,8 @@
-"""Timelines for the terminal: a row a rank, time along the columns, a dot where the rank computes nothing.
+"""Draw timelines for the terminal: a row a rank, time along the columns, a dot where the rank computes nothing.
 
-Each column shows what fills most of it, so a long timeline is first wrapped into a few bands, then scaled down. Only
-computations are drawn; transfers and collectives are in the other forms. Whether colours are shown is for whoever
-prints the `rich.text.Text` to say.
+Each column shows what fills most of it. A long timeline is first wrapped into a few bands, then scaled down. Only
+computations are drawn; SVG, HTML and trace show transfers and collectives too. The caller that prints the
+`rich.text.Text` decides whether colours are shown.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DIM = Style(dim=True)
 
 @dataclass(frozen=True)
 class _TextGrid:
-    """How time is laid on columns: `columns_per_s`, and so many columns a band behind a label."""
+    """Say how time maps to columns: columns a second, columns of a band, and columns of the label before it."""
 
     columns_per_s: float
     band_columns: int
@@ -38,12 +38,12 @@ class _TextGrid:
 
 
 def draw(panels: Sequence[TerminalPanel], width: int = 100, *, same_axis: bool = True) -> Text:
-    """Timelines under each other, each with its bubble, and one legend.
+    """Draw timelines under each other, each with its bubble, and one legend.
 
     Args:
-        panels: what to draw.
+        panels: the timelines to draw.
         width: columns of the terminal.
-        same_axis: one scale for all panels, so that lengths can be compared; else each has its own.
+        same_axis: use one scale for all panels, so that lengths can be compared; else each panel has its own.
     """
     label_columns = max(len(_label(panel, rank)) for panel in panels for rank in panel.rows or (0,))
     num_columns = max(_MIN_COLUMNS, width - label_columns)
@@ -59,7 +59,7 @@ def draw(panels: Sequence[TerminalPanel], width: int = 100, *, same_axis: bool =
 
 
 def _columns_per_s(panel: TerminalPanel, num_columns: int) -> float:
-    """The scale: a usual cell as wide as its label, in as few bands as that takes; narrower where it takes too many."""
+    """Return the scale: a typical cell is as wide as its label, or narrower where that takes too many bands."""
     if panel.makespan_s <= 0.0:
         return 1.0
     usual_s = typical_s(panel)
@@ -95,7 +95,7 @@ def _label(panel: TerminalPanel, rank: int) -> str:
 
 
 def _axis(panel: TerminalPanel, grid: _TextGrid, first: int, num_columns: int) -> str:
-    """Times above the columns of a band; each stands where its column begins."""
+    """Return the line of times above a band; each is where its column begins."""
     line = [" "] * (grid.band_columns + _TICK_COLUMNS)
     end = min(first + grid.band_columns, num_columns)
     max_num = max(2, int(panel.makespan_s * grid.columns_per_s / _TICK_COLUMNS))
@@ -110,7 +110,7 @@ def _axis(panel: TerminalPanel, grid: _TextGrid, first: int, num_columns: int) -
 def _cells(
     panel: TerminalPanel, row: Sequence[TimedAction], num_columns: int, columns_per_s: float
 ) -> list[TimedAction | None]:
-    """For each column the action that fills most of it, or None where less than half of it is filled."""
+    """Return for each column the action that fills most of it, or None where less than half of it is filled."""
     filled = [0.0] * num_columns
     largest: list[tuple[float, TimedAction | None]] = [(0.0, None)] * num_columns
     for each in row:
@@ -136,7 +136,7 @@ def _add_cells(text: Text, panel: TerminalPanel, columns: Sequence[TimedAction |
 
 
 def _names(panel: TerminalPanel, timed: TimedAction) -> tuple[str, ...]:
-    """What may be written into a cell, the fullest first."""
+    """Return the texts that may be written into a cell, the longest first."""
     letter = LETTERS.get(timed.action.kind, "")
     number = "" if timed.action.micro_batch is None else str(timed.action.micro_batch)
     stage = str(timed.action.stage) if panel.num_chunks > 1 and number else ""
