@@ -1,1 +1,1 @@
-"""Checkpoints: safetensors files and a JSON manifest, written atomically, read under any layout. See `manifest`."""
+"""Writes checkpoints, safetensors files with a JSON manifest, atomically, and reads them under any layout."""

@@ -2,8 +2,8 @@
 
 A `Saver` is idle; then staging, the only part that holds up training; then writing, on a thread of its own; and then
 idle again, or failed until the error has been raised. Rank 0 makes the temporary folder; every rank writes its file
-there; rank 0 puts the parts together and commits. What the ranks say to each other is in `rounds`, what lies on the
-disk and when in `folder`.
+there; rank 0 merges the parts and commits. `coordination` has the exchange between the ranks, `commit` says what is on
+the disk at each moment.
 
 >>> import tempfile
 >>> from shardwise.runtime.state_shards import TensorFlatState
@@ -50,17 +50,17 @@ log = logging.getLogger("shardwise")
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """What is saved, and where.
+    """One rank's part of a save: its states, and where they go.
 
     Attributes:
-        root: the folder of the step folders, one and the same for all ranks, by whatever path.
-        manifest: without tensors and files, which come of the save; what counts is rank 0's.
-        holdings: of this rank.
+        root: the folder of the step folders, the same folder on all ranks; its path may differ.
+        manifest: without tensors and files, which the save fills in; rank 0's is the one that is written.
+        state_shards: of this rank.
         numbers: of this rank.
-        keep_last: as in `folder.retain`.
-        keep_every: likewise.
-        is_damaged: the checkpoint that `root` has of this step is known to be damaged, and is set aside for this one.
-        is_in_files: some states, on whichever rank, lie in files, since memory for them is what there is too little of.
+        keep_last: as in `commit.retain`.
+        keep_every: as in `commit.retain`.
+        is_damaged: the checkpoint that `root` has of this step is known to be damaged; it is renamed before the save.
+        is_in_files: some states, on any rank, are stored in files, since memory is too small for them.
     """
 
     root: Path
@@ -74,13 +74,13 @@ class SaveRequest:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the states that this rank writes."""
+        """Return the bytes of the states that this rank writes."""
         return sum(state_shard.num_written_bytes for state_shard in self.state_shards)
 
 
 @dataclass
 class _Background:
-    """The thread of a save, and the error that nobody has heard of yet."""
+    """The thread of a save, and its error until that is raised."""
 
     thread: threading.Thread | None = None
     failure: BaseException | None = None
@@ -103,12 +103,12 @@ class Saver:
         store: of the engine; None where there is one rank.
         rank: of this process.
         world_size: how many ranks save.
-        timeout_s: for how long a rank may show no progress before the others give it up.
-        device: on which the states rest.
-        patience_s: a rank that shows no progress for so long is named in the log.
+        timeout_s: seconds without progress after which the other ranks give a rank up.
+        device: that of the engine; copies are pinned if it is a GPU.
+        patience_s: seconds without progress after which a rank is named in the log.
 
     Attributes:
-        blocked_s: for how long the last `start` has held its caller, with the wait for a save before it.
+        blocked_s: seconds that the last `start` has blocked its caller, with the wait for the save before it.
         last_committed: the folder of the newest checkpoint of this saver.
     """
 
@@ -137,22 +137,22 @@ class Saver:
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save is under way."""
+        """Say whether a save is running."""
         thread = self._background.thread
         return thread is not None and thread.is_alive()
 
     def start(self, request: SaveRequest, wait: bool) -> None:
-        """Save; a save that is under way is finished first.
+        """Save; a save that is running is finished first.
 
         Args:
             request: of the same step on all ranks.
             wait: True writes straight from the states, without a copy, and returns when the checkpoint is committed.
-                False returns when what this rank writes has been copied to host memory; but where states lie in files,
-                for want of memory, it is as True.
+                False returns when what this rank writes has been copied to host memory; but where states are stored
+                in files, for want of memory, it acts as True.
 
         Raises:
-            CheckpointError: an earlier save has failed and nobody knows yet; nothing is saved then. Or, with `wait`,
-                this one has failed, on whichever rank.
+            CheckpointError: an earlier save has failed and that was not raised yet; nothing is saved then. Or, with
+                `wait`, this save has failed on some rank.
         """
         start_s = time.monotonic()
         try:
@@ -176,28 +176,28 @@ class Saver:
         """Raise, once, the error of a save in the background; costs nothing where there is none.
 
         Raises:
-            CheckpointError: it has failed, on whichever rank.
+            CheckpointError: the save has failed on some rank.
         """
         if (failure := self._background.take_failure()) is not None:
             raise failure
 
     def wait(self) -> Path | None:
-        """Finish the save under way, and return the newest checkpoint's folder; None where there is none.
+        """Finish the running save, and return the newest checkpoint's folder; None where there is none.
 
         Raises:
-            CheckpointError: it has failed, on whichever rank, and that was not raised yet.
+            CheckpointError: the save has failed on some rank, and that was not raised yet.
         """
         self._background.join()
         self.poll()
         return self.last_committed
 
     def close(self) -> None:
-        """Finish the save under way, and give the memory of copies back.
+        """Finish the running save, and free the memory of copies.
 
-        It ends at the latest when the others have shown no progress for `timeout_s`.
+        It ends at the latest when the other ranks have shown no progress for `timeout_s`.
 
         Raises:
-            CheckpointError: as in `wait`; this is the last moment to say so.
+            CheckpointError: as in `wait`; this is the last call that can raise it.
         """
         try:
             self.wait()
@@ -205,7 +205,7 @@ class Saver:
             self._staging.release()
 
     def _clean(self, root: Path) -> None:
-        """Before the first save into a root, remove what dead runs have left there: nobody else saves there now."""
+        """Remove what dead runs have left in a root, before the first save into it; no other run saves there now."""
         if self._rank == 0 and root not in self._cleaned:
             self._cleaned.add(root)
             try:
@@ -214,7 +214,7 @@ class Saver:
                 log.warning("%s", error)
 
     def _must_wait(self, request: SaveRequest) -> bool:
-        """Whether no copy can be made of what is saved."""
+        """Say whether the save must run without a copy of the states, and log that once."""
         if not request.is_in_files:
             return False
         if not self._has_said_so:
@@ -223,7 +223,7 @@ class Saver:
         return True
 
     def _prepare(self, request: SaveRequest, stage: bool) -> tuple[SaveRequest, Exception | None]:
-        """The request as it is written, over copies if so asked. A failure is told to all ranks in the first round."""
+        """Return the request to write, over copies if `stage`; or a failure, which the first round reports to all."""
         try:
             state_shards = self._staging.copy(request.state_shards) if stage else request.state_shards
             return replace(request, manifest=_copied(request.manifest), state_shards=state_shards), None
@@ -263,10 +263,10 @@ class _Save:
     start_s: float = field(default_factory=time.monotonic)
 
     def run(self, failure: Exception | None) -> Path:
-        """Write and commit; returns the step folder.
+        """Write and commit; return the step folder.
 
         Args:
-            failure: of what came before, on this rank.
+            failure: an error of this rank in `_prepare`; None if there was none.
         """
         root = self.request.root
 
@@ -320,7 +320,7 @@ def _subject(request: SaveRequest) -> str:
 
 
 def _copied(manifest: Manifest) -> Manifest:
-    """As it will be read: what the caller changes from now on, as in `extra`, is not in it."""
+    """Return the manifest as it will be read, so that later changes of the caller, as in `extra`, are not in it."""
     try:
         text = manifest.to_text()
     except (TypeError, ValueError) as error:
@@ -331,7 +331,7 @@ def _copied(manifest: Manifest) -> Manifest:
 
 
 def _retain(request: SaveRequest) -> None:
-    """Delete old checkpoints. What goes wrong here does not make the new one worse."""
+    """Delete old checkpoints. An error here is logged only, since the new checkpoint is whole."""
     try:
         folder.retain(request.root, request.keep_last, request.keep_every)
     except Exception as error:
@@ -339,7 +339,7 @@ def _retain(request: SaveRequest) -> None:
 
 
 def library_version() -> str:
-    """Of this library, as a manifest names it."""
+    """Return the version of this library, as a manifest names it."""
     try:
         return version("shardwise")
     except PackageNotFoundError:
@@ -357,7 +357,7 @@ _PORTABLE = 1
 
 
 class StagingMemory:
-    """Host memory for the pieces that one rank writes; it grows, and never shrinks until it is released.
+    """Host memory for the pieces that one rank writes; it grows as needed and keeps its size until it is released.
 
     Args:
         device: of the engine; the memory is pinned if it is a GPU.
@@ -369,21 +369,21 @@ class StagingMemory:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the memory."""
+        """Return the bytes of the memory."""
         return self._buffer.numel()
 
     @torch.no_grad()
     def copy(self, state_shards: Sequence[StateShard]) -> tuple[StateShard, ...]:
-        """Copy what this rank writes, and return when it is there.
+        """Copy what this rank writes, and return when the copy is complete.
 
-        It runs on the current stream: whoever changes the states next does so behind it, and the caller waits for it
-        anyway, so that a stream of its own would gain nothing.
+        It runs on the current stream, so that later changes of the states come after it. The caller waits for it
+        anyway, so a side stream would gain nothing.
 
         Returns:
-            The holdings, in the same order, over this memory; each has the pieces that this rank writes, and no others.
+            The state shards, in the same order, over this memory; each has only the pieces that this rank writes.
 
         Raises:
-            CheckpointError: there is no memory for them.
+            CheckpointError: there is not enough memory.
         """
         num_bytes = sum(state_shard.num_written_bytes for state_shard in state_shards)
         if num_bytes > self.num_bytes:
@@ -398,11 +398,11 @@ class StagingMemory:
         return tuple(copies)
 
     def release(self) -> None:
-        """Give the memory back; the next copy makes it anew. No copy may be in use."""
+        """Free the memory; the next copy allocates it again. No copy may be in use."""
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def _places(self, state_shards: Sequence[StateShard]) -> Iterator[Tensor]:
-        """A part of the memory for each; the widest elements lie in front, so that all are aligned without gaps."""
+        """Yield a part of the memory for each; the widest elements come first, so that all are aligned without gaps."""
         offset_bytes, starts = 0, {}
         for index in sorted(range(len(state_shards)), key=lambda index: -state_shards[index].flat.dtype.itemsize):
             starts[index] = offset_bytes
@@ -412,7 +412,7 @@ class StagingMemory:
             yield part.view(state_shard.flat.dtype)
 
     def _make(self, num_bytes: int) -> Tensor:
-        """New memory. torch's own pinned memory comes in powers of two: up to twice of what is needed here."""
+        """Allocate the memory, pinned for a GPU; torch would round pinned memory up to a power of two, up to twice."""
         try:
             buffer = torch.empty(num_bytes, dtype=torch.uint8)
         except RuntimeError as error:
@@ -430,7 +430,7 @@ class StagingMemory:
 
 
 def _copy(state_shard: StateShard, place: Tensor) -> StateShard:
-    """Copy the written pieces, one behind the other, to `place`: 1-D, of their elements and dtype."""
+    """Copy the written pieces, one after the other, to `place`: 1-D, of their elements and dtype."""
     pieces, offset = [], 0
     for piece in state_shard.written:
         pieces.append(Chunk(piece.rect, offset))
@@ -443,7 +443,7 @@ def _copy(state_shard: StateShard, place: Tensor) -> StateShard:
 
 
 def _runs(pieces: Sequence[Chunk]) -> Iterator[tuple[int, int]]:
-    """The ranges of the buffer in which pieces follow one another: a flat range is several rectangles, and one copy."""
+    """Yield the ranges in which pieces follow one another: several rectangles of one range need one copy only."""
     start = stop = 0
     for piece in pieces:
         if piece.local_offset != stop:

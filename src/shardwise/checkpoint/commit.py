@@ -1,19 +1,19 @@
-"""What lies in a folder of checkpoints, and how a checkpoint comes, goes and is never seen half: the commit protocol.
+"""Commits checkpoints to a root folder and deletes old ones; no reader ever sees half a checkpoint.
 
     runs/a/
-      step-00000050/                       whole: it has a manifest, and all files that this names
+      step-00000050/                       whole: it has a manifest, and all files that the manifest names
       step-00000100/
-      step-00000150.3f9c01aa.partial/      being written, or what a dead run has left
-      step-00000020.77ab3c10.deleted/      being deleted, likewise
-      step-00000100.aside-1/               of a run that was resumed from an older checkpoint; no candidate any more
+      step-00000150.3f9c01aa.partial/      being written, or left by a dead run
+      step-00000020.77ab3c10.deleted/      being deleted, or left by a dead run
+      step-00000100.aside-1/               renamed by a run that resumed from an older checkpoint; not loaded any more
       latest                               one line: step-00000100
 
-Only rename makes a step folder, and only when everything in it has reached the disk; the first thing that happens to
-one that shall go is a rename. `latest` moves after that. It is for people and other tools: a kill before it moves
-leaves a newer whole checkpoint than it names, so nothing here looks for checkpoints by it.
+A step folder is made by a rename, once everything in it has reached the disk. A deletion begins with a rename too.
+`latest` moves after the commit. It is for people and other tools: a process killed before it moves leaves a newer whole
+checkpoint than it names, so nothing here looks for checkpoints by it.
 
-One process calls these, rank 0, except `candidates` and `read_manifest`, which any may. A root belongs to one run at a
-time.
+Only rank 0 calls these functions, except `candidates` and `read_manifest`, which any rank may call. A root belongs to
+one run at a time.
 
 >>> from tempfile import TemporaryDirectory
 >>> with TemporaryDirectory() as place:
@@ -68,7 +68,7 @@ LATEST_NAME: Final = "latest"
 _STEP: Final = re.compile(r"step-([0-9]{8,})")
 _PARTIAL, _DELETED, _ASIDE = ".partial", ".deleted", ".aside-"
 _LEFTOVER: Final = re.compile(r"(step-[0-9]{8,}|latest)\.[0-9a-f]+\.(partial|deleted)")
-# What a file system says of what it cannot give back, and what stands in the place of a file or a folder.
+# The errors of a file system that cannot read what it has stored, or has another kind of entry under the name.
 _DAMAGE: Final = (
     errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EISDIR, errno.ENOTDIR, errno.EINVAL, errno.EFBIG, errno.ENXIO,
 )  # fmt: skip
@@ -76,7 +76,7 @@ MAX_MANIFEST_BYTES: Final = 2**30
 
 
 def step_name(step: int) -> str:
-    """The name of a step's folder.
+    """Return the name of a step's folder.
 
     >>> step_name(100)
     'step-00000100'
@@ -85,7 +85,7 @@ def step_name(step: int) -> str:
 
 
 def step_of(folder: Path) -> int | None:
-    """The step that a step folder's name says; None for any other name.
+    """Return the step that a step folder's name says; None for any other name.
 
     >>> step_of(Path("runs/step-00000100")), step_of(Path("step-00000100.aside-1")), step_of(Path("step-100"))
     (100, None, None)
@@ -96,16 +96,16 @@ def step_of(folder: Path) -> int | None:
 
 
 def step_folders(root: Path) -> list[Path]:
-    """The step folders in a root, newest first; none where there is no root yet. They need not be whole."""
+    """Return the step folders in a root, newest first; none where there is no root yet. They need not be whole."""
     by_step = {step: each for each in entries(root) if (step := step_of(each)) is not None and each.is_dir()}
     return [by_step[step] for step in sorted(by_step, reverse=True)]
 
 
 def candidates(path: Path) -> list[Path]:
-    """The step folders that one may try to load, newest first.
+    """Return the step folders that one may try to load, newest first.
 
     Args:
-        path: of one checkpoint, which gives itself, or of a root, which gives its step folders, perhaps none.
+        path: a checkpoint, which is returned itself, or a root, whose step folders are returned, perhaps none.
 
     Raises:
         CheckpointError: there is no such folder.
@@ -118,7 +118,7 @@ def candidates(path: Path) -> list[Path]:
 
 
 def begin(root: Path, step: int) -> Path:
-    """Make the temporary folder, in the root, in which a checkpoint of this step is written; and the root, if need be.
+    """Make the temporary folder in which a checkpoint of this step is written, and the root, if need be.
 
     Raises:
         CheckpointError: there is a checkpoint of this step, or the folder cannot be made.
@@ -133,19 +133,19 @@ def begin(root: Path, step: int) -> Path:
 
 
 def commit(temporary: Path, root: Path, manifest: Manifest) -> Path:
-    """Make a written checkpoint one that is found: manifest, rename, and then `latest`, each on disk before the next.
+    """Commit a written checkpoint: write its manifest, rename it, move `latest`; each is on disk before the next.
 
     Args:
         temporary: from `begin`; the files in it are on disk already.
-        root: the same.
-        manifest: of what is in it.
+        root: as given to `begin`.
+        manifest: of what is in the temporary folder.
 
     Returns:
         The step folder.
 
     Raises:
         CheckpointError: a file is not there as the manifest says, the step has a checkpoint already, or the system
-            refuses; what was committed before is as it was.
+            refuses; earlier checkpoints are unchanged.
     """
     with named_errors("read what was written in", temporary):
         wrong = _wrong_file(temporary, manifest)
@@ -163,7 +163,7 @@ def commit(temporary: Path, root: Path, manifest: Manifest) -> Path:
 
 
 def discard(temporary: Path) -> None:
-    """Remove what was begun, as far as that works: it is called when something else has failed already."""
+    """Remove what was begun, as far as that works: it is called after something else has failed."""
     with suppress(OSError):
         remove(temporary)
 
@@ -172,10 +172,10 @@ def clean(root: Path) -> list[Path]:
     """Remove what dead runs have left: folders half written and half deleted.
 
     Args:
-        root: of one run at a time; another that is saving there loses what it is writing.
+        root: of one run at a time; another run that is saving there loses what it is writing.
 
     Returns:
-        What is gone.
+        The paths that were removed.
 
     Raises:
         CheckpointError: the system refuses.
@@ -218,12 +218,12 @@ def read_manifest(step_folder: Path) -> Manifest:
 
 
 def steps_to_delete(steps: Iterable[int], keep_last: int | None, keep_every: int | None) -> list[int]:
-    """Which of these steps' checkpoints are not to be kept, oldest first.
+    """Return which of these steps' checkpoints are not to be kept, oldest first.
 
     Args:
         steps: of whole checkpoints.
-        keep_last: how many of the newest to keep; all, if None.
-        keep_every: keep those of each multiple of it too; none, if None.
+        keep_last: how many of the newest to keep; None keeps all.
+        keep_every: also keep the steps that are multiples of it; None keeps no others.
 
     >>> steps_to_delete([100, 150, 200, 250, 300], keep_last=2, keep_every=100)
     [150]
@@ -239,16 +239,16 @@ def steps_to_delete(steps: Iterable[int], keep_last: int | None, keep_every: int
 def retain(root: Path, keep_last: int | None, keep_every: int | None) -> list[Path]:
     """Delete the whole checkpoints that need not be kept, oldest first.
 
-    Those that cannot be read are neither counted nor deleted: somebody may want to look. What `latest` names stays
-    too: it may be older than others, where a run has gone on from before them.
+    Those that cannot be read are neither counted nor deleted, so that the user can examine them. The checkpoint that
+    `latest` names stays too: it may be older than others, where a run has resumed from before them.
 
     Args:
-        root: its step folders.
+        root: the folder of the step folders.
         keep_last: as in `steps_to_delete`.
-        keep_every: likewise.
+        keep_every: as in `steps_to_delete`.
 
     Returns:
-        The names of what is gone.
+        The former paths of the deleted checkpoints.
 
     Raises:
         CheckpointError: the system refuses.
@@ -271,11 +271,11 @@ def set_aside(root: Path, after_step: int) -> list[Path]:
     """Rename the checkpoints of later steps, so that a run resumed from this one can save these steps again.
 
     Args:
-        root: its step folders.
-        after_step: of the checkpoint that the run resumes from; `latest` moves back to it.
+        root: the folder of the step folders.
+        after_step: the step of the checkpoint that the run resumes from; `latest` moves back to it.
 
     Returns:
-        The new names, `step-00000100.aside-1` and so on, newest first; they are no candidates.
+        The new paths, named `step-00000100.aside-1` and so on, newest first; `candidates` does not return them.
 
     Raises:
         CheckpointError: the system refuses.
@@ -284,7 +284,7 @@ def set_aside(root: Path, after_step: int) -> list[Path]:
     later = [each for each in folders if (step_of(each) or 0) > after_step]
     if not later:
         return []
-    # Before anything is renamed: a kill between must not leave `latest` naming what is gone.
+    # Before anything is renamed: a process killed in between must not leave `latest` naming a folder that is gone.
     _move_latest(root, next((each.name for each in folders if each not in later and _is_whole(each)), ""))
     moved = []
     with named_errors("rename checkpoints in", root):
@@ -296,7 +296,7 @@ def set_aside(root: Path, after_step: int) -> list[Path]:
 
 
 def set_aside_step(root: Path, step: int) -> None:
-    """Rename the checkpoint of this step, if there is one: it is damaged, and is about to be saved again.
+    """Rename the checkpoint of this step, if there is one; it is damaged and is about to be saved again.
 
     Raises:
         CheckpointError: the system refuses.
@@ -309,7 +309,7 @@ def set_aside_step(root: Path, step: int) -> None:
 
 
 def _missing(path: Path) -> str:
-    """Say what there is instead."""
+    """Return the message for a path without checkpoints: it says what there is instead."""
     if path.exists():
         return f"{path} is a file; give the folder of a checkpoint, or the one that these are in"
     parent = next(each for each in path.parents if each.is_dir())
@@ -344,18 +344,18 @@ def _rename(temporary: Path, final: Path) -> None:
     try:
         os.rename(temporary, final)
     except OSError as error:
-        # Made since `begin`: the system puts nothing in the place of a folder with files in it, or of a file.
+        # Made since `begin`: the system does not replace a folder with files in it, nor a file.
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             _refuse_taken(final)
         raise
 
 
 def _wrong_file(folder: Path, manifest: Manifest) -> str:
-    """What is wrong with the first file that is not as the manifest says; empty if all are."""
+    """Say what is wrong with the first file that is not as the manifest says; return "" if all are."""
     for name, num_bytes in manifest.files.items():
         path = folder / name
         try:
-            # Opened, for a network file system may else tell an old size of what another machine has written.
+            # Opened, since a network file system may otherwise give an old size of what another machine has written.
             with open(open_regular(path, folder), "rb") as file:
                 found_bytes = os.fstat(file.fileno()).st_size
         except FileNotFoundError:
@@ -378,7 +378,7 @@ def _is_milestone(step: int, keep_every: int | None) -> bool:
 
 
 def read_latest(root: Path) -> str:
-    """What `latest` names; nothing where there is none."""
+    """Return what `latest` names; "" where there is no such file."""
     with named_errors("read", root / LATEST_NAME):
         try:
             return read_bytes(root / LATEST_NAME).decode(errors="replace").strip()
@@ -387,7 +387,7 @@ def read_latest(root: Path) -> str:
 
 
 def _move_latest(root: Path, name: str) -> None:
-    """Have `latest` name this folder; or be gone, if there is none to name."""
+    """Make `latest` name this folder; remove it if `name` is empty."""
     latest = root / LATEST_NAME
     temporary = name_beside(latest, _PARTIAL)
     doing = f"name {name}, which is whole, in" if name else "remove"
@@ -456,9 +456,9 @@ writing, or use another folder
 
 
 def sync_folder(path: Path) -> None:
-    """Have the names in a folder reach the disk, where its file system can say so.
+    """Sync the names in a folder to the disk, where its file system can do that.
 
-    Some network file systems refuse to sync a folder; these keep names at once, or there is nothing to be done.
+    Some network file systems refuse to sync a folder: they store names at once, or there is nothing to be done.
     """
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -479,7 +479,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def name_beside(path: Path, ending: str) -> Path:
-    """A name that nothing has, in the same folder, hence in the same file system, where a rename is atomic."""
+    """Return an unused name in the same folder, hence in the same file system, where a rename is atomic."""
     return path.with_name(f"{path.name}.{secrets.token_hex(4)}{ending}")
 
 
@@ -488,10 +488,10 @@ def await_folder(path: Path, timeout_s: float) -> None:
 
     Args:
         path: of the folder.
-        timeout_s: after which it will not come, or `_FOLDER_S`, if that is less.
+        timeout_s: seconds to wait, but at most `_FOLDER_S`.
 
     Raises:
-        CheckpointError: it has not come.
+        CheckpointError: the folder has not appeared in that time.
     """
     deadline_s = time.monotonic() + min(_FOLDER_S, timeout_s)
     while not path.is_dir():
@@ -501,7 +501,7 @@ def await_folder(path: Path, timeout_s: float) -> None:
 
 
 def entries(root: Path) -> list[Path]:
-    """What is in a folder; nothing where there is none."""
+    """Return the paths in a folder; none where there is no such folder."""
     with named_errors("list", root):
         try:
             return list(root.iterdir())
@@ -510,9 +510,9 @@ def entries(root: Path) -> list[Path]:
 
 
 def remove(path: Path) -> bool:
-    """Remove a folder, a file or a link to one; whether it is gone.
+    """Remove a folder, a file or a link to one, and say whether it is gone.
 
-    A network file system keeps names of files that somebody still reads: then what is left stays, for another try.
+    A network file system keeps names of files that are still being read: then these stay, for another try.
     """
     try:
         if path.is_dir() and not path.is_symlink():
@@ -526,19 +526,19 @@ def remove(path: Path) -> bool:
 
 
 def check_room(root: Path, num_bytes: int) -> None:
-    """Raise if there is less room for a checkpoint than it needs; before anything is written.
+    """Check, before anything is written, that there is room for a checkpoint.
 
     Args:
-        root: which need not exist yet.
+        root: where it is to be written; it need not exist yet.
         num_bytes: of all files of all ranks together.
 
     Raises:
-        CheckpointError: so it is.
+        CheckpointError: the file system has less room than that.
     """
     with named_errors("ask for the room in", root):
         room = os.statvfs(next(each for each in (root, *root.parents) if each.exists()))
     free_bytes = room.f_bavail * room.f_frsize
-    # A file system without blocks does not know.
+    # A file system that counts no blocks does not know its free room.
     if room.f_blocks and num_bytes > free_bytes:
         needed, free = _in_words(num_bytes), _in_words(free_bytes)
         raise CheckpointError(f"{root} has {free} free and the checkpoint needs {needed}; {_MORE_ROOM}")

@@ -1,6 +1,6 @@
-"""How two checkpoints differ: tensors, states, values, config and trajectory, whatever layouts wrote them.
+"""Compares two checkpoints: tensors, states, values, config and trajectory, under any layouts that wrote them.
 
-Values are read in chunks of both, so that the memory needed does not depend on the checkpoints.
+Values of both are read in chunks, so that the memory needed does not depend on the checkpoints.
 
 >>> changed_keys({"zero": {"stage": 2}, "run": {"seed": 0}}, {"zero": {"stage": 3}, "run": {"seed": 0}})
 (ChangedState(key='zero.stage', a=2, b=3),)
@@ -25,7 +25,7 @@ from shardwise.checkpoint.reader import ChunkReader
 from shardwise.layout.slicing import Rect
 from shardwise.runtime.state_shards import PARAM
 
-# Integers of as many bytes, by which bits are compared.
+# By an element's bytes, the integer dtype as which its bits are compared.
 _BITS: Final[Mapping[int, torch.dtype]] = MappingProxyType(
     {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 )
@@ -33,12 +33,12 @@ _BITS: Final[Mapping[int, torch.dtype]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class ChangedState:
-    """A key with another value in the other checkpoint.
+    """A key whose values in the two checkpoints differ.
 
     Attributes:
-        key: dotted.
-        a: its value in the first; None where it has no such key.
-        b: in the second.
+        key: with dots between its levels.
+        a: its value in the first; None where that has no such key.
+        b: its value in the second; None where that has no such key.
     """
 
     key: str
@@ -52,10 +52,10 @@ class ChangedValues:
 
     Attributes:
         name: of the tensor.
-        state: of it.
-        numel: elements.
-        num_different: those whose bits differ; where the dtypes differ, whose values do.
-        max_abs: the largest |a - b| of these; nan if one of them is nan in a checkpoint.
+        state: which of its states.
+        numel: how many elements it has.
+        num_different: how many differ in their bits; where the dtypes differ, in their values.
+        max_abs: the largest |a - b| of these; nan if an element is nan in one checkpoint.
     """
 
     name: str
@@ -75,12 +75,12 @@ class Pair:
 
     @property
     def num_bytes(self) -> int:
-        """Of both."""
+        """Return the bytes of both."""
         items = (ITEM_BYTES[tensor.states[self.state].dtype] for tensor in (self.a, self.b))
         return sum(items) * Rect.whole(self.a.shape).numel
 
     def chunks(self, reader_a: ChunkReader, reader_b: ChunkReader) -> Iterator[tuple[Tensor, Tensor]]:
-        """The same elements of both, as 1-D tensors."""
+        """Yield the same elements of both, as pairs of 1-D tensors."""
         whole = Rect.whole(self.a.shape)
         chunks_a = read_chunks(reader_a, self.a, self.state, whole)
         return zip(chunks_a, read_chunks(reader_b, self.b, self.state, whole), strict=True)
@@ -88,16 +88,16 @@ class Pair:
 
 @dataclass(frozen=True)
 class StateDifference:
-    """All that differs between checkpoints A and B.
+    """The differences between checkpoints A and B.
 
     Attributes:
         only_a: tensors, or states as `name/state`, that B does not have.
-        only_b: that A does not have.
-        kinds: shapes, dtypes, numbers, aliases and such of what both have.
+        only_b: tensors or states that A does not have.
+        kinds: changed shapes, dtypes, numbers, aliases and such of what both have.
         values: states whose elements differ.
-        config: changed keys.
-        run: what else differs: step, contents, trajectory, the user's extra.
-        num_states: in both, of one shape: their values were compared.
+        config: changed keys of the config.
+        run: other changes: step, contents, trajectory, the user's extra.
+        num_states: how many states both have in one shape; the values of these were compared.
     """
 
     only_a: tuple[str, ...] = ()
@@ -116,10 +116,10 @@ def compare(a: Path, b: Path, weights_only: bool = False, progress: Progress | N
     """Compare two checkpoints.
 
     Args:
-        a: step folder.
-        b: another.
-        weights_only: only the values of parameters and buffers, nothing of the optimizer, config or run.
-        progress: told how many bytes of both are read.
+        a: a step folder.
+        b: another step folder.
+        weights_only: compare only the values of parameters and buffers, nothing of the optimizer, config or run.
+        progress: called with how many bytes of how many have been read; None for no calls.
 
     Raises:
         CheckpointError: one of them cannot be read.
@@ -132,7 +132,16 @@ def compare(a: Path, b: Path, weights_only: bool = False, progress: Progress | N
 
 
 def compare_manifests(a: Manifest, b: Manifest, weights_only: bool = False) -> tuple[StateDifference, list[Pair]]:
-    """What the manifests alone tell, and the states whose values are to be compared."""
+    """Compare two manifests.
+
+    Args:
+        a: of the first checkpoint.
+        b: of the second.
+        weights_only: as in `compare`.
+
+    Returns:
+        The differences that the manifests show, and the states whose values are still to be compared.
+    """
     tensors_a, tensors_b = _tensors(a, weights_only), _tensors(b, weights_only)
     shared = [name for name in tensors_a if name in tensors_b]
     only_a = [name for name in tensors_a if name not in tensors_b]
@@ -156,7 +165,13 @@ def compare_manifests(a: Manifest, b: Manifest, weights_only: bool = False) -> t
 
 
 def changed_keys(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> tuple[ChangedState, ...]:
-    """Keys, at any depth, whose values differ; lists are compared as wholes."""
+    """Return the keys, at any depth, whose values differ; lists are compared as wholes.
+
+    Args:
+        a: a table of tables or values.
+        b: another one.
+        prefix: put before every key that is returned.
+    """
     changed: list[ChangedState] = []
     for key in [*a, *(key for key in b if key not in a)]:
         left, right = a.get(key), b.get(key)
@@ -215,11 +230,11 @@ def _compare_pairs(
 
 
 def compare_values(a: Tensor, b: Tensor) -> tuple[int, float]:
-    """How many elements differ, and the largest |a - b| of these.
+    """Return how many elements differ, and the largest |a - b| of these.
 
     Args:
         a: 1-D.
-        b: as long; if it has the dtype of `a`, bits are compared, else values, nan being equal to nan.
+        b: 1-D, as long as `a`; if it has the dtype of `a`, bits are compared, else values, and nan equals nan.
 
     >>> compare_values(torch.tensor([1.0, 2.0, math.nan, 0.0]), torch.tensor([1.0, 2.5, math.nan, -0.0]))
     (2, 0.5)

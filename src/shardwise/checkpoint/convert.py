@@ -1,4 +1,4 @@
-"""Checkpoints to folders of Hugging Face and back, without an engine; file after file, in the memory of a few blocks.
+"""Converts checkpoints to Hugging Face folders and back without an engine, file by file, in the memory of a few blocks.
 
 >>> import tempfile, torch
 >>> from safetensors.torch import load_file, save_file
@@ -68,7 +68,7 @@ _TOKENIZER_NAMES: Final = (
 
 @dataclass(frozen=True)
 class Exported:
-    """A folder that was written: its weights' dtype by safetensors' name, and what it has of them."""
+    """A folder that was written: its path, the weights' dtype by safetensors' name, and their count and bytes."""
 
     folder: Path
     dtype: str
@@ -85,18 +85,18 @@ def export_checkpoint(
     tokenizer: Path | None = None,
     progress: Progress | None = None,
 ) -> Exported:
-    """Write the weights of a checkpoint as a Hugging Face folder: the bytes that its engine would have exported.
+    """Write the weights of a checkpoint as a Hugging Face folder, with the bytes that its engine would have exported.
 
     Args:
-        source: the folder of the step, which any layout has saved.
-        folder: not there yet, or empty.
+        source: the step folder, saved under any layout.
+        folder: the folder to write; it must not exist, or be empty.
         dtype: of the weights, buffers excepted; None for that of the parameters of the run.
         hf_config: the config.json to put there, its dtype set; None to make it from the checkpoint.
-        tokenizer: the folder whose tokenizer is put there.
-        progress: told how far this is.
+        tokenizer: a folder whose tokenizer is copied there; None for no tokenizer.
+        progress: called with how many bytes of how many are done; None for no calls.
 
     Raises:
-        CheckpointError: it has not all weights, nothing says what model it is of, or the folder cannot be written.
+        CheckpointError: the checkpoint lacks weights or a description of its model, or the folder cannot be written.
         DamagedError: the source is damaged.
     """
     manifest = read_manifest(source)
@@ -134,14 +134,14 @@ def import_folder(
     """Write a Hugging Face folder as a checkpoint of weights alone, of step 0, in the dtypes that the folder has.
 
     Args:
-        folder: with `model.safetensors`, or the index and files of a sharded one.
-        root: where the folder of the step comes to be, at once and whole or not at all.
-        num_files: that share the tensors.
+        folder: with `model.safetensors`, or with the index and files of a sharded model.
+        root: where the step folder is committed, whole or not at all.
+        num_files: how many files share the tensors.
         is_decoder: name tensors as our decoder does, which `shardwise train` trains; otherwise as transformers does.
-        progress: told how far this is.
+        progress: called with how many bytes of how many are done; None for no calls.
 
     Returns:
-        The folder of the step, and the bytes of each of its files.
+        The step folder, and the bytes of each of its files.
 
     Raises:
         CheckpointError: the folder has no weights that can be read, or not our decoder's; or the root has step 0.
@@ -163,7 +163,7 @@ def import_folder(
 def _described(
     manifest: Manifest, source: Path, dtype: str, hf_config: Path | None
 ) -> tuple[Mapping[str, bytes | Path], NameMap]:
-    """The files beside the weights, and the rules for names."""
+    """Return the files beside the weights, and the rules for names."""
     names = names_of(manifest.model)
     if hf_config is None:
         others = config_files(manifest.model, dtype)
@@ -215,14 +215,14 @@ def _write(
 
 
 def _parts(reader: ChunkReader, tensors: list[StoredTensor]) -> Iterator[StateShard]:
-    """The values of all tensors, some of them at a time."""
+    """Yield the values of all tensors, a chunk at a time."""
     for tensor in tensors:
         for pieces, values in read_pieces(reader, tensor, PARAM, Rect.whole(tensor.shape)):
             yield StateShard(tensor.name, tensor.aliases, PARAM, tensor.shape, TensorFlatState(values), pieces, pieces)
 
 
 def _family_tensors(folder: Path) -> tuple[tuple[StoredTensor, ...], dict[str, Any]]:
-    """A folder's tensors under the names of the model of transformers, which the config describes."""
+    """Return a folder's tensors under the names of the transformers model that its config describes, and the config."""
     config = read_config(folder)
     rules = family_names(config)
     names = {rules.model_name(tensor.name): () for tensor in open_folder(folder, {})}
@@ -234,7 +234,7 @@ def _family_tensors(folder: Path) -> tuple[tuple[StoredTensor, ...], dict[str, A
 
 
 def _decoder_tensors(folder: Path) -> tuple[tuple[StoredTensor, ...], dict[str, Any]]:
-    """A folder's tensors under the names of our decoder, all of which it must have."""
+    """Return a folder's tensors under our decoder's names, all of which it must have, and the decoder's description."""
     config = decoder_config_of(read_config(folder), str(folder / "config.json"))
     if config.num_layers > (num_tensors := len(open_folder(folder, {}))):
         raise CheckpointError(
@@ -250,5 +250,5 @@ def _decoder_tensors(folder: Path) -> tuple[tuple[StoredTensor, ...], dict[str, 
 
 
 def _named(dtype: Dtype | None) -> str:
-    """Safetensors' name of a config's dtype; empty where there is none."""
+    """Return safetensors' name of a config's dtype; "" for None."""
     return "" if dtype is None else dtype_name(torch_dtype(dtype))

@@ -1,9 +1,9 @@
-"""What the ranks of one save tell each other, through the store alone: it must not meet the collectives of training.
+"""Coordinates the ranks of one save, through the store alone, so that it does not mix with training's collectives.
 
-A save is two rounds. In each, every rank works and says what came of it, rank 0 judges what all have said, and every
-rank gets the verdict. A rank that fails says so, and all raise the same error. Nobody knows how long a big write may
-take, so ranks show that they make progress, and are given up only when they have shown none for the time-out. With one
-rank there is no store, and the same code runs.
+A save is two rounds. In each, every rank works and reports the outcome, rank 0 judges all reports, and every rank gets
+the verdict. A rank that fails reports it, and all raise the same error. How long a big write takes is unknown, so ranks
+show that they make progress, and are given up only when they have shown none for the time-out. With one rank there is
+no store, and the same code runs.
 
 >>> rounds = StoreBarrier(None, 0, rank=0, world_size=1, timeout_s=5.0, subject="checkpoint of step 7")
 >>> rounds.run("write", lambda: "12 bytes", lambda said: f"rank 0 has written {said[0]}")
@@ -32,11 +32,11 @@ from shardwise.runtime.clock import AwakeClock
 
 _PROGRESS_S: Final = 1.0
 _MIN_SLEEP_S, _MAX_SLEEP_S = 1e-3, 5e-2
-# The others only read what stands in the store.
+# Seconds that rank 0 waits for the other ranks, which only read the verdicts from the store.
 _READ_S: Final = 5.0
 # torch's store closes the connection over a value of more than 8 MiB; a character has up to 4 bytes.
 _CHUNK: Final = 2**20
-# The first letter of what is said: so it is never empty, which some stores take for missing.
+# The first character of a report: so it is never empty, which some stores take for missing.
 _DONE, _FAILED, _ABSENT = "d", "f", "a"
 
 log = logging.getLogger("shardwise")
@@ -50,9 +50,9 @@ class StoreBarrier:
         number: of the save, the same on all ranks.
         rank: of this process.
         world_size: how many ranks save.
-        timeout_s: for how long a rank may show no progress.
+        timeout_s: seconds without progress after which a rank is given up.
         subject: what is saved, for messages.
-        patience_s: a rank that shows no progress for so long is named in the log.
+        patience_s: seconds without progress after which a rank is named in the log.
     """
 
     def __init__(
@@ -76,15 +76,15 @@ class StoreBarrier:
         self._absent: list[int] = []
 
     def run(self, name: str, work: Callable[[], str], judge: Callable[[Mapping[int, str]], str]) -> str:
-        """Work, hear of the others, and return the verdict, the same on all ranks.
+        """Do this rank's work, wait for the other ranks, and return the verdict, the same on all ranks.
 
         Args:
             name: of the round.
-            work: this rank's; returns what it has to say.
-            judge: run on rank 0 only, once all have worked, with what they said by rank.
+            work: does this rank's work; returns its report.
+            judge: runs on rank 0 only, once all have worked, with the reports by rank; returns the verdict.
 
         Raises:
-            CheckpointError: work failed on a rank, or the judgement.
+            CheckpointError: the work failed on a rank, or the judgement failed.
             AbsentRankError: a rank shows no progress, or the store is gone.
         """
         note, cause = self._attempt(work)
@@ -107,16 +107,16 @@ class StoreBarrier:
         return verdict[1:]
 
     def show_progress(self) -> None:
-        """Let the others know, at most about once a second, that this rank gets on with its work."""
+        """Show the other ranks, at most about once a second, that this rank makes progress."""
         now_s = time.monotonic()
         if self._store is not None and now_s >= self._next_progress_s:
             self._next_progress_s = now_s + self._progress_s
             self._store.add(f"progress/{self._rank}", 1)
 
     def finish(self) -> None:
-        """Leave; the last call. Rank 0 waits until all have read the verdicts, and removes what stood in the store.
+        """End the rounds; the last call. Rank 0 waits until all have read the verdicts, and clears the store.
 
-        It may be about to end its process, and the store with it.
+        Rank 0 may be about to end its process, and the store with it.
         """
         if self._store is None or self._absent:
             return
@@ -137,7 +137,7 @@ class StoreBarrier:
             return
 
     def _gather(self, name: str, own: str) -> dict[int, str]:
-        """What all ranks say; of those that are given up, that they are."""
+        """Return the reports of all ranks; for those that are given up, a report that says so."""
         keys = {rank: f"{name}/{rank}" for rank in self._ranks[1:]}
         absent = self._await(keys)
         notes = {rank: self._take(key) for rank, key in keys.items() if self._has(key)}
@@ -161,7 +161,7 @@ class StoreBarrier:
         return self._take(key, keep=True)
 
     def _await(self, keys: Mapping[int, str]) -> list[int]:
-        """Wait until each rank has put its key; returns early, with the ranks that have shown no progress."""
+        """Wait until each rank has put its key; return early, with the ranks that have shown no progress."""
         if self._store is None:
             return []
         clock = AwakeClock(gap_s=2 * self._progress_s)
@@ -171,7 +171,7 @@ class StoreBarrier:
             now_s = clock.now_s()
             if now_s >= next_look_s:
                 next_look_s = now_s + self._progress_s
-                # The others may be waiting for this one, which only waits for a third.
+                # Other ranks may be waiting for this one, which only waits for a third.
                 self.show_progress()
                 if absent := [rank for rank, key in keys.items() if self._is_absent(rank, key, seen, now_s)]:
                     return absent
@@ -197,7 +197,7 @@ class StoreBarrier:
         return silent_s > self._timeout_s
 
     def _attempt(self, work: Callable[[], str]) -> tuple[str, Exception | None]:
-        """What this rank says of its work: the outcome, or that it failed, and why."""
+        """Do the work and return this rank's report: the outcome, or that it failed and why; and the error, if any."""
         try:
             return _DONE + work(), None
         except Exception as error:
@@ -214,7 +214,7 @@ class StoreBarrier:
         return self._store is not None and self._store.check([key])
 
     def _put(self, key: str, text: str) -> None:
-        """Store a text, of any length: its number of chunks last, so that whoever sees that finds them all."""
+        """Store a text of any length; the number of its chunks comes last, so that a reader of it finds them all."""
         if self._store is None:
             return
         starts = range(0, len(text), _CHUNK)
@@ -234,6 +234,6 @@ class StoreBarrier:
 
 
 def _one_line(error: Exception) -> str:
-    """Its message; names of files may hold what is no text."""
+    """Return the first line of an error's message; bytes of file names that are no text are escaped."""
     first: Iterable[str] = str(error).splitlines()[:1]
     return "".join(first).encode(errors="backslashreplace").decode()

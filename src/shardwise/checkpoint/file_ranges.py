@@ -1,7 +1,7 @@
-"""States that lie in files, by parts: in few large runs, and never so much at once that it would not fit into memory.
+"""Reads states that are stored in files by parts: in few large runs, each small enough for memory.
 
-Rows of a matrix that is split by columns lie apart in a rank's flat state, thousands of them. Of a file they are not
-read one by one: what lies between them is read too, and left out.
+A rank's flat state may hold thousands of separate rows, as of a matrix that is split by columns. They are not read from
+a file one by one: the bytes between near rows are read too, and dropped.
 
 >>> import torch
 >>> from shardwise.layout.slicing import Rect
@@ -29,28 +29,28 @@ from shardwise.layout.slicing import Chunk, flat_range_to_rects
 from shardwise.runtime.pinned_memory import memory_of
 from shardwise.runtime.state_shards import FlatState, StateShard, TensorFlatState
 
-# What one read for a save takes at most.
+# The most that one read for a save takes.
 RUN_BYTES: Final = 4 * BLOCK_BYTES
-# What one read or write of a part of a state takes at most: so much that of a checkpoint's blocks only a few lie over
-# the end of one and the beginning of the next, and are read twice.
+# The most that one read or write of a part of a state takes: so large that only a few of a checkpoint's blocks cross
+# from one part to the next, and are read twice.
 WINDOW_BYTES: Final = 16 * BLOCK_BYTES
-# A disk reads over so much about as fast as it begins another read.
+# A disk reads a gap of this size about as fast as it begins another read.
 MAX_GAP_BYTES: Final = 2**16
 
 Span = tuple[int, int]
 
 
 def in_file(state_shard: StateShard) -> bool:
-    """Whether a state lies in no memory."""
+    """Say whether a state is stored in a file, not in memory."""
     return state_shard.flat.tensor is None
 
 
 def read_spans(state_shard: StateShard, spans: Sequence[Span]) -> memoryview:
-    """The bytes of some spans of a state, one span behind the other.
+    """Return the bytes of some spans of a state, one span after the other.
 
     Args:
-        holding: the state, in a file.
-        spans: as bytes from its start, each at the bounds of elements and of at most `RUN_BYTES`.
+        state_shard: the state, stored in a file.
+        spans: ranges of bytes from its start, each of whole elements and of at most `RUN_BYTES`.
 
     Raises:
         CheckpointError: that file cannot be read.
@@ -70,7 +70,7 @@ def read_spans(state_shard: StateShard, spans: Sequence[Span]) -> memoryview:
 def _read(state_shard: StateShard, start: int, stop: int) -> Tensor:
     try:
         return state_shard.flat.read(start, stop)
-    except OSError as error:  # else it would pass for one of the disk that is written to
+    except OSError as error:  # otherwise it would look like an error of the disk that is written to
         raise CheckpointError(
             f"{state_shard.name} {state_shard.state} cannot be read from the file that stores it: {error}; go on from "
             "the last checkpoint"
@@ -78,7 +78,7 @@ def _read(state_shard: StateShard, start: int, stop: int) -> Tensor:
 
 
 def _runs(spans: Sequence[Span]) -> Iterator[list[Span]]:
-    """The spans that are read at once, those between two far ones or of a long row of near ones."""
+    """Yield groups of spans that one read takes: near one another, and together at most `RUN_BYTES`."""
     run: list[Span] = []
     for start, stop in spans:
         if run and not (0 <= start - run[-1][1] <= MAX_GAP_BYTES and stop - run[0][0] <= RUN_BYTES):
@@ -99,17 +99,17 @@ class FileRange:
 
     @property
     def has_gaps(self) -> bool:
-        """Whether some of its elements are in no piece."""
+        """Say whether some of its elements are in no piece."""
         return sum(piece.rect.numel for piece in self.pieces) < self.stop - self.start
 
 
 def windows(pieces: Sequence[Chunk], max_numel: int, max_gap: int) -> Iterator[FileRange]:
-    """Cut pieces into windows over the state, in its order, each piece into several where it is long.
+    """Cut pieces into windows over the state, in its order; a long piece is cut into several.
 
     Args:
-        pieces: of one tensor, none over another in the state.
-        max_numel: elements of a window.
-        max_gap: elements between two pieces of a window that are in none.
+        pieces: of one tensor; they do not overlap in the state.
+        max_numel: the most elements of a window.
+        max_gap: the most elements between two pieces of a window that are in no piece.
     """
     inside: list[Chunk] = []
     start = stop = 0
@@ -129,16 +129,16 @@ def windows(pieces: Sequence[Chunk], max_numel: int, max_gap: int) -> Iterator[F
 
 
 def windows_of(flat: FlatState, pieces: Sequence[Chunk]) -> Iterator[FileRange]:
-    """The windows, of at most `WINDOW_BYTES`, through which pieces of a state in a file are read or written."""
+    """Yield windows of at most `WINDOW_BYTES` through which pieces of a state in a file are read or written."""
     item_bytes = flat.dtype.itemsize
     return windows(pieces, WINDOW_BYTES // item_bytes, MAX_GAP_BYTES // item_bytes)
 
 
 def written_parts(state_shard: StateShard) -> Iterator[StateShard]:
-    """What this rank writes of a state: all at once where it lies in memory, else by parts, each read into memory.
+    """Yield what this rank writes of a state: all at once from memory; from a file by parts, each read into memory.
 
     Raises:
-        CheckpointError: a file that it lies in cannot be read.
+        CheckpointError: a file that stores it cannot be read.
     """
     if not in_file(state_shard):
         yield state_shard

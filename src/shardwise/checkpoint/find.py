@@ -1,4 +1,4 @@
-"""Which checkpoints there are at a path that a user names, and which of them are whole; needs no torch.
+"""Finds the checkpoints at a path that a user names, and says which of them are whole; needs no torch.
 
 >>> from tempfile import TemporaryDirectory
 >>> from shardwise.checkpoint.commit import begin, commit
@@ -26,10 +26,10 @@ class Found:
     """A checkpoint, or what is left of one.
 
     Attributes:
-        folder: of the step.
-        manifest: None where it is damaged, as far as the manifest and the sizes of its files tell.
-        damage: what is wrong then.
-        is_latest: the file `latest` names it.
+        folder: the step folder.
+        manifest: None where the manifest, or the size of a file, shows damage.
+        damage: what is wrong then; otherwise empty.
+        is_latest: whether the file `latest` names it.
     """
 
     folder: Path
@@ -39,21 +39,21 @@ class Found:
 
     @property
     def num_bytes(self) -> int:
-        """Of its files."""
+        """Return the bytes of its files; 0 where it is damaged."""
         return sum(self.manifest.files.values()) if self.manifest is not None else 0
 
 
 def is_root(path: Path) -> bool:
-    """Whether a path that has checkpoints is the folder that they are in."""
+    """Say whether a path is a folder of checkpoints, and not a checkpoint itself."""
     return step_of(path) is None and not (path / MANIFEST_NAME).is_file()
 
 
 def find(path: Path, step: int | None = None) -> list[Path]:
-    """The step folders that a user means, newest first; at least one.
+    """Return the step folders that a user means, newest first; at least one.
 
     Args:
         path: a step folder, or a root.
-        step: only this one.
+        step: only this one; None for all.
 
     Raises:
         CheckpointError: there is none; the message says what there is.
@@ -71,11 +71,11 @@ def find(path: Path, step: int | None = None) -> list[Path]:
 
 
 def newest_whole(path: Path, step: int | None = None) -> tuple[Path, Manifest]:
-    """The newest checkpoint there whose files are all there with their sizes.
+    """Return the newest checkpoint at a path that has all its files in their sizes, and its manifest.
 
     Raises:
         CheckpointError: there is none, or a newer version has written it.
-        DamagedError: every one is damaged; the message says how the newest one is.
+        DamagedError: every one is damaged; the message is that of the newest.
     """
     damaged: DamagedError | None = None
     for folder in find(path, step):
@@ -87,7 +87,7 @@ def newest_whole(path: Path, step: int | None = None) -> tuple[Path, Manifest]:
 
 
 def survey(root: Path) -> list[Found]:
-    """Every step folder in a root, newest first."""
+    """Return every step folder in a root, newest first."""
     latest = read_latest(root)
     found = []
     for folder in step_folders(root):

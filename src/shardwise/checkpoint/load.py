@@ -1,7 +1,7 @@
-"""Reading a checkpoint into what a rank holds: first whether it fits, then the bytes.
+"""Reads a checkpoint into what a rank holds: checks first whether it fits, then reads the bytes.
 
-A layer of 2 x 4 whose rows lie over a mesh of 2 x 2, two ranks in each row: of a checkpoint that one rank has written,
-the second rank of a row reads what it holds, the row's last half.
+In the example the rows of a 2 x 4 layer are split over a mesh of 2 x 2, two ranks to a row. One rank has written the
+checkpoint; the second rank of a row reads what it holds, the row's last half.
 
 >>> import tempfile
 >>> from dataclasses import replace
@@ -47,16 +47,16 @@ from shardwise.runtime.state_shards import PARAM, ScalarState, StateShard
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What a load has done.
+    """The outcome of a load.
 
     Attributes:
         path: the checkpoint that was loaded.
         step: optimizer steps taken when it was saved.
-        missing: parameters and buffers of the model that it has not; they are as before.
-        skipped: what of it was not used, a line each.
+        missing: parameters and buffers of the model that it lacks; they are unchanged.
+        skipped: a line for each part of it that was not used.
         damaged: newer checkpoints that were not used, and why.
         extra: what the user gave to `save`.
-        num_read_bytes: read on this rank.
+        num_read_bytes: bytes that this rank has read.
     """
 
     path: Path
@@ -70,14 +70,14 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What of a checkpoint goes where.
+    """The stored tensors that a load will read, and what it will leave out.
 
     Attributes:
         manifest: of the checkpoint.
         match: stored tensors by the model's names.
-        with_states: whether the optimizer's states and the trajectory are taken over too.
-        misfits: what of the trajectory is left out, each with why; see `trajectory.misfits`.
-        skipped: all that is left out, a line each.
+        with_states: whether the optimizer's states and the trajectory are loaded too.
+        misfits: the parts of the trajectory that are left out, each with the reason; see `training_state.misfits`.
+        skipped: a line for each thing that is left out.
     """
 
     manifest: Manifest
@@ -87,7 +87,7 @@ class LoadPlan:
     skipped: tuple[str, ...]
 
     def optimizer_states(self) -> dict[str, dict[str, ScalarState | torch.dtype | None]]:
-        """By parameter and state: the number; or of a tensor its dtype, or None where that is the parameter's."""
+        """Return, by parameter and state, the number; or a tensor's dtype, None where that is the parameter's."""
         if not self.with_states:
             return {}
         return {
@@ -102,11 +102,16 @@ class LoadPlan:
     def read(
         self, folder: Path, state_shards: Iterable[StateShard], progress: Callable[[], None] = lambda: None
     ) -> int:
-        """Fill the holdings that the checkpoint has, and return the bytes that were read.
+        """Fill the state shards that the checkpoint has, and return the bytes that were read.
+
+        Args:
+            folder: of the checkpoint.
+            state_shards: those given to `plan_load`, or some of them.
+            progress: called time and again.
 
         Raises:
-            DamagedError: a file is not what was written; some holdings may have been filled by then.
-            OSError: a state that lies in a file cannot be written.
+            DamagedError: a file is not what was written; some state shards may have been filled by then.
+            OSError: a state that is stored in a file cannot be written.
         """
         with ChunkReader(folder) as reader:
             for state_shard in state_shards:
@@ -118,7 +123,7 @@ class LoadPlan:
 
 
 def _fill(reader: ChunkReader, stored: StoredTensor, state_shard: StateShard, progress: Callable[[], None]) -> None:
-    """Read a state to where it rests; where that is a file, through a buffer of at most `WINDOW_BYTES`."""
+    """Read a state into its storage; where that is a file, through a buffer of at most `WINDOW_BYTES`."""
     flat = state_shard.flat
     if flat.tensor is not None:
         before = flat.tensor.clone() if state_shard.kind == "buffer" else None
@@ -138,7 +143,7 @@ def _fill(reader: ChunkReader, stored: StoredTensor, state_shard: StateShard, pr
 
 
 def _is_rounded(values: Tensor, read: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a buffer of a narrower dtype is these values rounded: a table from a run that cast its buffers."""
+    """Say whether `read`, from a narrower dtype, is `values` rounded: a table from a run that cast its buffers."""
     is_narrower = dtype.is_floating_point and dtype.itemsize < values.dtype.itemsize
     return is_narrower and torch.equal(values.to(dtype), read.to(dtype))
 
@@ -152,13 +157,13 @@ def plan_load(
     strict: bool,
     weights_only: bool,
 ) -> LoadPlan:
-    """Decide what of a checkpoint goes where; the same on every rank.
+    """Decide which stored tensor goes where; the decision is the same on every rank.
 
     Args:
         manifest: of the checkpoint.
-        holdings: this rank's parameters, all of the model's, and its buffers.
+        state_shards: all parameters of the model, as this rank has them, and its buffers.
         where: the checkpoint, for messages.
-        misfits: what of the checkpoint's trajectory does not fit the engine's optimizer and schedule.
+        misfits: the parts of the checkpoint's trajectory that do not fit the engine's optimizer and schedule.
         strict: refuse what does not fit, instead of skipping it.
         weights_only: leave optimizer and trajectory alone.
 
@@ -166,7 +171,7 @@ def plan_load(
         CheckpointError: it does not fit the model.
     """
     stored = [tensor for tensor in manifest.tensors if tensor.kind != "rank"]
-    # Adapters alone may be loaded into a model that is frozen by now, such as one that only generates.
+    # Adapters alone may be loaded into a model that is frozen now, such as one that only generates.
     is_partial = manifest.contents == "trainable"
     there = {name for tensor in stored for name in (tensor.name, *tensor.aliases)} if is_partial else set()
     wanted = [
@@ -190,7 +195,7 @@ def plan_load(
 
 def _wanted(name: str, state: str, stored: StoredState, values: StoredState | None) -> ScalarState | torch.dtype | None:
     if stored.value is None:
-        # A state in the parameter's precision follows the precision; counts and the like stay what they are.
+        # A state in the parameter's precision follows the precision; counts and the like keep their dtype.
         return None if values is not None and values.dtype == stored.dtype else named_dtype(stored.dtype)
     is_python = stored.dtype in ("int", "float")
     dtype = stored.dtype if is_python else str(named_dtype(stored.dtype)).removeprefix("torch.")
@@ -198,7 +203,7 @@ def _wanted(name: str, state: str, stored: StoredState, values: StoredState | No
 
 
 def own_tensors(manifest: Manifest, rank: int) -> Mapping[str, StoredTensor]:
-    """What was `rank`'s alone, by its name there."""
+    """Return the tensors that belonged to `rank` alone, by their names there."""
     prefix = rank_name(rank, "")
     return {
         tensor.name.removeprefix(prefix): tensor
@@ -208,7 +213,7 @@ def own_tensors(manifest: Manifest, rank: int) -> Mapping[str, StoredTensor]:
 
 
 def rank_name(rank: int, name: str) -> str:
-    """The name under which a checkpoint keeps what is one rank's alone."""
+    """Return the name under which a checkpoint stores a tensor that belongs to one rank alone."""
     return f"rank-{rank}/{name}"
 
 
@@ -229,13 +234,13 @@ class WantedState:
 
 @dataclass(frozen=True)
 class StateMatch:
-    """What fits, and what does not.
+    """The result of `match`: which stored tensors fit the model, and which names do not.
 
     Attributes:
         found: stored tensors by the model's name.
-        missing: names of the model that the checkpoint has not.
-        unexpected: names of the checkpoint that the model has not, or has tied to another.
-        misshapen: a line for each that both have in different shapes.
+        missing: names of the model that the checkpoint lacks.
+        unexpected: names of the checkpoint that the model lacks, or has tied to another.
+        misshapen: a line for each tensor that both have in different shapes.
     """
 
     found: Mapping[str, StoredTensor]
@@ -248,11 +253,11 @@ class StateMatch:
 
         Args:
             where: the checkpoint, for the message.
-            others: what else of it does not fit.
-            cure: for these.
+            others: other parts of it that do not fit, a text each.
+            cure: what helps against these.
 
         Raises:
-            CheckpointError: listing what does not.
+            CheckpointError: something does not fit; the message lists it.
         """
         parts = []
         if self.missing:
@@ -300,7 +305,7 @@ def match(stored: Sequence[StoredTensor], wanted: Sequence[WantedState]) -> Stat
 
 
 def listed_names(names: Sequence[str]) -> str:
-    """The first of some names, and how many more there are.
+    """Return a text of the first of some names, and how many more there are.
 
     >>> listed_names(["up", "down"])
     'up, down'

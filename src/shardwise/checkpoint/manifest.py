@@ -1,15 +1,16 @@
-"""The manifest of a checkpoint: what it holds, where each piece lies, and what it must sum to. Pure values and JSON.
+"""Defines the manifest of a checkpoint: what it holds, where each piece is stored, and checksums; pure values and JSON.
 
 A checkpoint of step 100 is a folder:
 
     step-00000100/
-      manifest.json                       this
+      manifest.json                       the manifest
       rank-00000-of-00002.safetensors     what rank 0 wrote: pieces of tensors, each a rectangle, row-major
       rank-00001-of-00002.safetensors
 
-Names are those of the unmodified model: a flat buffer, a padding, a part of a tensor-parallel rank have no name here. A
-piece says which rectangle of which tensor lies at which offset of which file, and has a CRC-32 for each block of
-`BLOCK_BYTES`, so that whoever needs a part of it reads and checks these blocks alone. The manifest has its own CRC.
+Names are those of the unmodified model: flat buffers, padding and the shards of tensor-parallel ranks have no names
+here. A piece says which rectangle of which tensor is stored at which offset of which file, and has a CRC-32 for each
+block of `BLOCK_BYTES`, so that a reader of a part of it reads and checks these blocks alone. The manifest has its own
+CRC.
 
 >>> weight = StoredState("F32", (StoredChunk(Rect((0, 0), (2, 3)), "a.safetensors", 80, (123,)),))
 >>> tensor = StoredTensor("up.weight", (), (2, 3), {"param": weight, "step": StoredState("F32", value=3.0)})
@@ -50,12 +51,12 @@ FORMAT: Final = "shardwise-checkpoint"
 VERSION: Final = 1
 MANIFEST_NAME: Final = "manifest.json"
 BLOCK_BYTES: Final = 2**20
-# No state is cut along more: five of a convolution, at most.
+# No state is cut along more dims: a convolution has at most five.
 _MAX_CUT_DIMS: Final = 6
-# Who reads a mesh counts its ranks.
+# A reader of a mesh counts its ranks.
 _MOST_RANKS: Final = 2**20
 
-# What a checkpoint is of: everything a run needs to go on; the trainable parameters with theirs; parameters alone.
+# What a checkpoint contains: everything that a resumed run needs; the trainable parameters with their states; weights.
 Contents = Literal["all", "trainable", "weights"]
 
 # Bytes an element, by safetensors' names.
@@ -68,15 +69,15 @@ ITEM_BYTES: Final[Mapping[str, int]] = MappingProxyType(
 
 
 class CheckpointError(OneLineError):
-    """A checkpoint cannot be saved, or loaded into this engine; the message says what, where, and what would help."""
+    """Raised where a checkpoint cannot be saved or loaded; the message says what, where, and what would help."""
 
 
 class AbsentRankError(CheckpointError):
-    """A checkpoint cannot be saved, since another rank or the store does not answer: it will not answer later."""
+    """Raised where a save fails since another rank or the store does not answer: a retry would not help."""
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint is not what was written: a file is missing, torn or changed. Another one may be whole."""
+    """Raised where a checkpoint is not what was written: a file is missing, torn or changed. Another may be whole."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +85,12 @@ class StoredChunk:
     """One rectangle of a tensor in a file.
 
     Attributes:
-        rect: of the tensor.
+        rect: the rectangle of the tensor.
         file: its name in the folder.
         offset: of its first byte, from the start of the file; its elements follow one another row-major.
-        crcs: the CRC-32 of each `BLOCK_BYTES` of its bytes, the last block being what is left; none where nothing is
-            known of them, as in files of others.
-        is_transposed: the file has the transposed rectangle, of a 2-D tensor.
+        crcs: the CRC-32 of each `BLOCK_BYTES` of its bytes, the last block being what is left; empty where they are
+            unknown, as in files that another library has written.
+        is_transposed: True where the file has the transposed rectangle, of a 2-D tensor.
     """
 
     rect: Rect
@@ -104,10 +105,10 @@ class StoredState:
     """One state of a tensor: pieces that cover it once, or one number.
 
     Attributes:
-        dtype: safetensors' name of it, such as BF16; of a number also `int` or `float`.
+        dtype: safetensors' name of it, such as BF16; for a number also `int` or `float`.
         pieces: in no particular order.
-        value: of a state that is one number.
-        codec: how the elements are encoded.
+        value: of a state that is one number; None for a tensor.
+        codec: how the elements are encoded; `identity` is the only one yet.
     """
 
     dtype: str
@@ -124,8 +125,8 @@ class StoredTensor:
         name: the first of its fully qualified names in the unmodified model.
         aliases: its other names.
         shape: of the whole tensor.
-        states: by name; `param` is its values.
-        kind: as in `Holding`.
+        states: by name; `param` has its values.
+        kind: as in `StateShard`.
         trainable: whether it had gradients.
     """
 
@@ -139,19 +140,19 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A whole checkpoint; see the module's example.
+    """The index of a whole checkpoint; see the module's example.
 
     Attributes:
         step: optimizer steps taken.
-        tensors: parameters, buffers and what is some rank's alone.
+        tensors: parameters, buffers, and tensors that belong to one rank alone.
         files: bytes of each file, by name.
-        contents: what it is of.
+        contents: which states it contains.
         config: the resolved config of the run.
-        layout: how the states lay over the ranks that wrote it, for the reader's eyes; nothing depends on it.
-        trajectory: what else a run needs to go on: optimizer options, scheduler, loss scale, world size.
-        extra: the user's.
-        model: what a Hugging Face folder's config.json says, where the model has that; and the model's class.
-        saved_at: time of day, UTC, ISO 8601.
+        layout: how the states were sharded over the ranks that wrote it, for people; no load depends on it.
+        trajectory: other state of the run: optimizer options, scheduler, loss scale, world size.
+        extra: the user's own values.
+        model: the model's class, and the content of a Hugging Face config.json where the model has one.
+        saved_at: date and time of day, UTC, ISO 8601.
         library: the version that wrote it.
     """
 
@@ -168,14 +169,14 @@ class Manifest:
     library: str = ""
 
     def to_text(self) -> str:
-        """The JSON of `manifest.json`, its checksum first."""
+        """Return the JSON of `manifest.json`, its checksum first."""
         with _without_collection():
             body = json.dumps(_to_json(self), separators=(",", ":"))
         return f"{_PREFIX}{_crc_text(body)}{_MIDDLE}{body}{_SUFFIX}"
 
     @classmethod
     def from_text(cls, text: str | bytes, where: str) -> Self:
-        """Read what `to_text` wrote, and check that it can be a checkpoint: whoever reads it may rely on that.
+        """Read what `to_text` wrote, and check that it describes a valid checkpoint: callers rely on that.
 
         Args:
             text: of the file.
@@ -225,12 +226,12 @@ class Manifest:
 
 @dataclass(frozen=True)
 class RankManifest:
-    """What one rank has written: its file and the tensors in it; the parts of all ranks make the manifest.
+    """One rank's part of a manifest: its file and the tensors in it; `merge_parts` merges the parts of all ranks.
 
     Attributes:
         file: its name; empty where the rank wrote none.
         num_bytes: of the file.
-        tensors: those of which it has pieces or numbers.
+        tensors: those of which the rank has written pieces or numbers.
     """
 
     file: str
@@ -238,7 +239,7 @@ class RankManifest:
     tensors: tuple[StoredTensor, ...]
 
     def to_text(self) -> str:
-        """As JSON."""
+        """Return it as JSON."""
         with _without_collection():
             tensors = [tensor_to_json(tensor, _state_to_json) for tensor in self.tensors]
             return json.dumps([self.file, self.num_bytes, tensors])
@@ -252,7 +253,13 @@ class RankManifest:
 
 
 def entry_key(name: str, shape: Shape, state: str, rect: Rect) -> str:
-    """The name of an entry of a file: of the tensor, the state unless that is `param`, the rectangle unless it is all.
+    """Return the name of an entry of a file: tensor, state unless that is `param`, rectangle unless it is the whole.
+
+    Args:
+        name: of the tensor.
+        shape: of the whole tensor.
+        state: which of its states.
+        rect: the rectangle of the tensor.
 
     >>> entry_key("up.weight", (4, 3), "param", Rect((0, 0), (4, 3)))
     'up.weight'
@@ -264,7 +271,7 @@ def entry_key(name: str, shape: Shape, state: str, rect: Rect) -> str:
 
 
 def merge_parts(parts: Iterable[RankManifest]) -> tuple[tuple[StoredTensor, ...], dict[str, int]]:
-    """Tensors, in the order in which they come up first, and bytes by file, of all ranks together."""
+    """Merge the parts of all ranks: return the tensors, in the order of first mention, and the bytes by file."""
     first: dict[str, StoredTensor] = {}
     states: dict[str, dict[str, StoredState]] = {}
     pieces: dict[tuple[str, str], list[StoredChunk]] = {}
@@ -293,10 +300,10 @@ def merge_parts(parts: Iterable[RankManifest]) -> tuple[tuple[StoredTensor, ...]
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Let Python not look for garbage inside: it would go through a million new values again and again, and find none.
+    """Turn off Python's garbage collection inside: it would scan a million new values repeatedly, and find no garbage.
 
-    Manifests of hundreds of ranks are read, made and merged in a quarter of the time. Threads may do so at once, and
-    beside training: only who found it enabled enables it again.
+    Manifests of hundreds of ranks are read, made and merged in a quarter of the time. Several threads may enter at
+    once, and during training: only a caller that found collection enabled enables it again.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -372,7 +379,7 @@ class _TensorJson(TypedDict):
     states: dict[str, _PiecesJson | _NumberJson]
 
 
-# Of what describes a run, that which the library itself reads.
+# The parts of a run's description that the library itself reads.
 _ModelJson = TypedDict("_ModelJson", {"class": str, "config": _Table, "generation_config": _Table}, total=False)
 
 
@@ -424,7 +431,7 @@ _MANIFEST: Final = TypeAdapter(_ManifestJson)
 
 
 def _check(manifest: Manifest) -> None:
-    """Raise a ValueError where a manifest contradicts itself, or reaches out of its folder."""
+    """Raise a ValueError where a manifest contradicts itself, or names a file outside its folder."""
     for file in manifest.files:
         if not file or file in (".", "..") or "/" in file or "\\" in file or not file.isprintable():
             raise ValueError(f"{file!r} is not the name of a file in its folder")
@@ -448,10 +455,10 @@ def _check(manifest: Manifest) -> None:
 
 
 def _wrong_pieces(shape: Shape, state: StoredState, extents: Mapping[str, list[tuple[int, int]]]) -> str:
-    """What is wrong with the pieces of a state; nothing if they cover the tensor once. Adds their bytes to `extents`.
+    """Say what is wrong with the pieces of a state, "" if they cover the tensor once; add their bytes to `extents`.
 
-    They cover it once if and only if their corners, counted up at an even number of `stop` and else down, come to the
-    corners of the whole: that takes one pass, however the pieces lie.
+    They cover it once if and only if the signed counts of their corners (plus at an even number of `stop`, else minus)
+    add up to the corners of the whole. That takes one pass for any arrangement of the pieces.
     """
     if state.codec != "identity":
         return f"its codec {state.codec!r} is none that this version knows"
@@ -483,7 +490,7 @@ def _wrong_pieces(shape: Shape, state: StoredState, extents: Mapping[str, list[t
 
 
 def tensor_to_json(tensor: StoredTensor, state_to_json: Callable[[StoredState], dict[str, Any]]) -> dict[str, Any]:
-    """A tensor as JSON, its states as `state_to_json` says."""
+    """Return a tensor as JSON, with its states as `state_to_json` makes them."""
     return {
         "name": tensor.name,
         "aliases": list(tensor.aliases),

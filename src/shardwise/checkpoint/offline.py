@@ -1,4 +1,4 @@
-"""Work on checkpoints without an engine: check every byte of one, and write one anew with more or fewer files.
+"""Works on checkpoints without an engine: checks every byte of one, and rewrites one with more or fewer files.
 
 Both read file after file in small buffers, so that a checkpoint of any size needs the memory of a few blocks.
 
@@ -46,21 +46,21 @@ from shardwise.config.untrusted_files import open_regular, read_bytes
 from shardwise.layout.slicing import Chunk, Rect, Shape, flat_range_to_rects
 from shardwise.runtime.pinned_memory import memory_of
 
-# Elements in memory at once: whole blocks of any dtype, and enough of them that what is done to each costs little.
+# Elements in memory at once: whole blocks of any dtype, and so many that the cost of each call does not count.
 CHUNK_NUMEL: Final = 2 * BLOCK_BYTES
 
-# Told how many bytes of how many are done.
+# Called with how many bytes of how many are done.
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Damage:
-    """What is wrong at one place of a checkpoint.
+    """A fault at one place of a checkpoint.
 
     Attributes:
-        file: of the checkpoint.
-        what: is wrong.
-        entry: of the file, such as `up.weight/exp_avg[0:4, 0:2]`; empty where it concerns the file as a whole.
+        file: its name in the checkpoint.
+        what: the fault, in words.
+        entry: of the file, such as `up.weight/exp_avg[0:4, 0:2]`; empty where the fault is of the whole file.
     """
 
     file: str
@@ -73,13 +73,13 @@ class Damage:
 
 @dataclass(frozen=True)
 class Verification:
-    """What reading all of a checkpoint has found.
+    """The result of reading all of a checkpoint.
 
     Attributes:
-        manifest: None where it cannot be read, and then nothing else was.
+        manifest: None where it cannot be read; then no file was read.
         damages: file by file.
-        num_read_bytes: of files.
-        num_unchecked_bytes: those of them that have no checksum.
+        num_read_bytes: bytes of files that were read.
+        num_unchecked_bytes: bytes of entries that have no checksum.
     """
 
     manifest: Manifest | None
@@ -90,7 +90,7 @@ class Verification:
 
 @dataclass(frozen=True)
 class NamedChunk:
-    """A piece with what it is of: one entry of a safetensors file."""
+    """A piece with its tensor and state: one entry of a safetensors file."""
 
     tensor: StoredTensor
     state: str
@@ -102,12 +102,12 @@ class NamedChunk:
 
     @property
     def num_bytes(self) -> int:
-        """In the file."""
+        """Return its bytes in the file."""
         return self.piece.rect.numel * ITEM_BYTES[self.dtype]
 
     @property
     def stop(self) -> int:
-        """Offset behind its last byte."""
+        """Return the offset after its last byte."""
         return self.piece.offset + self.num_bytes
 
     @property
@@ -116,7 +116,7 @@ class NamedChunk:
 
 
 def entries_by_file(manifest: Manifest) -> dict[str, list[NamedChunk]]:
-    """What lies in each file, in the order in which it lies there."""
+    """Return the entries of each file, in the order of their bytes."""
     by_file: dict[str, list[NamedChunk]] = {file: [] for file in manifest.files}
     for tensor in manifest.tensors:
         for name, state in tensor.states.items():
@@ -131,8 +131,8 @@ def verify(folder: Path, progress: Progress | None = None) -> Verification:
     """Read all of a checkpoint once, in the order of its bytes, and compare it with its manifest.
 
     Args:
-        folder: of the step.
-        progress: told how far this is.
+        folder: the step folder.
+        progress: called with how many bytes of how many are done; None for no calls.
 
     Raises:
         CheckpointError: a newer version has written it.
@@ -160,7 +160,7 @@ def verify(folder: Path, progress: Progress | None = None) -> Verification:
 
 @dataclass
 class _ReadMeter:
-    """Counts bytes, and tells it on."""
+    """Counts bytes, and reports them to `progress`."""
 
     num_bytes: int
     progress: Progress | None
@@ -199,7 +199,7 @@ def _some(entries: Sequence[NamedChunk]) -> str:
 
 
 def _check_header(path: Path, entries: Sequence[NamedChunk]) -> Iterator[Damage]:
-    """Whether other readers of safetensors find what the manifest says."""
+    """Yield where the file's own header, which other readers of safetensors use, differs from the manifest."""
     try:
         found = {each.start: each for each in read_header(path, len(entries)) if each.start < each.stop}
     except CheckpointError as error:
@@ -231,7 +231,7 @@ def _check_entry(stream: io.BufferedReader, entry: NamedChunk, meter: _ReadMeter
             stream.seek(first)
             meter.advance(stream.readinto(block))
         except OSError as error:
-            # A bad sector: what lies behind it may be readable.
+            # A bad sector: what comes after it may be readable.
             yield Damage(
                 piece.file, f"bytes [{first}, {first + len(block)}) cannot be read: {error.strerror}", entry.key
             )
@@ -246,17 +246,17 @@ def _check_entry(stream: io.BufferedReader, entry: NamedChunk, meter: _ReadMeter
 
 
 def cut(tensors: Sequence[tuple[Shape, int]], num_files: int) -> list[list[tuple[int, Rect]]]:
-    """Cut tensors into equally large parts, one behind the other: which rectangles of which tensors are in each.
+    """Cut a sequence of tensors into parts of equal size, for one file each.
 
     They are cut between rows, or within a row of more than `BLOCK_BYTES`; parts differ from their average by less than
     the largest row.
 
     Args:
         tensors: shape, and bytes an element over all states.
-        num_files: parts.
+        num_files: how many parts to make.
 
     Returns:
-        For each part the index of the tensor and the rectangle, in order.
+        For each part the indices of its tensors, with a rectangle for each, in order.
     """
     parts: list[list[tuple[int, Rect]]] = [[] for _ in range(num_files)]
     ends = [0]
@@ -279,7 +279,7 @@ def cut(tensors: Sequence[tuple[Shape, int]], num_files: int) -> list[list[tuple
 
 
 def _unit(shape: Shape, item_bytes: int) -> int:
-    """Elements that a cut does not divide: the longest trailing row of at most `BLOCK_BYTES`, but not the whole."""
+    """Return how many elements a cut keeps together: the longest trailing row of at most `BLOCK_BYTES`, never all."""
     unit = 1
     for length in reversed(shape[1:]):
         if unit * length * item_bytes > BLOCK_BYTES:
@@ -291,19 +291,19 @@ def _unit(shape: Shape, item_bytes: int) -> int:
 def reshard(
     source: Path, root: Path, num_files: int, progress: Progress | None = None
 ) -> tuple[Path, Mapping[str, int]]:
-    """Write a checkpoint anew with balanced files; all that it holds is kept.
+    """Write a checkpoint again with balanced files; all that it contains is kept.
 
     Args:
-        source: the folder of the step.
-        root: where the new folder of the step comes to be, at once and whole or not at all.
-        num_files: that share the tensors; with one, every tensor is one entry under its plain name.
-        progress: told how far this is.
+        source: the step folder.
+        root: where the new step folder is committed, whole or not at all.
+        num_files: how many files share the tensors; with one, every tensor is one entry under its plain name.
+        progress: called with how many bytes of how many are done; None for no calls.
 
     Returns:
-        The new folder of the step, and the bytes of each of its files.
+        The new step folder, and the bytes of each of its files.
 
     Raises:
-        CheckpointError: the root has that step, or no room for it.
+        CheckpointError: the root has that step already, or too little room for it.
         DamagedError: the source is damaged.
     """
     return rewrite(read_manifest(source), source, root, num_files, progress)
@@ -312,14 +312,14 @@ def reshard(
 def rewrite(
     manifest: Manifest, source: Path, root: Path, num_files: int, progress: Progress | None = None
 ) -> tuple[Path, Mapping[str, int]]:
-    """`reshard`, of whatever a folder has that a manifest describes.
+    """Write a checkpoint as `reshard` does, from any folder whose tensors a manifest describes.
 
     Args:
-        manifest: of the checkpoint to be, with the pieces where they lie in `source`.
+        manifest: of the new checkpoint, with the pieces as `source` stores them.
         source: the folder with these pieces.
-        root: as in `reshard`, and so all that follows.
-        num_files: likewise.
-        progress: likewise.
+        root: as in `reshard`.
+        num_files: as in `reshard`.
+        progress: as in `reshard`.
     """
     shared = [tensor for tensor in manifest.tensors if tensor.kind != "rank"]
     parts: list[list[tuple[StoredTensor, Rect]]] = [
@@ -349,14 +349,14 @@ def rewrite(
 
 
 def _item_bytes(tensor: StoredTensor) -> int:
-    """Bytes of one element over all its states; 1 where none has elements, so that it can divide."""
+    """Return the bytes of one element over all states; 1 where no state has elements, so that it can divide."""
     return sum(ITEM_BYTES[state.dtype] for state in tensor.states.values() if state.value is None) or 1
 
 
 def _write_file(
     path: Path, part: Sequence[tuple[StoredTensor, Rect]], reader: ChunkReader, meter: _ReadMeter
 ) -> list[NamedChunk]:
-    """Write these rectangles of all states as one file; returns the entries with their offsets and checksums."""
+    """Write these rectangles of all states as one file; return the entries with their offsets and checksums."""
     wanted = [
         NamedChunk(tensor, name, StoredChunk(rect, path.name, 0))
         for tensor, rect in part
@@ -381,7 +381,14 @@ def _write_file(
 
 
 def read_chunks(reader: ChunkReader, tensor: StoredTensor, state: str, rect: Rect) -> Iterator[Tensor]:
-    """The elements of a rectangle, row-major, as 1-D tensors of `CHUNK_NUMEL` elements, the last of what is left."""
+    """Yield the elements of a rectangle, row-major, as 1-D tensors of `CHUNK_NUMEL` elements; the last may be shorter.
+
+    Args:
+        reader: of the tensor's folder.
+        tensor: as the manifest has it.
+        state: which of its states.
+        rect: the rectangle of the whole tensor.
+    """
     for _, values in read_pieces(reader, tensor, state, rect):
         yield values
 
@@ -389,7 +396,14 @@ def read_chunks(reader: ChunkReader, tensor: StoredTensor, state: str, rect: Rec
 def read_pieces(
     reader: ChunkReader, tensor: StoredTensor, state: str, rect: Rect
 ) -> Iterator[tuple[tuple[Chunk, ...], Tensor]]:
-    """`read_chunks`, each with the rectangles that it is."""
+    """Yield the tensors of `read_chunks`, each with the rectangles that it consists of.
+
+    Args:
+        reader: of the tensor's folder.
+        tensor: as the manifest has it.
+        state: which of its states.
+        rect: the rectangle of the whole tensor.
+    """
     dtype = named_dtype(tensor.states[state].dtype)
     for start in range(0, rect.numel, CHUNK_NUMEL):
         pieces = flat_range_to_rects(rect, start, min(start + CHUNK_NUMEL, rect.numel))

@@ -1,7 +1,7 @@
 """Reads any rectangles of a stored tensor into a rank's own memory, and checks what it reads.
 
-The pieces wanted need not be the pieces stored. Of each stored piece only the blocks with wanted elements are read,
-each once, and checked; where a block is wanted whole and as it is, it is read straight to its place.
+The wanted pieces need not be the stored pieces. Of each stored piece only the blocks with wanted elements are read,
+each once, and checked. A block that is wanted whole and unchanged is read straight to its place.
 
 >>> import tempfile, torch
 >>> from shardwise.checkpoint.writer import write_state_shards
@@ -47,11 +47,11 @@ from shardwise.config.untrusted_files import open_regular
 from shardwise.layout.slicing import Chunk, Rect, flat_range_to_rects, overlap, rect_to_flat_ranges, stack
 from shardwise.runtime.pinned_memory import memory_of
 
-# The file may also be of others, such as a download.
+# The file may also come from elsewhere, such as a download.
 _CURE: Final = "use an older checkpoint, or get the file again"
-# What is read by one call, and the size of the buffer.
+# The most that one call reads, and the size of the buffer.
 _CHUNK_BYTES: Final = 4 * BLOCK_BYTES
-# Without checksums, gaps between wanted bytes are read over rather than jumped over if they are not larger.
+# Without checksums, gaps of up to this size between wanted bytes are read and dropped rather than skipped.
 _MAX_GAP_BYTES: Final = 2**16
 _MAX_OPEN_FILES: Final = 64
 
@@ -85,7 +85,7 @@ class ChunkReader:
         Args:
             tensor: as the manifest has it.
             state: which of its states.
-            pieces: wanted, each a rectangle of the whole tensor at an offset of `target`.
+            pieces: the wanted ones, each a rectangle of the whole tensor at an offset of `target`.
             target: 1-D and contiguous, of any dtype, on any device.
 
         Raises:
@@ -123,7 +123,7 @@ class ChunkReader:
         return stored
 
     def _read_source(self, source: _ChunkSource, boxes: list[_Box]) -> None:
-        """Read what the boxes want of one stored piece, which has all of them."""
+        """Read the boxes from one stored piece, which contains all of them."""
         if source.piece.is_transposed:
             boxes = [box.transposed() for box in boxes]
         extents = []
@@ -144,7 +144,7 @@ class ChunkReader:
             self._read_chunk(source, start, stop, some)
 
     def _read_in_place(self, source: _ChunkSource, start: int, stop: int, view: Tensor) -> list[tuple[int, int]]:
-        """Read the whole blocks of a range into the memory of `view`; returns what is left of it at its ends."""
+        """Read the whole blocks of a range into the memory of `view`; return the ranges left over at its ends."""
         first, last = source.whole_blocks(start, stop)
         if first >= last:
             return [(start, stop)]
@@ -154,7 +154,7 @@ class ChunkReader:
         return [(low, high) for low, high in ((start, first), (last, stop)) if low < high]
 
     def _read_chunk(self, source: _ChunkSource, start: int, stop: int, boxes: Sequence[_Box]) -> None:
-        """Read a range of bytes of a stored piece and copy what the boxes want of it."""
+        """Read a range of bytes of a stored piece, and copy the elements in it to the boxes."""
         device = boxes[0].view.device
         buffer = self._buffer(device)[: stop - start]
         self._fetch(source, start, memory_of(buffer))
@@ -213,13 +213,13 @@ class ChunkReader:
 
 @dataclass(frozen=True)
 class _Box:
-    """A rectangle that is wanted, and the memory for it, of its shape."""
+    """A wanted rectangle, and the memory for it in its shape."""
 
     rect: Rect
     view: Tensor
 
     def cut(self, rect: Rect) -> _Box:
-        """A part of it."""
+        """Return the part of the box for a rectangle within its own."""
         return _Box(rect, self.view[rect.slices_in(self.rect)])
 
     def transposed(self) -> _Box:
@@ -227,7 +227,7 @@ class _Box:
 
 
 def _boxes(rect: Rect, parts: Sequence[Chunk], target: Tensor) -> list[_Box]:
-    """The memory of stacked pieces: one box if they lie at equal distances, else one for each."""
+    """Return the memory of stacked pieces: one box if they are equally spaced, else one for each."""
     shape, part = rect.shape, parts[0].rect.shape
     steps = {after.local_offset - before.local_offset for before, after in pairwise(parts)}
     # The dims along which the pieces follow one another: they have one index of these, and all of the others.
@@ -243,7 +243,7 @@ def _boxes(rect: Rect, parts: Sequence[Chunk], target: Tensor) -> list[_Box]:
 
 @dataclass(frozen=True)
 class _ChunkSource:
-    """A stored piece as its bytes: `rect` is what they are row-major, of the transposed tensor where that is stored."""
+    """A stored piece as bytes: they are `rect` row-major, a rectangle of the transposed tensor where that is stored."""
 
     piece: StoredChunk
     rect: Rect
@@ -264,14 +264,14 @@ class _ChunkSource:
         return self.rect.numel * self.item_bytes
 
     def byte_ranges(self, rect: Rect) -> list[tuple[int, int]]:
-        """Where the elements of a part of it lie, with gaps that are read over."""
-        # With checksums, no block lies wholly within a smaller gap than one block.
+        """Return the byte ranges of the elements of a part of it; small gaps are within a range."""
+        # With checksums, a gap that is smaller than a block contains no whole block.
         max_gap_bytes = BLOCK_BYTES - 1 if self.piece.crcs else _MAX_GAP_BYTES
         ranges = rect_to_flat_ranges(rect, self.rect, max_gap_bytes // self.item_bytes)
         return [(start * self.item_bytes, stop * self.item_bytes) for start, stop in ranges]
 
     def is_like(self, box: _Box) -> bool:
-        """Whether the bytes of a box in memory are those in the file, one for one and in one stretch."""
+        """Say whether a box has the same bytes in memory as in the file, in one contiguous range."""
         start, stop = next(rect_to_flat_ranges(box.rect, self.rect))
         return (
             stop - start == box.rect.numel
@@ -281,7 +281,7 @@ class _ChunkSource:
         )
 
     def whole_blocks(self, start: int, stop: int) -> tuple[int, int]:
-        """The part of a range that is whole blocks; all of it where there are no checksums."""
+        """Return the part of a range that is whole blocks; all of it where there are no checksums."""
         if not self.piece.crcs:
             return start, stop
         return -(
@@ -289,7 +289,7 @@ class _ChunkSource:
         ) * BLOCK_BYTES, stop if stop == self.num_bytes else stop // BLOCK_BYTES * BLOCK_BYTES
 
     def chunks(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Ranges to read in order, each once, no longer than the buffer: rounded out to blocks that can be checked."""
+        """Return the ranges to read, in order: rounded out to checkable blocks, each at most as long as the buffer."""
         unit = BLOCK_BYTES if self.piece.crcs else 1
         joined: list[tuple[int, int]] = []
         for start, stop in sorted(ranges):

@@ -1,8 +1,8 @@
-"""Files in the format of safetensors: a header in JSON, then the bytes of tensors. Headers and dtypes only.
+"""Encodes and reads headers of safetensors files; such a file is a header in JSON, then the bytes of tensors.
 
 Eight bytes give the length of the header, little-endian; spaces pad it, so that data starts at a multiple of 8.
 Tensors follow one another without holes, from the largest elements to the smallest, so that each starts at a multiple
-of its element's size: who maps the file into memory may use them where they are.
+of its element's size: a reader that maps the file into memory can use them in place.
 
 >>> header, offsets = encode_header([TensorHeader("bias", "BF16", (3,)), TensorHeader("weight", "F32", (2, 3))])
 >>> len(header), offsets  # the weight comes first
@@ -29,7 +29,7 @@ from shardwise.checkpoint.manifest import ITEM_BYTES, CheckpointError, DamagedEr
 from shardwise.config.untrusted_files import mismatch, open_regular
 from shardwise.layout.slicing import Shape
 
-# Of a header: so much, or so much for each tensor that is known to be in it. A header that is longer is none.
+# The most bytes of a header, and for each tensor that is known to be in it. A longer header is refused.
 _MAX_HEADER_BYTES: Final = 10_000_000
 _MAX_ENTRY_BYTES: Final = 1024
 _MAX_NAME_BYTES: Final = 512
@@ -48,7 +48,7 @@ _NAMES: Final[Mapping[torch.dtype, str]] = MappingProxyType({dtype: name for nam
 
 
 class TensorHeader(NamedTuple):
-    """A tensor that a file shall have: its name, safetensors' name of its dtype, its shape."""
+    """A tensor that a file will have: its name, safetensors' name of its dtype, its shape."""
 
     name: str
     dtype: str
@@ -62,9 +62,9 @@ class FileTensor:
     Attributes:
         name: as in the file.
         dtype: safetensors' name of it, such as BF16.
-        shape: of it.
-        start: of its first byte, from the start of the file.
-        stop: behind its last.
+        shape: of the tensor.
+        start: the offset of its first byte from the start of the file.
+        stop: the offset after its last byte.
     """
 
     name: str
@@ -75,13 +75,13 @@ class FileTensor:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Safetensors' name of a dtype.
+    """Return safetensors' name of a dtype.
 
     >>> dtype_name(torch.bfloat16), named_dtype("F8_E4M3")
     ('BF16', torch.float8_e4m3fn)
 
     Raises:
-        CheckpointError: it has none.
+        CheckpointError: the dtype has no name there.
     """
     if dtype not in _NAMES:
         raise CheckpointError(
@@ -91,7 +91,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def named_dtype(name: str) -> torch.dtype:
-    """The dtype that safetensors call by this name.
+    """Return the dtype that safetensors call by this name.
 
     Raises:
         CheckpointError: this library does not know it.
@@ -104,14 +104,14 @@ def named_dtype(name: str) -> torch.dtype:
 
 
 def encode_header(entries: Sequence[TensorHeader]) -> tuple[bytes, tuple[int, ...]]:
-    """The header of a file of these tensors, and where each starts.
+    """Return the header of a file of these tensors, and where each starts.
 
     Args:
         entries: in any order; the file has those of the largest elements first, and otherwise keeps their order.
 
     Returns:
-        All bytes before the data; and of each of the entries, in the order given, the offset of its first byte from the
-        start of the file.
+        All bytes before the data; and for each entry, in the order given, the offset of its first byte from the start
+        of the file.
 
     Raises:
         CheckpointError: two entries have one name.
@@ -141,11 +141,11 @@ _ENTRY: Final = TypeAdapter(_EntryJson)
 
 
 def read_header(path: Path, num_known: int = 0) -> tuple[FileTensor, ...]:
-    """The tensors of a file, in the order of their bytes.
+    """Return the tensors of a file, in the order of their bytes.
 
     Args:
-        path: of the file, which no link may lead out of its folder.
-        num_known: tensors that it must have, which may let its header be a long one.
+        path: of the file; a link must not lead out of its folder.
+        num_known: how many tensors the file must have; many of them allow a longer header.
 
     Raises:
         DamagedError: the file cannot be read, or is not what its header says: torn, or not of this format.
@@ -179,7 +179,7 @@ def read_header(path: Path, num_known: int = 0) -> tuple[FileTensor, ...]:
 
 
 def _file_tensors(header: bytes) -> Iterator[FileTensor]:
-    """Parse a header entry by entry, and nothing that is no entry: JSON as a whole may take 25 times its bytes."""
+    """Parse a header entry by entry, and refuse anything else: JSON as a whole may take 25 times its bytes."""
     data_start, at, is_last = 8 + len(header), 1, header.rstrip() == b"{}"
     while not is_last:
         item = _ITEM.match(header, at) if header.startswith(b"{") else None

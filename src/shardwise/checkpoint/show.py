@@ -1,4 +1,4 @@
-"""Checkpoints in words and tables, and what was found out about them; pure, and needs no torch.
+"""Renders checkpoints, and the results of work on them, as text, tables and JSON; pure, and needs no torch.
 
 >>> describe_layout(Manifest(1, (), {}, layout={"mesh": {"dp_shard": 2, "tp": 2, "pp": 1}, "stage": 3}))
 'ZeRO-3 over 4 ranks, dp_shard 2 × tp 2'
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.convert import Exported
     from shardwise.checkpoint.offline import Verification
 
-# What is listed of many things, unless all are asked for.
+# How many of many things are listed, unless all are asked for.
 MAX_SHOWN: Final = 20
 _MAX_FILES: Final = 8
 _MAX_VALUE: Final = 60
 _LABEL_WIDTH: Final = 10
 _KIND_LABELS: Final[Mapping[str, str]] = MappingProxyType({"buffer": "buffers", "rank": "of ranks"})
-# Of a layout's tiers, those that are worth a word.
+# The states and tiers of a layout that its description names.
 _ROLES: Final = MappingProxyType({"params": "parameters", "grads": "gradients", "optimizer": "optimizer states"})
 _TIERS: Final = MappingProxyType({"host": "in host memory", "nvme": "on NVMe"})
 _CONTENTS: Final[Mapping[str, str]] = MappingProxyType(
@@ -58,11 +58,11 @@ _CONTENTS: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def render_root(root: Path, found: Sequence[Found]) -> RenderableType:
-    """The checkpoints in a folder, newest first."""
+    """Render the checkpoints in a folder, in the order given."""
     table = _table("step", "saved", "size", "", right=("step", "size"))
     for each in found:
         step = f"{step_of(each.folder)}"
-        # Which folder it is stands beside it, and which other ones there are above and below.
+        # The row names the folder, and the rows above and below show the other ones.
         damage = each.damage.replace(f"{each.folder}/", "").partition("; use")[0]
         state = Text("whole", style="green") if each.manifest else Text(f"damaged: {damage}", style="red")
         if each.is_latest:
@@ -74,7 +74,7 @@ def render_root(root: Path, found: Sequence[Found]) -> RenderableType:
 
 
 def render_checkpoint(folder: Path, manifest: Manifest) -> RenderableType:
-    """One checkpoint: where it comes from, and its bytes by state and by file."""
+    """Render one checkpoint: where it comes from, and its bytes by state and by file."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", min_width=_LABEL_WIDTH, no_wrap=True)
     grid.add_column(overflow="fold")
@@ -84,7 +84,7 @@ def render_checkpoint(folder: Path, manifest: Manifest) -> RenderableType:
 
 
 def render_tensors(tensors: Sequence[StoredTensor]) -> RenderableType:
-    """Tensors in a table for each kind and set of states, so that these need no columns."""
+    """Render tensors, in a table for each kind and set of states, so that these need no columns."""
     groups: dict[str, list[StoredTensor]] = {}
     for tensor in tensors:
         groups.setdefault(_signature(tensor), []).append(tensor)
@@ -101,7 +101,7 @@ def render_tensors(tensors: Sequence[StoredTensor]) -> RenderableType:
 
 
 def matching(tensors: Sequence[StoredTensor], pattern: str) -> list[StoredTensor]:
-    """The tensors with a name, or an alias, that has `pattern` in it or, if it has wildcards, matches it.
+    """Return the tensors with a name, or an alias, that contains `pattern` or, if that has wildcards, matches it.
 
     Raises:
         CheckpointError: there is none; the message says what names there are.
@@ -117,7 +117,13 @@ def matching(tensors: Sequence[StoredTensor], pattern: str) -> list[StoredTensor
 
 
 def to_json(folder: Path, manifest: Manifest, tensors: Sequence[StoredTensor] = ()) -> dict[str, Any]:
-    """What `render_checkpoint` and `render_tensors` show, for other programs."""
+    """Return what `render_checkpoint` and `render_tensors` show as JSON values, for other programs.
+
+    Args:
+        folder: of the checkpoint.
+        manifest: of the checkpoint.
+        tensors: those to list; empty lists none.
+    """
     return {
         "folder": str(folder),
         "step": manifest.step,
@@ -138,7 +144,7 @@ def to_json(folder: Path, manifest: Manifest, tensors: Sequence[StoredTensor] = 
 
 
 def root_to_json(root: Path, found: Sequence[Found]) -> dict[str, Any]:
-    """What `render_root` shows, for other programs."""
+    """Return what `render_root` shows as JSON values, for other programs."""
     checkpoints = [
         {
             "folder": str(each.folder),
@@ -154,7 +160,7 @@ def root_to_json(root: Path, found: Sequence[Found]) -> dict[str, Any]:
 
 
 def describe_layout(manifest: Manifest) -> str:
-    """The layout that wrote a checkpoint, as far as it says so.
+    """Describe the layout that wrote a checkpoint, as far as the manifest says.
 
     >>> tiers = {"params": "device", "grads": "host", "optimizer": "nvme"}
     >>> describe_layout(Manifest(1, (), {}, layout={"mesh": {}, "stage": 2, "tiers": tiers}))
@@ -187,7 +193,13 @@ def describe_layout(manifest: Manifest) -> str:
 
 
 def render_verification(folder: Path, found: Verification, took_s: float) -> RenderableType:
-    """What is damaged, and in the last line whether anything is."""
+    """Render what is damaged, and in the last line whether anything is.
+
+    Args:
+        folder: of the checkpoint.
+        found: what `verify` returned.
+        took_s: seconds that it took.
+    """
     lines: list[RenderableType] = [Text(f"{damage}") for damage in found.damages[:MAX_SHOWN]]
     lines += _rest(len(found.damages), "damages")
     read = f"{_speed(found.num_read_bytes, took_s, 'read ')}"
@@ -204,7 +216,14 @@ def render_verification(folder: Path, found: Verification, took_s: float) -> Ren
 
 
 def render_difference(a: Path, b: Path, found: StateDifference, show_all: bool = False) -> RenderableType:
-    """What differs, kind by kind, and in the last line whether anything does."""
+    """Render what differs, kind by kind, and in the last line whether anything does.
+
+    Args:
+        a: the folder of the first checkpoint.
+        b: that of the second.
+        found: what `compare` returned.
+        show_all: list everything, not only the first `MAX_SHOWN` of each kind.
+    """
     limit = None if show_all else MAX_SHOWN
     blocks: list[RenderableType] = [Text(f"A  {a}\nB  {b}")]
     for title, names in (("only in A", found.only_a), ("only in B", found.only_b)):
@@ -234,7 +253,14 @@ def render_difference(a: Path, b: Path, found: StateDifference, show_all: bool =
 
 
 def render_resharded(source: Path, folder: Path, files: Mapping[str, int], took_s: float) -> RenderableType:
-    """What was written."""
+    """Render what `reshard` has written.
+
+    Args:
+        source: the folder of the old checkpoint.
+        folder: that of the new one.
+        files: bytes of each new file, by name.
+        took_s: seconds that it took.
+    """
     num_bytes = sum(files.values())
     sizes = dict.fromkeys(decimal(size(files.values())) for size in (min, max)) if files else ()
     each = f" of {' to '.join(sizes)}" if len(files) > 1 else ""
@@ -243,7 +269,13 @@ def render_resharded(source: Path, folder: Path, files: Mapping[str, int], took_
 
 
 def render_exported(source: Path, exported: Exported, took_s: float) -> RenderableType:
-    """What was written of a checkpoint's weights."""
+    """Render what `export_checkpoint` has written.
+
+    Args:
+        source: the folder of the checkpoint.
+        exported: what was written.
+        took_s: seconds that it took.
+    """
     what = (
         f"{_count(exported.num_tensors, 'tensor')}, {exported.dtype}, {_speed(exported.num_bytes, took_s, 'written ')}"
     )
@@ -252,7 +284,7 @@ def render_exported(source: Path, exported: Exported, took_s: float) -> Renderab
 
 @dataclass(frozen=True)
 class _StateRow:
-    """All that one state has, over the tensors of one kind."""
+    """A row of the table of states: the totals of one state over the tensors of one kind."""
 
     name: str
     num_tensors: int
@@ -295,7 +327,7 @@ def _facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
 
 
 def _optimizer(manifest: Manifest) -> str:
-    """Its name and its states that are numbers."""
+    """Return the optimizer's name and its states that are numbers, as text."""
     options = manifest.trajectory.get("optimizer")
     name = options.get("kind") if isinstance(options, Mapping) else None
     numbers: dict[str, set[float]] = {}
@@ -336,26 +368,26 @@ def _file_table(manifest: Manifest) -> RenderableType:
 
 
 def _signature(tensor: StoredTensor) -> str:
-    """Its kind and states: `param F32, exp_avg F32, step`."""
+    """Return a tensor's kind and states as text: `param F32, exp_avg F32, step`."""
     states = [name if state.value is not None else f"{name} {state.dtype}" for name, state in tensor.states.items()]
     kind = "" if tensor.kind == "parameter" and tensor.trainable else "frozen, "
     return (kind if tensor.kind == "parameter" else f"{_KIND_LABELS[tensor.kind]}, ") + ", ".join(states)
 
 
 def _num_pieces(tensor: StoredTensor) -> str:
-    """Of each state, in their order; once, if all have as many."""
+    """Return the number of pieces of each state, in their order; one number if all have as many."""
     numbers = [len(state.pieces) for state in tensor.states.values() if state.value is None]
     return " ".join(map(str, numbers if len(set(numbers)) > 1 else numbers[:1]))
 
 
 def _state_json(state: StoredState) -> dict[str, Any]:
-    """With how many pieces it has, instead of where they are."""
+    """Return a state as JSON, with the number of its pieces instead of their places."""
     extent = {"num_pieces": len(state.pieces)} if state.value is None else {"value": state.value}
     return {"dtype": state.dtype} | extent
 
 
 def _alike(changes: Sequence[ChangedState]) -> list[ChangedState]:
-    """One for all tensors of which the same changed in the same way, such as a number of steps."""
+    """Merge equal changes of several tensors into one, such as those of a number of steps."""
     groups: dict[tuple[str, str, str], list[ChangedState]] = {}
     for change in changes:
         name = change.key.rpartition(" ")[2]
@@ -398,7 +430,7 @@ def _severity(values: ChangedValues) -> float:
 
 
 def _table(*names: str, right: Sequence[str] = (), fold: Sequence[str] = ()) -> Table:
-    """Columns by these headings; those of `fold` give way where it is narrow."""
+    """Make a table with these headings; the columns in `fold` wrap their text where the terminal is narrow."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim", show_edge=False)
     for name in names:
         folds = name in fold or name == ""
@@ -429,7 +461,7 @@ def _short(value: Any) -> str:
 
 
 def _time(saved_at: str) -> str:
-    """A UTC time of day, to the second."""
+    """Return a time stamp as a UTC date and time of day, to the second."""
     try:
         return f"{datetime.fromisoformat(saved_at):%Y-%m-%d %H:%M:%S} UTC"
     except ValueError:

@@ -1,4 +1,4 @@
-"""What a run needs to go on besides tensors, as JSON: the optimizer's options, the schedule, the state of generators.
+"""Saves and restores what a run needs besides tensors, as JSON: optimizer options, schedule, states of generators.
 
 >>> parameter = torch.nn.Parameter(torch.zeros(1))
 >>> optimizer = torch.optim.AdamW([parameter], lr=0.5)
@@ -38,9 +38,9 @@ from shardwise.runtime.pinned_memory import memory_of
 from shardwise.runtime.state_shards import PARAM, Kind, StateShard, TensorFlatState
 from shardwise.runtime.torch_private import persistent_buffers
 
-# How a step is computed, not what: the machine that goes on decides.
+# Options for how a step is computed, not for what: the resumed run decides them.
 _HINTS: Final = frozenset({"params", "fused", "foreach", "capturable", "differentiable"})
-# JSON has no keys but text: a dict with others is kept as its items.
+# JSON has only text as keys: a dict with other keys is stored as its items.
 _ITEMS: Final = "__items__"
 # Words of the Mersenne Twister's state.
 _NUMPY_KEYS: Final = 624
@@ -51,7 +51,7 @@ log = logging.getLogger("shardwise")
 
 
 def optimizer_options(optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer's class and its groups' options, as JSON takes them."""
+    """Return the optimizer's class and its groups' options, as values that JSON can hold."""
     groups = [
         {key: _plain(value, f"option {key} of the optimizer") for key, value in group.items() if key not in _HINTS}
         for group in optimizer.param_groups
@@ -64,14 +64,14 @@ def restore_options(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     for group, options in zip(optimizer.param_groups, saved["groups"], strict=True):
         for key, value in ((key, value) for key, value in options.items() if key not in _HINTS):
             current = group.get(key)
-            if isinstance(current, Tensor):  # whoever recorded a graph with it reads it there
+            if isinstance(current, Tensor):  # in place: a recorded graph reads this tensor
                 current.fill_(value)
             else:
                 group[key] = _like(current, value)
 
 
 def scheduler_state(scheduler: Any) -> dict[str, Any] | None:
-    """The schedule's class and state; None of one without `state_dict`, which a resumed run starts anew."""
+    """Return the schedule's class and state; None if it has no `state_dict`: a resumed run starts it again."""
     if not hasattr(scheduler, "state_dict"):
         log.warning("%s has no state_dict(), so a resumed run starts it anew", type(scheduler).__name__)
         return None
@@ -87,14 +87,14 @@ def restore_scheduler(scheduler: Any, saved: Mapping[str, Any] | None) -> None:
 
 
 def advance_schedule(scheduler: LambdaLR, saved: Mapping[str, Any] | None, step: int) -> None:
-    """Put a schedule that the config names at the saved step, and set the rates that it gives there.
+    """Move a schedule that the config names to the saved step, and set the rates that it gives there.
 
     So a resumed run whose config has another rate, or another length, follows its own config.
 
     Args:
         scheduler: of the config.
-        saved: what `scheduler_state` returned, of any schedule; skipped steps do not count in it.
-        step: where it says nothing.
+        saved: what `scheduler_state` returned, for any schedule; skipped steps do not count in it.
+        step: used where `saved` has no step.
     """
     last_epoch = int((saved or {}).get("state", {}).get("last_epoch", step))
     scheduler.load_state_dict({"last_epoch": last_epoch, "_step_count": last_epoch + 1, "lr_lambdas": [None]})
@@ -111,12 +111,12 @@ def advance_schedule(scheduler: LambdaLR, saved: Mapping[str, Any] | None, step:
 
 
 def misfits(saved: Mapping[str, Any], optimizer: Optimizer, scheduler: Any, takes_options: bool) -> dict[str, str]:
-    """What of a saved trajectory does not fit, each with why: its `states`, its `options`, its `scheduler`.
+    """Return the parts of a saved trajectory that do not fit: `states`, `options`, `scheduler`, each with the reason.
 
     Args:
-        saved: with what `optimizer_options` and `scheduler_state` returned.
-        optimizer: that is to go on.
-        scheduler: likewise.
+        saved: the trajectory, with what `optimizer_options` and `scheduler_state` returned.
+        optimizer: of the resumed run.
+        scheduler: of the resumed run; None where it has none.
         takes_options: whether options and schedule come from the checkpoint, and not from a config.
     """
     found: dict[str, str] = {}
@@ -146,10 +146,10 @@ def misfits(saved: Mapping[str, Any], optimizer: Optimizer, scheduler: Any, take
 
 
 def check_whole(saved: Mapping[str, Any]) -> None:
-    """Raise where a trajectory lacks what a load reads, or a number is none.
+    """Check that a trajectory has what a load reads, and that its numbers are numbers.
 
     Raises:
-        CheckpointError: so it is.
+        CheckpointError: something is missing or is no number.
     """
     last_epoch = (saved.get("scheduler") or {}).get("state", {}).get("last_epoch", 0)
     wrong = [f"no {key}" for key in ("normaliser", "scaler", "optimizer", "scheduler") if key not in saved]
@@ -164,7 +164,7 @@ def check_whole(saved: Mapping[str, Any]) -> None:
 
 
 def _refusal(optimizer: Optimizer, options: Mapping[str, Any]) -> str:
-    """What the optimizer's class says against options, such as betas above 1; nothing if it takes them."""
+    """Return the error of the optimizer's class against options, such as betas above 1; "" if it accepts them."""
     accepted = inspect.signature(type(optimizer)).parameters.keys() - _HINTS
     given = {key: _like(optimizer.defaults.get(key), value) for key, value in options.items() if key in accepted}
     try:
@@ -177,7 +177,7 @@ def _refusal(optimizer: Optimizer, options: Mapping[str, Any]) -> str:
 
 
 def _strange(current: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-    """Of values that were saved by name, those that cannot stand for what is there."""
+    """Return a text for each saved value that cannot replace the current value of its name."""
     values = {key: value for key, value in saved.items() if key in current and key not in _HINTS}
     return [
         f"{key} is {value!r:.50}, which cannot stand for {current[key]!r:.50}"
@@ -187,7 +187,7 @@ def _strange(current: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
 
 
 def _fits(current: Any, plain: Any) -> bool:
-    """Whether `_like` makes of what JSON has a value that can stand for the one that is there.
+    """Say whether `_like` turns the value from JSON into one that can replace the current value.
 
     >>> _fits(0.1, 0.5), _fits(0.1, "x"), _fits(0.1, float("nan")), _fits((0.9, 0.5), [0.9]), _fits({"a": 1}, {"b": 2})
     (True, False, False, False, True)
@@ -207,7 +207,7 @@ def _fits(current: Any, plain: Any) -> bool:
 
 
 def generator_states(device: torch.device) -> dict[str, Tensor]:
-    """The states of the generators that user code may draw from, as 1-D uint8 tensors by name."""
+    """Return the states of the generators that user code may draw from, as 1-D uint8 tensors by name."""
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     numpy_state = [kind, np.asarray(keys).tolist(), position, has_gauss, cached]
     states = {
@@ -221,7 +221,7 @@ def generator_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_generators(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Let the generators go on where `generator_states` found them.
+    """Set the generators back to the states that `generator_states` returned.
 
     Raises:
         CheckpointError: what is stored is no state of a generator.
@@ -250,7 +250,7 @@ def _restore_generators(states: Mapping[str, Tensor], device: torch.device) -> N
 
 
 def _plain(value: Any, what: str) -> Any:
-    """A value as JSON gives it back, tuples as lists; `_like` makes of it again what it was."""
+    """Return a value as JSON would return it, tuples as lists; `_like` turns it back into what it was."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, np.generic):
@@ -270,7 +270,7 @@ def _plain(value: Any, what: str) -> Any:
 
 
 def _like(current: Any, plain: Any) -> Any:
-    """A value that `_plain` returned, in the types of the one that is there.
+    """Return a value that `_plain` returned in the types of the current value.
 
     >>> _like({"betas": (0.9, 0.5), "at": {3: 1}}, {"betas": [0.9, 0.99], "at": {"__items__": [[5, 1]]}})
     {'betas': (0.9, 0.99), 'at': {5: 1}}
@@ -304,13 +304,13 @@ def _text(tensor: Tensor) -> str:
     return bytes(tensor.tolist()).decode()
 
 
-# What a rank does with a buffer: it runs its module, and writes it too; or only other ranks do.
+# What a rank does with a buffer: it runs its module and writes the buffer; it runs the module; or only other ranks do.
 Role = Literal["writes", "runs", "keeps"]
 
 
 @dataclass(frozen=True)
 class SavedBuffer:
-    """A buffer and its holding, whose values are the buffer's own memory where that is contiguous, else a copy."""
+    """A buffer and its state shard, whose values are the buffer's own memory where that is contiguous, else a copy."""
 
     state_shard: StateShard
     buffer: Tensor
@@ -318,25 +318,25 @@ class SavedBuffer:
 
     @property
     def values(self) -> Tensor:
-        """What the holding has, 1-D, its own memory."""
+        """Return the state shard's values, 1-D, in its own memory."""
         return self.state_shard.flat.read(0, self.state_shard.flat.numel)
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Let the buffer have what was read into its holding."""
+        """Give the buffer the values that were read into its state shard."""
         values = self.values.view(self.buffer.shape)
         if any(not step and size > 1 for step, size in zip(self.buffer.stride(), self.buffer.shape, strict=True)):
-            self.buffer.data = values.clone()  # elements of an expanded one share memory: torch writes into none
+            self.buffer.data = values.clone()  # elements of an expanded buffer share memory: torch refuses to write
         elif self.buffer.data_ptr() != values.data_ptr():
             self.buffer.copy_(values)
 
 
 def held_buffers(model: nn.Module, role_of: Callable[[str], Role]) -> list[SavedBuffer]:
-    """The persistent buffers of a model.
+    """Return the persistent buffers of a model.
 
     Args:
-        model: all of it.
-        role_of: this rank's, by the buffer's first name.
+        model: the whole model.
+        role_of: returns this rank's role for a buffer, by the buffer's first name.
     """
     names: dict[int, list[str]] = {}
     buffers: dict[int, Tensor] = {}
@@ -352,17 +352,25 @@ def held_buffers(model: nn.Module, role_of: Callable[[str], Role]) -> list[Saved
 
 
 def digests(held: Sequence[SavedBuffer]) -> dict[str, str]:
-    """By name, what stands for the values of each buffer that this rank writes."""
+    """Return, by name, a hash of the values of each buffer that this rank writes."""
     return {each.state_shard.name: _digest(each) for each in held if each.role == "writes"}
 
 
 def differing(held: Sequence[SavedBuffer], others: Mapping[str, str]) -> list[SavedBuffer]:
-    """The buffers that this rank runs too, and that are not as they were where `digests` returned `others`."""
+    """Return the buffers that this rank runs and that differ from those of the ranks whose `digests` are `others`."""
     return [each for each in held if each.role == "runs" and _digest(each) != others.get(each.state_shard.name)]
 
 
 def whole(name: str, tensor: Tensor, aliases: tuple[str, ...] = (), *, kind: Kind, is_written: bool) -> StateShard:
-    """The holding of a tensor that this rank has all of."""
+    """Return the state shard of a tensor that this rank holds whole.
+
+    Args:
+        name: the first of its names.
+        tensor: of any shape.
+        aliases: its other names.
+        kind: as in `StateShard`.
+        is_written: whether this rank writes it in a save.
+    """
     shape = tuple(tensor.shape)
     pieces = LocalTensor.whole(shape).pieces
     flat = TensorFlatState(tensor.detach().contiguous().view(-1))

@@ -1,8 +1,8 @@
-"""Writes what a rank has to save into one safetensors file, straight from where it rests.
+"""Writes what a rank has to save into one safetensors file, straight from its storage.
 
-On the CPU the file is written from the tensors' own memory, on a GPU through one small pinned buffer, of a state that
-lies in a file in reads of a few MiB; nothing is ever copied whole. Checksums are taken beside the writing, by a helper
-thread, and another one reads such files ahead.
+From host memory the file is written without a copy, from a GPU through one small pinned buffer, from a state in a file
+through reads of a few MiB; nothing is ever copied whole. A helper thread computes the checksums during the writing, and
+another one reads such files ahead.
 
 >>> import tempfile, torch
 >>> from shardwise.runtime.state_shards import TensorFlatState
@@ -48,7 +48,7 @@ from shardwise.layout.slicing import Chunk, Rect, stack
 from shardwise.runtime.pinned_memory import memory_of
 from shardwise.runtime.state_shards import ScalarState, StateShard
 
-# What one call writes at most, in bytes and in buffers; the kernel takes 1024 buffers.
+# The most that one call writes, in bytes and in buffers; the kernel takes 1024 buffers.
 _BATCH_BYTES: Final = 4 * BLOCK_BYTES
 _BATCH_BUFFERS: Final = 512
 # Pages go to the disk by this much while the next ones are written, not all at once in the fsync.
@@ -72,20 +72,20 @@ def write_state_shards(
     numbers: Sequence[ScalarState],
     progress: Callable[[int], None] | None = None,
 ) -> RankManifest:
-    """Write the pieces that are this rank's to write into one new file, and sync it.
+    """Write the pieces that this rank is to write into one new file, and sync it.
 
     Args:
-        folder: where; it exists.
+        folder: where to write it; it exists.
         file: the name of the new file. A rank that has nothing to write makes none.
-        holdings: what the rank holds; several may be parts of one state.
-        numbers: states that are one number, of parameters that are among the holdings; they go into the result alone.
-        progress: told, now and then, how many bytes more have been written.
+        state_shards: what the rank holds; several may be parts of one state.
+        numbers: states that are one number, of parameters among the state shards; only the result has them.
+        progress: called now and then with how many more bytes have been written; None for no calls.
 
     Returns:
-        What lies where, with the checksums.
+        The place of each piece in the file, with the checksums.
 
     Raises:
-        CheckpointError: the file cannot be written, a dtype has no name in it, or a number is of no parameter held.
+        CheckpointError: the file cannot be written, a dtype has no name in it, or a number is of no parameter here.
     """
     jobs = [
         _WriteJob.of(state_shard, rect, pieces)
@@ -103,7 +103,7 @@ def write_state_shards(
     tensors = [
         _stored(state_shard, {state_shard.state: StoredState(dtype_name(state_shard.flat.dtype), tuple(pieces))})
         for state_shard in state_shards
-        # A tensor of no elements has no pieces, and must be in the manifest all the same.
+        # A tensor without elements has no pieces, but must still be in the manifest.
         if (pieces := pieces_of.get(id(state_shard), [])) or not math.prod(state_shard.global_shape)
     ]
     tensors += _stored_numbers(state_shards, numbers)
@@ -130,9 +130,9 @@ def _stored_numbers(state_shards: Sequence[StateShard], numbers: Sequence[Scalar
 
 @dataclass
 class _WriteJob:
-    """One entry of the file: a rectangle, and the spans of bytes of the holding's state that are it row-major.
+    """One entry of the file: a rectangle, and the spans of the state's bytes that contain it row-major.
 
-    `source` is the state's memory, 1-D uint8; None where it lies in a file. `crcs` fills as its blocks are written.
+    `source` is the state's memory, 1-D uint8; None where it is stored in a file. `crcs` fills as blocks are written.
     """
 
     state_shard: StateShard
@@ -162,7 +162,7 @@ class _WriteJob:
         return sum(stop - start for start, stop in self.spans)
 
     def blocks(self) -> Iterator[list[tuple[int, int]]]:
-        """The spans of each `BLOCK_BYTES` of the entry."""
+        """Yield the spans of each `BLOCK_BYTES` of the entry."""
         block: list[tuple[int, int]] = []
         room = BLOCK_BYTES
         for start, stop in self.spans:
@@ -198,13 +198,13 @@ def _batches(jobs: Sequence[_WriteJob]) -> Iterator[list[_ShardBlock]]:
 
 
 class _WriteBuffer:
-    """Brings blocks where the host can write them from: nothing to do for memory of the host in one stretch."""
+    """Brings blocks into host memory that can be written; contiguous host memory needs no copy."""
 
     def __init__(self) -> None:
         self._pinned: Tensor | None = None
 
     def load(self, batch: Sequence[_ShardBlock]) -> list[memoryview]:
-        """The bytes of each block, good until the next call."""
+        """Return the bytes of each block; they are valid until the next call."""
         found: list[memoryview] = []
         place = 0
         for _, same_job in groupby(batch, key=lambda block: id(block.job)):
@@ -221,7 +221,7 @@ class _WriteBuffer:
         return found
 
     def _pin(self, source: Tensor, block: _ShardBlock, place: int) -> memoryview:
-        """The bytes of a block of a GPU, copied to a place of the pinned buffer."""
+        """Copy a block from a GPU to a place in the pinned buffer, and return its bytes there."""
         if self._pinned is None:
             self._pinned = torch.empty(_BATCH_BYTES, dtype=torch.uint8, pin_memory=True)
         staged = self._pinned[place : place + block.num_bytes]
@@ -238,7 +238,7 @@ def _in_host_memory(source: Tensor, spans: Sequence[tuple[int, int]]) -> memoryv
 
 
 def _from_file(blocks: Sequence[_ShardBlock]) -> Iterator[memoryview]:
-    """The bytes of blocks that follow one another in one entry, in as few reads as they can be had."""
+    """Yield the bytes of blocks that follow one another in one entry, in as few reads as possible."""
     memory = read_spans(blocks[0].job.state_shard, [span for block in blocks for span in block.spans])
     place = 0
     for block in blocks:
@@ -247,7 +247,7 @@ def _from_file(blocks: Sequence[_ShardBlock]) -> Iterator[memoryview]:
 
 
 def _loaded(jobs: Sequence[_WriteJob], helpers: ThreadPool) -> Iterator[tuple[list[_ShardBlock], list[memoryview]]]:
-    """The batches with their bytes, good until the next one; files are read while the batch before is written."""
+    """Yield the batches with their bytes, valid until the next; files are read while the batch before is written."""
     staging = _WriteBuffer()
     ahead: AsyncResult[list[memoryview]] | None = None
     for batch, following in pairwise(chain(_batches(jobs), [[]])):
@@ -275,8 +275,8 @@ def _write_file(
                 end += written
                 progress(written)
                 if end - written_back >= _WRITE_BACK_BYTES:
-                    # On Linux this advice starts the write-back of dirty pages, and does not wait for it: as fast as
-                    # sync_file_range, which Python has not, and as direct I/O, which needs aligned copies, or faster.
+                    # On Linux this advice starts the write-back of dirty pages and does not wait for it. It is at least
+                    # as fast as sync_file_range, which Python lacks, and as direct I/O, which needs aligned copies.
                     os.posix_fadvise(descriptor, written_back, end - written_back, os.POSIX_FADV_DONTNEED)
                     written_back = end
             os.fsync(descriptor)
@@ -288,7 +288,7 @@ def _write_file(
 
 
 def _reserve(descriptor: int, num_bytes: int) -> None:
-    """Let the file have its blocks before anything is written, so that a full disk shows at once."""
+    """Allocate the file's blocks before anything is written, so that a full disk shows at once."""
     try:
         os.posix_fallocate(descriptor, 0, num_bytes)
     except OSError as error:

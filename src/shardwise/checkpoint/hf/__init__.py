@@ -1,4 +1,4 @@
-"""Folders of Hugging Face: read straight into shards, written by all ranks together. See `importing`, `exporting`."""
+"""Reads Hugging Face folders straight into shards (`importer`), and writes them from all ranks (`exporter`)."""
 
 from shardwise.checkpoint.hf.config_files import (
     GENERATION_NAME,

@@ -1,6 +1,6 @@
-"""What stands in a folder beside the weights: config.json, generation_config.json, by what is known of the model.
+"""Makes the files beside the weights, config.json and generation_config.json, from a description of the model.
 
-The same from a live model and from a checkpoint's manifest, which keeps the description.
+The result is the same from a live model and from a checkpoint's manifest, which keeps the description.
 
 >>> import json
 >>> from shardwise.models import Decoder, DecoderConfig
@@ -40,7 +40,7 @@ _DTYPE_KEYS: Final = ("dtype", "torch_dtype")
 
 
 def describe(model: nn.Module) -> dict[str, Any]:
-    """A model's class, and its config where it is a Hugging Face model's or a dataclass, and JSON keeps it."""
+    """Return a model's class, and its config where that is Hugging Face's or a dataclass and JSON can hold it."""
     described: dict[str, Any] = {"class": type(model).__name__}
     config = getattr(model, "config", None)
     try:
@@ -59,19 +59,19 @@ def describe(model: nn.Module) -> dict[str, Any]:
 
 
 def describe_decoder(config: DecoderConfig) -> dict[str, Any]:
-    """What `describe` says of our decoder."""
+    """Return what `describe` returns for our decoder."""
     return {"class": _DECODER, "config": config.values()}
 
 
 def names_of(described: Mapping[str, Any]) -> NameMap:
-    """Rules for the names of a described model in a folder."""
+    """Return the rules for the names of a described model in a folder."""
     if decoder_config(described) is not None:
         return decoder_names()
     return family_names(described.get("config", {}))
 
 
 def wanted_of(model: nn.Module) -> list[WantedState]:
-    """A model's parameters and persistent buffers, which may be on meta: what a folder should have."""
+    """Return a model's parameters and persistent buffers, which may be on meta: a folder should have these."""
     tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(persistent_buffers(model))}
     named: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
@@ -80,10 +80,10 @@ def wanted_of(model: nn.Module) -> list[WantedState]:
 
 
 def config_files(described: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
-    """The files of a folder that say what model it is of, by name; none for a model of which that is not known.
+    """Return, by name, the files of a folder that describe its model; none where the model's config is not known.
 
     Args:
-        described: by `describe`.
+        described: what `describe` returned.
         dtype: safetensors' name of the weights' dtype.
     """
     decoder, values = decoder_config(described), described.get("config", {})
@@ -101,7 +101,7 @@ def config_files(described: Mapping[str, Any], dtype: str) -> dict[str, bytes]:
 
 
 def decoder_config(described: Mapping[str, Any]) -> DecoderConfig | None:
-    """The shape of our decoder, if it is one that is described."""
+    """Return the config of our decoder, if that is the described model; else None."""
     values = described.get("config", {})
     names = {field.name for field in fields(DecoderConfig)}
     if described.get("class") != _DECODER or values.keys() | {"attention"} != names:
@@ -113,13 +113,13 @@ def decoder_config(described: Mapping[str, Any]) -> DecoderConfig | None:
 
 
 def _values_of(config: Any) -> Any:
-    """What transformers would write into the file of a config, less what only concerns the process."""
+    """Return what transformers would write into the file of a config, without what only concerns the process."""
     values = json.loads(config.to_json_string())
     return {key: value for key, value in values.items() if not key.startswith("_")}
 
 
 def _without_dtype(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what parts of a model were once loaded in, at any depth."""
+    """Return the values without the dtypes in which parts of a model were once loaded, at any depth."""
     return {
         key: _without_dtype(value) if isinstance(value, Mapping) else value
         for key, value in values.items()

@@ -1,15 +1,15 @@
-"""A standard Hugging Face folder, written by all ranks together, each its own rectangles in place; nothing is gathered.
+"""Writes a standard Hugging Face folder from all ranks: each writes its own rectangles in place; nothing is gathered.
 
-A plan says at which offset of which file each tensor lies. It depends on names, shapes and dtypes alone, so that every
-rank makes the same one and the bytes are the same under every layout. One rank begins, all write, one finishes:
+A plan says at which offset of which file each tensor is stored. It depends only on names, shapes and dtypes, so that
+every rank makes the same one and the bytes are the same under every layout. One rank begins, all write, one finishes:
 
-    plan = plan_export(tensors, names)           # every rank
-    begin_export(plan, folder, {"config.json": ...})    # one; then a barrier
-    write_export(plan, folder, holdings)         # every rank; then a barrier
-    finish_export(folder)                        # one
+    plan = plan_export(tensors, names)                  # every rank
+    begin_export(plan, folder, {"config.json": ...})    # one rank; then a barrier
+    write_export(plan, folder, state_shards)            # every rank; then a barrier
+    finish_export(folder)                               # one rank
 
 Until it is finished the folder has another name, and a folder that has anything in it is never written to. Where a rank
-fails, `discard_export` takes away what was begun.
+fails, `discard_export` removes what was begun.
 
 >>> plan = plan_export([ExportTensor("up.weight", (), (4, 2), "BF16"), ExportTensor("up.bias", (), (4,), "BF16")])
 >>> [(each.name, each.file) for each in plan.tensors], plan.num_tensor_bytes
@@ -47,7 +47,7 @@ from shardwise.layout.slicing import Shape
 from shardwise.runtime.pinned_memory import memory_of
 from shardwise.runtime.state_shards import PARAM, StateShard
 
-# What is cast, copied from a device and written at once.
+# The most that is cast, copied from a device and written at once.
 _CHUNK_BYTES: Final = 4 * 2**20
 MAX_FILE_BYTES: Final = 5 * 10**9
 
@@ -58,9 +58,9 @@ class ExportTensor:
 
     Attributes:
         name: the first of its names in the model.
-        aliases: its other names, which the folder leaves out; who reads it ties them again.
+        aliases: its other names, which the folder leaves out; a reader of the folder ties them again.
         shape: of the whole tensor.
-        dtype: safetensors' name of the one to write.
+        dtype: safetensors' name of the dtype to write.
     """
 
     name: str
@@ -71,7 +71,7 @@ class ExportTensor:
 
 @dataclass(frozen=True)
 class PlacedTensor:
-    """A tensor of the folder: where it lies, `offset` in bytes from the start of its file."""
+    """A tensor of the folder and its place; `offset` is in bytes from the start of its file."""
 
     name: str
     dtype: str
@@ -82,11 +82,11 @@ class PlacedTensor:
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """What every file of the folder will hold, and where.
+    """The content of every file of the folder.
 
     Attributes:
         tensors: of the folder, in the model's order.
-        parts: of each of the model's tensors, by its name, and the tensors of the folder that they are.
+        parts: by name of a model's tensor, its parts, each with the tensor of the folder that it becomes.
         headers: the first bytes of each file, by its name.
         num_file_bytes: of each file, by its name.
         index: the text of `model.safetensors.index.json`; empty where there is one file only.
@@ -100,7 +100,7 @@ class ExportPlan:
 
     @property
     def num_tensor_bytes(self) -> int:
-        """Bytes of all tensors: the sum of what `write_export` returns on all ranks."""
+        """Return the bytes of all tensors: the sum of what `write_export` returns on all ranks."""
         return sum(map(_num_bytes, self.tensors))
 
 
@@ -109,12 +109,12 @@ def plan_export(
     names: NameMap | Mapping[str, Any] | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> ExportPlan:
-    """Lay a model's tensors out in the files of a folder, in the model's order.
+    """Assign a model's tensors to the files of a folder, in the model's order.
 
     Args:
         tensors: in the model's order.
         names: rules for names that differ; see `NameMap.of`.
-        max_file_bytes: of the tensors in a file; a tensor larger than that has a file of its own.
+        max_file_bytes: the most bytes of tensors in a file; a tensor larger than that has a file of its own.
 
     Raises:
         CheckpointError: two tensors have one name in the folder, or a rule does not fit a shape.
@@ -147,17 +147,17 @@ def plan_export(
 
 
 def temporary_folder(folder: Path) -> Path:
-    """What the folder is called until it is finished."""
+    """Return the path that the folder has until it is finished."""
     return folder.with_name(f".{folder.name}.unfinished")
 
 
 def begin_export(plan: ExportPlan, folder: Path, others: Mapping[str, bytes | Path] | None = None) -> None:
-    """Make the temporary folder with all its files; on one rank. What a dead export has left there is removed.
+    """Make the temporary folder with all its files, on one rank; what a dead export has left there is removed.
 
     Args:
         plan: of the export.
-        folder: to be; it must not exist, or be empty.
-        others: what stands beside the weights, by file name, as bytes or as the file to copy: `config.json`,
+        folder: the final folder; it must not exist, or be empty.
+        others: the files beside the weights by name, as bytes or as the path of a file to copy: `config.json`,
             `generation_config.json`, those of the tokenizer.
 
     Raises:
@@ -192,21 +192,21 @@ def begin_export(plan: ExportPlan, folder: Path, others: Mapping[str, bytes | Pa
 def write_export(
     plan: ExportPlan, folder: Path, state_shards: Iterable[StateShard], progress: Callable[[int], None] | None = None
 ) -> int:
-    """Write what this rank writes of the parameters and buffers in the plan; returns when it is on disk.
+    """Write this rank's pieces of the parameters and buffers in the plan; return when they are on disk.
 
-    At most a few MiB beside the holdings are taken up at any time; some 40 MiB where these lie in files.
+    It uses at most a few MiB beside the state shards; some 40 MiB where these are stored in files.
 
     Args:
         plan: of the export.
         folder: as given to `begin_export`, which has been called.
-        holdings: of this rank; states other than `param`, and tensors that are not in the plan, are passed over.
-        progress: told the bytes written, time and again.
+        state_shards: of this rank; states other than `param`, and tensors that are not in the plan, are skipped.
+        progress: called with the bytes of each write; None for no calls.
 
     Returns:
-        Bytes written. If their sum over all ranks is not `plan.num_tensor_bytes`, something has not been written.
+        The bytes written. If their sum over all ranks is not `plan.num_tensor_bytes`, something was not written.
 
     Raises:
-        CheckpointError: a holding has another shape than the plan, or the system refuses.
+        CheckpointError: a state shard has another shape than the plan, or the system refuses.
     """
     temporary, num_bytes = temporary_folder(folder), 0
     with named_errors("export to", temporary), _RunWriter(temporary) as writer:
@@ -223,10 +223,10 @@ def write_export(
 
 
 def finish_export(folder: Path) -> None:
-    """Have everything on disk and give the folder its name; on one rank, after all have written.
+    """Sync everything to the disk and give the folder its name; on one rank, after all have written.
 
     Raises:
-        CheckpointError: a folder of this name has come to be meanwhile, or the system refuses.
+        CheckpointError: a folder of this name has appeared since `begin_export`, or the system refuses.
     """
     temporary = temporary_folder(folder)
     _refuse_taken(folder)
@@ -244,7 +244,7 @@ def finish_export(folder: Path) -> None:
 
 
 def discard_export(folder: Path) -> None:
-    """Remove what was begun, as far as that works: it is called when something else has failed already."""
+    """Remove what was begun, as far as that works: it is called after something else has failed."""
     shutil.rmtree(temporary_folder(folder), ignore_errors=True)
 
 
@@ -255,7 +255,7 @@ def _refuse_taken(folder: Path) -> None:
 
 
 def _check_names(tensors: Iterable[ExportTensor], rules: NameMap, parts: Mapping[str, Sequence[WeightPart]]) -> None:
-    """No two tensors may have one name in the folder, nor one that a tied tensor is read by."""
+    """Check that no two tensors have one name in the folder, nor one tensor the name of another's alias."""
     owners: dict[str, str] = {}
     for tensor in tensors:
         stored = [part.stored for part in parts[tensor.name]]
@@ -271,7 +271,7 @@ def _num_bytes(tensor: PlacedTensor) -> int:
 
 
 def _fill_files(tensors: Iterable[PlacedTensor], max_file_bytes: int) -> Iterator[list[PlacedTensor]]:
-    """In their order, as many into a file as fit."""
+    """Yield the tensors of each file: in their order, as many as fit."""
     group: list[PlacedTensor] = []
     filled = 0
     for tensor in tensors:
@@ -288,7 +288,7 @@ def _file_name(index: int, count: int) -> str:
 
 
 def _place(file: str, group: Sequence[PlacedTensor]) -> tuple[bytes, list[PlacedTensor]]:
-    """The header of a file, and the tensors where it has them."""
+    """Return the header of a file, and its tensors with their offsets."""
     header, offsets = encode_header([TensorHeader(each.name, each.dtype, each.shape) for each in group])
     return header, [replace(each, file=file, offset=offset) for each, offset in zip(group, offsets, strict=True)]
 
@@ -302,7 +302,7 @@ def _index(tensors: Sequence[PlacedTensor]) -> str:
 
 
 def _blocks(plan: ExportPlan, state_shard: StateShard) -> Iterator[tuple[Tensor, Shape, PlacedTensor]]:
-    """What this rank writes of one holding, as views, each with its first index in a tensor of the folder."""
+    """Yield what this rank writes of one state shard, as views, each with its first index in a tensor of the folder."""
     for held in written_parts(state_shard):
         pairs = ((*each, piece) for each in plan.parts[held.name] for piece in held.written)
         for part, placed, piece in pairs:
@@ -321,7 +321,7 @@ def _blocks(plan: ExportPlan, state_shard: StateShard) -> Iterator[tuple[Tensor,
 
 
 def _chunks(block: Tensor, start: Shape) -> Iterator[tuple[Tensor, Shape]]:
-    """Cut a block, in its order, into some of at most `_CHUNK_BYTES`."""
+    """Cut a block, in its order, into chunks of at most `_CHUNK_BYTES`."""
     most = _CHUNK_BYTES // block.element_size()
     if block.numel() <= most:
         yield block, start
@@ -334,7 +334,7 @@ def _chunks(block: Tensor, start: Shape) -> Iterator[tuple[Tensor, Shape]]:
 
 
 def _write_chunk(writer: _RunWriter, chunk: Tensor, start: Shape, placed: PlacedTensor) -> int:
-    """Cast a chunk and write the runs of bytes that it is in its file."""
+    """Cast a chunk and write it to its file, in runs of bytes; return how many bytes these are."""
     values = torch.empty(chunk.numel(), dtype=named_dtype(placed.dtype))
     values.view(chunk.shape).copy_(chunk)
     data = memory_of(values)
@@ -354,7 +354,7 @@ def _write_chunk(writer: _RunWriter, chunk: Tensor, start: Shape, placed: Placed
 
 
 class _RunWriter:
-    """Writes runs of bytes in place into the files of a folder, runs that follow one another at once."""
+    """Writes runs of bytes in place into the files of a folder; it joins runs that follow one another."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -402,16 +402,16 @@ _FLOATS: Final = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """What is exported, and where to.
+    """One rank's part of an export: its weights, their dtype, and the folder to write.
 
     Attributes:
-        folder: to be; one and the same for all ranks, by whatever path.
-        holdings: parameters and buffers, of this rank.
-        dtype: safetensors' name of the one that numbers with a point are written in; others stay as they are.
-        kept: names of the tensors that stay in their own dtype whatever it is.
-        others: the files beside the weights; what counts is rank 0's.
+        folder: the folder to write, the same on all ranks; its path may differ.
+        state_shards: parameters and buffers of this rank.
+        dtype: safetensors' name of the dtype for floating-point tensors; others keep theirs.
+        kept: names of the tensors that keep their own dtype in any case.
+        others: the files beside the weights; only rank 0's are written.
         names: rules for names that differ in the folder.
-        max_file_bytes: of the tensors in a file.
+        max_file_bytes: the most bytes of tensors in a file.
     """
 
     folder: Path
@@ -424,7 +424,7 @@ class ExportRequest:
 
     @cached_property
     def plan(self) -> ExportPlan:
-        """The same on all ranks."""
+        """Return the plan, which is the same on all ranks."""
         tensors = [
             ExportTensor(
                 each.name, each.aliases, each.global_shape, exported_dtype(own, self.dtype, each.name in self.kept)
@@ -437,7 +437,12 @@ class ExportRequest:
 
 
 def exported_dtype(dtype: str, wanted: str, is_kept: bool) -> str:
-    """The dtype in which a tensor of one dtype is written: the wanted one, unless it is kept, or of integers.
+    """Return the dtype in which a tensor is written: the wanted one, unless it is kept or not floating-point.
+
+    Args:
+        dtype: safetensors' name of its own dtype.
+        wanted: safetensors' name of the dtype of the export.
+        is_kept: whether the tensor keeps its own dtype.
 
     >>> exported_dtype("F32", "BF16", is_kept=False), exported_dtype("I64", "BF16", is_kept=False)
     ('BF16', 'I64')
@@ -446,7 +451,7 @@ def exported_dtype(dtype: str, wanted: str, is_kept: bool) -> str:
 
 
 def in_order(tensors: Iterable[ExportTensor]) -> list[ExportTensor]:
-    """By name, numbers by value: an order that no layout and no checkpoint changes.
+    """Sort tensors by name, numbers by value: this order is the same for every layout and checkpoint.
 
     >>> tensors = [ExportTensor(name, (), (), "F32") for name in ("h.10.up", "h.9.up", "h.9.down")]
     >>> [tensor.name for tensor in in_order(tensors)]
@@ -461,16 +466,16 @@ def in_order(tensors: Iterable[ExportTensor]) -> list[ExportTensor]:
 
 
 def export_jointly(request: ExportRequest, rounds: StoreBarrier, rank: int, timeout_s: float) -> Path:
-    """Export on all ranks, each of which calls this; returns the folder, whole.
+    """Export on all ranks, each of which calls this; return the finished folder.
 
     Args:
         request: of the same model, dtype and names on all ranks.
-        rounds: of this export alone; left when it ends.
+        rounds: of this export alone; finished when it ends.
         rank: of this process.
-        timeout_s: half of which a folder that rank 0 has made may take to show on other ranks.
+        timeout_s: seconds; a folder that rank 0 has made may take half of them to appear on other ranks.
 
     Raises:
-        CheckpointError: it failed on whichever rank, with the same words on all; nothing is left of it.
+        CheckpointError: it failed on some rank; the message is the same on all, and nothing is left of the export.
     """
     folder = request.folder
 

@@ -1,4 +1,4 @@
-"""Our decoder as a Llama of Hugging Face and back, and how families name in folders what their models name otherwise.
+"""Converts our decoder's config to a Hugging Face Llama's and back, and has the name rules of model families.
 
 >>> from shardwise.models import DecoderConfig
 >>> config = DecoderConfig(vocab_size=64, num_layers=2, hidden_size=16, num_heads=4, num_kv_heads=2,
@@ -40,7 +40,7 @@ _DECODER: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 
-# The models of transformers from version 5 on have one tensor of all experts, the folders one of each.
+# The models of transformers from version 5 on have one tensor of all experts; the folders have one for each expert.
 _MIXTRAL: Final[Mapping[str, Any]] = MappingProxyType(
     {
         "**.mlp.experts.gate_up_proj": {
@@ -64,7 +64,7 @@ _FAMILIES: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {"mixtral": _MIXTRAL, "qwen2_moe": _QWEN_MOE, "qwen3_moe": _QWEN_MOE, "olmoe": _QWEN_MOE}
 )
 
-# What a config.json leaves out is what its family has; `num_key_value_heads` of a Llama: as many as heads.
+# A family's values for what a config.json leaves out; `num_key_value_heads` of a Llama is the number of heads.
 _DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
         "llama": {"max_position_embeddings": 2048},
@@ -77,20 +77,20 @@ TORCH_NAMES: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def decoder_names() -> NameMap:
-    """What our decoder's tensors are called in a folder of a Llama."""
+    """Return the rules for the names of our decoder's tensors in a Llama's folder."""
     return NameMap.of(_DECODER)
 
 
 def family_names(config: Mapping[str, Any]) -> NameMap:
-    """Rules for an unmodified model of transformers, by its config.json; none where names are the folder's own.
+    """Return the rules for an unmodified model of transformers, by its config.json; none where the names are the same.
 
-    A model that has another name for a tensor than its folder needs them in import and export: mixtures of experts.
+    A model whose names for tensors differ from its folder's needs them in import and export: mixtures of experts.
     """
     return NameMap.of(_FAMILIES.get(str(config.get("model_type")), {}))
 
 
 def hf_config_of(config: DecoderConfig, dtype: str) -> dict[str, Any]:
-    """The config.json with which transformers reads an exported decoder as a Llama; block-sparse attention is lost.
+    """Return the config.json with which transformers reads an exported decoder as a Llama; it has dense attention.
 
     Args:
         config: of the decoder.
@@ -113,7 +113,7 @@ def hf_config_of(config: DecoderConfig, dtype: str) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        # Which tokens these are is the tokenizer's to say; the family's own would be 1 and 2.
+        # The tokenizer says which tokens these are; the family's own would be 1 and 2.
         "bos_token_id": None,
         "eos_token_id": None,
         "torch_dtype": TORCH_NAMES[dtype],
@@ -121,10 +121,10 @@ def hf_config_of(config: DecoderConfig, dtype: str) -> dict[str, Any]:
 
 
 def decoder_config_of(config: Mapping[str, Any], where: str = "config.json") -> DecoderConfig:
-    """The shape of our decoder for which a folder has weights.
+    """Return the config of our decoder for which a folder has weights.
 
     Args:
-        config: what its config.json says.
+        config: the content of its config.json.
         where: its path, for messages.
 
     Raises:
@@ -195,7 +195,7 @@ _NEEDED: Final = ("vocab_size", "num_hidden_layers", "hidden_size", "num_attenti
 
 
 def _conditions(values: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, bool]:
-    """What must hold of a config.json's values, by their keys."""
+    """Return, by key of a config.json, whether our decoder can do what its value asks for."""
     window = values.get("sliding_window")
     rope_key = "rope_type" if "rope_type" in rope else "type"
     return {

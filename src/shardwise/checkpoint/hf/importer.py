@@ -1,9 +1,9 @@
-"""A Hugging Face folder as stored tensors of a model's names: headers are read here, slices later by who needs them.
+"""Finds a model's tensors in a Hugging Face folder by the headers of its files; each rank reads its slices later.
 
-Names are made to meet without knowing the family. The base model's prefix may be there or not on either side
-(`wte.weight`, `transformer.wte.weight`), a tied weight may be left out or be there twice, and what old versions saved
-beside weights, masks and frequencies, is passed over. What else a folder has comes out under its own name, so that
-whoever loads can say that it is left over.
+Names are matched without knowing the family. The base model's prefix may be there or not on either side (`wte.weight`,
+`transformer.wte.weight`), and a tied weight may be left out or be there twice. Masks and frequencies, which old
+versions saved beside weights, are skipped. All other tensors of a folder are returned under their own names, so that
+the caller can report them as left over.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ class _WeightEntry:
 def open_folder(
     folder: Path, model_names: Mapping[str, Sequence[str]], names: NameMap | Mapping[str, Any] | None = None
 ) -> tuple[StoredTensor, ...]:
-    """Find a model's tensors in a Hugging Face folder; reads its headers, and no values.
+    """Find a model's tensors in a Hugging Face folder; it reads headers, and of values only samples of tied weights.
 
     Args:
-        folder: with `model.safetensors`, or the index and files of a sharded one.
+        folder: with `model.safetensors`, or with the index and files of a sharded model.
         model_names: the aliases of each tensor of the model's state dict, by its first name.
-        names: rules for names that differ; see `NameMap.of`. Those of the family, by config.json, come behind them.
+        names: rules for names that differ; see `NameMap.of`. Those of the family, by config.json, apply after them.
 
     Returns:
-        What there is of the model's tensors, in its order, with the shapes that the folder has; then what is left over,
-        under the folder's names. The pieces have no checksums. A base model of a folder that has a head beside it
-        leaves no head over.
+        The model's tensors that the folder has, in the model's order, with the folder's shapes; then those left over,
+        under the folder's names. The pieces have no checksums. A head in the folder that a base model lacks is not
+        among those left over.
 
     Raises:
         DamagedError: a file is missing or torn.
-        CheckpointError: the folder has no safetensors; its weights are quantized; the model ties what differs in it.
+        CheckpointError: the folder has no safetensors; its weights are quantized; the model ties tensors that differ.
     """
     config = read_config(folder)
     quantization = config.get("quantization_config")
@@ -97,7 +97,7 @@ def open_folder(
 
 
 def read_config(folder: Path, name: str = CONFIG_NAME) -> dict[str, Any]:
-    """What the folder's config.json, or another file of JSON, says; nothing where it has none.
+    """Return the content of the folder's config.json, or of another JSON file; empty where it has none.
 
     Raises:
         DamagedError: it is no JSON.
@@ -107,7 +107,7 @@ def read_config(folder: Path, name: str = CONFIG_NAME) -> dict[str, Any]:
 
 
 def _entries(folder: Path) -> Iterator[tuple[str, _WeightEntry]]:
-    """The tensors of all files, by name, in their order."""
+    """Yield the tensors of all files, by name, in their order."""
     if (folder / WEIGHTS_NAME).is_file():
         yield from ((tensor.name, _WeightEntry(WEIGHTS_NAME, tensor)) for tensor in read_header(folder / WEIGHTS_NAME))
         return
@@ -161,7 +161,7 @@ class _IndexJson(TypedDict):
 
 
 def _typed(schema: type[Any], values: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The values, of the types that are read of them."""
+    """Return the values after a check of their types."""
     try:
         TypeAdapter(schema).validate_python(values, strict=True)
     except ValidationError as error:
@@ -170,7 +170,7 @@ def _typed(schema: type[Any], values: dict[str, Any], path: Path) -> dict[str, A
 
 
 def _kind(name: str) -> str:
-    """The name with all numbers between dots the same, so that a model has few kinds of names."""
+    """Return the name with all numbers between dots made equal, so that a model has few kinds of names."""
     return re.sub(r"(?<![^.])(\d+|#)(?![^.])", "0", name)
 
 
@@ -179,7 +179,7 @@ def _kinds(rules: NameMap, name: str) -> Iterator[str]:
 
 
 def _is_junk(name: str, entry: _WeightEntry) -> bool:
-    """Masks, frequencies and positions, which old versions of transformers saved; a bias of attention is 1-D."""
+    """Say whether a tensor is a mask, frequencies or positions, as old versions saved; an attention bias is 1-D."""
     shape, leaf = entry.tensor.shape, name.rpartition(".")[2]
     is_of_attention = re.search(r"\.attn\.|\.attention\.", name) is not None
     return (
@@ -191,9 +191,9 @@ def _is_junk(name: str, entry: _WeightEntry) -> bool:
 
 
 def _meet(wanted: set[str], entries: Mapping[str, _WeightEntry]) -> tuple[Callable[[str], str], Callable[[str], bool]]:
-    """How the folder's names become those that are wanted, and which are of a head that the model has not.
+    """Return two functions of a folder's name: the wanted name for it, and whether it is of a head the model lacks.
 
-    A prefix is put before names, or taken off, only where that serves most of them.
+    A prefix is put before names, or taken off, only where most names need that.
     """
     stored = {_kind(name) for name in entries}
     fitting, missing, spare = wanted & stored, wanted - stored, stored - wanted
@@ -219,7 +219,7 @@ def _meet(wanted: set[str], entries: Mapping[str, _WeightEntry]) -> tuple[Callab
 
 
 def _cuts(name: str) -> Iterator[tuple[str, str]]:
-    """The name cut in two at each of its dots."""
+    """Yield the name cut in two at each of its first dots."""
     for dot in islice(re.finditer(r"\.", name), _MAX_PREFIX):
         yield name[: dot.start()], name[dot.end() :]
 
@@ -239,7 +239,7 @@ def _tensor(
 
 
 def _check_tied(folder: Path, name: str, entries: list[_WeightEntry], others: list[_WeightEntry]) -> None:
-    """Compare a sample of what the model ties and the folder has twice: what was trained apart differs everywhere."""
+    """Compare samples of tensors that the model ties and the folder has twice: if trained apart, any sample differs."""
     for entry, other in zip(entries, others, strict=False):
         if entry.tensor.name == other.tensor.name or entry.tensor.dtype != other.tensor.dtype:
             continue
@@ -252,7 +252,7 @@ def _check_tied(folder: Path, name: str, entries: list[_WeightEntry], others: li
 
 
 def _sample(folder: Path, entry: _WeightEntry) -> Iterator[bytes]:
-    """The first, middle and last bytes of a tensor."""
+    """Yield the first, middle and last bytes of a tensor."""
     first, stop = entry.tensor.start, entry.tensor.stop
     last = max(first, stop - _SAMPLE_BYTES)
     handle = open_regular(folder / entry.file, folder)

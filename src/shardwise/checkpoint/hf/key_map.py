@@ -1,7 +1,7 @@
-"""Which tensors of a folder a model's tensor is: other names, transposed, one of several, or several of one stack.
+"""Maps a model's tensors to those of a folder: renamed, transposed, concatenated from several, or stacked.
 
 A rule names a model's tensors by a pattern, and those of the folder by one or more; the same rule serves import and
-export. In a pattern `*` is what stands between two dots, `**` is any text. In the folder's patterns `#` counts from 0
+export. In a pattern `*` is any text between two dots, `**` is any text. In the folder's patterns `#` counts from 0
 along dim 0: the model has one tensor where the folder has one for each expert.
 
 >>> names = NameMap.of({
@@ -38,10 +38,10 @@ class WeightPart:
     """A rectangle of a model's tensor that is one whole tensor of a folder.
 
     Attributes:
-        stored: the name of the latter.
-        rect: of the model's tensor.
-        is_transposed: the folder has it transposed.
-        is_stacked: dim 0 of `rect`, of one index, is not a dim of the folder's tensor.
+        stored: the name of the folder's tensor.
+        rect: the rectangle of the model's tensor.
+        is_transposed: whether the folder has it transposed.
+        is_stacked: whether dim 0 of `rect`, of one index, is no dim of the folder's tensor.
     """
 
     stored: str
@@ -51,22 +51,23 @@ class WeightPart:
 
     @property
     def stored_shape(self) -> Shape:
-        """Of the folder's tensor."""
+        """Return the shape of the folder's tensor."""
         shape = self.rect.shape[1:] if self.is_stacked else self.rect.shape
         return shape[::-1] if self.is_transposed else shape
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How tensors of the model are named and laid in a folder; see the module.
+    """A rule for the names and the form of tensors in a folder; see the module.
 
     Attributes:
-        model: pattern of the model's names.
-        stored: patterns of the folder's, all with the wildcards of `model`; several are concatenated to its one.
-        transpose: the folder has them transposed (2-D tensors only).
-        dim: of the model's tensor, along which several are concatenated.
-        shares: of each in that dim, relative to one another, for export; all the same where left out. The matrix of 8
-            query and 2 times 2 KV heads has `shares=(4, 1, 1)`.
+        model: the pattern of the model's names.
+        stored: patterns of the folder's names, all with the wildcards of `model`; several tensors are concatenated to
+            one of the model.
+        transpose: whether the folder has them transposed (2-D tensors only).
+        dim: the dim of the model's tensor along which several are concatenated.
+        shares: their relative lengths in that dim, for export; equal where left out. The matrix of 8 query and 2 times
+            2 KV heads has `shares=(4, 1, 1)`.
 
     Raises:
         CheckpointError: wildcards differ, or the fields contradict one another.
@@ -99,18 +100,18 @@ class Rule:
 
     @property
     def is_stacked(self) -> bool:
-        """Whether each index along dim 0 is a tensor, or several, of the folder."""
+        """Say whether each index along dim 0 is a tensor, or several, of the folder."""
         return _COUNTER in self.stored[0]
 
     def names(self, model_name: str) -> tuple[str, ...] | None:
-        """The folder's names, `#` left in them, of this tensor of the model; None where the rule is not of it."""
+        """Return the folder's names, with any `#`, for a tensor of the model; None where the rule does not apply."""
         match = re.fullmatch(_regex(self.model), model_name)
         if match is None:
             return None
         return tuple(_filled(pattern, match.groups()) for pattern in self.stored)
 
     def model_name(self, stored_name: str) -> str | None:
-        """The model's tensor that one of the folder is, or is a part of; None where the rule is not of it."""
+        """Return the name of the model's tensor that a folder's tensor is, or is part of; None where none fits."""
         for pattern in self.stored:
             match = re.fullmatch(_regex(pattern).replace(re.escape(_COUNTER), r"\d+"), stored_name)
             if match is not None:
@@ -120,13 +121,13 @@ class Rule:
 
 @dataclass(frozen=True)
 class NameMap:
-    """Rules, of which the first that fits counts; a tensor of which there is none has the same name in the folder."""
+    """Rules for names: the first that fits applies; a tensor without a rule has the same name in the folder."""
 
     rules: tuple[Rule, ...] = ()
 
     @classmethod
     def of(cls, names: NameMap | Mapping[str, Any] | None) -> NameMap:
-        """Read what a user gives: model's pattern -> the folder's, a list of those, or a table of `Rule`'s fields.
+        """Read what a user gives: by the model's pattern, the folder's, a list of those, or a table of `Rule`'s fields.
 
         Raises:
             CheckpointError: a rule is not legal; see `Rule`.
@@ -136,15 +137,15 @@ class NameMap:
         return cls(tuple(_rule(model, value) for model, value in (names or {}).items()))
 
     def then(self, other: NameMap) -> Self:
-        """These rules, and those of the other where none of these fits."""
+        """Return a map of these rules, followed by those of `other`."""
         return type(self)((*self.rules, *other.rules))
 
     def stored_names(self, name: str) -> tuple[str, ...]:
-        """The folder's names of a tensor of the model; a stack's have `#` for the number."""
+        """Return the folder's names for a tensor of the model; those of a stack have `#` for the number."""
         return self._find(name)[1]
 
     def model_name(self, stored_name: str) -> str:
-        """The model's tensor that one of the folder is, or is a part of.
+        """Return the name of the model's tensor that a folder's tensor is, or is part of.
 
         >>> rules = NameMap.of({"**.down": "**.#.w2", "blocks.*.norm": "h.*.ln"})
         >>> [rules.model_name(name) for name in ("h.0.experts.12.w2", "h.3.ln", "norm")]
@@ -154,7 +155,7 @@ class NameMap:
         return next((name for name in found if name is not None), stored_name)
 
     def split(self, name: str, shape: Shape) -> tuple[WeightPart, ...]:
-        """The parts that a tensor of the model is in a folder, in the folder's order.
+        """Split a tensor of the model into the parts that a folder has, in the folder's order.
 
         Raises:
             CheckpointError: the rule for the name does not fit the shape.
@@ -164,7 +165,7 @@ class NameMap:
         return tuple(_parts(rule, stored, name, shape, lengths))
 
     def join(self, name: str, shapes: Mapping[str, Shape]) -> tuple[Shape, tuple[WeightPart, ...]] | None:
-        """The shape of a tensor of the model and its parts, by the shapes in the folder; None if it is not all there.
+        """Return the shape and parts of a tensor of the model, by the shapes in the folder; None if a part is missing.
 
         Raises:
             CheckpointError: the folder's shapes do not fit together by the rule.
@@ -245,7 +246,7 @@ def _regex(pattern: str) -> str:
 
 
 def _filled(pattern: str, texts: Sequence[str]) -> str:
-    """A pattern with these texts for its wildcards."""
+    """Return a pattern with these texts in place of its wildcards."""
     literals = _WILDCARD.split(pattern)
     return "".join(itertools.chain.from_iterable(itertools.zip_longest(literals, texts, fillvalue="")))
 
