@@ -1,1 +1,1 @@
-"""States in host memory and on NVMe, and the optimizer's step there."""
+"""Store states in host memory and on NVMe, and run the optimizer's step there."""

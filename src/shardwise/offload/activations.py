@@ -1,18 +1,18 @@
-"""The inputs of recomputed blocks in host memory: they go there in the forward and come back for the backward.
+"""Store the inputs of recomputed blocks in host memory: they go there in the forward and return for the backward.
 
-A checkpointed block keeps its inputs and nothing else. `ActivationStore` gets hold of them by autograd's hooks on saved
-tensors, and of them alone: what else a block saves, as under selective recomputation, stays where it is.
+A checkpointed block keeps its inputs and nothing else. `ActivationStore` takes them by autograd's hooks on saved
+tensors, and only them: what else a block saves, as under selective recomputation, stays on the device.
 
-- What a block saves leaves when the next such block begins, unless that one is given it too. So the last block's
-  inputs, which are needed first, stay; so does what every block reads, such as a mask, positions or the output of an
-  encoder. Each piece of memory leaves once, however many blocks save it, in whatever views.
-- When a block's backward asks for its inputs, those of the block before it start on their way back, so that they come
-  while this one recomputes.
-- Parameters, buffers and whatever else the ledger books as other than activations stay: their storage is freed and made
-  anew under ZeRO-3.
+- What a block saves leaves when the next such block begins, unless that block gets it as an input too. So the last
+  block's inputs, which are needed first, stay; so does what every block reads, such as a mask, positions or the output
+  of an encoder. Each piece of memory leaves once, however many blocks save it, and in any views.
+- When a block's backward asks for its inputs, the copies of the inputs of the block before it start, so that they
+  arrive while this one recomputes.
+- Parameters, buffers and all that the memory tracker does not count as activations stay: under ZeRO-3 their storage is
+  freed and allocated again.
 
-Copies run on the streams of offloads and reloads. Device memory is allocated and freed in the order of the current
-stream, which for that waits for the copies; the host waits for none.
+Copies run on the offload and reload streams. Device memory is allocated and freed in the order of the current stream,
+which waits for the copies for that purpose; the host waits for none.
 
 >>> from shardwise.offload.staging_buffers import StagingBuffers
 >>> from shardwise.offload.counters import TransferCounters
@@ -54,29 +54,29 @@ MIN_BYTES: Final = 1024
 
 
 class HostMemory(Protocol):
-    """Where host memory comes from; `shardwise.offload.staging_buffers.StagingBuffers`."""
+    """Provides host memory; `shardwise.offload.staging_buffers.StagingBuffers` does."""
 
     def acquire(self, num_bytes: int) -> Tensor:
         """Lease `num_bytes`, 1-D uint8."""
 
     def release(self, tensor: Tensor) -> None:
-        """Give back what `acquire` returned."""
+        """Return a buffer from `acquire`."""
 
 
 @dataclass(eq=False)
 class _HostCopy:
-    """Leased host memory, and the end of the last copy from or to it."""
+    """Holds leased host memory, and the end of the last copy from or to it."""
 
     memory: Tensor
     last_use: Event
 
 
 class _SavedInput:
-    """A piece of device memory that blocks save, wherever it is now: `source`, then `copy`, then `back` as well.
+    """Holds a piece of device memory that blocks save, where it is now: `source`, then `copy`, then `back` as well.
 
     Args:
         source: all of it: flat where it is dense, a tensor with gaps otherwise.
-        storage: under it.
+        storage: the storage under it.
     """
 
     def __init__(self, source: Tensor, storage: torch.UntypedStorage) -> None:
@@ -92,12 +92,12 @@ class _SavedInput:
 
     @property
     def is_away(self) -> bool:
-        """Whether it is in host memory only."""
+        """Say whether it is in host memory only."""
         return self.source is None and self.back is None and self.copy is not None
 
 
 class _ActivationBlock:
-    """What one call of a block has saved."""
+    """Lists what one call of a block has saved."""
 
     def __init__(self, previous: weakref.ref[_ActivationBlock] | None) -> None:
         self.previous = previous
@@ -106,10 +106,10 @@ class _ActivationBlock:
 
 @dataclass(eq=False)
 class StoredActivation:
-    """Stands for a saved tensor: of which call of a block, which memory, and where in it; or the tensor that stayed.
+    """Stands for a saved tensor: the block's call, the memory, and the place in it; or for the tensor if it stayed.
 
-    Autograd holds it as long as the backward may ask for the tensor; with the last one of a piece of memory the copy
-    in host memory goes.
+    Autograd holds it as long as the backward may ask for the tensor. The copy in host memory is freed with the last one
+    of a piece of memory.
     """
 
     size: torch.Size
@@ -125,10 +125,10 @@ class ActivationStore:
     """Keeps the inputs of recomputed blocks in host memory; for one thread at a time.
 
     Args:
-        streams: of the engine's device.
-        buffers: the host memory.
+        streams: the streams of the engine's device.
+        buffers: provides the host memory.
         traffic: counts what moves.
-        ledger: of the device; it says which memory holds states.
+        tracker: the device's memory tracker; it says which memory holds states.
         min_bytes: smaller tensors stay.
     """
 
@@ -150,7 +150,7 @@ class ActivationStore:
         self._block: _ActivationBlock | None = None  # whose forward runs
         self._inputs: dict[int, torch.UntypedStorage] = {}  # of its inputs, those that may leave
         self._last: weakref.ref[_ActivationBlock] | None = None  # that has saved something
-        # Device memory that a copy still uses. Whether anybody wants its content any more does not matter.
+        # Device memory that a copy still uses. Whether its content is still needed does not matter.
         self._leaving: list[tuple[Event, Tensor, weakref.ref[_SavedInput]]] = []
         self._arriving: list[tuple[Event, Tensor]] = []
         # Graphs die at any bytecode of any thread: their host memory queues up here.
@@ -159,12 +159,12 @@ class ActivationStore:
 
     @contextmanager
     def saving(self, inputs: Sequence[object]) -> Iterator[None]:
-        """Inside, what autograd saves of a block's inputs is kept here; to be put around its checkpoint.
+        """Store what autograd saves of a block's inputs inside the context; put it around the block's checkpoint.
 
         Inside a backward, in the recomputation of an outer checkpoint, nothing leaves: it is needed at once.
 
         Args:
-            inputs: all that the block is given; what is no tensor is passed over.
+            inputs: all inputs of the block; those that are no tensors are skipped.
         """
         outer = self._block, self._inputs
         self._block, self._inputs = _ActivationBlock(self._last), {}
@@ -200,7 +200,7 @@ class ActivationStore:
         return StoredActivation(tensor.size(), tensor.stride(), saved.version, self._block, saved)
 
     def unpack(self, handle: StoredActivation) -> Tensor:
-        """The tensor that a handle stands for, on the device; the inputs of the block before start to come back.
+        """Return the tensor that a handle stands for, on the device; the inputs of the block before start to come back.
 
         Raises:
             RuntimeError: it was written in place after it had been saved.
@@ -220,7 +220,7 @@ class ActivationStore:
             handle.was_asked_for = True
             saved.num_expected -= 1
         if saved.num_expected == 0:
-            saved.back = None  # whoever asks again has it copied again
+            saved.back = None  # a later use copies it again
         previous = handle.block.previous() if handle.block.previous is not None else None
         for other in previous.saved if previous is not None else ():
             if other.is_away:
@@ -228,7 +228,7 @@ class ActivationStore:
         return tensor.as_strided(handle.size, handle.stride, tensor.storage_offset())
 
     def _movable(self, inputs: Sequence[object]) -> dict[int, torch.UntypedStorage]:
-        """The storages that may leave, by id."""
+        """Return the storages that may leave, by id."""
         found: dict[int, torch.UntypedStorage] = {}
         for each in inputs:
             if isinstance(each, Tensor) and is_plain(each) and each.device == self._streams.device:
@@ -241,7 +241,7 @@ class ActivationStore:
         return self._inputs.get(id(storage)) is storage
 
     def _send_away(self) -> None:
-        """Start to move what the block that begins is not given."""
+        """Start to move what is not an input of the block that begins."""
         staying, self._staying = self._staying, []
         for reference in staying:
             saved = reference()
@@ -267,7 +267,7 @@ class ActivationStore:
         self._forget_sources()
 
     def _forget_sources(self, is_waited_for: bool = False) -> None:
-        """Let go of the device memory of what has left, as far as the current stream may use it again."""
+        """Free the device memory of what has left, as far as the current stream may use it again."""
         leaving, self._leaving = self._leaving, []
         for sent, source, reference in leaving:
             if not is_waited_for and not sent.is_reached():
@@ -311,7 +311,7 @@ class ActivationStore:
         self._settle()
 
     def _settle(self) -> None:
-        """Give back the memory that copies which are over have used."""
+        """Free the memory of copies that are over."""
         self._forget_sources()
         self._arriving = [each for each in self._arriving if not each[0].is_reached()]
         for _ in range(len(self._given_up)):
@@ -325,12 +325,17 @@ class ActivationStore:
 def build_store(
     config: Config, streams: Streams, buffers: HostMemory, traffic: TransferCounters, tracker: MemoryTracker
 ) -> ActivationStore | None:
-    """The store that `tiers.activations` asks for; None where inputs stay on the device."""
+    """Return the store that `tiers.activations` asks for; None where inputs stay on the device.
+
+    Args:
+        config: the engine's config.
+        streams: as for `ActivationStore`, and so are `buffers`, `traffic` and `tracker`.
+    """
     return ActivationStore(streams, buffers, traffic, tracker) if config.tiers.activations == "host" else None
 
 
 def _whole(tensor: Tensor) -> Tensor | None:
-    """All the memory of a tensor: flat where it is dense, with its gaps otherwise, nothing twice; None if it overlaps.
+    """Return all the memory of a tensor: flat where it is dense, otherwise with its gaps; None if elements overlap.
 
     >>> x = torch.zeros(6, 4)
     >>> [_whole(each).shape for each in (x.t(), x[2:4], x[:, :2], x[:1].expand(6, 4))]

@@ -1,4 +1,4 @@
-"""Counts of the bytes that move between tiers."""
+"""Count the bytes that move between tiers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardwise.config.resolve import Tier
 
 
 class TransferCounters:
-    """Bytes by (from, to); several threads count."""
+    """Counts moved bytes by (from, to); several threads may count."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -18,17 +18,17 @@ class TransferCounters:
 
     @property
     def moved_bytes(self) -> dict[tuple[Tier, Tier], int]:
-        """Since the last `reset`."""
+        """Return the bytes moved since the last `reset`, by (from, to)."""
         with self._lock:
             return dict(self._moved_bytes)
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that were not read from NVMe again, since they were still in host memory."""
+        """Return the bytes that were not read from NVMe again, since they were still in host memory."""
         return self._kept_bytes
 
     def add(self, source: Tier, target: Tier, num_bytes: int) -> None:
-        """Count a move."""
+        """Count `num_bytes` that move from the tier `source` to the tier `target`."""
         with self._lock:
             self._moved_bytes[source, target] += num_bytes
 

@@ -1,4 +1,4 @@
-"""What an optimizer does to a parameter, apart from the optimizer: for states that rest where it does not see them.
+"""Step parameters on the CPU as torch's optimizers do, for states that are stored outside the optimizer.
 
 A rule knows which states an optimizer keeps, and updates lists of 1-D CPU tensors by torch's own kernels, so that the
 result has the same bits as a step of the optimizer itself.
@@ -36,12 +36,12 @@ States = Sequence[Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class StepChunks:
-    """What one call of a kernel updates: tensors that share their options and the number of steps taken.
+    """Holds what one call of a kernel updates: tensors that share their options and the number of steps taken.
 
     Attributes:
         params: 1-D, fp32 or fp64.
         grads: of the same lengths and dtypes; they may be overwritten.
-        states: by name, likewise; before the first step at their first values.
+        states: for each of `params` by name, of its length and dtype; before the first step at their first values.
         step: how many steps they have taken before.
         is_first: no step has been taken, so that SGD's momentum starts as the gradient itself.
     """
@@ -53,17 +53,17 @@ class StepChunks:
     is_first: bool
 
     def all(self, name: str) -> list[Tensor]:
-        """One state of all tensors."""
+        """Return one state of all tensors."""
         return [states[name] for states in self.states]
 
     def counters(self) -> list[Tensor]:
-        """A counter for each tensor, which torch's functions count up before they use it."""
+        """Return a counter for each tensor; torch's functions increment it before they use it."""
         return [torch.tensor(float(self.step)) for _ in self.params]
 
 
 @dataclass(frozen=True)
 class CpuOptimizer:
-    """How an optimizer steps; the functions take a parameter group's options.
+    """Steps tensors as one class of optimizer does; the functions take a parameter group's options.
 
     Attributes:
         name: of the optimizer's class.
@@ -100,7 +100,7 @@ class CpuOptimizer:
 
 
 def rule_of(optimizer: Optimizer) -> CpuOptimizer:
-    """The rule by which an optimizer steps.
+    """Return the rule by which an optimizer steps.
 
     Raises:
         ConfigError: it is of another class, a subclass included, since that may step otherwise.
@@ -115,15 +115,16 @@ def rule_of(optimizer: Optimizer) -> CpuOptimizer:
 
 
 def needed_states(optimizer: Optimizer, options: Options) -> frozenset[str] | None:
-    """What it reads of a parameter that it has stepped under these options: `step`, a number, and tensors as long as
-    that. None where `rule_of` does not know it.
+    """Return the states that the optimizer reads of a parameter that it has stepped under these options.
+
+    They are `step`, a number, and tensors as long as the parameter. None where `rule_of` does not know the optimizer.
     """
     rule = _RULES.get(type(optimizer))
     return None if rule is None else frozenset([*rule.tensor_states(options), *(["step"] if rule.has_counter else [])])
 
 
 def _on_host(options: Options) -> dict[str, Any]:
-    """The options with their tensors, such as a learning rate's, where the step runs."""
+    """Return the options with their tensors, such as a learning rate, on the CPU."""
 
     def moved(value: Any) -> Any:
         if isinstance(value, tuple):
@@ -134,9 +135,9 @@ def _on_host(options: Options) -> dict[str, Any]:
 
 
 def _implementation(options: Options) -> dict[str, Any]:
-    """Which of torch's implementations, all with the learning rate that it takes.
+    """Return which of torch's implementations to use, and the learning rate in the form that it takes.
 
-    The fused one unless the user chose otherwise: `None` leaves the choice to who steps.
+    It is the fused one unless the user chose otherwise; `None` leaves the choice to this function.
     """
     fused, foreach = options.get("fused"), options.get("foreach")
     if fused is None:
@@ -206,15 +207,15 @@ _RULES: Mapping[type[Optimizer], CpuOptimizer] = MappingProxyType(
     }
 )
 
-# Torch's kernels round an element by whether it lies in a vector or in the rest behind the last, so a cut must fall
-# between vectors; no vector is longer than this.
+# Torch's kernels round an element in a full vector otherwise than one in the tail after the last vector, so a cut must
+# fall between vectors; no vector is longer than this.
 CUT_NUMEL: Final = 64
 BLOCK_NUMEL: Final = 768 * 1024
 
 
 @dataclass(frozen=True)
 class StepPiece:
-    """A parameter's part of what is stepped; all tensors are 1-D, on the CPU and of one length.
+    """Holds a parameter's part of what is stepped; all tensors are 1-D, on the CPU and of one length.
 
     Attributes:
         options: of its parameter group; pieces with the same object are stepped together.
@@ -223,7 +224,7 @@ class StepPiece:
         states: by name, in the master's dtype; at their first values before the first step.
         step: how many steps it has taken before.
         is_first: whether it has no state yet.
-        param: the low-precision parameter, which is to follow the master; None where the master is the parameter.
+        param: the low-precision parameter, which follows the master; None where the master is the parameter.
     """
 
     options: Mapping[str, Any]
@@ -235,7 +236,7 @@ class StepPiece:
     param: Tensor | None
 
     def part(self, start: int, stop: int) -> StepPiece:
-        """The elements from `start` to `stop`."""
+        """Return the elements from `start` to `stop`."""
         if start == 0 and stop == self.master.numel():
             return self
         return StepPiece(
@@ -252,16 +253,16 @@ class StepPiece:
 def step_pieces(
     rule: CpuOptimizer, pieces: Sequence[StepPiece], factor: float, threads: StepThreads | None = None
 ) -> None:
-    """Step each piece with `factor` times its gradient, as the optimizer would step it whole, to the last bit.
+    """Step each piece with `factor` times its gradient, with the bits that the optimizer gives for the whole parameter.
 
-    That holds for a piece that is itself a part of a parameter too, where it starts and stops at multiples of
-    `CUT_NUMEL` elements from the parameter's first, or at its end.
+    That holds too for a piece that is a part of a parameter, if it starts and stops at multiples of `CUT_NUMEL`
+    elements from the parameter's first, or at its end.
 
     Args:
-        rule: of the optimizer.
+        rule: steps as the optimizer does.
         pieces: of one or several parameters, in any order.
-        factor: what turns accumulated sums into the gradient; applied in the master's dtype.
-        threads: that take the blocks between them; without any, torch's own share each operation.
+        factor: turns accumulated sums into the gradient; applied in the master's dtype.
+        threads: share the blocks between them; None lets torch's own threads share each operation.
     """
     num_takers = threads.num_threads if threads else 1
     for alike in _alike(pieces):
@@ -276,7 +277,7 @@ def step_pieces(
 
 
 def _alike(pieces: Sequence[StepPiece]) -> list[list[StepPiece]]:
-    """The pieces by what one call of a kernel has in common."""
+    """Group the pieces that one call of a kernel can step."""
     found: dict[tuple[Any, ...], list[StepPiece]] = {}
     for piece in pieces:
         if piece.master.numel():
@@ -286,7 +287,7 @@ def _alike(pieces: Sequence[StepPiece]) -> list[list[StepPiece]]:
 
 
 def _blocks(pieces: Sequence[StepPiece], room: int) -> Iterator[list[StepPiece]]:
-    """Parts of the pieces, in order, as many at a time as there is room for."""
+    """Yield parts of the pieces, in order, as many at a time as there is room for, in elements."""
     block: list[StepPiece] = []
     free = room
     for piece in pieces:
@@ -338,12 +339,12 @@ def _padded(numel: int) -> int:
 
 @dataclass(frozen=True)
 class VectorFrame:
-    """A few elements among zeros.
+    """Copies a few elements into a vector of zeros, where the kernel rounds them as in the whole parameter.
 
     Attributes:
-        piece: the elements where they rest.
+        piece: the elements where they are stored.
         framed: the copy that is stepped.
-        offset: of the elements in the copy.
+        offset: the position of the elements in the copy.
     """
 
     piece: StepPiece
@@ -352,7 +353,7 @@ class VectorFrame:
 
     @classmethod
     def around(cls, piece: StepPiece, offset: int, numel: int) -> VectorFrame:
-        """A copy of `numel` elements that has those of `piece` at `offset`."""
+        """Return a frame: a copy of `numel` elements that has those of `piece` at `offset`, and zeros elsewhere."""
 
         def put(values: Tensor) -> Tensor:
             copy = values.new_zeros(numel)
@@ -366,7 +367,7 @@ class VectorFrame:
         return cls(piece, copy, offset)
 
     def put_back(self) -> None:
-        """Take the elements over, once the copy is stepped."""
+        """Copy the elements back, once the copy is stepped."""
         own = slice(self.offset, self.offset + self.piece.master.numel())
         self.piece.master.copy_(self.framed.master[own])
         for name, state in self.piece.states.items():
@@ -376,11 +377,11 @@ class VectorFrame:
 
 
 def framed(piece: StepPiece, position: int, is_end: bool) -> tuple[list[StepPiece], list[VectorFrame]]:
-    """What of a part can be stepped where it is, and frames for the rest.
+    """Split a part into what can be stepped where it is stored, and frames for its ends.
 
     Args:
         piece: a part of a parameter.
-        position: of its first element in the parameter.
+        position: the position of its first element in the parameter.
         is_end: whether it ends where the parameter does.
     """
     numel = piece.master.numel()
@@ -398,14 +399,14 @@ def framed(piece: StepPiece, position: int, is_end: bool) -> tuple[list[StepPiec
 
 
 class StepThreads:
-    """Threads in which torch's operations use no others, until `close`.
+    """Runs functions in threads whose torch operations use no further threads, until `close`.
 
-    To be made where no thread begins to use torch meanwhile, such as at start: for a moment the number of threads that
-    torch gives to threads new to it is 1.
+    Make it when no other thread begins to use torch, such as at start: for a moment, a thread that is new to torch gets
+    one thread for its operations.
 
     Args:
-        num_threads: of them; by default as many as torch uses for an operation here.
-        cores: that they keep to; None for those of who makes them.
+        num_threads: how many; None for as many as torch uses for an operation here.
+        cores: the cores to which they are bound; None for those of the calling thread.
     """
 
     def __init__(self, num_threads: int | None = None, cores: tuple[int, ...] | None = None) -> None:
@@ -417,7 +418,7 @@ class StepThreads:
         torch.set_num_threads(before)
 
     def run(self, function: Callable[[], object]) -> None:
-        """Call a function as many times as there are threads, at once, and wait for all.
+        """Call a function once in each thread, at the same time, and wait for all.
 
         Raises:
             Exception: what a call raised.
@@ -440,7 +441,7 @@ def _use_one_core(all_are_there: Barrier, cores: tuple[int, ...] | None) -> None
 
 
 def bind_this_thread(cores: tuple[int, ...] | None) -> None:
-    """Keep the calling thread, and those that OpenMP starts for it, to `cores`; to be called before its first kernel.
+    """Bind the calling thread, and those that OpenMP starts for it, to `cores`; call it before its first kernel.
 
     Args:
         cores: that this process may use, each with a thread; None for those of the process, and as many threads as it
@@ -458,6 +459,6 @@ def bind_this_thread(cores: tuple[int, ...] | None) -> None:
 
 
 def keep_to(cores: tuple[int, ...] | None) -> None:
-    """Keep the calling thread to `cores`, where the system binds threads; None for those that it has."""
+    """Bind the calling thread to `cores`, where the system can bind threads; None changes nothing."""
     if cores is not None and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)  # 0 is the calling thread, not the process

@@ -1,4 +1,4 @@
-"""How fast a folder's disk is, for what rests there: measured through swap files, as the tier uses them.
+"""Measure a folder's disk through swap files, as the NVMe tier uses them, and compute the time of a step on it.
 
 >>> import tempfile
 >>> from pathlib import Path
@@ -27,7 +27,7 @@ from shardwise.layout.layout import Layout
 from shardwise.offload.nvme import SwapFolder
 from shardwise.runtime.pinned_memory import host_pages
 
-# Of a GPU, in each direction: with less, steps with states on NVMe wait for the disk (DeepSpeed's issue 998).
+# For each GPU, in each direction: with less, steps with states on NVMe wait for the disk (DeepSpeed's issue 998).
 USEFUL_BYTES_PER_S: Final = 3e9
 _CHUNK_BYTES: Final = 8 * 2**20
 _FILE_BYTES: Final = 128 * 2**20
@@ -36,14 +36,14 @@ _NUM_IN_FLIGHT: Final = 2
 
 @dataclass(frozen=True)
 class SwapSpeed:
-    """What one process reads and writes a second in a folder.
+    """Says how much one process reads and writes a second in a folder.
 
     Attributes:
         path: of the folder.
         num_bytes: of the file that was read and written.
-        direct: whether the page cache was passed by; otherwise it may be the memory that was measured.
-        read_bytes_per_s: by itself.
-        write_bytes_per_s: by itself, into room that the file had already.
+        direct: whether the page cache was bypassed; otherwise the speed may be that of memory.
+        read_bytes_per_s: while nothing is written.
+        write_bytes_per_s: while nothing is read, into room that the file had already.
     """
 
     path: str
@@ -54,13 +54,13 @@ class SwapSpeed:
 
 
 def measure_swap(root: Path, rank: int = 0, budget_s: float = 0.6, num_bytes: int = _FILE_BYTES) -> SwapSpeed:
-    """Write and read a swap file in a folder; nothing stays behind.
+    """Write and read a swap file in a folder, and remove it.
 
     Args:
         root: the user's folder, `tiers.nvme_path`.
-        rank: of this process; those that share a disk measure at the same time, to find each its part.
-        budget_s: a third each for filling the file, writing it again and reading it; a slow disk takes longer.
-        num_bytes: of the file, at most; less where the disk is slow or nearly full.
+        rank: of this process; ranks that share a disk measure at the same time, so that each finds its part.
+        budget_s: seconds, a third each to fill the file, to write it again and to read it; a slow disk takes longer.
+        num_bytes: the most bytes of the file; less where the disk is slow or nearly full.
 
     Raises:
         SwapError: nothing can be made, written or read there.
@@ -84,7 +84,7 @@ def measure_swap(root: Path, rank: int = 0, budget_s: float = 0.6, num_bytes: in
 def _move(
     move: Callable[[int, Tensor], Future[None]], chunk: Tensor, num_bytes: int, budget_s: float, is_once: bool = False
 ) -> tuple[int, float]:
-    """(bytes moved, seconds): from start to end of the file, again and again unless `is_once`, until the time is up."""
+    """Return (bytes moved, seconds): from start to end of the file, again unless `is_once`, until the time is up."""
     start_s = time.perf_counter()
     moved_bytes = 0
     under_way: deque[Future[None]] = deque()
@@ -99,35 +99,35 @@ def _move(
 
 
 def sweep_s(layout: Layout, read_bytes_s: float, write_bytes_s: float) -> float:
-    """Seconds that one rank's disk works for a step of the optimizer over all groups: bytes by bandwidth.
+    """Return the seconds that one rank's disk works for a step of the optimizer over all groups: bytes by bandwidth.
 
     read bytes / read bandwidth + written bytes / write bandwidth (Rajbhandari et al. 2021, arXiv 2104.07857, section 4:
-    the time of a state is its bytes by the bandwidth to where it rests): a disk reads and writes by turns, so the two
-    times add up. The bytes are the Layout's: with S elements of a group on this rank, S*K are read and written of an
+    the time of a state is its bytes by the bandwidth to its tier): a disk reads and writes by turns, so the two times
+    add up. The bytes are the Layout's: with S elements of a group on this rank, S*K are read and written of an
     optimizer on NVMe, S*G read of gradients, S*P written of parameters.
 
     Args:
         layout: of the run.
-        read_bytes_s: what one rank reads a second while all that share its disk do.
-        write_bytes_s: likewise, what it writes.
+        read_bytes_s: bytes that one rank reads a second while all that share its disk do.
+        write_bytes_s: bytes that it writes a second, in the same way.
     """
     return _disk_s(layout, 0, read_bytes_s, write_bytes_s)
 
 
 def passes_s(layout: Layout, num_micro_batches: int, read_bytes_s: float, write_bytes_s: float) -> float:
-    """Seconds that one rank's disk works for the forwards and backwards of a step: gathers read, reductions write.
+    """Return the seconds that one rank's disk works for a step's passes: gathers read, reductions write.
 
     Args:
         layout: of the run.
-        num_micro_batches: a step.
+        num_micro_batches: micro-batches a step.
         read_bytes_s: as for `sweep_s`.
-        write_bytes_s: likewise.
+        write_bytes_s: as for `sweep_s`.
     """
     both = _disk_s(layout, num_micro_batches, read_bytes_s, write_bytes_s)
     return both - _disk_s(layout, 0, read_bytes_s, write_bytes_s)
 
 
 def _disk_s(layout: Layout, num_micro_batches: int, read_bytes_s: float, write_bytes_s: float) -> float:
-    """Of the passes of so many micro-batches, and the step."""
+    """Return the seconds of the disk for the passes of so many micro-batches, and the step."""
     across = layout.bytes_across(num_micro_batches)
     return across.get(("nvme", "host"), 0) / read_bytes_s + across.get(("host", "nvme"), 0) / write_bytes_s

@@ -1,8 +1,8 @@
-"""Threads that move bytes between files and host memory, past the page cache where that can be.
+"""Move bytes between files and host memory in threads, bypassing the page cache where that is possible.
 
 One read or write is cut into blocks, so that several threads keep the disk busy; Python's lock is free while the
-system moves a block. Blocks go past the page cache (O_DIRECT) where file system and alignment allow it, else through
-it: such as the last bytes of a file, or all of one on tmpfs.
+system moves a block. Blocks bypass the page cache (O_DIRECT) where file system and alignment allow it. Others go
+through it, such as the last bytes of a file, or all of a file on tmpfs.
 
 >>> import tempfile, torch
 >>> from pathlib import Path
@@ -81,7 +81,7 @@ set tiers.nvme_path to a folder on another disk
 
 
 def takes_direct_io(folder: Path) -> bool:
-    """Whether files in a folder can be written and read past the page cache; tmpfs's and some others' cannot.
+    """Say whether files in a folder can be written and read without the page cache; tmpfs and some others cannot.
 
     Raises:
         OSError: no file can be written there at all.
@@ -103,10 +103,10 @@ def takes_direct_io(folder: Path) -> bool:
 
 
 class _Turns:
-    """Blocks of a file that go past the page cache take turns with those that go through it, first come, first served.
+    """Lets blocks of a file that bypass the page cache take turns with those that go through it, in order of arrival.
 
-    Never both at once: the kernel keeps them coherent one after the other, but not while they run beside each other
-    in one page, of which some machines have larger ones than `ALIGNMENT_BYTES`.
+    The two kinds never run at the same time. The kernel keeps them coherent one after the other, but not while they run
+    beside each other in one page, and on some machines a page is larger than `ALIGNMENT_BYTES`.
     """
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class _Turns:
 
     @contextmanager
     def turn(self, is_direct: bool) -> Iterator[None]:
-        """Run what is inside beside others of its kind only."""
+        """Run the context's body beside blocks of the same kind only."""
         with self._changed:
             ticket = self._num_come
             self._num_come += 1
@@ -136,11 +136,11 @@ class _Turns:
 
 @dataclass(frozen=True)
 class MovedFile:
-    """A file that threads read and write.
+    """Describes a file that threads read and write.
 
     Attributes:
-        path: of it.
-        is_direct: whether its file system takes reads and writes past the page cache.
+        path: of the file.
+        is_direct: whether its file system can bypass the page cache.
     """
 
     path: Path
@@ -149,7 +149,7 @@ class MovedFile:
 
 
 class _IoBlock(NamedTuple):
-    """A part of a read or write that one thread does."""
+    """Describes a part of a read or write that one thread does."""
 
     offset_bytes: int
     memory: memoryview
@@ -157,7 +157,7 @@ class _IoBlock(NamedTuple):
 
 
 class _IoTransfer:
-    """One read or write: its blocks, its descriptors, and the future that ends when no block runs any more.
+    """Tracks one read or write: its blocks, its descriptors, and the future that ends with the last block.
 
     The file is opened for each one, which takes some microseconds: a model has more states than a process has
     descriptors.
@@ -174,7 +174,7 @@ class _IoTransfer:
         self._lock = threading.Lock()
 
     def move(self, block: _IoBlock) -> None:
-        """Read or write a block; the future has what goes wrong."""
+        """Read or write a block; an error goes into the future."""
         error: BaseException | None = None
         try:
             doing = f"{'write' if self._is_write else 'read'} {len(block.memory)} bytes at {block.offset_bytes} of"
@@ -191,7 +191,7 @@ class _IoTransfer:
         while done_bytes < len(block.memory):
             moved_bytes = move(descriptor, [block.memory[done_bytes:]], block.offset_bytes + done_bytes)
             if block.is_direct and done_bytes + moved_bytes < len(block.memory):
-                moved_bytes -= moved_bytes % ALIGNMENT_BYTES  # the rest must start where the first did: aligned
+                moved_bytes -= moved_bytes % ALIGNMENT_BYTES  # the next call must start aligned, as the first did
             if not moved_bytes:
                 raise SwapError(
                     f"cannot {doing} {self._file.path}: it ends after {done_bytes} of them; something has cut it: keep "
@@ -221,11 +221,11 @@ class _IoTransfer:
 
 
 class IoThreads:
-    """Threads that read and others that write, so that a read never waits behind a long write.
+    """Reads in some threads and writes in others, so that a read never waits for a long write.
 
     Args:
         num_threads: of each kind; they start as they are needed.
-        block_bytes: that one thread moves at a time, a multiple of `ALIGNMENT_BYTES`.
+        block_bytes: bytes that one thread moves at a time, a multiple of `ALIGNMENT_BYTES`.
     """
 
     def __init__(self, num_threads: int = NUM_THREADS, block_bytes: int = BLOCK_BYTES) -> None:
@@ -234,11 +234,23 @@ class IoThreads:
         self._writers = ThreadPoolExecutor(num_threads, thread_name_prefix="shardwise-write")
 
     def read(self, file: MovedFile, offset_bytes: int, target: Tensor) -> Future[None]:
-        """Fill `target`, 1-D uint8 on the CPU, from a file; the future keeps it alive and raises `SwapError`."""
+        """Fill `target` from a file; return a future that keeps it alive and raises `SwapError`.
+
+        Args:
+            file: the file.
+            offset_bytes: where to start in the file.
+            target: 1-D uint8 on the CPU.
+        """
         return self._start(file, offset_bytes, target, is_write=False)
 
     def write(self, file: MovedFile, offset_bytes: int, source: Tensor) -> Future[None]:
-        """Write `source`, 1-D uint8 on the CPU, into a file; the future keeps it alive and raises `SwapError`."""
+        """Write `source` into a file; return a future that keeps it alive and raises `SwapError`.
+
+        Args:
+            file: the file.
+            offset_bytes: where to start in the file.
+            source: 1-D uint8 on the CPU.
+        """
         return self._start(file, offset_bytes, source, is_write=True)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Swap files: states that rest in plain files of a folder on NVMe, private to one rank and gone with it.
+"""Swap files store states in plain files of a folder on NVMe, which belongs to one rank and is removed with it.
 
 >>> import tempfile, torch
 >>> with tempfile.TemporaryDirectory() as root:
@@ -37,20 +37,20 @@ __all__ = ["ALIGNMENT_BYTES", "SwapError", "SwapFile", "SwapFolder"]
 
 _PREFIX: Final = "shardwise-swap"
 _LOCK: Final = "lock"
-# File systems that know no locks: what cannot be locked is never taken for dead.
+# These errors say that a file system has no locks: a folder that cannot be locked is never taken for dead.
 _NO_LOCKS: Final = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class SwapFolder:
-    """A rank's private folder in the user's, with the threads that read and write its files.
+    """Manages a rank's private folder in the user's, with the threads that read and write its files.
 
-    It holds a lock that the system drops with the process, however that ends: a folder of this user and host that
-    nothing locks is a dead run's, and the next run removes it. Where the file system knows no locks, or under another
+    It holds a lock that the system drops when the process ends in any way. A folder of this user and host that is not
+    locked belongs to a dead run, and the next run removes it. Where the file system has no locks, or under another
     host's name, it stays for the user to remove.
 
     Attributes:
         path: of the folder, which only this user can enter.
-        is_direct: whether its files are read and written past the page cache.
+        is_direct: whether reads and writes of its files bypass the page cache.
         num_bytes: of its files.
     """
 
@@ -70,7 +70,7 @@ class SwapFolder:
         Args:
             root: the user's folder, made where it is missing.
             rank: of this process in the world, for the name.
-            num_threads: that read, and as many that write.
+            num_threads: threads that read, and as many that write.
 
         Raises:
             SwapError: nothing can be written there.
@@ -88,14 +88,14 @@ class SwapFolder:
 
     @staticmethod
     def check_room(root: Path, num_bytes: int) -> None:
-        """Raise if a folder has less room than is needed, the files of dead runs left out; before anything is written.
+        """Raise if a folder has less room than is needed, without the files of dead runs; before anything is written.
 
         Args:
             root: the user's folder, which need not exist yet.
             num_bytes: that all ranks which share its file system need together, beside what they have allocated.
 
         Raises:
-            SwapError: so it is, or it cannot be asked.
+            SwapError: there is too little room, or it cannot be found out.
         """
         with named_errors("ask for the room in", root):
             _remove_dead(root)
@@ -135,18 +135,18 @@ class SwapFolder:
         return SwapFile(self, path, num_bytes)
 
     def close(self) -> None:
-        """Finish what is under way, end the threads, and remove the folder with all files; again, nothing."""
+        """Finish what is under way, end the threads, and remove the folder with all files; may be called twice."""
         self._threads.close()
         self._remover()
 
 
 class SwapFile:
-    """A file of a swap folder.
+    """Reads and writes a file of a swap folder.
 
     Reads and writes start at once and run beside each other; of two that touch the same bytes, start the second when
-    the first has ended. Tensors are 1-D, uint8, contiguous and on the CPU, and must be left alone until then. What is
-    aligned to `ALIGNMENT_BYTES` in the file and in memory goes past the page cache, but for what exceeds the last
-    multiple of it; all else goes through it.
+    the first has ended. Tensors are 1-D, uint8, contiguous and on the CPU, and must not be changed until then. What is
+    aligned to `ALIGNMENT_BYTES` in the file and in memory bypasses the page cache, up to the last multiple of it; the
+    other bytes go through it.
 
     Attributes:
         path: of it.
@@ -164,8 +164,8 @@ class SwapFile:
         """Fill `target` with the bytes from `offset_bytes` on.
 
         Raises:
-            ValueError: they are not all in the file, or `target` is none to read into.
-            SwapError: out of the future's `result()`: they could not be read.
+            ValueError: not all of them are in the file, or `target` cannot be read into.
+            SwapError: raised by the future's `result()`: they could not be read.
         """
         self._check("read", offset_bytes, target)
         return self._folder._threads.read(self._file, offset_bytes, target)
@@ -174,8 +174,8 @@ class SwapFile:
         """Replace the bytes from `offset_bytes` on by `source`.
 
         Raises:
-            ValueError: they are not all in the file, or `source` is none to write from.
-            SwapError: out of the future's `result()`: they could not be written.
+            ValueError: not all of them are in the file, or `source` cannot be written from.
+            SwapError: raised by the future's `result()`: they could not be written.
         """
         self._check("write", offset_bytes, source)
         return self._folder._threads.write(self._file, offset_bytes, source)
@@ -210,9 +210,9 @@ class SwapFile:
 
 
 def _make(root: Path, rank: int) -> tuple[Path, int]:
-    """A new folder and the descriptor of its lock."""
+    """Make a new folder; return it and the descriptor of its lock."""
     for number in itertools.count():
-        again = f"-{number}" if number else ""  # another engine's of this process, or another container's
+        again = f"-{number}" if number else ""  # another engine of this process, or another container, has the name
         path = root / f"{_PREFIX}-{socket.gethostname()}-{os.getpid()}-rank-{rank}{again}"
         with suppress(FileExistsError):
             path.mkdir(mode=0o700)
@@ -223,12 +223,12 @@ def _make(root: Path, rank: int) -> tuple[Path, int]:
 
 
 def _lock(folder: Path, is_new: bool = False) -> int:
-    """The descriptor of a folder's lock, now held.
+    """Lock a folder; return the descriptor of the lock.
 
     Raises:
-        BlockingIOError: somebody else holds it.
+        BlockingIOError: another process holds it.
         FileNotFoundError: there is none, or there was until now.
-        OSError: the file system knows no locks, unless `is_new`.
+        OSError: the file system has no locks, unless `is_new`.
     """
     path = folder / _LOCK
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if is_new else 0), 0o600)
@@ -247,7 +247,7 @@ def _lock(folder: Path, is_new: bool = False) -> int:
 
 
 def _remove_dead(root: Path) -> None:
-    """Remove the folders that runs of this user on this host have left behind; what cannot be removed stays."""
+    """Remove the folders that dead runs of this user on this host have left; what cannot be removed stays."""
     name = re.compile(rf"{_PREFIX}-{re.escape(socket.gethostname())}-\d+-rank-\d+(-\d+)?")
     with suppress(FileNotFoundError):
         for entry in list(os.scandir(root)):
@@ -272,7 +272,7 @@ def _remove_own(path: Path, lock: int, owner: int) -> None:
 
 
 def _remove(path: Path, lock: int) -> None:
-    """Remove a folder whose lock is held, the lock last, so that no other process takes it for half of its own."""
+    """Remove a folder whose lock is held, the lock last, so that no other process uses a half-removed folder."""
     try:
         with suppress(OSError):
             for file in path.iterdir():
@@ -287,7 +287,7 @@ def _remove(path: Path, lock: int) -> None:
 def _reserve(descriptor: int, num_bytes: int) -> None:
     """Give a new file its size, and its room on the disk where the file system can promise that.
 
-    By the system's own call: `posix_fallocate` of the C library writes to every block where there is none.
+    It uses the system's own call: `posix_fallocate` of the C library writes to every block where there is none.
     """
     reserve = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
     if reserve is not None and num_bytes:

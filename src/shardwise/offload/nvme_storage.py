@@ -1,7 +1,7 @@
-"""A state that rests in a swap file.
+"""Store a state in a swap file.
 
 Parts are read into pooled buffers and written from them, in the background. A part that has been written stays in its
-buffer for as long as the pool of kept ones allows: a sweep that turns back begins with what it ended with, unread.
+buffer for as long as the cache of kept buffers allows: a step that begins with these parts does not read them.
 
 Reads wait for writes of the same bytes that are under way, and buffers are used again only once their write has ended.
 """
@@ -30,7 +30,7 @@ from shardwise.runtime.streams import Event
 
 
 class SwapFileLike(Protocol):
-    """What a `NvmeStorage` needs of a swap file; offsets and lengths in bytes, tensors 1-D uint8 on the host."""
+    """Reads and writes a file for `NvmeStorage`; offsets and lengths in bytes, tensors 1-D uint8 on the host."""
 
     def read(self, offset_bytes: int, target: Tensor) -> Future[None]:
         """Start to fill `target`."""
@@ -44,9 +44,9 @@ class SwapFileLike(Protocol):
 
 @dataclass(eq=False)
 class _FileBuffer:
-    """The bytes [start, stop) of the file in memory, valid once `ready`; not to be changed before `written`.
+    """Holds the bytes [start, stop) of the file in memory, valid once `ready`; not to be changed before `written`.
 
-    `is_told`: somebody has been told that they could not be written.
+    `is_told` says that a failed write has been reported.
     """
 
     start: int
@@ -58,10 +58,10 @@ class _FileBuffer:
 
 
 class BufferCache:
-    """The buffers of an engine's swap files that are kept in case that their part is opened again; the oldest go.
+    """Keeps buffers of an engine's swap files in case their part is opened again; the oldest go first.
 
     Args:
-        most_bytes: that are kept.
+        most_bytes: the most bytes that are kept.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -84,7 +84,7 @@ class BufferCache:
             release_oldest(oldest)
 
     def take(self, buffer: _FileBuffer) -> bool:
-        """Have a buffer back, if it is kept still."""
+        """Take a buffer back; say whether it was still kept."""
         with self._lock:
             if self._buffers.pop(buffer, None) is None:
                 return False
@@ -92,7 +92,7 @@ class BufferCache:
             return True
 
     def clear(self) -> None:
-        """Give all up."""
+        """Release all kept buffers."""
         with self._lock:
             gone, self._buffers, self._num_bytes = self._buffers, OrderedDict(), 0
         for buffer, release in gone.items():
@@ -100,14 +100,14 @@ class BufferCache:
 
 
 class NvmeStorage:
-    """A flat state in a file of its own.
+    """Stores a flat state in a file of its own.
 
     Args:
         file: at least `padded_bytes(numel, dtype)` long.
-        numel: elements.
-        dtype: of them.
-        means: what moves.
-        kept: buffers that are kept after their use.
+        numel: the number of elements.
+        dtype: the elements' dtype.
+        transfers: moves the data.
+        kept: the buffers that are kept after their use.
     """
 
     tier: Tier = "nvme"
@@ -122,35 +122,35 @@ class NvmeStorage:
         self._transfers = transfers
         self._kept = kept
         self._lock = threading.Lock()
-        self._under_way: list[_FileBuffer] = []  # being written
-        self._idle: list[_FileBuffer] = []  # kept
+        self._under_way: list[_FileBuffer] = []  # these are being written
+        self._idle: list[_FileBuffer] = []  # these are kept
         self._putting: Task | None = None
         self._prefetched: _NvmeView | None = None
 
     def open(self, start: int, stop: int, read: bool = True, after: Event | None = None) -> StagedView:
-        """Start to read the part into a buffer, unless it is in one still."""
+        """Start to read [start, stop) into a buffer, unless `read` is False or it is in one; `after` has no effect."""
         return self._open(start, stop, read)
 
     def keeps(self, start: int, stop: int) -> bool:
-        """Whether the part is in a buffer still, and need not be read."""
+        """Say whether the part is still in a buffer, and need not be read."""
         first, last = self._bytes_of(start, stop)
         with self._lock:
             return any(buffer.start == first and buffer.stop == last for buffer in self._idle)
 
     def _bytes_of(self, start: int, stop: int) -> tuple[int, int]:
-        """Of the blocks of the file in which the elements lie."""
+        """Return the range of bytes of the file's blocks that contain the elements."""
         return start * self.dtype.itemsize // ALIGNMENT_BYTES * ALIGNMENT_BYTES, padded_bytes(stop, self.dtype)
 
     def _open(self, start: int, stop: int, read: bool) -> _NvmeView:
         item = self.dtype.itemsize
         first, last = self._bytes_of(start, stop)
-        # Other elements beside the part share its first and last block; behind the state there are none.
+        # Other elements beside the part share its first and last block; after the state there are none.
         shares = first < start * item or (stop < self.numel and last > stop * item)
         buffer = self._take_kept(first, last) or self._load(first, last, read or shares)
         return _NvmeView(self, buffer, start * item - first, (stop - start) * item)
 
     def fetch(self, target: Tensor) -> Event:
-        """Copy on the gathers' stream, once the file is read; waits for that here if nobody has prefetched it."""
+        """Copy on the gather stream, once the file is read; the host waits for the read, unless it was prefetched."""
         self.prefetch()
         window, self._prefetched = self._prefetched or self._open(0, self.numel, read=True), None
         memory = window.wait()
@@ -162,33 +162,36 @@ class NvmeStorage:
         return copied
 
     def prefetch(self) -> None:
-        """Start to read all of it."""
+        """Start to read all of the state."""
         self._transfers.close_reached()
         if self._prefetched is None:
             self._await_put()
             self._prefetched = self._open(0, self.numel, read=True)
 
     def forget(self) -> None:
-        """Give up what was prefetched: it is about to be written."""
+        """Drop what was prefetched, because the state is about to be written."""
         if self._prefetched is not None:
             window, self._prefetched = self._prefetched, None
             window.close()
 
     def put(self, source: Tensor, pool: BufferPool) -> None:
-        """Copy to a buffer on the stream of offloads, and write that on the lane."""
+        """Copy to a buffer on the offload stream; the worker thread writes that to the file."""
         self.forget()
         with self._transfers.leaving(source, self.dtype, pool) as rounded:
             memory, there = self._transfers.stage(rounded, padded_bytes(self.numel, self.dtype))
         self._putting = self._transfers.work_off(lambda: self._write_staged(memory, there))
 
     def take(self, source: Tensor, pool: BufferPool, then: Callable[[Tensor], None] | None, add: bool) -> Task | None:
-        """Copy to a buffer on the stream of offloads; add and write on the lane."""
+        """Copy `source` to a buffer on the offload stream and release it to `pool`; the worker writes it to the file.
+
+        With `add`, the worker adds it to the state first, and calls `then`.
+        """
         with self._transfers.streams.side_stream("offload"):
             memory, there = self._transfers.stage(source, 0 if add else padded_bytes(self.numel, self.dtype))
             pool.release(source)
         if not add:
             return self._transfers.work_off(lambda: self._write_staged(memory, there))
-        dtype = source.dtype  # the lane may come to it late, and must not keep the device's memory so long
+        dtype = source.dtype  # the worker may run this late, and must not keep the device's memory so long
 
         def add_on_host() -> None:
             there.wait_on_host()
@@ -201,24 +204,24 @@ class NvmeStorage:
         return self._transfers.work_off(add_on_host)
 
     def read(self, start: int, stop: int) -> Tensor:
-        """A copy of the elements [start, stop)."""
+        """Return a copy of the elements [start, stop)."""
         self._await_put()
         with self._part(start, stop, read=True, write=False) as part:
             return part.clone()
 
     def write(self, start: int, values: Tensor) -> None:
-        """Replace the elements from `start` on; when it returns they are on their way to the file."""
+        """Replace the elements from `start` on; their write to the file is under way when it returns."""
         self._await_put()
         self.forget()
         with self._part(start, start + values.numel(), read=False, write=True) as part:
             part.copy_(values)
 
     def part(self, start: int, stop: int) -> FlatState:
-        """The elements [start, stop)."""
+        """Return the elements [start, stop) as a state."""
         return FlatSlice(self, start, stop)
 
     def loaded(self, read: bool = True, write: bool = False) -> AbstractContextManager[Tensor]:
-        """All of it in a buffer; nothing is written after an exception."""
+        """Return a context with all of the state in a buffer; nothing is written after an exception."""
         return self._part(0, self.numel, read, write)
 
     @contextmanager
@@ -232,16 +235,16 @@ class NvmeStorage:
         window.close(write)
 
     def flush(self) -> None:
-        """Return once the file has all that was written, and raise what hindered it."""
+        """Return once the file has all that was written, or raise the error of a write that failed."""
         with self._lock:
             writing = list(self._under_way)
         for buffer in writing:
             _end(buffer)
 
     def recover(self) -> WorkerOutcome:
-        """Return what could not be written, and forget it, with all that is kept: others write it anew.
+        """Return a failed write, and forget it and all kept buffers: the caller writes the state again.
 
-        Call it while the lane is idle.
+        Call it while the worker thread is idle.
         """
         self._putting = None
         self.forget()
@@ -261,7 +264,7 @@ class NvmeStorage:
         """Remove the file."""
         self.forget()
         self._transfers.close_reached(most_left=0)
-        with suppress(Exception):  # nobody wants what was written
+        with suppress(Exception):  # the content is not needed any more
             self.flush()
         for buffer in list(self._idle):
             if self._kept.take(buffer):
@@ -311,7 +314,7 @@ class NvmeStorage:
         self._kept.keep(buffer, self._release_kept)
 
     def _drop_kept(self, first: int, last: int) -> None:
-        """Give up buffers of bytes that are written from another one."""
+        """Release kept buffers of bytes that are being written from another buffer."""
         with self._lock:
             stale = [each for each in self._idle if each.start < last and first < each.stop]
         for buffer in stale:
@@ -325,13 +328,13 @@ class NvmeStorage:
 
     def _release(self, buffer: _FileBuffer) -> None:
         if buffer.written is not None:
-            buffer.written.exception()  # whoever wrote is told by `flush`, or by the next read
-        with self._lock:  # one that has failed stays, for whoever asks
+            buffer.written.exception()  # `flush` or the next read reports the failure
+        with self._lock:  # a failed one stays, to be reported
             self._under_way = [each for each in self._under_way if each is not buffer or not _has_ended_well(each)]
         self._transfers.buffers.release(buffer.memory)
 
     def _write_staged(self, memory: Tensor, there: Event) -> None:
-        """Write from the buffer into which it was copied, which has room for whole blocks."""
+        """Write from the buffer into which the tensor was copied, which has room for whole blocks."""
         there.wait_on_host()
         self._write_back(_FileBuffer(0, memory.numel(), memory))
 
@@ -351,7 +354,7 @@ class _NvmeView:
         return own.view(self._rest.dtype)
 
     def close(self, write: bool = False) -> None:
-        if self._buffer.ready is not None:  # nobody has waited
+        if self._buffer.ready is not None:  # it was not waited for
             with suppress(Exception):
                 self._buffer.ready.result()
         if write:
@@ -361,7 +364,7 @@ class _NvmeView:
 
 
 def padded_bytes(numel: int, dtype: torch.dtype) -> int:
-    """Bytes of a file for a state: whole blocks."""
+    """Return the bytes of a file for a state: whole blocks."""
     return -(-numel * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 

@@ -1,4 +1,4 @@
-"""How much host memory is needed for what is on its way between tiers, from the Layout alone. Pure.
+"""Bound the host memory for what moves between tiers, from the Layout alone; the functions are pure.
 
 >>> from torch import nn
 >>> from shardwise.config.resolve import Config
@@ -24,24 +24,25 @@ from shardwise.offload.step_pipeline import CHUNK_NUMEL, DEPTH
 from shardwise.offload.storage import MOST_ARRIVING, MOST_FETCHED, MOST_STAGED
 from shardwise.runtime.pinned_memory import ALIGNMENT_BYTES
 
-# Chunks of the optimizer's states that stay in memory between two sweeps; and parameters or gradients on their way.
+# Chunks of the optimizer's states that stay in memory between two steps; slices of parameters or gradients too.
 NUM_KEPT: Final = 2
-# A disk needs more time than a gather: so many blocks beyond the one that is gathered ahead are read.
+# A disk needs more time than a gather: this many blocks are read after the one that is gathered ahead.
 NUM_PREFETCHED: Final = 2
 
 
 def most_buffer_bytes(layout: Layout) -> int:
-    """Bytes of host memory that one rank's buffers take at most, beside what rests on the host.
+    """Return the most bytes of host memory that one rank's buffers take, beside the states that are stored there.
 
-    However many groups there are, for the largest slice of S elements and chunks of C <= S elements, these are
+    The bound does not grow with the number of groups. For the largest slice of S elements and chunks of C <= S
+    elements, it is the sum of these:
 
-    - of the step: 3 chunks that are open, of all states that do not rest on the host, C*(P+G+K); 2 that are kept; and
-      of parameters that rest on the device 2 on their way there, C*P each;
-    - of gradients that leave: 3 slices that are staged, and one before and one behind these; one that they are added
-      to; 2 that are kept: 8 S*G;
-    - of parameters that come from NVMe: the next, 2 behind it, 3 that the device has not taken up and one that it
-      takes up, 2 that are kept: 9 S*P;
-    - of parameters that leave the device where the optimizer rests there: 8 S*P, as gradients.
+    - for the step: 3 chunks that are open, of all states that are not stored on the host, C*(P+G+K); 2 that are kept;
+      and of parameters that are stored on the device, 2 chunks that move there, C*P each;
+    - for gradients that leave: 3 slices that are staged, one before and one after these; one to which they are added;
+      2 that are kept: 8 S*G;
+    - for parameters that come from NVMe: the next, 2 after it, 3 that the device has not taken yet and one that it
+      takes, 2 that are kept: 9 S*P;
+    - for parameters that leave the device where the optimizer is stored there: 8 S*P, as for gradients.
 
     Inputs of recomputed blocks (`tiers.activations`) come on top, and a block that a model skips now and then may
     keep what was read for it.
@@ -60,7 +61,7 @@ def most_buffer_bytes(layout: Layout) -> int:
 
 
 def _slices(layout: Layout, group: GroupSpec) -> dict[str, int]:
-    """Bytes of what moves at a time for one group, by what it is."""
+    """Return the bytes that move at a time for one group, by kind."""
     tiers, numel = group.tiers, group.shard_numel
     found: dict[str, int] = {}
     if tiers.params == "nvme":
@@ -87,6 +88,6 @@ def _slices(layout: Layout, group: GroupSpec) -> dict[str, int]:
 
 
 def _buffer_bytes(num_bytes: int) -> int:
-    """Of the buffer in which so many bytes lie: whole blocks of the file, up to an eighth wasted, in whole pages."""
+    """Return the size of the buffer for so many bytes: whole blocks of the file, up to 1/8 wasted, in whole pages."""
     num_blocks = -(-num_bytes // ALIGNMENT_BYTES)
     return -(-num_blocks * 9 // 8) * ALIGNMENT_BYTES

@@ -1,4 +1,4 @@
-"""Pooled host memory for what moves between device, host and files.
+"""Pool host memory for what moves between device, host and files.
 
 >>> buffers = StagingBuffers()
 >>> first = buffers.acquire(100_000)
@@ -28,16 +28,16 @@ _SPARED: Final = 1 / 3
 
 
 class StagingBuffers:
-    """Buffers of host memory, each in pages of its own, as many as are asked for; for any thread.
+    """Leases buffers of host memory, each in pages of its own, as many as are asked for; for any thread.
 
-    An idle buffer of about the size is used again, as in `BufferPool`; at most what was once in use at the same time,
+    An idle buffer of about the size is used again, as in `BufferPool`. At most what was once in use at the same time,
     and a third more, is kept until `trim`.
 
     Args:
-        pin_memory: for copies from and to a CUDA device beside its work.
-        ledger: of host memory; books every buffer under BUCKETS, and idle bytes as fragments.
-        sizes: in bytes, that are asked for all the time; a buffer for at least half of one is made as large, so that
-            it serves all of them: new pages are zeroed by the system, and pinned, which takes longer than to fill them.
+        pin_memory: whether to pin the buffers, for copies from and to a CUDA device while it computes.
+        tracker: the host's memory tracker; counts every buffer under BUCKETS, and idle bytes as fragments.
+        sizes: sizes in bytes that are often asked for. A buffer for at least half of one is made as large, so that
+            it serves all of them: the system zeroes and pins new pages, which takes longer than to fill them.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class StagingBuffers:
 
     @property
     def reserved_bytes(self) -> int:
-        """Of all buffers, in use and idle."""
+        """Return the bytes of all buffers, in use and idle."""
         return self._pool.reserved_bytes
 
     @property
     def live_bytes(self) -> int:
-        """What was asked for of the buffers in use."""
+        """Return the bytes that were asked for, of the buffers in use."""
         return self._pool.live_bytes
 
     def acquire(self, num_bytes: int) -> Tensor:
@@ -77,7 +77,7 @@ class StagingBuffers:
         return next((size for size in self._sizes if num_bytes <= size <= 2 * num_bytes), num_bytes)
 
     def release(self, tensor: Tensor) -> None:
-        """Give back what `acquire` returned, once no copy, read or write of it is under way.
+        """Return a buffer to the pool, once no copy, read or write of it is under way.
 
         Raises:
             ValueError: it is not on lease: released already, a view of it, or from elsewhere.

@@ -1,7 +1,7 @@
-"""The step on the host as a pipeline of chunks: chunk i + 1 is read while chunk i is stepped and i - 1 is written.
+"""Run the step on the host as a pipeline: chunk i + 1 is read while chunk i is stepped and i - 1 is written.
 
-A chunk opens windows into the states of one range of one group. What rests in host memory is there at once, what rests
-in files or on the device comes in the background, and so goes what was written.
+A chunk opens windows into the states of one range of one group. States in host memory are there at once; states in
+files or on the device are read, and written back, in the background.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ CHUNK_NUMEL: Final = 4 * 2**20
 SIMULATED_CHUNK_NUMEL: Final = 64 * CHUNK_NUMEL
 # A chunk of whole blocks of a file, whatever the dtype of two or more bytes.
 _CUT_NUMEL: Final = 2048
-# Chunks that are open at a time: the one that is stepped, and those that are read meanwhile.
+# Chunks that are open at a time: the one that is stepped, and those that are read at the same time.
 DEPTH: Final = 3
 
 
 def even_chunk_numel(numel: int, most: int) -> int:
-    """The length of a state's chunks, at most `most`: as few as can be, and alike, so that they use the same buffers.
+    """Return the length of a state's chunks, at most `most`: few chunks of nearly equal length share buffers.
 
-    One that is much shorter would have pinned memory made for it, and that of the others given up, in each sweep.
+    A much shorter chunk would need pinned memory of its own, and the other buffers would be freed, in each step.
 
     >>> even_chunk_numel(10_000_000, 4 * 2**20), 10_000_000 - 2 * 3_334_144
     (3334144, 3331712)
@@ -44,7 +44,7 @@ def even_chunk_numel(numel: int, most: int) -> int:
 
 @dataclass(frozen=True)
 class ChunkInput:
-    """A state's part in a chunk: what is done with it there."""
+    """Says what a chunk does with its part of one state."""
 
     rest: StateStorage
     is_read: bool = True
@@ -53,15 +53,15 @@ class ChunkInput:
 
 @dataclass(frozen=True)
 class StepChunk:
-    """The range [start, stop) of a group's states.
+    """Describes the step of the range [start, stop) of a group's states.
 
     Attributes:
         parts: by name of the state.
-        start: of the range.
-        stop: likewise.
-        work: gets the states, 1-D and as long as the range.
-        after: the point of the device's work at which what rests there is valid.
-        needs: what the lane does before that, such as writing the gradient to its file.
+        start: the first element of the range, in the rank's slice.
+        stop: the element after the last.
+        work: steps the states, which it gets by name, 1-D and as long as the range.
+        after: the point in the device's work at which states on the device are valid.
+        needs: a task that must come before, such as writing the gradient to its file.
     """
 
     parts: Mapping[str, ChunkInput]
@@ -73,16 +73,16 @@ class StepChunk:
 
     @property
     def is_at_hand(self) -> bool:
-        """Whether it is in memory still, from the last sweep over its files."""
+        """Say whether it is still in memory from the last step."""
         rests = [part.rest for part in self.parts.values() if part.is_read and part.is_written]
         return any(isinstance(rest, NvmeStorage) and rest.keeps(self.start, self.stop) for rest in rests)
 
 
 class StepPipeline:
-    """Steps chunks on a lane, in the order in which they are given.
+    """Steps chunks on the worker thread, in the order in which they are submitted.
 
     Args:
-        lane: of the engine.
+        worker: the engine's worker thread.
     """
 
     def __init__(self, worker: HostWorker) -> None:
@@ -92,13 +92,13 @@ class StepPipeline:
         self._open: deque[tuple[StepChunk, dict[str, StagedView]]] = deque()
 
     def submit(self, chunk: StepChunk) -> Task:
-        """Have a chunk stepped."""
+        """Submit a chunk; return the task that steps it."""
         with self._lock:
             self._waiting.append(chunk)
         return self._worker.submit(self._step_next)
 
     def drop(self) -> None:
-        """Give up the chunks that were left when the lane failed, and what is open for them; the lane is idle."""
+        """Drop the chunks that were left when the worker failed, and close those that are open; the worker is idle."""
         self._waiting.clear()
         while self._open:
             _close(self._open.popleft()[1])

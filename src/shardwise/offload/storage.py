@@ -1,17 +1,17 @@
-"""Where a state of a parameter group rests: on the device, in host memory, in a swap file. One class for each.
+"""Store a state of a parameter group: on the device, in host memory, or in a swap file (`nvme_storage`).
 
-A `StateStorage` is a `FlatState`, so it is read and written by ranges. Beside that it moves:
+A `StateStorage` is a `FlatState`, so it is read and written by ranges. It also moves:
 
     fetch   all of it to the device, to be gathered
     put     all of it from the device
     take    a gradient from the device, to be kept or added
     open    a part of it into host memory for the step there, and `close` writes it back
 
-On the CPU device and host are one memory, but what rests on the host has storage and books of its own, so that what
-crosses is copied and counted as elsewhere.
+On the CPU, device and host are one memory, but states on the host have storage and a memory tracker of their own, so
+that transfers are copied and counted as on a GPU.
 
-Threads: `fetch`, `put` and `take` belong to the engine's thread, `open` and `close` to its lane; `read` and `write` to
-either, once the lane is settled.
+The engine's thread calls `fetch`, `put` and `take`, its worker thread `open` and `close`. Either may call `read` and
+`write`, once the worker is settled.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ from shardwise.runtime.precision import add_widened
 from shardwise.runtime.state_shards import FlatSlice, FlatState, TensorFlatState
 from shardwise.runtime.streams import Event, Streams
 
-# What leaves the device faster than the host takes it up would fill the host's memory.
+# Tensors that have left the device and wait for the worker: without a limit they would fill the host's memory.
 MOST_STAGED: Final = 3
-# Likewise, where the host runs ahead of the device: what it has read and the device has not taken up yet.
+# Tensors that the host has read and the device has not copied yet, where the host runs ahead of the device.
 MOST_FETCHED: Final = 3
-# Parts on their way to the device, each in a buffer, while the lane goes on.
+# Parts that move to the device, each in a buffer, while the worker thread goes on.
 MOST_ARRIVING: Final = 2
 
 
 class StagedView(Protocol):
-    """A part of a state in host memory, until `close`."""
+    """Gives access to a part of a state in host memory, until `close`."""
 
     def wait(self) -> Tensor:
-        """The part, 1-D, once it is there."""
+        """Return the part, 1-D, once it is there."""
 
     def close(self, write: bool = False) -> None:
-        """Give the memory back; what was written into it counts where `write` is set."""
+        """Release the memory; what was written into it counts where `write` is set."""
 
 
 class StateStorage(FlatState, Protocol):
-    """A flat state in one tier."""
+    """Stores a flat state in one tier."""
 
     @property
     def tier(self) -> Tier:
-        """The memory."""
+        """Return the tier."""
 
     def fetch(self, target: Tensor) -> Event:
         """Start to fill `target`, as long as the state and on the device; wait for the event before it is used."""
@@ -66,54 +66,59 @@ class StateStorage(FlatState, Protocol):
         """Start what `fetch` would have to wait for on the host."""
 
     def forget(self) -> None:
-        """Give up what was prefetched: it is about to be written."""
+        """Drop what was prefetched, because the state is about to be written."""
 
     def put(self, source: Tensor, pool: BufferPool) -> None:
-        """Start to replace all of it by `source`, a tensor of the device.
+        """Start to replace all of the state by `source`, a tensor of the device.
 
         Args:
-            source: of any dtype.
-            pool: of the device.
+            source: as long as the state, of any dtype.
+            pool: the device's buffer pool.
         """
 
     def take(self, source: Tensor, pool: BufferPool, then: Callable[[Tensor], None] | None, add: bool) -> Task | None:
-        """Start to replace all of it by `source`, or to add that, in the dtype of the state.
+        """Start to replace all of the state by `source`, or to add that, in the dtype of the state.
 
         Args:
-            source: leased from `pool`, of the device; given back.
-            pool: of the device.
-            then: is called on the lane with the sum, in host memory, where one is made.
+            source: as long as the state, on the device, leased from `pool`; it is released.
+            pool: the device's buffer pool.
+            then: called on the worker thread with the sum, in host memory, if one is made there; None for nothing.
             add: whether there is something to add to.
 
         Returns:
-            the part that the lane does; None where the device does all.
+            the part that the worker thread does; None where the device does all.
         """
 
     def open(self, start: int, stop: int, read: bool = True, after: Event | None = None) -> StagedView:
         """Start to load the elements [start, stop) into host memory.
 
         Args:
-            start: of the part.
-            stop: likewise.
+            start: the first element of the part.
+            stop: the element after the last.
             read: False where all of them will be written.
-            after: the point in the device's work at which they are valid there.
+            after: the point in the device's work at which they are valid there; None if they are valid now.
         """
 
     def loaded(self, read: bool = True, write: bool = False) -> AbstractContextManager[Tensor]:
-        """All of it as one tensor, where it lies or in host memory; what is written there counts if `write` is set."""
+        """Return a context with all of the state as one tensor, where it is stored or in host memory.
+
+        Args:
+            read: False where all elements will be written.
+            write: whether what is written into the tensor counts.
+        """
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
 
 
 class TransferContext:
-    """What all rests of an engine move by.
+    """Bundles what all storages of an engine use to move data.
 
     Args:
-        streams: of the engine's device.
-        buffers: host memory for what is on its way.
-        lane: does what must wait.
-        traffic: counts.
+        streams: the streams of the engine's device.
+        buffers: host memory for what moves.
+        worker: the thread that does what must wait.
+        traffic: counts moved bytes.
     """
 
     def __init__(
@@ -127,25 +132,25 @@ class TransferContext:
         self._fetched: deque[tuple[Event, StagedView]] = deque()
 
     def close_after(self, copied: Event, window: StagedView) -> None:
-        """Close a window once what is in it has come to the device."""
+        """Close a window once the device has copied its content."""
         self._fetched.append((copied, window))
         self.close_reached()
 
     def close_reached(self, most_left: int = MOST_FETCHED) -> None:
-        """Close the windows of which that is so, whatever state they are of, and wait until few are left."""
+        """Close the windows that the device has copied, of any state, and wait until at most `most_left` are left."""
         while self._fetched and (len(self._fetched) > most_left or self._fetched[0][0].is_reached()):
             copied, window = self._fetched.popleft()
             copied.wait_on_host()
             window.close()
 
     def stage(self, source: Tensor, room_bytes: int = 0) -> tuple[Tensor, Event]:
-        """Start to copy a tensor of the device into a buffer of the host; the buffer's bytes, and when they are there.
+        """Start to copy a tensor of the device into a host buffer; return the buffer's bytes and the copy's end.
 
         The caller's stream may reuse `source` at once.
 
         Args:
             source: 1-D.
-            room_bytes: of the buffer, at least; what lies behind the copy is undefined.
+            room_bytes: the least size of the buffer; what comes after the copy is undefined.
         """
         num_bytes = source.numel() * source.element_size()
         memory = self.buffers.acquire(max(num_bytes, room_bytes))
@@ -155,9 +160,14 @@ class TransferContext:
 
     @contextmanager
     def leaving(self, source: Tensor, dtype: torch.dtype, pool: BufferPool) -> Iterator[Tensor]:
-        """Inside, `source` in `dtype`, on the stream of offloads.
+        """Yield `source` in `dtype`, with the offload stream as the current one.
 
         It is rounded before: a copy that rounds takes device memory, in the order of the stream on which it runs.
+
+        Args:
+            source: 1-D, on the device.
+            dtype: the dtype of what leaves.
+            pool: the device's buffer pool, for the rounded copy.
         """
         rounded = source
         if source.dtype != dtype:
@@ -169,7 +179,7 @@ class TransferContext:
                 pool.release(rounded)
 
     def work_off(self, work: Callable[[], object]) -> Task:
-        """Have the lane use up what was staged; where it is far behind, wait until it has caught up."""
+        """Submit work on what was staged to the worker; wait while more than `MOST_STAGED` such tasks are left."""
         task = self.worker.submit(work)
         self._staged.append(task)
         while len(self._staged) > MOST_STAGED:
@@ -178,7 +188,7 @@ class TransferContext:
 
 
 class DeviceStorage(TensorFlatState):
-    """A state on the engine's device."""
+    """Stores a state on the engine's device."""
 
     tier: Tier = "device"
 
@@ -193,32 +203,32 @@ class DeviceStorage(TensorFlatState):
         return Event(None)
 
     def prefetch(self) -> None:
-        """There is nothing to wait for."""
+        """Do nothing: no read is needed."""
 
     def forget(self) -> None:
-        """There is nothing to give up."""
+        """Do nothing: nothing is prefetched."""
 
     def put(self, source: Tensor, pool: BufferPool) -> None:
         """Copy on the current stream."""
         self.tensor.copy_(source)
 
     def take(self, source: Tensor, pool: BufferPool, then: Callable[[Tensor], None] | None, add: bool) -> Task | None:
-        """Copy or add on the current stream."""
+        """Copy `source`, or with `add` add it, on the current stream; release it to `pool`. `then` is not called."""
         (add_widened if add else Tensor.copy_)(self.tensor, source)
         pool.release(source)
         return None
 
     def open(self, start: int, stop: int, read: bool = True, after: Event | None = None) -> StagedView:
-        """Start to copy a part to the host."""
+        """Start to copy [start, stop) to the host, from the point `after` on, unless `read` is False."""
         return _DeviceView(self, self.tensor[start:stop], read, after)
 
     def note_arriving(self, event: Event, memory: Tensor) -> None:
-        """Give a buffer back once what it holds is on the device."""
+        """Release a buffer once its content is on the device."""
         self._arriving.append((event, memory))
         self._await_arriving(MOST_ARRIVING)
 
     def settle(self) -> None:
-        """Return once all that windows have written is on the device; on the lane."""
+        """Return once all that windows have written is on the device; the worker thread calls it."""
         self._await_arriving(0)
 
     def _await_arriving(self, most: int) -> None:
@@ -229,11 +239,11 @@ class DeviceStorage(TensorFlatState):
 
     @contextmanager
     def loaded(self, read: bool = True, write: bool = False) -> Iterator[Tensor]:
-        """The tensor itself."""
+        """Yield the tensor itself."""
         yield self.tensor
 
     def close(self) -> None:
-        """The memory is whose tensor it was."""
+        """Do nothing: the memory belongs to the owner of the tensor."""
 
 
 class _DeviceView:
@@ -258,7 +268,7 @@ class _DeviceView:
     def close(self, write: bool = False) -> None:
         if not write:
             if self._there is not None:
-                self._there.wait_on_host()  # nobody has, if what came before has failed
+                self._there.wait_on_host()  # not waited for yet if an earlier task has failed
             self._transfers.buffers.release(self._memory)
             return
         with self._transfers.streams.side_stream("reload", self._after):
@@ -269,11 +279,11 @@ class _DeviceView:
 
 
 class HostStorage:
-    """A state in host memory, pinned where the device is a GPU and the state goes there.
+    """Stores a state in host memory, pinned where the device is a GPU and the state goes there.
 
     Args:
-        make: memory for it, of zeros.
-        means: what moves it.
+        make: allocates the memory, zeros.
+        transfers: moves the state.
     """
 
     tier: Tier = "host"
@@ -288,32 +298,32 @@ class HostStorage:
 
     @property
     def tensor(self) -> Tensor:
-        """All of it, once no copy is under way."""
+        """Return all of the state, once no copy is under way."""
         self._moved.wait_on_host()
         return self._tensor
 
     def fetch(self, target: Tensor) -> Event:
-        """Copy on the gathers' stream, so that a gather comes behind it."""
+        """Copy on the gather stream, so that a gather comes after it."""
         with self._transfers.streams.side_stream("gather"):
             self._moved.wait()
             target.copy_(self._tensor, non_blocking=True)
             return self._note("host", "device")
 
     def prefetch(self) -> None:
-        """There is nothing to wait for."""
+        """Do nothing: no read is needed."""
 
     def forget(self) -> None:
-        """There is nothing to give up."""
+        """Do nothing: nothing is prefetched."""
 
     def put(self, source: Tensor, pool: BufferPool) -> None:
-        """Copy on the stream of offloads."""
+        """Copy on the offload stream."""
         with self._transfers.leaving(source, self.dtype, pool) as rounded:
             self._moved.wait()
             self._tensor.copy_(rounded, non_blocking=True)
             self._note("device", "host")
 
     def take(self, source: Tensor, pool: BufferPool, then: Callable[[Tensor], None] | None, add: bool) -> Task | None:
-        """Copy on the stream of offloads; add on the lane."""
+        """Copy `source` on the offload stream, release it to `pool`; with `add`, the worker adds and calls `then`."""
         with self._transfers.streams.side_stream("offload"):
             if not add:
                 self._moved.wait()
@@ -323,7 +333,7 @@ class HostStorage:
                 return None
             memory, there = self._transfers.stage(source)
             pool.release(source)
-        dtype = source.dtype  # the lane may come to it late, and must not keep the device's memory so long
+        dtype = source.dtype  # the worker may run this late, and must not keep the device's memory so long
 
         def add_on_host() -> None:
             there.wait_on_host()
@@ -336,16 +346,16 @@ class HostStorage:
         return self._transfers.work_off(add_on_host)
 
     def open(self, start: int, stop: int, read: bool = True, after: Event | None = None) -> StagedView:
-        """A view, once no copy is under way."""
+        """Return a view of [start, stop), valid once no copy is under way; `read` and `after` have no effect."""
         return _HostView(self._tensor[start:stop], self._moved)
 
     @contextmanager
     def loaded(self, read: bool = True, write: bool = False) -> Iterator[Tensor]:
-        """The tensor itself, once no copy is under way."""
+        """Yield the tensor itself, once no copy is under way."""
         yield self.tensor
 
     def read(self, start: int, stop: int) -> Tensor:
-        """The elements [start, stop), a view, once no copy is under way."""
+        """Return the elements [start, stop), a view, once no copy is under way."""
         return self.tensor[start:stop]
 
     def write(self, start: int, values: Tensor) -> None:
@@ -353,19 +363,19 @@ class HostStorage:
         self.tensor[start : start + values.numel()].copy_(values)
 
     def part(self, start: int, stop: int) -> FlatState:
-        """The elements [start, stop), over the same memory."""
+        """Return the elements [start, stop), over the same memory."""
         return FlatSlice(self, start, stop)
 
     def free(self) -> None:
-        """Give the memory up, and what is in it, until `allocate`."""
+        """Free the memory, and what is in it, until `allocate`."""
         self._tensor = self.tensor[:0].clone()
 
     def allocate(self) -> None:
-        """Have memory again, of zeros."""
+        """Allocate the memory again, zeros."""
         self._tensor = self._make()
 
     def close(self) -> None:
-        """The memory is gone with the tensor, so no copy may be under way."""
+        """Wait for the copies under way: the memory is freed with the tensor."""
         self._moved.wait_on_host()
 
     def _note(self, source: Tier, target: Tier) -> Event:
@@ -388,10 +398,10 @@ class _HostView:
 
 
 class SimulatedFile:
-    """Of any size; reads and writes are over at once and move nothing.
+    """Stands for a file of any size; reads and writes end at once and move nothing.
 
     Args:
-        num_bytes: that it would have.
+        num_bytes: the size that the file would have.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -402,11 +412,11 @@ class SimulatedFile:
         return _over()
 
     def write(self, offset_bytes: int, source: Tensor) -> Future[None]:
-        """Leave the file as it is not."""
+        """Write nothing."""
         return _over()
 
     def free(self) -> None:
-        """There is nothing to remove."""
+        """Do nothing: there is no file."""
 
 
 def _over() -> Future[None]:

@@ -1,4 +1,4 @@
-"""The tiers of one engine: gives each state a place, and has the memory, the files and the thread for all of them."""
+"""Give each state of an engine its storage, and own the memory, the files and the worker thread for all of them."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from shardwise.runtime.torch_private import unseen_by_op_modes
 
 
 class Tiers:
-    """Places for states, from the engine's start to its end.
+    """Stores states in their tiers, from the engine's start to its end.
 
     Args:
-        config: of the engine.
-        layout: buffers are sized by it.
-        streams: of the engine's device.
-        ledger: of the device.
-        rank: of this process.
-        is_simulated: nothing is real: there is no file and no thread.
+        config: the engine's tiers.
+        layout: gives the sizes of files and buffers.
+        streams: the streams of the engine's device.
+        tracker: the device's memory tracker.
+        rank: of this process in the world.
+        is_simulated: whether to use no real files and no thread.
 
     Attributes:
-        memory: the ledger of the host tier.
+        memory: the host tier's memory tracker.
         traffic: bytes that have moved between tiers.
         is_simulated: as given.
     """
@@ -73,11 +73,11 @@ class Tiers:
 
     @property
     def device(self) -> torch.device:
-        """Of the engine."""
+        """Return the engine's device."""
         return self.streams.device
 
     def reserve(self) -> None:
-        """Make the files for all that the layout puts on NVMe, so that too little room is known before training.
+        """Make the files for all that the layout puts on NVMe, so that too little room is found before training.
 
         Raises:
             SwapError: a file cannot be made.
@@ -90,14 +90,14 @@ class Tiers:
                     self._reserved[name] = self._make_file(name, num_bytes)
 
     def place(self, tier: Tier, name: str, numel: int, dtype: torch.dtype, category: Category) -> StateStorage:
-        """Room for a state, zeros at first.
+        """Allocate storage for a state, zeros at first.
 
         Args:
-            tier: where.
-            name: of the group and the state; files are called so.
-            numel: elements.
-            dtype: of them.
-            category: in the books.
+            tier: the tier.
+            name: of the group and the state; it becomes part of the file's name.
+            numel: the number of elements.
+            dtype: the elements' dtype.
+            category: for the memory tracker.
 
         Raises:
             SwapError: a file cannot be made.
@@ -123,21 +123,21 @@ class Tiers:
         return rest
 
     def on_device(self, tensor: torch.Tensor) -> DeviceStorage:
-        """A tensor of the device that somebody else has made and booked."""
+        """Wrap a tensor of the device that the caller has allocated and tracked."""
         return DeviceStorage(tensor, self._transfers)
 
     def settle(self) -> None:
         """Return once nothing is under way on the host.
 
         Raises:
-            LaneError: something has failed there.
+            HostWorkError: work on the host has failed.
         """
         self.worker.settle()
 
     def recover(self) -> WorkerOutcome:
-        """Return what has failed, once nothing is under way, and forget it: all states are to be made anew.
+        """Wait for all work, and return what has failed and forget it: all states must be written again.
 
-        Parts of states that could not be read or written have any content thereafter.
+        Parts of states that could not be read or written have undefined content afterwards.
         """
         outcome = self.worker.recover()
         self.step_pipeline.drop()
@@ -147,10 +147,10 @@ class Tiers:
         return outcome
 
     def open_folder(self, path: Path | None = None) -> SwapFolder:
-        """A folder of its own for what is put aside for a while, in `path` or beside that of the states on NVMe.
+        """Open a folder of its own for released states, in `path` or beside that of the states on NVMe.
 
         Raises:
-            ConfigError: neither is named.
+            ConfigError: neither `path` nor `tiers.nvme_path` is set.
             SwapError: nothing can be written there.
         """
         root = path or self._path
@@ -159,13 +159,13 @@ class Tiers:
         return SwapFolder.open(Path(root), self._rank)
 
     def trim(self) -> None:
-        """Give up the buffers that are not in use; those that are needed again are made anew."""
+        """Free the buffers that are not in use; they are allocated again when needed."""
         self._kept.clear()
         self._passing.clear()
         self.buffers.trim()
 
     def close(self) -> None:
-        """Give up threads, files and buffers."""
+        """End the threads, and free files and buffers."""
         self.worker.close()
         if self.step_threads is not None:
             self.step_threads.close()
@@ -174,7 +174,7 @@ class Tiers:
             self._folder.close()
 
     def _file(self, name: str, num_bytes: int) -> SwapFileLike:
-        """The file that was reserved for a state; a new one for what the layout does not know, or is made anew."""
+        """Return the file that was reserved for a state, or make a new one if there is none."""
         reserved = self._reserved.pop(name, None)
         return reserved or self._make_file(name, num_bytes)
 
@@ -187,33 +187,33 @@ class Tiers:
 
 
 def _step_threads(config: TiersConfig, layout: Layout, is_simulated: bool) -> StepThreads | None:
-    """Threads for the step on the host, where there is one and more than one core for it."""
+    """Return threads for the step on the host; None if no step runs there, or only one core is free for it."""
     num_cores = len(config.cores) if config.cores else torch.get_num_threads()
     is_streamed = any(group.tiers.optimizer != "device" for group in layout.groups)
     return StepThreads(num_cores, config.cores) if is_streamed and num_cores > 1 and not is_simulated else None
 
 
 def _largest_chunk(layout: Layout) -> int:
-    """Elements of the largest chunk that is stepped on the host."""
+    """Return the elements of the largest chunk that is stepped on the host."""
     streamed = [group.shard_numel for group in layout.groups if group.trainable and group.tiers.optimizer != "device"]
     return max((min(even_chunk_numel(numel, CHUNK_NUMEL), numel) for numel in streamed), default=0)
 
 
 def _chunk_bytes(layout: Layout) -> int:
-    """Bytes of an optimizer's states in one chunk."""
+    """Return the bytes of an optimizer's states in one chunk."""
     item_bytes = sum(torch_dtype(state.dtype).itemsize for state in layout.states if state.role == "optimizer")
     return _largest_chunk(layout) * item_bytes
 
 
 def _window_sizes(layout: Layout) -> list[int]:
-    """Bytes of the states in the largest chunk, each by itself."""
+    """Return the bytes that a state takes in the largest chunk, for each dtype."""
     return [
         padded_bytes(_largest_chunk(layout), dtype) for dtype in {torch_dtype(each.dtype) for each in layout.states}
     ]
 
 
 def _largest_bytes(layout: Layout) -> int:
-    """Bytes of the largest slice of parameters or gradients that rests on NVMe."""
+    """Return the bytes of the largest slice of parameters or gradients that is stored on NVMe."""
     return max(
         (group.shard_numel * 4 for group in layout.groups if "nvme" in (group.tiers.params, group.tiers.grads)),
         default=0,

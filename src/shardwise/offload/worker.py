@@ -1,13 +1,14 @@
-"""The thread on which an engine works for its host tier: steps, sums of gradients, what waits for the disk.
+"""Run an engine's work on the host in a thread: steps, sums of gradients, and what waits for the disk.
 
-One thread, so that what is given to it happens in that order; torch's kernels use the cores of the rank from there.
+It is one thread, so that tasks run in the order in which they are submitted; torch's kernels use the cores of the rank
+from there.
 
->>> lane = HostWorker(torch.device("cpu"))
+>>> worker = HostWorker(torch.device("cpu"))
 >>> found = []
->>> lane.submit(lambda: found.append(1)).wait()
+>>> worker.submit(lambda: found.append(1)).wait()
 >>> found
 [1]
->>> lane.close()
+>>> worker.close()
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ from shardwise.runtime.torch_private import unseen_by_op_modes
 
 
 class HostWorkError(RuntimeError):
-    """Work on the host has failed midway, so states are mixed; the message says what, and `recover` forgets it."""
+    """Work on the host has failed midway, so states are mixed; the message says what failed. `recover` forgets it."""
 
 
 @dataclass
 class WorkerOutcome:
-    """What has failed on a lane first, if anything, and whether anybody has been told."""
+    """Holds the first failure on a worker, if there is one, and whether it has been reported."""
 
     failure: BaseException | None = None
     is_told: bool = False
 
     def check(self) -> None:
-        """Raise where something has failed.
+        """Raise if something has failed.
 
         Raises:
-            LaneError: so it is.
+            HostWorkError: with the failure as its cause.
         """
         if self.failure is not None:
             self.is_told = True
@@ -46,7 +47,7 @@ class WorkerOutcome:
 
     @property
     def untold(self) -> HostWorkError | None:
-        """What has failed, where nobody has been told."""
+        """Return the failure as an error if it has not been reported."""
         return None if self.failure is None or self.is_told else _explained(self.failure)
 
 
@@ -57,7 +58,7 @@ def _explained(failure: BaseException) -> HostWorkError:
 
 
 class Task:
-    """Work that was given to a lane."""
+    """Represents work that was submitted to a worker."""
 
     def __init__(self, future: Future[None], outcome: WorkerOutcome) -> None:
         self._future = future
@@ -65,30 +66,30 @@ class Task:
 
     @property
     def is_done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Say whether it has ended, with or without an error."""
         return self._future.done()
 
     def wait(self) -> None:
         """Return once it has ended.
 
         Raises:
-            LaneError: it failed, or something else on the lane has, and `recover` was not called since.
+            HostWorkError: it failed, or something else on the worker has, and `recover` was not called since.
         """
         self.end()
         self._outcome.check()
 
     def end(self) -> None:
-        """Return once it has ended, well or not."""
+        """Return once it has ended, with or without an error."""
         self._future.result()
 
 
 class HostWorker:
-    """Does what it is given in order, in the background; after a failure nothing more.
+    """Runs tasks in order, in the background; after a failure it runs no more.
 
     Args:
-        device: of the engine; what the thread enqueues goes there.
-        cores: that the thread and those that torch starts for it keep to; None for those of the process.
-        is_inline: do everything at once on the calling thread, as for fake tensors, which other threads do not know.
+        device: the engine's device, which is current in the thread.
+        cores: to which the thread and those that torch starts for it are bound; None for those of the process.
+        is_inline: run everything at once on the calling thread, as for fake tensors, which exist in one thread only.
     """
 
     def __init__(self, device: torch.device, cores: tuple[int, ...] | None = None, is_inline: bool = False) -> None:
@@ -104,7 +105,7 @@ class HostWorker:
         self._threads: Final = None if is_inline else ThreadPoolExecutor(1, "shardwise-host", begin)
 
     def submit(self, work: Callable[[], object]) -> Task:
-        """Have `work` done behind all that was given before."""
+        """Run `work` after all that was submitted before."""
         if self._threads is None:
             future: Future[None] = Future()
             with unseen_by_op_modes():
@@ -116,10 +117,10 @@ class HostWorker:
         return self._last
 
     def check(self) -> None:
-        """Raise where something has failed so far; waits for nothing.
+        """Raise if something has failed so far, without waiting.
 
         Raises:
-            LaneError: so it is.
+            HostWorkError: with the failure as its cause.
         """
         self._outcome.check()
 
@@ -127,13 +128,13 @@ class HostWorker:
         """Return once all is done.
 
         Raises:
-            LaneError: something has failed.
+            HostWorkError: something has failed.
         """
         if self._last is not None:
             self._last.wait()
 
     def recover(self) -> WorkerOutcome:
-        """Return what has failed, once all is done or given up, and forget it: the states are to be made anew."""
+        """Wait until all is done or skipped; return what has failed and forget it: the states must be written again."""
         if self._last is not None:
             self._last.end()
         outcome = replace(self._outcome)
@@ -141,13 +142,13 @@ class HostWorker:
         return outcome
 
     def close(self) -> None:
-        """End the thread, once it has done what it was given."""
+        """End the thread, once it has done what was submitted."""
         if self._threads is not None:
             self._threads.shutdown()
 
 
 def _do(work: Callable[[], object], outcome: WorkerOutcome) -> None:
-    """Work, unless something has failed before."""
+    """Run `work`, unless something has failed before."""
     if outcome.failure is None:
         try:
             with torch.no_grad():
