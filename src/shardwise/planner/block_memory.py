@@ -1,4 +1,4 @@
-"""What one block keeps of a micro-batch, and what its backward makes, on each rank; of the head and its loss too.
+"""Count the bytes that a block, or the head and its loss, keeps of a micro-batch and makes in its backward, per rank.
 
 >>> from shardwise.models.presets import preset
 >>> from shardwise.planner.hardware import Cluster, GpuSpec
@@ -23,29 +23,29 @@ from shardwise.planner.job import FrameworkTraits, PlanJob, Strategy
 from shardwise.schedule.registry import recipe_of
 
 MASK_BYTES: Final = 1.0
-"""Kept of each element that dropout works on, beside its output."""
+"""Bytes that are kept of each element that dropout works on, in addition to its output."""
 
 NUM_WIDE_OF_NORM: Final = 4
-"""Tensors in fp32, of the input's size, that the backward of our norm has at once on a CPU; it is fused elsewhere."""
+"""How many fp32 tensors of the input's size our norm's backward has at once on a CPU; on other devices it is fused."""
 
 LOSS_ROWS: Final = MappingProxyType({"cpu": 2**18, "gpu": 2**26})
-"""Logits that our loss widens at a time: `shardwise.models.decoder`."""
+"""How many logits our loss widens at a time; source: `shardwise.models.decoder`."""
 
 WAITING_LOGITS: Final = MappingProxyType({"cpu": (2**20, 256), "gpu": (2**26, 1024)})
-"""Logits that a head computes at a time whose logits wait for the loss, and the fewest tokens of them:
+"""How many logits a head computes at a time when its logits wait for the loss, and the fewest tokens it takes; source:
 `shardwise.tensor.cross_entropy`."""
 
 
 @dataclass(frozen=True)
 class BlockBytes:
-    """Bytes of one micro-batch on a rank.
+    """Bytes of one micro-batch in one block, as a rank keeps and makes them.
 
     Attributes:
         kept: between the block's forward and its backward.
         whole: kept by a block that recomputes nothing.
-        again: made by a recomputation, beyond that.
+        again: made by a recomputation, in addition to what is kept.
         working: made by the backward besides, at its highest.
-        early: likewise, before the first gradient of a weight has come; 0 where it is no more than that.
+        early: as `working`, before the first gradient of a weight has come; 0 where it is not larger than that.
         deferred: kept for the gradients of the weights, where these come later than that of the input.
         stream: of the residual stream, as it passes from block to block.
     """
@@ -65,10 +65,10 @@ class HeadBytes:
 
     Attributes:
         given: the head's input, where it is kept.
-        kept: between the loss's forward and its backward, beside that.
+        kept: between the loss's forward and its backward, in addition to `given`.
         loss: made by the loss besides, at its highest.
-        behind: when the loss's backward is over, what that leaves and what the head's makes.
-        weight: the gradient of the head's weight, and as large that of the embedding's.
+        behind: after the loss's backward: what it leaves and what the head's backward makes.
+        weight: the gradient of the head's weight; that of the embedding's is as large.
         deferred: kept for the gradient of the weight, where that comes later.
     """
 
@@ -81,10 +81,15 @@ class HeadBytes:
 
 
 def block_bytes(job: PlanJob, strategy: Strategy, *, has_experts: bool) -> BlockBytes:
-    """Of a block of a strategy; see `layout.activations` for what is kept.
+    """Return the bytes of one block under a strategy; `layout.activation_bytes` counts what is kept.
 
-    A feed-forward that takes some tokens of each sequence at a time keeps its input alone. Heads that are exchanged for
-    tokens are kept with what attention gave them; what is sent is saved as products are, too.
+    A feed-forward that takes some tokens of each sequence at a time keeps only its input. Heads that are exchanged for
+    tokens are kept together with what attention gave them; what is sent is saved as products are.
+
+    Args:
+        job: the model's shape, the sequence length in tokens, the cluster and the framework's traits.
+        strategy: how the job is split; its micro-batch, dtypes and recomputation set the sizes.
+        has_experts: whether the block's feed-forward is a layer of experts.
     """
     s, shape, traits = strategy, _layer_shape(job, strategy, has_experts), job.traits
     ffn, is_chunked = shape.ffn_size / s.tp, s.chunk_tokens is not None and not has_experts
@@ -127,11 +132,14 @@ def block_bytes(job: PlanJob, strategy: Strategy, *, has_experts: bool) -> Block
 
 
 def _making_bytes(job: PlanJob, strategy: Strategy, shape: LayerShape, *, is_chunked: bool) -> tuple[float, float]:
-    """What the backward of a block has at its highest, beside all that was kept and the gradient of the stream.
+    """Return the most bytes that a block's backward makes, in addition to what was kept and the gradient of the stream.
 
-    In the feed-forward, whose parts' gradients of its input wait for each other; behind it, where its inner tensors
-    are gone unless gradients of weights come later, in attention: with scores, their gradients; of a norm that is not
-    fused, some wide copies.
+    Two moments count. In the feed-forward, the gradients of its input wait for each other, part by part. After it, the
+    inner tensors are freed, unless gradients of weights come later; then attention may be the highest: gradients of its
+    scores, and some wide copies where the norm is not fused.
+
+    Returns:
+        Bytes in the feed-forward, and bytes after it.
     """
     s, element_bytes = strategy, DTYPE_BYTES[strategy.param]
     feature, hidden = job.seq_len / s.cp * s.micro_size * element_bytes, shape.hidden_size
@@ -160,10 +168,11 @@ def _making_bytes(job: PlanJob, strategy: Strategy, shape: LayerShape, *, is_chu
 
 
 def _ffn_bytes(job: PlanJob, strategy: Strategy, shape: LayerShape) -> float:
-    """What the backward of a feed-forward has at its highest, beside what was kept.
+    """Return the most bytes that the backward of a feed-forward makes, in addition to what was kept.
 
-    Of its last matrix the gradient, and that of its input; behind it the gradients of two inner tensors more than what
-    is let go; of the first matrices, where ranks split them, the gradients of their input, one by one and in sum.
+    The last matrix makes its own gradient and that of its input. After it come the gradients of two inner tensors, less
+    what is freed by then. Where ranks split the first matrices, the gradients of their input come one by one and are
+    summed.
     """
     s, hidden, ffn = strategy, shape.hidden_size, shape.ffn_size / strategy.tp
     element_bytes = DTYPE_BYTES[s.param]
@@ -182,11 +191,11 @@ def _ffn_bytes(job: PlanJob, strategy: Strategy, shape: LayerShape) -> float:
 
 
 def _part_bytes(job: PlanJob, strategy: Strategy, shape: LayerShape) -> float:
-    """What the backward of a feed-forward in parts has at its highest, beside its gradient.
+    """Return the most bytes that the backward of a feed-forward in parts makes, in addition to its gradient.
 
-    The inner tensors of a part are made again, and with split sequences what it gathers; gradients of weights are
-    summed over the parts. All sums wait while the last matrix of the last part gives its own; behind it, those of the
-    others; while the first matrices of a part in the middle give theirs, all of them.
+    The inner tensors of a part are made again, and with split sequences what the part gathers. Gradients of weights are
+    summed over the parts. All sums wait while the last matrix of the last part gives its own; after it the sums of the
+    other matrices wait; all of them wait while the first matrices of a part in the middle give theirs.
     """
     s, hidden, ffn = strategy, shape.hidden_size, shape.ffn_size / strategy.tp
     element_bytes = DTYPE_BYTES[s.param]
@@ -204,15 +213,15 @@ def _part_bytes(job: PlanJob, strategy: Strategy, shape: LayerShape) -> float:
 
 
 def _part(job: PlanJob, strategy: Strategy) -> float:
-    """Of a rank's tokens, the share that a feed-forward in parts takes at a time."""
+    """Return the share of a rank's tokens that a feed-forward in parts takes at a time."""
     return min(1.0, (strategy.chunk_tokens or 1) * strategy.cp / job.seq_len)
 
 
 def _more_in_sum(job: PlanJob, strategy: Strategy, hidden: float, out: float) -> float:
-    """Features of a token by which the sum of two gradients of an input is larger than what the second is made from.
+    """Return by how many features of a token the sum of two gradients of an input exceeds what the second is made from.
 
-    Autograd adds in place, but not where each op is watched, as the ledger does on a CPU. The gradient of the second
-    layer's output, of `out` features, is let go of by then, unless it waits for that of a weight.
+    Autograd adds in place, but not where each op is watched, as the memory tracker does on a CPU. The gradient of the
+    second layer's output, of `out` features, is freed by then, unless it waits for the gradient of a weight.
     """
     if not job.cluster.gpu.is_cpu:
         return 0.0
@@ -221,39 +230,39 @@ def _more_in_sum(job: PlanJob, strategy: Strategy, hidden: float, out: float) ->
 
 
 def _num_inner(shape: LayerShape) -> int:
-    """Inner tensors that a feed-forward keeps."""
+    """Return how many inner tensors a feed-forward keeps."""
     return (4 if shape.is_gated else 2) - shape.fuses_gate
 
 
 def _num_left(strategy: Strategy, shape: LayerShape) -> int:
-    """Of them those that wait for gradients of weights, with as many gradients: columns that gather do not wait."""
+    """Return how many inner tensors wait, each with its gradient, for weight gradients; columns that gather do not."""
     if not _defers(strategy):
         return 0
     return 1 if strategy.sequence_parallel else _num_inner(shape) - 1
 
 
 def _gathered_size(strategy: Strategy, shape: LayerShape) -> float:
-    """Features of a token in the gradient that a row layer gathers."""
+    """Return the features of a token in the gradient that a row layer gathers."""
     return shape.hidden_size if strategy.sequence_parallel else 0.0
 
 
 def _gathered_again_size(strategy: Strategy, shape: LayerShape) -> float:
-    """Features of a token in the input that column layers gather again, where no recomputation has."""
+    """Return the features of a token in the input that column layers gather again; 0 if a recomputation gathers it."""
     return shape.hidden_size if strategy.sequence_parallel and strategy.recompute == "none" else 0.0
 
 
 def _stream_size(strategy: Strategy, shape: LayerShape) -> float:
-    """Features of a token in the residual stream of a rank."""
+    """Return the features of a token in the residual stream of a rank."""
     return shape.hidden_size / (strategy.tp if strategy.sequence_parallel else 1)
 
 
 def _defers(strategy: Strategy) -> bool:
-    """Whether gradients of weights come later than those of inputs."""
+    """Say whether gradients of weights come later than those of inputs."""
     return strategy.pp > 1 and recipe_of(strategy.schedule).splits_backward
 
 
 def _deferred_size(strategy: Strategy, shape: LayerShape, ffn: float) -> float:
-    """Features of a token in inputs and outputs' gradients of the products whose weights' gradients wait.
+    """Return the features of a token in inputs and outputs' gradients that wait for a later weight gradient.
 
     Columns that gather a sequence do not wait, and rows wait with whole gradients.
     """
@@ -268,7 +277,9 @@ def _deferred_size(strategy: Strategy, shape: LayerShape, ffn: float) -> float:
 
 
 def kept_score_bytes(traits: FrameworkTraits, element_bytes: int) -> float:
-    """Kept of each score: by a fused softmax its output, by another also the one in fp32; by dropout its output too.
+    """Return the bytes kept of each attention score.
+
+    A fused softmax keeps its output, any other also its output in fp32, and dropout its own output and mask.
 
     >>> half = 2
     >>> [kept_score_bytes(FrameworkTraits(attention=each), half) for each in ("flash", "fused-softmax", "unfused")]
@@ -284,7 +295,8 @@ def kept_score_bytes(traits: FrameworkTraits, element_bytes: int) -> float:
 
 
 def norm_bytes(element_bytes: int) -> float:
-    """Of a feature and token, what the backward of our norm has on a CPU, beside its input: its gradients and copies.
+    """Return the bytes per feature and token that our norm's backward makes on a CPU: gradients and copies of its
+    input.
 
     >>> norm_bytes(2), norm_bytes(4)
     (18, 12)
@@ -294,7 +306,9 @@ def norm_bytes(element_bytes: int) -> float:
 
 
 def head_bytes(job: PlanJob, strategy: Strategy) -> HeadBytes:
-    """Of one micro-batch; what the loss's forward and its backward make is not there at once, and the higher counts."""
+    """Return the bytes of one micro-batch in the head and its loss; its forward or backward counts, whichever is
+    higher.
+    """
     s, traits, element_bytes = strategy, job.traits, DTYPE_BYTES[strategy.param]
     hidden, tokens = job.shape.hidden_size, job.seq_len / s.cp * s.micro_size
     vocab = math.ceil(job.shape.vocab_size / (s.tp if traits.splits_logits else 1))

@@ -1,9 +1,8 @@
-"""Buffers that come and go with parameters and gradients: what is gathered, and what reductions need.
+"""Count buffers that come and go with parameters and gradients: what is gathered, and what reductions need.
 
-Which buffers a reduction takes and when it gives them back is told by `shardwise.zero.grad_buckets`,
-`shardwise.zero.sharding_state` and `shardwise.comm.collectives`. The engine's own pool is asked how much memory that
-is, so its classes of sizes and what it keeps idle count too: a walk through a step's reductions with tensors that have
-no memory.
+`shardwise.zero.grad_buckets`, `shardwise.zero.sharding_state` and `shardwise.comm.collectives` decide which buffers a
+reduction takes and when it returns them. This module walks through a step's reductions with tensors that have no
+memory and asks the engine's own pool how many bytes that takes, so size classes and idle buffers count too.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from shardwise.runtime.buffer_pool import BufferPool, size_class_bytes
 from shardwise.runtime.precision import SCRATCH_NUMEL
 
 NUM_TELLING: Final = 4
-"""Blocks of a stage behind which each reduction finds the same buffers as the one before."""
+"""After so many blocks of a stage, each reduction finds the same buffers as the one before."""
 
 _MOST_GROUPS: Final = 1000
-"""Of a stage, by which groups are numbered."""
+"""More groups than any stage has; groups are numbered by stage times this number."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +38,14 @@ class Buffers:
     """Bytes of a rank's buffers at the moments of a step.
 
     Attributes:
-        resting: of those that are there when no gradient has come.
+        resting: those that exist when no gradient has come.
         with_root: when gradients of what is in no block have come.
-        opening: before a block's gradients come; by the blocks behind it that are done, the last entry for all further.
-        filling: while they come; likewise.
-        reducing: as its reduction starts; likewise.
-        last: as that of what is in no block starts, behind all others.
+        opening: before a block's gradients come; by the number of blocks that are done, the last entry for all further.
+        filling: while they come; indexed as `opening`.
+        reducing: as the block's reduction starts; indexed as `opening`.
+        last: as the reduction of what is in no block starts, after all others.
         stepping: when all reductions have ended.
-        scratch: beside the pool, in which a reduction sums.
+        scratch: outside the pool, in which a reduction sums.
     """
 
     resting: float
@@ -65,8 +64,8 @@ class GatheredUnits:
 
     Attributes:
         root, block, whole: elements of what is in no block, of the largest block, of all.
-        param_bytes: of an element; 0 where parameters rest whole.
-        is_whole: all is unsharded for a batch.
+        param_bytes: bytes of an element; 0 where parameters are stored whole.
+        is_whole: whether all is unsharded for a batch.
     """
 
     root: int
@@ -77,7 +76,13 @@ class GatheredUnits:
 
     @classmethod
     def of(cls, strategy: Strategy, folds: RankLayerCounts, index: int = 0) -> GatheredUnits:
-        """Of a rank's folded groups, while the stage of this index among its own computes."""
+        """Return what a rank unshards while one of its stages computes.
+
+        Args:
+            strategy: its dtypes, and whether a pipeline gathers once a batch.
+            folds: the rank's folded groups.
+            index: the stage's index among the rank's own.
+        """
         is_gathered = folds.layout.stage.params is Placement.SHARD
         is_gathered &= not all(fold.group.rests_whole for fold in folds.folds)
         is_whole = strategy.pp > 1 and strategy.gather == "batch"
@@ -94,14 +99,14 @@ class GatheredUnits:
         )
 
     def num_bytes(self, num_blocks: int) -> float:
-        """Of the unsharded root and of so many blocks."""
+        """Return the bytes of the unsharded root and of `num_blocks` blocks."""
         return self.param_bytes * (
             self.whole if self.is_whole else min(self.whole, self.root + num_blocks * self.block)
         )
 
 
 def block_numels(folds: Iterable[LayerCount]) -> list[int]:
-    """Elements of each kind of block, its experts included."""
+    """Return the elements of each kind of block, its experts included."""
     blocks: dict[str, int] = {}
     for fold in folds:
         if fold.group.unit != ROOT:
@@ -110,7 +115,7 @@ def block_numels(folds: Iterable[LayerCount]) -> list[int]:
 
 
 class BufferTable:
-    """The buffers of a job's strategies; keeps those that it was asked for."""
+    """The buffers of a job's strategies; it keeps those that were asked for."""
 
     def __init__(self, job: PlanJob) -> None:
         self.job = job
@@ -125,13 +130,15 @@ class BufferTable:
         share: float = 1.0,
         backward_bytes: Sequence[float] = (),
     ) -> list[Buffers]:
-        """Of each stage of a rank, the last first.
+        """Return the buffers of each stage of a rank, the last first.
 
         Args:
-            sums_bytes: of the buffers that a tensor-parallel sum needs at once.
-            reductions: where each micro-batch is reduced, as `Flights.reductions`.
-            share: of a block's elements that one reduction moves.
-            backward_bytes: of the buffers that such a sum needs while gradients come.
+            strategy: how the job is split.
+            folds: the rank's folded groups.
+            sums_bytes: bytes of the buffers that a tensor-parallel sum needs at once.
+            reductions: where each micro-batch is reduced, as `InFlightTable.reductions` returns it.
+            share: the share of a block's elements that one reduction moves.
+            backward_bytes: bytes of the buffers that such a sum needs while gradients come.
         """
         rules = _Rules.of(self.job, strategy, folds.layout)
         scratch_bytes = rules.scratch_bytes(folds)
@@ -155,20 +162,20 @@ class BufferTable:
 
 
 def _sums_ahead(folds: RankLayerCounts) -> bool:
-    """Whether forwards of a rank of a pipeline sum over the tensor-parallel group: a head alone does not."""
+    """Say whether forwards of a pipeline rank sum over the tensor-parallel group: a head alone does not."""
     pipeline, has_blocks = folds.layout.pipeline, any(fold.group.unit != ROOT for fold in folds.folds)
     return has_blocks or (pipeline is not None and 0 in pipeline.held)
 
 
 def _table_buffers(strategy: Strategy, folds: RankLayerCounts) -> tuple[int, ...]:
-    """Bytes of the buffers in which small sums of a step arrive from another rank, one behind the other."""
+    """Return the bytes of each buffer in which small sums of a step arrive from another rank, one after the other."""
     shared = shared_bytes(strategy, folds) if strategy.tp == 2 else 0
     return tuple(num_bytes for num_bytes in (shared, tied_bytes(folds)) if 0 < num_bytes < RING_BYTES)
 
 
 @dataclass(frozen=True)
 class _Units:
-    """What is reduced where no pipeline splits the model: elements of what is in no block, and of each block."""
+    """Elements that are reduced where no pipeline splits the model: those of what is in no block, and of each block."""
 
     root: int
     block: int
@@ -176,7 +183,7 @@ class _Units:
 
     @classmethod
     def of(cls, folds: RankLayerCounts, share: float) -> _Units:
-        """Of the one rank's groups; `share` of a block's elements is moved at once."""
+        """Count one rank's groups; `share` of a block's elements is moved at once."""
         return cls(
             root=sum(fold.group.padded_numel for fold in folds.folds if fold.group.unit == ROOT),
             block=int(share * max(block_numels(folds.folds), default=0)),
@@ -205,7 +212,7 @@ def _unpipelined(
     walk.reduce(units.root, of_root, 0)
     last = max(walk.num_bytes, reducing[-1] if reducing else 0.0)
     opened, filled, reduced = (tuple(each) or (with_root,) for each in (opening, filling, reducing))
-    # Behind a backward that reduces, the engine's pool lets go of what is idle.
+    # After a backward that reduces, the engine's pool frees idle buffers.
     return Buffers(resting, with_root, opened, filled, reduced, last, 0.0, scratch_bytes)
 
 
@@ -223,12 +230,12 @@ class _Counted:
         return cast(Tensor, _Bytes(numel * dtype.itemsize))
 
     def release(self, tensor: Tensor) -> None:
-        """Give them back."""
+        """Return the elements of a leased tensor to the pool."""
         self._leased_bytes -= tensor.numel() * tensor.element_size()
 
 
 class _Bytes:
-    """So much of a tensor as a pool asks for: how many bytes it has, and what it is a part of."""
+    """A stand-in for a tensor that says how many bytes it has and what it is a slice of."""
 
     __slots__ = ("_num_bytes", "_whole")
 
@@ -239,30 +246,30 @@ class _Bytes:
         return _Bytes(part.stop, self)
 
     def view(self, dtype: torch.dtype) -> _Bytes:
-        """Of bytes."""
+        """Return itself: a view as another dtype has the same bytes."""
         return self
 
     def untyped_storage(self) -> _Bytes:
-        """What it is a part of."""
+        """Return the buffer that this is a slice of."""
         return self._whole or self
 
     def numel(self) -> int:
-        """Bytes."""
+        """Return the number of bytes."""
         return self._num_bytes
 
     def element_size(self) -> int:
-        """Of a byte."""
+        """Return 1: an element is a byte."""
         return 1
 
 
 def _own_pool() -> BufferPool:
-    """The engine's, of memory that is not there."""
+    """Return the engine's own pool over buffers without memory."""
     return BufferPool("meta", allocate=cast(Callable[[int], Tensor], _Bytes))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Rules:
-    """What decides which buffers a reduction takes, beside the sizes of gradients."""
+    """Facts, other than gradients' sizes, that decide which buffers a reduction takes."""
 
     has_own_pool: bool
     is_sharded: bool
@@ -281,7 +288,7 @@ class _Rules:
 
     @classmethod
     def of(cls, job: PlanJob, strategy: Strategy, layout: Layout) -> _Rules:
-        """Of a rank's layout."""
+        """Derive the rules from a rank's layout."""
         s, stage, precision, mesh = strategy, layout.stage, layout.precision, layout.mesh
         traits = job.traits
         is_sharded = stage.grads is Placement.SHARD and traits.trains_all
@@ -314,14 +321,14 @@ class _Rules:
         )
 
     def scratch_bytes(self, folds: RankLayerCounts) -> int:
-        """In which a CPU sums what a reduction has received."""
+        """Return the bytes in which a CPU sums what a reduction has received; 0 where it needs none."""
         if not self.receives or not self.is_on_host or not self.has_own_pool:
             return 0
         return FP32_BYTES * min(SCRATCH_NUMEL, max(fold.group.shard_numel for fold in folds.folds))
 
 
 class _Walk:
-    """Takes and gives back buffers as the engine does."""
+    """A walk through a step that takes and returns buffers as the engine does."""
 
     def __init__(self, rules: _Rules, backward_bytes: Sequence[float]) -> None:
         self._rules = rules
@@ -334,27 +341,32 @@ class _Walk:
 
     @property
     def num_bytes(self) -> float:
-        """That the pool holds now."""
+        """Return the bytes that the pool holds now."""
         return float(self._pool.reserved_bytes)
 
     def touch(self, buffers_bytes: Sequence[float]) -> None:
-        """Buffers that come and go together, at once."""
+        """Take buffers of these sizes at once and return them."""
         self._release([self._take(int(num_bytes), 1) for num_bytes in buffers_bytes if num_bytes])
 
     def run_backward(self) -> None:
-        """Sum as backwards of blocks do, beside the buckets that they fill."""
+        """Take and return the buffers of sums in a block's backward, while its buckets are full."""
         if self._backward_bytes:
             self.touch(self._backward_bytes)
 
     def bucket(self, numel: int) -> Tensor | None:
-        """What a backward puts gradients in, where these rest as shards."""
+        """Take the bucket that a backward puts gradients in, where they are stored as shards; None where it needs none.
+        """
         return self._take(numel, self._rules.bucket_bytes) if self._rules.is_sharded and numel else None
 
     def reduce(self, numel: int, bucket: Tensor | None, group: int) -> None:
-        """Start a reduction: the one before ends what it sends, and the one before that ends; so does the group's last.
+        """Start a reduction.
+
+        The one before it ends what it sends. The one before that ends, and so does the group's last.
 
         Args:
-            group: its number.
+            numel: elements of the group's gradients.
+            bucket: the buffer that they are in; None where they are stored whole.
+            group: the group's number.
         """
         self._end(group)
         held = [] if bucket is None else [bucket]
@@ -380,7 +392,7 @@ class _Walk:
         self._under_way.append(group)
 
     def _advance(self, group: int) -> None:
-        """End what a reduction sends within the shard group; a sum over replicas that is wider than at rest begins."""
+        """End what a reduction sends within the shard group, and begin its sum over replicas if that is widened."""
         self._release(self._sent.pop(group, ()))
         if self._rules.widens_sums and group in self._numels:
             numel = self._numels.pop(group) // self._rules.num_shards
@@ -403,12 +415,13 @@ class _Walk:
         tables_bytes: Sequence[float],
         reductions: Sequence[tuple[int, bool]],
     ) -> list[Buffers]:
-        """Of each stage, in a pipeline's second step: its pool keeps what the first has made.
+        """Return the buffers of each stage in a pipeline's second step, whose pool keeps what the first step made.
 
         Args:
-            sums_bytes: of the buffers that a sum in forwards needs at once.
-            tables_bytes: of the buffers that sums of the step need, one behind the other.
-            reductions: in which order stages get gradients and are reduced, where that is not once.
+            stages: for each stage, elements of its groups and how many there are of each.
+            sums_bytes: bytes of the buffers that a sum in forwards needs at once.
+            tables_bytes: bytes of the buffers that sums of the step need, one after the other.
+            reductions: the order in which stages get gradients and are reduced, where that is not once.
         """
         order = reductions or [(stage, is_reduced) for is_reduced in (False, True) for stage in range(len(stages))]
         for _ in self._step(stages, order):
@@ -441,7 +454,9 @@ class _Walk:
     def _step(
         self, stages: Sequence[Sequence[tuple[int, int]]], order: Sequence[tuple[int, bool]]
     ) -> Iterator[tuple[int, float, float, float]]:
-        """Stages as they are reduced; bytes before their gradients come, with all of them, and at most behind that."""
+        """Yield each stage as it is reduced, and the bytes before its gradients come, with all of them, and at most
+        after.
+        """
         groups = [[numel for numel, count in stage for _ in range(min(count, NUM_TELLING))] for stage in stages]
         buckets: dict[int, list[Tensor | None]] = {}
         opened = dict.fromkeys(range(len(stages)), self.num_bytes)
@@ -460,7 +475,7 @@ class _Walk:
             yield stage, opened[stage], filled, highest
 
     def _unseen(self, stages: Sequence[Sequence[tuple[int, int]]]) -> float:
-        """Buckets of the blocks that were left out."""
+        """Return the bytes of the buckets of the blocks that the walk left out."""
         if not self._rules.is_sharded:
             return 0.0
         each = [
@@ -481,15 +496,16 @@ class _Walk:
 
 
 def sums_of(strategy: Strategy, whole_bytes: float, folds: RankLayerCounts) -> tuple[float, ...]:
-    """Bytes of the buffers that tensor-parallel sums on a CPU have at once: `shardwise.comm.collectives` and
-    `tensor.collectives`.
+    """Return the bytes of each buffer that tensor-parallel sums on a CPU have at once.
 
-    Two ranks exchange what they have: what is summed where it stands is received beside it, a large tensor in fp32
-    goes round in a ring. More ranks widen narrow tensors, send them as they were, and receive all parts of a slice.
+    Sources: `shardwise.comm.collectives` and `tensor.collectives`. Two ranks exchange what they have: a sum in place
+    receives into a second buffer, and a large fp32 tensor goes round in a ring. More ranks widen narrow tensors, send
+    them as they were, and receive all parts of a slice.
 
     Args:
-        whole_bytes: of the residual stream, its sequences unsplit.
-        folds: of the rank: blocks sum where it stands, embedding and head do not, and they sum whole sequences.
+        strategy: its tensor-parallel size and dtype.
+        whole_bytes: bytes of the residual stream, its sequences unsplit.
+        folds: the rank's groups: blocks sum in place; embedding and head do not, and they sum whole sequences.
     """
     s, size = strategy, DTYPE_BYTES[strategy.param]
     has_blocks = any(fold.group.unit != ROOT for fold in folds.folds)
@@ -503,11 +519,16 @@ def sums_of(strategy: Strategy, whole_bytes: float, folds: RankLayerCounts) -> t
 
 
 def sums_in_backward(strategy: Strategy, whole_bytes: float, folds: RankLayerCounts) -> tuple[float, ...]:
-    """Of those buffers, what backwards of blocks need while their gradients come.
+    """Return those buffers of `sums_of` that backwards of blocks need while their gradients come.
 
-    Gradients of the blocks' inputs are summed beside where they stand, which two ranks do without a buffer. A product
-    that is recomputed is summed where it stands, before gradients of its block come; but a pipeline has those of other
+    Gradients of the blocks' inputs are summed outside their own storage, which two ranks do without a buffer. A product
+    that is recomputed is summed in place before gradients of its block come, but a pipeline has those of other
     micro-batches by then.
+
+    Args:
+        strategy: its tensor-parallel and pipeline sizes, and its recomputation.
+        whole_bytes: bytes of the residual stream, its sequences unsplit.
+        folds: the rank's groups.
     """
     s = strategy
     if s.tp == 2 and (s.pp == 1 or s.recompute != "full"):
@@ -517,9 +538,10 @@ def sums_in_backward(strategy: Strategy, whole_bytes: float, folds: RankLayerCou
 
 
 def tied_bytes(folds: RankLayerCounts) -> int:
-    """Of the table in which a step sums gradients of what two ranks of a pipeline share: `shardwise.zero.grad_buckets`.
+    """Return the bytes of the table in which a step sums gradients that two pipeline ranks share.
 
-    A small one has a buffer too, in which the other's arrives; a large one is summed where it is.
+    Source: `shardwise.zero.grad_buckets`. A small table also has a buffer in which the other rank's arrives; a large
+    one is summed in place.
     """
     shared = [fold.group for fold in folds.folds if len(folds.layout.holders(fold.group)) == 2]
     is_replicated = folds.layout.stage.optimizer is Placement.REPLICATE

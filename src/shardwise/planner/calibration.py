@@ -1,4 +1,4 @@
-"""What whole units were measured to take on a machine, over what their kernels alone are priced at.
+"""Correct the prices of blocks and heads by the measured time of whole units on a machine.
 
 Tables of products, attention and streams leave out what no table has: autograd's own work, caches that one kernel
 leaves warm or cold for the next, memory that is allocated and returned. A block and a head, measured whole at a few
@@ -25,7 +25,7 @@ Price = Callable[[PlanJob, Strategy], "PassTimes"]
 
 
 class Corrections:
-    """Of the blocks and heads of a job, by dtype."""
+    """Factors, by dtype, from a job's priced blocks and heads to their measured times."""
 
     def __init__(self, job: PlanJob, price_block: Price, price_head: Price) -> None:
         profile = job.cluster.profile
@@ -38,7 +38,13 @@ class Corrections:
         self._heads: dict[str, Surface | None] = {}
 
     def block(self, times: PassTimes, strategy: Strategy, tokens: float) -> PassTimes:
-        """Priced times of a block, corrected; `recompute_s` as it is."""
+        """Return the corrected times of a block; `recompute_s` stays as it is.
+
+        Args:
+            times: the priced seconds of each pass.
+            strategy: its dtype and tensor-parallel size.
+            tokens: of a micro-batch on a rank.
+        """
         shape, dtype = self._job.shape, strategy.param
         if self._profile is None or shape.experts is not None or strategy.matmul not in (None, dtype):
             return times
@@ -47,7 +53,13 @@ class Corrections:
         return _scaled(times, self._blocks[dtype], tokens, _num_weights(shape) / strategy.tp)
 
     def head(self, times: PassTimes, strategy: Strategy, tokens: float) -> PassTimes:
-        """Priced times of the last norm, the head and the loss, corrected."""
+        """Return the corrected times of the last norm, the head and the loss.
+
+        Args:
+            times: the priced seconds of each pass.
+            strategy: its dtype and tensor-parallel size.
+            tokens: of a micro-batch on a rank.
+        """
         dtype = strategy.param
         if self._profile is None:
             return times
@@ -75,13 +87,14 @@ class Corrections:
         return points
 
     def _reference(self, profile: Profile, shape: ModelShape, seq_len: int) -> PlanJob:
-        """A job of what was measured, priced by kernels alone."""
+        """Return the job that was measured, to be priced by kernels alone."""
         kernels = replace(self._job.cluster, profile=replace(profile, blocks=(), heads=()))
         return replace(self._job, shape=shape, seq_len=seq_len, global_batch=1, cluster=kernels)
 
 
 def _point(measured: BlockTime | HeadTime, priced: PassTimes, tokens: int, width: float) -> Point:
-    """By tokens and the side of a square of as many weights: measured by priced seconds of each pass."""
+    """Return coordinates (tokens, side of a square of as many weights) and measured over priced seconds of each pass.
+    """
     return (tokens, width**0.5), (measured.forward_s / priced.forward_s, measured.backward_s / priced.backward_s)
 
 
@@ -102,7 +115,7 @@ def _scaled(times: PassTimes, factors: Surface | None, tokens: float, width: flo
 
 
 def _num_weights(shape: ModelShape) -> int:
-    """Of the matrices of a dense block."""
+    """Count the weights in the matrices of a dense block."""
     return shape.attention_params + shape.num_ffn_matrices * shape.hidden_size * shape.ffn_size
 
 
@@ -134,10 +147,10 @@ Point = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 class Surface:
-    """Positive values over positive coordinates; in logarithms, the nearer a point is, the more it weighs.
+    """Positive values over positive coordinates; in logarithms, nearer points weigh more.
 
     Weights fall with the fourth power of the distance (Shepard 1968), so that many far points do not drown a near one.
-    What lies beyond the points counts as if it lay at the edge of their box.
+    A coordinate outside the points' box counts as if it were at the edge of the box.
 
     Args:
         points: coordinates and values, at least one.
@@ -149,7 +162,7 @@ class Surface:
         self._low, self._high = [min(column) for column in columns], [max(column) for column in columns]
 
     def at(self, *where: float) -> tuple[float, ...]:
-        """The values at some coordinates, between the least and the greatest known."""
+        """Return the values at some coordinates, between the least and the greatest known."""
         bounds = zip(map(math.log, where), self._low, self._high, strict=True)
         logs = [min(max(each, low), high) for each, low, high in bounds]
         distances = [sum((a - b) ** 2 for a, b in zip(known, logs, strict=True)) for known, _ in self._points]

@@ -1,8 +1,8 @@
-"""What the planner may choose from: outlines of strategies, and the variants of each by where states rest.
+"""List what the planner may choose from: candidates of parallelism, and for each the placements of its states.
 
-An outline says what is computed where and when: mesh, micro-batch, schedule, how sequences are split, what is computed
-twice. Its variants say where states rest: ZeRO stage, size of the shard group, memories. Both are written one after the
-other, and only what the engine runs.
+A parallelism candidate says what is computed where and when: mesh, micro-batch, schedule, how sequences are split, what
+is recomputed. A placement candidate says where states are stored: ZeRO stage, size of the shard group, tiers. Both are
+generated one after the other, and only those that the engine runs.
 
 >>> from shardwise.models.presets import preset
 >>> from shardwise.planner.hardware import find_gpu
@@ -37,7 +37,7 @@ RECOMPUTES: Final[tuple[tuple[Literal["none", "selective", "full"], int], ...]] 
     ("full", 2),
     ("full", 1),
 )
-"""What is computed twice, and of every how many blocks; what keeps most first."""
+"""Modes of recomputation, and every how many blocks they apply to; the one that keeps most comes first."""
 _MAX_MICRO_SIZE: Final = 64
 # Of a micro-batch on a rank; from here on matrix products gain nothing by being larger.
 _MAX_TOKENS: Final = 2**16
@@ -48,7 +48,9 @@ _CROWDED_SHARE: Final = 0.2
 
 
 class ParallelismCandidate(NamedTuple):
-    """What is computed where and when; fields as those of `Strategy`, and the ranks that take different samples."""
+    """A choice of what is computed where and when; fields are those of `Strategy`, and `num_data_ranks` of both dp
+    axes.
+    """
 
     pp: int
     num_data_ranks: int
@@ -66,13 +68,14 @@ class ParallelismCandidate(NamedTuple):
 
     @property
     def inner(self) -> tuple[Any, ...]:
-        """What decides how long a rank computes and exchanges inside blocks, however the blocks lie on stages."""
+        """Return the fields that decide how long a rank computes and communicates inside blocks, whatever the stages.
+        """
         split = (self.cp, self.tp, self.sequence_parallel, self.transport, self.heads_over)
         return *split, self.micro_size, self.recompute, self.recompute_every
 
 
 class PlacementCandidate(NamedTuple):
-    """Where states rest; fields as those of `Strategy`."""
+    """A choice of where states are stored; fields are those of `Strategy`."""
 
     zero_stage: int
     dp_shard: int
@@ -84,12 +87,12 @@ class PlacementCandidate(NamedTuple):
 
     @property
     def tiers(self) -> tuple[str, str, str, str]:
-        """Of parameters, gradients, optimizer and activations."""
+        """Return the tiers of parameters, gradients, optimizer and activations."""
         return self.params_tier, self.grads_tier, self.optimizer_tier, self.activations_tier
 
     @property
     def is_on_device(self) -> bool:
-        """Whether nothing rests elsewhere."""
+        """Say whether everything is stored on the device."""
         return set(self.tiers) == {"device"}
 
 
@@ -99,12 +102,12 @@ def _no_pins() -> Mapping[str, tuple[Any, ...]]:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpace:
-    """What is searched.
+    """The strategies that a search may try.
 
     Attributes:
-        base: its precision, chunk of tokens and experts' ranks are every strategy's.
+        base: every strategy has its precision, chunk of tokens and expert ranks.
         pins: by field of the strategy, the values that are allowed, whether or not they would be tried otherwise.
-        offloads: whether states may rest off the devices; None where the devices are crowded.
+        offloads: whether states may be stored off the devices; None allows it only where the devices are crowded.
 
     Raises:
         ConfigError: a pin is of no field that the planner chooses.
@@ -120,16 +123,16 @@ class SearchSpace:
                 raise ConfigError(f"{name} is nothing that the planner chooses; it chooses {', '.join(KEYS.values())}")
 
     def of(self, name: str, default: Sequence[Any]) -> Sequence[Any]:
-        """The values to try of one field."""
+        """Return the values to try of the field `name`: its pin, else `default`."""
         return self.pins.get(name, default)
 
     def allows(self, name: str, value: Any) -> bool:
-        """Whether no pin is against a value."""
+        """Say whether no pin forbids a value."""
         return name not in self.pins or value in self.pins[name]
 
 
 def candidates(job: PlanJob, space: SearchSpace) -> Iterator[ParallelismCandidate]:
-    """Every outline of a job that the engine runs; `num_gpus` of the cluster all take part."""
+    """Yield every parallelism candidate of a job that the engine runs; all GPUs of the cluster take part."""
     num_gpus = job.cluster.num_gpus
     for tp in _tensor_sizes(job, space):
         for cp, transport, heads_over in _contexts(job, space, tp):
@@ -162,7 +165,7 @@ def candidates(job: PlanJob, space: SearchSpace) -> Iterator[ParallelismCandidat
 
 
 def why_none(job: PlanJob, space: SearchSpace) -> str:
-    """What leaves a job without an outline: a pin without which there is one, else batch and cluster."""
+    """Say why a job has no candidate: a pin without which there is one, or else batch and cluster."""
     none = f"no layout of {job.cluster.num_gpus} GPUs goes with"
     for key, name in KEYS.items():
         if name not in space.pins:
@@ -177,7 +180,13 @@ def why_none(job: PlanJob, space: SearchSpace) -> str:
 
 
 def placements(job: PlanJob, space: SearchSpace, candidate: ParallelismCandidate) -> tuple[PlacementCandidate, ...]:
-    """Every way in which the states of an outline may rest, those off the devices last."""
+    """Return every way to store the states of a candidate, those off the devices last.
+
+    Args:
+        job: the model and the cluster.
+        space: the pins, and whether states may leave the devices.
+        candidate: how the work is split.
+    """
     found = []
     for tiers in _all_tiers(job, space, candidate):
         is_away = tiers[:3] != ("device", "device", "device")
@@ -191,7 +200,13 @@ def placements(job: PlanJob, space: SearchSpace, candidate: ParallelismCandidate
 
 
 def strategy_at(candidate: ParallelismCandidate, rest: PlacementCandidate, base: Strategy) -> Strategy:
-    """The strategy of an outline and of where its states rest."""
+    """Return the strategy of a parallelism candidate and a placement.
+
+    Args:
+        candidate: how the work is split.
+        rest: where its states are stored.
+        base: its precision, chunk of tokens and expert ranks are taken.
+    """
     values = candidate._asdict() | rest._asdict()
     num_data_ranks = values.pop("num_data_ranks")
     taken = {name: getattr(base, name) for name in ("param", "reduce", "accumulate", "matmul", "chunk_tokens", "ep")}
@@ -199,7 +214,7 @@ def strategy_at(candidate: ParallelismCandidate, rest: PlacementCandidate, base:
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, ascending.
+    """Return all divisors of a number, ascending.
 
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]
@@ -209,7 +224,7 @@ def divisors(number: int) -> list[int]:
 
 
 def is_legal(job: PlanJob, strategy: Strategy) -> bool:
-    """Whether the engine runs a strategy on all GPUs of the job, and no other strategy is the same."""
+    """Say whether the engine runs a strategy on all GPUs of the job, and no other strategy is the same."""
     if strategy.num_ranks != job.cluster.num_gpus or strategy.global_batch != job.global_batch:
         return False
     pins = {name: (getattr(strategy, name),) for name in KEYS.values()}
@@ -219,7 +234,7 @@ def is_legal(job: PlanJob, strategy: Strategy) -> bool:
 
 
 def are_states_crowded(job: PlanJob, base: Strategy) -> bool:
-    """Whether the states are no small part of the devices, even where all of them share."""
+    """Say whether the states take much of the devices' memory, even where all devices share them."""
     state_bytes = 16.0 if base.param in ("bf16", "fp16") else 20.0
     return state_bytes * job.shape.num_params / job.cluster.num_gpus > _CROWDED_SHARE * job.cluster.gpu.memory_bytes
 
@@ -239,7 +254,9 @@ def _tensor_sizes(job: PlanJob, space: SearchSpace) -> list[int]:
 
 
 def _contexts(job: PlanJob, space: SearchSpace, tp: int) -> Iterator[tuple[int, str, int | None]]:
-    """How sequences are split; with more than one rank each needs two equal parts of them."""
+    """Yield (cp, transport, heads_over): how sequences are split; with cp above 1, each rank needs two equal parts of
+    them.
+    """
     domain = max(1, job.cluster.gpus_per_node // tp)
     most = min(job.cluster.num_gpus // tp, job.seq_len // _MIN_TOKENS)
     sizes = [1, *(each for each in (2**power for power in range(1, 12)) if each <= most)]
@@ -267,13 +284,14 @@ def _contexts(job: PlanJob, space: SearchSpace, tp: int) -> Iterator[tuple[int, 
 
 
 def _exchanges(job: PlanJob, tp: int, size: int) -> bool:
-    """Whether that many ranks can exchange heads; as `shardwise.context.ulysses` says."""
+    """Say whether `size` ranks can exchange heads; source: `shardwise.context.ulysses`."""
     own, own_kv = job.shape.num_heads // tp, max(1, job.shape.num_kv_heads // tp)
     return own % size == 0 and (own_kv % size == 0 or size % own_kv == 0)
 
 
 def _sequence_parallel(job: PlanJob, space: SearchSpace, tp: int, cp: int) -> bool | None:
-    """Wherever it can be, since it takes less memory and as many bytes on the wire; None where a pin is against it."""
+    """Return True wherever it is possible, as it saves memory at equal bytes on the wire; None where a pin forbids all.
+    """
     can_be = tp > 1 and job.seq_len % (tp * cp) == 0
     wanted = can_be if space.allows("sequence_parallel", can_be) else not can_be
     return wanted if space.allows("sequence_parallel", wanted) and (can_be or not wanted) else None
@@ -327,7 +345,9 @@ def _recomputes(space: SearchSpace) -> list[tuple[str, int]]:
 
 
 def _all_tiers(job: PlanJob, space: SearchSpace, candidate: ParallelismCandidate) -> list[tuple[str, str, str, str]]:
-    """Of parameters, gradients, optimizer and activations; those with less elsewhere first."""
+    """Return the tiers to try of parameters, gradients, optimizer and activations, those with less off the device
+    first.
+    """
     names = ("params_tier", "grads_tier", "optimizer_tier", "activations_tier")
     ladder = [("device", "device", "device")]
     offloads = are_states_crowded(job, space.base) if space.offloads is None else space.offloads
@@ -355,7 +375,7 @@ def _gathers(space: SearchSpace, candidate: ParallelismCandidate, stage: int) ->
 def _shard_sizes(
     job: PlanJob, space: SearchSpace, candidate: ParallelismCandidate, stage: int, is_away: bool
 ) -> list[int]:
-    """Of the group that shares states: a node's ranks, some nodes', all."""
+    """Return the sizes to try of the group that shares states: a node's ranks, those of some nodes, all."""
     every = divisors(candidate.num_data_ranks)
     if "dp_shard" in space.pins or "dp_replicate" in space.pins:
         return [
@@ -375,7 +395,7 @@ def _shard_sizes(
 
 
 def _is_legal(space: SearchSpace, candidate: ParallelismCandidate, rest: PlacementCandidate) -> bool:
-    """What the engine refuses, and what it runs as another stage's strategy."""
+    """Say no to what the engine refuses, and to what it runs as another stage's strategy."""
     is_away = rest.tiers[:3] != ("device", "device", "device")
     if is_away and rest.zero_stage == 0:
         return False

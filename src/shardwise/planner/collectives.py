@@ -1,8 +1,9 @@
-"""Time of one collective over ranks of a cluster: of what was measured there, else of links, hops and bytes.
+"""Price one collective over ranks of a cluster: by what was measured there, else by links, hops and bytes.
 
-A group lies over levels: devices that links join (NVLink), devices of a node (PCIe), nodes (network). A ring over all
-of them crosses each level's border as often as it must, and moves through it what the level's ranks share; the slowest
+A group spans levels: devices that links join (NVLink), devices of a node (PCIe), nodes (network). A ring over all of
+them crosses each level's border as often as it must, and moves through it what the level's ranks share; the slowest
 level bounds it, since data flows through all of them at once.
+
 
 >>> from shardwise.planner.hardware import find_gpu
 >>> h100 = find_gpu("h100")
@@ -30,22 +31,22 @@ Op = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 OPS: Final = get_args(Op)
 
 CALL_S: Final = 8e-6
-"""Of any collective before its first byte moves: a kernel's launch, and ranks that wait for each other."""
+"""Seconds of any collective before its first byte moves: a kernel's launch, and ranks that wait for each other."""
 LINK_HOP_S: Final = 2e-6
 PCIE_HOP_S: Final = 4e-6
 NETWORK_HOP_S: Final = 8e-6
-"""Of one hop of a ring, between the latencies that NCCL 2.18's tuning table assumes for its protocols LL128 and simple:
-1.9 and 3.4 us over NVLink, 2.5 and 5.7 over PCIe, 4 and 14 over a network."""
+"""Seconds of one hop of a ring, between the latencies that NCCL 2.18's tuning table assumes for its protocols LL128 and
+simple: 1.9 and 3.4 us over NVLink, 2.5 and 5.7 over PCIe, 4 and 14 over a network."""
 PEER_S: Final = 1e-6
-"""Of each further peer that a rank exchanges with in an all-to-all: messages go out side by side."""
+"""Seconds of each further peer that a rank exchanges with in an all-to-all: messages go out side by side."""
 COLLISIONS: Final = 0.05
 """By how much longer data takes over a network for each doubling of the nodes: more ways through it meet, and each
 waits for the slowest. ZeRO-3 of 175 B parameters took a third longer on 512 A100 than on 128 (DeepSpeed on Azure)."""
 PCIE_SHARE: Final = 0.5
-"""Of the way to the host, where devices without links exchange through its memory: each byte goes up and comes down."""
+"""Share of the way to the host that devices without links reach through its memory: each byte goes up and down."""
 PLAIN_NIC_BYTES_PER_S: Final = 1.25e9
 PLAIN_HOST_BYTES_PER_S: Final = 16e9
-"""Where the data sheet names none: Ethernet of 10 Gb/s, PCIe 3 of 16 lanes."""
+"""Bandwidths where the data sheet names none: Ethernet of 10 Gb/s, PCIe 3 of 16 lanes."""
 
 _TRAVERSALS: Final[Mapping[str, int]] = MappingProxyType({"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1})
 
@@ -54,12 +55,12 @@ _Table = tuple[tuple[float, float], ...]  # bytes and seconds, ascending
 
 @dataclass(frozen=True)
 class NetworkLevel:
-    """A part of a group's way.
+    """One level of the network that a group spans.
 
     Attributes:
-        num_ranks: that this level joins: devices of a domain, domains of a node, nodes.
-        bytes_per_s: that each device sends over it.
-        hop_s: of one message.
+        num_ranks: how many this level joins: devices of a domain, domains of a node, or nodes.
+        bytes_per_s: what each device sends over it.
+        hop_s: seconds of one message.
     """
 
     num_ranks: int
@@ -68,11 +69,11 @@ class NetworkLevel:
 
 
 class NetworkModel:
-    """Times of collectives on one cluster; keeps those that were asked for.
+    """Times of collectives on one cluster; it keeps those that were asked for.
 
     Args:
         cluster: devices, links, and what was measured.
-        collisions: by how much longer data takes over its network for each doubling of the nodes.
+        collisions: by what share data takes longer over its network for each doubling of the nodes.
     """
 
     def __init__(self, cluster: Cluster, collisions: float = COLLISIONS) -> None:
@@ -92,7 +93,7 @@ class NetworkModel:
         )
 
     def collective_s(self, op: Op, num_bytes: float, num_ranks: int, stride: int = 1) -> float:
-        """Seconds of one collective.
+        """Return the seconds of one collective.
 
         A ring gathers or scatters in n - 1 hops, each rank sending (n - 1) / n of the buffer, and sums in twice that
         (Patarasuk and Yuan 2009); a sum of few bytes goes up and down a tree over the nodes instead. An all-to-all
@@ -120,7 +121,7 @@ class NetworkModel:
         return found
 
     def levels(self, num_ranks: int, stride: int) -> tuple[NetworkLevel, ...]:
-        """The levels that a group lies over, the innermost first; those that join nothing are left out."""
+        """Return the levels that a group spans, the innermost first, without those that join nothing."""
         found = self._levels.get((num_ranks, stride))
         if found is None:
             found = self._levels[num_ranks, stride] = tuple(self._find_levels(num_ranks, stride))
@@ -138,7 +139,9 @@ class NetworkModel:
         return levels
 
     def _reached_share(self, tier: int, num_ranks: int) -> float:
-        """Of a device's links, those that lead to ranks of the group; of a network, what collisions leave."""
+        """Return the share of a device's links that leads to ranks of the group; for a network, the share that
+        collisions leave.
+        """
         gpu = self.cluster.gpu
         if tier == len(self._tiers) - 1:
             return 1 / (1 + self._collisions * math.log2(num_ranks))
@@ -171,7 +174,9 @@ class NetworkModel:
         return CALL_S + _TRAVERSALS[op] * (hops_s + moved_s)
 
     def _measured_s(self, op: str, num_bytes: float, num_ranks: int, stride: int) -> float | None:
-        """From the table of the nearest number of ranks, where the group lies within a node as they did."""
+        """Scale the table of the nearest number of ranks, where the group is within a node as in the table; else return
+        None.
+        """
         tables = self._tables.get(op)
         if not tables or stride * num_ranks > self.cluster.gpus_per_node:
             return None
@@ -181,7 +186,7 @@ class NetworkModel:
 
 
 def _read_tables(cluster: Cluster) -> dict[str, dict[int, _Table]]:
-    """By op and number of ranks; a larger buffer is never faster, whatever was measured."""
+    """Return the measured tables by op and number of ranks; a larger buffer is never faster, whatever was measured."""
     tables: dict[str, dict[int, list[tuple[float, float]]]] = {}
     for each in () if cluster.profile is None else cluster.profile.collectives:
         if each.num_ranks > 1 and each.num_bytes > 0:
@@ -198,7 +203,9 @@ def _ascending(points: list[tuple[float, float]]) -> _Table:
 
 
 def _interpolated(table: _Table, num_bytes: float) -> float:
-    """Log-log between two points; below the first as long as it, above the last as fast as it."""
+    """Interpolate log-log between two points; return the first's seconds below it, and the last's bytes a second above
+    it.
+    """
     index = bisect_left(table, (num_bytes, 0.0))
     if index == 0:
         return table[0][1]

@@ -1,6 +1,7 @@
-"""Time of what ranks exchange: in a block, between stages, and to shard parameters, gradients and states.
+"""Price what ranks exchange: in a block, between stages, and to shard parameters, gradients and optimizer states.
 
-Times are of collectives alone; `exposed_s` says what of them a step sees that computes meanwhile.
+Times are of collectives alone; `exposed_s` says how much of them remains visible in a step that computes at the same
+time.
 
 >>> from shardwise.models.presets import preset
 >>> from shardwise.planner.hardware import find_gpu
@@ -35,12 +36,12 @@ OVERLAP_SLOWDOWN: Final = 0.25
 """How much longer kernels take beside a collective, which takes cores and memory bandwidth from them: 38 % at most in
 Echo (arXiv 2412.12487), and less where copies alone move."""
 HIDDEN_SHARE: Final = 1 / (1 + OVERLAP_SLOWDOWN)
-"""Of a collective's time, at most what computing beside it hides."""
+"""The most of a collective's time that computing beside it hides."""
 TENSOR_CHUNKS: Final = 4
 """Parts in which codes that overlap tensor-parallel collectives multiply; all but one part's collective may hide."""
 DISPATCH_SHARE: Final = 0.9
-"""Of links and networks that the all-to-alls of experts reach, whatever rings do, over 2 nodes and over 8: 153 GB/s of
-160 by NVLink, 43 to 58 of 50 by InfiniBand, what stays within the node counted (the README of DeepEP)."""
+"""Share of links and networks that the all-to-alls of experts reach over 2 and over 8 nodes, whatever rings reach: 153
+of 160 GB/s by NVLink, 43 to 58 of 50 by InfiniBand, counting what stays within the node (the README of DeepEP)."""
 NUM_STEP_SUMS: Final = 3
 """Collectives of a few bytes over all ranks in a step: the gradients' norm, the loss, whether all are finite."""
 
@@ -64,11 +65,11 @@ class TokenExchange:
     hidden_context: float = 0.0
 
     def exposed(self, compute_s: float, attention_s: float) -> dict[str, float]:
-        """Seconds by part that the pass takes longer for.
+        """Return by part the seconds by which the pass takes longer.
 
         Args:
-            compute_s: of the unit's pass, attention included.
-            attention_s: of its attention alone.
+            compute_s: seconds of the unit's pass, attention included.
+            attention_s: seconds of its attention alone.
         """
         products_s = max(0.0, compute_s - attention_s)
         return {
@@ -80,7 +81,9 @@ class TokenExchange:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockComm:
-    """Of one unit and one micro-batch; `recompute` is what running the forward again adds to the backward."""
+    """The collectives of one unit in one micro-batch; `recompute` is what running the forward again adds to the
+    backward.
+    """
 
     forward: TokenExchange
     backward: TokenExchange
@@ -88,7 +91,7 @@ class BlockComm:
 
 
 Moment = Literal["forward", "backward", "first forward", "last backward"]
-"""Of a step: a pass of each micro-batch, or of one of them alone."""
+"""A moment of a step: a pass of each micro-batch, or of one of them alone."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ class PricedCollective:
         num_bytes: of the whole buffer.
         num_ranks, stride: of the group, in rank order.
         moment: with which pass it comes.
-        count: of such calls in that pass.
+        count: how many such calls that pass has.
         is_alone: whether nothing is computed beside the first of them, or the last in a backward.
     """
 
@@ -125,9 +128,9 @@ class DataParallelComm:
             they are part of the others.
         step_s: of collectives in the step itself; nothing hides them.
         num_micro_batches: of the step.
-        num_hiding: micro-batches at the step's ends behind which what is needed once may hide.
+        num_hiding: micro-batches at the step's ends whose computation may hide what is needed once.
         may_hide: whether they run while others compute.
-        hidden_share: of their time, at most what computing hides.
+        hidden_share: the most of their time that computing hides.
     """
 
     forward_s: float
@@ -144,16 +147,16 @@ class DataParallelComm:
 
     @property
     def total_s(self) -> float:
-        """Of all of a step."""
+        """Return the seconds of all collectives of a step."""
         each = self.num_micro_batches * (self.forward_s + self.backward_s)
         return each + self.first_forward_s + self.last_backward_s + self.step_s
 
     def exposed_s(self, forward_s: float, backward_s: float) -> float:
-        """Seconds of a step that computing does not hide.
+        """Return the seconds of a step that computing does not hide.
 
         Args:
-            forward_s: that the rank computes in one micro-batch's forward.
-            backward_s: in its backward, recomputation included.
+            forward_s: seconds that the rank computes in one micro-batch's forward.
+            backward_s: seconds in its backward, recomputation included.
         """
         if not self.may_hide:
             return self.total_s
@@ -168,12 +171,17 @@ class DataParallelComm:
 
 
 def exposed_s(communication_s: float, compute_s: float, hidden_share: float = HIDDEN_SHARE) -> float:
-    """Seconds by which a collective lengthens what is computed beside it.
+    """Return the seconds by which a collective lengthens what is computed beside it.
 
-    What it does not outlast it still slows: no more than a share of it hides, `OVERLAP_SLOWDOWN` by default.
+    Even where the computation lasts longer, the collective slows it: at most `hidden_share` of its time is hidden.
 
     >>> exposed_s(3.0, 0.0), exposed_s(0.0, 3.0), round(exposed_s(1.0, 9.0), 3)
     (3.0, 0.0, 0.2)
+
+    Args:
+        communication_s: seconds of the collective alone.
+        compute_s: seconds of the computation that may hide it.
+        hidden_share: the most of the collective's time that may hide; by default from `OVERLAP_SLOWDOWN`.
     """
     return max(communication_s - compute_s, communication_s * (1 - hidden_share))
 
@@ -183,11 +191,11 @@ def _beside(communication_s: float, hidden: float, compute_s: float) -> float:
 
 
 class CommTimeModel:
-    """What the strategies of a job exchange; keeps what several of them share.
+    """Prices of what the strategies of a job exchange; it keeps what several of them share.
 
     Args:
-        job: with its cluster.
-        folded: of the job, where others have it too.
+        job: the job, with its cluster.
+        compact: the job's folded layouts, where others have them too; None builds them.
     """
 
     def __init__(self, job: PlanJob, compact: CompactLayout | None = None) -> None:
@@ -202,7 +210,7 @@ class CommTimeModel:
         self._blocks: dict[tuple[object, ...], BlockComm] = {}
 
     def block(self, strategy: Strategy) -> BlockComm:
-        """Of one block on one rank, in one micro-batch.
+        """Price the collectives of one block on one rank, in one micro-batch.
 
         Collectives are those of `shardwise.tensor.mappings` and `shardwise.context.traffic`; dispatching to experts and
         back are two all-to-alls each way (Lepikhin et al. 2020, arXiv 2006.16668).
@@ -216,7 +224,7 @@ class CommTimeModel:
         return found
 
     def embedding(self, strategy: Strategy) -> BlockComm:
-        """Of the embedding: each tp rank looks up its part of the vocabulary, and the results are summed."""
+        """Price the embedding: each tp rank looks up its part of the vocabulary, and the results are summed."""
         op: Op = "reduce_scatter" if strategy.sequence_parallel else "all_reduce"
         back_s = self._tensor_s("all_gather", strategy) if strategy.sequence_parallel else 0.0
         return BlockComm(
@@ -224,7 +232,9 @@ class CommTimeModel:
         )
 
     def head(self, strategy: Strategy) -> BlockComm:
-        """Of the head and the loss: the input gathered, its gradient summed, three numbers a token in between."""
+        """Price the head and the loss: the input is gathered, its gradient summed, and three numbers a token in
+        between.
+        """
         s = strategy
         tokens_bytes = 4.0 * self._tokens(s)
         forward_s = 3 * self.network.collective_s("all_reduce", tokens_bytes, s.tp)
@@ -235,7 +245,7 @@ class CommTimeModel:
         return BlockComm(forward=TokenExchange(tensor_s=forward_s), backward=TokenExchange(tensor_s=backward_s))
 
     def transfer_s(self, strategy: Strategy) -> float:
-        """Of one micro-batch's activation from a stage to the next, or of its gradient back."""
+        """Return the seconds of one micro-batch's activation from a stage to the next, or of its gradient back."""
         s = strategy
         if s.pp == 1:
             return 0.0
@@ -245,10 +255,11 @@ class CommTimeModel:
         return self.network.collective_s("send", num_bytes, s.pp, s.num_ranks // s.pp)
 
     def data(self, strategy: Strategy, pipeline_rank: int = 0) -> DataParallelComm:
-        """Of a step's gathers and reductions over the ranks that share parameters.
+        """Price a step's gathers and reductions over the ranks that share parameters.
 
-        Of several stages of a rank the first is needed, and the last is done, while the others compute: each takes
-        groups of as many micro-batches as there are ranks (Narayanan et al. 2021, arXiv 2104.04473, figure 4).
+        Where a rank has several stages, the first's parameters are needed, and the last's gradients reduced, while the
+        others compute: each takes groups of as many micro-batches as there are ranks (Narayanan et al. 2021, arXiv
+        2104.04473, figure 4).
         """
         s = strategy
         profile = self.job.cluster.profile
@@ -279,9 +290,9 @@ class CommTimeModel:
         )
 
     def data_calls(self, strategy: Strategy, pipeline_rank: int = 0) -> tuple[PricedCollective, ...]:
-        """The collectives of a step over the ranks that share parameters: those that `Layout.bytes_on_wire` counts.
+        """Return a step's collectives over the ranks that share parameters: those that `Layout.bytes_on_wire` counts.
 
-        What runs alone is the first group's, which the forward needs first and the backward reduces last.
+        Those of the first group run alone, as the forward needs it first and the backward reduces it last.
         """
         folds = self.compact.rank(strategy, pipeline_rank)
         return tuple(
@@ -324,7 +335,7 @@ class CommTimeModel:
         yield call("all_reduce", grad_bytes // group.num_shards, replicas, far, "last backward")
 
     def _resharded(self, group: GroupSpec, layout: Layout) -> GroupSpec:
-        """With the optimizer's own number of shards, where the code that runs has one."""
+        """Give the group the optimizer's own number of shards, where the code that runs has one."""
         shards = self.job.traits.optimizer_shards
         if shards is None or not layout.stage.unshard_after_step or group.num_ranks % shards:
             return group
@@ -366,7 +377,9 @@ class CommTimeModel:
         )
 
     def _tensor_pass_s(self, s: Strategy) -> float:
-        """Of a forward, of a backward but for what it gathers again, and of a forward that runs again."""
+        """Return the seconds of a forward, of a forward that runs again, or of a backward without what it gathers
+        again.
+        """
         if s.tp == 1:
             return 0.0
         if s.sequence_parallel:
@@ -377,7 +390,7 @@ class CommTimeModel:
         return self.network.collective_s(op, self._activation_bytes(s), s.tp)
 
     def _context_passes(self, s: Strategy) -> tuple[float, float]:
-        """Seconds of the exchange forward and backward."""
+        """Return the seconds of the exchange forward and backward."""
         if s.cp == 1:
             return 0.0, 0.0
         shape, over = self.job.shape, s.heads_over or (s.cp if s.transport == "ulysses" else 1)
@@ -403,7 +416,9 @@ class CommTimeModel:
         return forward_s, backward_s
 
     def _around_s(self, s: Strategy, sent_bytes: float, num_ranks: int, stride: int) -> float:
-        """Of keys and values that reach all ranks, each having sent so many bytes, one by one or at once."""
+        """Return the seconds until keys and values reach all ranks, each having sent `sent_bytes`, one by one or at
+        once.
+        """
         if s.transport == "all-gather":
             whole_bytes = sent_bytes * num_ranks / (num_ranks - 1)
             return self.network.collective_s("all_gather", whole_bytes, num_ranks, stride)
@@ -411,7 +426,7 @@ class CommTimeModel:
         return steps * self.network.collective_s("send", sent_bytes / steps, num_ranks, stride)
 
     def _experts_s(self, s: Strategy) -> float:
-        """Of one pass of an average block: some layers may be dense."""
+        """Return the seconds of one pass of an average block; some layers may be dense."""
         shape = self.job.shape
         if shape.experts is None or s.ep == 1:
             return 0.0
@@ -420,7 +435,7 @@ class CommTimeModel:
         return 2 * one_s * shape.num_expert_layers / shape.num_layers
 
     def _dispatch_s(self, num_bytes: float, num_chosen: int, num_ranks: int, stride: int) -> float:
-        """Of tokens that go to the ranks of their experts, or come back.
+        """Return the seconds in which tokens go to the ranks of their experts, or come back.
 
         A token goes to a node once, and over its links to the experts there: of N nodes k experts drawn evenly are on
         N (1 - (1 - 1/N)^k) (DeepSeek-V3, arXiv 2412.19437, section 3.2.2).

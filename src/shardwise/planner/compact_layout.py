@@ -1,6 +1,6 @@
-"""The Layout of a shape, folded: of blocks that are alike there is one group, and how many there are of it.
+"""Fold the Layout of a shape: equal blocks become one group with a count.
 
-What it says is what `plan_layout` says of the whole model, to the byte, at a cost that depends on neither the number of
+It says the same as `plan_layout` of the whole model, to the byte, at a cost that depends on neither the number of
 layers nor that of data-parallel ranks.
 
 >>> from shardwise.models.presets import preset
@@ -48,7 +48,7 @@ _EXPERTS = ":experts"
 
 @dataclass(frozen=True)
 class LayerCount:
-    """A group and how many like it there are on a rank."""
+    """A group, and how many equal groups there are on a rank."""
 
     group: GroupSpec
     count: int
@@ -56,13 +56,13 @@ class LayerCount:
 
 @dataclass(frozen=True)
 class RankLayerCounts:
-    """What one rank of the pipeline holds, and the layout that says what becomes of it."""
+    """The groups that one rank of the pipeline holds, and the layout that they follow."""
 
     layout: Layout
     folds: tuple[LayerCount, ...]
 
     def total(self, of_group: Callable[[GroupSpec], Mapping[Any, int]]) -> dict[Any, int]:
-        """The sum over all groups, each as often as there are of it."""
+        """Sum `of_group` over all groups, each times its count."""
         totals: dict[Any, int] = {}
         for fold in self.folds:
             for key, num_bytes in of_group(fold.group).items():
@@ -71,12 +71,12 @@ class RankLayerCounts:
 
     @cached_property
     def numel(self) -> int:
-        """Elements of the flat buffers of all groups, unsharded, padding included."""
+        """Return the elements of the flat buffers of all groups, unsharded, padding included."""
         return sum(fold.count * fold.group.padded_numel for fold in self.folds)
 
     @cached_property
     def reduced_numels(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Elements of each group and how many there are of it, in the order of their reductions; the last stage first.
+        """Return each group's elements and count in the order of their reductions, by stage, the last stage first.
 
         What several stages hold is reduced with the last of them.
         """
@@ -95,7 +95,7 @@ class RankLayerCounts:
 
 
 class CompactLayout:
-    """The Layouts of a job's strategies; keeps what several of them share."""
+    """The folded Layouts of a job's strategies; it keeps what several of them share."""
 
     def __init__(self, job: PlanJob, stages: StageTable | None = None) -> None:
         self.job = job
@@ -105,38 +105,38 @@ class CompactLayout:
         self._at_rest: dict[tuple[Any, ...], dict[str, int]] = {}
 
     def at_rest(self, strategy: Strategy, pipeline_rank: int = 0) -> dict[str, int]:
-        """Bytes by role of the first rank of the shard group, as `Layout.bytes_at_rest`."""
+        """Return the bytes by role of the first rank of the shard group, as `Layout.bytes_at_rest`."""
         key = self.key(strategy, pipeline_rank)
         if key not in self._at_rest:
             self._at_rest[key] = self._bytes_at_rest(strategy, pipeline_rank, None)
         return self._at_rest[key]
 
     def by_tier(self, strategy: Strategy, pipeline_rank: int = 0) -> dict[Tier, dict[str, int]]:
-        """`at_rest` of each tier that holds anything, as `Layout.bytes_by_tier`."""
+        """Return `at_rest` of each tier that holds anything, as `Layout.bytes_by_tier`."""
         if (strategy.params_tier, strategy.grads_tier, strategy.optimizer_tier) == ("device",) * 3:
             return {"device": self.at_rest(strategy, pipeline_rank)}
         by_tier = {tier: self._bytes_at_rest(strategy, pipeline_rank, tier) for tier in TIERS}
         return {tier: totals for tier, totals in by_tier.items() if any(totals.values())}
 
     def on_wire(self, strategy: Strategy, pipeline_rank: int = 0) -> dict[str, int]:
-        """Bytes that a rank sends in a step, by collective, as `Layout.bytes_on_wire`."""
+        """Return the bytes that a rank sends in a step, by collective, as `Layout.bytes_on_wire`."""
         rank = self.rank(strategy, pipeline_rank)
         return rank.total(lambda group: rank.layout.group_bytes_on_wire(group, strategy.num_micro_batches))
 
     def across(self, strategy: Strategy, pipeline_rank: int = 0) -> dict[tuple[Tier, Tier], int]:
-        """Bytes that a rank moves between tiers in a step, by (from, to), as `Layout.bytes_across`."""
+        """Return the bytes that a rank moves between tiers in a step, by (from, to), as `Layout.bytes_across`."""
         rank = self.rank(strategy, pipeline_rank)
         return rank.total(lambda group: rank.layout.group_bytes_across(group, strategy.num_micro_batches))
 
     def rank(self, strategy: Strategy, pipeline_rank: int = 0) -> RankLayerCounts:
-        """The folded groups of one rank of the pipeline."""
+        """Return the folded groups of one rank of the pipeline."""
         key = self.key(strategy, pipeline_rank)
         if key not in self._ranks:
             self._ranks[key] = self._fold(strategy, pipeline_rank)
         return self._ranks[key]
 
     def key(self, strategy: Strategy, pipeline_rank: int) -> tuple[Any, ...]:
-        """All that the groups depend on; ranks of a pipeline that hold the same share one."""
+        """Return all that the groups depend on; pipeline ranks that hold the same share one key."""
         s, held = strategy, self.stages.of(strategy).held_by(pipeline_rank)
         axes = (s.pp > 1, s.dp_replicate, s.dp_shard, s.cp, s.tp, s.ep, s.zero_stage, s.gather)
         shares = (s.params_on_device, s.grads_on_device, s.optimizer_on_device)
@@ -175,7 +175,7 @@ class CompactLayout:
         return RankLayerCounts(Layout(mesh, units, groups, stage, policy, states, None, pipeline), folds)
 
     def _placed(self, group: GroupSpec, mesh: MeshShape, ep: int) -> GroupSpec:
-        """A template with the ranks of a mesh; experts are on `ep` times fewer."""
+        """Give a template the ranks of a mesh; experts are on `ep` times fewer."""
         share = ep if is_of_experts(group) else 1
         num_ranks = max(1, mesh.size_along(GRADIENT_AXES) // share)
         num_shards = max(1, mesh.size_along(SHARD_AXES) // share)
@@ -184,9 +184,9 @@ class CompactLayout:
     def _rested(
         self, strategy: Strategy, tiers: TiersConfig, held: Sequence[LayerCount], pipeline_rank: int
     ) -> Iterator[LayerCount]:
-        """The folds with the memories of their states; a fold of which a share stays on the device becomes several.
+        """Yield the folds with the tiers of their states; a fold of which a share stays on the device becomes several.
 
-        What several ranks of the pipeline hold rests where it does on the first of them.
+        What several pipeline ranks hold is stored in the tier that it has on the first of them.
         """
         if (tiers.params, tiers.grads, tiers.optimizer) == ("device",) * 3:
             yield from held
@@ -207,7 +207,7 @@ class CompactLayout:
             yield from (LayerCount(replace(fold.group, tiers=rested), count) for rested, count in counts.items())
 
     def _held(self, strategy: Strategy, stages: StageLayouts, pipeline_rank: int) -> Iterable[LayerCount]:
-        """The templates of what a rank of the pipeline holds: the root's first, the last block of all in the end."""
+        """Yield the templates of what a pipeline rank holds: the root's first, the last block at the end."""
         held = stages.placement.stages_of(pipeline_rank)
         for group in self._root(strategy, stages):
             if not set(group.stages).isdisjoint(held):
@@ -240,7 +240,9 @@ class CompactLayout:
         return self._templates[key]
 
     def _root(self, strategy: Strategy, stages: StageLayouts) -> tuple[GroupSpec, ...]:
-        """What is in no block: one group without a pipeline, in one a group for each set of stages that use it."""
+        """Return the groups of what is in no block: one without a pipeline, else one for each set of stages that use
+        it.
+        """
         shape, last = self.job.shape, stages.head_stage
         key = (strategy.tp, strategy.pp > 1, stages.norm_stage, last)
         if key in self._templates:
@@ -261,12 +263,12 @@ class CompactLayout:
 
 
 def is_of_experts(group: GroupSpec) -> bool:
-    """Whether a group's parameters are of experts, which `ep` ranks split."""
+    """Say whether a group's parameters are of experts, which `ep` ranks split."""
     return group.name.endswith(_EXPERTS)
 
 
 def _unfolded(folds: Iterable[LayerCount]) -> list[GroupSpec]:
-    """Every group by itself, each with a name of its own."""
+    """List every group by itself, each with its own name."""
     return [replace(fold.group, name=f"{fold.group.name}.{index}") for fold in folds for index in range(fold.count)]
 
 
@@ -287,7 +289,7 @@ def _tiers_of(strategy: Strategy) -> TiersConfig:
 
 
 def _template(params: Sequence[SkeletonParam], tp: int, unit: str) -> GroupSpec:
-    """The group of some parameters on one data rank."""
+    """Return the group of some parameters on one data rank."""
     entries = [ParamEntry(each.name, (), unit, each.shape, requires_grad=True) for each in params]
     splits = {each.name: each.split(tp) for each in params} if tp > 1 else None
     return build_groups(entries, () if unit == ROOT else (unit,), 1, 1, splits=splits)[0]

@@ -1,4 +1,4 @@
-"""Time of what one rank computes for one micro-batch: a block, the embedding, the head; and of the optimizer's step.
+"""Price what one rank computes for one micro-batch (a block, the embedding, the head), and the optimizer's step.
 
 A block is a list of kernels: matrix products, attention, and element-wise streams. A matrix product is looked up in
 the machine's table where one was measured; else it takes its FLOPs at the rate that its shape can reach, or its bytes
@@ -38,35 +38,36 @@ inputs more often."""
 _PROLOGUE: Final = 96
 """Elements of the inner dim in which a tile's pipeline of loads fills and its result is written."""
 _SPLIT_PROLOGUE: Final = 1.5 * _PROLOGUE
-"""The same where the inner dim is split: partial outputs are added up behind it."""
+"""The same where the inner dim is split: partial outputs are added up after it."""
 _USUAL_CEILING_SHARE: Final = 0.8
-"""Of its peak that a device's best product reaches, where none was measured in any dtype."""
+"""Share of its peak that a device's best product reaches, where none was measured in any dtype."""
 _LINE_BYTES, _VECTOR_BYTES = 128, 16
 _OFF_LINE_SHARE, _OFF_VECTOR_SHARE = 0.9, 0.1
-"""Of its rate that a product reaches whose rows begin on no cache line, on no vector's address: `alignment_share`."""
+"""Share of its rate that a product reaches whose rows begin on no cache line, on no vector's address; see
+`alignment_share`."""
 _FLASH_SHARES: Final = (0.97, 0.86)
-"""Of a large matrix product's rate that flash attention reaches forward and backward over long sequences: Dao 2023
+"""Share of a large product's rate that flash attention reaches forward and backward over long sequences: Dao 2023
 (arXiv 2307.08691), figures 4 to 6, on an A100; Shah et al. 2024 (arXiv 2407.08608), figures 5 and 6, on an H100."""
 _FLASH_RAMPS: Final = (600.0, 1000.0)
-"""Keys at which it has lost half of that to what each row of tiles begins and ends with, and to masked halves."""
+"""Keys at which it loses half of that to the start and end of each row of tiles, and to masked halves."""
 _FULL_HEAD_DIM: Final = 128
-"""Elements of a head from which on attention's products are as fast as they become."""
+"""Elements of a head from which on attention's products reach their full rate."""
 _LEAST_FLASH_SHARE: Final = 0.6
-"""Of that rate where heads are very small, so that those of 64 elements reach 0.8 of it."""
+"""Share of that rate where heads are very small, so that those of 64 elements reach 0.8 of it."""
 _PLAIN_FLASH_CORE: Final = 3.6e12
 """FLOPs a second that a core does at most, where nothing else limits it, in a kernel that does not use what came with
 Hopper: FlashAttention-2 reaches 350 to 400 TFLOPS on 132 of them (Shah et al. 2024, figure 5)."""
 _FIRST_FLASH_SHARE: Final = 0.5
-"""Of the second FlashAttention's rate, that of the first (Dao 2023, abstract: about twice as fast)."""
+"""The first FlashAttention's rate as a share of the second's (Dao 2023, abstract: about twice as fast)."""
 _BATCHED_SHARE: Final = 0.6
-"""Of a large product's rate that the batched products of unfused attention reach: small outputs, a short inner dim."""
+"""Share of a large product's rate that unfused attention's batched products reach: small outputs, short inner dim."""
 _FP4_READS: Final = 2.0
-"""Of what is cast to fp4, beyond a cast to fp8: its largest element is looked for, and a Hadamard matrix rotates it
+"""More reads of what is cast to fp4 than to fp8: its largest element is looked for, and a Hadamard matrix rotates it
 (NVIDIA 2025, arXiv 2509.25149, section 4)."""
 _KERNEL_S: Final = 2.5e-6
-"""That a kernel takes on a device beyond its work: it starts, fills the cores and drains them."""
+"""Seconds that a kernel takes on a device beyond its work: it starts, fills the cores and drains them."""
 _DISPATCH_S: Final = 12e-6
-"""That the host takes to launch one kernel from Python; it shows where kernels are shorter."""
+"""Seconds that the host takes to launch one kernel from Python; they show where kernels are shorter."""
 _GRAPHED_KERNEL_S: Final = 1.5e-6
 
 
@@ -81,7 +82,7 @@ class GemmShape:
 
 
 class ComputeTimeModel:
-    """Times of a job's kernels; keeps those that it has priced, by shape."""
+    """Times of a job's kernels; it keeps those that it has priced, by shape."""
 
     def __init__(self, job: PlanJob) -> None:
         self.job = job
@@ -98,7 +99,7 @@ class ComputeTimeModel:
             self._bandwidth = job.cluster.profile.stream_bytes_per_s
 
     def block(self, strategy: Strategy) -> PassTimes:
-        """One micro-batch of one block, a mean over blocks where some have experts and some have none."""
+        """Price one micro-batch of one block: the mean over blocks where only some have experts."""
         s = strategy
         linears = (s.tp, s.cp, s.ep, s.micro_size, s.sequence_parallel, s.recompute, s.recompute_every)
         key = (*linears, s.product_dtype, s.param, s.accumulate, s.num_micro_batches > 1, s.zero_stage >= 3)
@@ -107,11 +108,11 @@ class ComputeTimeModel:
         return self._blocks[key]
 
     def waits_for_launches(self, strategy: Strategy) -> bool:
-        """Whether the kernels of a block's forward are shorter than the host takes to launch them."""
+        """Say whether the kernels of a block's forward are shorter than the host takes to launch them."""
         return self.block(strategy).forward_s <= self._launches_s
 
     def head(self, strategy: Strategy) -> PassTimes:
-        """The last norm, the head and the loss, in `param` even where the blocks' products are narrower."""
+        """Price the last norm, the head and the loss, in `param` even where the blocks' products are narrower."""
         shape, traits = self.job.shape, self.job.traits
         tokens = self._tokens(strategy)
         linear = GemmShape(tokens, shape.vocab_size / strategy.tp, shape.hidden_size)
@@ -128,17 +129,17 @@ class ComputeTimeModel:
         return self._corrections.head(products.plus(streams), strategy, tokens)
 
     def embedding(self, strategy: Strategy) -> PassTimes:
-        """The lookup, and the sum of its gradients."""
+        """Price the lookup, and the sum of its gradients."""
         wide = self._tokens(strategy) * self.job.shape.hidden_size * _WIDTHS[strategy.param]
         forward, backward = passes.EMBEDDING_PASSES
         return PassTimes(self._stream_s(forward * wide), 0.0, self._stream_s(backward * wide) * self._trains)
 
     def attention(self, strategy: Strategy) -> PassTimes:
-        """The attention of one block alone, without its linear layers; part of `block`."""
+        """Price the attention of one block alone, without its linear layers; it is part of `block`."""
         return self._attention(strategy)
 
     def step_s(self, strategy: Strategy, numel: float) -> float:
-        """The optimizer's step over `numel` elements that lie on the device."""
+        """Return the seconds of the optimizer's step over `numel` elements that are stored on the device."""
         profile = self.job.cluster.profile
         measured = profile.step_bytes_per_s if profile is not None else 0.0
         width = passes.STEP_BYTES + (0.0 if strategy.param == "fp32" else passes.STEP_CAST_BYTES)
@@ -179,7 +180,7 @@ class ComputeTimeModel:
         )
 
     def _launched(self, times: PassTimes) -> PassTimes:
-        """At least what the host takes to launch the kernels."""
+        """Raise each pass to at least what the host takes to launch its kernels."""
         least_s = self._launches_s
         return PassTimes(
             max(times.forward_s, least_s),
@@ -190,7 +191,9 @@ class ComputeTimeModel:
 
     @property
     def _launches_s(self) -> float:
-        """Of the kernels of a block's forward; 0 where they were measured with them, or are launched as one."""
+        """Return the seconds to launch a block's forward; 0 where kernels were measured with it, or are launched as one
+        graph.
+        """
         profile, traits = self.job.cluster.profile, self.job.traits
         if (profile is not None and profile.call_s) or traits.is_graphed:
             return 0.0
@@ -218,7 +221,9 @@ class ComputeTimeModel:
         ]
 
     def _expert_linears(self, s: Strategy) -> list[GemmShape]:
-        """Each expert of this rank has its share of the tokens that were sent here, as many as were sent away."""
+        """Return the experts' linear layers; each expert has its share of the tokens sent here, as many as were sent
+        away.
+        """
         shape, experts, tokens = self.job.shape, self.job.shape.experts, self._tokens(s)
         if experts is None:
             return []
@@ -239,9 +244,9 @@ class ComputeTimeModel:
         return found
 
     def _permutation(self, s: Strategy) -> PassTimes:
-        """Tokens are copied for each of their experts, and their results are weighed and summed.
+        """Price the copies of tokens for each of their experts, and the weighted sum of the results.
 
-        Each copy reads and writes; where kernels are fused, the experts' activation weighs.
+        Each copy reads and writes; where kernels are fused, the experts' activation applies the weights.
         """
         experts = self.job.shape.experts
         if experts is None:
@@ -269,7 +274,9 @@ class ComputeTimeModel:
         return PassTimes(forward_s, input_s, weight_s)
 
     def _accumulation_bytes(self, s: Strategy) -> float:
-        """A weight's gradient is added to what other micro-batches left; the product's own write is its own."""
+        """Return the bytes to add a weight's gradient to earlier micro-batches'; the product's own write is not
+        counted.
+        """
         if s.num_micro_batches == 1 or s.zero_stage >= 3:
             return 0.0
         return 2 * _WIDTHS["fp32" if s.accumulate == "fp32" else s.param]
@@ -299,7 +306,7 @@ class ComputeTimeModel:
         return max(count * 2 * m * n * k / (self._rate(dtype) * share), self._stream_s(count * moved)) + self._kernel_s
 
     def _rate(self, dtype: str) -> float:
-        """FLOPs a second of the largest products, while a model trains."""
+        """Return the FLOPs a second of the largest products, while a model trains."""
         return ceiling_flops_per_s(self.job, dtype) * self.job.cluster.gpu.fitted.matmul_share
 
     @property
@@ -351,7 +358,7 @@ class ComputeTimeModel:
     # --- element-wise ----------------------------------------------------------------------------------------------
 
     def _streams(self, s: Strategy) -> PassTimes:
-        """Norms, residual sums, activation, rotation and dropout; passes over each tensor are counted."""
+        """Price norms, residual sums, activation, rotation and dropout by their passes over each tensor."""
         shape, traits = self.job.shape, self.job.traits
         tokens, width = self._tokens(s), _WIDTHS[s.param]
         whole = tokens / (s.tp if s.sequence_parallel else 1) * shape.hidden_size * width
@@ -374,7 +381,7 @@ class ComputeTimeModel:
         )
 
     def _ffn_width(self) -> float:
-        """Of the activation, a mean over blocks."""
+        """Return the elements a token of the activation, a mean over blocks."""
         shape, experts = self.job.shape, self.job.shape.experts
         if experts is None:
             return float(shape.ffn_size)
@@ -384,7 +391,8 @@ class ComputeTimeModel:
 
 
 def ceiling_flops_per_s(job: PlanJob, dtype: str) -> float:
-    """The best measured product of that dtype, or as much of the peak as another dtype reached."""
+    """Return the rate of the best measured product of that dtype, or the share of the peak that another dtype reached.
+    """
     gpu = job.cluster.gpu
     if dtype in gpu.ceiling_flops_per_s:
         return gpu.ceiling_flops_per_s[dtype]
@@ -394,13 +402,18 @@ def ceiling_flops_per_s(job: PlanJob, dtype: str) -> float:
 
 
 def shape_share(m: float, n: float, k: float, num_cores: int, count: float = 1.0) -> float:
-    """The share of the full rate that a product [m, k] by [k, n] can reach on `num_cores`, or `count` of them at once.
+    """Return the share of the full rate that a product can reach on the cores.
 
     Cores take the output's tiles in waves, of which the last is partly empty; each tile has a prologue and an
     epilogue. The inner dim may be split where tiles are few. The best tile counts, as libraries choose it.
 
     >>> shape_share(8192, 8192, 8192, 132) > 0.9 > 0.3 > shape_share(128, 128, 128, 132)
     True
+
+    Args:
+        m, n, k: the product is [m, k] by [k, n].
+        num_cores: of the device.
+        count: how many such products run at once.
     """
     best = 0.0
     cores = max(num_cores, 1)
@@ -419,11 +432,16 @@ def shape_share(m: float, n: float, k: float, num_cores: int, count: float = 1.0
 
 
 def alignment_share(n: float, k: float, width: float) -> float:
-    """Of the rate that rows of `n` and `k` elements reach which do not begin on a cache line, or a vector's address.
+    """Return the share of the rate that rows reach by where they begin: on a cache line, a vector's address, or
+    neither.
 
     Below 16 bytes tensor cores get inputs element by element: the chronicles of BLOOM's training list models whose
-    heads have 108 or 150 dims at half the speed of those of 128 or 144. Source of the rest: NVIDIA, Matrix
+    heads have 108 or 150 dims at half the speed of those of 128 or 144. Source of the other share: NVIDIA, Matrix
     Multiplication Background User's Guide, section 4.1 (A100: multiples of 128 bytes).
+
+    Args:
+        n, k: elements of the rows of the two operands.
+        width: bytes of an element.
     """
     share = 1.0
     for size in (n, k):
@@ -434,14 +452,14 @@ def alignment_share(n: float, k: float, width: float) -> float:
 
 
 def _matmul_rates(table: Iterable[MatmulTime], dtype: str) -> Surface | None:
-    """FLOPs a second, by m, n and k."""
+    """Fit FLOPs a second over m, n and k; None where the table has no row of this dtype."""
     rows = [each for each in table if each.dtype == dtype]
     points = [((each.m, each.n, each.k), (2.0 * each.m * each.n * each.k / each.seconds,)) for each in rows]
     return Surface(points) if points else None
 
 
 def _attention_rates(table: Iterable[AttentionTime], dtype: str) -> Surface | None:
-    """FLOPs of the forward by the seconds of each pass, by keys, and by tokens times the heads' elements."""
+    """Fit the forward's FLOPs by the seconds of each pass, over keys, and tokens times the heads' elements."""
     points = []
     for each in table:
         if each.dtype == dtype:

@@ -1,4 +1,4 @@
-"""Between the config that a user writes and what the planner prices: a job and a strategy.
+"""Translate between the config that a user writes and what the planner prices: a job and a strategy.
 
 >>> config = Config.from_dict({"mesh": {"tp": 2}, "zero": {"stage": 3}, "batch": {"global_size": 8, "micro_size": 1}})
 >>> strategy = strategy_of(config, world_size=8)
@@ -72,14 +72,14 @@ ALWAYS_WRITTEN: Final = frozenset(
         "zero.stage",
     }
 )
-"""What a planned config says even where it is the default: `shardwise train` has defaults of its own for some."""
+"""Keys that a planned config always has, even at their defaults: `shardwise train` has its own defaults for some."""
 
 _SHAPE_KEYS: Final = tuple(key for key in ModelConfig.model_fields if key not in ("preset", "tie_embeddings"))
 _LAST_UNIT: Final = "head"
 
 
 def strategy_of(config: Config, world_size: int) -> Strategy:
-    """How a config splits its job.
+    """Return the strategy by which a config splits its job.
 
     Args:
         config: resolved or not.
@@ -103,7 +103,7 @@ def strategy_of(config: Config, world_size: int) -> Strategy:
 
 
 def job_of(config: Config, cluster: Cluster) -> PlanJob:
-    """The job that a config's model, data and batch say.
+    """Return the job that a config's model, data and batch describe.
 
     Args:
         config: resolved or not.
@@ -133,12 +133,12 @@ def job_of(config: Config, cluster: Cluster) -> PlanJob:
 
 
 def config_of(job: PlanJob, strategy: Strategy, base: Config | None = None) -> Config:
-    """The config that `shardwise train` runs a strategy by.
+    """Return the config by which `shardwise train` runs a strategy.
 
     Args:
-        job: whose shape our decoder can have.
-        strategy: of all the GPUs of the job's cluster.
-        base: what it starts from; what the planner does not decide stays as it is there.
+        job: its shape must be one that our decoder can have.
+        strategy: a strategy for all GPUs of the job's cluster.
+        base: the config to start from; what the planner does not decide stays as it is there. None means the defaults.
 
     Raises:
         ConfigError: our decoder cannot have the shape, or our engine does not run the strategy.
@@ -166,7 +166,7 @@ def config_of(job: PlanJob, strategy: Strategy, base: Config | None = None) -> C
 
 
 def model_section(shape: ModelShape, base: ModelConfig) -> ModelConfig:
-    """The `model` section of a shape: `base` where it is that already, else the preset that differs in least.
+    """Return the `model` section of a shape: `base` where that is already it, else the preset with the fewest changes.
 
     Raises:
         ConfigError: our decoder cannot have that shape.
@@ -194,7 +194,7 @@ def model_section(shape: ModelShape, base: ModelConfig) -> ModelConfig:
 
 
 def pins_of(assignments: Sequence[str]) -> dict[str, tuple[Any, ...]]:
-    """What `section.key=value` pins, by field of the strategy; several values behind commas.
+    """Return the pins of `section.key=value` assignments, by field of the strategy; commas separate several values.
 
     >>> pins_of(["mesh.tp=4,8", "zero.stage=3"])
     {'tp': (4, 8), 'zero_stage': (3,)}
@@ -222,7 +222,7 @@ def pins_of(assignments: Sequence[str]) -> dict[str, tuple[Any, ...]]:
 
 
 def to_toml(config: Config, always: Collection[str] = ()) -> str:
-    """What of a config differs from the defaults, as TOML.
+    """Write what differs from the defaults in a config as TOML.
 
     Args:
         config: resolved or not.
@@ -281,7 +281,7 @@ def _with_changes(name: str, preset: DecoderConfig, wanted: ModelShape) -> Model
 
 
 def _window(config: Config) -> int | None:
-    """Keys that a query sees at most under a sliding window; other structures are priced as dense."""
+    """Return how many keys a query sees at most under a sliding window; other structures are priced as dense (None)."""
     attention = config.attention
     if attention.kind != "sliding-window":
         return None
@@ -290,7 +290,7 @@ def _window(config: Config) -> int | None:
 
 
 def _layers_between(cut: Sequence[str], num_layers: int) -> tuple[int, ...]:
-    """Blocks of each stage, where the stages but the first begin with the named modules."""
+    """Count the blocks of each stage, where every stage but the first begins with a named module."""
     starts: list[int] = []
     for name in cut:
         prefix, _, index = name.rpartition(".")
@@ -299,7 +299,7 @@ def _layers_between(cut: Sequence[str], num_layers: int) -> tuple[int, ...]:
 
 
 def _units_between(layers: Sequence[int], num_layers: int) -> tuple[str, ...]:
-    """The modules with which the stages but the first begin; those of `_layers_between`, turned round."""
+    """Return the modules with which every stage but the first begins: the inverse of `_layers_between`."""
     if sum(layers) != num_layers or min(layers) < 0 or 0 in layers[1:-1]:
         raise ConfigError(
             f"stage_layers={tuple(layers)} is no cut of {num_layers} blocks; each stage between the first and the last "

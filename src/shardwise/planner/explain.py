@@ -1,4 +1,4 @@
-"""Why the winner wins and the others lose, in sentences of the parts that differ.
+"""Explain why the winner wins and the others lose, by the parts that differ.
 
 >>> parts_words({"tensor": -0.8, "bubble": 0.3, "data": 0.001})
 '800 ms less exposed tensor exchange, 300 ms more bubble'
@@ -45,7 +45,7 @@ _MICRO_SIZES: Final = (8, 4, 2, 1)
 
 @dataclass(frozen=True, kw_only=True)
 class DefaultChoice:
-    """What many would start with.
+    """A layout that many people would start with.
 
     Attributes:
         name: by which it is known.
@@ -62,15 +62,15 @@ class DefaultChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class Reasons:
-    """Of a plan.
+    """The explanations of a plan.
 
     Attributes:
         wins: why the winner beats the next.
         runners_up: why each loses, in the order of `SearchResult.runners_up`.
-        defaults: why popular ones lose.
-        changes: of one thing about the winner, those that fit first.
+        defaults: why popular layouts lose.
+        changes: what one change of the winner does; those that fit come first.
         misses, cures: where nothing fits: what the nearest lacks, and what would make it fit.
-        yours: how a strategy of the user's own does; empty where there is none.
+        yours: how the user's own strategy does; empty where there is none.
     """
 
     wins: str
@@ -88,13 +88,13 @@ def reasons_of(
     pricing_of: Callable[[PlanJob], Pricing] | None = None,
     yours: Estimate | None = None,
 ) -> Reasons:
-    """Why a plan is what it is.
+    """Explain a plan.
 
     Args:
         plan: as `search` found it.
-        pricing: of its job; a new `Pricer` when left out.
-        pricing_of: prices other jobs; `Pricer` when left out.
-        yours: a strategy of the user's own.
+        pricing: prices its job; None makes a new `Pricer`.
+        pricing_of: makes the pricing of other jobs; None means `Pricer`.
+        yours: the price of the user's own strategy; None where there is none.
     """
     make = pricing_of or Pricer
     pricing = pricing or make(plan.job)
@@ -118,7 +118,7 @@ def reasons_of(
 
 
 def why_faster(winner: Estimate, other: Estimate) -> str:
-    """What the winner has less and more of than another."""
+    """Say what the winner has less of and more of than another."""
     gained = other.time.step_s - winner.time.step_s
     layout = layout_words(other.strategy)
     share = -100 * gained / winner.time.step_s
@@ -130,7 +130,7 @@ def why_faster(winner: Estimate, other: Estimate) -> str:
 
 
 def why_slower(other: Estimate, winner: Estimate) -> str:
-    """What another has more and less of than the winner."""
+    """Say what another has more of and less of than the winner."""
     lost = other.time.step_s - winner.time.step_s
     share = 100 * lost / winner.time.step_s
     if share < _EQUAL_PERCENT:
@@ -142,7 +142,14 @@ def why_slower(other: Estimate, winner: Estimate) -> str:
 
 
 def why_yours(yours: Estimate, winner: Estimate | None, pricing: Pricing, margin_share: float) -> str:
-    """How a strategy that no search has found does beside the winner."""
+    """Compare a strategy that no search has found with the winner.
+
+    Args:
+        yours: the price of the user's strategy.
+        winner: the best that the search found; None where nothing fits.
+        pricing: prices the strategies of the job.
+        margin_share: share of a device's memory that is to stay free.
+    """
     missing = shortfall(yours.memory, yours.job.cluster, margin_share)
     if missing is not None:
         return why_not(yours, missing, smallest_cure(yours.job, yours.strategy, pricing, margin_share))
@@ -156,7 +163,7 @@ def why_yours(yours: Estimate, winner: Estimate | None, pricing: Pricing, margin
 
 
 def parts_words(differences: Mapping[str, float]) -> str:
-    """The parts of two times that differ most, the largest first."""
+    """Name the parts that differ most between two times, the largest first."""
     ordered = sorted(differences.items(), key=lambda each: -abs(each[1]))
     largest = abs(ordered[0][1]) if ordered else 0.0
     shown = [(part, seconds) for part, seconds in ordered if abs(seconds) > _LEAST_SHARE * largest][:4]
@@ -167,7 +174,13 @@ def parts_words(differences: Mapping[str, float]) -> str:
 
 
 def why_not(price: Estimate, missing: Shortfall, cure: Change | None) -> str:
-    """What a strategy lacks, and the smallest change that makes it fit."""
+    """Say how much memory a strategy lacks, and the smallest change that makes it fit.
+
+    Args:
+        price: the price of the strategy.
+        missing: what does not fit.
+        cure: the change; None where no single change makes it fit.
+    """
     words = lacks(price, missing)
     if cure is None:
         return f"{words}; nothing less of it fits"
@@ -175,7 +188,7 @@ def why_not(price: Estimate, missing: Shortfall, cure: Change | None) -> str:
 
 
 def defaults(plan: SearchResult, pricing: Pricing) -> Iterator[DefaultChoice]:
-    """What people would start with, and how it does on this job."""
+    """Yield the layouts that people would start with, and how each does on this job."""
     job = plan.job
     for name, strategies in _default_strategies(job, plan):
         legal = [each for each in strategies if is_legal(job, each)]
@@ -246,7 +259,7 @@ def _differences(one: Estimate, other: Estimate) -> dict[str, float]:
 
 
 def lacks(price: Estimate, missing: Shortfall) -> str:
-    """What a strategy lacks, and what takes most of it."""
+    """Say how much memory a strategy lacks, and what takes most of it."""
     words = f"out of memory by {gib_words(missing.missing_bytes)}"
     if missing.tier != "device":
         return f"{words} of each node's {missing.tier} memory"

@@ -1,4 +1,4 @@
-"""What is the largest model, micro-batch or sequence that a machine holds, by a few ways to split it.
+"""Find the largest model, micro-batch or sequence that a machine holds under a few ways to split it.
 
 >>> largest(lambda size: size * size <= 90, 1, 1000)
 9
@@ -30,7 +30,7 @@ _MOST_LENGTHS: Final = 16_384
 
 @dataclass(frozen=True, kw_only=True)
 class FitSetup:
-    """One way to split a job over all GPUs, by name."""
+    """A named way to split a job over all GPUs."""
 
     name: str
     strategy: Strategy
@@ -38,12 +38,12 @@ class FitSetup:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """The largest that one setup holds, each with the others at their least; None where nothing of it fits.
+    """The largest that one setup holds of each kind, with the other two at their least; None where nothing of it fits.
 
     Attributes:
-        shape: of the largest model of the family, at the asked length and one sample.
-        micro_size: samples of the asked model.
-        seq_len: tokens of a sequence of the asked model, one sample.
+        shape: of the largest model of the family, at the given length and one sample.
+        micro_size: samples of the given model.
+        seq_len: tokens of a sequence of the given model, one sample.
     """
 
     setup: FitSetup
@@ -53,7 +53,12 @@ class Fit:
 
 
 def largest(fits: Callable[[int], bool], low: int, high: int) -> int | None:
-    """The largest number from `low` to `high` that fits, where all below one that fits do; None where none does."""
+    """Return the largest number from `low` to `high` that fits, or None; where one fits, all below it must fit.
+
+    Args:
+        fits: says whether a number fits.
+        low, high: the least and the most to try.
+    """
     if not fits(low):
         return None
     step = 1
@@ -68,7 +73,7 @@ def largest(fits: Callable[[int], bool], low: int, high: int) -> int | None:
 
 
 def family_shape(num_heads: int) -> ModelShape:
-    """A decoder of the Llama family with so many heads of 128 and as many layers.
+    """Return a decoder of the Llama family with `num_heads` heads of 128 and as many layers.
 
     >>> shape = family_shape(32)
     >>> shape.num_layers, shape.hidden_size, round(shape.num_params / 1e9, 1)
@@ -88,7 +93,7 @@ def family_shape(num_heads: int) -> ModelShape:
 
 
 def setups(cluster: Cluster, param: Dtype = "bf16") -> Iterator[FitSetup]:
-    """Ways to split a job that people know, from the simplest to the one that holds most."""
+    """Yield well-known ways to split a job, from the simplest to the one that holds most."""
     ranks = cluster.num_gpus
     whole = replace(Strategy(dp_shard=ranks), param=param)
     if ranks > 1:
@@ -123,13 +128,13 @@ def fit(
     margin_share: float = USUAL_MARGIN,
     param: Dtype = "bf16",
 ) -> Iterator[Fit]:
-    """The largest that each setup holds, one setup after the other.
+    """Yield the largest that each setup holds, one setup after the other.
 
     Args:
-        cluster: all of it.
-        seq_len: of the largest model, in tokens.
-        shape: whose micro-batch and sequence are asked; None for the largest model alone.
-        margin_share: of a device's memory that is to stay free.
+        cluster: the machine; all of it is used.
+        seq_len: tokens of a sequence of the largest model.
+        shape: the model whose largest micro-batch and sequence are also found; None finds the largest model alone.
+        margin_share: share of a device's memory that is to stay free.
         param: dtype of the parameters.
     """
     for setup in setups(cluster, param):
@@ -156,7 +161,7 @@ def _fit_model(found: Fit, models: _Holds, shape: ModelShape, seq_len: int) -> F
 
 
 class _Holds:
-    """Whether one strategy holds models, by their memory alone."""
+    """A test of whether one strategy holds a model, by its memory alone."""
 
     def __init__(self, cluster: Cluster, strategy: Strategy, margin_share: float) -> None:
         self._cluster, self._strategy, self._margin_share = cluster, strategy, margin_share

@@ -1,4 +1,4 @@
-"""Strategies, sizes, times and money in a few words.
+"""Write strategies, sizes, times and money in a few words.
 
 >>> print(layout_words(Strategy(tp=8, sequence_parallel=True, pp=4, dp_shard=16, zero_stage=1, num_micro_batches=16)))
 TP 8+SP, PP 4 1f1b, ZeRO-1 over 16, micro-batch 1 x 16
@@ -20,7 +20,7 @@ _COUNTS: Final = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
 def layout_words(strategy: Strategy) -> str:
-    """A strategy on one line, what is as usual left out."""
+    """Write a strategy on one line; what has its usual value is left out."""
     return ", ".join(_layout_parts(strategy))
 
 
@@ -63,7 +63,7 @@ def _data_parts(s: Strategy) -> Iterator[str]:
 
 
 def count_words(number: float) -> str:
-    """A number in three digits.
+    """Write a number in three digits.
 
     >>> count_words(69_000_000_000), count_words(8_388_608), count_words(950)
     ('69.0 B', '8.39 M', '950')
@@ -75,7 +75,7 @@ def count_words(number: float) -> str:
 
 
 def seconds_words(seconds: float) -> str:
-    """A time in three digits.
+    """Write a time in three digits.
 
     >>> seconds_words(4.3121), seconds_words(0.01234), seconds_words(312.4)
     ('4.31 s', '12.3 ms', '312 s')
@@ -84,7 +84,7 @@ def seconds_words(seconds: float) -> str:
 
 
 def span_words(low_s: float, high_s: float) -> str:
-    """From one time to another, the unit once where it is the same.
+    """Write a range of times, with the unit once where both have the same.
 
     >>> span_words(13.5, 17.2), span_words(0.95, 1.1)
     ('13.5 to 17.2 s', '950 ms to 1.10 s')
@@ -94,7 +94,7 @@ def span_words(low_s: float, high_s: float) -> str:
 
 
 def money_words(dollars: float) -> str:
-    """An amount in three digits.
+    """Write an amount of dollars in three digits.
 
     >>> money_words(1.834), money_words(36_740), money_words(2_180_000), money_words(0.00214)
     ('$1.83', '$36.7 k', '$2.18 M', '$0.0021')
@@ -105,7 +105,7 @@ def money_words(dollars: float) -> str:
 
 
 def gib_words(num_bytes: float) -> str:
-    """Bytes as GiB, MiB where they are few.
+    """Write bytes as GiB, or as MiB where they are few.
 
     >>> gib_words(3.14 * 2**30), gib_words(200 * 2**20)
     ('3.1 GiB', '200 MiB')
@@ -120,5 +120,5 @@ def _three_digits(number: float) -> str:
 
 
 def batch_words(job: PlanJob) -> str:
-    """The batch of a step."""
+    """Write the batch of a step."""
     return f"{job.global_batch:,} sequences of {job.seq_len:,} tokens a step, {count_words(job.tokens)} tokens"

@@ -1,7 +1,7 @@
-"""What a cluster is made of: devices, links, hosts, and what has been measured of them. Values only.
+"""Describe a cluster as values: devices, links, hosts, and what has been measured of them.
 
-Speeds are in bytes or FLOPs a second, in one direction of a link, of one device. `catalogue` has the ones for sale,
-`profile` what a machine was measured to do.
+Speeds are in bytes or FLOPs a second, in one direction of a link, of one device. `catalogue.toml` lists devices for
+sale; `profile` holds what a machine was measured to do.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from shardwise.config.resolve import ConfigError, read_toml
 from shardwise.planner.profile import Profile
 
 CPU: Final = "cpu"
-"""The name of a rank's share of a host, where that is what it computes on."""
+"""The device name of a rank that computes on its share of a host."""
 GIB: Final = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
 class FittedConstants:
-    """What is fitted to published runs: at most these three numbers for each device, and none for a source.
+    """Constants that are fitted to published runs: at most these three for each device, and none for a source.
 
     Attributes:
-        matmul_share: of the measured ceiling that large matrix products reach in training.
-        memory_share: of the device's memory bandwidth that element-wise kernels reach.
-        network_share: of a link's bandwidth that collectives reach while a model trains.
+        matmul_share: share of the measured ceiling that large matrix products reach in training.
+        memory_share: share of the device's memory bandwidth that element-wise kernels reach.
+        network_share: share of a link's bandwidth that collectives reach while a model trains.
     """
 
     matmul_share: float = 0.8
@@ -40,23 +40,24 @@ class FittedConstants:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuSpec:
-    """One device, by its data sheet; a field that is not known is 0 or missing.
+    """A device as its data sheet describes it; a field that is not known is 0 or missing.
 
     Attributes:
         name: such as `h100`.
-        memory_bytes: that a process can use in all.
-        memory_bytes_per_s: of its own memory.
+        memory_bytes: all that a process can use.
+        memory_bytes_per_s: bandwidth of its own memory.
         peak_flops_per_s: dense, by dtype of the matrix product: fp32, tf32, fp16, bf16, fp8, fp4.
-        ceiling_flops_per_s: of the best matrix product that was measured, by dtype; where one is missing, the share of
-            the peak that another dtype reached holds.
+        ceiling_flops_per_s: rate of the best matrix product that was measured, by dtype; a missing dtype takes the
+            share
+            of the peak that another dtype reached.
         link_bytes_per_s: to the devices of its domain (NVLink and the like), of all links; 0 where there is none.
-        link_domain: devices that such links join.
+        link_domain: number of devices that such links join.
         has_pairwise_links: whether each link leads to one other device, so that few ranks reach only some of them.
-        host_bytes_per_s: of its way to the host's memory.
-        nic_bytes_per_s: of its share of the network, as it is usually built.
+        host_bytes_per_s: bandwidth of its way to the host's memory.
+        nic_bytes_per_s: its share of the network, as it is usually built.
         num_cores: streaming multiprocessors, compute units.
-        price_per_hour: in dollars, of one device rented; 0 where none is known.
-        fitted: to published runs.
+        price_per_hour: dollars for one rented device; 0 where none is known.
+        fitted: constants that are fitted to published runs.
     """
 
     name: str
@@ -75,13 +76,13 @@ class GpuSpec:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether it is no device of its own but a rank's share of the host."""
+        """Say whether it stands for a rank's share of the host and not for a device."""
         return self.name == CPU
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """The machine around the devices, shared by all of them."""
+    """The machine around the devices, which all of them share."""
 
     memory_bytes: float = 1e12
     memory_bytes_per_s: float = 2e11
@@ -96,9 +97,9 @@ class Cluster:
     """Devices of one kind in nodes of one kind.
 
     Attributes:
-        gpus_per_node: that share a host.
+        gpus_per_node: devices that share a host.
         nic_bytes_per_s: a device's share of its node's network.
-        profile: what was measured here; where it has a table, that is asked first.
+        profile: what was measured here; where it has a table, that table comes first.
     """
 
     gpu: GpuSpec
@@ -109,7 +110,7 @@ class Cluster:
     profile: Profile | None = None
 
 
-# Words of a device's name that say nothing of which it is.
+# Words of a device's name that do not identify it.
 _NOISE: Final = frozenset(
     {"nvidia", "amd", "instinct", "geforce", "tesla", "quadro", "rtx", "gpu", "generation", "gb", "superchip", "nvl72"}
 )
@@ -121,12 +122,12 @@ _MAX_SIZE_GB: Final = 300
 
 @dataclass(frozen=True)
 class CatalogueEntry:
-    """One device as `catalogue.toml` has it.
+    """One device of `catalogue.toml`.
 
     Attributes:
         model: the words that a name must have, and no others but noise, a size and forms.
         sold_gb: the memory that its name gives.
-        forms: words that tell it from others of its model.
+        forms: words that distinguish it from others of its model.
         sources: where each figure is from.
     """
 
@@ -139,7 +140,7 @@ class CatalogueEntry:
 
 @dataclass(frozen=True)
 class _Words:
-    """A name taken apart."""
+    """A device's name, split into its parts."""
 
     model: frozenset[str]
     size_gb: int | None
@@ -147,7 +148,7 @@ class _Words:
 
 
 def find_gpu(name: str) -> GpuSpec:
-    """The device that a name means: the catalogue's own, a driver's, or a paper's.
+    """Return the device that a name means, in the catalogue's, a driver's or a paper's spelling.
 
     Args:
         name: such as `h100`, `A100-80GB`, `NVIDIA GeForce RTX 4090`; where it leaves the size or the form open, the
@@ -165,7 +166,7 @@ def find_gpu(name: str) -> GpuSpec:
 
 
 def known_gpu(name: str) -> GpuSpec | None:
-    """The same, or None where none is known.
+    """Return the device that a name means, or None where none is known.
 
     >>> known_gpu("NVIDIA RTX A4000") is None
     True
@@ -178,13 +179,13 @@ def known_gpu(name: str) -> GpuSpec | None:
 
 
 def _distance(entry: CatalogueEntry, words: _Words) -> tuple[float, bool, int]:
-    """Of a device of the right model: the size counts first, then whether a form is named, then one that is not."""
+    """Rank a device of the right model: first by size, then by whether a named form fits, then by forms that do not."""
     size = 0.0 if words.size_gb is None else abs(entry.sold_gb / words.size_gb - 1)
     return size, bool(words.forms) and not words.forms & entry.forms, len(words.forms - entry.forms)
 
 
 def _words_of(name: str) -> _Words:
-    """Leave out what stands in brackets and the count of `8xA100`."""
+    """Split a name into words, without what stands in brackets and the count of `8xA100`."""
     bare = re.sub(r"\(.*?\)", " ", name.lower())
     bare = re.sub(r"^\s*\d+\s*x\s*", "", bare)
     words = [word for word in re.findall(r"[a-z0-9]+", re.sub(r"rtx(?=\d)", "rtx ", bare)) if word not in _NOISE]
@@ -196,7 +197,7 @@ def _words_of(name: str) -> _Words:
 
 
 def _read_entries(path: Path) -> Mapping[str, CatalogueEntry]:
-    """All devices of a file, in its order."""
+    """Read all devices of a file, in its order."""
     tables = tomllib.loads(path.read_text(encoding="utf-8"))
     sources = tables.pop("sources")
     return MappingProxyType({name: _entry(name, table, sources) for name, table in tables.items()})
@@ -262,7 +263,7 @@ KEYS: Final = (*_COUNT_KEYS, *(key for key, _, _ in (*_GPU_KEYS, *_HOST_KEYS)))
 
 
 def parse_cluster(text: str) -> Cluster:
-    """The cluster that a user means.
+    """Return the cluster that a user means.
 
     Args:
         text: `GPU:NUM_GPUS`, `GPU:NUM_NODESxGPUS_PER_NODE`, or the path of a TOML file.
@@ -285,7 +286,7 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def usual_node(gpu: GpuSpec) -> int:
-    """Devices of a node as it is usually built.
+    """Return how many of these devices a node usually has.
 
     >>> usual_node(find_gpu("h100")), usual_node(find_gpu("gb200"))
     (8, 4)
@@ -294,7 +295,7 @@ def usual_node(gpu: GpuSpec) -> int:
 
 
 def in_nodes_of(gpus_per_node: int, gpu: GpuSpec) -> GpuSpec:
-    """The device, its links joining no more than its node, unless they are of those that leave it.
+    """Return the device with its links limited to its node, unless its links leave the node.
 
     >>> [in_nodes_of(4, find_gpu(name)).link_domain for name in ("h200", "gb200", "a40")]
     [4, 72, 2]
@@ -362,7 +363,7 @@ def _whole(values: Mapping[str, Any], key: str, path: Path, default: int) -> int
 
 
 def cluster_words(cluster: Cluster) -> str:
-    """A cluster in a few words.
+    """Describe a cluster in a few words.
 
     >>> cluster_words(parse_cluster("h100:64x8"))
     '512 x h100 in 64 nodes of 8, 79 GiB each, links 450 GB/s, network 400 Gb/s a GPU'

@@ -1,7 +1,7 @@
-"""What ranks of a pipeline hold at once: how many micro-batches of each of their stages, by the schedule itself.
+"""Count what ranks of a pipeline hold at once: micro-batches of each of their stages, by the schedule itself.
 
-Where a rank's stages are of different sizes, the most stages at once is not yet the most bytes: which ones counts. So
-does whether a backward runs: it makes tensors of its own.
+Where a rank's stages have different sizes, the most stages at once need not be the most bytes, so the counts name the
+stages. Moments at which a backward runs are separate, since it makes its own tensors.
 
 >>> flight = InFlightTable().of("interleaved", 2, 2, 4, rank=0)
 >>> [[held.whole for held in moments] for moments in flight.backwards]
@@ -31,17 +31,17 @@ _Numbers = NDArray[np.int64]
 _CODES: Final[Mapping[ActionKind, int]] = MappingProxyType(
     {ActionKind.FORWARD: 0, ActionKind.BACKWARD_WEIGHT: 1, ActionKind.BACKWARD: -1, ActionKind.BACKWARD_INPUT: -2}
 )
-"""Those of backwards, which a gradient of the output begins, are below 0."""
+"""Codes of actions; those of backwards that need a gradient of the output are below 0."""
 
 _MOST_CODE: Final = 2**62
 
 _NUM_ROUNDS = 3
-"""Rounds of p micro-batches behind which a schedule that alternates forwards and backwards repeats itself."""
+"""Rounds of p micro-batches after which a schedule that alternates forwards and backwards repeats itself."""
 
 
 @dataclass(frozen=True)
 class InFlightCounts:
-    """What a rank holds at one moment, in micro-batches of each of its stages, in their order.
+    """Micro-batches that a rank holds at one moment, of each of its stages in their order.
 
     Attributes:
         whole: between forward and backward.
@@ -57,11 +57,11 @@ class InFlightCounts:
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """All that stages keep."""
+        """Return all that stages keep, `whole` first."""
         return self.whole + self.deferred
 
     def covers(self, other: InFlightCounts) -> bool:
-        """Whether it keeps no less of any stage."""
+        """Say whether it keeps no less of any stage than `other`."""
         return all(map(ge, self.counts, other.counts))
 
 
@@ -70,8 +70,8 @@ class InFlight:
     """The moments at which a rank holds most; none covers another of its kind.
 
     Attributes:
-        backwards: of each of its stages, as a backward of it begins.
-        between: at the ends of forwards, and of backwards that leave gradients of weights for later, that hold more.
+        backwards: for each of its stages, the moments as a backward of it begins.
+        between: moments at the ends of forwards, and of backwards that defer gradients of weights, that hold more.
     """
 
     backwards: tuple[tuple[InFlightCounts, ...], ...]
@@ -82,16 +82,16 @@ class InFlight:
         return hash((self.backwards, self.between))
 
     def __hash__(self) -> int:
-        return self._hash  # flights are looked up much more often than they are made
+        return self._hash  # these are looked up much more often than they are made
 
     @property
     def moments(self) -> tuple[InFlightCounts, ...]:
-        """All of them."""
+        """Return all moments."""
         return (*(held for moments in self.backwards for held in moments), *self.between)
 
 
 class _Row(NamedTuple):
-    """Which rank of which schedule."""
+    """A rank of a schedule."""
 
     recipe_name: str
     num_ranks: int
@@ -101,7 +101,7 @@ class _Row(NamedTuple):
 
 
 class InFlightTable:
-    """The flights of schedules; keeps those that it was asked for."""
+    """The in-flight counts of schedules; it keeps those that were asked for."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[_Row, int | None], InFlight] = {}
@@ -118,10 +118,15 @@ class InFlightTable:
         rank: int,
         most_sent: int | None = None,
     ) -> InFlight:
-        """Of one rank; flights that are equal are one.
+        """Count what one rank holds; equal counts are one object.
 
         Args:
-            most_sent: of gradients that have gone, more are not counted.
+            recipe_name: as `pipeline.schedule`.
+            num_ranks: of the pipeline.
+            virtual_stages: stages a rank.
+            num_micro_batches: of a step, on each data rank.
+            rank: the rank in the pipeline.
+            most_sent: gradients that have gone are counted up to this number; None counts all.
 
         Raises:
             ConfigError: no such schedule.
@@ -157,11 +162,20 @@ class InFlightTable:
     def reductions(
         self, recipe_name: str, num_ranks: int, virtual_stages: int, num_micro_batches: int, *, rank: int
     ) -> tuple[tuple[int, bool], ...]:
-        """In which order a rank's stages get gradients and are reduced, where each micro-batch is by itself.
+        """Return the order in which a rank's stages get gradients and are reduced, where each micro-batch is reduced
+        separately.
+
+        Args:
+            recipe_name: as `pipeline.schedule`.
+            num_ranks: of the pipeline.
+            virtual_stages: stages a rank.
+            num_micro_batches: of a step, on each data rank.
+            rank: the rank in the pipeline.
 
         Returns:
-            The stage's number among those of the rank, the last one first, and whether it is reduced. Of what repeats
-            itself, and of micro-batches behind those that fill the pipeline, some are left out.
+            The stage's number among those of the rank, the last one first, and whether it is reduced. Some of what
+                repeats
+            itself, and some micro-batches after those that fill the pipeline, are left out.
         """
         placement = placement_of(recipe_name, num_ranks, virtual_stages)
         if placement.stages_per_rank == 1 and not recipe_of(recipe_name).splits_backward:
@@ -187,7 +201,7 @@ def _reductions(row: Sequence[tuple[ActionKind, int, int]], stages: Sequence[int
 
 
 def _as_telling(num_ranks: int, num_micro_batches: int) -> int:
-    """The fewest micro-batches of which a rank holds as many, with rounds as long as `interleaved_rounds` has them."""
+    """Return the fewest micro-batches with equal counts, with rounds as long as those of `interleaved_rounds`."""
     num_rounds, left = divmod(num_micro_batches, num_ranks)
     if num_rounds <= _NUM_ROUNDS:
         return num_micro_batches
@@ -200,7 +214,7 @@ def _at_most(number: int, most: int | None) -> int:
 
 
 def _with_rounds(flight: InFlight, num_more: int) -> InFlight:
-    """A flight with the gradients that were sent in rounds that were left out."""
+    """Add the gradients that were sent in rounds that were left out."""
     if not num_more:
         return flight
 
@@ -211,12 +225,18 @@ def _with_rounds(flight: InFlight, num_more: int) -> InFlight:
 
 
 def is_remote(placement: StagePlacement, stage: int, neighbour: int) -> bool:
-    """Whether there is a neighbour of a stage, and on another rank."""
+    """Say whether a stage's neighbour exists and is on another rank.
+
+    Args:
+        placement: which rank has which stages.
+        stage: the stage's index.
+        neighbour: the index of the stage before or after it; it may be out of range.
+    """
     return 0 <= neighbour < placement.num_stages and placement.rank_of(stage) != placement.rank_of(neighbour)
 
 
 def _num_inlets(placement: StagePlacement, rank: int) -> int:
-    """Stages of a rank that are given what another rank has computed."""
+    """Count the stages of a rank that get what another rank has computed."""
     return sum(is_remote(placement, stage, stage - 1) for stage in placement.stages_of(rank))
 
 
@@ -231,7 +251,7 @@ def _flight(
 
 @dataclass(frozen=True)
 class _Moments:
-    """What is held as each backward begins, and at the ends of forwards and of backwards of the input.
+    """Counts as each backward begins, and at the ends of forwards and of backwards of the input.
 
     Attributes:
         backward: the index of the stage whose backward begins, or -1; [moments]
@@ -252,7 +272,7 @@ class _Moments:
         stages: Sequence[int],
         most_sent: int | None,
     ) -> _Moments:
-        """Of a rank's computations."""
+        """Count along a rank's computations."""
         index_of = {stage: index for index, stage in enumerate(stages)}
         kinds = np.array([_CODES[kind] for kind, _, _ in row])
         where = np.array([index_of[stage] for _, stage, _ in row])
@@ -284,11 +304,13 @@ class _Moments:
 
     @property
     def num_stages(self) -> int:
-        """Of the rank."""
+        """Return the number of the rank's stages."""
         return self.counts.shape[1] // 2
 
     def highest(self, chosen: NDArray[np.bool_], known: Sequence[InFlightCounts] = ()) -> tuple[InFlightCounts, ...]:
-        """Of some moments those that keep no less than others or known ones, with most on its way."""
+        """Return the chosen moments that neither others nor known ones cover; of equal counts, the one with most
+        arrived and sent.
+        """
         _, first, same = np.unique(_codes(self.counts[chosen]), return_index=True, return_inverse=True)
         counts = self.counts[chosen][first]
         num_arrived, num_sent = self.num_arrived[chosen], self.num_sent[chosen]
@@ -309,7 +331,7 @@ class _Moments:
 
 
 def _codes(counts: _Numbers) -> _Numbers:
-    """One number for each row of counts, the same for equal rows alone; [rows, counts] -> [rows]."""
+    """Give each row of counts one number, the same for equal rows alone; [rows, counts] -> [rows]."""
     codes = np.zeros(len(counts), np.int64)
     most = 0
     for column in counts.T:

@@ -1,8 +1,8 @@
-"""What is to be priced: a job (model, batch, cluster), one way to split it, and how the code that runs it works.
+"""Describe what is to be priced: a job, one way to split it, and how the code that runs it works.
 
-    Job        the model's shape, tokens of a sequence, samples of a step, the cluster
-    Strategy   how that is split over ranks, memories and time; what a config says in its sections
-    Practice   facts about the code that runs it; `SHARDWISE` are ours, published runs used other code
+    PlanJob          the model's shape, tokens of a sequence, samples of a step, the cluster
+    Strategy         how that is split over ranks, memories and time; what a config says in its sections
+    FrameworkTraits  facts about the code that runs it; `SHARDWISE` are ours, published runs used other code
 
 >>> Strategy(tp=2, pp=2, dp_shard=4, micro_size=1, num_micro_batches=8).num_ranks
 16
@@ -25,15 +25,15 @@ MatmulDtype = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4"]
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """How a job is split: each field as the config's key of that section, or as said here.
+    """A way to split a job; each field is the config's key of that section, or as described here.
 
     Attributes:
         pp, dp_replicate, dp_shard, cp, tp: ranks along each axis of the mesh; `ep` splits experts over ranks of the
             data axes, and adds none.
         num_micro_batches: of a step, on each data rank (`batch.accumulation`).
         stage_layers: blocks of each stage, in order, where the cut is not the planner's own.
-        param, reduce, accumulate: as in the `precision` section.
-        matmul: of the matrix products, where that is less than `param`, as in fp8 training.
+        param, reduce, accumulate: dtypes, as in the `precision` section.
+        matmul: dtype of the matrix products, where it is narrower than `param`, as in fp8 training.
     """
 
     pp: int = 1
@@ -69,22 +69,22 @@ class Strategy:
 
     @property
     def num_data_ranks(self) -> int:
-        """Ranks that take different samples."""
+        """Return the number of ranks that take different samples."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def num_ranks(self) -> int:
-        """Of the whole job."""
+        """Return the number of ranks of the whole job."""
         return self.pp * self.num_data_ranks * self.cp * self.tp
 
     @property
     def product_dtype(self) -> MatmulDtype:
-        """Of the matrix products."""
+        """Return the dtype of the matrix products."""
         return self.matmul or self.param
 
     @property
     def global_batch(self) -> int:
-        """Samples of a step."""
+        """Return the samples of a step."""
         return self.num_data_ranks * self.micro_size * self.num_micro_batches
 
 
@@ -94,14 +94,14 @@ class FrameworkTraits:
 
     Attributes:
         attention: what the kernel saves.
-        logits_bytes: that each logit takes at the peak of the loss, all copies together; 0 where they never exist
+        logits_bytes: bytes that each logit takes at the peak of the loss, all copies together; 0 where they never exist
             whole, None where they and their gradient do in the parameters' dtype, as in our loss.
-        cached_logits_share: of these bytes, those of copies that are gone by then and smaller than all that comes after
+        cached_logits_share: share of these bytes in copies that are freed by then and smaller than all that comes after
             them, so that the allocator holds them unused.
         splits_logits: whether each tp rank has its part of the vocabulary's logits alone.
         optimizer_shards: ranks over which the optimizer's states are sharded, where that is not the shard group.
-        unsharded_grad_bytes: a parameter, kept whole on every rank besides what the stage says.
-        reduces_once: whether they, being whole, are reduced after the last micro-batch alone, whatever the stage.
+        unsharded_grad_bytes: bytes a parameter of gradients kept whole on every rank, beyond what the stage says.
+        reduces_once: whether these whole gradients are reduced after the last micro-batch alone, whatever the stage.
         is_compiled: whether element-wise kernels are fused.
         is_graphed: whether kernels are launched as one graph.
         overlaps_data: whether gradients are reduced and parameters gathered while others compute.
@@ -115,19 +115,20 @@ class FrameworkTraits:
         has_tuned_attention: whether the attention kernel uses what came with Hopper, as FlashAttention-3 does.
         has_first_flash: whether it is the first FlashAttention.
         trains_all: whether all weights have gradients; False where adapters alone are trained.
-        selective: what selective recomputation leaves: the outputs of matrix products and attention, those of every
+        selective: what selective recomputation keeps: the outputs of matrix products and attention, those of every
             other product and attention, or all but the scores of attention.
         fuses_gate: whether the activated gate is made again from the gate, not kept.
-        reduces_in_place: whether gradients of weights are added where they rest, and travel so where they rest whole,
-            through no other buffer.
-        frees_outputs: whether what a stage has sent on is let go, though its backward is still to come.
-        widens_grads: whether the step widens gradients that rest narrower than the master; not where its kernel reads
-            them as they are.
-        params_share: of the bytes of parameters in their dtype, that they rest in.
-        optimizer_share: of the bytes of the optimizer's states, the master among them, that they rest in.
+        reduces_in_place: whether gradients of weights are added where they are stored, and, where they are stored
+            whole,
+            are sent from there, through no other buffer.
+        frees_outputs: whether what a stage has sent on is freed, though its backward is still to come.
+        widens_grads: whether the step widens gradients that are stored narrower than the master; not where its kernel
+            reads them as they are.
+        params_share: share of the bytes of parameters in their dtype that is really stored.
+        optimizer_share: share of the bytes of the optimizer's states, the master among them, that is really stored.
         is_own: whether it is this library's: its loss, where `logits_bytes` is None, its pool of buffers, its tables of
             angles for each micro-batch, its first block that splits sequences.
-        cuts_evenly: whether stages have as many blocks each; otherwise they are cut by cost, as ours are.
+        cuts_evenly: whether all stages have the same number of blocks; otherwise they are cut by cost, as ours are.
     """
 
     attention: Attention = "flash"
@@ -165,13 +166,13 @@ SHARDWISE: Final = FrameworkTraits()
 
 @dataclass(frozen=True, kw_only=True)
 class PlanJob:
-    """What is to be trained, where.
+    """A model to be trained, its batch and its cluster.
 
     Attributes:
         seq_len: tokens of a sequence.
         global_batch: sequences of an optimizer step.
-        practice: of the code that trains it.
-        optimizer: by name, which says what states it keeps.
+        traits: facts about the code that trains it.
+        optimizer: its name, which says what states it keeps.
     """
 
     shape: ModelShape
@@ -183,5 +184,5 @@ class PlanJob:
 
     @property
     def tokens(self) -> int:
-        """Of an optimizer step, all ranks together."""
+        """Return the tokens of an optimizer step, all ranks together."""
         return self.global_batch * self.seq_len

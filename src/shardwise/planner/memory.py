@@ -1,8 +1,8 @@
-"""Memory of each pipeline rank, by category, at the highest moment of a step.
+"""Estimate the memory of each pipeline rank, by category, at the highest moment of a step.
 
-What rests follows from the folded Layout, to the byte. On top of it come, moment by moment, what blocks keep of the
-micro-batches that the schedule has in flight, what a backward makes, logits, parameters that are gathered and gradients
-on their way; the peak is the highest of these moments, not the sum of the highest of each part.
+What is stored all the time follows from the folded Layout, to the byte. On top of it come, moment by moment, what
+blocks keep of the micro-batches that the schedule has in flight, what a backward makes, logits, parameters that are
+gathered and gradients that are sent; the peak is the highest of these moments, not the sum of the highest of each part.
 
 >>> from shardwise.models.presets import preset
 >>> from shardwise.planner.hardware import Cluster, GpuSpec
@@ -45,20 +45,21 @@ from shardwise.planner.stages import StageLayouts
 from shardwise.runtime.precision import SCRATCH_NUMEL
 
 CONTEXT_BYTES: Final = 1.0 * 2**30
-"""Of a process's context on a GPU with its kernels: 0.5 to 2 GiB (stas00/ml-engineering, training/performance)."""
+"""Bytes of a process's context on a GPU with its kernels: 0.5 to 2 GiB (stas00/ml-engineering,
+training/performance)."""
 
 COMMUNICATOR_BYTES: Final = 688 * 2**20
-"""Of the channels' buffers of one communicator of NCCL, as measured on A100s (github.com/NVIDIA/nccl, issue 964)."""
+"""Bytes of the channels' buffers of one NCCL communicator, as measured on A100s (github.com/NVIDIA/nccl, issue 964)."""
 
 UNUSED_SHARE: Final = 0.04
-"""Of what comes and goes, that the allocator holds and cannot use at the peak."""
+"""Share of what comes and goes that the allocator holds and cannot use at the peak."""
 
 NUM_INPUTS_ON_DEVICE: Final = 3
-"""Inputs of recomputed blocks that are on the device where the others are on the host."""
+"""How many inputs of recomputed blocks stay on the device where the others are on the host."""
 
 NUM_ON_THE_WAY: Final = 4
-"""Tensors between stages beside those in use, in code that is not ours: one that is received for the next computation
-and one that is sent, of each direction."""
+"""How many tensors between stages exist besides those in use, in code that is not ours: one that is received for the
+next computation and one that is sent, in each direction."""
 
 
 @dataclass(frozen=True)
@@ -66,16 +67,16 @@ class StageBytes:
     """Bytes of one micro-batch in a stage.
 
     Attributes:
-        whole: that it keeps between forward and backward, the head and what was sent on included.
-        blocks: of that, what its first blocks keep, by their number.
-        again: that recomputation adds in the backward of each block.
-        deferred: that it keeps for the gradients of the weights alone.
-        head_deferred: of that, the head's.
-        sent: of its output, which is let go of when its gradient has come.
-        taken: of that gradient, which autograd holds to the end of the backward.
-        inlet, outlet: of what it is given by the stage before, and gives the next.
-        has_experts: its last block.
-        has_norm, has_head: the last norm, the head.
+        whole: kept between forward and backward, the head and what was sent on included.
+        blocks: the part of that which the first blocks keep, by their number.
+        again: what recomputation adds in the backward of each block.
+        deferred: kept for the gradients of the weights alone.
+        head_deferred: the head's part of that.
+        sent: the output, which is freed when its gradient has come.
+        taken: that gradient, which autograd holds to the end of the backward.
+        inlet, outlet: what the stage before gives it, and what it gives the next.
+        has_experts: whether its last block has experts.
+        has_norm, has_head: whether it has the last norm, the head.
     """
 
     whole: float
@@ -93,12 +94,12 @@ class StageBytes:
 
     @property
     def num_blocks(self) -> int:
-        """That it has."""
+        """Return the number of its blocks."""
         return len(self.again)
 
 
 class MemoryModel:
-    """Memory of a job's strategies; keeps what several of them share."""
+    """Memory estimates of a job's strategies; it keeps what several of them share."""
 
     def __init__(self, job: PlanJob, compact: CompactLayout | None = None) -> None:
         self.job = job
@@ -109,11 +110,11 @@ class MemoryModel:
         self._buffer_table = BufferTable(job)
 
     def estimate(self, strategy: Strategy, *, too_much_bytes: float = math.inf) -> MemoryEstimate:
-        """Of one rank at each place of the pipeline.
+        """Estimate one rank at each place of the pipeline.
 
         Args:
-            strategy: of the job.
-            too_much_bytes: of a device; no further ranks are looked at behind the first that holds more.
+            strategy: how the job is split.
+            too_much_bytes: no further ranks are estimated after the first that holds more on its device.
         """
         stages = self.compact.stages.of(strategy)
         last = stages.placement.num_ranks - 1
@@ -155,12 +156,12 @@ class MemoryModel:
         )
 
     def _extra_grads(self, strategy: Strategy, rank: int) -> float:
-        """Gradients that other code keeps whole besides."""
+        """Return the bytes of gradients that other code keeps whole besides."""
         each = self.job.traits.unsharded_grad_bytes
         return each * self.compact.rank(strategy, rank).numel if each else 0.0
 
     def _of_device(self, strategy: Strategy, peak: Mapping[str, float]) -> dict[str, float]:
-        """What the device and its allocator hold beyond tensors."""
+        """Return what the device and its allocator hold beyond tensors."""
         if self.job.cluster.gpu.is_cpu:
             return {"overhead": 0.0, "rounding": 0.0}
         axes = (strategy.tp, strategy.cp, strategy.pp, strategy.num_data_ranks)
@@ -171,7 +172,7 @@ class MemoryModel:
         return {"overhead": overhead, "rounding": UNUSED_SHARE * moving}
 
     def _moments(self, strategy: Strategy, stages: StageLayouts, rank: int) -> Iterator[dict[str, float]]:
-        """What comes and goes, at each moment that may be the highest."""
+        """Yield the bytes of what comes and goes, at each moment that may be the highest."""
         s = strategy
         held = stages.placement.stages_of(rank)
         each = [self._stage(s, stages, stage) for stage in held]
@@ -221,7 +222,7 @@ class MemoryModel:
         yield {"workspace": self._step_bytes(s, rank) + tied, "buckets": buffers[0].stepping}
 
     def _own(self, strategy: Strategy, stage: StageBytes, moment: InFlightCounts, index: int) -> float:
-        """What a stage has let go of when it is reduced: what it holds of one micro-batch, or of a whole batch."""
+        """Return what a stage has freed when it is reduced: what it holds of one micro-batch, or of a whole batch."""
         if strategy.gather == "micro-batch":
             return stage.whole
         return moment.whole[index] * stage.whole + moment.deferred[index] * stage.deferred
@@ -236,9 +237,10 @@ class MemoryModel:
         has_table: bool,
         again: float,
     ) -> Iterator[dict[str, float]]:
-        """The moments of the backward of a stage, before which a rank keeps `base`.
+        """Yield the moments of the backward of a stage, before which a rank keeps `base`.
 
-        With `again` added, where gradients of other micro-batches wait in buckets; minus infinity where none ever do.
+        `again` is added to it where gradients of other micro-batches wait in buckets; it is minus infinity where none
+        do.
         """
         s = strategy
         block, head = self._block(s, has_experts=stage.has_experts), self._head(s)
@@ -288,7 +290,7 @@ class MemoryModel:
         buffers: Buffers,
         again: float,
     ) -> Iterator[dict[str, float]]:
-        """The moments of the backward of a stage's blocks, beside which a rank has `left`."""
+        """Yield the moments of the backward of a stage's blocks, where a rank also keeps `left`."""
         s, block = strategy, self._block(strategy, has_experts=stage.has_experts)
         num_blocks, blocks = stage.num_blocks, stage.blocks
         behind = self._reduces_after(s)
@@ -310,11 +312,11 @@ class MemoryModel:
             }
 
     def _reduces_after(self, strategy: Strategy) -> bool:
-        """Whether a stage is reduced when its backward is over."""
+        """Say whether a stage is reduced when its backward is over."""
         return strategy.pp > 1 and self.job.traits.is_own
 
     def _widened_bytes(self, strategy: Strategy, head: HeadBytes) -> float:
-        """In which a CPU widens a gradient of a table that it adds to those of other micro-batches."""
+        """Return the bytes in which a CPU widens a table's gradient to add it to those of other micro-batches."""
         s, size = strategy, DTYPE_BYTES[strategy.param]
         is_reduced_each = s.zero_stage >= 2 if s.pp == 1 else s.zero_stage == 3 and s.gather == "micro-batch"
         is_added = s.num_micro_batches > 1 and not is_reduced_each and s.accumulate == "fp32" and size < FP32_BYTES
@@ -323,7 +325,7 @@ class MemoryModel:
         return FP32_BYTES * min(SCRATCH_NUMEL, head.weight / size)
 
     def _gathered(self, strategy: Strategy, folds: RankLayerCounts, num_stages: int) -> list[GatheredUnits]:
-        """Of each stage of a rank, while it computes."""
+        """Return what is unsharded for each stage of a rank, while it computes."""
         first = GatheredUnits.of(strategy, folds)
         if first.is_whole or not first.param_bytes:
             return [first] * num_stages
@@ -333,7 +335,7 @@ class MemoryModel:
         return [replace(one, block=int(one.block * self._largest_share())) for one in each]
 
     def _buffers(self, strategy: Strategy, rank: int) -> list[Buffers]:
-        """Of each stage of a rank of the pipeline, in their order; one of those that hold the same."""
+        """Return the buffers of each stage of a pipeline rank, in their order."""
         s, traits = strategy, self.job.traits
         whole_bytes = 0.0
         if s.tp > 1 and self.job.cluster.gpu.is_cpu:
@@ -347,7 +349,7 @@ class MemoryModel:
         return self._buffer_table.of(s, folds, sums, reductions, share, again)[::-1]
 
     def _largest_weight(self, strategy: Strategy, stage: StageBytes) -> float:
-        """Bytes of the gradient of a stage's largest weight, on its way to where it rests."""
+        """Return the bytes of the gradient of a stage's largest weight, before it is added to where it is stored."""
         s, shape = strategy, self.job.shape
         if self.job.traits.reduces_in_place:
             return 0.0
@@ -355,14 +357,16 @@ class MemoryModel:
         return max(of_block, self._head(s).weight if stage.head_deferred else 0.0)
 
     def _largest_share(self) -> float:
-        """Of a dense block's elements, that of its largest weight."""
+        """Return the share of a dense block's elements that its largest weight has."""
         shape = self.job.shape
         num_matrices = 3 if shape.ffn == "gated" else 2
         attention = 2 * shape.head_dim * (shape.num_heads + shape.num_kv_heads)
         return shape.ffn_size / (attention + num_matrices * shape.ffn_size)
 
     def _step_bytes(self, strategy: Strategy, rank: int) -> float:
-        """What the step widens: gradients that rest narrower than the master, of this rank's slice."""
+        """Return the bytes of this rank's gradients that the step widens, where they are stored narrower than the
+        master.
+        """
         s = strategy
         if not self.job.traits.trains_all or not self.job.traits.widens_grads:
             return 0.0
@@ -380,7 +384,7 @@ class MemoryModel:
         return max(0, num_inputs) * _input_bytes(strategy, block)
 
     def _flight(self, strategy: Strategy, rank: int) -> InFlight:
-        """The moments of a rank's schedule at which it holds most."""
+        """Return the moments of a rank's schedule at which it holds most."""
         s = strategy
         if s.pp == 1:
             return InFlight(((InFlightCounts((1,), (0,)),),))
@@ -389,7 +393,7 @@ class MemoryModel:
         return self._flights.of(s.schedule, s.pp, s.virtual_stages, s.num_micro_batches, rank=rank, most_sent=most_sent)
 
     def _stage(self, strategy: Strategy, stages: StageLayouts, stage: int) -> StageBytes:
-        """What one stage keeps of one micro-batch."""
+        """Count what one stage keeps of one micro-batch."""
         s, head = strategy, self._head(strategy)
         stream = self._block(s, has_experts=False).stream
         inlet, outlet = self._passing(s, stages, stage), self._passing(s, stages, stage + 1)
@@ -435,7 +439,9 @@ class MemoryModel:
         )
 
     def _passing(self, strategy: Strategy, stages: StageLayouts, stage: int) -> float:
-        """Bytes of what a stage is given by the one before: before the blocks and behind the norm whole sequences."""
+        """Return the bytes that a stage gets from the one before; before the blocks and after the norm, sequences are
+        whole.
+        """
         s, stream = strategy, self._block(strategy, has_experts=False).stream
         is_whole = stage > stages.norm_stage or stages.starts[stage] == 0
         return stream * s.tp if is_whole and s.sequence_parallel and self.job.traits.is_own else stream
@@ -468,13 +474,15 @@ class MemoryModel:
 
 
 def _telling(num_blocks: int, num_first: int, *, is_last: bool) -> list[int]:
-    """How many blocks are behind the ones whose backward may be the highest: the first, and perhaps the last."""
+    """List how many blocks are done before those whose backward may be the highest: the first, and perhaps the last."""
     found = list(range(min(num_blocks, num_first)))
     return [*found, num_blocks - 1] if is_last and num_blocks > num_first else found
 
 
 def _sent_bytes(moment: InFlightCounts, inlets: Sequence[float], num_micro_batches: int) -> float:
-    """Of gradients that have gone: none of micro-batches that their stage still holds; else of the largest."""
+    """Return the bytes of gradients that have gone, the largest first; none of micro-batches that their stage still
+    holds.
+    """
     largest = max(inlets)
     if inlets.count(largest) + inlets.count(0.0) >= len(
         inlets
@@ -488,15 +496,18 @@ def _sent_bytes(moment: InFlightCounts, inlets: Sequence[float], num_micro_batch
 
 
 def _with_again(first: float, filled: float, again: float) -> tuple[tuple[float, float], ...]:
-    """Buckets before a first gradient, and where others wait in them; with what is to be added to what is kept."""
+    """Pair buckets with what is added to what is kept: before a first gradient, and where others wait in the buckets.
+    """
     return ((0.0, first),) if again == -math.inf else ((0.0, first), (again, filled))
 
 
 def _at(by_done: tuple[float, ...], done: int) -> float:
-    """Of values by blocks that are done, of which the last is that of all further ones."""
+    """Return the value for `done` finished blocks; the last value holds for all further ones."""
     return by_done[min(done, len(by_done) - 1)]
 
 
 def _input_bytes(strategy: Strategy, block: BlockBytes) -> float:
-    """Of a recomputed block, what alone is moved away; under selective recomputation it keeps more than that."""
+    """Return the bytes of a recomputed block that are moved away: its input; selective recomputation keeps more than
+    that.
+    """
     return block.kept if strategy.recompute == "full" else block.stream
