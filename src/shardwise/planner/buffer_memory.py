@@ -354,8 +354,7 @@ class _Walk:
             self.touch(self._backward_bytes)
 
     def bucket(self, numel: int) -> Tensor | None:
-        """Take the bucket that a backward puts gradients in, where they are stored as shards; None where it needs none.
-        """
+        """Take the bucket for a backward's gradients where they are stored as shards; None where it needs none."""
         return self._take(numel, self._rules.bucket_bytes) if self._rules.is_sharded and numel else None
 
     def reduce(self, numel: int, bucket: Tensor | None, group: int) -> None:

@@ -93,8 +93,7 @@ class Corrections:
 
 
 def _point(measured: BlockTime | HeadTime, priced: PassTimes, tokens: int, width: float) -> Point:
-    """Return coordinates (tokens, side of a square of as many weights) and measured over priced seconds of each pass.
-    """
+    """Return (tokens, side of a square of as many weights), and measured over priced seconds of each pass."""
     return (tokens, width**0.5), (measured.forward_s / priced.forward_s, measured.backward_s / priced.backward_s)
 
 

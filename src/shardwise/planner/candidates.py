@@ -68,8 +68,7 @@ class ParallelismCandidate(NamedTuple):
 
     @property
     def inner(self) -> tuple[Any, ...]:
-        """Return the fields that decide how long a rank computes and communicates inside blocks, whatever the stages.
-        """
+        """Return the fields that decide how long a rank computes and communicates inside blocks."""
         split = (self.cp, self.tp, self.sequence_parallel, self.transport, self.heads_over)
         return *split, self.micro_size, self.recompute, self.recompute_every
 
@@ -290,8 +289,7 @@ def _exchanges(job: PlanJob, tp: int, size: int) -> bool:
 
 
 def _sequence_parallel(job: PlanJob, space: SearchSpace, tp: int, cp: int) -> bool | None:
-    """Return True wherever it is possible, as it saves memory at equal bytes on the wire; None where a pin forbids all.
-    """
+    """Return True wherever possible, as it saves memory at equal bytes on the wire; None where pins forbid all."""
     can_be = tp > 1 and job.seq_len % (tp * cp) == 0
     wanted = can_be if space.allows("sequence_parallel", can_be) else not can_be
     return wanted if space.allows("sequence_parallel", wanted) and (can_be or not wanted) else None

@@ -391,8 +391,7 @@ class ComputeTimeModel:
 
 
 def ceiling_flops_per_s(job: PlanJob, dtype: str) -> float:
-    """Return the rate of the best measured product of that dtype, or the share of the peak that another dtype reached.
-    """
+    """Return the rate of the best measured product of that dtype, or the share of the peak that another reached."""
     gpu = job.cluster.gpu
     if dtype in gpu.ceiling_flops_per_s:
         return gpu.ceiling_flops_per_s[dtype]

@@ -496,8 +496,7 @@ def _sent_bytes(moment: InFlightCounts, inlets: Sequence[float], num_micro_batch
 
 
 def _with_again(first: float, filled: float, again: float) -> tuple[tuple[float, float], ...]:
-    """Pair buckets with what is added to what is kept: before a first gradient, and where others wait in the buckets.
-    """
+    """Pair what is added to what is kept with the buckets: before a first gradient, and where others wait in them."""
     return ((0.0, first),) if again == -math.inf else ((0.0, first), (again, filled))
 
 

@@ -1,4 +1,4 @@
-"""Whether what ranks hold fits into the memories of a cluster."""
+"""Check whether what ranks hold fits into the memories of a cluster."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ USUAL_MARGIN: Final = 0.06
 
 @dataclass(frozen=True)
 class Shortfall:
-    """What a memory lacks.
+    """The bytes that a memory lacks.
 
     Attributes:
         tier: which memory.
         missing_bytes: of a device, or of a node's other memory.
-        pipeline_rank: of the rank that lacks most.
+        pipeline_rank: the rank that lacks most.
     """
 
     tier: Tier
@@ -29,29 +29,41 @@ class Shortfall:
 
 
 def usable_bytes(cluster: Cluster, margin_share: float) -> float:
-    """Of a device, with a share of it left free."""
+    """Return the bytes of a device's memory, without the share `margin_share` that stays free."""
     return cluster.gpu.memory_bytes * (1 - margin_share)
 
 
 def held_on_node(memory: MemoryEstimate, cluster: Cluster, tier: Tier) -> float:
-    """Bytes of host memory or disks that the ranks of a node take, all as much as the one that takes most."""
+    """Return the bytes of a tier that the ranks of a node hold, if all hold as much as the fullest.
+
+    Args:
+        memory: of the ranks.
+        cluster: its nodes' ranks share host memory and disks.
+        tier: `host` or `nvme`.
+    """
     return max(rank.elsewhere.get(tier, 0.0) for rank in memory.ranks) * cluster.gpus_per_node
 
 
 def missing_on_node(memory: MemoryEstimate, cluster: Cluster, margin_share: float) -> float:
-    """Bytes that all memories of a node lack together: how far a strategy is from fitting."""
+    """Return the bytes that all memories of a node lack together: how far a strategy is from fitting.
+
+    Args:
+        memory: of the ranks.
+        cluster: its nodes' ranks share host memory and disks.
+        margin_share: share of a device's memory that is to stay free.
+    """
     device = max(0.0, memory.worst.peak_bytes - usable_bytes(cluster, margin_share)) * cluster.gpus_per_node
     host = max(0.0, held_on_node(memory, cluster, "host") - cluster.host.memory_bytes)
     return device + host + max(0.0, held_on_node(memory, cluster, "nvme") - cluster.host.nvme_bytes)
 
 
 def shortfall(memory: MemoryEstimate, cluster: Cluster, margin_share: float) -> Shortfall | None:
-    """What is missing, of the device first; None where all fits.
+    """Return what is missing, of the device first; None where all fits.
 
     Args:
         memory: of the ranks.
-        cluster: whose nodes share host memory and disks.
-        margin_share: of a device's memory that is to stay free.
+        cluster: its nodes' ranks share host memory and disks.
+        margin_share: share of a device's memory that is to stay free.
     """
     worst = memory.worst
     missing = worst.peak_bytes - usable_bytes(cluster, margin_share)

@@ -1,7 +1,8 @@
-"""What a model's states need, by ZeRO stage, of each device and each host: from the Layout that a run would have.
+"""Estimate what a model's states need on each device and host, by ZeRO stage, from the Layout that a run would have.
 
     import shardwise
-    print(*shardwise.estimate_model_states(7_500_000_000, num_gpus=64), sep="\n")
+    print(*shardwise.estimate_model_states(7_500_000_000, num_gpus=64), sep="
+")
 
 >>> for each in estimate_model_states(7_500_000_000, num_gpus=64, config={"precision": {"accumulate": "param"}}):
 ...     print(each.stage, round(each.device_bytes / 1e9, 1))
@@ -30,14 +31,14 @@ from shardwise.planner.hardware import GIB
 
 @dataclass(frozen=True, kw_only=True)
 class ModelStates:
-    """What parameters, gradients and the optimizer's states need while nothing is computed.
+    """Memory of parameters, gradients and the optimizer's states while nothing is computed.
 
     Attributes:
-        stage: of ZeRO.
+        stage: the ZeRO stage.
         by_tier: bytes that one rank holds, by memory and role.
-        unsharded_bytes: more on the device while the largest block is computed: its parameters gathered, where they
-            rest as shards, and its gradients whole, where those do.
-        ranks_per_host: that share a host's memory.
+        unsharded_bytes: further bytes on the device while the largest block is computed: its parameters gathered, where
+            they are stored as shards, and its gradients whole, where these are.
+        ranks_per_host: ranks that share a host's memory.
     """
 
     stage: int
@@ -47,17 +48,17 @@ class ModelStates:
 
     @property
     def device_bytes(self) -> int:
-        """Of each device."""
+        """Return the bytes on each device."""
         return sum(self.by_tier.get("device", {}).values())
 
     @property
     def host_bytes(self) -> int:
-        """Of each host, for all its ranks."""
+        """Return the bytes on each host, for all its ranks."""
         return self.ranks_per_host * sum(self.by_tier.get("host", {}).values())
 
     @property
     def nvme_bytes(self) -> int:
-        """Of each host's disks, for all its ranks."""
+        """Return the bytes on each host's disks, for all its ranks."""
         return self.ranks_per_host * sum(self.by_tier.get("nvme", {}).values())
 
     def __str__(self) -> str:
@@ -80,12 +81,13 @@ def estimate_model_states(
     config: Mapping[str, Any] | None = None,
     largest_block: int | None = None,
 ) -> tuple[ModelStates, ...]:
-    """What the states of a model need in each stage, data-parallel over `num_gpus`.
+    """Estimate what the states of a model need in each ZeRO stage, data-parallel over `num_gpus`.
 
     Args:
         model: a module, on meta too; or the number of its parameters.
-        gpus_per_node: that share a host's memory; all of them where there are fewer.
-        stages: of ZeRO.
+        num_gpus: data-parallel ranks.
+        gpus_per_node: devices that share a host's memory; all of them where there are fewer.
+        stages: the ZeRO stages to estimate.
         config: sections and keys as in a config file, such as `{"tiers": {"optimizer": "host"}}`; parameters are bf16,
             gradients fp32 and the optimizer AdamW where it says nothing else.
         largest_block: parameters of the largest block, where `model` is a number.
@@ -115,7 +117,9 @@ def estimate_model_states(
 
 
 def table_of(estimates: Sequence[tuple[str, ModelStates]]) -> str:
-    """Lines of text: a label each, GiB of a device, of it with the largest block, of a host and its disks."""
+    """Write a table of GiB: of a device, of it with the largest block, of a host and its disks, with a label on each
+    line.
+    """
     head = f"{'per GPU':>10} {'+ a block':>10} {'per host':>10} {'on disks':>10}"
     lines = [head]
     for label, each in estimates:
@@ -125,7 +129,7 @@ def table_of(estimates: Sequence[tuple[str, ModelStates]]) -> str:
 
 
 def _unsharded_bytes(layout: Layout) -> int:
-    """Of the block that needs most: gathered parameters, and gradients before they are reduced."""
+    """Return the bytes of the block that needs most: gathered parameters, and gradients before they are reduced."""
     num_times = layout.stage.unshard_for_use + layout.stage.reduce_each_backward
     blocks: Counter[str] = Counter()
     for group in layout.groups:
@@ -134,7 +138,7 @@ def _unsharded_bytes(layout: Layout) -> int:
 
 
 def _model_of(num_params: int, largest_block: int) -> nn.Module:
-    """A model of that size, on meta: the largest block, and the rest as one vector."""
+    """Build a model of that size on meta: the largest block, and all other parameters as one vector."""
     if num_params < 1:
         raise ConfigError(f"{num_params} parameters are none; give a model or the number of its parameters")
     if not 0 <= largest_block <= num_params:

@@ -1,4 +1,4 @@
-"""Strategies one step away from another: what a change of one thing does.
+"""Find strategies one step away from another, to see what a change of one thing does.
 
 >>> from shardwise.models.presets import preset
 >>> from shardwise.planner.hardware import find_gpu
@@ -27,16 +27,18 @@ from shardwise.planner.results import Estimate
 CHUNK_TOKENS: Final = 1024
 _TIERS: Final = (("host", "device", "device"), ("host", "host", "device"), ("host", "host", "host"))
 _SHARES: Final = (0.75, 0.5, 0.25)
-# In which the share of a state that stays on the device is told.
+# The share of a state that stays on the device is a multiple of one over this number.
 _NUM_STEPS: Final = 20
 _NO_SHARES: Final = MappingProxyType({"params_on_device": 0.0, "grads_on_device": 0.0, "optimizer_on_device": 0.0})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A step away from a strategy, in keys of the config, and what it leads to.
+    """A step away from a strategy, in keys of the config, and the strategy that it leads to.
 
     Attributes:
+        words: the keys and their new values.
+        price: of the changed strategy.
         missing: what does not fit; None where all does.
     """
 
@@ -46,7 +48,7 @@ class Change:
 
 
 def neighbours(job: PlanJob, strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
-    """Every strategy that the engine runs one step away, with the keys that it changes."""
+    """Yield every strategy that the engine runs one step away, with the keys that it changes."""
     seen = {strategy}
     for words, other in _changed(job, strategy):
         if other not in seen and is_legal(job, other):
@@ -55,7 +57,14 @@ def neighbours(job: PlanJob, strategy: Strategy) -> Iterator[tuple[str, Strategy
 
 
 def price_changes(job: PlanJob, strategy: Strategy, pricing: Pricing, margin_share: float) -> tuple[Change, ...]:
-    """All neighbours with their prices, those that fit first, the fastest first."""
+    """Return all neighbours with their prices, those that fit first, the fastest first.
+
+    Args:
+        job: the job.
+        strategy: the strategy to change.
+        pricing: prices the strategies of the job.
+        margin_share: share of a device's memory that is to stay free.
+    """
     found = []
     for words, other in neighbours(job, strategy):
         memory = pricing.memory.estimate(other)
@@ -92,10 +101,10 @@ def _changed(job: PlanJob, s: Strategy) -> Iterator[tuple[str, Strategy]]:
 
 
 def more_on_device(price: Estimate, usable_bytes: float) -> Iterator[Strategy]:
-    """The same with as large a share of its states on the device as may fit there, and a little less.
+    """Yield the strategy with as large a share of its states on the device as may fit, and with a little less.
 
     Args:
-        price: of a strategy whose states rest elsewhere; else there is none.
+        price: of a strategy that stores states off the device; for any other nothing is yielded.
         usable_bytes: of a device.
     """
     worst = price.memory.worst
@@ -106,7 +115,7 @@ def more_on_device(price: Estimate, usable_bytes: float) -> Iterator[Strategy]:
 
 
 def _shares(s: Strategy, of: Iterable[float]) -> Iterator[tuple[str, Strategy]]:
-    """With a share of all states that rest elsewhere kept on the device."""
+    """Yield the strategy with each share of its offloaded states kept on the device."""
     away = [state for state in ("params", "grads", "optimizer") if getattr(s, f"{state}_tier") != "device"]
     for share in of if away else ():
         words = " ".join(f"tiers.{state}_on_device={share}" for state in away)
@@ -144,7 +153,7 @@ def _meshes(s: Strategy) -> Iterator[tuple[str, Strategy]]:
 
 
 def _with_data_ranks(s: Strategy, is_half: bool) -> Strategy | None:
-    """Half or twice as many, with as many samples in all."""
+    """Halve or double the data ranks, with as many samples in all; None where that is not possible."""
     if not is_half:
         if s.num_micro_batches % 2:
             return None

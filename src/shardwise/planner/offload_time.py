@@ -1,8 +1,8 @@
-"""Time of what rests off the device: its way over PCIe, through the host's memory, to disks; and a step on the host.
+"""Price what is stored off the device: moves over PCIe, through the host's memory and to disks, and a step on the host.
 
 Devices of a node share its memory and its disks; each has its own PCIe link, both directions at once. What moves in a
-pass may hide behind what the pass computes; a step waits for all gradients, unless each group is stepped when its own
-are there.
+pass may be hidden by what the pass computes. A step waits for all gradients, unless each group is stepped as soon as it
+has its own.
 
 >>> from shardwise.models.presets import preset
 >>> from shardwise.planner.hardware import find_gpu
@@ -32,11 +32,11 @@ from shardwise.planner.hardware import CPU
 from shardwise.planner.job import PlanJob, Strategy
 
 HOST_STEP_SHARE: Final = 0.4
-"""Of the host's memory bandwidth that a vectorised optimizer's step reaches: tens of GB/s of a socket's 100 to 200 in
+"""Share of the host's memory bandwidth that a vectorised optimizer's step reaches: tens of GB/s of a socket's 100 to 200 in
 what DeepSpeed publishes of its CPU Adam (blog deepspeed-zenflow: 4 s for 7 B parameters)."""
 PLAIN_DISK_READ_BYTES_PER_S: Final = 3e9
 PLAIN_DISK_WRITE_BYTES_PER_S: Final = 1.5e9
-"""Where none are named: one NVMe disk."""
+"""Bandwidths of one NVMe disk, where none are given."""
 
 Moment = Literal["forward", "backward", "first forward", "last backward", "step"]
 
@@ -57,13 +57,13 @@ class OffloadTimes:
     """Seconds that one rank's moves take, by when they run.
 
     Attributes:
-        forward_s, backward_s: in each micro-batch's.
-        first_forward_s, last_backward_s: beyond that, in one alone.
+        forward_s, backward_s: in each micro-batch's pass.
+        first_forward_s, last_backward_s: in addition, in the first forward or the last backward alone.
         step_s: of the step where it is on the host, and of what moves in it.
-        alone_s: of the step's last group, behind which nothing is computed.
+        alone_s: of the step's last group, after which nothing is computed.
         num_micro_batches: of the step.
-        steps_in_backward: whether all but the last group's step hides behind the last backward.
-        hidden_share: of moves, at most what computing hides.
+        steps_in_backward: whether the step of all but the last group is hidden by the last backward.
+        hidden_share: the most of the moves' time that computing hides.
     """
 
     forward_s: float = 0.0
@@ -77,11 +77,11 @@ class OffloadTimes:
     hidden_share: float = HIDDEN_SHARE
 
     def exposed_s(self, forward_s: float, backward_s: float) -> float:
-        """Seconds of a step that computing does not hide.
+        """Return the seconds of a step that computing does not hide.
 
         Args:
-            forward_s: that the rank computes in one micro-batch's forward.
-            backward_s: in its backward, recomputation included.
+            forward_s: seconds that the rank computes in one micro-batch's forward.
+            backward_s: seconds in its backward, recomputation included.
         """
         share = self.hidden_share
         inner = exposed_s(self.forward_s, forward_s, share) + exposed_s(self.backward_s, backward_s, share)
@@ -96,8 +96,8 @@ class OffloadTimeModel:
     """Times of what the strategies of a job move between memories.
 
     Args:
-        job: with its cluster.
-        folded: of the job, where others have it too.
+        job: the job, with its cluster.
+        compact: the job's folded layouts, where others have them too; None builds them.
     """
 
     def __init__(self, job: PlanJob, compact: CompactLayout | None = None) -> None:
@@ -118,7 +118,7 @@ class OffloadTimeModel:
         self._take_measured()
 
     def times(self, strategy: Strategy, pipeline_rank: int = 0) -> OffloadTimes:
-        """Of one rank at a place of the pipeline; all are 0 where everything rests on the device."""
+        """Return the times of one rank at a place of the pipeline; all are 0 where everything is stored on the device."""
         s = strategy
         tiers = (s.params_tier, s.grads_tier, s.optimizer_tier, s.activations_tier)
         if all(tier == "device" for tier in tiers):
@@ -140,7 +140,7 @@ class OffloadTimeModel:
         )
 
     def moves(self, strategy: Strategy, pipeline_rank: int = 0) -> tuple[TierTransfer, ...]:
-        """All moves of a step: those that `Layout.bytes_across` counts, and the inputs of recomputed blocks."""
+        """Return all moves of a step: those that `Layout.bytes_across` counts, and the inputs of recomputed blocks."""
         found = [
             move for layout, fold in self._away(strategy, pipeline_rank) for move in _moves_of(strategy, layout, fold)
         ]
@@ -153,7 +153,7 @@ class OffloadTimeModel:
         return [(rank.layout, fold) for fold in rank.folds if fold.group.tiers.are_away]
 
     def _moves_of_activations(self, s: Strategy, pipeline_rank: int) -> Iterator[TierTransfer]:
-        """Each kept block's input goes away in the forward and comes back in the backward."""
+        """Yield the moves of each kept block's input: away in the forward, back in the backward."""
         tokens = self.job.seq_len * s.micro_size // s.cp
         split = s.tp if s.sequence_parallel else 1
         num_bytes = DTYPE_BYTES[s.param] * tokens * self.job.shape.hidden_size // split
@@ -162,7 +162,9 @@ class OffloadTimeModel:
         yield TierTransfer("host", "device", num_bytes, "backward", num_kept)
 
     def _moved_s(self, moves: tuple[TierTransfer, ...], moment: Moment) -> float:
-        """Ways run side by side, so the longest counts; one disk reads and writes by turns."""
+        """Return the seconds of a moment's moves: ways run side by side, so the longest counts; a disk reads or writes
+        at a time.
+        """
         seconds = dict.fromkeys(self._bytes_per_s, 0.0)
         for move in moves:
             if move.moment == moment:
@@ -174,7 +176,9 @@ class OffloadTimeModel:
         return max(seconds["device", "host"], seconds["host", "device"], disk_s, crossed_bytes / through_memory)
 
     def _host_step_s(self, layout: Layout, fold: LayerCount) -> float:
-        """It reads and writes all states, reads the gradient and writes the parameter: 30 bytes each under Adam."""
+        """Return the seconds to read and write all states, read the gradient and write the parameter: 30 bytes each
+        under Adam.
+        """
         group = fold.group
         if group.tiers.optimizer == "device" or not group.trainable:
             return 0.0
@@ -185,7 +189,9 @@ class OffloadTimeModel:
         return fold.count * group.shard_numel * each_bytes / self._host_step_bytes_per_s
 
     def _take_measured(self) -> None:
-        """What was measured with all ranks at work is already a rank's share."""
+        """Use measured bandwidths where there are any; measured with all ranks at work, they are already a rank's
+        share.
+        """
         profile = self.job.cluster.profile
         if profile is None:
             return
@@ -234,7 +240,7 @@ def _moves_of(s: Strategy, layout: Layout, fold: LayerCount) -> Iterator[TierTra
 
 
 def _way(source: Tier, target: Tier, num_bytes: int, moment: Moment, count: int) -> Iterator[TierTransfer]:
-    """One move for each border on the way; between device and NVMe it leads through the host."""
+    """Yield one move for each border on the way; between device and NVMe the way goes through the host."""
     first, last = TIERS.index(source), TIERS.index(target)
     step = 1 if first <= last else -1
     if count:

@@ -1,7 +1,7 @@
-"""How long a pipeline takes: the Schedule that the runtime executes, by the times of its stages, in few micro-batches.
+"""Time a pipeline: run the Schedule that the runtime executes with the times of its stages, for few micro-batches.
 
 What a schedule does repeats with its micro-batches, so its first and last ones are simulated and those between counted.
-A program is kept for each schedule: its computations in an order in which each stands behind all it waits for.
+A program is kept for each schedule: its computations in an order in which each comes after all that it waits for.
 
 >>> stage = StageTimes(forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0)
 >>> span = PipelineTimes().span("1f1b", 4, 1, 1000, [stage] * 4)
@@ -38,7 +38,7 @@ _SAME = 1e-9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageTimes:
-    """Seconds that one stage takes for one micro-batch, its own collectives and what it computes again included."""
+    """Seconds that one stage takes for one micro-batch, its own collectives and its recomputation included."""
 
     forward_s: float
     backward_input_s: float
@@ -46,18 +46,18 @@ class StageTimes:
 
     @property
     def total_s(self) -> float:
-        """Of the whole micro-batch."""
+        """Return the seconds of the whole micro-batch."""
         return self.forward_s + self.backward_input_s + self.backward_weight_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineSpan:
-    """How long the computations of a step take.
+    """The time that the computations of a step take.
 
     Attributes:
         step_s: from the first start on any rank to the last end on any.
         rank_spans_s: from each rank's first start to its last end.
-        busy_s: that each rank computes.
+        busy_s: how long each rank computes.
     """
 
     step_s: float
@@ -66,7 +66,7 @@ class PipelineSpan:
 
     @property
     def bubble_rate(self) -> float:
-        """The share of the longest rank's span in which a rank computes nothing, on average.
+        """Return the mean share of the longest rank's span in which a rank computes nothing.
 
         Where all stages are equal it is that of Qi et al. 2023 (arXiv 2401.10241), section 2.3.
         """
@@ -75,11 +75,12 @@ class PipelineSpan:
 
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """A schedule's computations, each behind all it waits for.
+    """A schedule's computations, each after all that it waits for.
 
     Attributes:
-        ranks: of each.
-        before: indices of those on other stages that they wait for, or -1.
+        num_ranks: of the pipeline.
+        ranks: the rank of each computation.
+        before: indices of the computations on other stages that they wait for, or -1.
         durations: indices into the times: stage * 4 + kind.
         is_sent: whether what they wait for comes from another rank.
     """
@@ -91,7 +92,7 @@ class _Program:
     is_sent: list[bool]
 
     def ends(self, seconds: Sequence[float], transfer_s: float) -> tuple[list[float], list[float]]:
-        """First starts and last ends of the ranks."""
+        """Return the first starts and last ends of the ranks."""
         free = [0.0] * self.num_ranks
         first: list[float | None] = [None] * self.num_ranks
         end = [0.0] * (len(self.ranks) + 1)  # the last one is that of nothing
@@ -110,7 +111,7 @@ class _Program:
 
 
 class PipelineTimes:
-    """Times of pipelines; keeps the programs of the schedules that it was asked for, and the answers."""
+    """Times of pipelines; it keeps the programs of the schedules that were asked for, and the answers."""
 
     def __init__(self) -> None:
         self._programs: dict[tuple[str, int, int, int], _Program] = {}
@@ -129,9 +130,12 @@ class PipelineTimes:
 
         Args:
             recipe_name: as `pipeline.schedule`.
-            stages: of all ranks, in the order of the model.
-            transfer_s: of what one stage sends another for one micro-batch; neighbours on one rank send nothing. It
-                takes no rank's time, and is assumed to be shorter than what lies between two of one channel.
+            num_ranks: of the pipeline.
+            virtual_stages: stages a rank.
+            num_micro_batches: of a step.
+            stages: times of the stages of all ranks, in the order of the model.
+            transfer_s: seconds to send one micro-batch between stages; neighbours on one rank send nothing. It takes no
+                rank's time, and is assumed to be shorter than the time between two sends of one channel.
 
         Raises:
             ConfigError: no such schedule, or another number of stages than it has.
@@ -180,7 +184,7 @@ class PipelineTimes:
 
 
 def _num_first(recipe_name: str, placement: StagePlacement, num_micro_batches: int) -> int:
-    """The micro-batches of rounds that are longer than p, which stand before those that repeat."""
+    """Count the micro-batches of rounds longer than p, which come before the rounds that repeat."""
     if recipe_name != "interleaved":
         return num_micro_batches % placement.num_ranks
     rounds = interleaved_rounds(placement.num_ranks, num_micro_batches)
@@ -190,7 +194,9 @@ def _num_first(recipe_name: str, placement: StagePlacement, num_micro_batches: i
 def _counted(
     simulated: Callable[[int], tuple[list[float], list[float]]], num_micro_batches: int, period: int, num_first: int
 ) -> tuple[list[float], list[float]]:
-    """First starts and last ends of the ranks, of as few micro-batches as tell what each further period adds."""
+    """Return the first starts and last ends of the ranks, simulating only enough micro-batches to see what a period
+    adds.
+    """
     num_rounds = max(_NUM_ROUNDS, _NUM_FIRST // period)
     while num_first + 2 * num_rounds * period < num_micro_batches:
         few, one_more, many = (num_first + num * period for num in (num_rounds, num_rounds + 1, 2 * num_rounds))
@@ -205,7 +211,13 @@ def _counted(
 
 
 def span_of(schedule: Schedule, stages: Sequence[StageTimes], transfer_s: float = 0.0) -> PipelineSpan:
-    """Time any schedule of computations of whole stages, all of it simulated."""
+    """Time any schedule of computations of whole stages by simulating all of it.
+
+    Args:
+        schedule: the actions of each rank.
+        stages: times of the stages of all ranks, in the order of the model.
+        transfer_s: seconds to send one micro-batch to a stage on another rank.
+    """
     rows = [[(each.kind, each.stage, each.micro_batch or 0) for each in row] for row in schedule.ranks]
     first, last = _program_of(rows).ends(_seconds(stages), transfer_s)
     busy = [sum(_duration(stages[action.stage], action) for action in row) for row in schedule.ranks]
@@ -230,7 +242,7 @@ def _duration(stage: StageTimes, action: Action) -> float:
 
 
 def _program_of(rows: Sequence[Sequence[tuple[ActionKind, int, int]]]) -> _Program:
-    """Walk all rows at once, each as far as what it waits for has been written down."""
+    """Merge all rows into one order: walk each as far as what it waits for is already in the program."""
     num_ranks = len(rows)
     program = _Program(num_ranks, [], [], [], [])
     last_stage = max(stage for row in rows for _, stage, _ in row)

@@ -1,4 +1,4 @@
-"""`shardwise.plan`: the best layouts of a job, from Python.
+"""Find the best layouts of a job from Python: `shardwise.plan`.
 
 >>> found = plan("llama-7b", "h100:8", global_batch=64, settings=["mesh.tp=1", "mesh.cp=1", "recompute.mode=full"])
 >>> found.best.config().mesh.tp, len(found.choices)
@@ -39,14 +39,14 @@ class PlanChoice:
 
     Attributes:
         price: memory of each pipeline rank, and time of a step by part.
-        base: what the config starts from.
+        base: the config that the layout's config starts from.
     """
 
     price: Estimate
     base: Config
 
     def config(self) -> Config:
-        """What `shardwise train` and `initialize` run it by.
+        """Return the config by which `shardwise train` and `initialize` run it.
 
         Raises:
             ConfigError: our decoder cannot have the model's shape.
@@ -60,10 +60,10 @@ class PlanChoice:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
-    """What was found for a job; printed as `shardwise plan` prints it.
+    """The layouts found for a job; it is printed as `shardwise plan` prints it.
 
     Attributes:
-        choices: that fit: the best, then the others in order of their time.
+        choices: the layouts that fit: the best, then the others in order of their time.
         result: the front of time against memory, what was left out, what fits nearly where nothing does.
         reasons: why the best wins and others lose.
         asked: the job, and how the question was read.
@@ -76,10 +76,10 @@ class Plan:
 
     @property
     def best(self) -> PlanChoice:
-        """Of those that fit and are as fast as the fastest, the simplest.
+        """Return the simplest of those that fit and are as fast as the fastest.
 
         Raises:
-            ConfigError: nothing fits; with what would.
+            ConfigError: nothing fits; the message names what would.
         """
         if not self.choices:
             cure = next(iter(self.reasons.cures), "give a larger cluster")

@@ -1,4 +1,4 @@
-"""The price of a strategy: its memory and its time."""
+"""Price a strategy: its memory and its time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _TimeModel(Protocol):
 
 
 class Pricing(Protocol):
-    """What prices strategies: `Pricer`, or another that does."""
+    """An interface of what prices strategies, which `Pricer` and others implement."""
 
     @property
     def memory(self) -> _MemoryModel: ...
@@ -33,7 +33,7 @@ class Pricing(Protocol):
 
 
 class Pricer:
-    """Prices the strategies of one job; keeps what several of them share."""
+    """Prices of the strategies of one job; it keeps what several of them share."""
 
     def __init__(self, job: PlanJob) -> None:
         self.job = job
@@ -42,7 +42,7 @@ class Pricer:
         self.time = TimeModel(job, compact)
 
     def price(self, strategy: Strategy) -> Estimate:
-        """Memory and time of one strategy."""
+        """Return the memory and time of one strategy."""
         return Estimate(
             job=self.job,
             strategy=strategy,

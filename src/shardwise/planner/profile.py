@@ -1,4 +1,4 @@
-"""What a machine was measured to do: tables of kernels, copies and collectives, written and read as JSON.
+"""Hold what a machine was measured to do: tables of kernels, copies and collectives, written and read as JSON.
 
 `shardwise doctor --calibrate` writes one; the planner looks a time up here before it estimates one.
 
@@ -24,7 +24,7 @@ from shardwise.config.resolve import ConfigError
 from shardwise.config.untrusted_files import UntrustedFileError, parse_json, read_text
 
 SCHEMA: Final = 1
-"""Changes when a key goes or changes its meaning."""
+"""The version of the file's format; it changes when a key goes or changes its meaning."""
 _CURE: Final = "run shardwise doctor --calibrate"
 
 
@@ -82,8 +82,8 @@ class HeadTime:
 class CollectiveTime:
     """One collective over `num_ranks` ranks on a whole buffer of `num_bytes`.
 
-    `op` is all_gather, reduce_scatter, all_reduce, all_to_all or send; of a send, `num_bytes` are those sent. Where
-    the group is not all ranks, the others are in groups alike and busy alike.
+    `op` is all_gather, reduce_scatter, all_reduce, all_to_all or send; for a send, `num_bytes` are those sent. Where
+    the group is not all ranks, the others form equal groups that are equally busy.
     """
 
     op: str
@@ -94,21 +94,21 @@ class CollectiveTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """What was measured on one machine, with `num_ranks` ranks at work at once.
+    """The measurements of one machine, with `num_ranks` ranks at work at once.
 
     Attributes:
         device: such as `cpu` or the GPU's name.
         num_ranks: processes that were at work together; `num_threads` of each on a CPU.
         memory_bytes: of a GPU; on a CPU, of the host, which the ranks share.
-        stream_bytes_per_s: that an element-wise kernel reads and writes, of one rank.
-        step_bytes_per_s: of an optimizer's fused step, all it reads and writes, of one rank.
-        call_s: that a kernel's call takes beyond its work.
+        stream_bytes_per_s: what an element-wise kernel of one rank reads and writes.
+        step_bytes_per_s: all that an optimizer's fused step of one rank reads and writes.
+        call_s: seconds that a kernel's call takes beyond its work.
         copies_bytes_per_s: by (from, to), such as `device->host`.
-        disk_read_bytes_per_s, disk_write_bytes_per_s: past the page cache, of one rank.
-        hidden_share: of a collective's time that computing beside it hides: 1 where neither slows the other, 0 where
-            they take turns.
+        disk_read_bytes_per_s, disk_write_bytes_per_s: of one rank, without the page cache.
+        hidden_share: share of a collective's time that computing beside it hides: 1 where neither slows the other, 0
+            where they take turns.
         host_memory_bytes: of the machine.
-        torch_version: that measured.
+        torch_version: the version that measured.
     """
 
     device: str
@@ -131,12 +131,12 @@ class Profile:
     torch_version: str = ""
 
     def to_json(self) -> str:
-        """As text that `from_json` reads back equal."""
+        """Write it as text that `from_json` reads back equal."""
         return json.dumps({"schema": SCHEMA, **dataclasses.asdict(self)}, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        """A profile that was written as text.
+        """Read a profile that was written as text.
 
         Raises:
             ConfigError: it is no profile, or one of another schema.
@@ -157,7 +157,7 @@ class Profile:
             raise ConfigError(f"the profile is damaged ({error}); {_CURE}") from error
 
     def copy_bytes_per_s(self, source: str, target: str) -> float:
-        """Of a copy between two memories; 0 where it was not measured."""
+        """Return the speed of a copy between two memories; 0 where it was not measured."""
         return dict(self.copies_bytes_per_s).get(f"{source}->{target}", 0.0)
 
 
@@ -170,21 +170,26 @@ TABLES: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
         "collectives": CollectiveTime,
     }
 )
-"""Of a profile, by the field's name: what a row is."""
+"""The class of a row of each of a profile's tables, by the field's name."""
 
 
 def profile_path(folder: Path, device: str, num_ranks: int) -> Path:
-    """Where the profile of so many ranks on a device is kept.
+    """Return the path of the profile of `num_ranks` ranks on a device.
 
     >>> print(profile_path(Path("cache"), "NVIDIA H200", 8))
     cache/profiles/nvidia-h200-8.json
+
+    Args:
+        folder: the cache folder.
+        device: such as `cpu` or the GPU's name.
+        num_ranks: processes that were at work together.
     """
     slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
     return folder / "profiles" / f"{slug}-{num_ranks}.json"
 
 
 def write_profile(profile: Profile, folder: Path) -> Path:
-    """Write a profile to its place, wholly or not at all, and return the place.
+    """Write a profile to its path, wholly or not at all, and return the path.
 
     Raises:
         OSError: the folder cannot be written to.
@@ -204,7 +209,13 @@ def write_profile(profile: Profile, folder: Path) -> Path:
 
 
 def find_profile(folder: Path, device: str, num_ranks: int) -> Profile | None:
-    """The profile of so many ranks on a device; else that of the nearest number of ranks; None where there is none.
+    """Read the profile of a device with `num_ranks` ranks, else with the nearest number of ranks; None where there is
+    none.
+
+    Args:
+        folder: the cache folder.
+        device: such as `cpu` or the GPU's name.
+        num_ranks: ranks that the job will have.
 
     Raises:
         ConfigError: the file is damaged or old.

@@ -1,4 +1,4 @@
-"""A machine that was measured, as a cluster that the planner prices jobs on.
+"""Turn the profile of a machine into a cluster that the planner prices jobs on.
 
 >>> from shardwise.planner.profile import MatmulTime
 >>> product = MatmulTime(dtype="fp32", m=512, n=512, k=512, seconds=0.01)
@@ -22,7 +22,7 @@ _UNKNOWN_BYTES_PER_S: Final = 1e9
 
 
 def cluster_of(profile: Profile, num_ranks: int | None = None) -> Cluster:
-    """The machine of a profile.
+    """Return the machine of a profile as a cluster.
 
     Args:
         profile: what was measured there.
@@ -46,7 +46,7 @@ def cluster_of(profile: Profile, num_ranks: int | None = None) -> Cluster:
 
 
 def reached_flops_per_s(profile: Profile) -> Mapping[str, float]:
-    """Of the best product that was measured, by dtype."""
+    """Return the rate of the best product that was measured, by dtype."""
     reached: dict[str, float] = {}
     for each in profile.matmuls:
         reached[each.dtype] = max(reached.get(each.dtype, 0.0), 2.0 * each.m * each.n * each.k / each.seconds)
@@ -54,7 +54,7 @@ def reached_flops_per_s(profile: Profile) -> Mapping[str, float]:
 
 
 def _cpu(profile: Profile, num_ranks: int) -> GpuSpec:
-    """A rank's share of the host, as if it were a device: nothing is lost between what was measured and what holds."""
+    """Describe a rank's share of the host as a device; its measured rates are reached in full."""
     reached = reached_flops_per_s(profile)
     if not reached:
         raise ConfigError("the profile has no matrix product; run shardwise doctor --calibrate")
@@ -75,7 +75,7 @@ def _cpu(profile: Profile, num_ranks: int) -> GpuSpec:
 
 
 def _gpu(profile: Profile) -> GpuSpec:
-    """The catalogue's device, with what was measured of it; one that is not there has what was measured alone."""
+    """Return the catalogue's device with what was measured of it; an unknown device has only what was measured."""
     reached = reached_flops_per_s(profile)
     stream = profile.stream_bytes_per_s
     known = known_gpu(profile.device)
@@ -100,7 +100,7 @@ def _gpu(profile: Profile) -> GpuSpec:
 
 
 def _link_bytes_per_s(profile: Profile) -> float:
-    """What each rank sends as a ring does in the best all-gather; what a copy takes where none was measured."""
+    """Return what each rank sends a second, as a ring, in the best all-gather; else the speed of a copy."""
     gathers = [each for each in profile.collectives if each.op == "all_gather"]
     if not gathers:
         return profile.copy_bytes_per_s("host", "host") or _UNKNOWN_BYTES_PER_S

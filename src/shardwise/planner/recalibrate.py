@@ -1,8 +1,8 @@
-"""A machine's profile, corrected by what its training runs took: the closed end of the planner's loop.
+"""Correct a machine's profile by what its training runs took.
 
-Each run keeps what it measured, by part of its step (`prediction.json`). For each part the speeds behind it are scaled
-by what most brings the logarithms of predicted and measured seconds together, as far as the runs are many and the
-factor is not beyond belief.
+Each run keeps what it measured, by part of its step (`prediction.json`). For each part, the speeds that it depends on
+are scaled by the factor that brings the logarithms of predicted and measured seconds nearest together. Few runs move a
+factor little, and it is at most 3 either way.
 
 >>> run = StoredRun(device="cpu", world_size=1, vocab_size=64, config=Config(), parts={"compute": 2.0}, step_s=2.0)
 >>> by_part({"compute": 1.0, "tensor": 0.5, "data": 0.25})["compute"]
@@ -38,9 +38,9 @@ PARTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "other": ("other",),
     }
 )
-"""The planner's parts by those that a timeline tells apart: what a block exchanges is a part of its forward."""
+"""The planner's parts, by the part of a timeline that contains them: what a block exchanges is part of its forward."""
 
-# What is fitted to which parts. The loss lies outside the blocks that a timeline sees.
+# What is fitted to which parts. The loss is outside the blocks that a timeline sees.
 _FITTED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {"compute": ("compute", "other"), "data": ("data",), "offload": ("offload",), "step": ("step",)}
 )
@@ -57,7 +57,7 @@ _Passes = TypeVar("_Passes", AttentionTime, BlockTime, HeadTime)
 
 @dataclass(frozen=True, kw_only=True)
 class StoredRun:
-    """What a run kept: what it was, and what its steps took on rank 0.
+    """A run as it was stored: its config, and what its steps took on rank 0.
 
     Attributes:
         vocab_size: of its data.
@@ -97,17 +97,17 @@ class Refit:
 
     @property
     def is_changed(self) -> bool:
-        """Whether anything was mended."""
+        """Say whether any factor changed."""
         return any(factor != 1.0 for factor in self.factors.values())
 
 
 def by_part(parts: Mapping[str, float]) -> dict[str, float]:
-    """The planner's parts in the words of a timeline."""
+    """Sum the planner's parts into those of a timeline."""
     return {name: sum(parts.get(each, 0.0) for each in names) for name, names in PARTS.items()}
 
 
 def read_runs(folder: Path) -> tuple[StoredRun, ...]:
-    """The runs in a folder, of any depth, that were timed; others, and files that are damaged, are left out.
+    """Read the timed runs in a folder, of any depth; others, and damaged files, are left out.
 
     Raises:
         ConfigError: there is none.
@@ -123,7 +123,7 @@ def read_runs(folder: Path) -> tuple[StoredRun, ...]:
 
 
 def refit(profile: Profile, runs: Sequence[StoredRun]) -> Refit:
-    """Correct a profile by runs on its machine; of those with other numbers of ranks only where no other is there.
+    """Correct a profile by runs on its machine; runs with other numbers of ranks count only where there are no others.
 
     Raises:
         ConfigError: none of the runs is of this device.
@@ -173,7 +173,7 @@ def _predicted(profile: Profile, run: StoredRun) -> dict[str, float]:
 
 
 def _correction(name: str, runs: Sequence[StoredRun], predicted: Sequence[Mapping[str, float]]) -> float:
-    """The logarithm of measured over predicted seconds: a mean, each run by the share of its step that the part is."""
+    """Return the mean logarithm of measured over predicted seconds, each run weighted by the part's share of its step."""
     total = weights = 0.0
     for run, parts in zip(runs, predicted, strict=True):
         found_s, said_s = (sum(each.get(part, 0.0) for part in _FITTED[name]) for each in (run.parts, parts))
@@ -190,7 +190,7 @@ def _error(profile: Profile, runs: Sequence[StoredRun]) -> float:
 
 
 def _scaled(profile: Profile, logs: Mapping[str, float]) -> Profile:
-    """The profile whose seconds are so much longer."""
+    """Return the profile with the seconds of each part multiplied by the exponential of its entry in `logs`."""
     compute, data, offload, step = (math.exp(logs[name]) for name in ("compute", "data", "offload", "step"))
     return replace(
         profile,
