@@ -299,7 +299,7 @@ class ComputeTimeModel:
 
     def _roofline_s(self, m: float, n: float, k: float, count: float, dtype: str, is_weight: bool) -> float:
         cores = self.job.cluster.gpu.num_cores
-        features = (m, n) if is_weight else (n, k)  # rows lie along them, not along the tokens
+        features = (m, n) if is_weight else (n, k)  # rows run along them, not along the tokens
         share = shape_share(m, n, k, cores, count) * alignment_share(*features, _WIDTHS[dtype])
         wide = max(_WIDTHS[dtype], 2.0)
         moved = (m * k + k * n) * _WIDTHS[dtype] + m * n * wide

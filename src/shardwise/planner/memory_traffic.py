@@ -50,10 +50,10 @@ EMBEDDING_PASSES: Final[Passes] = (2.0, 4.0)
 """Rows are looked up; their gradients are added to what is there."""
 
 LOSS_BYTES: Final[Passes] = (8.0, 16.0)
-"""Bytes of each logit in fp32: read and written by the log-softmax; read with the gradient and written by its backward, twice
-as the sum over the vocabulary comes first. What is narrower is read or written besides."""
+"""Bytes of each logit in fp32: read and written by the log-softmax; read with the gradient and written by its backward,
+twice as the sum over the vocabulary comes first. What is narrower is read or written besides."""
 STEP_BYTES: Final = 28.0
-"""Bytes of an element that Adam steps: gradient, master and two moments are read, the latter three written, all in fp32."""
+"""Bytes of an element that Adam steps: gradient, master and two moments are read, the last three written, in fp32."""
 STEP_CAST_BYTES: Final = 2.0
 """Bytes of the parameter that is written from the master."""
 

@@ -32,8 +32,8 @@ from shardwise.planner.hardware import CPU
 from shardwise.planner.job import PlanJob, Strategy
 
 HOST_STEP_SHARE: Final = 0.4
-"""Share of the host's memory bandwidth that a vectorised optimizer's step reaches: tens of GB/s of a socket's 100 to 200 in
-what DeepSpeed publishes of its CPU Adam (blog deepspeed-zenflow: 4 s for 7 B parameters)."""
+"""Share of the host's memory bandwidth that a vectorised optimizer's step reaches: tens of GB/s of a socket's 100 to
+200 in what DeepSpeed publishes of its CPU Adam (blog deepspeed-zenflow: 4 s for 7 B parameters)."""
 PLAIN_DISK_READ_BYTES_PER_S: Final = 3e9
 PLAIN_DISK_WRITE_BYTES_PER_S: Final = 1.5e9
 """Bandwidths of one NVMe disk, where none are given."""
@@ -118,7 +118,7 @@ class OffloadTimeModel:
         self._take_measured()
 
     def times(self, strategy: Strategy, pipeline_rank: int = 0) -> OffloadTimes:
-        """Return the times of one rank at a place of the pipeline; all are 0 where everything is stored on the device."""
+        """Return the times of one rank at a place of the pipeline; all are 0 where everything is on the device."""
         s = strategy
         tiers = (s.params_tier, s.grads_tier, s.optimizer_tier, s.activations_tier)
         if all(tier == "device" for tier in tiers):

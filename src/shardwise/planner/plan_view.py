@@ -1,4 +1,4 @@
-"""A plan for people and for programs: the winner first, then why, then what it was chosen from."""
+"""Show a plan to people and programs: the winner first, then why, then what it was chosen from."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ def plan_view(
     yours: Estimate | None = None,
     notes: Sequence[str] = (),
 ) -> RenderableType:
-    """The answer on a screen: which layout, how fast, whether it fits, why; or the whole of it.
+    """Show the answer on a screen: which layout, how fast, whether it fits, why; or all of it.
 
     Args:
-        plan: that was found.
-        reasons: for it.
+        plan: what the search found.
+        reasons: the explanations of it.
         width: of the terminal, in characters.
-        is_coloured: whether it shows colours.
-        num_shown: of the winner and the best of each other mesh and schedule; a few when left out.
+        is_coloured: whether the terminal shows colours.
+        num_shown: how many of the winner and the best of each other mesh and schedule; None shows a few.
         is_whole: whether sentences are whole, with where the time goes, what one change does and what was searched.
-        yours: a strategy of the user's own, to be shown beside them.
+        yours: the user's own strategy, to be shown beside them; None where there is none.
         notes: on how the question was read.
     """
     winner = plan.winner
@@ -84,7 +84,7 @@ def plan_view(
 
 
 def default_words(default: DefaultChoice) -> str:
-    """How a popular strategy does, in a few words.
+    """Say in a few words how a popular strategy does.
 
     >>> default_words(DefaultChoice(name="DDP", price=None, missing=None, sentence="cannot run: heads do not divide"))
     'cannot run: heads do not divide'
@@ -103,7 +103,7 @@ def default_words(default: DefaultChoice) -> str:
 
 
 def _trade_words(front: Sequence[Estimate]) -> str:
-    """What more free memory costs in time."""
+    """Say what more free memory costs in time."""
     words = dict.fromkeys(
         f"{gib_words(price.margin_bytes)} for {100 * (price.time.step_s / front[0].time.step_s - 1):+.1f} %"
         for price in _spread(front, _FEW_FRONT)[1:]
@@ -112,7 +112,7 @@ def _trade_words(front: Sequence[Estimate]) -> str:
 
 
 def _all_else(plan: SearchResult, reasons: Reasons) -> Iterator[RenderableType]:
-    """What one change does, what more free memory costs, and what was searched."""
+    """Yield what one change does, what more free memory costs, and what was searched."""
     if plan.winner is not None and reasons.changes:
         yield _changes_table(plan.winner, reasons)
     if len(plan.front) > 1:
@@ -121,7 +121,7 @@ def _all_else(plan: SearchResult, reasons: Reasons) -> Iterator[RenderableType]:
 
 
 def titled(title: str, rows: Sequence[tuple[str, str]]) -> RenderableType:
-    """A title, and below it names with sentences."""
+    """Show a title, and below it names with sentences."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column()
     grid.add_column(overflow="fold")
@@ -131,7 +131,7 @@ def titled(title: str, rows: Sequence[tuple[str, str]]) -> RenderableType:
 
 
 def _changes_table(winner: Estimate, reasons: Reasons) -> Table:
-    """What one change of the winner does to time and memory."""
+    """Show what one change of the winner does to time and memory."""
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
     table.add_column("one thing changed", overflow="fold")
     table.add_column("step", justify="right", no_wrap=True)
@@ -158,7 +158,7 @@ def _no_winner(plan: SearchResult, reasons: Reasons, is_coloured: bool) -> Itera
 
 
 def _front_table(plan: SearchResult) -> Table:
-    """Step time against free memory: what each more GiB costs in time."""
+    """Show step time against free memory: what each further GiB costs in time."""
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim", title=None)
     table.add_column("more memory free", justify="right", no_wrap=True)
     table.add_column("step", justify="right", no_wrap=True)
@@ -177,7 +177,7 @@ def _front_table(plan: SearchResult) -> Table:
 
 
 def _spread(prices: Sequence[Estimate], most: int) -> list[Estimate]:
-    """At most so many, the first and the last among them."""
+    """Return at most `most` prices, evenly spread, the first and the last among them."""
     if len(prices) <= most:
         return list(prices)
     return [prices[round(index * (len(prices) - 1) / (most - 1))] for index in range(most)]
@@ -202,15 +202,15 @@ def explain_view(
     notes: Sequence[str] = (),
     cures: Sequence[str] = (),
 ) -> RenderableType:
-    """One strategy in detail: memory of each pipeline rank, parts of the time, what is sent, what to look at.
+    """Show one strategy in detail: memory of each pipeline rank, parts of the time, what is sent, what to look at.
 
     Args:
-        price: of it.
-        pricer: that made it.
+        price: of the strategy.
+        pricer: what made the price.
         is_coloured: whether the terminal shows colours.
-        margin_share: of a device's memory that should stay free.
+        margin_share: share of a device's memory that should stay free.
         notes: on how the config was read.
-        cures: where it does not fit: what would make it.
+        cures: where it does not fit: what would make it fit.
     """
     rows = price_rows(price, is_coloured=is_coloured, label="layout")
     rows += time_rows(price, is_coloured=is_coloured)
@@ -223,7 +223,7 @@ def explain_view(
 
 
 def _sent_words(price: Estimate, compact: CompactLayout) -> str:
-    """What the layout gathers and reduces in a step, on the fullest rank."""
+    """Say what the layout gathers and reduces in a step, on the fullest rank."""
     rank = price.memory.worst.pipeline_rank
     sent = compact.on_wire(price.strategy, rank)
     parts = [f"{gib_words(size)} by {op.replace('_', '-')}" for op, size in sent.items() if size]
@@ -231,7 +231,14 @@ def _sent_words(price: Estimate, compact: CompactLayout) -> str:
 
 
 def fit_view(fits: Sequence[Fit], cluster: Cluster, seq_len: int, shape: ModelShape | None = None) -> RenderableType:
-    """The largest that a cluster holds, by setup."""
+    """Show the largest that a cluster holds, by setup.
+
+    Args:
+        fits: what each setup holds.
+        cluster: the machine.
+        seq_len: tokens of a sequence of the largest model.
+        shape: the model whose micro-batch and sequence were also found; None where there is none.
+    """
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
     table.add_column("over all ranks" if cluster.gpu.is_cpu else "over all GPUs", no_wrap=True)
     table.add_column(f"largest at {seq_len:,} tokens", no_wrap=True)
@@ -260,7 +267,14 @@ def fit_view(fits: Sequence[Fit], cluster: Cluster, seq_len: int, shape: ModelSh
 
 
 def fit_dict(fits: Sequence[Fit], cluster: Cluster, seq_len: int, shape: ModelShape | None = None) -> dict[str, Any]:
-    """The same as JSON takes it."""
+    """Return the largest that a cluster holds, by setup, as JSON takes it.
+
+    Args:
+        fits: what each setup holds.
+        cluster: the machine.
+        seq_len: tokens of a sequence of the largest model.
+        shape: the model whose micro-batch and sequence were also found; None where there is none.
+    """
     return {
         "gpu": cluster.gpu.name,
         "num_gpus": cluster.num_gpus,
@@ -281,7 +295,13 @@ def fit_dict(fits: Sequence[Fit], cluster: Cluster, seq_len: int, shape: ModelSh
 
 
 def plan_dict(plan: SearchResult, reasons: Reasons, yours: Estimate | None = None) -> dict[str, Any]:
-    """All of a plan, as JSON takes it, with a strategy of the user's own."""
+    """Return all of a plan as JSON takes it.
+
+    Args:
+        plan: what the search found.
+        reasons: the explanations of it.
+        yours: the price of the user's own strategy; None where there is none.
+    """
     return {
         "job": job_dict(plan.job),
         "best": [price_dict(price) for price in plan.best],
@@ -304,7 +324,7 @@ def plan_dict(plan: SearchResult, reasons: Reasons, yours: Estimate | None = Non
 
 
 def job_dict(job: PlanJob) -> dict[str, Any]:
-    """A job's shape, batch and cluster."""
+    """Return a job's shape, batch and cluster as JSON takes them."""
     return {
         "model": asdict(job.shape),
         "num_params": job.shape.num_params,
@@ -317,7 +337,7 @@ def job_dict(job: PlanJob) -> dict[str, Any]:
 
 
 def price_dict(price: Estimate) -> dict[str, Any]:
-    """One strategy with its price."""
+    """Return one strategy with its price as JSON takes it."""
     time, worst = price.time, price.memory.worst
     return {
         "layout": layout_words(price.strategy),
@@ -372,12 +392,12 @@ _WHAT: Mapping[str, str] = MappingProxyType(
 
 
 def cautions(price: Estimate, compute: ComputeTimeModel, margin_share: float) -> Iterator[str]:
-    """What may go wrong or is slow, on one line each.
+    """Yield what may go wrong or is slow, one line each.
 
     Args:
-        price: of one strategy.
-        compute: of its job.
-        margin_share: of a device's memory that should stay free.
+        price: of the strategy.
+        compute: the compute times of its job.
+        margin_share: share of a device's memory that should stay free.
     """
     job, strategy = price.job, price.strategy
     missing = shortfall(price.memory, job.cluster, margin_share)

@@ -173,7 +173,7 @@ def _predicted(profile: Profile, run: StoredRun) -> dict[str, float]:
 
 
 def _correction(name: str, runs: Sequence[StoredRun], predicted: Sequence[Mapping[str, float]]) -> float:
-    """Return the mean logarithm of measured over predicted seconds, each run weighted by the part's share of its step."""
+    """Return the mean logarithm of measured over predicted seconds, runs weighted by the part's share of their step."""
     total = weights = 0.0
     for run, parts in zip(runs, predicted, strict=True):
         found_s, said_s = (sum(each.get(part, 0.0) for part in _FITTED[name]) for each in (run.parts, parts))

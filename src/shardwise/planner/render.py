@@ -1,4 +1,4 @@
-"""A priced strategy for people: how fast, whether it fits, what it holds, what it costs. At 80 columns and more."""
+"""Show a priced strategy to people: how fast, whether it fits, what it holds, what it costs; from 80 columns on."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _STAGE_COLUMNS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 
 
 def facts(rows: Sequence[tuple[str, RenderableType]]) -> Table:
-    """Labels and what they are about."""
+    """Show labels and what they are about in two columns."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", width=LABEL_WIDTH)
     grid.add_column(overflow="fold")
@@ -63,7 +63,7 @@ def facts(rows: Sequence[tuple[str, RenderableType]]) -> Table:
 
 
 def job_rows(job: PlanJob, notes: Sequence[str] = ()) -> list[tuple[str, RenderableType]]:
-    """What is to be trained, and where."""
+    """Describe the model, the batch and the cluster."""
     shape = job.shape
     count = count_words(shape.num_params)
     words = f"{shape.name}, {count} parameters, {shape.num_layers} layers of {shape.hidden_size:,}"
@@ -76,7 +76,13 @@ def job_rows(job: PlanJob, notes: Sequence[str] = ()) -> list[tuple[str, Rendera
 
 
 def price_rows(price: Estimate, *, is_coloured: bool, label: str = "best") -> list[tuple[str, RenderableType]]:
-    """One strategy: its layout, speed, memory on the worst rank, and cost."""
+    """Describe one strategy: its layout, speed, memory on the worst rank, and cost.
+
+    Args:
+        price: of the strategy.
+        is_coloured: whether the terminal shows colours.
+        label: of the first row.
+    """
     rows: list[tuple[str, RenderableType]] = [
         (label, Text(layout_words(price.strategy), style="bold green" if price.margin_bytes >= 0 else "bold red")),
         ("step", speed_words(price)),
@@ -90,12 +96,12 @@ def price_rows(price: Estimate, *, is_coloured: bool, label: str = "best") -> li
 
 
 def device_word(job: PlanJob) -> str:
-    """What a rank computes on, in a word."""
+    """Name what a rank computes on: a GPU, or a rank on a CPU."""
     return "rank" if job.cluster.gpu.is_cpu else "GPU"
 
 
 def speed_words(price: Estimate) -> str:
-    """Time of a step with its interval, and what follows from it."""
+    """Write the time of a step with its interval, and what follows from it."""
     time = price.time
     words = f"{seconds_words(time.step_s)} ({span_words(time.low_s, time.high_s)})"
     words += f", {price.tokens_per_s_per_gpu:,.0f} tokens/s a {device_word(price.job)}"
@@ -107,7 +113,7 @@ def speed_words(price: Estimate) -> str:
 
 
 def memory_words(price: Estimate) -> str:
-    """The worst rank's peak against the device's memory, and what rests elsewhere."""
+    """Write the worst rank's peak against the device's memory, and what is stored elsewhere."""
     worst, strategy = price.memory.worst, price.strategy
     where = f" on pipeline rank {worst.pipeline_rank} of {strategy.pp}" if strategy.pp > 1 else ""
     capacity = price.job.cluster.gpu.memory_bytes
@@ -119,7 +125,7 @@ def memory_words(price: Estimate) -> str:
 
 
 def _elsewhere_words(price: Estimate, tier: Tier) -> str:
-    """What a node's ranks hold of a memory that they share, and whether anybody said how large that is."""
+    """Write what a node's ranks hold of a shared memory, and whether the size of that memory is an assumption."""
     host = price.job.cluster.host
     held = held_on_node(price.memory, price.job.cluster, tier)
     room = {"host": host.memory_bytes, "nvme": host.nvme_bytes}
@@ -131,7 +137,7 @@ def _elsewhere_words(price: Estimate, tier: Tier) -> str:
 
 
 def cost_words(price: Estimate) -> str:
-    """What a step, a day and many tokens cost; nothing where no price is known."""
+    """Write what a step, a day and many tokens cost; return "" where no price is known."""
     step = cost_per_step(price)
     if step is None:
         return ""
@@ -151,7 +157,7 @@ def _memory_legend(rank: RankMemory, is_coloured: bool) -> RenderableType:
 
 
 def memory_unit(ranks: Sequence[RankMemory]) -> tuple[int, str]:
-    """In which all of some ranks' peaks are easy to read."""
+    """Return the unit, in bytes and by name, in which the peaks of all these ranks are easy to read."""
     is_large = max(rank.peak_bytes for rank in ranks) >= GIB
     return (GIB, "GiB") if is_large else (2**20, "MiB")
 
@@ -159,12 +165,26 @@ def memory_unit(ranks: Sequence[RankMemory]) -> tuple[int, str]:
 def legend_line(
     sizes: Mapping[str, float], marks: Mapping[str, tuple[str, str]], *, is_coloured: bool, digits: int = 1
 ) -> RenderableType:
-    """A legend that breaks between its parts alone."""
+    """Show a legend that breaks lines only between its parts.
+
+    Args:
+        sizes: of the parts, by name.
+        marks: letter and colour of each part, by name.
+        is_coloured: whether parts differ by colour and not by letter.
+        digits: after the point.
+    """
     return Columns(legend(sizes, marks, is_coloured=is_coloured, digits=digits), padding=(0, 2))
 
 
 def price_table(prices: Sequence[Estimate], *, width: int, is_coloured: bool, yours: Estimate | None = None) -> Table:
-    """The best few, one below the other, and one of the user's own below them."""
+    """Show the best few strategies, one below the other, and the user's own below them.
+
+    Args:
+        prices: of the best, in order.
+        width: of the terminal, in characters; a wide one has bars of memory too.
+        is_coloured: whether the terminal shows colours.
+        yours: the price of the user's own strategy; None where there is none.
+    """
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim", expand=False)
     table.add_column("#", justify="right", style="dim")
     table.add_column("layout", overflow="fold", min_width=24)
@@ -194,7 +214,7 @@ def _figures(price: Estimate, unit: int) -> Iterator[str]:
 
 
 def stage_table(price: Estimate, *, is_coloured: bool) -> Table:
-    """Memory of each pipeline rank by category; of a long pipeline the first, the worst and the last are shown."""
+    """Show the memory of each pipeline rank by category; of a long pipeline only some ranks, the worst among them."""
     ranks = _shown_ranks(price)
     unit, unit_name = memory_unit(ranks)
     shown = [
@@ -222,7 +242,7 @@ def _shown_ranks(price: Estimate) -> list[RankMemory]:
 
 
 def time_rows(price: Estimate, *, is_coloured: bool) -> list[tuple[str, RenderableType]]:
-    """Where a step's time goes."""
+    """Show where a step's time goes."""
     time = price.time
     unit, name = (1.0, "s") if time.step_s >= 1 else (1e-3, "ms")
     parts = {part: seconds / unit for part, seconds in time.parts.items()}
@@ -236,7 +256,7 @@ def time_rows(price: Estimate, *, is_coloured: bool) -> list[tuple[str, Renderab
 
 
 def blocks(*parts: RenderableType) -> RenderableType:
-    """Parts with a line between them."""
+    """Put an empty line between parts."""
     return Group(*(Padding(part, (1, 1, 0, 1), expand=False) for part in parts))
 
 
@@ -275,12 +295,12 @@ _BLOCK: Final = "█"
 
 
 def memory_bar(rank: RankMemory, capacity_bytes: float, width: int, *, is_coloured: bool = False) -> Text:
-    """What one rank holds at its peak; what is beyond the device's memory stands behind a bar.
+    """Draw what one rank holds at its peak; what exceeds the device's memory comes after a `|`.
 
     Args:
-        rank: by category.
+        rank: its bytes by category.
         capacity_bytes: of the device.
-        width: in characters, all of it.
+        width: of the whole bar, in characters.
         is_coloured: whether categories differ by colour and not by letter.
     """
     peak = rank.peak_bytes
@@ -294,18 +314,30 @@ def memory_bar(rank: RankMemory, capacity_bytes: float, width: int, *, is_colour
 
 
 def time_bar(parts: Mapping[str, float], width: int, *, is_coloured: bool = False) -> Text:
-    """A step by its parts, in all as long as `width`."""
+    """Draw a step by its parts.
+
+    Args:
+        parts: seconds by part, as `TIME_PARTS`.
+        width: of the whole bar, in characters.
+        is_coloured: whether parts differ by colour and not by letter.
+    """
     return _filled(_bar([(name, parts.get(name, 0.0)) for name in TIME_PARTS], TIME_MARKS, is_coloured), width)
 
 
 def legend(
     sizes: Mapping[str, float], marks: Mapping[str, tuple[str, str]], *, is_coloured: bool, digits: int = 1
 ) -> list[Text]:
-    """The parts of a bar that are not nothing, by name and size.
+    """List the parts of a bar that do not round to 0, by name and size.
 
     >>> sizes = {"params": 20.04, "activations": 40.0, "logits": 0.001}
     >>> [each.plain for each in legend(sizes, MEMORY_MARKS, is_coloured=False)]
     ['p params 20.0', 'a activations 40.0']
+
+    Args:
+        sizes: of the parts, by name.
+        marks: letter and colour of each part, by name.
+        is_coloured: whether parts differ by colour and not by letter.
+        digits: after the point.
     """
     items = []
     for name, (letter, colour) in marks.items():
@@ -317,7 +349,7 @@ def legend(
 
 
 Segments = Sequence[tuple[str, str, float]]
-"""Of each part its character, its style and its size."""
+"""The character, the style and the size of each part."""
 
 
 def _bar(sizes: Sequence[tuple[str, float]], marks: Mapping[str, tuple[str, str]], is_coloured: bool) -> Segments:
@@ -327,7 +359,7 @@ def _bar(sizes: Sequence[tuple[str, float]], marks: Mapping[str, tuple[str, str]
 
 
 def _filled(segments: Segments, width: float) -> Text:
-    """Parts in proportion, with rounded ends, so that all together are as wide as they are to be."""
+    """Draw parts in proportion, with rounded ends, so that all together have the given width."""
     total = sum(size for _, _, size in segments) or 1.0
     ends = [round(width * end / total) for end in accumulate(size for _, _, size in segments)]
     text = Text()

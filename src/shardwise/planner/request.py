@@ -1,4 +1,4 @@
-"""What a user asks the planner: a model by name or file, a batch, what is pinned; as a job and what to search for it.
+"""Turn what a user asks (a model by name or file, a batch, pins) into a job and a search space.
 
 >>> from shardwise.planner.hardware import parse_cluster
 >>> asked = ask(read_model("llama-7b"), parse_cluster("h100:8"), global_batch=64)
@@ -53,13 +53,13 @@ _OF_ALL: Final = frozenset({"precision.param", "precision.reduce", "precision.ac
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """A model as a user named it, and what its file says besides.
+    """A model as a user named it, and what else its file says.
 
     Attributes:
-        config: of our own, what the plan's config starts from.
+        config: the user's config, from which the plan's config starts.
         given: keys that the file sets.
         seq_len, global_batch: of the file; None where it has none.
-        longest: sequence that the model is made for.
+        longest: the longest sequence that the model is made for, in tokens.
         settings: of another tool's strategy, by our config's keys.
     """
 
@@ -74,14 +74,14 @@ class ModelSource:
 
     @property
     def is_split(self) -> bool:
-        """Whether the file says how the job is split, too."""
+        """Say whether the file also says how the job is split."""
         keys = self.given | set(self.settings)
         return any(key in KEYS and key not in _OF_ALL and not key.startswith("batch.") for key in keys)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """A job, what to search for it, and what the plan's config starts from."""
+    """A job, the space to search for it, and the config that the plan's config starts from."""
 
     job: PlanJob
     space: SearchSpace
@@ -90,7 +90,7 @@ class PlanRequest:
 
 
 def read_model(text: str) -> ModelSource:
-    """The model that a user means.
+    """Return the model that a user means.
 
     Args:
         text: a preset; the path of our own TOML file, of a Hugging Face `config.json` or its folder, or of a script of
@@ -121,7 +121,7 @@ def read_model(text: str) -> ModelSource:
 
 
 def model_of(model: object) -> ModelSource:
-    """The model that an object is, or has as its `config`.
+    """Return the model that an object is, or has as its `config`.
 
     Args:
         model: text or a path for `read_model`; a shape; a config of our decoder's or of Hugging Face's, or its
@@ -158,7 +158,7 @@ def _of_json(path: Path) -> ModelSource:
 
 
 def of_imported(imported: ImportedJob, longest: int | None = None) -> ModelSource:
-    """The model of another tool's file.
+    """Return the model of another tool's file.
 
     Raises:
         ConfigError: it names none.
@@ -197,12 +197,14 @@ def ask(
     global_batch: int | None = None,
     settings: Sequence[str] = (),
 ) -> PlanRequest:
-    """The job that is to be planned.
+    """Return the job to plan, its search space, and the config that the plan's config starts from.
 
     Args:
-        seq_len: tokens of a sequence; the file's, or the model's longest, when left out.
-        global_batch: sequences of a step; the file's when left out.
-        settings: `section.key=value`; what the planner chooses is pinned, what it does not goes into the config.
+        model: as `read_model` or `model_of` returns it.
+        cluster: the machine; all its GPUs take part.
+        seq_len: tokens of a sequence; None takes the file's, or the model's longest.
+        global_batch: sequences of a step; None takes the file's.
+        settings: `section.key=value`; what the planner chooses is pinned, anything else goes into the config.
 
     Raises:
         ConfigError: something is missing, or a setting is none.
@@ -240,7 +242,7 @@ def _key(assignment: str) -> str:
 
 
 def usual_dtype(cluster: Cluster) -> Dtype:
-    """The least precise of the usual dtypes in which the device multiplies faster than in fp32."""
+    """Return bf16, or else fp16, where the device multiplies faster in it than in fp32; else fp32."""
     peaks = cluster.gpu.peak_flops_per_s
     slow = peaks.get("fp32", 0.0)
     halves: tuple[Dtype, ...] = ("bf16", "fp16")
@@ -248,7 +250,7 @@ def usual_dtype(cluster: Cluster) -> Dtype:
 
 
 def _job(shape: ModelShape, base: Config, cluster: Cluster, seq_len: int, global_batch: int) -> PlanJob:
-    """By what of the config no strategy changes."""
+    """Build the job from the parts of the config that no strategy changes."""
     sections: dict[str, Any] = {key: value for key, value in base.model_dump().items() if key in _OF_JOB}
     sections["batch"] = {"global_size": global_batch}
     sections["data"]["seq_len"] = seq_len

@@ -1,4 +1,4 @@
-"""What the planner finds: memory of each pipeline rank by category, time of a step by part, and a price of both.
+"""Hold what the planner finds: memory of each pipeline rank by category, time of a step by part, and a price of both.
 
 >>> rank = RankMemory(pipeline_rank=0, at_rest={"param": 4}, peak={"params": 4.0, "activations": 6.0})
 >>> rank.peak_bytes
@@ -42,13 +42,13 @@ TIME_PARTS: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """What each rank at one place of the pipeline holds, in bytes.
+    """The bytes that each rank at one place of the pipeline holds.
 
     Attributes:
         at_rest: by role, as `Layout.bytes_at_rest` gives it, of all tiers.
         peak: of the device at the highest moment of a step, by category.
-        elsewhere: that rest in other memories, by tier.
-        cached_bytes: that the device's allocator holds beside the peak, and gives back where room runs short.
+        elsewhere: stored in other memories, by tier.
+        cached_bytes: what the device's allocator holds beside the peak, and returns when memory runs short.
     """
 
     pipeline_rank: int
@@ -59,32 +59,32 @@ class RankMemory:
 
     @property
     def peak_bytes(self) -> float:
-        """Of the device, all categories."""
+        """Return the bytes of the device at the peak, all categories."""
         return sum(self.peak.values())
 
     def bytes_of(self, *categories: str) -> float:
-        """Of some categories together."""
+        """Return the bytes of some categories together."""
         return sum(self.peak.get(each, 0.0) for each in categories)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Of one rank at each place of the pipeline."""
+    """The memory of one rank at each place of the pipeline."""
 
     ranks: tuple[RankMemory, ...]
 
     @property
     def worst(self) -> RankMemory:
-        """With the highest peak."""
+        """Return the rank with the highest peak."""
         return max(self.ranks, key=lambda each: each.peak_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimeEstimate:
-    """Of an optimizer step, in seconds.
+    """The seconds of an optimizer step.
 
     Attributes:
-        low_s, high_s: between which four of five runs are expected.
+        low_s, high_s: four of five runs are expected between these.
         parts: of the step, by `TIME_PARTS`; their sum is `step_s`.
         bubble_rate: the share of a pipeline's span in which a rank neither computes nor communicates, by Qi et al.
             2023 (arXiv 2401.10241), section 2.3; None without a pipeline.
@@ -103,7 +103,7 @@ Convention = Literal["all-keys", "causal", "hardware"]
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What one strategy costs."""
+    """The price of one strategy."""
 
     job: PlanJob
     strategy: Strategy
@@ -112,18 +112,18 @@ class Estimate:
 
     @property
     def margin_bytes(self) -> float:
-        """Of device memory on the worst rank; below 0 where it does not fit."""
+        """Return the device memory that is left on the worst rank; below 0 where it does not fit."""
         return self.job.cluster.gpu.memory_bytes - self.memory.worst.peak_bytes
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
-        """Of the whole job's tokens, a device's share."""
+        """Return the job's tokens a second, divided by the number of devices."""
         return self.job.tokens / self.time.step_s / self.job.cluster.num_gpus
 
     def mfu(self, *, is_causal_halved: bool = False) -> float | None:
-        """Model FLOPs by the device's peak in the dtype of the matrix products; nothing computed twice is counted.
+        """Return model FLOPs over the device's peak in the matrix products' dtype; nothing computed twice is counted.
 
-        None where the device's peak in that dtype is not known.
+        It is None where the device's peak in that dtype is not known.
         """
         peak = self.job.cluster.gpu.peak_flops_per_s.get(self.strategy.product_dtype)
         flops = self.job.shape.flops_per_token(self.job.seq_len, is_causal_halved=is_causal_halved)

@@ -1,11 +1,12 @@
-"""The search: outlines in the order of what they take at least, until none that is left can be among the best.
+"""Search candidates in the order of the least time they can take, until none that is left can be among the best.
 
-What a rank computes and exchanges inside blocks depends on few of an outline's fields, so it is timed once for all
-outlines that share them; with the pipeline's bubble in closed form that is a bound. The outline with the least bound,
-and with what others of its mesh took beyond theirs, is priced with every way in which its states may rest, and the
+What a rank computes and exchanges inside blocks depends on few of a candidate's fields, so it is timed once for all
+candidates that share them; with the pipeline's bubble in closed form that is a bound. The candidate with the least
+bound, corrected by what others of its mesh took beyond theirs, is priced with every placement of its states, and the
 search ends where the bounds pass the times it has found.
-Three rules leave out what cannot win: nothing is computed twice that fits kept, nothing rests elsewhere that fits on
-the device, and nothing is tried that holds more than what did not fit. The cost depends on outlines, not on ranks.
+Three rules leave out what cannot win: nothing is recomputed that fits when kept, nothing is stored elsewhere that fits
+on the device, and nothing is tried that holds more than what did not fit. The cost depends on the number of candidates,
+not of ranks.
 """
 
 from __future__ import annotations
@@ -42,24 +43,24 @@ from shardwise.planner.tie_break import TIE_SHARE, num_extras, simplest
 
 _FAR: Final[Mapping[str, int]] = MappingProxyType({"device": 0, "host": 1, "nvme": 2})
 _MOST_STEPS: Final = 6
-# Of as many times the wanted ones schedules are simulated at most.
+# Schedules are simulated for at most this many times the number of wanted strategies.
 _MOST_SIMULATED: Final = 20
-# What most runs do, and of the allowed prices how many more are spent on it.
+# What most runs do, and the share of the allowed prices that is spent on it in addition.
 _USUAL: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType({"cp": (1,), "schedule": ("1f1b", "interleaved")})
 _USUAL_SHARE: Final = 0.25
-# A memory estimate takes about so much of what a price takes, and as much again for each further ranks of a pipeline.
+# The cost of a memory estimate as a share of a price's, and the pipeline ranks that cost as much again.
 _MEMORY_COST: Final = 0.2
 _RANKS_OF_MEMORY_COST: Final = 6
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """When the search ends.
+    """The limits at which a search ends.
 
     Attributes:
-        num_best: that are wanted.
-        margin_share: of a device's memory that is to stay free.
-        max_prices: after which it ends though better ones may be left.
+        num_best: how many strategies are wanted.
+        margin_share: share of a device's memory that is to stay free.
+        max_prices: number of prices after which the search ends though better ones may be left.
     """
 
     num_best: int = 10
@@ -69,16 +70,17 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """What a search found.
+    """The strategies that a search found.
 
     Attributes:
-        best: that fit: the simplest of those as fast as the fastest (`simplicity`), then the others in order of time.
+        best: those that fit: the simplest of those as fast as the fastest (`tie_break`), then the others in order of
+            time.
         runners_up: the best of each other mesh and schedule, in order of their time.
-        front: of those that fit, none of which another beats in both time and memory.
-        nearest: what misses by least, where nothing fits; and by how much.
-        rejected: how many outlines or strategies were left out, by reason.
-        num_outlines: that there are.
-        num_priced: strategies.
+        front: those that fit and that no other beats in both time and memory.
+        nearest: where nothing fits, what misses by least, and by how much.
+        rejected: how many candidates or strategies were left out, by reason.
+        num_outlines: number of candidates.
+        num_priced: number of priced strategies.
         is_proven: whether by their bounds no better one is left.
     """
 
@@ -96,7 +98,7 @@ class SearchResult:
 
     @property
     def winner(self) -> Estimate | None:
-        """The best that fits."""
+        """Return the best that fits; None where nothing does."""
         return self.best[0] if self.best else None
 
 
@@ -107,12 +109,12 @@ def search(
 
     Args:
         job: on all GPUs of its cluster.
-        space: what may be chosen; everything when left out.
-        limits: when to end.
-        pricer: of the job; `Pricer` when left out.
+        space: what may be chosen; None allows everything.
+        limits: when to end; None takes the defaults.
+        pricer: prices the job's strategies; None makes a `Pricer`.
 
     Raises:
-        ConfigError: there is no outline: batch, cluster and pins do not go together.
+        ConfigError: there is no candidate: batch, cluster and pins do not go together.
     """
     began = time.perf_counter()
     run = _Search(job, space or SearchSpace(), limits or Limits(), pricer or Pricer(job))
@@ -150,7 +152,7 @@ def _runners_up(fitting: list[Estimate], num_best: int) -> Iterator[Estimate]:
 
 
 class _Search:
-    """A search under way."""
+    """A search in progress."""
 
     def __init__(self, job: PlanJob, space: SearchSpace, limits: Limits, pricer: Pricing) -> None:
         self.job, self.space, self.limits, self.pricer = job, space, limits, pricer
@@ -171,7 +173,7 @@ class _Search:
         self._num_params = job.shape.num_params
 
     def work(self) -> None:
-        """Until the bounds pass what was found, or the prices are spent."""
+        """Price candidates until the bounds pass what was found, or the prices are spent."""
         heap = self._list()
         while heap:
             rank_s, index, candidate = heapq.heappop(heap)
@@ -202,14 +204,16 @@ class _Search:
         return heap
 
     def _miss(self, candidate: ParallelismCandidate) -> None:
-        """Keep the outline that holds least at least."""
+        """Remember the candidate with the smallest lower bound of memory."""
         every, sizes, _ = self._known_placements(candidate)
         least = min(sizes, default=0.0) * self._params_of_rank(candidate) + self._least_activation_bytes(candidate)
         if every and (self._least_missed is None or least < self._least_missed[0]):
             self._least_missed = least, strategy_at(candidate, every[sizes.index(min(sizes))], self.space.base)
 
     def _worst_wanted_s(self) -> float:
-        """Of the wanted ones, and of those that would be preferred to the fastest were they simpler."""
+        """Return the longest time that is still wanted: among the best, or close enough to the fastest to win by
+        simplicity.
+        """
         if len(self._times) < self.limits.num_best:
             return math.inf
         return max(self._times[-1], (1 + TIE_SHARE) * self._times[0])
@@ -217,7 +221,7 @@ class _Search:
     def _bound_s(self, candidate: ParallelismCandidate) -> float:
         inner_s = self._inner_s.get(candidate.inner)
         if inner_s is None:
-            # Where gradients do not rest whole none are added to others, so the highest stage computes least.
+            # Where gradients are not stored whole none are added to others, so the highest stage computes least.
             stage = max(self.space.of("zero_stage", (3,)))
             rest = PlacementCandidate(stage, candidate.num_data_ranks, "batch", *["device"] * 4)
             inner_s = self.pricer.time.busy_s(strategy_at(candidate, rest, self.space.base))
@@ -227,7 +231,9 @@ class _Search:
     def _known_placements(
         self, candidate: ParallelismCandidate
     ) -> tuple[tuple[PlacementCandidate, ...], tuple[float, ...], bool]:
-        """With the least bytes of a parameter that each keeps on the device, and whether any moves activations."""
+        """Return the placements, the least bytes a parameter that each keeps on the device, and whether any moves
+        activations.
+        """
         key = (candidate.num_data_ranks, candidate.cp, candidate.tp, candidate.pp > 1, candidate.recompute)
         if key not in self._rests:
             every = placements(self.job, self.space, candidate)
@@ -236,17 +242,17 @@ class _Search:
         return self._rests[key]
 
     def _has_room(self, candidate: ParallelismCandidate) -> bool:
-        """Whether any rest may fit, by the least that it holds."""
+        """Say whether any placement may fit, by the least that it holds."""
         _, sizes, moves_activations = self._known_placements(candidate)
         kept = 0.0 if moves_activations else self._least_activation_bytes(candidate)
         return min(sizes, default=math.inf) * self._params_of_rank(candidate) + kept <= self._usable_bytes
 
     def _params_of_rank(self, candidate: ParallelismCandidate) -> float:
-        """In the mean of the pipeline, so no more than the fullest rank has."""
+        """Return the mean parameters of a pipeline rank, which is no more than the fullest rank has."""
         return self._num_params / (candidate.tp * candidate.pp * self.space.base.ep)
 
     def _param_bytes(self, candidate: ParallelismCandidate, rest: PlacementCandidate) -> float:
-        """Of one parameter's states at rest on the device, at least."""
+        """Return the least bytes of one parameter's states that are stored on the device."""
         base = self.space.base
         param_bytes = DTYPE_BYTES[base.param]
         grad_bytes = param_bytes if base.accumulate == "param" else max(4, param_bytes)
@@ -264,7 +270,7 @@ class _Search:
         )
 
     def _least_activation_bytes(self, candidate: ParallelismCandidate) -> float:
-        """Of the first rank of the pipeline: what every way of writing a block keeps for its backward."""
+        """Return the bytes of the first pipeline rank that every way of writing a block keeps for its backward."""
         shape, base = self.job.shape, self.space.base
         hidden, dtype_bytes = shape.hidden_size, DTYPE_BYTES[base.param]
         ffn = 0 if base.chunk_tokens is not None or shape.experts is not None else shape.ffn_size
@@ -280,7 +286,7 @@ class _Search:
         return dtype_bytes * elements * num_layers * tokens * min(candidate.num_micro_batches, candidate.pp)
 
     def _expand(self, candidate: ParallelismCandidate) -> None:
-        """Price an outline with every way in which its states may rest."""
+        """Price a candidate with every placement of its states."""
         every = self._known_placements(candidate)[0]
         fits_on_device = self._may_fit(candidate, [each for each in every if each.is_on_device], "device")
         fits_elsewhere = self._may_fit(candidate, [each for each in every if not each.is_on_device], "elsewhere")
@@ -301,9 +307,11 @@ class _Search:
             self._beyond_s[mesh] = min(self._beyond_s.get(mesh, math.inf), beyond_s)
 
     def _may_fit(self, candidate: ParallelismCandidate, every: list[PlacementCandidate], where: str) -> bool:
-        """Whether the devices hold the one that leaves them least, and none did that leaves no more, of any outline.
+        """Say whether the placement that leaves least on the device fits there, and no known candidate that holds no
+        more failed.
 
-        What lies elsewhere is another's more, so that it may fit where a host is too small for this one.
+        Only device memory is compared: another candidate may store less elsewhere, and so fit a host that is too small
+        for this one.
         """
         if not every:
             return False
@@ -324,7 +332,7 @@ class _Search:
         return True
 
     def _price(self, candidate: ParallelismCandidate, rest: PlacementCandidate) -> bool:
-        """Whether it fits, or need not be looked at as something that recomputes less does."""
+        """Say whether it fits, or need not be tried since something that recomputes less fits."""
         like = (candidate._replace(recompute="", recompute_every=0), rest._replace(activations_tier="device"))
         kept = self._kept.setdefault(like, [])
         if any(_recomputes_less(each, candidate) for each in kept):
@@ -339,7 +347,7 @@ class _Search:
         return True
 
     def _add(self, strategy: Strategy, below_s: float = math.inf) -> bool:
-        """Price a strategy, where it fits and takes less than others."""
+        """Price a strategy and keep it; return whether it fits and takes less than `below_s`."""
         memory = self._memory_of(strategy)
         if shortfall(memory, self.job.cluster, self.limits.margin_share) is not None:
             self.rejected["out of memory"] += 1
@@ -355,8 +363,8 @@ class _Search:
         return True
 
     def _memory_of(self, strategy: Strategy) -> MemoryEstimate:
-        """Its memory, of some ranks alone where that does not fit; how much is missing is noted."""
-        # Of what does not fit more need not be known than that another misses by less.
+        """Estimate its memory, of some ranks alone where that does not fit; note how much is missing."""
+        # For what does not fit it is enough to know that another misses by less.
         least_lacking = math.inf if self._missed is None else self._missed[0]
         too_much_bytes = self._usable_bytes + least_lacking / self.job.cluster.gpus_per_node
         memory = self.pricer.memory.estimate(strategy, too_much_bytes=too_much_bytes)
@@ -367,7 +375,7 @@ class _Search:
         return memory
 
     def look_at_usual_ones(self) -> None:
-        """Where bounds leave too much to look at, look once more among what most runs do."""
+        """Search once more among what most runs do, where the bounds leave too many candidates."""
         pins = dict(self.space.pins)
         for name, usual in _USUAL.items():
             pins[name] = tuple(each for each in self.space.of(name, usual) if each in usual)
@@ -381,9 +389,9 @@ class _Search:
         self.num_prices += run.num_prices
 
     def finish(self) -> list[Estimate]:
-        """All that fit: the best, which is the simplest of the fastest, then the fastest first.
+        """Return all that fit: the simplest of the fastest, then the fastest first.
 
-        Schedules are simulated until those of all that are shown are; what is left has no better quick time.
+        Schedules are simulated until all strategies that are shown are; what is left has no better quick time.
         """
         if not self.is_proven:
             self._climb()
@@ -408,7 +416,7 @@ class _Search:
         return [*simulated, *(each for each in fitting if each.strategy not in known)]
 
     def _climb(self) -> None:
-        """From the best that were found to their neighbours, as long as one is better."""
+        """Go from the best that were found to their neighbours, as long as one is better."""
         seen = {each.strategy for each in self.fitting}
         for _ in range(_MOST_STEPS):
             best = sorted(self.fitting, key=lambda each: each.time.step_s)[:2]
@@ -421,7 +429,7 @@ class _Search:
                 return
 
     def _keep_shares(self) -> None:
-        """Of the fastest that move states, leave as large a share on the device as fits and helps."""
+        """Leave as large a share on the device as fits and helps, for the fastest strategies that move states."""
         for price in sorted(self.fitting, key=lambda each: each.time.step_s)[: self.limits.num_best]:
             any(self._add(each, price.time.step_s) for each in more_on_device(price, self._usable_bytes))
 
@@ -436,7 +444,7 @@ class _Search:
         return all(self.space.allows(name, getattr(strategy, name)) for name in KEYS.values())
 
     def nearest(self) -> tuple[Estimate, Shortfall] | None:
-        """What misses by least."""
+        """Return what misses by least."""
         found = self._missed or self._least_missed
         if found is None:
             return None
@@ -448,7 +456,7 @@ class _Search:
 
 
 def _ordered(prices: Iterable[Estimate]) -> list[Estimate]:
-    """The simplest of the fastest, then the fastest first."""
+    """Sort prices: the simplest of the fastest, then the fastest first."""
     every = sorted(prices, key=lambda each: (each.time.step_s, num_extras(each.strategy)))
     if not every:
         return []
@@ -457,18 +465,18 @@ def _ordered(prices: Iterable[Estimate]) -> list[Estimate]:
 
 
 def _mesh_of(candidate: ParallelismCandidate) -> tuple[int, int, int]:
-    """What decides most about what a step takes beyond its bound, as it gathers and reduces."""
+    """Return what most decides how much a step takes beyond its bound, for gathers and reductions."""
     return candidate.pp, candidate.tp, candidate.num_micro_batches
 
 
 def _saving(rest: PlacementCandidate) -> tuple[int, int, bool, int]:
-    """What of rests holds least on the device."""
+    """Return a key that is largest for the placement that holds least on the device."""
     num_away = sum(_FAR[tier] > 0 for tier in rest.tiers)
     return num_away, rest.zero_stage, rest.gather == "micro-batch", rest.dp_shard
 
 
 def _holds_more(candidate: ParallelismCandidate, known: ParallelismCandidate) -> bool:
-    """Whether an outline holds at least what a known one of the same pipeline does."""
+    """Say whether a candidate holds at least as much as a known one of the same pipeline."""
     is_known_least = known.recompute == "full" and known.recompute_every == 1
     is_known_kept_less = is_known_least or known.recompute == candidate.recompute or candidate.recompute == "none"
     if known.recompute == candidate.recompute == "full":
@@ -487,26 +495,32 @@ def _recomputes_less(known: ParallelismCandidate, candidate: ParallelismCandidat
 
 
 def _moves_less(known: tuple[str, ...], tiers: tuple[str, ...]) -> bool:
-    """Whether of a known one nothing rests further away."""
+    """Say whether a known placement stores nothing further away."""
     return known != tiers and all(_FAR[one] <= _FAR[other] for one, other in zip(known, tiers, strict=True))
 
 
-# Forward, and gradients of inputs and of weights, do not take quite the same.
+# Forward, and gradients of inputs and of weights, do not take exactly the same time.
 _OF_THIRDS: Final = 0.9
 
 
 def bubble_share(schedule: str, pp: int, num_micro_batches: int, virtual_stages: int) -> float:
-    """The least bubble of a pipeline, by what its ranks compute.
+    """Return the least bubble of a pipeline as a share of what its ranks compute.
 
     With p ranks, m micro-batches and v stages a rank: (p - 1) / (m v) by Narayanan et al. 2021 (arXiv 2104.04473),
     section 2.2, a third of it for zero-bubble H1 and nothing for H2 and V, were F = B = W (Qi et al. 2023, arXiv
     2401.10241, sections 2.3 and 6). With few micro-batches the first rank waits for the first of them to come back,
-    p (F + B) or with W, and has the other backwards to do behind it, of V half of them.
+    p (F + B) or with W, and has the other backwards to do after it; for V, half of them.
 
     >>> bubble_share("interleaved", 4, 8, 3), bubble_share("zb-h2", 4, 8, 1)
     (0.125, 0.0)
     >>> bubble_share("interleaved", 4, 1, 3), round(bubble_share("zb-h2", 4, 1, 1), 3)
     (3.0, 1.8)
+
+    Args:
+        schedule: as `pipeline.schedule`.
+        pp: ranks of the pipeline.
+        num_micro_batches: of a step.
+        virtual_stages: stages a rank.
     """
     p, m = pp, num_micro_batches
     if schedule == "zb-v":
@@ -519,14 +533,15 @@ def bubble_share(schedule: str, pp: int, num_micro_batches: int, virtual_stages:
 
 
 def pipeline_of(candidate: ParallelismCandidate) -> tuple[str, int, int, int]:
+    """Return the schedule, pipeline ranks, micro-batches and virtual stages of a candidate."""
     return candidate.schedule, candidate.pp, candidate.num_micro_batches, candidate.virtual_stages
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Indices of the points that no other beats, in order of their first number.
+    """Return the indices of the points that no other beats, in order of their first number.
 
     Args:
-        points: of each a number that is better small, and one that is better large.
+        points: pairs of a number that is better small and one that is better large.
     """
     found: list[int] = []
     for index in sorted(range(len(points)), key=lambda each: (points[each][0], -points[each][1])):
@@ -536,12 +551,12 @@ def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def front(prices: Sequence[Estimate]) -> tuple[Estimate, ...]:
-    """The prices that no other beats in both step time and free memory of the device, the fastest first."""
+    """Return the prices that no other beats in both step time and free device memory, the fastest first."""
     return tuple(prices[index] for index in pareto([(each.time.step_s, each.margin_bytes) for each in prices]))
 
 
 def cost_per_step(price: Estimate) -> float | None:
-    """In dollars, of all devices for one step; None where their price is not known."""
+    """Return the dollars of all devices for one step; None where their price is not known."""
     cluster = price.job.cluster
     if not cluster.gpu.price_per_hour:
         return None

@@ -1,7 +1,7 @@
-"""The shape of a transformer as the planner sees it: sizes, and nothing that computes.
+"""Describe a transformer as the planner sees it: sizes, and nothing that computes.
 
 It covers more than `shardwise.models.Decoder`: layers with two feed-forward matrices or three, biases, learned
-positions, experts. What the planner prices of it, it prices by the Layout of a skeleton of this shape.
+positions, experts. The planner prices it by the Layout of a skeleton of this shape.
 
 >>> from shardwise.models.presets import preset
 >>> shape = ModelShape.of_decoder(preset("llama-3-8b"))
@@ -21,13 +21,13 @@ from shardwise.models.decoder import DecoderConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """The feed-forward of a mixture of experts: of each layer but the first `num_dense_layers`.
+    """The experts of each layer's feed-forward, in all layers but the first `num_dense_layers`.
 
     Attributes:
-        num_experts: that a token may be sent to.
-        num_chosen: that it is sent to.
-        ffn_size: of each.
-        num_shared: that every token passes besides.
+        num_experts: experts that a token may be sent to.
+        num_chosen: experts that it is sent to.
+        ffn_size: of each expert.
+        num_shared: further experts that every token passes.
     """
 
     num_experts: int
@@ -45,8 +45,8 @@ class ModelShape:
         head_dim: need not be hidden_size / num_heads.
         ffn: gated, of three matrices (SwiGLU), or plain, of two.
         is_tied: whether the head multiplies by the embedding.
-        has_biases: of all linear layers and norms.
-        num_positions: that a learned table of positions has; 0 for rotary ones.
+        has_biases: whether all linear layers and norms have biases.
+        num_positions: rows of a learned table of positions; 0 for rotary ones.
         window: keys that a query sees at most; None for all before it.
         experts: instead of a dense feed-forward.
         name: for people.
@@ -73,7 +73,7 @@ class ModelShape:
 
     @classmethod
     def of_decoder(cls, config: DecoderConfig, name: str = "decoder") -> ModelShape:
-        """The shape of our own decoder."""
+        """Return the shape of our own decoder."""
         return cls(
             num_layers=config.num_layers,
             hidden_size=config.hidden_size,
@@ -88,22 +88,22 @@ class ModelShape:
 
     @property
     def num_ffn_matrices(self) -> int:
-        """Of one feed-forward."""
+        """Return the number of matrices of one feed-forward."""
         return 3 if self.ffn == "gated" else 2
 
     @property
     def num_expert_layers(self) -> int:
-        """Layers whose feed-forward is experts."""
+        """Return the number of layers whose feed-forward is experts."""
         return 0 if self.experts is None else self.num_layers - self.experts.num_dense_layers
 
     @property
     def attention_params(self) -> int:
-        """Elements of one layer's four attention matrices."""
+        """Return the elements of one layer's four attention matrices."""
         return 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
 
     @property
     def num_params(self) -> int:
-        """Elements of all parameters, tied ones once."""
+        """Return the elements of all parameters, tied ones once."""
         hidden, ffns = self.hidden_size, self.num_ffn_matrices
         norms = (4 if self.has_biases else 2) * hidden
         dense = ffns * hidden * self.ffn_size
@@ -121,7 +121,7 @@ class ModelShape:
 
     @property
     def num_matmul_params(self) -> int:
-        """Elements of the matrices that each token is multiplied by, the head's included, a lookup's not."""
+        """Return the elements of the matrices that multiply each token: the head's are included, a lookup's are not."""
         hidden, ffns = self.hidden_size, self.num_ffn_matrices
         total = self.num_layers * self.attention_params + self.vocab_size * hidden
         total += (self.num_layers - self.num_expert_layers) * ffns * hidden * self.ffn_size
@@ -131,10 +131,10 @@ class ModelShape:
         return total
 
     def flops_per_token(self, seq_len: int, *, is_causal_halved: bool = False) -> float:
-        """FLOPs of forward and backward that the model needs for one token, nothing computed twice.
+        """Return the FLOPs of forward and backward that the model needs for one token, nothing computed twice.
 
-        6 N + 12 L a d s with every key counted (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), or half of the
-        second term, since of the keys after a query none counts.
+        They are 6 N + 12 L a d s with every key counted (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), or with
+        half of the second term, since keys after a query do not count.
 
         Args:
             seq_len: tokens of a sequence.

@@ -1,4 +1,4 @@
-"""Which blocks each pipeline stage of a strategy has, and where embedding, norm and head are.
+"""Find which blocks each pipeline stage of a strategy has, and where embedding, norm and head are.
 
 >>> from shardwise.planner.hardware import Cluster, GpuSpec
 >>> from shardwise.models.presets import preset
@@ -35,7 +35,7 @@ class SkeletonParam:
     Attributes:
         name: within its unit.
         dim: along which tp splits it into `part`; None where every rank holds all of it.
-        is_of_experts: one of each expert's, side by side along dim 0.
+        is_of_experts: whether it holds one matrix of each expert, side by side along dim 0.
     """
 
     name: str
@@ -45,20 +45,21 @@ class SkeletonParam:
     is_of_experts: bool = False
 
     def split(self, tp: int) -> ParamSplit:
-        """Over the tensor-parallel group."""
+        """Return its split over the tensor-parallel group."""
         return ParamSplit(self.shape, tp, self.dim, () if self.part is None else (self.part,))
 
     def entry(self, unit: str) -> ParamEntry:
-        """As the Layout reads it from a module."""
+        """Return it as the Layout reads it from a module."""
         return ParamEntry(f"{unit}.{self.name}", (), unit, self.shape, requires_grad=True)
 
 
 def block_params(shape: ModelShape, *, has_experts: bool = False, expert_ranks: int = 1) -> tuple[SkeletonParam, ...]:
-    """Of one layer, in the order of its module.
+    """List the parameters of one layer, in the order of its module.
 
     Args:
-        has_experts: whether its feed-forward is experts.
-        expert_ranks: over which whole experts are spread; the parameters are those of one.
+        shape: of the model.
+        has_experts: whether the layer's feed-forward is experts.
+        expert_ranks: over which whole experts are spread; the parameters are those of one rank.
     """
     ffn = _expert_params(shape, expert_ranks) if has_experts else _ffn_params(shape, "ffn", shape.ffn_size)
     norms = (_norm(shape, "attention_norm"), _norm(shape, "ffn_norm"))
@@ -66,7 +67,7 @@ def block_params(shape: ModelShape, *, has_experts: bool = False, expert_ranks: 
 
 
 def embedding_params(shape: ModelShape) -> tuple[SkeletonParam, ...]:
-    """The table of tokens, and that of positions where they are learned."""
+    """List the table of tokens, and that of positions where they are learned."""
     vocab = FusedPart(shape.vocab_size, is_padded=True)
     tokens = SkeletonParam(name="embed.weight", shape=(shape.vocab_size, shape.hidden_size), dim=0, part=vocab)
     if not shape.num_positions:
@@ -75,12 +76,12 @@ def embedding_params(shape: ModelShape) -> tuple[SkeletonParam, ...]:
 
 
 def norm_params(shape: ModelShape) -> tuple[SkeletonParam, ...]:
-    """Of the norm behind the blocks."""
+    """List the parameters of the norm after the blocks."""
     return tuple(_norm(shape, "norm"))
 
 
 def head_params(shape: ModelShape) -> tuple[SkeletonParam, ...]:
-    """Of the head, were it not tied."""
+    """List the parameters of the head, as if it were not tied."""
     vocab = FusedPart(shape.vocab_size, is_padded=True)
     return (SkeletonParam(name="head.weight", shape=(shape.vocab_size, shape.hidden_size), dim=0, part=vocab),)
 
@@ -142,8 +143,8 @@ class StageLayouts:
     Attributes:
         placement: which rank of the pipeline has which stages.
         layers: blocks of each stage, in order.
-        num_dense: of all blocks those at the front whose feed-forward is not experts.
-        norm_stage: that has the norm behind the blocks; the last has the head, the first the embedding.
+        num_dense: how many blocks at the front have a feed-forward without experts.
+        norm_stage: the stage that has the norm after the blocks; the last has the head, the first the embedding.
     """
 
     placement: StagePlacement
@@ -153,17 +154,17 @@ class StageLayouts:
 
     @property
     def head_stage(self) -> int:
-        """The last."""
+        """Return the index of the last stage."""
         return len(self.layers) - 1
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """The first block of each stage."""
+        """Return the index of the first block of each stage."""
         return tuple(accumulate(self.layers[:-1], initial=0))
 
     @cached_property
     def kinds(self) -> tuple[tuple[int, int], ...]:
-        """For each stage, how many of its blocks are dense and how many have experts."""
+        """Count for each stage its dense blocks and its blocks with experts."""
         ends = tuple(accumulate(self.layers))
         dense = [max(0, min(end, self.num_dense) - end + num) for end, num in zip(ends, self.layers, strict=True)]
         return tuple((each, num - each) for each, num in zip(dense, self.layers, strict=True))
@@ -178,16 +179,18 @@ class StageLayouts:
         return {rank: tuple(marked[stage] for stage in self.placement.stages_of(rank)) for rank in ranks}
 
     def held_by(self, rank: int) -> tuple[tuple[tuple[int, int], bool, bool, bool], ...]:
-        """Of each stage of a rank: its dense blocks and those with experts; whether it has embedding, norm, head."""
+        """Return for each stage of a rank its dense blocks and those with experts, and whether it has embedding, norm,
+        head.
+        """
         return self._held[rank]
 
     def layers_on(self, rank: int) -> int:
-        """Blocks of all stages of a rank of the pipeline."""
+        """Count the blocks of all stages of a pipeline rank."""
         return sum(self.layers[stage] for stage in self.placement.stages_of(rank))
 
 
 class StageTable:
-    """The stages of a job's strategies; those that are cut alike are cut once."""
+    """The stages of a job's strategies; strategies with the same cut share it."""
 
     def __init__(self, job: PlanJob) -> None:
         self.job = job
@@ -195,7 +198,8 @@ class StageTable:
         self._cuts: dict[StagePlacement, tuple[tuple[int, ...], int]] = {}  # several schedules have one placement
 
     def of(self, strategy: Strategy) -> StageLayouts:
-        """The stages of a strategy: its own, or as `shardwise.layout.stage_partition` cuts our decoder, or evenly.
+        """Return the stages of a strategy: its own, or as `shardwise.layout.stage_partition` cuts our decoder, or
+        evenly.
 
         Raises:
             ConfigError: the schedule has no such stages, there are more stages than units, or the strategy's own are
@@ -227,7 +231,7 @@ class StageTable:
 
 
 def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """As many blocks in each stage; what is left over goes to the stages in the middle.
+    """Spread blocks evenly over stages; what is left over goes to the stages in the middle.
 
     >>> even_layers(14, 4)
     (3, 4, 4, 3)
@@ -239,7 +243,7 @@ def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def cut_by_cost(shape: ModelShape, placement: StagePlacement) -> tuple[tuple[int, ...], int]:
-    """Blocks of each stage where `shardwise.layout.stage_partition` cuts, and the stage of the norm behind them.
+    """Return the blocks of each stage as `shardwise.layout.stage_partition` cuts, and the stage of the norm after them.
 
     Raises:
         ConfigError: there are more stages than units.

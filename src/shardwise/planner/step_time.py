@@ -1,8 +1,8 @@
-"""Time of an optimizer step, by part: what ranks compute and exchange, composed along the pipeline's schedule.
+"""Time an optimizer step, by part: what ranks compute and exchange, composed along the pipeline's schedule.
 
 Every stage has its forward and backward of one micro-batch, exposed exchanges included; the schedule that the runtime
 executes puts them in order, so what is left of the span is the bubble. The gathers and reductions of the data axes,
-the moves between memories and the optimizer's step come on top, as far as they do not hide.
+the moves between memories and the optimizer's step come on top, as far as nothing hides them.
 
 >>> from shardwise.models.presets import preset
 >>> from shardwise.planner.hardware import find_gpu
@@ -70,7 +70,7 @@ class _Stage:
 
 
 class TimeModel:
-    """Times of a job's strategies; keeps what several of them share."""
+    """Times of a job's strategies; it keeps what several of them share."""
 
     def __init__(self, job: PlanJob, compact: CompactLayout | None = None) -> None:
         self.job = job
@@ -81,9 +81,10 @@ class TimeModel:
         self.pipelines = PipelineTimes()
 
     def estimate(self, strategy: Strategy, *, is_quick: bool = False) -> TimeEstimate:
-        """Of one optimizer step.
+        """Estimate the time of one optimizer step.
 
         Args:
+            strategy: how the job is split.
             is_quick: whether the bubble is that of a closed form, where there is one, rather than of the schedule.
         """
         cut = self.compact.stages.of(strategy)
@@ -108,14 +109,16 @@ class TimeModel:
         return TimeEstimate(step_s=step_s, low_s=low_s, high_s=high_s, parts=parts, bubble_rate=bubble_rate)
 
     def busy_s(self, strategy: Strategy) -> float:
-        """Seconds of a step that a rank computes and exchanges in its stages, the mean of all: no step takes less."""
+        """Return the mean seconds of a step that a rank computes and exchanges in its stages: no step takes less."""
         units = self._block(strategy), *self._ends(strategy)
         block_s, first_s, last_s = (unit.times.total_s for unit in units)
         whole_s = strategy.num_micro_batches * (self.job.shape.num_layers * block_s + first_s + last_s)
         return whole_s / strategy.pp + self._straggling_s(whole_s / strategy.pp)
 
     def op_times(self, strategy: Strategy) -> OpTimes:
-        """Of one micro-batch on a rank, the mean of all: what a schedule's bubble is told by where stages are alike."""
+        """Return the mean times of one micro-batch on a rank, from which a schedule's bubble follows where stages are
+        equal.
+        """
         stages = self._stages(strategy, self.compact.stages.of(strategy))
         return OpTimes(
             forward_s=sum(stage.times.forward_s for stage in stages) / strategy.pp,
@@ -137,12 +140,12 @@ class TimeModel:
         return self._unit(self.compute.block(s), self.communication.block(s), self.compute.attention(s))
 
     def _ends(self, s: Strategy) -> tuple[_Stage, _Stage]:
-        """The embedding, and the head with its loss."""
+        """Return the embedding, and the head with its loss."""
         first = self._unit(self.compute.embedding(s), self.communication.embedding(s))
         return first, self._unit(self.compute.head(s), self.communication.head(s))
 
     def _unit(self, times: PassTimes, exchange: BlockComm, attention: PassTimes = _NO_TIME) -> _Stage:
-        """What is exchanged shows as far as it does not hide behind what the same pass computes."""
+        """Add to a unit's compute the part of its exchanges that the same pass's compute does not hide."""
         forward = {"compute": times.forward_s, **exchange.forward.exposed(times.forward_s, attention.forward_s)}
         backward = exchange.backward.exposed(times.backward_s, attention.backward_s)
         again = exchange.recompute.exposed(times.recompute_s, min(attention.forward_s, times.recompute_s))
@@ -153,7 +156,7 @@ class TimeModel:
     def _span(
         self, s: Strategy, stages: Sequence[_Stage], busy: Sequence[float], *, is_quick: bool
     ) -> tuple[float, float | None]:
-        """Seconds of the pipeline, and the rate of its bubble."""
+        """Return the seconds of the pipeline, and the rate of its bubble."""
         if s.pp == 1:
             return busy[0], None
         transfer_s = self.communication.transfer_s(s)
@@ -166,7 +169,7 @@ class TimeModel:
         return span.step_s, span.bubble_rate
 
     def _step_s(self, s: Strategy, pipeline_rank: int) -> float:
-        """Of the optimizer where its states are on the device; elsewhere it is part of the offload."""
+        """Return the seconds of the optimizer where its states are on the device; elsewhere they count as offload."""
         rank = self.compact.rank(s, pipeline_rank)
         numel = rank.numel
         if s.optimizer_tier != "device":
@@ -177,16 +180,16 @@ class TimeModel:
         return self.compute.step_s(s, numel / shards)
 
     def _straggling_s(self, step_s: float) -> float:
-        """The largest of n normal deviates is about sqrt(2 ln n) from the mean."""
+        """Return the delay by the slowest node: the largest of n normal deviates is about sqrt(2 ln n)."""
         num_nodes = math.ceil(self.job.cluster.num_gpus / self.job.cluster.gpus_per_node)
         return step_s * STRAGGLING * math.sqrt(2 * math.log(num_nodes))
 
 
 def _quick_bubble_s(s: Strategy, stages: Sequence[StageTimes]) -> float | None:
-    """Of ranks that are alike; None with so few micro-batches that only the schedule itself tells it.
+    """Return the bubble of equal ranks; None with so few micro-batches that only the schedule itself shows it.
 
-    The part of W that is longer than F fills no more of the bubble, of H2 the part that is longer than half of F + B.
-    In ZB-V a B that is shorter than F waits as long as it.
+    The part of W that is longer than F fills no more of the bubble; in H2, the part that is longer than half of F + B.
+    In ZB-V a B that is shorter than F waits until F would end.
     """
     forward_s, backward_s, weight_s = (
         sum(each) / s.pp
@@ -215,21 +218,22 @@ def _joined(block: _Stage, num_blocks: int, extra: Sequence[_Stage]) -> _Stage:
 
 
 Kind = Literal["measured", "unfitted", "narrow", "gathered", "usual"]
-"""Of a prediction: the machine was measured; constants are defaults, or were fitted to products of another width;
-products in fp8 or fp4; parameters gathered before use (stage 3); none of these."""
+"""The kinds of a prediction: the machine was measured; constants are defaults, or were fitted to products of another
+width; products in fp8 or fp4; parameters gathered before use (stage 3); none of these."""
 
 SHARES: Final[Mapping[Kind, float]] = MappingProxyType(
     {"measured": 0.12, "unfitted": 0.31, "narrow": 0.22, "gathered": 0.25, "usual": 0.14}
 )
-"""Of the predicted time, to each side: the 80th percentile of |measured / predicted - 1| on all published rows, those
-that were held out of the fit too, where a source counts by the root of its rows, as `benchmarks/planner_accuracy.py
---spread` prints it. `measured` holds the twelve runs of `benchmarks/planner_machine.py` (docs/benchmarks.md).
-`unfitted` has rows of two sources alone, too few: by default constants those of the fitted devices lie within 0.18, and
-besides that a new device is as far off as `gathered`; both together, as independent errors add up."""
+"""Half an interval as a share of the predicted time: the 80th percentile of |measured / predicted - 1| on all published
+rows, those that were held out of the fit too, where a source counts by the root of its rows, as
+`benchmarks/planner_accuracy.py --spread` prints it. `measured` holds the twelve runs of `benchmarks/planner_machine.py`
+(docs/benchmarks.md). `unfitted` has rows of two sources alone, too few: with default constants those of the fitted
+devices are within 0.18, and in addition a new device is as far off as `gathered`; both together, as independent errors
+add up."""
 
 
 def kind_of(job: PlanJob, strategy: Strategy) -> Kind:
-    """What a prediction rests on; the first that holds, in the order of `Kind`."""
+    """Return what a prediction is based on: the first kind that holds, in the order of `Kind`."""
     if job.cluster.profile is not None:
         return "measured"
     dtype = strategy.product_dtype
@@ -241,6 +245,12 @@ def kind_of(job: PlanJob, strategy: Strategy) -> Kind:
 
 
 def interval_s(job: PlanJob, strategy: Strategy, step_s: float) -> tuple[float, float]:
-    """The least and the most seconds that are expected of a step, four times of five."""
+    """Return the least and the most seconds of a step that four of five runs are expected to take.
+
+    Args:
+        job: the job.
+        strategy: how it is split.
+        step_s: the predicted seconds.
+    """
     share = SHARES[kind_of(job, strategy)]
     return step_s * (1 - share), step_s * (1 + share)

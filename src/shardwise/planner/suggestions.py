@@ -1,6 +1,6 @@
-"""What would make a strategy fit that does not: another config, a shorter sequence, more memory or GPUs, adapters.
+"""Suggest what would make a strategy fit: another config, a shorter sequence, more memory or GPUs, adapters.
 
-Each is tried alone, by the memory that it takes, and is said with the key, the flag or the file that makes it so.
+Each is tried alone, by its memory, and named by the key, the flag or the file that sets it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LEAST_TOKENS: Final = 512
 Saving = tuple[str, dict[str, Any]]
 """Keys of the config, and the fields of a strategy that they set."""
 
-# What holds less, the cheapest first; each is tried on top of those before it.
+# Changes that save memory, the cheapest first; each is tried on top of those before it.
 _SAVINGS: Final[tuple[Saving, ...]] = (
     ("zero.stage=3", {"zero_stage": 3}),
     ("batch.micro_size=1", {"micro_size": 1}),
@@ -45,7 +45,15 @@ _ON_DISKS: Final[tuple[dict[str, Any], ...]] = (
 
 
 def smallest_cure(job: PlanJob, strategy: Strategy, pricing: Pricing, margin_share: float) -> Change | None:
-    """Of the changes of one thing that make a strategy fit, the one that leaves it fastest; else as few as will do."""
+    """Return the single change that makes a strategy fit and leaves it fastest, else the fewest changes that do; else
+    None.
+
+    Args:
+        job: the job.
+        strategy: a strategy that does not fit.
+        pricing: prices the strategies of the job.
+        margin_share: share of a device's memory that is to stay free.
+    """
     changes = price_changes(job, strategy, pricing, margin_share)
     if changes and changes[0].missing is None:
         return changes[0]
@@ -53,12 +61,20 @@ def smallest_cure(job: PlanJob, strategy: Strategy, pricing: Pricing, margin_sha
 
 
 def would_fit(change: Change) -> str:
-    """What a change does that makes a strategy fit."""
+    """Say that a change would make a strategy fit, and its step time."""
     return f"{change.words} would fit, at {seconds_words(change.price.time.step_s)}"
 
 
 def made_to_fit(job: PlanJob, strategy: Strategy, pricing: Pricing, margin_share: float) -> Change | None:
-    """A strategy with what must be saved of it to fit, the cheapest first; None where all that can be is not enough."""
+    """Return a strategy with the savings that it needs to fit, the cheapest first; None where all together are not
+    enough.
+
+    Args:
+        job: the job.
+        strategy: a strategy that does not fit.
+        pricing: prices the strategies of the job.
+        margin_share: share of a device's memory that is to stay free.
+    """
 
     def fits(savings: Sequence[Saving]) -> bool:
         other = _saved(strategy, savings)
@@ -80,14 +96,14 @@ def made_to_fit(job: PlanJob, strategy: Strategy, pricing: Pricing, margin_share
 def cures(
     price: Estimate, missing: Shortfall, pricing: Pricing, pricing_of: Callable[[PlanJob], Pricing], margin_share: float
 ) -> Iterator[str]:
-    """What would make it fit, one sentence each; disks and adapters only where no config would.
+    """Yield what would make it fit, one sentence each; disks and adapters only where no config would.
 
     Args:
         price: of a strategy that does not fit.
-        missing: there.
-        pricing: of its job.
-        pricing_of: prices another job.
-        margin_share: of a device's memory that is to stay free.
+        missing: what it lacks.
+        pricing: prices the strategies of its job.
+        pricing_of: makes the pricing of another job.
+        margin_share: share of a device's memory that is to stay free.
     """
     job, strategy = price.job, price.strategy
     change = smallest_cure(job, strategy, pricing, margin_share)
@@ -110,7 +126,14 @@ def cures(
 def shorter(
     job: PlanJob, strategy: Strategy, pricing_of: Callable[[PlanJob], Pricing], margin_share: float
 ) -> int | None:
-    """Tokens of the longest sequence, halved again and again, with which a strategy fits; None where none does."""
+    """Return the tokens of the longest sequence, by repeated halving, with which a strategy fits; None where none does.
+
+    Args:
+        job: the job, whose sequences are too long.
+        strategy: a strategy that does not fit.
+        pricing_of: makes the pricing of another job.
+        margin_share: share of a device's memory that is to stay free.
+    """
     seq_len = job.seq_len // 2
     while seq_len >= _LEAST_TOKENS:
         less = replace(job, seq_len=seq_len)
@@ -123,13 +146,13 @@ def shorter(
 def more_gpus(
     job: PlanJob, strategy: Strategy, pricing_of: Callable[[PlanJob], Pricing], margin_share: float
 ) -> int | None:
-    """GPUs on which a strategy fits, sharded over all data ranks; None where 64 times as many are too few.
+    """Return the GPUs on which a strategy fits, sharded over all data ranks; None where 64 times as many are too few.
 
     Args:
-        job: on fewer.
-        strategy: that does not fit there.
-        pricing_of: from a job to what prices its strategies.
-        margin_share: of a device's memory that is to stay free.
+        job: the job, on fewer GPUs.
+        strategy: a strategy that does not fit there.
+        pricing_of: makes the pricing of another job.
+        margin_share: share of a device's memory that is to stay free.
     """
     factor = 2
     while factor <= _MOST_MORE_GPUS:
@@ -145,7 +168,7 @@ def more_gpus(
 
 
 def _enlarged(cluster: Cluster, factor: int) -> Cluster:
-    """A cluster of so many times the GPUs; a single node is filled first."""
+    """Return a cluster of `factor` times the GPUs; a single node is filled first."""
     num_gpus, per_node = factor * cluster.num_gpus, cluster.gpus_per_node
     if per_node == cluster.num_gpus:
         per_node = max(per_node, min(num_gpus, usual_node(cluster.gpu)))
@@ -155,7 +178,7 @@ def _enlarged(cluster: Cluster, factor: int) -> Cluster:
 def _disks(
     job: PlanJob, strategy: Strategy, pricing_of: Callable[[PlanJob], Pricing], margin_share: float
 ) -> Iterator[str]:
-    """Of a cluster that has none."""
+    """Yield the disks that would make it fit, for a cluster that has none."""
     host = job.cluster.host
     if host.nvme_bytes:
         return

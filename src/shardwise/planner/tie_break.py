@@ -1,6 +1,6 @@
-"""How much a strategy does that one without it need not: of two that are as fast the simpler one is better.
+"""Count what a strategy does beyond the simplest one: of two that are equally fast, the simpler one is better.
 
-Times are told no better than to some per cent, and everything that a run does besides can go wrong or be tuned badly.
+Predicted times are exact to some per cent at best, and each additional mechanism can fail or be tuned badly.
 
 >>> from shardwise.planner.job import Strategy
 >>> num_extras(Strategy(dp_shard=8, zero_stage=3)), num_extras(Strategy(pp=4, tp=2, schedule="interleaved"))
@@ -18,11 +18,11 @@ from shardwise.planner.job import Strategy
 from shardwise.planner.results import Estimate
 
 TIE_SHARE: Final = 0.02
-"""Of a step's time, by which a simpler strategy may be slower than the fastest and still be preferred."""
+"""Share of a step's time by which a simpler strategy may be slower than the fastest and still be preferred."""
 
 
 def num_extras(strategy: Strategy) -> int:
-    """Axes beyond the data-parallel one, schedules beyond 1F1B, memories beyond the device, and the like.
+    """Count axes beyond the data-parallel one, schedules beyond 1F1B, memories beyond the device, and the like.
 
     Each doubling of a context axis counts, and of virtual stages beyond two.
     """
@@ -30,7 +30,7 @@ def num_extras(strategy: Strategy) -> int:
 
 
 def extras_words(strategy: Strategy, simpler: Strategy) -> str:
-    """Where a strategy does more than a simpler one.
+    """Name what a strategy does beyond a simpler one.
 
     >>> extras_words(Strategy(pp=4, schedule="zb-v", tp=2), Strategy(pp=4, tp=2))
     'schedule'
@@ -54,7 +54,7 @@ def _extras(s: Strategy) -> dict[str, int]:
 
 
 def simplest(prices: Iterable[Estimate]) -> Estimate:
-    """Of those as fast as the fastest, but for `TIE_SHARE`, the simplest, and of these the fastest."""
+    """Return the simplest of those within `TIE_SHARE` of the fastest, and of equally simple ones the fastest."""
     every = list(prices)
     least_s = min(price.time.step_s for price in every)
     tied = [price for price in every if price.time.step_s <= (1 + TIE_SHARE) * least_s]

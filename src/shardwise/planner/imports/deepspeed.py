@@ -1,4 +1,4 @@
-"""A strategy from DeepSpeed's JSON: stage, offload, batch, precision, as our config's keys.
+"""Read a strategy from DeepSpeed's JSON: stage, offload, batch, precision, as our config's keys.
 
 >>> imported = settings_of({"train_batch_size": 64, "zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}, "ds")
 >>> imported.global_batch, dict(imported.settings)
@@ -46,11 +46,11 @@ _READ_OF_ZERO: Final = (
 _TIERS: Final = ("none", "cpu", "nvme")
 _MOST: Final = sys.float_info.max
 _NO_SHARDS: Final = (None, 0, -1)
-"""What `mics_shard_size` is where there is no such group."""
+"""Values of `mics_shard_size` that mean there is no such group."""
 
 
 def read_deepspeed(path: str | Path) -> ImportedJob:
-    """The strategy in a DeepSpeed config.
+    """Read the strategy in a DeepSpeed config.
 
     Raises:
         ConfigError: the file cannot be read, is not JSON, or a value is not DeepSpeed's.
@@ -59,7 +59,7 @@ def read_deepspeed(path: str | Path) -> ImportedJob:
 
 
 def settings_of(values: Mapping[str, Any], source: str) -> ImportedJob:
-    """The strategy that a parsed DeepSpeed config describes; values "auto" are left open.
+    """Return the strategy that a parsed DeepSpeed config describes; values "auto" are left open.
 
     Args:
         values: of the file.
@@ -92,7 +92,7 @@ def settings_of(values: Mapping[str, Any], source: str) -> ImportedJob:
 
 
 def is_deepspeed(values: Mapping[str, Any]) -> bool:
-    """Whether a parsed JSON file looks like DeepSpeed's and not like a model's.
+    """Say whether a parsed JSON file looks like DeepSpeed's and not like a model's.
 
     >>> is_deepspeed({"zero_optimization": {"stage": 2}}), is_deepspeed({"hidden_size": 64})
     (True, False)

@@ -1,4 +1,4 @@
-"""The shape of a model from Hugging Face's `config.json`: known architectures, and others by their fields' names.
+"""Read the shape of a model from Hugging Face's `config.json`: known architectures, and others by their fields' names.
 
 >>> shape_of({"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257,
 ...           "n_positions": 1024}, "config.json").num_params
@@ -32,12 +32,12 @@ _GATED_ACTIVATIONS: Final = frozenset({"silu", "swish", "swiglu", "geglu"})
 
 @dataclass(frozen=True, kw_only=True)
 class _Family:
-    """What an architecture's files leave unsaid.
+    """Facts that an architecture's files leave out.
 
     Attributes:
-        is_tied: where `tie_word_embeddings` is missing.
-        learns_positions: whether positions are a table; `num_more_positions` that it has besides.
-        ffn_factor: of the hidden size, where no feed-forward's size is given; 0 where one must be.
+        is_tied: whether the head is tied, where `tie_word_embeddings` is missing.
+        learns_positions: whether positions are a table; it has `num_more_positions` additional rows.
+        ffn_factor: feed-forward size over hidden size, where no size is given; 0 where one must be.
     """
 
     is_gated: bool
@@ -77,7 +77,7 @@ _FAMILIES: Mapping[str, _Family] = MappingProxyType(
 
 
 def read_huggingface(path: str | Path) -> ImportedJob:
-    """The shape in a `config.json`, and the longest sequence it was made for.
+    """Read the shape in a `config.json`, and the longest sequence it was made for.
 
     Raises:
         ConfigError: the file cannot be read, is not JSON, or misses a size.
@@ -86,7 +86,7 @@ def read_huggingface(path: str | Path) -> ImportedJob:
 
 
 def imported_of(values: Mapping[str, Any], source: str) -> ImportedJob:
-    """The same of a parsed one.
+    """Return the shape and the longest sequence of a parsed `config.json`.
 
     Args:
         values: of the file.
@@ -101,7 +101,7 @@ def imported_of(values: Mapping[str, Any], source: str) -> ImportedJob:
 
 
 def is_huggingface(values: Mapping[str, Any]) -> bool:
-    """Whether a parsed JSON file says the sizes of a model.
+    """Say whether a parsed JSON file gives the sizes of a model.
 
     >>> is_huggingface({"n_embd": 768}), is_huggingface({"zero_optimization": {"stage": 3}})
     (True, False)
@@ -125,7 +125,7 @@ def read_json(path: str | Path) -> Mapping[str, Any]:
 
 
 def shape_of(values: Mapping[str, Any], source: str) -> ModelShape:
-    """The shape that a parsed `config.json` describes.
+    """Return the shape that a parsed `config.json` describes.
 
     Args:
         values: of the file; of a model with several parts, that of text is taken.
@@ -166,7 +166,7 @@ def _text_part(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _guessed_family(text: Mapping[str, Any]) -> _Family:
-    """Of an architecture that is not in the table: gated where its activation is one that gates use."""
+    """Guess the family of an unknown architecture: gated where its activation is one that gates use."""
     activation = str(text.get("hidden_act", text.get("hidden_activation", text.get("activation_function", "silu"))))
     return _Family(is_gated=activation.lower() in _GATED_ACTIVATIONS)
 
@@ -195,7 +195,7 @@ def _head_dim(text: Mapping[str, Any], hidden: int, num_heads: int, source: str)
 
 
 def _window(text: Mapping[str, Any]) -> int | None:
-    """Where every layer has one; where some have, the longest ones decide the time, so none is taken."""
+    """Return the window where every layer has one; where only some do, the others decide the time, so return None."""
     window = text.get("sliding_window")
     is_used = (
         text.get("use_sliding_window", True) and "layer_types" not in text and "sliding_window_pattern" not in text

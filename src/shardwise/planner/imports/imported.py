@@ -1,4 +1,4 @@
-"""What is read from another tool's files, in the planner's words and the config's keys.
+"""Hold what is read from another tool's files, in the planner's words and the config's keys.
 
 >>> ImportedJob(settings={"zero.stage": 3, "precision.param": "bf16"}).assignments
 ['zero.stage=3', 'precision.param="bf16"']
@@ -32,7 +32,7 @@ class ImportedJob:
         global_batch: sequences of an optimizer step.
         num_gpus: of the job.
         ep: ranks over which experts are split.
-        notes: what was taken otherwise than it was written, or left out, for people.
+        notes: what was read differently than it was written, or left out, for people.
     """
 
     shape: ModelShape | None = None
@@ -45,14 +45,14 @@ class ImportedJob:
 
     @property
     def assignments(self) -> list[str]:
-        """The settings as `Config.override` takes them."""
+        """Return the settings as `Config.override` takes them."""
         return [f"{key}={json.dumps(value)}" for key, value in self.settings.items()]
 
 
 def whole_number(
     values: Mapping[str, object], names: Iterable[str], source: str, default: int | None = None, *, least: int = 1
 ) -> int:
-    """The first of some fields that is there, as an integer.
+    """Return the first of some fields that is there, as an integer.
 
     Args:
         values: of the file.
@@ -87,7 +87,7 @@ def whole_number(
 
 
 def short(value: object) -> str:
-    """A value of a file as a message shows it."""
+    """Write a value of a file as a message shows it."""
     text = repr(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 

@@ -1,4 +1,4 @@
-"""A job from Megatron's flags: the model's shape, the strategy as our config's keys, the batch.
+"""Read a job from Megatron's flags: the model's shape, the strategy as our config's keys, the batch.
 
 >>> imported = job_of_flags({
 ...     "num-layers": "32", "hidden-size": "4096", "num-attention-heads": "32", "seq-length": "4096",
@@ -88,7 +88,7 @@ _FLAG_SHARE: Final = 0.93
 
 
 def read_megatron(source: str | Path) -> ImportedJob:
-    """The job that a script, a YAML file or a command line starts.
+    """Return the job that a script, a YAML file or a command line starts.
 
     Args:
         source: the path of a `.sh`, `.yaml` or text file; or, where it holds `--`, the flags themselves.
@@ -111,7 +111,7 @@ def read_megatron(source: str | Path) -> ImportedJob:
 
 
 def job_of_flags(flags: Flags, source: str) -> ImportedJob:
-    """The job that flags describe.
+    """Return the job that flags describe.
 
     Args:
         flags: by name, without dashes in front; True for one that has no value.
@@ -139,7 +139,7 @@ def job_of_flags(flags: Flags, source: str) -> ImportedJob:
 
 
 def _number(flags: Flags, name: str, source: str, default: int | None = None) -> int:
-    """A flag's count, of which there is one at least but where 0 says that there is none of it."""
+    """Return a flag's count, which must be 1 or more, except where 0 means that there is none of it."""
     value = flags.get(name)
     if value is None:
         if default is not None:
@@ -196,7 +196,7 @@ def _shape(flags: Flags, source: str) -> ModelShape:
 
 
 def _vocab_size(flags: Flags, source: str) -> int:
-    """Padded as Megatron pads it; GPT-2's where a tokenizer's file says it."""
+    """Return the vocabulary's size, padded as Megatron pads it; GPT-2's where only a tokenizer's file gives it."""
     if "padded-vocab-size" in flags:
         return _number(flags, "padded-vocab-size", source)
     vocab_size = _number(flags, "vocab-size", source, 50_257)

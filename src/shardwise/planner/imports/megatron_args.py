@@ -1,4 +1,4 @@
-"""Flags as they stand in a shell script, on a command line or in a flat YAML file of Megatron's arguments.
+"""Read flags from a shell script, a command line or a YAML file of Megatron's arguments.
 
 >>> flags_in('TP=8\\ntorchrun pretrain.py --tensor-model-parallel-size ${TP} --swiglu \\\\\\n  --bf16')
 {'tensor-model-parallel-size': '8', 'swiglu': True, 'bf16': True}
@@ -29,7 +29,7 @@ _ARITHMETIC: Final = re.compile(r"\$\(\(([\d\s+*/()-]+)\)\)")
 
 
 def flags_in(text: str) -> dict[str, str | bool]:
-    """The flags in a script or a command line; of one that stands there twice, the last.
+    """Read the flags in a script or a command line; of a flag given twice, the last counts.
 
     Variables are replaced where the script itself says what they are.
 
@@ -54,7 +54,7 @@ def flags_in(text: str) -> dict[str, str | bool]:
 
 
 def yaml_flags(text: str) -> dict[str, str | bool]:
-    """The arguments in a YAML file of keys and values; sections are looked through.
+    """Read the arguments in a YAML file of keys and values; nested sections are read too.
 
     >>> yaml_flags("model_parallel:\\n  tensor_model_parallel_size: 8\\n  sequence_parallel: true\\n  bf16: null")
     {'tensor-model-parallel-size': '8', 'sequence-parallel': True}
@@ -120,7 +120,7 @@ def _calculated(line: str) -> str:
 
 
 def _result(expression: str, written: str) -> str:
-    """Of products and quotients of whole numbers, from left to right; anything else stays as it was written."""
+    """Compute products and quotients of whole numbers from left to right; anything else stays as it was written."""
     words = re.findall(r"\d+|\S", expression)
     if not words or not words[0].isdigit() or len(expression) > _MAX_EXPRESSION:
         return written
