@@ -99,7 +99,7 @@ def activation_bytes_per_layer(
         recompute: as `RecomputeConfig.mode`.
     """
     num_tokens = seq_len / cp * micro_size
-    stream = shape.hidden_size / (tp if sequence_parallel else 1)  # of a rank: features a token of the residual
+    stream = shape.hidden_size / (tp if sequence_parallel else 1)  # features a token of the residual stream, on a rank
     if recompute == "full":
         return num_tokens * element_bytes * stream
     heads = shape.num_heads / tp
@@ -111,8 +111,8 @@ def activation_bytes_per_layer(
     if recompute == "none":
         scores = shape.score_bytes * heads * seq_len
         return num_tokens * (_whole_bytes(shape, stream, attention, ffn, element_bytes) + log_sum_exp + scores)
-    sums = 2 * stream  # what the two row layers give
-    mixed = heads * shape.head_dim  # what attention gives
+    sums = 2 * stream  # outputs of the two row layers
+    mixed = heads * shape.head_dim  # output of attention
     products = shape.products_share * (attention - mixed + num_wide * ffn + sums)
     return num_tokens * (element_bytes * (stream + mixed + products) + log_sum_exp)
 
@@ -120,9 +120,9 @@ def activation_bytes_per_layer(
 def _whole_bytes(shape: LayerShape, stream: float, attention: float, ffn: float, element_bytes: int) -> float:
     """Return the bytes of a token without recomputation; what attention keeps beside inputs and output is excluded."""
     num_inner = (4 if shape.is_gated else 2) - shape.fuses_gate
-    routed = 2 * shape.num_routed * stream  # what experts are given, and what they return
+    routed = 2 * shape.num_routed * stream  # inputs and outputs of the experts
     kept = element_bytes * (4 * stream + attention + num_inner * ffn + routed)
-    if shape.product_bytes is not None:  # what norms and the gate give is kept for products alone
+    if shape.product_bytes is not None:  # outputs of norms and gate are kept only for products
         kept -= (element_bytes - shape.product_bytes) * (2 * stream + ffn)
     scales = 2 * FP32_BYTES * stream / shape.hidden_size
     return kept + scales + 2 * (shape.mask_bytes + shape.norm_bytes) * stream

@@ -323,7 +323,7 @@ class Layout:
         kept_bytes = numel * sum(DTYPE_BYTES[each.dtype_in(group)] for each in kept)
         _cross(across, tiers.optimizer, steps_on, kept_bytes)
         _cross(across, steps_on, tiers.optimizer, kept_bytes)
-        if not any(each.name == "master" for each in kept):  # the parameters are what is stepped
+        if not any(each.name == "master" for each in kept):  # the step updates the parameters themselves
             _cross(across, tiers.params, steps_on, param_bytes)
         _cross(across, steps_on, tiers.params, param_bytes)
         return dict(across)

@@ -278,10 +278,10 @@ def _fill_table(problem: _CutProblem, num_stages: int, limit: int | None) -> tup
             if max(compute[-1] - compute[stop], memory[-1] - memory[stop]) > num_left * most:
                 continue  # the stages after it could not hold the remaining units
             if max(compute[stop] - compute[last_start], memory[stop] - memory[last_start]) > most:
-                break  # no stage reaches as far
+                break  # no stage can reach this far
             for start in range(min(stop - 1, last_start), -1, -1):
                 time, held = compute[stop] - compute[start], memory[stop] - memory[start]
-                # Stages only grow from here.
+                # An earlier start only makes the stage larger.
                 if (time if time > held else held) > (row[stop][0] if limit is None and stop in row else most):
                     break
                 if start not in table[-1] or not problem.is_stage(start, stop):
@@ -365,7 +365,7 @@ def _moves(problem: _CutProblem, starts: tuple[int, ...]) -> Iterator[tuple[_Uni
                 continue
             numbers = unmoved.copy()
             numbers.put(first - 1, starts[first - 1], ends[first - 1] + by)
-            for last in range(first, len(starts)):  # whose start alone is moved
+            for last in range(first, len(starts)):  # the last of the run: only its start moves
                 if problem.is_stage(starts[last] + by, ends[last]):
                     numbers.put(last, starts[last] + by, ends[last])
                     yield numbers, by, first, last + 1

@@ -120,7 +120,7 @@ def _find_chain(model: nn.Module, modules: Mapping[str, nn.Module], patterns: Se
         return _Chain(tuple(_children("", modules)))
     lists = _outermost_lists(modules)
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        # A decoder's blocks all need what the encoder returns; an encoder's need nothing of the decoder.
+        # All blocks of a decoder need the encoder's output; the encoder's blocks need nothing of the decoder.
         lists = [names for names in lists if "encoder" in names[0].split(".")] or lists
     if not lists:
         raise ConfigError(
@@ -191,7 +191,7 @@ def _split_rest(
     """Split the outermost modules with parameters outside the chain into those before it and those after it."""
     in_chain = set(chain)
     above = {name[:end] for name in chain for end in [0, *(found.start() for found in re.finditer(r"\.", name))]}
-    rest: list[tuple[float, str]] = []  # before the chain below 0
+    rest: list[tuple[float, str]] = []  # below 0: before the chain
     left_out: set[str] = set()
     num_passed = 0
     inside = None
@@ -260,7 +260,7 @@ def _names_in_code(module: nn.Module) -> Iterator[str]:
         function = inspect.unwrap(accessed)
         if inspect.isfunction(function) and function not in functions and function.__module__ not in _LIBRARIES:
             functions.add(function)
-            with suppress(OSError, SyntaxError):  # code without a source
+            with suppress(OSError, SyntaxError):  # no source is available
                 yield from walk(ast.parse(textwrap.dedent(inspect.getsource(function))))
 
     def walk(node: ast.AST) -> Iterator[str]:

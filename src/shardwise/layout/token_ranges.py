@@ -160,7 +160,7 @@ def _check(length: int, divisor: int, degree: int, kind: str) -> None:
     if length % divisor or not length:
         below = length // divisor * divisor
         legal = ", ".join(str(each) for each in (below, below + divisor) if each)
-        named = "" if kind == "contiguous" else f" with context.token_layout={kind}"  # all others need as much
+        named = "" if kind == "contiguous" else f" with context.token_layout={kind}"  # the others need as many
         raise ConfigError(
             f"mesh.cp={degree}{named} does not divide a sequence of {length} tokens into {divisor} equal parts; "
             f"nearest legal: {legal}"

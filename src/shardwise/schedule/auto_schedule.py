@@ -21,7 +21,7 @@ from shardwise.schedule.op_times import OpTimes
 
 _F, _I, _W = ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
 
-# Sums of the same times in another order.
+# Relative difference that sums of equal times in different orders may have.
 _ROUNDING = 1e-9
 
 
@@ -80,7 +80,7 @@ class _Rank:
     free_s: float = 0.0
     idle_s: float = 0.0
     is_asleep: bool = False
-    last: ActionKind = _I  # of forwards and backwards
+    last: ActionKind = _I  # the latest forward or backward
 
     @property
     def span_s(self) -> float:
@@ -160,7 +160,7 @@ def _choice(
 
     can_forward = is_here(_F) and rank.has_room(policy)
     backward_s = rank.arrival_s(_I)
-    if rank.done[_I] == 0:  # until the first backward, as many forwards as there is room for
+    if rank.done[_I] == 0:  # until the first backward, as many forwards as memory allows
         if is_here(_I):
             return _I
         delays = backward_s is not None and now_s + times.forward_s > backward_s + _ROUNDING * backward_s

@@ -79,7 +79,7 @@ def insert_transfers(schedule: Schedule) -> Schedule:
     _refuse_twice(schedule, TRANSFERS, "insert_transfers")
     places = ActionPlaces.of(schedule)
     sends: list[_Slots] = [{} for _ in schedule.ranks]
-    received: dict[tuple[int, int], list[tuple[int, int, Action]]] = {}  # where sent, where used; by channel
+    received: dict[tuple[int, int], list[tuple[int, int, Action]]] = {}  # by channel: where made, where used
     for (rank, _, payload, stage, micro_batch), (_, made_at) in places.flow.items():
         user = stage - source_of(payload)
         peer = places.peer(rank, stage, user)

@@ -9,7 +9,7 @@ come from the caller.
 >>> timed = simulate(schedule, lambda rank, action: 2.0 if action.kind is ActionKind.REDUCE else 1.0)
 >>> makespan_s(timed)  # forward 2, backward 2, REDUCE 4 of which the root's backward hides 1, STEP 2
 9.0
->>> round(bubble_fraction(timed), 3)  # computing stands still for 3 of the 9 seconds
+>>> round(bubble_fraction(timed), 3)  # nothing is computed in 3 of the 9 seconds
 0.333
 """
 
