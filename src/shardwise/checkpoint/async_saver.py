@@ -86,7 +86,7 @@ class _Background:
     failure: BaseException | None = None
 
     def join(self) -> None:
-        # The thread itself comes here where it holds the last reference to the saver.
+        # The thread itself calls this if it holds the last reference to the saver.
         if self.thread is not None and self.thread is not threading.current_thread():
             self.thread.join()
             self.thread = None
@@ -132,7 +132,7 @@ class Saver:
         self._has_said_so = False
         self.blocked_s = 0.0
         self.last_committed: Path | None = None
-        # A run that ends has its checkpoint; and a daemon thread inside the store's C++ would abort the process then.
+        # At exit the save is finished: a daemon thread inside the store's C++ code would abort the process.
         weakref.finalize(self, _end, self._background)
 
     @property

@@ -25,7 +25,7 @@ from shardwise.checkpoint.reader import ChunkReader
 from shardwise.layout.slicing import Rect
 from shardwise.runtime.state_shards import PARAM
 
-# By an element's bytes, the integer dtype as which its bits are compared.
+# The integer dtype that compares the bits of an element, by its bytes.
 _BITS: Final[Mapping[int, torch.dtype]] = MappingProxyType(
     {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 )

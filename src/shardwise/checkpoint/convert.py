@@ -59,7 +59,7 @@ from shardwise.models import Decoder
 from shardwise.runtime.precision import torch_dtype
 from shardwise.runtime.state_shards import PARAM, StateShard, TensorFlatState
 
-# What transformers' tokenizers are saved as.
+# The files that transformers saves of a tokenizer.
 _TOKENIZER_NAMES: Final = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "merges.txt", "vocab.txt"),

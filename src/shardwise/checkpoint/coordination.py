@@ -133,7 +133,7 @@ class StoreBarrier:
                 self._take(key)
             for key in ("num_read", *(f"progress/{rank}" for rank in self._ranks)):
                 self._store.delete_key(key)
-        except RuntimeError:  # the store has gone with one that was faster
+        except RuntimeError:  # the process that holds the store has ended before this one
             return
 
     def _gather(self, name: str, own: str) -> dict[int, str]:

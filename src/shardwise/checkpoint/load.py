@@ -217,7 +217,7 @@ def rank_name(rank: int, name: str) -> str:
     return f"rank-{rank}/{name}"
 
 
-# How a caller of `Engine.load` goes on; `shardwise train` says what its user can do instead.
+# The remedy for a caller of `Engine.load`; `shardwise train` puts its own in this place.
 LENIENT_CURE: Final = "; load with strict=False to take what fits"
 _NUM_NAMED = 8
 _MAX_COMPARED = 1000

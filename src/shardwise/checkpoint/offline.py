@@ -221,7 +221,7 @@ def _check_entry(stream: io.BufferedReader, entry: NamedChunk, meter: _ReadMeter
     if piece.crcs and len(piece.crcs) != len(starts):
         yield Damage(piece.file, f"it has {len(piece.crcs)} checksums for {len(starts)} blocks", entry.key)
         return
-    # Neighbouring blocks that are damaged are one damage.
+    # Neighbouring damaged blocks are reported as one damage.
     ranges: list[tuple[int, int]] = []
     for start, crc in zip(starts, piece.crcs or (None,) * len(starts), strict=True):
         block = meter.buffer[: min(BLOCK_BYTES, entry.num_bytes - start)]

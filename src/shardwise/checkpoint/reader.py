@@ -97,7 +97,7 @@ class ChunkReader:
         stored = self._stored(tensor, state, label)
         wanted = [box for rect, parts in stack(pieces) for box in _boxes(rect, parts, target.detach())]
         sources = {piece.rect: piece for piece in stored.pieces}
-        # The offset of a piece wanted is its place in the list.
+        # As the offset of a wanted piece stands its index in `wanted`.
         copies = overlap([Chunk(rect, 0) for rect in sources], [Chunk(box.rect, i) for i, box in enumerate(wanted)])
         missing = [box.rect.numel for box in wanted]
         meet: dict[Rect, list[_Box]] = {}
@@ -230,7 +230,7 @@ def _boxes(rect: Rect, parts: Sequence[Chunk], target: Tensor) -> list[_Box]:
     """Return the memory of stacked pieces: one box if they are equally spaced, else one for each."""
     shape, part = rect.shape, parts[0].rect.shape
     steps = {after.local_offset - before.local_offset for before, after in pairwise(parts)}
-    # The dims along which the pieces follow one another: they have one index of these, and all of the others.
+    # The pieces follow one another along the first `num_dims`: each has one index of these, and all of the other dims.
     num_dims = next(dim for dim in range(len(shape) + 1) if part[dim:] == shape[dim:])
     are_alike = {each.rect.shape for each in parts} == {part} and math.prod(part[:num_dims]) == 1
     if len(steps) == 1 and are_alike and (step := min(steps)) > 0:

@@ -62,7 +62,7 @@ def render_root(root: Path, found: Sequence[Found]) -> RenderableType:
     table = _table("step", "saved", "size", "", right=("step", "size"))
     for each in found:
         step = f"{step_of(each.folder)}"
-        # The row names the folder, and the rows above and below show the other ones.
+        # Without the folder's path and the advice to use another one: the rows show which ones there are.
         damage = each.damage.replace(f"{each.folder}/", "").partition("; use")[0]
         state = Text("whole", style="green") if each.manifest else Text(f"damaged: {damage}", style="red")
         if each.is_latest:

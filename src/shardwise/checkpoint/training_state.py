@@ -171,7 +171,7 @@ def _refusal(optimizer: Optimizer, options: Mapping[str, Any]) -> str:
         type(optimizer)([torch.zeros(1)], **given)
     except ValueError as error:
         return str(error)
-    except Exception:  # it cannot be made like that
+    except Exception:  # the class cannot be constructed from a parameter and options alone
         return ""
     return ""
 

@@ -51,7 +51,7 @@ from shardwise.runtime.state_shards import ScalarState, StateShard
 # The most that one call writes, in bytes and in buffers; the kernel takes 1024 buffers.
 _BATCH_BYTES: Final = 4 * BLOCK_BYTES
 _BATCH_BUFFERS: Final = 512
-# Pages go to the disk by this much while the next ones are written, not all at once in the fsync.
+# Pages are written back to the disk in steps of this size while the next ones are written, not all in the fsync.
 _WRITE_BACK_BYTES: Final = 32 * BLOCK_BYTES
 _CURES: Final = MappingProxyType(
     {

@@ -53,8 +53,8 @@ class _MicrobatchState:
 
     received: list[Tensor]
     roots: list[Any]  # the loss, or edges of the graph
-    output: Any = None  # until it is sent
-    gradients: list[Tensor | None] = field(default_factory=list)  # of what was received, until they are sent
+    output: Any = None  # kept until it is sent
+    gradients: list[Tensor | None] = field(default_factory=list)  # of the received tensors, kept until they are sent
 
 
 class StageCompute:
@@ -128,7 +128,7 @@ class StageCompute:
             else:
                 flight.roots = [get_gradient_edge(leaf) for leaf in leaves_with_gradient(output)]
         elif stage != self._last:
-            self._in_flight[stage, micro_batch] = flight  # until it is sent
+            self._in_flight[stage, micro_batch] = flight  # kept until the output is sent
         if outlet is not None and outlet.is_local:
             self._send_output(stage, micro_batch, outlet)
 

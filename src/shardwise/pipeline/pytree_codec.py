@@ -153,7 +153,7 @@ def _open(value: Any) -> tuple[list[Any], Any] | None:
     kind = type(value)
     if _is_named_tuple(kind):
         return list(value), None
-    node = None if kind is torch.Size else pytree_node(kind)  # of which torch's pytree makes a tuple
+    node = None if kind is torch.Size else pytree_node(kind)  # torch's pytree would make a tuple of a Size
     if node is None:
         return None
     children, context = node.flatten_fn(value)

@@ -171,7 +171,7 @@ class _Deliver(Function):
     @staticmethod
     def forward(ctx: Any, entry: _QueuedGrad, *parameters: Tensor) -> Tensor:
         ctx.entry = entry
-        # Of the parameters' device, on whose thread the backward runs then, but not of theirs: they may be released.
+        # On the parameters' device, so that the backward runs on its thread; not of a parameter, which may be released.
         return entry.held[0].new_empty(0)
 
     @staticmethod
@@ -204,7 +204,7 @@ class _Split(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor | None, product: _Product, queue: WeightGradQueue) -> Tensor:
         right, bias, rows = product.right, product.bias, _rows(x)
-        # Not saved by autograd: a checkpoint or a store of activations would take the weight for an activation.
+        # Not saved by autograd: recomputation or offload of activations would treat the weight as an activation.
         ctx.right, ctx.version, ctx.queue = right, version(right), queue
         ctx.weight, ctx.is_transposed = product.weight, product.is_transposed
         ctx.bias = bias if bias is not None and bias.requires_grad else None

@@ -80,7 +80,7 @@ class StageForward:
         ends = [sum(len(names) for names in units[: stage + 1]) for stage in range(len(units))]
         self._range_of = [(end - len(names), end) for end, names in zip(ends, units, strict=True)]
         self._modules = [model.get_submodule(name) for name in self._names]
-        self._positions: dict[int, list[int]] = {}  # of the calls of a module in a forward
+        self._positions: dict[int, list[int]] = {}  # by id of a module, the indices of its calls in a forward
         for index, module in enumerate(self._modules):
             self._positions.setdefault(id(module), []).append(index)
         self.types = named_tuples_of(model)
@@ -266,7 +266,7 @@ class StageForward:
                 is_run = start - 1 <= index < stop
                 if not is_run and kind not in made and (not start or kind[0] is not self._kinds[start - 1][0]):
                     tensors = [*module.parameters(), *module.buffers()]
-                    with suppress(Exception):  # what cannot be copied is guessed
+                    with suppress(Exception):  # the shapes of a unit that cannot be copied are guessed
                         made[kind] = copy.deepcopy(
                             module, {id(each): self._placeholders.like(each) for each in tensors}
                         )
@@ -300,7 +300,7 @@ class SkippedOutputs:
         for module in modules:
             if type(module) not in self._copies:
                 tensors = [*module.parameters(), *module.buffers()]
-                with suppress(Exception):  # what cannot be copied is not looked into
+                with suppress(Exception):  # of a unit that cannot be copied the attributes are not found
                     self._copies[type(module)] = copy.deepcopy(
                         module, {id(each): placeholders.like(each) for each in tensors}
                     )

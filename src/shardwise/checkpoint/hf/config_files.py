@@ -53,7 +53,7 @@ def describe(model: nn.Module) -> dict[str, Any]:
             described["config"] = config.values()
         elif is_dataclass(config) and not isinstance(config, type):
             described["config"] = json.loads(json.dumps(asdict(config), default=str))
-    except (TypeError, ValueError) as error:  # no reason not to save
+    except (TypeError, ValueError) as error:  # the save goes on without the config
         log.warning("the model's config is left out: %s", error)
     return described
 

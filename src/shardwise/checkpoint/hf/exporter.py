@@ -238,7 +238,7 @@ def finish_export(folder: Path) -> None:
             finally:
                 os.close(handle)
         sync_folder(temporary)
-        # The system renames over an empty folder, and over no other.
+        # The system replaces an empty folder by a rename, and no other.
         temporary.rename(folder)
         sync_folder(folder.parent)
 
@@ -339,7 +339,7 @@ def _write_chunk(writer: _RunWriter, chunk: Tensor, start: Shape, placed: Placed
     values.view(chunk.shape).copy_(chunk)
     data = memory_of(values)
     item_bytes = ITEM_BYTES[placed.dtype]
-    # A run goes through the dims that the chunk has whole, and through the one before them.
+    # A run covers the last dims, which the chunk has whole, and the dim before them.
     dim = len(placed.shape) - 1
     while dim > 0 and chunk.shape[dim] == placed.shape[dim]:
         dim -= 1

@@ -34,7 +34,7 @@ CONFIG_NAME: Final = "config.json"
 _PICKLES: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _SAMPLE_BYTES: Final = 64 * 1024
 _MAX_INDEX_BYTES: Final = 16 * 2**20
-# Parts of a name that a model may have before those of its base.
+# The most dotted parts that the prefix of a base model may have.
 _MAX_PREFIX: Final = 16
 
 
