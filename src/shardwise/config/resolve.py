@@ -199,9 +199,7 @@ class Config(Section):
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """Parse a TOML file, or a JSON file without its nulls; raise a ConfigError that names the file if it cannot be
-    read.
-    """
+    """Parse a TOML file, or a JSON file without its nulls; a ConfigError names a file that cannot be read."""
     cure = "give the path of a TOML file"
     try:
         if Path(path).suffix != ".json":

@@ -191,7 +191,7 @@ def _give_own(
 ) -> AppliedContext:
     undo = apply_attention(model, config.attention)
     split_of = _own_splits(model, config)
-    made: dict[int, ContextParallelAttend] = {}  # layers that share theirs share what is planned
+    made: dict[int, ContextParallelAttend] = {}  # layers that share an attend share its plans
     for module in _attending(model):
         own = module.attend
         if id(own) not in made:

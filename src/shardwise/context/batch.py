@@ -220,9 +220,7 @@ def cut_batch(batch: Any, main: Tensor, tokens: Runs) -> Any:
 
 
 def _is_mask(square: Tensor, num_samples: int) -> bool:
-    """Return whether a tensor whose last two dims are equal is a mask of pairs, and not samples or features, as many as
-    tokens.
-    """
+    """Return whether a tensor whose last two dims are as many as tokens is a mask of pairs of tokens."""
     if square.dim() == 2:
         return square.shape[0] != num_samples
     return square.dim() > 3 or square.dtype == torch.bool

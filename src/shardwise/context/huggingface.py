@@ -136,9 +136,7 @@ def inputs_for_proof(
 
 
 def trained_length(model: nn.Module) -> int | None:
-    """Return the number of positions for which the model of transformers in a module was first made; None where no
-    config says it.
-    """
+    """Return the number of positions for which the inner model was first made; None where no config says it."""
     config: Any = next(_inner(model)).config
     rotary = getattr(config, "rope_parameters", None)
     name = "original_max_position_embeddings"
@@ -371,18 +369,14 @@ def _counts_mask(module: nn.Module) -> bool:
 
 
 def _has_models(inner: Any) -> bool:
-    """Return whether a model contains models with configs of their own; the config of a part, such as attention, does
-    not count.
-    """
+    """Return whether a model contains models with configs of their own, beyond configs of parts like attention."""
     parts = [getattr(inner.config, name, None) for name in inner.config.sub_configs]
     kinds = {type(each.config) for each in _inner(inner)}
     return len(kinds) > 1 or any(getattr(part, "model_type", "") for part in parts)
 
 
 def _inner(model: nn.Module) -> Iterator[Any]:
-    """Yield the models of transformers in a module, outer ones first, recognized by names: transformers need not be
-    installed.
-    """
+    """Yield the models of transformers in a module, outer ones first; found by names, without an import."""
     for module in model.modules():
         if hasattr(type(module), "base_model_prefix") and hasattr(getattr(module, "config", None), "model_type"):
             yield module

@@ -70,9 +70,7 @@ class _Cost:
     num_heads: int
 
     def of(self, local: Runs, share: Runs, is_pushing: bool) -> float:
-        """Return the mean over heads of the pairs of local queries and, where any are pushed, of pushed ones with own
-        keys.
-        """
+        """Return the mean over heads of pairs of local queries and, if any are pushed, of pushed ones with own keys."""
         pairs = _sum(self.queries, local) + (_sum(self.keys, share) if is_pushing else 0)
         return pairs / self.num_heads
 
@@ -244,7 +242,7 @@ def _deal(cost: _Cost, unit: int, degree: int, is_by_cost: bool, is_pushing: boo
 
 def _least_loaded(costs: Tensor, degree: int) -> list[list[int]]:
     own: list[list[int]] = [[] for _ in range(degree)]
-    loads = [(0, rank) for rank in range(degree)]  # of ranks that have room, a heap
+    loads = [(0, rank) for rank in range(degree)]  # a heap of the ranks that can take more runs
     pairs = costs.tolist()
     for each in costs.argsort(descending=True, stable=True).tolist():
         load, rank = heapq.heappop(loads)
@@ -271,9 +269,7 @@ def _cost(layout: BlockLayout, visibility: VisibilityIndex) -> _Cost:
 
 
 def _pairs(pattern: Pattern, pushed: Runs) -> Tensor:
-    """Count pairs of each query, of each pushed one, and of each key with pushed ones, which are whole rows; int64 [3,
-    tokens].
-    """
+    """Count pairs of each query, of each pushed query, and of each key with pushed rows; int64 [3, tokens]."""
     block, num_tokens = pattern.block, pattern.num_tokens
     num_blocks = pattern.blocks.shape[-1]
     missing = num_blocks * block - num_tokens  # of the last block

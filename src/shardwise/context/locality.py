@@ -44,9 +44,7 @@ def attend_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def copy_for_proof(model: nn.Module) -> nn.Module | None:
-    """Return a copy without the model's values, in fp64 on the CPU; norms over batches are in training mode. None where
-    it cannot be copied.
-    """
+    """Return a copy without the model's values, in fp64 on the CPU; batch norms train. None if it cannot be copied."""
     replaced: dict[int, Any] = {}
     for parameter in model.parameters():
         replaced[id(parameter)] = nn.Parameter(_numbers(tuple(parameter.shape)), requires_grad=False)

@@ -170,9 +170,7 @@ def _step(
 
 
 def _piece(layout: BlockLayout, visibility: VisibilityIndex, queries: Runs, keys: Runs) -> AttentionTile | None:
-    """Return the tile of each run of queries, from the first to the last that see any of the keys: few runs, which are
-    views.
-    """
+    """Return the tile of the queries that see any key: of each run, those from the first to the last (a view)."""
     seeing = visibility.queries_seeing(keys, among=queries)
     parts = [part for run in queries if (part := intersect(seeing, (run,)))]
     hull = tuple((part[0][0], part[-1][1]) for part in parts)

@@ -371,9 +371,7 @@ class MergedOutput:
         self._found: tuple[Tensor, Tensor] | None = None
 
     def merge(self, rows: Runs, out: Tensor, lse: Tensor) -> None:
-        """Merge a result over other keys: `out` [B, H, rows, D] and `lse` [B, H, rows] of `rows`, whose memory may be
-        reused.
-        """
+        """Merge a result over other keys: `out` [B, H, rows, D] and `lse` [B, H, rows], which may be reused."""
         is_whole = rows == ((0, self._q.shape[2]),) and out.transpose(1, 2).is_contiguous()
         if self._found is None and is_whole:
             self._found = out, lse  # already the result if no other step follows

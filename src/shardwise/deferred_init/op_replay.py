@@ -50,9 +50,7 @@ _SLOT: Final = "_shardwise_history"
 
 @dataclass
 class RandomDraw:
-    """Says where a random op takes its numbers: from a generator's state, or else from a seed and a key to hash with
-    it.
-    """
+    """Says where a random op's numbers start: at a generator's state, or else at a seed hashed with a key."""
 
     state: Tensor | None = None
     seed: int = 0
@@ -248,9 +246,7 @@ def record(
 
 
 def is_recorded(tensor: Tensor) -> bool:
-    """Return whether any session has recorded how a tensor was made; for a tensor made just now, whether ops are being
-    recorded.
-    """
+    """Return whether a tensor's making was recorded; for one made just now, whether ops are being recorded."""
     return _history(tensor) is not None
 
 
@@ -364,9 +360,7 @@ def _is_new(output: Tensor, inputs: Sequence[Tensor], session: object) -> bool:
 
 
 def _is_no_constant(tensor: Tensor, written: Sequence[Tensor]) -> bool:
-    """Return whether an unrecorded input was overwritten by the op, or is too large to keep for a tensor that is in
-    memory.
-    """
+    """Return whether an unrecorded input was overwritten, or is too large to keep for a tensor in memory."""
     if tensor.layout is not torch.strided or any(each is tensor for each in written):
         return True
     return tensor.untyped_storage().nbytes() > MAX_CONSTANT_BYTES

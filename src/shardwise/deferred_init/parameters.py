@@ -213,9 +213,7 @@ class _OpRecorder(OpMode):
     def _write_later(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor]
     ) -> Any:
-        """Record an op on parameters; a random one is run on scratch memory, so that the generator advances past its
-        numbers.
-        """
+        """Record an op on parameters; a random one runs on scratch memory, which advances the generator."""
         others = [each for each in tensors_in(args, kwargs) if all(each is not w for w in written)]
         draw = self._draw(func, kwargs, written[0].device)
         if draw is None and others:  # raise now where shapes do not fit
@@ -233,9 +231,7 @@ class _OpRecorder(OpMode):
         return returned(func, written)
 
     def _draw(self, func: OpOverload, kwargs: dict[str, Any], device: torch.device) -> RandomDraw | None:
-        """Return where a random op's numbers start: in the generator it would use, or in a keyed one that gets its key
-        later. None for an op that draws none.
-        """
+        """Return where a random op's numbers start, in its generator or at a key given later; None if it draws none."""
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return None
         generator = kwargs.get("generator")
@@ -391,9 +387,7 @@ class ParamInitializer:
         self._given[name] = values
 
     def read(self, name: str) -> Tensor:
-        """Return the values of one parameter, of its shape and dtype. Do not write them: they may be the parameter's
-        own.
-        """
+        """Return the values of one parameter, of its shape and dtype. Do not write them: they may be its own."""
         parameter = self._parameters[name]
         if name in self._given:
             return self._given.pop(name)

@@ -154,7 +154,7 @@ class _PlanApplier:
         self._wear(last, layers.SequenceGather, "_shardwise_exit", layers.GatherState(self.ops, stack.last))
 
     def _wear(self, module: nn.Module, kind: type[nn.Module], slot: str, state: layers.LayerState) -> None:
-        if not isinstance(module, kind):  # it may stand in the plan by several names
+        if not isinstance(module, kind):  # the plan may have it under several names
             self.undo.append(subclass_module(module, kind, nn.Embedding if kind is layers.VocabEmbedding else None))
             self.undo.append(set_attribute(module, slot, state))
 

@@ -20,9 +20,7 @@ from shardwise.runtime.streams import LaneName
 
 
 def all_reduce(comm: Comm, x: Tensor, name: str) -> Tensor:
-    """Return the sum of `x` over the ranks of `comm`, in its dtype and with equal bits on all; gloo sums in fp32 or
-    wider. `name` is for counts and messages.
-    """
+    """Return the sum of `x` over `comm`, counted as `name`: equal bits on all ranks; gloo sums in fp32 or wider."""
     x = x.contiguous()
     summed = torch.empty_like(x)
     comm.start_sum(x.view(-1), summed.view(-1), name, lane=None).wait()
@@ -30,16 +28,14 @@ def all_reduce(comm: Comm, x: Tensor, name: str) -> Tensor:
 
 
 def maximum(comm: Comm, x: Tensor, name: str) -> Tensor:
-    """Return the element-wise maximum of `x` over the ranks of `comm`; `name` is for counts and messages."""
+    """Return the element-wise maximum of `x` over the ranks of `comm`; counted as `name`."""
     largest = x.clone(memory_format=torch.contiguous_format)
     comm.max_in_place(largest.view(-1), name)
     return largest
 
 
 def all_gather(comm: Comm, x: Tensor, dim: int, name: str) -> Tensor:
-    """Return the tensors `x` of the ranks of `comm`, concatenated along `dim` in rank order; `name` is for counts and
-    messages.
-    """
+    """Return the tensors `x` of the ranks of `comm`, concatenated along `dim` in rank order; counted as `name`."""
     return start_all_gather(comm, x, dim, name, lane=None)()
 
 

@@ -171,9 +171,7 @@ class _ChunkJob:
         return losses.where(targets.counts, 0)
 
     def gradient(self, logits: Tensor, log_total: Tensor, targets: _Targets, factor: Tensor | None) -> Tensor:
-        """Return the gradient by this rank's logits, in their memory, [n, own]; `factor` [n] is the gradient by the
-        tokens' losses.
-        """
+        """Return the gradient by the logits, in their memory, [n, own]; `factor` [n] is that by the tokens' losses."""
         factor = targets.counts.to(self.wide) if factor is None else factor.to(self.wide).where(targets.counts, 0)
         gradient = logits.sub_(log_total.unsqueeze(-1)).exp_()
         scale = factor * (1 + 2 * self.terms.z_loss * log_total) if self.terms.z_loss else factor

@@ -218,9 +218,7 @@ def _split_features(draft: PlanBuilder, region: str, inside: Styles) -> bool:
 
 
 def _chunked(draft: PlanBuilder, inside: Styles) -> set[str]:
-    """Return the names where `gate_up_proj` is gathered only for a `chunk(2, -1)` before `down_proj`, which fits local
-    parts as well.
-    """
+    """Return the names where `gate_up_proj` is gathered only for a `chunk(2, -1)`, which fits local parts too."""
     by_leaf = {name.rpartition(".")[2]: name for name in inside}
     if set(by_leaf) != {"gate_up_proj", "down_proj"}:
         return set()

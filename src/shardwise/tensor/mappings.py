@@ -162,15 +162,11 @@ class TpMappings:
         return self._keeps_whole and not torch.is_grad_enabled()
 
     def split(self, x: Tensor, dim: int, name: str) -> Tensor:
-        """Return this rank's slice of `x` along `dim`, which must divide; the gradient is gathered. `name` is for
-        counts and messages.
-        """
+        """Return this rank's slice of `x` along `dim`, which must divide; the gradient is gathered as `name`."""
         return self._split(x, dim, name)
 
     def gather(self, x: Tensor, dim: int, name: str) -> Tensor:
-        """Return the ranks' tensors `x`, concatenated along `dim`; the gradient, equal on all ranks, is sliced. `name`
-        is for counts and messages.
-        """
+        """Return the ranks' `x`, concatenated along `dim` as `name`; the gradient, equal on all ranks, is sliced."""
         return self._gather(x, dim, name)
 
     def row(self, x: Tensor, weight: Tensor, bias: Tensor | None, is_sequence: bool, name: str) -> Tensor:
@@ -368,9 +364,7 @@ class _Recomputed:
         self._held[self._key(x_local)] = (x_local.detach(), whole.detach())
 
     def take(self, x_local: Tensor) -> Tensor | None:
-        """Return what was gathered of this slice, else None. Autograd may have saved the slice as another tensor of the
-        same storage.
-        """
+        """Return what was gathered of this slice, or of another tensor with the same memory; else None."""
         return self._held.pop(self._key(x_local), (None, None))[1]
 
     @staticmethod

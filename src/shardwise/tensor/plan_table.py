@@ -50,9 +50,7 @@ class HeadSplit:
         return FusedPart(self.kv * self.dim, self.kv)
 
     def check(self, degree: int, query_name: str, kv_name: str) -> None:
-        """Refuse a `degree` that does not fit the heads; `query_name` and `kv_name` are the config's names of their
-        numbers.
-        """
+        """Refuse a `degree` that does not fit the heads, whose config keys are `query_name` and `kv_name`."""
         check_divides(degree, self.query, query_name)
         self.kv_part.check(degree, kv_name)
 
@@ -450,9 +448,7 @@ def _check_argument(module: nn.Module, name: str, argument: str) -> None:
 
 
 def _check_regions(plan: TensorPlan, params: Iterable[str]) -> None:
-    """Refuse parameters that are whole in a region: its input enters once, so their gradients would count once per
-    rank.
-    """
+    """Refuse whole parameters in a region: its input enters once, so their gradients would count once per rank."""
     split = {layer.module for layer in plan.layers}
     regions = [region.module for region in plan.regions]
     for region in regions:

@@ -217,9 +217,7 @@ def _wrong_gradient(whole: nn.Module, ranks: list[nn.Module], splits: Mapping[st
 
 
 def _whole_gradients(name: str, ranks: list[nn.Module], split: ParamSplit) -> Iterator[Tensor]:
-    """Yield the gradient as the engine assembles it; for a parameter that is whole on all ranks, the gradient of each
-    rank.
-    """
+    """Yield the gradient as the engine assembles it; of a parameter that is whole on all ranks, each rank's."""
     local = [each.get_parameter(name) for each in ranks]
     grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in local]
     shares = [[(share, rank) for share in split.shares(rank)] for rank in range(len(ranks))]

@@ -112,9 +112,7 @@ def follow(trace: ModelTrace, layers: Mapping[str, LayerFeatures]) -> FeatureFlo
 
 
 def _meet(flow: FeatureFlow, op: TracedOp, origins: Mapping[int, frozenset[str]], labelled: bool) -> frozenset[str]:
-    """Return the origins of an op's gradient; parameters combined with labelled tensors get a part of theirs on each
-    rank.
-    """
+    """Return the origins of an op's gradient; parameters combined with labelled tensors become partial."""
     plain = [ref for ref in op.inputs if ref.index not in flow.labels]
     found = frozenset[str]().union(*(origins.get(ref.index, frozenset()) for ref in plain))
     labels = [flow.labels[ref.index] for ref in op.inputs if ref.index in flow.labels]
@@ -217,9 +215,7 @@ def _view(flow: FeatureFlow, op: TracedOp) -> Outputs:
 
 
 def _compact(labels: Tensor) -> Tensor:
-    """Reduce labels to size 1 along dims on which they do not depend, such as a batch dim that was merged with the
-    heads.
-    """
+    """Reduce labels to size 1 along dims on which they do not depend, such as a batch dim merged with heads."""
     for dim, size in enumerate(labels.shape):
         first = labels.narrow(dim, 0, 1)
         if size > 1 and torch.equal(first.expand_as(labels), labels):

@@ -71,9 +71,7 @@ def propose_plan(model: nn.Module, batch: Any, tp: int) -> TensorPlan:
 
 
 def _refute(model: nn.Module, plan: TensorPlan, batch: Any, tp: int) -> str:
-    """Say what is wrong with a plan on the model itself, or, where that is too large, with the same plan of its tiny
-    copy.
-    """
+    """Say what is wrong with a plan, run on the model itself or, if that is too large, on its tiny copy."""
     try:
         check_provable(model, batch)
     except NotProvedError as error:
@@ -199,9 +197,7 @@ def _vocabulary(model: nn.Module, tables: _Tables, tp: int) -> tuple[list[LayerS
 
 
 def _heads(tables: _Tables, tied: Sequence[str], embedding: nn.Embedding, tp: int) -> list[LayerSplit]:
-    """Return splits of the linear layers to the vocabulary: those tied to its embedding, and the last one if it has its
-    size.
-    """
+    """Return splits of the layers to the vocabulary: those tied to its embedding, and the last one of its size."""
     outputs = {ref.index for ref in tables.trace.outputs}
     part = FusedPart(embedding.num_embeddings, is_padded=True)
     heads = []
