@@ -88,7 +88,7 @@ class SwapFolder:
 
     @staticmethod
     def check_room(root: Path, num_bytes: int) -> None:
-        """Raise if a folder has less room than is needed, without the files of dead runs; before anything is written.
+        """Raise if a folder has less room than is needed. It removes the files of dead runs first, and writes nothing.
 
         Args:
             root: the user's folder, which need not exist yet.
@@ -272,7 +272,7 @@ def _remove_own(path: Path, lock: int, owner: int) -> None:
 
 
 def _remove(path: Path, lock: int) -> None:
-    """Remove a folder whose lock is held, the lock last, so that no other process uses a half-removed folder."""
+    """Remove a folder whose lock is held; the lock goes last, so a folder without a lock is empty."""
     try:
         with suppress(OSError):
             for file in path.iterdir():

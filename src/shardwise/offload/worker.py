@@ -89,7 +89,7 @@ class HostWorker:
     Args:
         device: the engine's device, which is current in the thread.
         cores: to which the thread and those that torch starts for it are bound; None for those of the process.
-        is_inline: run everything at once on the calling thread, as for fake tensors, which exist in one thread only.
+        is_inline: run everything at once on the calling thread, as for fake tensors, whose mode is set for one thread.
     """
 
     def __init__(self, device: torch.device, cores: tuple[int, ...] | None = None, is_inline: bool = False) -> None:

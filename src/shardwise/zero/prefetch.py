@@ -1,4 +1,4 @@
-"""Orders in which a model's blocks are gathered follow the blocks that run, or are in lockstep on all ranks.
+"""Decide in which order a model's blocks are gathered: as they run, or in lockstep with the other ranks.
 
 An order learns what runs and answers what to gather ahead. It knows blocks by name only, and moves nothing itself.
 
