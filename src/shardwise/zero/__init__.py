@@ -1,6 +1,6 @@
-"""ZeRO stages 0 to 3: parameter groups that unshard, reshard and reduce, and the sharded optimizer step.
+"""Run ZeRO stages 0 to 3: parameter groups unshard, reshard and reduce, and the optimizer steps shards.
 
-The nouns, for one group of N elements over n ranks:
+These are the nouns, for one group of N elements over n ranks:
 
 - `full`: one flat buffer of N elements in the parameters' dtype; the parameters are views of it. Where parameters are
   stored as shards, its storage is freed between uses.

@@ -1,4 +1,4 @@
-"""The sharded optimizer step: the optimizer sees one 1-D view for each parameter piece in this rank's slices."""
+"""Step the sharded optimizer, which sees one 1-D view for each parameter piece in this rank's slices."""
 
 from __future__ import annotations
 
