@@ -1,4 +1,4 @@
-"""`python -m shardwise.cli`: the command line, for torchrun and srun."""
+"""Runs the command line as `python -m shardwise.cli`, for torchrun and srun."""
 
 from shardwise.cli.main import main
 

@@ -1,6 +1,6 @@
-"""The command `shardwise attention show`: the block layout of a config's attention, drawn, and what it can save.
+"""Runs the command `shardwise attention show`: it draws a config's block layout and says what that saves.
 
-With `mesh.cp` it says how evenly ranks share that, and what they send; of dense attention it says that alone.
+With `mesh.cp` it also says how evenly ranks share the work, and what they send; for dense attention only that.
 
 Nothing is started. As in `shardwise.cli.main`, errors are one line and an exit code: 2 for what the user can mend, 1
 for a disk that fails.
@@ -40,7 +40,7 @@ _SVG_CELLS = 240
 _MAX_BLOCKS = 2**15
 
 Split = Callable[[Sequence[str]], tuple[str | None, list[str]]]
-"""From a command's settings to its config file, if there is one, and the assignments."""
+"""Splits a command's settings into its config file, if there is one, and the assignments."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], split: Split) -> None:
@@ -96,7 +96,7 @@ def _show(arguments: argparse.Namespace, split: Split) -> int:
 
 
 def _config(arguments: argparse.Namespace, split: Split) -> tuple[Config, int]:
-    """The config that is asked for, as `shardwise train` takes it, and the length of the sequence."""
+    """Return the config that the arguments ask for, as `shardwise train` takes it, and the length of the sequence."""
     from shardwise.train.setup import job_config
 
     path, assignments = split(arguments.settings)
@@ -118,7 +118,7 @@ def _draw(console: Console, layout: BlockLayout) -> None:
 
 
 def _layout(config: Config, seq_len: int, num_heads: int | None, *, causal: bool) -> tuple[int, BlockLayout]:
-    """Query heads, those of the model where none are given, and the layout."""
+    """Return the query heads (the model's where none are given) and the layout."""
     # torch takes seconds to import.
     from shardwise.attention.dense import dense_layout
     from shardwise.attention.from_config import structure_of
@@ -145,7 +145,7 @@ def _layout(config: Config, seq_len: int, num_heads: int | None, *, causal: bool
 
 
 def _figures_of_ranks(config: Config, layout: BlockLayout, num_heads: int) -> list[str]:
-    """What ranks of the `cp` axis share and send, in the config's model with so many query heads."""
+    """Say what ranks of the `cp` axis share and send, in the config's model with so many query heads."""
     from shardwise.cli.context_figures import figures_of_ranks
     from shardwise.context.traffic import AttentionSizes
     from shardwise.models import decoder_config
@@ -166,11 +166,11 @@ def _figures_of_ranks(config: Config, layout: BlockLayout, num_heads: int) -> li
 
 
 def panels(layout: BlockLayout, max_cells: int) -> list[layout_drawing.LayoutPanel]:
-    """Drawings of the heads that differ, the first few of them, each under the heads that it is of.
+    """Draw the heads whose layouts differ, the first few of them, each under the heads that it shows.
 
     Args:
-        layout: of one sequence.
-        max_cells: of a row; where there are more blocks, a cell is of several.
+        layout: the layout of one sequence.
+        max_cells: the most cells of a row; where there are more blocks, a cell shows several.
     """
     heads: dict[bytes, list[int]] = {}
     blocks = layout.patterns[0].blocks  # [heads or 1, num_blocks, num_blocks]
@@ -193,7 +193,7 @@ def _blocks_per_cell(num_blocks: int, max_cells: int) -> int:
 
 
 def _shares(blocks: Tensor, max_cells: int) -> list[list[float]]:
-    """The share of visible blocks in each cell, in at most so many cells a row."""
+    """Return the share of visible blocks in each cell, in at most so many cells a row."""
     import torch
 
     num_blocks = len(blocks)
@@ -208,7 +208,7 @@ def _shares(blocks: Tensor, max_cells: int) -> list[list[float]]:
 
 
 def figures(layout: BlockLayout) -> list[str]:
-    """What a layout leaves of dense attention, and what a kernel makes of that, as lines of text."""
+    """Say in lines of text what share of dense attention a layout leaves, and how much of it a kernel computes."""
     from shardwise.attention.block_layout import BlockLayout, keys_of_rows
 
     pattern = layout.patterns[0]

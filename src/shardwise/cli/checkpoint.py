@@ -1,4 +1,4 @@
-"""The commands `shardwise checkpoint show | verify | diff | reshard | export | import`.
+"""Runs the commands `shardwise checkpoint show | verify | diff | reshard | export | import`.
 
 As in `shardwise.cli.main`, errors are one line and an exit code: 2 for what the user must mend first, 1 for a
 checkpoint that is damaged or a disk that fails, 130 for Ctrl-C; `diff` has the codes of diff(1). Only what reads
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 _PIPE_WIDTH = 1000
-# As their names have digits for.
+# The names of files have digits for so many.
 _MAX_FILES = 99_999
 _PATH_HELP = "a step folder, or the folder of several"
 _STEP_HELP = "this one of several; the newest by default"
@@ -205,7 +205,7 @@ def _guarded(
         except DamagedError as error:
             return _say(error, damaged_code)
         except CheckpointError as error:
-            # Behind it stands what the system refused, if it did.
+            # Its cause is what the system refused, if it did.
             return _say(error, damaged_code if isinstance(error.__cause__, OSError) else 2)
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
@@ -228,7 +228,7 @@ def _show(arguments: argparse.Namespace) -> int:
 
     path, pattern = arguments.path, arguments.tensors
     if path is None and pattern is not None and Path(pattern).exists():
-        # `show --tensors PATH`: argparse takes the path for the pattern.
+        # In `show --tensors PATH` argparse takes the path for the pattern.
         path, pattern = Path(pattern), "*"
     if path is None:
         arguments.refuse("the following arguments are required: PATH")
@@ -328,7 +328,7 @@ def _import(arguments: argparse.Namespace) -> int:
 
 
 def _newest_whole(path: Path, step: int | None) -> Path:
-    """The newest whole checkpoint there; a line on stderr where newer ones are damaged."""
+    """Return the newest whole checkpoint at `path`; print a line on stderr where newer ones are damaged."""
     from shardwise.checkpoint.find import find, newest_whole
 
     source, _ = newest_whole(path, step)
@@ -347,7 +347,7 @@ def _check_files(num_files: int) -> None:
 def _print(*blocks: RenderableType) -> None:
     console = Terminal(highlight=False, markup=False)
     if not console.is_terminal:
-        # Whoever reads a pipe reads lines.
+        # A program that reads a pipe reads whole lines, so they are not wrapped.
         console = Terminal(highlight=False, markup=False, width=_PIPE_WIDTH)
     for block in blocks:
         console.print(block)
@@ -355,7 +355,7 @@ def _print(*blocks: RenderableType) -> None:
 
 @contextmanager
 def _bar(what: str) -> Iterator[Report]:
-    """A bar on stderr with bytes and rate, where that is a terminal; gone when the command ends."""
+    """Show a bar with bytes and rate on stderr, if that is a terminal; remove it when the command ends."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:

@@ -1,4 +1,4 @@
-"""What splitting a sequence over ranks comes to, as lines of text: how even their work is, and what they send.
+"""Describes a sequence that is split over ranks, in lines of text: how even their work is, and what they send.
 
 >>> from shardwise.attention.dense import dense_layout
 >>> layout, sizes = dense_layout(4096, causal=True), AttentionSizes(samples=1, num_heads=4, num_kv_heads=4, head_dim=64)
@@ -27,19 +27,19 @@ _INDENT = "  "
 
 
 def figures_of_ranks(layout: BlockLayout, sizes: AttentionSizes, section: ContextConfig, degree: int) -> list[str]:
-    """Each token layout's balance, and the bytes that each transport sends, the mean over ranks.
+    """Describe each token layout's balance, and the bytes that each transport sends, as means over ranks.
 
-    Keys are sent between ranks, or between teams of `heads_over` ranks where the section has some. For ulysses there is
-    nothing to choose, so the table is that of a ring, and says so.
+    Keys are sent between ranks, or between teams of `heads_over` ranks where the section has some. Ulysses has no token
+    layout to choose, so its table is that of a ring, and says so.
 
     Args:
-        layout: of the whole sequence and all heads.
-        sizes: of the attention of one rank.
-        section: of the config.
-        degree: ranks of the `cp` axis.
+        layout: the attention's layout for the whole sequence and all heads.
+        sizes: the sizes of one rank's attention.
+        section: the config's section `context`.
+        degree: the ranks of the `cp` axis.
 
     Raises:
-        ConfigError: the sequence does not divide, or the teams do not.
+        ConfigError: the sequence does not divide over the ranks, or the ranks not into teams.
     """
     check_team(section, degree)
     is_even = section.transport == "ulysses"
@@ -65,7 +65,7 @@ def figures_of_ranks(layout: BlockLayout, sizes: AttentionSizes, section: Contex
 
 
 def _sent(name: str, layout: BlockLayout, split: TokenSplit, sizes: AttentionSizes, size: int = 1) -> str:
-    """A line of what a transport sends, or why it cannot be."""
+    """Return a line that says what a transport sends, or why it cannot be used."""
     head = f"{_INDENT}{name:<13}"
     section = ContextConfig(transport="ulysses") if size == split.degree else ContextConfig(heads_over=size)
     try:

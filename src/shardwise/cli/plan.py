@@ -1,4 +1,4 @@
-"""The command `shardwise plan`: the best layout of a job on a cluster, the price of one, or a dry run of its ranks.
+"""Runs the command `shardwise plan`: it finds a job's best layout on a cluster, prices one, or simulates its ranks.
 
 Nothing is started. As in `shardwise.cli.main`, errors are one line and exit code 2.
 """
@@ -59,7 +59,7 @@ _USUAL_LENGTH: Final = 4096
 _LONG_NAME: Final = 80
 _NO_BATCH: Final = "no batch is given; say how many sequences a step takes, such as --global-batch 1024"
 _NO_MODEL: Final = "no model is given; say which, such as --model llama-70b, or a config; see shardwise presets"
-# By question, what it heeds; a search heeds all but what is of a dry run.
+# The flags that each question uses; a search uses all but those of a dry run.
 _OF_JOB: Final = frozenset({"--model", "--cluster", "--seq", "--margin", "--json"})
 _HEEDS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {
@@ -72,13 +72,19 @@ _HEEDS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
 _OF_SEARCH: Final = frozenset({"--compare", "--write", "--top", "--more"})
 
 Split = Callable[[Sequence[str]], tuple[str | None, list[str]]]
-"""From a command's settings to its config file, if there is one, and the assignments."""
+"""Splits a command's settings into its config file, if there is one, and the assignments."""
 
 
 def add_command(
     commands: argparse._SubParsersAction[argparse.ArgumentParser], split: Split, environ: Mapping[str, str]
 ) -> None:
-    """Add `plan` to the commands of `shardwise`."""
+    """Add `plan` to the commands of `shardwise`.
+
+    Args:
+        commands: the parser's commands.
+        split: splits a command's settings.
+        environ: the process's environment.
+    """
     parser = commands.add_parser(
         "plan",
         help="find the best layout of a job, or say what one takes",
@@ -161,7 +167,7 @@ def _plan(arguments: argparse.Namespace, split: Split, environ: Mapping[str, str
 def _answer(
     arguments: argparse.Namespace, model: str | None, assignments: Sequence[str], environ: Mapping[str, str]
 ) -> int:
-    """What is missing from the question is said before torch is imported, which takes seconds."""
+    """Answer a question about a job; refuse an incomplete one before torch is imported, which takes seconds."""
     from shardwise.planner.hardware import parse_cluster
 
     named = None if arguments.cluster is None else parse_cluster(arguments.cluster)
@@ -179,7 +185,7 @@ def _answer(
 
 
 def _num_procs(source: str | None, assignments: Sequence[str]) -> int | None:
-    """Ranks that the config or a setting wants on this machine; None where neither says it."""
+    """Return the ranks that the config or a setting wants on this machine; None where neither says it."""
     config = Config.from_toml(source) if source is not None and is_config(source) else Config()
     return config.override([each for each in assignments if each.startswith("run.num_procs=")]).run.num_procs
 
@@ -206,7 +212,8 @@ def _refuse_unheeded(arguments: argparse.Namespace, question: str) -> None:
     """Refuse a flag that would change nothing.
 
     Args:
-        question: the flag that asks something else than a search; empty for a search.
+        arguments: the command's arguments.
+        question: the flag that asks for something other than a search; empty for a search.
     """
     every = _OF_JOB | _OF_SEARCH | {"--global-batch"} | _HEEDS["--dry-run"]
     heeded = _HEEDS.get(question, every - _HEEDS["--dry-run"])
@@ -221,7 +228,7 @@ def _refuse_unheeded(arguments: argparse.Namespace, question: str) -> None:
 
 
 def _refuse_place(path: Path | None, flag: str, example: str) -> None:
-    """Refuse a file that cannot be, before the search that it would hold is made."""
+    """Refuse a file that cannot be written, before the search whose result it would hold."""
     if path is None or (str(path) == "-" and flag == "--json"):
         return
     if str(path) == "-":
@@ -293,7 +300,7 @@ def _search(arguments: argparse.Namespace, cluster: Cluster, model: str, assignm
 
 
 def _footer(arguments: argparse.Namespace, winner: Estimate | None) -> Iterator[Text]:
-    """What is to stand nearest to the prompt."""
+    """Yield the lines that are printed nearest to the prompt."""
     from shardwise.planner.format import layout_words
 
     if winner is None:
@@ -306,11 +313,12 @@ def _footer(arguments: argparse.Namespace, winner: Estimate | None) -> Iterator[
 
 
 def _yours(pricer: Pricer, own: str | None, model: str | None) -> tuple[Estimate | None, tuple[str, ...]]:
-    """The price of the user's own strategy, or why it has none here.
+    """Return the price of the user's own strategy, or notes on why it has none here.
 
     Args:
-        own: the file that was given to compare; its mistakes are errors.
-        model: the model's file, where it says how the job is split; that it does not go with the cluster is a note.
+        pricer: prices the job's strategies.
+        own: the file that was given to compare; a mistake in it is an error.
+        model: the model's file, where it also has a strategy; that it does not fit the cluster is a note.
     """
     from shardwise.train.imported_plan import strategy_for
 
@@ -349,7 +357,7 @@ def _write_config(arguments: argparse.Namespace, plan: SearchResult, base: Any) 
 
 
 def _start_words(path: Path, cluster: Cluster, *, is_here: bool) -> str:
-    """How the config is started."""
+    """Say how the config is started."""
     if is_here:
         return f"start it by shardwise train {path}"
     num_nodes = cluster.num_gpus // cluster.gpus_per_node
@@ -421,12 +429,12 @@ def _refit(runs_folder: Path, environ: Mapping[str, str]) -> int:
 
 
 def _is_coloured(console: Console) -> bool:
-    """Not where NO_COLOR is set, though the terminal could."""
+    """Say whether the console shows colours: not where NO_COLOR is set, even if the terminal can show them."""
     return console.color_system is not None and not console.no_color
 
 
 def _give(arguments: argparse.Namespace, view: RenderableType, values: Mapping[str, Any]) -> None:
-    """Show an answer, or print it as JSON; and write it where that was asked for, though who reads has seen enough."""
+    """Show an answer, or print it as JSON; write the file that was asked for even if the reader closes the pipe."""
     text, path = json.dumps(values, indent=2) + "\n", arguments.json
     try:
         if str(path) == "-":
@@ -439,7 +447,7 @@ def _give(arguments: argparse.Namespace, view: RenderableType, values: Mapping[s
 
 
 def _write_text(path: Path, text: str, flag: str) -> None:
-    """Write a file wholly or not at all; what is no file, such as a pipe, as it comes."""
+    """Write a file wholly or not at all; write directly to what is no regular file, such as a pipe."""
     aside = path.with_name(f".{path.name}.{os.getpid()}") if path.is_file() or not path.exists() else path
     try:
         aside.write_text(text, encoding="utf-8")
@@ -466,7 +474,7 @@ def _dry_run(arguments: argparse.Namespace, path: str | None, assignments: Seque
 
 
 def parse_ranks(text: str | None) -> list[int] | Choice | None:
-    """What `--ranks` says.
+    """Return the ranks that `--ranks` asks for.
 
     >>> parse_ranks("0,8, 16"), parse_ranks("worst"), parse_ranks(None)
     ([0, 8, 16], 'worst', None)

@@ -1,4 +1,4 @@
-"""This machine as a cluster: as it was measured, else as its GPUs' data sheets have it."""
+"""Describes this machine as a cluster, with its measured speeds or, without those, its GPUs' data sheets."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from shardwise.planner.profiled_cluster import cluster_of
 
 
 def this_machine(folder: Path, num_ranks: int | None = None) -> Cluster:
-    """This machine, on all of its GPUs, or on as many processes as `shardwise train` starts.
+    """Return this machine with all of its GPUs, or with as many processes as `shardwise train` starts.
 
     Args:
-        folder: that profiles are kept in.
-        num_ranks: instead.
+        folder: the folder that profiles are kept in.
+        num_ranks: the number of ranks instead; None for that default.
 
     Raises:
-        ConfigError: it was not measured, and has no GPU that the catalogue knows.
+        ConfigError: the machine was not measured, and has no GPU that the catalogue knows.
     """
     if not torch.cuda.is_available():
         ranks = num_ranks or default_num_ranks("cpu")

@@ -1,4 +1,4 @@
-"""The command `shardwise timeline`: the pipeline schedule of a config, simulated and drawn; under it a recorded run.
+"""Runs the command `shardwise timeline`: it simulates and draws a config's pipeline schedule, and a run under it.
 
 Nothing is started and torch is not imported: a schedule is a value, and a recorded run is a file. As in
 `shardwise.cli.main`, errors are one line and an exit code: 2 for what the user can mend, 1 for a disk that fails.
@@ -44,14 +44,14 @@ examples:
   shardwise timeline my.toml --chrome-trace plan.json       for ui.perfetto.dev
 """
 
-# Of a quarter of a million actions.
+# A trace of this size has about a quarter of a million actions.
 _MAX_TRACE_BYTES = 64 * 2**20
 
 _MAX_S = 1e6
 _MAX_CELLS = 70_000
 
 Split = Callable[[Sequence[str]], tuple[str | None, list[str]]]
-"""From a command's settings to its config file, if there is one, and the assignments."""
+"""Splits a command's settings into its config file, if there is one, and the assignments."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], split: Split) -> None:
@@ -99,13 +99,13 @@ def _timeline(arguments: argparse.Namespace, split: Split) -> int:
     if arguments.text or not has_written:
         console = Terminal(highlight=False)
         drawing = timeline_text.draw(panels, console.width, same_axis=not arguments.own_axes)
-        # Whether there are colours is the console's to say: it knows terminals and NO_COLOR.
+        # The console decides whether there are colours: it knows terminals and NO_COLOR.
         console.print(drawing, soft_wrap=True, end="")
     return 0
 
 
 def planned(config: Config, op_times: OpTimes) -> TerminalPanel:
-    """The schedule of a config under given times, with the bubble that its formula gives.
+    """Simulate the schedule of a config with given times; return it with the bubble that its formula gives.
 
     Raises:
         ConfigError: the number of micro-batches does not follow from the config alone.
@@ -128,10 +128,10 @@ def planned(config: Config, op_times: OpTimes) -> TerminalPanel:
 
 
 def num_micro_batches_of(config: Config) -> int:
-    """Micro-batches a step.
+    """Return the micro-batches a step.
 
     Raises:
-        ConfigError: they follow from the number of data-parallel ranks, which the config does not say.
+        ConfigError: they follow from the number of data-parallel ranks, which the config does not give.
     """
     batch, mesh = config.batch, config.mesh
     if batch.accumulation is not None:
@@ -170,7 +170,7 @@ def _read_recorded(path: Path) -> tuple[TimedAction, ...]:
 
 
 def _write(arguments: argparse.Namespace, panels: Sequence[TerminalPanel]) -> bool:
-    """Write the files that are asked for; returns whether there was any."""
+    """Write the files that are asked for, and say whether there was any."""
     same_axis = not arguments.own_axes
     texts: list[tuple[Path | None, Callable[[], str]]] = [
         (arguments.svg, lambda: timeline_svg.draw(panels, same_axis=same_axis)),

@@ -1,4 +1,4 @@
-"""The command `shardwise verify`: a config's layout on a scaled-down copy of its model, against one process.
+"""Runs the command `shardwise verify`: it compares a layout, on a scaled-down model, with one process.
 
 As in `shardwise.cli.main`, errors are one line and an exit code: 2 for what the user can mend in the config, 1 for a
 layout that does not train as one process does, 128 + n for signal n.
@@ -43,13 +43,19 @@ exit code: 0 equal, 1 different or a rank failed, 2 the config cannot be
 """
 
 Split = Callable[[Sequence[str]], tuple[str | None, list[str]]]
-"""From a command's settings to its config file, if there is one, and the assignments."""
+"""Splits a command's settings into its config file, if there is one, and the assignments."""
 
 
 def add_command(
     commands: argparse._SubParsersAction[argparse.ArgumentParser], split: Split, environ: Mapping[str, str]
 ) -> None:
-    """Add `verify` to the commands of `shardwise`."""
+    """Add `verify` to the commands of `shardwise`.
+
+    Args:
+        commands: the parser's commands.
+        split: splits a command's settings.
+        environ: the process's environment.
+    """
     parser = commands.add_parser(
         "verify",
         help="prove a config's layout on a small copy of its model, without its machines",
@@ -120,10 +126,10 @@ def _job(arguments: argparse.Namespace, split: Split) -> VerifyJob:
 
 
 def read_model(path: Path) -> dict[str, Any]:
-    """The values of a Hugging Face `config.json`, or of the one in a folder.
+    """Read the values of a Hugging Face `config.json`, or of the one in a folder.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or it is no table of keys.
     """
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -136,12 +142,12 @@ def read_model(path: Path) -> dict[str, Any]:
 
 
 def _rank_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Of the ranks: they need no GPU."""
+    """Return the ranks' environment, which hides GPUs, since they need none."""
     return {**environ, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def describe(job: VerifyJob) -> Table:
-    """What is trained in place of the run."""
+    """Describe what is trained in place of the run."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column()
@@ -163,7 +169,7 @@ def describe(job: VerifyJob) -> Table:
 
 
 def conclude(job: VerifyJob, outcome: VerifyOutcome) -> Text:
-    """What came out of it, in a few lines."""
+    """Describe the outcome in a few lines."""
     found, steps = outcome.difference, f"{job.num_steps} step{'s' if job.num_steps > 1 else ''}"
     if outcome.exit_code == 0:
         line = f"{steps} in {outcome.elapsed_s:.1f} s, largest error {outcome.error:.1e} of 1e-9 allowed"

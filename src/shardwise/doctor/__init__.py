@@ -1,7 +1,7 @@
-"""`shardwise doctor`: what this machine has, what it does, what is wrong with it and how to mend that.
+"""Finds out what this machine has, how fast it is, what is wrong with it and how to mend that (`shardwise doctor`).
 
-`host` and `facts` look, `measure` and `peers` take times, `advice` judges, `show` prints. `diagnose` does all but the
-last.
+`system_info` looks, `measure` and `collective_bench` take times, `checks` judges, `show` prints; `diagnose` does all of
+that but print. `calibrate` and `kernel_bench` measure the machine for the planner.
 
     diagnosis = diagnose(os.environ, Path("runs"))
     print(json.dumps(diagnosis.to_dict()))
@@ -49,7 +49,7 @@ Announce = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is known of a machine; `measurements` is None where nothing was measured."""
+    """The facts, measurements and findings about a machine; `measurements` is None where nothing was measured."""
 
     facts: SystemInfo
     measurements: Measurements | None
@@ -57,11 +57,11 @@ class Diagnosis:
 
     @property
     def exit_code(self) -> int:
-        """1 where something is wrong; warnings and notes do not count."""
+        """Return 1 where something is wrong, else 0; warnings and notes do not count."""
         return int(any(finding.level == "error" for finding in self.findings))
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values for JSON; `schema` changes when a key goes or changes its meaning."""
+        """Return plain values for JSON; `schema` changes when a key is removed or changes its meaning."""
         return {"schema": SCHEMA, **asdict(self)}
 
 
@@ -76,11 +76,11 @@ def diagnose(
     """Look at this machine, measure it and say what is wrong.
 
     Args:
-        environ: of the process.
-        folder: of the runs.
-        swap: what `read_swap` knows of the folder for states on NVMe.
+        environ: the process's environment.
+        folder: the folder of the runs.
+        swap: what `read_swap` found about the folder for states on NVMe; None without one.
         quick: measure nothing.
-        announce: told what is done.
+        announce: called with a few words before each probe.
     """
     announce("looking at the machine")
     facts = gather_facts(environ, folder, swap)
@@ -89,14 +89,14 @@ def diagnose(
 
 
 def read_swap(nvme_path: Path | None, config: Config | None) -> SwapInfo | None:
-    """Look at the folder in which states of a job would rest on NVMe; None where none would.
+    """Look at the folder that would store a job's states on NVMe; return None where no state would be stored there.
 
     Args:
-        nvme_path: None for that of the config.
-        config: of the job, which says how much room it needs; None where there is none.
+        nvme_path: the folder; None takes the config's.
+        config: the job's config, from which the room that it needs follows; None where there is none.
 
     Raises:
-        ConfigError: what is wrong with the config, as for a run.
+        ConfigError: the config is wrong, as for a run.
     """
     needed_bytes = None
     if config is not None:
@@ -153,7 +153,7 @@ def _measure(facts: SystemInfo, environ: Mapping[str, str], announce: Announce) 
 
 
 def _devices(num_gpus: int) -> Iterator[tuple[torch.device, float]]:
-    """The devices that compute, and the time for each of their products."""
+    """Yield the devices that compute, and the seconds to spend on each dtype's matrix products."""
     for index in range(num_gpus):
         yield torch.device("cuda", index), max(0.1, _GPU_BUDGET_S / num_gpus)
     yield torch.device("cpu"), 0.5

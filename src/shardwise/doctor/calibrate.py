@@ -1,9 +1,9 @@
-"""`shardwise doctor --calibrate`: measures this machine as training uses it, for the planner.
+"""Measures this machine as training uses it, for the planner (`shardwise doctor --calibrate`).
 
-As many ranks as a job has are at work at once, each with its threads, since neighbours contend. All is measured in a
-few rounds, and the median counts: what else runs on a machine for half a minute is left out, but not its usual unrest,
-which training meets too. Two sides, as in `peers`: `calibrate` starts a launcher as a child and makes a profile of what
-its ranks leave; each rank is `be_calibrator`.
+As many ranks as a job has work at once, each with its threads, since they share the hardware. Everything is measured in
+a few rounds, and the median counts: it leaves out load that lasts half a minute, but not the machine's usual noise,
+which training meets too. As in `collective_bench`, `calibrate` starts a launcher as a child process and makes a profile
+of what its ranks write; each rank runs `be_calibrator`.
 
     profile, failure = calibrate("cpu", num_ranks=2, environ=os.environ, folder=Path("runs"))
 """
@@ -38,19 +38,19 @@ LIMIT_S: Final = 280.0
 _QUICK_LIMIT_S: Final = 40.0
 _BUDGET_S, _QUICK_BUDGET_S = 0.04, 0.02
 _NUM_ROUNDS: Final = 3
-# For the ranks to import torch and meet, beside what they measure.
+# The ranks need this time to import torch and meet, on top of their measurements.
 _START_S: Final = 60.0
 _COLLECTIVE_TIMEOUT_S: Final = 60.0
-# Of square matrices that are multiplied before a collective, or beside it.
+# Square matrices of this size are multiplied before a collective, or while it runs.
 _PRODUCT_SIZE: Final = 512
-# When ranks meet in a collective differs more from call to call than what a kernel takes.
+# A collective's time varies more from call to call than a kernel's, so it needs more calls.
 _MIN_COLLECTIVES: Final = 9
-# Of what is gathered to see how much computing hides of it.
+# So many bytes are gathered to see how much of the time computation hides.
 _HIDDEN_BYTES: Final = 16 * 2**20
 _MAX_PRODUCTS: Final = 200
 _COPIES: Final = "copies_bytes_per_s"
 _MEASURED: Final = frozenset({"seconds", "forward_s", "backward_s", "speed"})
-"""Columns that differ from round to round; the others say what was measured."""
+"""These columns differ from round to round; the others say what was measured."""
 
 
 def calibrate(
@@ -62,15 +62,15 @@ def calibrate(
     quick: bool = False,
     argv: Sequence[str] = ("-m", "shardwise.cli", "doctor", "--launch-calibrators"),
 ) -> tuple[Profile, str | None]:
-    """Measure on processes of their own; return the profile, and why it is not whole, if it is not.
+    """Measure in separate processes; return the profile, and why it is incomplete, or None.
 
     Args:
-        device_kind: what computes.
-        num_ranks: that are at work at once.
-        environ: what they inherit.
-        folder: whose disk is measured.
-        quick: few and small shapes, to see that it works: the profile is poor.
-        argv: of the launcher, behind the interpreter.
+        device_kind: the device that computes, "cpu" or "cuda".
+        num_ranks: the ranks that work at once.
+        environ: the environment that they inherit.
+        folder: a folder on the disk that is measured.
+        quick: measure few and small shapes, as a test; the profile is poor.
+        argv: the launcher's arguments after the interpreter.
     """
     limit_s = (_QUICK_LIMIT_S if quick else LIMIT_S) + _START_S
     arguments = (device_kind, str(num_ranks), str(folder.resolve()), "quick" if quick else "whole")
@@ -81,7 +81,7 @@ def calibrate(
 def profile_of(rows: Iterable[Mapping[str, Any]], num_ranks: int) -> Profile:
     """Make a profile of what the ranks wrote: each row has the name of a field, and a row of a table or a value.
 
-    Of what was measured several times the median counts.
+    The median of repeated measurements counts.
 
     >>> profile_of([{"field": "call_s", "value": each} for each in (2.0, 9.0, 3.0)], num_ranks=2).call_s
     3.0
@@ -102,7 +102,7 @@ def profile_of(rows: Iterable[Mapping[str, Any]], num_ranks: int) -> Profile:
 
 
 def _medians(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """(field, value), once for each that was measured, in the order of the first time."""
+    """Yield (field, median value), once for each measurement, in the order in which they first appear."""
     found: dict[tuple[Any, ...], list[Any]] = {}
     for row in rows:
         field, value = row["field"], row["value"]
@@ -116,7 +116,14 @@ def _medians(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
 
 
 def be_calibrator(env: RankEnv, folder: Path, device_kind: DeviceKind, disk: Path, *, quick: bool) -> None:
-    """Be one of the ranks: measure with the others; rank 0 writes down what was found, as it is found.
+    """Run as one of the ranks: measure with the others; rank 0 writes each result as soon as it has it.
+
+    Args:
+        env: which rank this is.
+        folder: the folder into which rank 0 writes `RESULTS`.
+        device_kind: the device that computes, "cpu" or "cuda".
+        disk: a folder on the disk that is measured.
+        quick: measure few and small shapes, once.
 
     Raises:
         LaunchError: the ranks did not meet.
@@ -140,7 +147,7 @@ def be_calibrator(env: RankEnv, folder: Path, device_kind: DeviceKind, disk: Pat
 def _measurements(
     watch: RankTimer, groups: Sequence[Comm], device_kind: DeviceKind, sizes: kernels.BenchSizes, disk: Path
 ) -> Iterator[tuple[str, Any]]:
-    """(field, value), the most important ones first, in case that the time runs out."""
+    """Yield (field, value), the most important ones first, in case the time runs out."""
     yield "num_threads", torch.get_num_threads()
     yield "torch_version", torch.__version__
     if device_kind == "cuda":
@@ -165,7 +172,7 @@ def _measurements(
 
 
 def _groups(comm: Comm, env: RankEnv) -> list[Comm]:
-    """All ranks, and neighbours where there are more than two: all pairs are at work at once."""
+    """Return collectives among all ranks and, if there are more than two, among pairs, which all work at once."""
     if env.world_size <= 2 or env.world_size % 2:
         return [comm]
     pairs = [(first, first + 1) for first in range(0, env.world_size, 2)]
@@ -175,10 +182,10 @@ def _groups(comm: Comm, env: RankEnv) -> list[Comm]:
 
 
 def _collective_times(watch: RankTimer, groups: Sequence[Comm]) -> Iterator[CollectiveTime]:
-    """Each after some computing, as in training: ranks come one after the other then, and caches are cold.
+    """Time each collective after some computation, as in training: ranks arrive at different times, with cold caches.
 
-    On CPUs two ranks then take two to three times as long for 2 MiB. A GPU's queue is filled ahead: there they follow
-    each other at once.
+    On CPUs two ranks then take two to three times as long for 2 MiB. A GPU's queue is filled in advance, so there the
+    collectives follow each other directly.
     """
     before = [] if watch.comm.device.type == "cuda" else [partial(_compute, _factor(watch.comm.device), 1)]
     for comm in groups:
@@ -189,13 +196,13 @@ def _collective_times(watch: RankTimer, groups: Sequence[Comm]) -> Iterator[Coll
 
 
 def _caller(comm: Comm, op: str, num_bytes: int) -> Callable[[], None]:
-    """One call of the library's collective on a buffer of fp32, or of messages to a neighbour."""
+    """Return a call of a collective on an fp32 buffer of `num_bytes`; "send" is a message to a neighbour."""
     ranks, me = comm.world_size, comm.rank
     full = torch.zeros(num_bytes // 4 // ranks * ranks, device=comm.device)  # [n * s]
     own = torch.zeros(full.numel() // ranks, device=comm.device)  # [s]
     parts, received = full.chunk(ranks), torch.zeros_like(full).chunk(ranks)
     others = [rank for rank in range(ranks) if rank != me]
-    # Around the circle, so that each rank sends once and receives once; half of a pair's is a message one way.
+    # Messages go around a ring, so each rank sends once and receives once; in a pair that is one message each way.
     to, source = (me + 1) % ranks, (me - 1) % ranks
     starts: dict[str, Callable[[], Any]] = {
         "all_gather": lambda: comm.all_gather(full, op),
@@ -214,7 +221,7 @@ def _like(full: torch.Tensor) -> torch.Tensor:
 
 
 def _hidden_share(watch: RankTimer) -> float:
-    """How much of a gather's time passes unnoticed while products are computed beside it, of as long as it takes."""
+    """Return the share of a gather's time that is hidden by matrix products that take equally long."""
     comm = watch.comm
     full = torch.zeros(_HIDDEN_BYTES // 4, device=comm.device)  # [n * s]
     full = full[: full.numel() // comm.world_size * comm.world_size]
@@ -244,7 +251,7 @@ def _compute(factor: torch.Tensor, count: int) -> None:
 
 
 def _disk_speeds(rank: int, disk: Path) -> Iterator[tuple[str, float]]:
-    """Of each rank while all of them use the disk; nothing where it cannot be used."""
+    """Yield each rank's disk speeds while all ranks use the disk; nothing where it cannot be used."""
     try:
         speed = measure_swap(disk, rank)
     except (OSError, RuntimeError) as error:

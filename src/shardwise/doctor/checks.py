@@ -1,4 +1,4 @@
-"""What is wrong, from what is there and what was measured: pure functions that yield findings.
+"""Finds what is wrong with a machine, from its facts and measurements, with pure functions that yield findings.
 
 >>> for finding in list_findings(facts, measurements):          # doctest: +SKIP
 ...     print(finding)
@@ -27,10 +27,10 @@ _LEVELS: tuple[Level, ...] = ("error", "warning", "note")
 _MIN_FREE_BYTES, _LOW_FREE_BYTES = 2**30, 10 * 2**30
 _MIN_SHM_BYTES = 2**30
 _SWAPPED_BYTES = 256 * 2**20
-# A rank opens a connection to each other one, its data and its logs.
+# A rank opens a connection to each other rank, its data and its logs.
 _MIN_OPEN_FILES, _MIN_OPEN_FILES_WITH_GPUS = 1024, 4096
 _BUSY_SHARE = 0.1
-# What CUDA takes for this very process.
+# CUDA takes so much for this process itself.
 _CONTEXT_BYTES = 2**30
 _BUSY_LOAD = 0.5
 _MIN_SHARE_OF_PEAK = 0.5
@@ -42,7 +42,7 @@ _NETWORK_FILESYSTEMS = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "lustre", "beegfs", "ceph", "gpfs"}
 )
 _MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs"})
-# Debugging switches that people forget, and what each costs.
+# Debugging switches that are often left on, and what each costs.
 _SLOW_SETTINGS: Mapping[str, tuple[str, str]] = {
     "CUDA_LAUNCH_BLOCKING": ("1", "the host waits for every kernel"),
     "PYTORCH_NO_CUDA_MEMORY_CACHING": ("1", "every tensor is a call to the driver"),
@@ -54,7 +54,7 @@ _SLOW_SETTINGS: Mapping[str, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Finding:
-    """Something to mend: `what` gives the value and the rule it breaks, `cure` what to do. `name` never changes."""
+    """Something to mend: `what` gives the value and the rule it breaks, `cure` the remedy. `name` never changes."""
 
     level: Level
     name: str
@@ -66,11 +66,11 @@ class Finding:
 
 
 def list_findings(facts: SystemInfo, measured: Measurements | None) -> list[Finding]:
-    """All findings, the worst first.
+    """List all findings, the worst first.
 
     Args:
-        facts: of this machine.
-        measured: None where nothing was.
+        facts: this machine's facts.
+        measured: its measurements; None where nothing was measured.
     """
     findings = [*_on_software(facts), *_on_gpus(facts), *_on_environ(facts), *_on_host(facts), *_on_network(facts)]
     findings += _on_swap(facts.swap) if facts.swap is not None else []
@@ -80,7 +80,7 @@ def list_findings(facts: SystemInfo, measured: Measurements | None) -> list[Find
 
 
 def num_train_ranks(facts: SystemInfo) -> int:
-    """How many ranks `shardwise train` starts here."""
+    """Return how many ranks `shardwise train` starts here."""
     return len(facts.gpus) or min(2, facts.cpu.num_at_once)
 
 
@@ -294,7 +294,7 @@ def _on_network(facts: SystemInfo) -> Iterator[Finding]:
     missing = [name for name in (asked or "").split(",") if name and name not in network.interfaces]
     if missing:
         yield _interface_missing("GLOO_SOCKET_IFNAME", missing[0], network.interfaces)
-    # NCCL takes prefixes; `^` excludes and `=` asks for the very name.
+    # NCCL takes prefixes; `^` excludes names and `=` asks for an exact name.
     wanted = environ.get("NCCL_SOCKET_IFNAME", "")
     prefixes = [] if wanted.startswith("^") else [name for name in wanted.removeprefix("=").split(",") if name]
     if prefixes and not any(name.startswith(tuple(prefixes)) for name in network.interfaces):
@@ -329,7 +329,7 @@ def _on_speed(facts: SystemInfo, measured: Measurements) -> Iterator[Finding]:
             what = f"{matmul.device} multiplies {matmul.dtype} at {share:.0%} of its data sheet's speed"
             cure = "see what else runs there, its clocks and its power limit: nvidia-smi -q -d PERFORMANCE"
             yield Finding("warning", "gpu-slow", what, cure)
-    # Between busy cores threads wait for each other, the more the shorter the product: no ratio is to be trusted.
+    # On busy cores threads wait for each other, more so in short products, so no ratio can be trusted.
     if not facts.gpus and facts.cpu_has_fast_bf16 and not _is_busy(facts):
         yield from _on_cpu_dtypes({matmul.dtype: matmul for matmul in measured.matmuls})
     for copy in measured.copies:
@@ -360,7 +360,7 @@ def _on_cpu_dtypes(by_dtype: Mapping[str, MatmulSpeed]) -> Iterator[Finding]:
 
 def _on_swap_speed(speed: SwapSpeed, num_gpus: int) -> Iterator[Finding]:
     slowest_bytes_per_s = min(speed.read_bytes_per_s, speed.write_bytes_per_s)
-    # A CPU takes so long for a step that a disk keeps up.
+    # A CPU takes so long for a step that any disk keeps up.
     least_bytes_per_s = num_gpus * USEFUL_BYTES_PER_S if num_gpus else _MIN_DISK_BYTES_PER_S
     if slowest_bytes_per_s < least_bytes_per_s:
         wanted = f"{least_bytes_per_s / 1e9:g} GB/s" + (f" ({USEFUL_BYTES_PER_S / 1e9:g} a GPU)" if num_gpus else "")

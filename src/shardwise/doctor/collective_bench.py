@@ -1,8 +1,8 @@
-"""What collectives cost between processes of this machine: the library's own, over gloo or NCCL.
+"""Times the library's collectives between processes of this machine, over gloo or NCCL.
 
-Two sides. `measure_collectives` starts a launcher as a child and reads what it leaves; the launcher starts the ranks
-as it does for training; each rank is `be_peer`. So whatever hangs or dies, it is not the doctor, and the child ends
-within its time.
+`measure_collectives` starts a launcher as a child process and reads its results; the launcher starts the ranks as it
+does for training; each rank runs `be_peer`. So a hang or a crash cannot stop the doctor, and the child ends within its
+time.
 
     collectives, failure = measure_collectives("cpu", num_ranks=2, environ=os.environ)
 """
@@ -40,10 +40,10 @@ SIZES_BYTES = (4 * 2**10, 256 * 2**10, 16 * 2**20)
 RESULTS = "collectives.jsonl"
 _BUDGET_S = 0.12
 _MAX_CALLS = 300
-# For the ranks to import torch, meet and measure; they need a few seconds.
+# The ranks get this time to import torch, meet and measure; they need a few seconds.
 _TIMEOUT_S = 60.0
 _COLLECTIVE_TIMEOUT_S = 20.0
-# The launcher gives its ranks less.
+# The launcher gets this time to end its ranks, to which it gives less.
 _GRACE_S = 4.0
 
 
@@ -55,14 +55,14 @@ def measure_collectives(
     timeout_s: float = _TIMEOUT_S,
     argv: Sequence[str] = ("-m", "shardwise.cli", "doctor", "--launch-peers"),
 ) -> tuple[tuple[CollectiveSpeed, ...], str | None]:
-    """Measure on processes of their own and return what was measured, and why that is not all, if it is not.
+    """Measure in separate processes; return what was measured, and why that is incomplete, or None.
 
     Args:
-        device_kind: gloo on the CPU, or NCCL on GPUs.
-        num_ranks: processes to start.
-        environ: what they inherit.
-        timeout_s: after which they are ended.
-        argv: of the launcher, behind the interpreter; gets the folder, the device and the number of ranks.
+        device_kind: "cpu" for gloo on the CPU, "cuda" for NCCL on GPUs.
+        num_ranks: the processes to start.
+        environ: the environment that they inherit.
+        timeout_s: the seconds after which they are ended.
+        argv: the launcher's arguments after the interpreter; the folder, the device and the number of ranks follow.
     """
     rows, failure = measure_on_ranks(argv, (device_kind, str(num_ranks)), environ, timeout_s)
     return tuple(CollectiveSpeed(**row) for row in rows), failure
@@ -71,13 +71,13 @@ def measure_collectives(
 def measure_on_ranks(
     argv: Sequence[str], arguments: Sequence[str], environ: Mapping[str, str], timeout_s: float
 ) -> tuple[list[dict[str, Any]], str | None]:
-    """Start a launcher as a child and return the rows that its ranks left, and why they are not all, if so.
+    """Start a launcher as a child process; return the rows that its ranks wrote, and why they are incomplete, or None.
 
     Args:
-        argv: of the launcher, behind the interpreter; gets a folder for the rows, `RESULTS` in it, and then
-        arguments: as they are.
-        environ: what it inherits.
-        timeout_s: after which it is ended.
+        argv: the launcher's arguments after the interpreter; a folder, in which the ranks write `RESULTS`, follows.
+        arguments: further arguments, which follow the folder.
+        environ: the environment that it inherits.
+        timeout_s: the seconds after which it is ended.
     """
     with tempfile.TemporaryDirectory(prefix="shardwise-doctor-") as folder:
         exit_code, said = _run([sys.executable, *argv, folder, *arguments], environ, timeout_s)
@@ -96,6 +96,11 @@ def measure_on_ranks(
 def join_peers(env: RankEnv, device_kind: DeviceKind, timeout_s: float = _COLLECTIVE_TIMEOUT_S) -> Comm:
     """Meet the other ranks and return the library's collectives among all of them.
 
+    Args:
+        env: which rank this is.
+        device_kind: "cpu" for gloo on the CPU, "cuda" for NCCL on GPUs.
+        timeout_s: the seconds after which a collective fails.
+
     Raises:
         LaunchError: the ranks did not meet.
     """
@@ -109,7 +114,14 @@ def join_peers(env: RankEnv, device_kind: DeviceKind, timeout_s: float = _COLLEC
 def comm_over(
     group: dist.ProcessGroup, device: torch.device, timeout_s: float, ranks: tuple[int, ...] | None = None
 ) -> Comm:
-    """The library's collectives over a process group; `ranks` of the world, where it is not all of it."""
+    """Return the library's collectives over a process group.
+
+    Args:
+        group: the process group.
+        device: the device of the tensors.
+        timeout_s: the seconds after which a collective fails.
+        ranks: the group's ranks in the world; None for all of them.
+    """
     return Comm(
         ProcessGroupBackend(group, device),
         "doctor",
@@ -122,7 +134,12 @@ def comm_over(
 
 
 def be_peer(env: RankEnv, folder: Path, device_kind: DeviceKind) -> None:
-    """Be one of the ranks: time every collective at every size; rank 0 writes the results.
+    """Run as one of the ranks: time every collective at every size; rank 0 writes the results.
+
+    Args:
+        env: which rank this is.
+        folder: the folder into which rank 0 writes `RESULTS`.
+        device_kind: "cpu" for gloo on the CPU, "cuda" for NCCL on GPUs.
 
     Raises:
         LaunchError: the ranks did not meet.
@@ -142,7 +159,7 @@ def be_peer(env: RankEnv, folder: Path, device_kind: DeviceKind) -> None:
 
 
 def _time_op(comm: Comm, op: str, num_bytes: int) -> float:
-    """The median time of a call, that of the slowest rank."""
+    """Return the median time of a call, that of the slowest rank."""
     call = _caller(comm, op, num_bytes)
     for _ in range(2):
         call()
@@ -161,12 +178,12 @@ def _median_s(call: Callable[[], None], num_calls: int) -> float:
 
 
 def slowest(comm: Comm, call_s: float) -> float:
-    """The largest of what each rank says; all ranks call it."""
+    """Return the largest of the ranks' values; all ranks call it."""
     return slowest_of_each(comm, [call_s])[0]
 
 
 def slowest_of_each(comm: Comm, calls_s: Sequence[float]) -> list[float]:
-    """The same of several values, one by one."""
+    """Return, for each of several values, the largest of the ranks'; all ranks call it."""
     return comm.max_scalars(torch.tensor(calls_s, dtype=torch.float64, device=comm.device), "doctor")
 
 
@@ -189,12 +206,12 @@ def _caller(comm: Comm, op: str, num_bytes: int) -> Callable[[], None]:
 
 
 def _run(command: Sequence[str], environ: Mapping[str, str], timeout_s: float) -> tuple[int | None, str]:
-    """The exit code, None where the time ran out, and what was said on stderr; nothing is left running."""
+    """Run a command; return its exit code, None where the time ran out, and its stderr; nothing is left running."""
     read_fd, write_fd = os.pipe()
     try:
         process = subprocess.Popen(
             command,
-            # As for a rank: the child ends when the pipe does, that is with this process, however it ends.
+            # As for a rank, the child ends when this pipe closes, so it ends with this process, however that ends.
             env={**environ, LAUNCHER_FD: str(read_fd)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -218,7 +235,7 @@ def _run(command: Sequence[str], environ: Mapping[str, str], timeout_s: float) -
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
-    """End a launcher: it ends its ranks, which are sessions of their own, if it is asked."""
+    """Signal a launcher to end its ranks, which run in their own sessions, and itself; kill it if it does not."""
     if process.poll() is not None:
         return
     process.terminate()

@@ -1,6 +1,6 @@
-"""What kernels take on one rank while its neighbours run the same: products, attention, blocks, streams, steps.
+"""Times kernels on one rank while its neighbours run the same: products, attention, blocks, streams, steps.
 
-Each function yields rows of a profile's tables, or its fields by name; all ranks call it alike.
+Each function yields rows of a profile's tables, or returns its fields by name; all ranks make the same calls.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from shardwise.models.decoder import DecoderBlock, DecoderConfig, DecoderLinear,
 from shardwise.models.decoder_attention import attend_densely
 from shardwise.planner.profile import AttentionTime, BlockTime, HeadTime, MatmulTime
 
-# Seconds that one call may be expected to take; larger shapes are left out.
+# Shapes for which a call is expected to take more seconds are left out.
 _MAX_CALL_S: Final = 0.3
-# Blocks in a row, as many as a call may take: a small one alone would find its weights in the caches, and in training
-# another one has used them since.
+# A call runs up to so many blocks in a row: one small block alone would find its weights in the caches, while in
+# training other blocks have used the caches since.
 _MAX_CHAINED: Final = 4
 _STREAM_NUMEL: Final = 4 * 2**20
 _STEP_NUMEL: Final = 4 * 2**20
 _STEP_BYTES: Final = 30
-"""A parameter of a fused Adam step: weight, gradient and two moments read, the first and the last two written, and a
-copy of 16 bits."""
+"""Bytes a parameter of a fused Adam step: it reads weight, gradient and two moments, writes the weight and the moments,
+and makes a 16-bit copy."""
 _COPY_BYTES: Final = 64 * 2**20
 
 
 @dataclass(frozen=True)
 class BenchSizes:
-    """Which shapes are measured: those of small decoder layers, and on a GPU of large ones.
+    """The shapes that are measured: those of small decoder layers, and on a GPU those of large ones.
 
     Attributes:
         shapes: (hidden size, feed-forward size, heads).
         seq_lens: tokens of one sequence, which is one micro-batch.
-        vocab_sizes: of heads.
-        dtypes: of products and all else.
+        vocab_sizes: vocabulary sizes of the heads.
+        dtypes: dtypes in which everything is measured.
     """
 
     shapes: tuple[tuple[int, int, int], ...]
@@ -75,27 +75,27 @@ QUICK_SIZES: Final = BenchSizes(
 
 
 class BestRate:
-    """The best rate of the work done so far, by which a call too long is left out on all ranks alike."""
+    """Keeps the best rate of the work so far, so that all ranks leave out the same calls that would take too long."""
 
     def __init__(self, watch: RankTimer) -> None:
         self.watch = watch
         self._flops_per_s = 0.0
 
     def allows(self, flops: float) -> bool:
-        """Whether a call of so many FLOPs is short enough, and there is time left."""
+        """Say whether a call of so many FLOPs is short enough and there is time left; all ranks call it."""
         return not self.watch.is_late() and self.num_within(flops) >= 1
 
     def num_within(self, flops: float) -> float:
-        """As many times so many FLOPs as one call may take; no limit is known at first."""
+        """Return how many times so many FLOPs fit into one call; infinite before the first rate is known."""
         return _MAX_CALL_S * self._flops_per_s / flops if self._flops_per_s else math.inf
 
     def note(self, flops: float, seconds: float) -> None:
-        """Keep the best rate: a slow moment of the machine must not end a table."""
+        """Note a call's rate if it is the best so far; a slow moment of the machine must not end a table."""
         self._flops_per_s = max(self._flops_per_s, flops / seconds)
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """As the config calls it.
+    """Return a dtype's name in the config.
 
     >>> name_of(torch.bfloat16)
     'bf16'
@@ -104,7 +104,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def matmul_times(watch: RankTimer, sizes: BenchSizes) -> Iterator[MatmulTime]:
-    """Products of decoder layers: forward, for the input's gradient and for the weight's, the small ones first."""
+    """Time the products of decoder layers: forward, input gradient and weight gradient, the small ones first."""
     for dtype in sizes.dtypes:
         pace = BestRate(watch)
         for m, n, k in sorted(_product_shapes(sizes), key=lambda each: each[0] * each[1] * each[2]):
@@ -115,7 +115,7 @@ def matmul_times(watch: RankTimer, sizes: BenchSizes) -> Iterator[MatmulTime]:
 
 
 def attention_times(watch: RankTimer, sizes: BenchSizes) -> Iterator[AttentionTime]:
-    """The decoder's own dense attention, forward and backward."""
+    """Time the decoder's own dense attention, forward and backward."""
     device = watch.comm.device
     for dtype in sizes.dtypes:
         pace = BestRate(watch)
@@ -140,7 +140,7 @@ def attention_times(watch: RankTimer, sizes: BenchSizes) -> Iterator[AttentionTi
 
 
 def block_times(watch: RankTimer, sizes: BenchSizes) -> Iterator[BlockTime]:
-    """Whole blocks of the decoder: what their element-wise kernels take is what products and attention leave."""
+    """Time whole decoder blocks; what products and attention do not explain is the time of element-wise kernels."""
     for dtype in sizes.dtypes:
         pace = BestRate(watch)
         for (hidden, ffn, heads), seq_len in product(sizes.shapes, sizes.seq_lens):
@@ -153,7 +153,7 @@ def block_times(watch: RankTimer, sizes: BenchSizes) -> Iterator[BlockTime]:
 
 
 def head_times(watch: RankTimer, sizes: BenchSizes) -> Iterator[HeadTime]:
-    """The last norm, the head and the loss."""
+    """Time the last norm, the head and the loss, forward and backward."""
     device = watch.comm.device
     for dtype in sizes.dtypes:
         pace = BestRate(watch)
@@ -179,7 +179,7 @@ def head_times(watch: RankTimer, sizes: BenchSizes) -> Iterator[HeadTime]:
 
 
 def speeds(watch: RankTimer) -> dict[str, float]:
-    """Of streams, of a fused step and of calls, by the profile's field."""
+    """Measure the speed of element-wise streams and of a fused step, and the time of a call, by the profile's field."""
     device = watch.comm.device
     left, right = (torch.randn(_STREAM_NUMEL, device=device) for _ in range(2))  # [N]
     stream_s = watch.time_s(lambda: torch.mul(left, right))
@@ -202,7 +202,7 @@ def speeds(watch: RankTimer) -> dict[str, float]:
 
 
 def copy_speeds(watch: RankTimer) -> dict[str, float]:
-    """Bytes a second of copies between memories, those of the host pinned beside a GPU, by the profile's name."""
+    """Measure bytes a second of copies between memories, by the profile's name; with a GPU, host memory is pinned."""
     device = watch.comm.device
     is_cuda = device.type == "cuda"
     hosts = [torch.ones(_COPY_BYTES, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(2)]
@@ -224,7 +224,7 @@ def _product_shapes(sizes: BenchSizes) -> set[tuple[int, int, int]]:
 
 
 def _product_s(watch: RankTimer, dtype: torch.dtype, m: int, n: int, k: int, *, is_weight: bool) -> float:
-    """As autograd multiplies: by a weight as it lies and turned, or one turned gradient by an input."""
+    """Time a product as autograd makes it: by a weight and by its transpose, or a transposed gradient by an input."""
     left, right = (torch.randn(*shape, device=watch.comm.device).to(dtype) for shape in ((m, k), (k, n)))
     turned_left, turned_right = left.t().contiguous().t(), right.t().contiguous().t()
     if is_weight:
@@ -270,7 +270,7 @@ def _loss(norm: RMSNorm, head: DecoderLinear, targets: Tensor, x: Tensor, *_: Te
 
 
 def _pass_times(watch: RankTimer, run: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> tuple[float, float]:
-    """Seconds of the forward and of the backward, with the gradients of all inputs."""
+    """Return the seconds of the forward and of the backward, which makes the gradients of all inputs."""
     made: list[Tensor] = []
     grad = torch.randn_like(run(*inputs))
 
@@ -286,7 +286,7 @@ def _pass_times(watch: RankTimer, run: Callable[..., Tensor], inputs: tuple[Tens
 
 _MIN_CALLS: Final = 3
 _MAX_CALLS: Final = 200
-# A synchronisation of a GPU takes longer than a small kernel; so many calls share one.
+# A synchronisation of a GPU takes longer than a small kernel, so this many calls share one.
 _CALLS_A_SYNC: Final = 10
 
 
@@ -294,9 +294,9 @@ class RankTimer:
     """Times calls on all ranks at once.
 
     Args:
-        comm: among all ranks.
-        budget_s: of one measurement, about.
-        limit_s: of all of them; after it `is_late` is true, on all ranks or none.
+        comm: the collectives among all ranks.
+        budget_s: seconds of one measurement, about.
+        limit_s: seconds of all measurements; after them `is_late` is true, on all ranks or on none.
     """
 
     def __init__(self, comm: Comm, budget_s: float, limit_s: float = float("inf")) -> None:
@@ -306,22 +306,22 @@ class RankTimer:
         self._is_cuda = comm.device.type == "cuda"
 
     def is_late(self) -> bool:
-        """Whether the time for all measurements is over; all ranks call it."""
+        """Say whether the time for all measurements is over; all ranks call it."""
         return self.slowest(time.perf_counter() - self._deadline_s) > 0
 
     def slowest(self, value: float) -> float:
-        """The largest of the ranks' values."""
+        """Return the largest of the ranks' values; all ranks call it."""
         return self._slowest_of_each([value])[0]
 
     def _slowest_of_each(self, values: list[float]) -> list[float]:
         return slowest_of_each(self.comm, values) if self.comm.world_size > 1 else values
 
     def time_s(self, call: Callable[[], object]) -> float:
-        """Seconds of one call."""
+        """Return the seconds of one call, the median of several; all ranks call it."""
         return self.times_s(call)[0]
 
     def times_s(self, *calls: Callable[[], object], min_calls: int = _MIN_CALLS) -> tuple[float, ...]:
-        """Seconds of each of some calls that are made in turn: the second may use what the first left."""
+        """Return the seconds of each of some calls that are made in turn: the second may use the first one's result."""
         group = _CALLS_A_SYNC if self._is_cuda and len(calls) == 1 else 1
         self._round(calls, group)
         rounds = [self._round(calls, group)]

@@ -1,7 +1,7 @@
-"""What the machine does: matrix products, copies, the disk. Each probe takes about the time it is given.
+"""Measures matrix products, copies and the disk. Each probe takes about the time it is given.
 
 Speeds are those of the best of many calls, which is what the hardware can do; latencies are medians. Both are in base
-units. What processes do among themselves is in `peers`.
+units. `collective_bench` measures what processes send to each other.
 
 >>> ticks = iter(range(100))
 >>> call_times_s(lambda: None, budget_s=4.0, clock=lambda: float(next(ticks)))
@@ -28,7 +28,7 @@ from shardwise.train.loop import peak_flops
 
 MATMUL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MIN_MATMUL, _MAX_MATMUL = 256, 8192
-# To find out how long a product takes.
+# A first look at how long a product takes may take so many seconds.
 _GLANCE_S = 0.01
 _COPY_BYTES = 128 * 2**20
 _CHUNK_BYTES = 4 * 2**20
@@ -39,7 +39,7 @@ _MAX_CALLS = 1000
 
 @dataclass(frozen=True)
 class MatmulSpeed:
-    """Products of square matrices of `size` rows; the peak is that of the device's data sheet, where it is known."""
+    """The speed of products of square matrices of `size` rows; the peak is the data sheet's, None if unknown."""
 
     device: str
     dtype: str
@@ -51,7 +51,7 @@ class MatmulSpeed:
 
 @dataclass(frozen=True)
 class CopySpeed:
-    """A copy between memories; bytes are counted once, though a copy within one memory reads and writes them."""
+    """The speed of a copy between memories; bytes count once, though a copy within one memory reads and writes them."""
 
     source: str
     target: str
@@ -62,9 +62,9 @@ class CopySpeed:
 
 @dataclass(frozen=True)
 class DiskSpeed:
-    """Sequential writes, with a sync at the end, and reads; `sync_s` is that of one small write.
+    """The speed of sequential writes, with a sync at the end, and of reads; `sync_s` is the time of one small write.
 
-    `direct` says that the page cache was passed by; otherwise reads may come from memory.
+    `direct` says that the page cache was bypassed; otherwise reads may come from memory.
     """
 
     path: str
@@ -77,10 +77,10 @@ class DiskSpeed:
 
 @dataclass(frozen=True)
 class CollectiveSpeed:
-    """One collective over `num_ranks` ranks on a whole buffer of `num_bytes`, fp32.
+    """The speed of one collective over `num_ranks` ranks on a whole fp32 buffer of `num_bytes`.
 
-    `bus_bytes_per_s` is what each rank sends as a ring does, (n - 1)/n of the buffer, twice for an all-reduce, by the
-    time of a call: comparable between numbers of ranks.
+    `bus_bytes_per_s` is what each rank of a ring sends, (n - 1)/n of the buffer, twice for an all-reduce, divided by
+    the time of a call. It can be compared between numbers of ranks.
     """
 
     backend: str
@@ -93,7 +93,7 @@ class CollectiveSpeed:
 
 @dataclass(frozen=True)
 class ProbeFailure:
-    """A probe that did not get to its end, and why."""
+    """A probe that failed, and the reason."""
 
     probe: str
     reason: str
@@ -101,7 +101,7 @@ class ProbeFailure:
 
 @dataclass(frozen=True)
 class Measurements:
-    """All that was measured; a probe that failed left what it had got by then."""
+    """The results of all probes; a probe that failed may have left some."""
 
     matmuls: tuple[MatmulSpeed, ...] = ()
     copies: tuple[CopySpeed, ...] = ()
@@ -117,6 +117,11 @@ def call_times_s(
     """Call `run` once to warm up, then for about `budget_s` in all, and return the time of each call.
 
     The warm-up counts only where it takes the whole budget: then there is no other call.
+
+    Args:
+        run: the call to time.
+        budget_s: seconds that all calls may take together.
+        clock: a clock in seconds.
     """
     start_s = now_s = clock()
     times_s: list[float] = []
@@ -137,9 +142,9 @@ def measure_matmul(
 
     Args:
         device: the CPU, with the threads that torch has, or a GPU.
-        dtype: of both factors.
-        budget_s: of all products but the smallest, which start threads and libraries.
-        clock: in seconds.
+        dtype: the dtype of both factors.
+        budget_s: seconds for all products but the smallest, which starts threads and libraries.
+        clock: a clock in seconds.
     """
     size, product_s = _MIN_MATMUL, _time_matmul(device, dtype, _MIN_MATMUL, _GLANCE_S)
     deadline_s = clock() + budget_s
@@ -167,7 +172,13 @@ def measure_host_copy(budget_s: float = 0.4, num_bytes: int = _COPY_BYTES) -> Co
 
 
 def measure_device_copies(device: torch.device, budget_s: float = 0.3, num_bytes: int = _COPY_BYTES) -> list[CopySpeed]:
-    """Copy within a GPU's memory, and between it and the host's, pinned and pageable; `budget_s` for each."""
+    """Copy within a GPU's memory, and between it and the host's, pinned and pageable.
+
+    Args:
+        device: the GPU.
+        budget_s: seconds for each kind of copy.
+        num_bytes: bytes of the buffer that is copied.
+    """
     on_device = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     copies = [_measure_copy(on_device, torch.empty_like(on_device), budget_s)]
     for pinned in (True, False):
@@ -178,12 +189,12 @@ def measure_device_copies(device: torch.device, budget_s: float = 0.3, num_bytes
 
 
 def measure_disk(folder: Path, budget_s: float = 1.5, num_bytes: int = _DISK_BYTES) -> DiskSpeed:
-    """Write and read a file in `folder` past the page cache where that is possible; nothing stays behind.
+    """Write and read a file in `folder` past the page cache where that is possible; the file is removed.
 
     Args:
-        folder: must be there.
-        budget_s: about a third each for writing, reading and small syncs; one slow sync may take longer.
-        num_bytes: at most; less where the disk is slow or nearly full.
+        folder: an existing folder.
+        budget_s: seconds, about a third each for writing, reading and small syncs; one slow sync may take longer.
+        num_bytes: the most bytes to write; fewer where the disk is slow or nearly full.
 
     Raises:
         OSError: the folder cannot be written to.
@@ -231,7 +242,7 @@ def _measure_copy(source: Tensor, target: Tensor, budget_s: float) -> CopySpeed:
 
 
 def _peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Of a GPU, in the half precisions that it has in hardware."""
+    """Return a GPU's peak FLOP/s in a half precision that it has in hardware; None for other dtypes."""
     has_it = dtype == torch.float16 or (dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] >= 8)
     return peak_flops(torch.cuda.get_device_name(device)) if has_it else None
 
@@ -242,7 +253,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _open_unnamed(folder: Path, chunk: mmap.mmap) -> tuple[int, bool]:
-    """Open a new file that has no name any more, so that it goes with this process, however that ends."""
+    """Open a new file and unlink it, so that it is removed with this process, however that ends."""
     path = folder / f".shardwise-doctor-{uuid.uuid4().hex}"
     flags, direct = os.O_RDWR | os.O_CREAT | os.O_EXCL, getattr(os, "O_DIRECT", 0)
     try:
@@ -267,12 +278,12 @@ def _open_and_write(path: Path, flags: int, chunk: mmap.mmap) -> int:
 
 
 def _write(fd: int, chunk: mmap.mmap, num_bytes: int, budget_s: float, direct: bool) -> tuple[float, int]:
-    """(bytes a second, bytes written), the final sync included."""
+    """Return (bytes a second, bytes written); the final sync counts too."""
     start_s = time.perf_counter()
     written_bytes = 0
     while written_bytes < num_bytes and (written_bytes == 0 or time.perf_counter() - start_s < budget_s):
         written_bytes += os.pwrite(fd, chunk, written_bytes)
-        if not direct:  # the cache would take all at once, and the sync at the end last for ever
+        if not direct:  # the cache would take all at once, and the sync at the end would take very long
             os.fsync(fd)
     os.fsync(fd)
     return written_bytes / (time.perf_counter() - start_s), written_bytes

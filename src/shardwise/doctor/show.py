@@ -1,4 +1,4 @@
-"""The doctor's words: a diagnosis as text, at whatever width it is printed. Pure.
+"""Draws a diagnosis and a profile as text of any width, with pure functions.
 
 >>> from shardwise.doctor.checks import Finding
 >>> list(verdict([Finding("error", "disk-full", "runs has 0 B free", "free some")]))
@@ -35,7 +35,7 @@ _OPS: Mapping[str, str] = {
 
 
 def render(diagnosis: Diagnosis) -> RenderableType:
-    """Facts, measurements and findings, in this order: what matters most is nearest to the prompt."""
+    """Draw facts, measurements and findings, in this order: what matters most is nearest to the prompt."""
     blocks: list[RenderableType] = [_grid(_fact_rows(diagnosis.facts))]
     if diagnosis.measurements is not None:
         blocks += ["", _grid(_measurement_rows(diagnosis.measurements))]
@@ -49,7 +49,7 @@ def render(diagnosis: Diagnosis) -> RenderableType:
 
 
 def verdict(findings: Sequence[Finding]) -> Iterator[str]:
-    """How many findings of each level there are."""
+    """Say how many findings of each level there are."""
     if not findings:
         yield "nothing is wrong"
     for level in _STYLES:
@@ -148,7 +148,7 @@ def _speeds(disk: DiskSpeed | SwapSpeed) -> str:
 
 
 def _collective_table(collectives: Sequence[CollectiveSpeed]) -> Table:
-    """A row for each backend and op, two columns for each size: the time of a call, and the bandwidth."""
+    """Return a table with a row a backend and op, and two columns a size: a call's time, and the bandwidth."""
     sizes = sorted({collective.num_bytes for collective in collectives})
     table = Table.grid(padding=(0, 2))
     table.add_column(min_width=_LABEL_WIDTH, style="dim")
@@ -182,7 +182,7 @@ def _size(num_bytes: int) -> str:
 
 
 def render_profile(profile: Profile) -> RenderableType:
-    """Speeds first, then collectives by size."""
+    """Draw a profile: speeds first, then collectives by size."""
     grid = Table.grid(padding=(0, 2))
     for label, value in _rows(profile):
         grid.add_row(label, value)
@@ -193,7 +193,7 @@ def render_profile(profile: Profile) -> RenderableType:
 
 
 def rate(value: float, unit: str) -> str:
-    """With the prefix that leaves one to three digits before the point."""
+    """Write a value and its unit with the prefix that leaves one to three digits before the point."""
     for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:.3g} {prefix}{unit}"
@@ -201,7 +201,7 @@ def rate(value: float, unit: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """In seconds, ms or us."""
+    """Write a duration in seconds, ms or us."""
     for size, unit in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"

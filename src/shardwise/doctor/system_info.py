@@ -1,4 +1,4 @@
-"""What there is: versions, devices, memory, cores, limits and the environment variables that matter. Nothing is timed.
+"""Collects versions, devices, memory, cores, limits and the environment variables that matter. Nothing is timed.
 
 >>> from pathlib import Path
 >>> facts = gather_facts({"OMP_NUM_THREADS": "2", "HOME": "/root"}, Path("runs"))
@@ -49,13 +49,13 @@ ENVIRON_NAMES = (
     "TORCH_DISTRIBUTED_DEBUG",
 )
 _SMI_TIMEOUT_S = 5.0
-# Bits of nvidia-smi's reasons for clocks below the highest that say that something is wrong; an idle GPU sets others.
+# These bits of nvidia-smi's reasons for reduced clocks mean that something is wrong; an idle GPU sets other bits.
 _SLOWDOWNS: Mapping[int, str] = {0x08: "hardware", 0x20: "software thermal", 0x40: "thermal", 0x80: "power brake"}
 
 
 @dataclass(frozen=True)
 class SoftwareInfo:
-    """Versions, and what torch.compile needs to build kernels; None for what is not there."""
+    """Versions, and what torch.compile needs to build kernels; what is missing is None."""
 
     shardwise: str
     python: str
@@ -86,7 +86,7 @@ class GpuInfo:
 
 @dataclass(frozen=True)
 class SwapInfo:
-    """The disk of a folder for states on NVMe, and what the ranks of this machine need there, if that is known."""
+    """The disk of a folder for states on NVMe, and the bytes that this machine's ranks need there; None if unknown."""
 
     disk: DiskInfo
     needed_bytes: int | None = None
@@ -94,7 +94,7 @@ class SwapInfo:
 
 @dataclass(frozen=True)
 class SystemInfo:
-    """All that is known of this machine without measuring; `swap` where states are to rest on NVMe."""
+    """The facts about this machine that need no measurement; `swap` is None unless states are to be stored on NVMe."""
 
     software: SoftwareInfo
     cpu: CpuInfo
@@ -113,9 +113,9 @@ def gather_facts(environ: Mapping[str, str], folder: Path, swap: SwapInfo | None
     """Look at this machine.
 
     Args:
-        environ: of the process; only `ENVIRON_NAMES` are kept.
-        folder: of the runs, there already or not.
-        swap: what is known of the folder for states on NVMe.
+        environ: the process's environment; only `ENVIRON_NAMES` are kept.
+        folder: the folder of the runs, which need not exist yet.
+        swap: what is known about the folder for states on NVMe; None without one.
     """
     gpus = _gpus()
     return SystemInfo(
@@ -134,7 +134,7 @@ def gather_facts(environ: Mapping[str, str], folder: Path, swap: SwapInfo | None
 
 
 def parse_smi(text: str) -> dict[str, tuple[int | None, tuple[str, ...]]]:
-    """ECC errors and slowdowns by the GPU's uuid, from nvidia-smi's lines `uuid, errors, reasons`.
+    """Return ECC errors and slowdowns by the GPU's uuid, from nvidia-smi's lines `uuid, errors, reasons`.
 
     >>> parse_smi("GPU-5a, 0, 0x0000000000000041\\nGPU-5b, [N/A], 0x0000000000000000")
     {'5a': (0, ('thermal',)), '5b': (None, ())}
@@ -256,7 +256,7 @@ class CpuInfo:
 
     @property
     def num_at_once(self) -> int:
-        """How many cores a process may keep busy all the time; what `shardwise train` goes by."""
+        """Return how many cores a process may keep busy all the time; `shardwise train` uses this number."""
         return self.num_usable if self.quota_cores is None else max(1, min(self.num_usable, int(self.quota_cores)))
 
 
@@ -284,7 +284,7 @@ class NetworkInfo:
 
 @dataclass(frozen=True)
 class DiskInfo:
-    """The disk of a folder; `path` is the folder, or the nearest one above it that is there."""
+    """The disk of a folder; `path` is the folder, or its nearest parent that exists."""
 
     path: str
     writable: bool
@@ -294,7 +294,7 @@ class DiskInfo:
 
 
 def read_cpu(root: Path = _ROOT) -> CpuInfo:
-    """The cores; `root` is where proc and sys are found."""
+    """Read the cores; `root` is the folder that holds proc and sys."""
     num_machine = os.cpu_count() or 1
     match = re.search(r"^model name\s*:\s*(.+)$", _text(root / "proc/cpuinfo") or "", re.MULTILINE)
     name = match[1] if match else platform.processor() or platform.machine()
@@ -302,7 +302,7 @@ def read_cpu(root: Path = _ROOT) -> CpuInfo:
 
 
 def read_memory(root: Path = _ROOT) -> MemoryInfo:
-    """The memory; `root` is where proc, sys and dev are found."""
+    """Read the memory; `root` is the folder that holds proc, sys and dev."""
     kib = {name: int(value) for name, value in re.findall(r"(\w+):\s+(\d+) kB", _text(root / "proc/meminfo") or "")}
     total_bytes = kib["MemTotal"] * 1024 if "MemTotal" in kib else _sysconf_bytes()
     shm = _usage(root / "dev/shm")
@@ -317,7 +317,7 @@ def read_memory(root: Path = _ROOT) -> MemoryInfo:
 
 
 def read_network(timeout_s: float = RESOLVE_TIMEOUT_S) -> NetworkInfo:
-    """The name and the interfaces; a name server that does not answer within `timeout_s` counts as an error."""
+    """Read the host's name and interfaces; a name server that does not answer within `timeout_s` counts as an error."""
     hostname = socket.gethostname()
     found: list[str] = []
     failed: list[str] = []
@@ -328,7 +328,7 @@ def read_network(timeout_s: float = RESOLVE_TIMEOUT_S) -> NetworkInfo:
         except OSError as error:
             failed.append(error.strerror or str(error))
 
-    # A look-up cannot be interrupted; a daemon thread keeps nobody waiting.
+    # A look-up cannot be interrupted; in a daemon thread it does not keep the process from ending.
     thread = threading.Thread(target=resolve, name="resolve", daemon=True)
     thread.start()
     thread.join(timeout_s)
@@ -337,7 +337,7 @@ def read_network(timeout_s: float = RESOLVE_TIMEOUT_S) -> NetworkInfo:
 
 
 def read_disk(folder: Path, root: Path = _ROOT) -> DiskInfo:
-    """The disk on which `folder` lies, or would lie."""
+    """Read the disk that holds `folder`, or would hold it."""
     path = folder.expanduser().absolute()
     while not path.is_dir() and path != path.parent:
         path = path.parent
@@ -346,7 +346,7 @@ def read_disk(folder: Path, root: Path = _ROOT) -> DiskInfo:
 
 
 def open_files_limit() -> int | None:
-    """How many files and sockets a process may hold open; None for any number."""
+    """Return how many files and sockets a process may hold open; None for any number."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return None if soft == resource.RLIM_INFINITY else soft
 
@@ -359,14 +359,14 @@ def _limit_bytes(root: Path) -> int | None:
 
 
 def _filesystem(path: Path, root: Path) -> str | None:
-    """The type of the file system at the longest mount point above `path`."""
+    """Return the type of the file system at the longest mount point above `path`."""
     mounts = [line.split() for line in (_text(root / "proc/self/mounts") or "").splitlines()]
     fitting = [(len(point), kind) for _, point, kind, *_ in mounts if path.is_relative_to(point)]
     return max(fitting)[1] if fitting else None
 
 
 def _usage(path: Path) -> tuple[int, int] | None:
-    """(total, free) bytes of a file system."""
+    """Return (total, free) bytes of a file system; None where it cannot be read."""
     try:
         usage = shutil.disk_usage(path)
     except OSError:
