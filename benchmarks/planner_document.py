@@ -1,4 +1,4 @@
-"""The document about the planner's accuracy: what the scores are, put between words that say how they came about."""
+"""Writes the document about the planner's accuracy: the scores, and the words that say how they were made."""
 
 from __future__ import annotations
 
@@ -21,50 +21,53 @@ This file is written by
     python benchmarks/planner_accuracy.py tests/data/planner_cases.json --markdown docs/planner-accuracy.md \\
         --leave-out tests/data/planner_leave_one_out.json --unseen tests/data/planner_cases_unseen.json
 
-and the errors of sources left out, which take two minutes, by
+and the errors of sources that are left out of the fit, which take two minutes, by
 
     python benchmarks/planner_fit.py tests/data/planner_cases.json --leave-out tests/data/planner_leave_one_out.json
 
 ## Method
 
-`shardwise plan` is checked against {rows} rows of published training runs, from papers, repositories and logs;
+`shardwise plan` is checked against {rows} rows of published training runs, from papers, repositories and logs.
 {core} of them ("core") were read with care, and the constants are fitted to these alone. A row is predicted from its
-model, hardware and layout; of its outputs only how they count FLOPs and memory is read. What a row does not say of its
-run is guessed by one rule for all: as little recomputation as fits, the fastest micro-batch that fits, interleaved
-stages where sequences are split and no number of stages is written.
+model, hardware and layout. Of its results, only the way in which they count FLOPs and memory is read. What a row does
+not say about its run is guessed by one rule for all rows: as little recomputation as fits, the fastest micro-batch that
+fits, and interleaved stages where sequences are split and no number of stages is given.
 
-An error is |predicted / measured - 1|: of the step's time, or of tokens, samples or FLOPs a second, as published.
-Memory is compared in what the row says that it counts: states, tensors ("allocated"), what the allocator holds for
-them ("reserved"), or all that the device has given out ("device"). It is that of the fullest rank, but of the first one
-where it is what a run logged, since the first process leads most codes' logs.
+An error is |predicted / measured - 1| of the step's time, or of tokens, samples or FLOPs a second, as published.
+Memory is compared in the kind that the row names: states, tensors ("allocated"), what the allocator holds for them
+("reserved"), or all that the device has given out ("device"). It is the memory of the fullest rank. Where the figure
+comes from a run's log, it is that of the first rank, since the first process writes the log in most codes.
 """
 
 FITS = """## What is fitted
 
-Three constants of each family of devices, none of a source: the shares of the best matrix product, of the memory's
-bandwidth and of the network's that training reaches. A family without rows enough keeps the defaults.
+Three constants are fitted for each family of devices, and none for a source: the shares that training reaches of the
+best matrix product, of the memory's bandwidth and of the network's bandwidth. A family with too few rows keeps the
+defaults.
 """
 
-GLOBALS = """The rest is physics or a constant for all devices, with its reason beside it in the code: latencies of
-collectives and what overlap costs in `collectives.py` and `communication.py`, the shape of a kernel's efficiency in
-`compute.py`, stragglers ({straggling:.1%} of the step's time, times sqrt(2 ln nodes)) in `step_time.py`.
+GLOBALS = """\
+The rest is physics, or a constant for all devices whose reason is beside it in the code: latencies of collectives
+and the cost of overlap in `collectives.py` and `comm_time.py`, the shape of a kernel's efficiency in
+`compute_time.py`, stragglers ({straggling:.1%} of the step's time, times sqrt(2 ln nodes)) in `step_time.py`.
 
-Some rules that read a row (`cases.py`, `traits.py`) were chosen with these rows in sight, and other sources may
-not bear them out: which loss was computed where a row does not say it, whether a code that names its attention kernel
-takes it of all logits, that a bare "flash" is the first FlashAttention, what a bare "InfiniBand" is before H100, and
-which early codes overlap nothing.
-"Fits" of held-out rows and of sources like them is flattered by these.
+Some rules that read a row (`cases.py` and `traits.py` in `benchmarks/planner_eval/`) were chosen with these rows in
+sight, and other sources may not confirm them: which loss was computed where a row does not say it, whether a code that
+names its attention kernel computes the loss of all logits, that a bare "flash" is the first FlashAttention, what a bare
+"InfiniBand" is before H100, and which early codes overlap nothing. These rules make "fits" look better for held-out
+rows and for sources like them.
 """
 
 
 def document(
     rows: Sequence[Scored], table: Callable[[Sequence[Scored]], str], left_out: Mapping[str, Any], unseen: str = ""
 ) -> str:
-    """All of it.
+    """Return the whole document.
 
     Args:
-        table: scores as lines of text.
-        left_out: of each source, errors with and without it in the fit; empty where that was not run.
+        rows: the scored rows.
+        table: writes the scores of some rows as lines of text.
+        left_out: each source's errors with and without it in the fit; empty where that was not run.
         unseen: the section about sources that were never seen; empty where they were not priced.
     """
     core = [each for each in rows if each.case.tier == "core"]
@@ -74,35 +77,36 @@ def document(
         HEAD.format(rows=len(rows), core=len(core)),
         f"{FITS}\n{_fits()}\n",
         GLOBALS.format(straggling=straggling),
-        "## Core rows, by source\n\nThe constants of `left out` were fitted to all core rows but the source's own.\n\n"
+        "## Core rows, by source\n\n"
+        "For `left out`, the constants were fitted to all core rows except the source's own.\n\n"
         + sources_table(core, left_out)
         + "\n",
         _fenced(
             "## Core rows: all, and each sweep of layouts",
             "`constant_efficiency` is the simplest planner: the median FLOPs of the same runs by device, dtype and\n"
-            "recomputation. It has seen the answers; ours has seen them through three constants a family. Of a sweep,\n"
-            "tau is Kendall's, of the order of layouts; regret is how much slower the layout ranked first is than the\n"
-            "best. Bubbles are compared where a source gives a pipeline's rate.",
+            "recomputation. It has seen the answers; ours has seen them through three constants a family. For a\n"
+            "sweep, tau is Kendall's tau of the order of layouts, and regret is how much slower the layout that was\n"
+            "ranked first is than the best. Bubbles are compared where a source gives a pipeline's rate.",
             table(core),
         ),
         "## Out of memory\n\n" + _matrix({"core": core, "held out": bulk, "all": rows}) + "\n",
         _fenced(
             "## The interval",
-            "`low_s` and `high_s` are meant to hold four of five runs. How wide they are depends on what a prediction\n"
-            "rests on (`planner/interval.py`). Of all rows, those that were held out too; `by other sources alone`\n"
-            "are the rows that lie within a width to which their own source did not count.",
+            "`low_s` and `high_s` are meant to contain four of five runs. Their width depends on what a prediction is\n"
+            "based on (`interval_s` in `planner/step_time.py`). The figures count all rows, the held-out ones too.\n"
+            "`by other sources alone` counts the rows that are within a width computed without their own source.",
             "\n".join([*spread_lines(rows), *_held({"core": core, "held out": bulk})]),
         ),
         _fenced(
             "## Rows that were held out",
-            "Bulk rows were not fitted to, though whoever wrote the models has seen them. Many say less of their\n"
-            "run, so that more is guessed.",
+            "Nothing was fitted to these rows, though the authors of the models have seen them. Many say less about\n"
+            "their run, so more of it is guessed.",
             table(bulk),
         ),
         "### By source\n\n" + sources_table(bulk, {}) + "\n",
         *([unseen] if unseen else []),
-        f"## What is far off, and why\n\nCore rows whose time is off by more than {FAR_OFF:.0%}. Where it says "
-        "hypothesis, nobody has checked.\n\n" + far_off_table(core, "time") + "\n",
+        f"## What is far off, and why\n\nCore rows whose time is off by more than {FAR_OFF:.0%}. Where the "
+        "explanation says hypothesis, it is not checked.\n\n" + far_off_table(core, "time") + "\n",
         f"Core rows whose memory is off by more than {FAR_OFF:.0%}.\n\n" + far_off_table(core, "memory"),
     ]
     return "\n".join(sections).rstrip() + "\n"
@@ -120,7 +124,7 @@ def _fits() -> str:
 
 
 def sources_table(rows: Sequence[Scored], left_out: Mapping[str, Any]) -> str:
-    """Errors of each source, and of all."""
+    """Return a table of the errors of each source, and of all."""
     lines = [
         "| source | rows | step time: mean | median | p90 | left out | memory: rows | mean | fits: rows | right |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -167,7 +171,7 @@ def _held(groups: Mapping[str, Sequence[Scored]]) -> list[str]:
 
 
 def far_off_table(rows: Sequence[Scored], of: Literal["time", "memory"]) -> str:
-    """Rows that are off by more than `FAR_OFF`, and why."""
+    """Return a table of the rows that are off by more than `FAR_OFF`, and why."""
     ratios = [(each.time_ratio if of == "time" else each.memory_ratio, each) for each in rows]
     far = [(ratio, each) for ratio, each in ratios if ratio and abs(ratio - 1) > FAR_OFF]
     lines = ["| row | predicted / measured | explanation |", "|---|---|---|"]
