@@ -1,6 +1,6 @@
 """Block-sparse attention: layouts, one functional entry, back ends for CPUs and GPUs, and ways into models.
 
-Every name is imported from its module when it is first used, so that one brings nothing of the others along.
+Every name is imported from its module when it is first used, so that one name does not import the modules of others.
 
 >>> from shardwise.attention import FixedSparsityConfig
 >>> FixedSparsityConfig(num_heads=4, block=64).layout(1000).num_keys

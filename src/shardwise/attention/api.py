@@ -36,9 +36,9 @@ _forced: Final[ContextVar[str | None]] = ContextVar("shardwise_attention_backend
 
 @contextmanager
 def attention_backend(name: str) -> Iterator[None]:
-    """Inside the context, block-sparse attention runs on the back end "cpu", "dense", "triton" or "flex".
+    """Run block-sparse attention inside the context on the back end "cpu", "dense", "triton" or "flex".
 
-    Recomputations run where the backward does, so a forward that is recomputed must enter the context itself. Compiled
+    A recomputation runs during the backward, so a forward that is recomputed must enter the context itself. Compiled
     code keeps the back end that it was compiled with.
 
     Raises:
@@ -65,7 +65,7 @@ def block_sparse_attention(
     dropout: float | Draw = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention of the blocks of a layout: softmax(scale * q k^T + bias) v over the keys that a query sees.
+    """Compute attention over the blocks of a layout: softmax(scale * q k^T + bias) v over the keys that a query sees.
 
     Rows that see no key give 0, and so do all gradients through them. Under autocast q, k and v are cast.
 
@@ -76,9 +76,9 @@ def block_sparse_attention(
         layout: of Nq queries and Nk keys, with 1 or H heads.
         key_padding: [B, Nk], bool, True for a real token; no query sees the others.
         bias: [1 or B, 1 or H, Nq, Nk], floating, added to the scaled scores; it gets a gradient. -inf is allowed.
-        dropout: the rate, of 0 up to but without 1, at which probabilities are dropped, or the draw itself. A rate's
-            bits are keyed in an engine's forward, and follow torch's generator for the CPU elsewhere.
-        scale: 1 / sqrt(D) when left out.
+        dropout: the rate p, 0 <= p < 1, at which probabilities are dropped, or the draw itself. With a rate, the bits
+            are keyed in an engine's forward, and come from torch's generator for the CPU elsewhere.
+        scale: factor of the scores; None means 1 / sqrt(D).
 
     Returns:
         [B, H, Nq, D].
@@ -102,7 +102,9 @@ def block_sparse_attention_with_lse(
     dropout: float | Draw = 0.0,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `block_sparse_attention`, with the log-sum-exp of each row's scores, which has a gradient too.
+    """Compute `block_sparse_attention` and the log-sum-exp of each row's scores, which has a gradient too.
+
+    The arguments q, k, v, layout, key_padding, bias, dropout and scale are those of `block_sparse_attention`.
 
     Returns:
         [B, H, Nq, D]; and [B, H, Nq], in fp32 (fp64 for fp64), -inf where a query sees no key.
@@ -123,7 +125,7 @@ def block_sparse_attention_with_lse(
     extras = ScoreModifiers(q.shape[-1] ** -0.5 if scale is None else float(scale), key_padding, bias, draw)
     backend = backend_for(q.device.type)
     if backend == _FLEX:
-        # Imported when it is first used, as it brings the compiler along.
+        # Imported when it is first used, since it imports the compiler.
         flex: Any = importlib.import_module("shardwise.attention.flex")
         found: tuple[Tensor, Tensor] = flex.flex_attention_of(q, k, v, layout, extras)
         return found
@@ -131,7 +133,7 @@ def block_sparse_attention_with_lse(
 
 
 def autocast(tensor: Tensor) -> Tensor:
-    """A floating input of attention in the dtype that autocast says, if any: as torch casts its own, all but fp64."""
+    """Cast a floating input of attention to autocast's dtype where autocast is on; fp64 stays, as in torch's ops."""
     kind = tensor.device.type
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
         return tensor
@@ -140,7 +142,7 @@ def autocast(tensor: Tensor) -> Tensor:
 
 @constant_in_graphs
 def backend_for(device_type: str, preferred: str | None = None) -> str:
-    """Of a device: the back end that is forced, else the preferred one, else the one measured faster."""
+    """Return the back end of a device: the forced one, else the preferred one, else the one measured as faster."""
     return _forced.get() or preferred or ("cpu" if device_type in ("cpu", "meta") else _DEFAULT_ON_DEVICES)
 
 
@@ -231,7 +233,7 @@ def _check_draw(q: Tensor, k: Tensor, draw: Draw) -> None:
 
 
 def _check_shape(name: str, tensor: Tensor, legal: Sequence[tuple[int, ...]]) -> None:
-    """Each dim's size must be one of its legal ones."""
+    """Raise `ConfigError` unless each dim's size is one of its legal sizes."""
     if tensor.ndim != len(legal) or any(size not in sizes for size, sizes in zip(tensor.shape, legal, strict=True)):
         cure = ", ".join(" or ".join(map(str, dict.fromkeys(sizes))) for sizes in legal)
         raise ConfigError(f"{name} of shape {tuple(tensor.shape)} does not fit; give [{cure}]")
@@ -243,9 +245,9 @@ def _check_device(name: str, tensor: Tensor, q: Tensor) -> None:
 
 
 def drawn(q: Tensor, layout: BlockLayout, p: float) -> Draw:
-    """The draw of one dropout: keyed in an engine's forward, by torch's generator for the CPU elsewhere.
+    """Draw the bits of one dropout: keyed in an engine's forward, from torch's generator for the CPU elsewhere.
 
-    Queries behind cached keys draw by their true positions; those of several documents count through.
+    Queries after cached keys draw by their true positions; queries of several documents are numbered through.
 
     Args:
         q: [B, H, Nq, D].
@@ -263,7 +265,7 @@ def drawn(q: Tensor, layout: BlockLayout, p: float) -> Draw:
 
 
 def _first_position(layout: BlockLayout) -> int:
-    """That of the first query; those behind it follow."""
+    """Return the position of the first query; the other queries follow it."""
     num_tokens = sum(pattern.num_tokens for pattern in layout.patterns)
     first = num_tokens - layout.num_queries
     is_last = layout.patterns[0].query_runs == ((first, num_tokens),)

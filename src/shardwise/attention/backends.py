@@ -1,4 +1,4 @@
-"""What every back end of block-sparse attention is given and gives, so that one autograd function serves all.
+"""The interface of the back ends of block-sparse attention: one autograd function serves all of them.
 
 Shapes: B samples, H query heads, K key and value heads (H is a multiple of K; query head h reads KV head h // (H / K)),
 Nq queries, Nk keys, D head.
@@ -18,7 +18,7 @@ from shardwise.dropout.hash_rng import keep_threshold
 
 @dataclass(frozen=True, eq=False)
 class Draw:
-    """The bits of one dropout, as hashes of indices (`shardwise.dropout.hash_rng`): no mask exists.
+    """The bits of one dropout, stored as hashes of indices (`shardwise.dropout.hash_rng`): no mask exists.
 
     With x = factor[query row] * column[key] + offset[query row], in int32 that wraps, a probability is kept where
     x * (2 * x + 1) < threshold, and then scaled by 1 / (1 - p).
@@ -37,19 +37,19 @@ class Draw:
 
     @property
     def threshold(self) -> int:
-        """Of the signed 32-bit numbers, those below it are kept."""
+        """Return the signed 32-bit number below which a drawn number means that the element is kept."""
         return keep_threshold(self.p)
 
 
 @dataclass(frozen=True, eq=False)
 class ScoreModifiers:
-    """What acts on scores besides the layout, in this order: scale, bias, key padding, softmax, dropout.
+    """The modifiers that act on scores besides the layout, in this order: scale, bias, key padding, softmax, dropout.
 
     Attributes:
-        scale: of q k^T.
-        key_padding: [B, Nk], bool, True for a real token; others are seen by no query.
-        bias: [1 or B, 1 or H, Nq, Nk], floating, added to the scaled scores.
-        draw: of dropout on the probabilities.
+        scale: factor of q k^T.
+        key_padding: [B, Nk], bool, True for a real token; no query sees the others. None for no padding.
+        bias: [1 or B, 1 or H, Nq, Nk], floating, added to the scaled scores; None for no bias.
+        draw: the bits of dropout on the probabilities; None for no dropout.
     """
 
     scale: float
@@ -60,11 +60,13 @@ class ScoreModifiers:
 
 @dataclass(frozen=True, eq=False)
 class BackendPlan:
-    """What a back end made of a layout, in parts that can pass through a registered op; its own to read.
+    """The plan that a back end made of a layout, as parts that can pass through a registered op.
+
+    Only the back end that made it reads it.
 
     Attributes:
-        tensors: on the device where they are used.
-        numbers: any.
+        tensors: of the plan, on the device where they are used.
+        numbers: integers of the plan.
     """
 
     tensors: tuple[Tensor, ...]
@@ -73,7 +75,7 @@ class BackendPlan:
 
 @dataclass(frozen=True, eq=False)
 class SavedForBackward:
-    """What a forward keeps for its backward, besides extras and plan.
+    """The tensors that a forward keeps for its backward, besides extras and plan.
 
     Attributes:
         q: [B, H, Nq, D].
@@ -92,7 +94,7 @@ class SavedForBackward:
 
 @dataclass(frozen=True, eq=False)
 class AttentionGrads:
-    """Gradients of q, k, v and, where asked for, of the bias in its own shape; in their dtypes, or the wide one."""
+    """Gradients of q, k, v and, if needed, of the bias in its own shape; in their dtypes, or in the wide dtype."""
 
     q: Tensor
     k: Tensor
@@ -101,15 +103,32 @@ class AttentionGrads:
 
 
 class Backend(Protocol):
-    """Plans once a layout; forward and backward read the plan alone. Bitwise repeatable. Strided q, k, v are taken."""
+    """A back end plans each layout once; forward and backward read the plan alone.
+
+    Results are bitwise repeatable. q, k and v may be strided.
+    """
 
     def plan(self, layout: BlockLayout, q: Tensor, k: Tensor) -> BackendPlan:
-        """The plan for tensors of these shapes (at any batch size), dtypes and device; kept by `layout.cached`."""
+        """Plan a layout for tensors of these shapes (at any batch size), dtypes and device; `layout.cached` keeps it.
+
+        Args:
+            layout: of Nq queries and Nk keys, with 1 or H heads.
+            q: [B, H, Nq, D]; its values are not read.
+            k: [B, K, Nk, D]; its values are not read.
+        """
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, extras: ScoreModifiers, plan: BackendPlan
     ) -> tuple[Tensor, Tensor]:
-        """Output [B, H, Nq, D], in memory [B, Nq, H, D] where that costs nothing, and log-sum-exp [B, H, Nq]."""
+        """Compute the output [B, H, Nq, D], in memory [B, Nq, H, D] where that is free, and log-sum-exp [B, H, Nq].
+
+        Args:
+            q: [B, H, Nq, D].
+            k: [B, K, Nk, D].
+            v: [B, K, Nk, D].
+            extras: modifiers of the scores.
+            plan: of the layout, made by `plan`.
+        """
 
     def backward(
         self,
@@ -121,13 +140,22 @@ class Backend(Protocol):
         needs_bias: bool,
         is_wide: bool = False,
     ) -> AttentionGrads:
-        """The gradients, given those of the output and, if any, of the log-sum-exp.
+        """Compute the gradients of the inputs.
 
-        What is saved of the output may be that of attention over more keys than these: the gradients are then this
-        part's of the whole. Those of q, k and v are in the dtype in which sums run where `is_wide`.
+        The saved output and log-sum-exp may be those of attention over more keys than these: the result is then what
+        these keys add to the gradients of the whole.
+
+        Args:
+            grad_out: [B, H, Nq, D].
+            grad_lse: [B, H, Nq], gradient of the log-sum-exp; None where it has none.
+            saved: tensors of the forward.
+            extras: as in the forward.
+            plan: as in the forward.
+            needs_bias: compute the gradient of the bias too.
+            is_wide: return the gradients of q, k and v in the dtype in which sums run, else in their own dtypes.
         """
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which sums run: fp32, or fp64 for fp64."""
+    """Return the dtype in which sums run: fp32, or fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)

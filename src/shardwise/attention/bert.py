@@ -40,7 +40,7 @@ class BertSparseSelfAttention(nn.Module):
         self.sparse_self_attention = SparseSelfAttention(structure)
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """The context [B, N, hidden], of states [B, N, hidden] and an additive mask, [B, N] or [B, 1, 1, N]."""
+        """Return the context [B, N, hidden] of states [B, N, hidden] and an additive mask, [B, N] or [B, 1, 1, N]."""
         if attention_mask is not None:
             attention_mask = attention_mask.reshape(len(attention_mask), -1)  # [B, N]
         q, k, v = (self._heads(each(hidden_states)) for each in (self.query, self.key, self.value))
@@ -48,5 +48,5 @@ class BertSparseSelfAttention(nn.Module):
         return context.transpose(1, 2).flatten(2)
 
     def _heads(self, states: Tensor) -> Tensor:
-        """[B, N, hidden] as [B, H, N, D]."""
+        """View [B, N, hidden] as [B, H, N, D]."""
         return states.unflatten(-1, (self.num_attention_heads, self.attention_head_size)).transpose(1, 2)

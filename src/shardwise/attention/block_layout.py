@@ -1,7 +1,8 @@
-"""Which blocks of keys each block of queries sees: the value on which every back end plans.
+"""Block layouts: they say which blocks of keys each block of queries sees, and every back end plans on them.
 
-A `Pattern` is one sequence's. A `BlockLayout` is that of one row of a batch: one pattern, or those of several documents
-packed one behind another, whose tokens never see each other. Only `allowed`, for proofs and drawings, is of size N x N.
+A `Pattern` belongs to one sequence. A `BlockLayout` belongs to one row of a batch: it has one pattern, or those of
+several documents packed one after another, whose tokens never see each other. Only `allowed` is of size N x N; it is
+for tests and drawings.
 
 >>> layout = BlockLayout.from_blocks(torch.tensor([[1, 0], [1, 1]]), block=2, causal=True, num_tokens=3)
 >>> layout.allowed()[0].int().tolist()
@@ -27,8 +28,8 @@ from shardwise.runtime.torch_private import constant_in_graphs, unseen_by_op_mod
 Made = TypeVar("Made")
 Key = TypeVar("Key", bound=Hashable)
 BlockFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""From indices of head [heads, 1, 1], block of queries [rows, 1] and block of keys [num_blocks], int64, to whether the
-one sees the other, bool, which broadcasts to [heads, rows, num_blocks]."""
+"""Takes int64 indices of heads [heads, 1, 1], blocks of queries [rows, 1] and blocks of keys [num_blocks]; returns
+bools that broadcast to [heads, rows, num_blocks], True where the block of queries sees the block of keys."""
 
 _MAX_FUNCTION_NUMEL = 2**22
 _MOST_MADE: Final = 64
@@ -39,13 +40,13 @@ class Pattern:
     """The blocks of one sequence, whose queries and keys are the same tokens.
 
     Attributes:
-        blocks: [heads or 1, num_blocks, num_blocks], bool, on the CPU, rows of queries; not to be written to.
+        blocks: [heads or 1, num_blocks, num_blocks], bool, on the CPU, rows of queries; read only.
         block: tokens of a block; the last one may have fewer.
         causal: a token sees none after it, inside a block too.
         num_tokens: of the sequence.
-        queries: the tokens whose queries are there, in this order; None for all. Fewer where keys are cached, or
-            where the sequence is spread over ranks.
-        keys: likewise of keys.
+        queries: the tokens whose queries are present, in this order; None for all. They are fewer where keys are
+            cached, or where the sequence is spread over ranks.
+        keys: the tokens whose keys are present, in this order; None for all.
     """
 
     blocks: Tensor
@@ -74,12 +75,12 @@ class Pattern:
 
 @dataclass(frozen=True, eq=False)
 class BlockLayout:
-    """Patterns one behind another, with what back ends have planned on them.
+    """Patterns of documents in the order in which they are packed, with the plans that back ends made of them.
 
     A copy is the layout itself, and a pickle has the patterns alone: plans are never copied.
 
     Attributes:
-        patterns: one, or a packed document each; of the same block size and number of heads.
+        patterns: one pattern, or one for each packed document; all have the same block size and number of heads.
     """
 
     patterns: tuple[Pattern, ...]
@@ -97,7 +98,7 @@ class BlockLayout:
 
     @staticmethod
     def from_blocks(blocks: Tensor, block: int, *, causal: bool = False, num_tokens: int | None = None) -> BlockLayout:
-        """A layout of the user's own blocks.
+        """Make a layout of the user's own blocks.
 
         Args:
             blocks: [num_blocks, num_blocks] or [heads, num_blocks, num_blocks]; not 0 where a block of queries (rows)
@@ -132,18 +133,18 @@ class BlockLayout:
     def from_function(
         function: BlockFunction, num_tokens: int, block: int, *, num_heads: int = 1, causal: bool = False
     ) -> BlockLayout:
-        """A layout as a function of block indices.
+        """Make a layout from a function of block indices.
 
         >>> layout = BlockLayout.from_function(lambda head, query, key: (query - key) % 2 == head, 64, 16, num_heads=2)
         >>> layout.patterns[0].blocks[1].int().tolist()
         [[0, 1, 0, 1], [1, 0, 1, 0], [0, 1, 0, 1], [1, 0, 1, 0]]
 
         Args:
-            function: called on some rows at a time.
+            function: a `BlockFunction`, called on some rows at a time.
             num_tokens: of the sequence.
             block: tokens of a block.
             num_heads: heads that differ; 1 where all share a layout.
-            causal: a token sees none after it, whatever the function says.
+            causal: a token sees none after it, whatever the function returns.
 
         Raises:
             ConfigError: there is no token, or the function does not work on tensors.
@@ -163,7 +164,7 @@ class BlockLayout:
 
     @property
     def num_heads(self) -> int:
-        """Heads that differ: 1 where all heads share a layout."""
+        """Return the number of heads that differ: 1 where all heads share a layout."""
         return self.patterns[0].blocks.shape[0]
 
     @property
@@ -172,7 +173,7 @@ class BlockLayout:
 
     @property
     def density(self) -> float:
-        """Share of all pairs of a query and a key that is visible, exact to the token; the mean over heads.
+        """Return the visible share of all pairs of a query and a key, exact to the token; the mean over heads.
 
         This density and the others are 0 where there are no pairs.
         """
@@ -180,22 +181,22 @@ class BlockLayout:
 
     @property
     def causal_density(self) -> float:
-        """Share of the pairs of a query and a key not after it that is visible: against dense causal attention."""
+        """Return the visible share of the pairs whose key is not after the query: against dense causal attention."""
         return visible_pairs(self.patterns, up_to_diagonal=True) / max(1, causal_pairs(self.patterns))
 
     def tile_density(self, rows: int, columns: int) -> float:
-        """Share of all pairs that a kernel computes in whole tiles of `rows` queries and `columns` keys.
+        """Return the share of all pairs that a kernel computes in whole tiles of `rows` queries and `columns` keys.
 
-        A tile of rows visits the blocks of keys that any of its rows sees, gathered one behind another. A pair is
-        counted where it is computed, visible or not, so this is the density that the time follows; above 1 it is
-        slower than dense.
+        A tile of rows visits the blocks of keys that any of its rows sees, gathered one after another. A pair is
+        counted where it is computed, visible or not, so time is proportional to this density; above 1, attention is
+        slower than dense attention.
         """
         return tile_pairs(self.patterns, rows, columns) / max(1, self.num_queries * self.num_keys)
 
     def cached(self, key: Hashable, make: Callable[[BlockLayout], Made]) -> Made:
-        """What `make` gives for this layout, made once for each key; those made last are kept as long as the layout is.
+        """Return `make(layout)`, made once for each key; the last 64 results are kept as long as the layout lives.
 
-        Compiled code keeps it as a constant, and is compiled anew for another layout.
+        Compiled code keeps the result as a constant, and is compiled again for another layout.
         """
         # Compiled code is guarded by values that it reads, such as a name, and not by whose methods are constants.
         return self._cached(self._name, key, make)
@@ -206,7 +207,7 @@ class BlockLayout:
         return self._made[key]  # type: ignore[return-value]
 
     def of_heads(self, first: int, num: int) -> BlockLayout:
-        """The layout of a tensor-parallel rank's heads; itself where all heads share one."""
+        """Return the layout of the `num` heads from `first` on, as for a tp rank; self where all heads share one."""
         if self.num_heads == 1:
             return self
         return self.cached(
@@ -215,17 +216,17 @@ class BlockLayout:
 
     @property
     def is_token_causal(self) -> bool:
-        """Whether no token sees one after it, by what the patterns say of tokens."""
+        """Say whether no token sees one after it, according to `Pattern.causal`."""
         return all(pattern.causal for pattern in self.patterns)
 
     def token_causal(self) -> BlockLayout:
-        """What is left where a token sees none after it; itself where that is so."""
+        """Return the layout without the pairs in which a key is after its query; self if there are none."""
         if self.is_token_causal:
             return self
         return BlockLayout(tuple(replace(each, blocks=each.blocks.tril(), causal=True) for each in self.patterns))
 
     def queries_from(self, first_query: int) -> BlockLayout:
-        """The layout of the last queries alone, as when the keys of those before are cached; of one pattern only.
+        """Return the layout of the queries from `first_query` on, for use with cached keys; for one pattern only.
 
         Raises:
             ConfigError: there are several documents, or no such query.
@@ -238,15 +239,15 @@ class BlockLayout:
         return self.select(((first_query, self.num_keys),), ((0, self.num_keys),))
 
     def select(self, queries: Runs, keys: Runs) -> BlockLayout:
-        """The layout of some queries and some keys alone, which lie one run behind another.
+        """Return the layout of some queries and some keys alone, whose tensors hold one run after another.
 
         >>> layout = BlockLayout.from_blocks(torch.ones(2, 2), block=4, causal=True)
         >>> layout.select(queries=((2, 4), (6, 7)), keys=((0, 4),)).allowed()[0].int().tolist()
         [[1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 1, 1]]
 
         Args:
-            queries: of the layout's tokens, documents one behind another; the layout has all of its own.
-            keys: likewise.
+            queries: runs of token numbers, counted through all documents; the layout itself must have all queries.
+            keys: runs of token numbers, counted in the same way; the layout itself must have all keys.
         """
         patterns, before = [], 0
         for pattern in self.patterns:
@@ -257,7 +258,7 @@ class BlockLayout:
         return BlockLayout(tuple(patterns))
 
     def allowed(self) -> Tensor:
-        """Whether each query sees each key, bool [heads or 1, num_queries, num_keys]: for proofs and drawings."""
+        """Say whether each query sees each key, bool [heads or 1, num_queries, num_keys]: for tests and drawings."""
         whole = torch.zeros(self.num_heads, self.num_queries, self.num_keys, dtype=torch.bool)
         row = column = 0
         for pattern in self.patterns:
@@ -274,11 +275,7 @@ class BlockLayout:
 
 
 def require_structure(given: object) -> None:
-    """Raise unless something is a layout, or has one for each length.
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    """Raise `ConfigError` unless `given` is a layout or has a method `layout(seq_len)`."""
     if not isinstance(given, BlockLayout) and not callable(getattr(given, "layout", None)):
         raise ConfigError(
             f"a {type(given).__name__} has no layout(seq_len); give a BlockLayout, or a structure such as "
@@ -287,10 +284,16 @@ def require_structure(given: object) -> None:
 
 
 def keep_last(kept: dict[Key, Made], key: Key, make: Callable[[], Made], most: int) -> None:
-    """See that `kept[key]` is there, and of all but the `most` made last nothing.
+    """Make `kept[key]` if it is missing, and drop the oldest entries so that at most `most` are kept.
 
-    It is made out of sight of op modes: a recomputation may find it made, and they may see no difference. It is real,
-    whoever asks first.
+    Op modes do not see how it is made: a recomputation may find it made already, and must run the same ops. The value
+    has real tensors even where the first caller is in a fake mode.
+
+    Args:
+        kept: from keys to values, changed in place.
+        key: of the value.
+        make: returns the value.
+        most: values to keep.
     """
     if key in kept:
         return
@@ -301,22 +304,27 @@ def keep_last(kept: dict[Key, Made], key: Key, make: Callable[[], Made], most: i
 
 
 def pack(layouts: Sequence[BlockLayout]) -> BlockLayout:
-    """The layout of documents one behind another, each with its own, whose tokens do not see each other.
+    """Join the layouts of documents packed one after another, whose tokens do not see each other.
 
     Raises:
-        ConfigError: there are none, or they differ in block size or number of heads, where that is not 1.
+        ConfigError: there is no layout, or they differ in block size or in their number of heads, unless that is 1.
     """
     num_heads = max((layout.num_heads for layout in layouts), default=1)
     kinds = {(layout.block, num_heads if layout.num_heads == 1 else layout.num_heads) for layout in layouts}
     if len(kinds) != 1:
         raise ConfigError(f"documents of (block, heads) {sorted(kinds)} cannot be packed; give one or more of one kind")
-    # Heads that differ in a long document may be alike in a short one.
+    # Heads that differ in a long document may be the same in a short one.
     spread = [_each(layout, lambda blocks: blocks.expand(num_heads, -1, -1)) for layout in layouts]
     return BlockLayout(tuple(pattern for layout in spread for pattern in layout.patterns))
 
 
 def blocks_of_function(function: BlockFunction, num_heads: int, num_blocks: int) -> Tensor:
-    """What a function of block indices says, bool [num_heads, num_blocks, num_blocks].
+    """Evaluate a function of block indices on all blocks: bool [num_heads, num_blocks, num_blocks].
+
+    Args:
+        function: a `BlockFunction`.
+        num_heads: heads to evaluate it for.
+        num_blocks: blocks of the sequence.
 
     Raises:
         ConfigError: the function does not work on tensors.
@@ -341,17 +349,17 @@ def _each(layout: BlockLayout, change: Callable[[Tensor], Tensor]) -> BlockLayou
 
 
 def visible_pairs(patterns: Sequence[Pattern], *, up_to_diagonal: bool = False) -> float:
-    """Pairs that are visible, exact to the token.
+    """Count the visible pairs, exact to the token; the mean over heads.
 
     Args:
         patterns: of one layout.
-        up_to_diagonal: leave out those in which the key is after the query.
+        up_to_diagonal: leave out pairs in which the key is after the query.
     """
     return sum(_mean(keys_of_rows(each, up_to_diagonal=up_to_diagonal)) for each in patterns)
 
 
 def causal_pairs(patterns: Sequence[Pattern]) -> int:
-    """Pairs in which the key is not after the query, in other documents too: what dense causal attention computes."""
+    """Count the pairs whose key is not after the query, across documents too: those of dense causal attention."""
     pairs = keys_before = 0
     for pattern in patterns:
         queries, keys = _there(pattern)  # [num_blocks, block] each
@@ -361,7 +369,7 @@ def causal_pairs(patterns: Sequence[Pattern]) -> int:
 
 
 def keys_of_rows(pattern: Pattern, *, up_to_diagonal: bool = False) -> Tensor:
-    """Visible pairs of each row of blocks, int64 [heads or 1, num_blocks]; 0 where there is no query."""
+    """Count the visible pairs of each row of blocks, int64 [heads or 1, num_blocks]; 0 where there is no query."""
     queries, keys = _there(pattern)  # [num_blocks, block] each
     num_queries, num_keys = queries.sum(1), keys.sum(1)  # [num_blocks] each
     rows, columns = num_queries.nonzero()[:, 0], num_keys.nonzero()[:, 0]
@@ -378,7 +386,13 @@ def keys_of_rows(pattern: Pattern, *, up_to_diagonal: bool = False) -> Tensor:
 
 
 def tile_pairs(patterns: Sequence[Pattern], rows: int, columns: int) -> float:
-    """Pairs in the whole tiles that cover each tile of rows' gathered blocks of keys."""
+    """Count the pairs in whole tiles that cover the gathered key blocks of each tile of rows; the mean over heads.
+
+    Args:
+        patterns: of one layout.
+        rows: queries of a tile.
+        columns: keys of a tile.
+    """
     pairs = 0.0
     for pattern in patterns:
         seen = union_of_rows(pattern, rows).sum(-1) * pattern.block  # [heads or 1, num_tiles]
@@ -387,9 +401,9 @@ def tile_pairs(patterns: Sequence[Pattern], rows: int, columns: int) -> float:
 
 
 def union_of_rows(pattern: Pattern, rows: int) -> Tensor:
-    """Blocks with keys that any of a tile's `rows` queries sees, bool [heads or 1, num_tiles, blocks with keys].
+    """Return the blocks with keys that any of a tile's `rows` queries sees, bool [heads or 1, tiles, blocks with keys].
 
-    A pattern's queries lie one run behind another: a tile may have those of several runs.
+    A pattern's queries are stored one run after another: a tile may have queries of several runs.
     """
     queries, keys = (each.sum(1) for each in _there(pattern))  # [num_blocks] each
     block_rows, key_blocks = queries.nonzero()[:, 0], keys.nonzero()[:, 0]
@@ -407,7 +421,7 @@ def union_of_rows(pattern: Pattern, rows: int) -> Tensor:
 
 
 def _there(pattern: Pattern) -> tuple[Tensor, Tensor]:
-    """Which of the tokens of each block have a query, and which a key; bool [num_blocks, block] each."""
+    """Say which tokens of each block have a query, and which have a key; bool [num_blocks, block] each."""
     num_blocks = pattern.blocks.shape[-1]
     return (
         is_there(pattern.query_runs, num_blocks, pattern.block),
@@ -416,7 +430,7 @@ def _there(pattern: Pattern) -> tuple[Tensor, Tensor]:
 
 
 def _num_seen(seen: Tensor, num_keys: Tensor, block: int) -> Tensor:
-    """Keys in the blocks that are seen, int64 [..., block rows], of bool [..., block rows, key blocks]."""
+    """Count the keys in the blocks that are seen, int64 [..., block rows], of bool [..., block rows, key blocks]."""
     is_whole = num_keys == block
     few = (~is_whole).nonzero()[:, 0]  # blocks that are cut; of all together, a product would take 8 times the memory
     return (seen & is_whole).sum(-1) * block + (seen[..., few] * num_keys[few]).sum(-1)
@@ -427,7 +441,13 @@ def _mean(of_heads: Tensor) -> float:
 
 
 def is_there(runs: Runs, num_blocks: int, block: int) -> Tensor:
-    """Whether each token of a pattern is among some, bool [num_blocks, block]; none behind the last token is."""
+    """Say which slots of a pattern's blocks hold a token of the runs, bool [num_blocks, block].
+
+    Args:
+        runs: of token numbers.
+        num_blocks: of the pattern.
+        block: slots of a block; those after the last token of the last block are False.
+    """
     there = torch.zeros(num_blocks * block, dtype=torch.bool)
     for start, stop in runs:
         there[start:stop] = True
@@ -435,12 +455,12 @@ def is_there(runs: Runs, num_blocks: int, block: int) -> Tensor:
 
 
 def cut(blocks: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Some rows and columns of blocks [heads, num_blocks, num_blocks]: a view where both are neighbours.
+    """Select rows and columns of blocks [heads, num_blocks, num_blocks]: a view where both are contiguous.
 
     Args:
         blocks: of a pattern.
-        rows: indices, ascending.
-        columns: likewise.
+        rows: int64, ascending indices.
+        columns: int64, ascending indices.
     """
     if all(len(each) and int(each[-1] - each[0]) == len(each) - 1 for each in (rows, columns)):
         return blocks[:, int(rows[0]) : int(rows[-1]) + 1, int(columns[0]) : int(columns[-1]) + 1]

@@ -1,8 +1,9 @@
-"""What attention is told where a sequence is spread over ranks: a mask that speaks of all its tokens, and who computes.
+"""The hook for context parallelism: a mask that describes the whole sequence, and a function that computes attention.
 
-transformers hands a mask of four dims to every layer as it is. So an ordinary argument says what a layer's own tokens
-do not: the documents and the padding of the whole sequence. Recomputation, pipelines and copies keep it. Its dtype says
-what there is to be read: where nothing, neither does the host wait for the device, nor compiled code meet values.
+transformers passes a mask of four dims to every layer unchanged. So this ordinary argument carries the documents and
+the padding of the whole sequence, which a rank's own tokens do not show. Recomputation, pipelines and copies keep it.
+Its dtype says what must be read: a mask of one document without padding is never read, so the host does not wait for
+the device, and compiled code does not depend on its values.
 
 >>> sequence_mask(1, (5,)).dtype
 torch.int8
@@ -28,10 +29,10 @@ from shardwise.runtime.torch_private import is_fake
 
 
 class SequenceMask(NamedTuple):
-    """What a mask says of the sequences of a batch.
+    """The documents and the padding that a mask describes.
 
     Attributes:
-        lengths: of the documents of a row, one behind another, as in all rows.
+        lengths: tokens of the documents of a row, in order; the same in all rows.
         real: bool [B, S], False for padding; None where there is none.
     """
 
@@ -40,7 +41,7 @@ class SequenceMask(NamedTuple):
 
 
 class ContextHook(Protocol):
-    """Computes attention whose sequence is spread over ranks, each with queries, keys and values of its tokens."""
+    """A hook computes attention over a sequence spread over ranks, each with queries, keys and values of its tokens."""
 
     def __call__(
         self,
@@ -54,14 +55,15 @@ class ContextHook(Protocol):
         dropout: float,
         scale: float | None,
     ) -> Tensor:
-        """Attention of the tokens of this rank.
+        """Compute the attention of the tokens of this rank.
 
         Args:
             q: [B, H, n, D], of the rank's tokens, ascending.
             k: [B, K, n, D].
             v: [B, K, n, D].
             layout: of the whole sequence, for one head or H.
-            lengths: of its documents; who has which tokens may depend on them, and on nothing else of a batch.
+            lengths: tokens of its documents; the split of tokens over ranks may depend on them, and on nothing else of
+                a batch.
             key_padding: bool [B, S], of the whole sequence, False for padding; None where there is none.
             dropout: rate at which probabilities are dropped.
             scale: of the scores; 1 / sqrt(D) if None.
@@ -73,7 +75,7 @@ class ContextHook(Protocol):
 
 @dataclass(frozen=True)
 class DenseVisibility:
-    """Each token sees all of its document, or all up to itself: a structure like others, for attention that is dense.
+    """The structure of dense attention: each token sees all of its document, or all up to itself.
 
     Attributes:
         is_causal: a token sees none after it.
@@ -82,22 +84,22 @@ class DenseVisibility:
     is_causal: bool
 
     def layout(self, seq_len: int) -> BlockLayout:
-        """Of one sequence."""
+        """Return the layout of one sequence."""
         return dense_layout(seq_len, causal=self.is_causal)
 
     def layout_of_documents(self, lengths: Sequence[int]) -> BlockLayout:
-        """Of documents packed one behind another."""
+        """Return the layout of documents packed one after another."""
         return dense_layout_of_documents(lengths, causal=self.is_causal)
 
 
-# What a mask of each dtype says.
+# The dtypes of masks, and what they mean.
 _WHOLE: Final = torch.int8  # one document without padding
 _PADDED: Final = torch.uint8  # one document; 1 for real tokens
 _PACKED: Final = torch.int64  # the number, from 1, of each token's document, negative for padding
 
 
 def sequence_mask(num_samples: int, lengths: tuple[int, ...], real: Tensor | None = None) -> Tensor:
-    """The mask that tells layers of whole sequences, on the CPU or where `real` is.
+    """Make the mask that describes whole sequences to layers, on the CPU or on the device of `real`.
 
     Args:
         num_samples: B.
@@ -119,12 +121,12 @@ def sequence_mask(num_samples: int, lengths: tuple[int, ...], real: Tensor | Non
 
 
 def is_sequence_mask(mask: Tensor | None) -> TypeGuard[Tensor]:
-    """Whether a mask is one of `sequence_mask`."""
+    """Say whether a mask was made by `sequence_mask`."""
     return mask is not None and mask.dtype in (_WHOLE, _PADDED, _PACKED) and mask.ndim == 4 and mask.shape[2] == 1
 
 
 def read_sequence_mask(mask: Tensor) -> SequenceMask:
-    """What a mask of `sequence_mask` says; where tokens are simulated, packed ones are one document without padding.
+    """Read a mask of `sequence_mask`; a fake packed mask, which has no values, counts as one document without padding.
 
     Args:
         mask: [B, 1, 1, S].

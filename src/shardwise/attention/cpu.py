@@ -1,7 +1,7 @@
 """Block-sparse attention on the CPU in torch alone: tiles of equal sizes are gathered and computed in batched calls.
 
-Nothing of size N x N exists: what a call holds besides inputs and results is bounded by a budget of scores. Two kernels
-compute tiles: torch's own flash attention for the CPU, and one that writes the scores out, for what flash attention
+Nothing of size N x N exists: the memory of a call besides inputs and results is bounded by a budget of scores. Two
+kernels compute tiles: torch's own flash attention for the CPU, and one that stores the scores, for what flash attention
 lacks: dropout, gradients of bias and log-sum-exp. Both read our log-sum-exp in the backward, so they mix.
 
 >>> from shardwise.attention.block_layout import BlockLayout
@@ -50,8 +50,8 @@ class CpuBackend:
     """The `Backend` of the CPU.
 
     Attributes:
-        flash_scores: scores of a call of flash attention, where a tile has no more.
-        written_out_scores: scores of a call of the other kernel, likewise.
+        flash_scores: most scores of a call of flash attention; a call has at least one tile.
+        written_out_scores: most scores of a call of the other kernel; a call has at least one tile.
         may_flash: use flash attention where this torch has it.
     """
 
@@ -60,14 +60,17 @@ class CpuBackend:
     may_flash: bool = True
 
     def plan(self, layout: BlockLayout, q: Tensor, k: Tensor) -> BackendPlan:
-        """The tiles of a layout; the same for all dtypes and all sizes of heads."""
+        """Plan the tiles of a layout; the same for all dtypes and head sizes. q, k as in `Backend.plan`."""
         group = q.shape[1] // k.shape[1]
         return layout.cached(("cpu", group), lambda whole: make_plan(whole, group))
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, extras: ScoreModifiers, plan: BackendPlan
     ) -> tuple[Tensor, Tensor]:
-        """Output [B, H, Nq, D], in memory [B, Nq, H, D], and log-sum-exp [B, H, Nq]."""
+        """Compute the output [B, H, Nq, D], in memory [B, Nq, H, D], and the log-sum-exp [B, H, Nq].
+
+        The arguments q, k, v, extras and plan are those of `Backend.forward`.
+        """
         sources = _sources(q, k, v, extras, plan)
         is_flash = self.may_flash and extras.draw is None and has_cpu_flash_attention()
         mask_dtype = q.dtype if is_flash else wide_dtype(q.dtype)
@@ -93,7 +96,10 @@ class CpuBackend:
         needs_bias: bool,
         is_wide: bool = False,
     ) -> AttentionGrads:
-        """The gradients; dq, dk and dv in memory [B, N, H, D] where all heads share the layout."""
+        """Compute the gradients; dq, dk and dv are in memory [B, N, H, D] where all heads share the layout.
+
+        The arguments grad_out, grad_lse, saved, extras, plan, needs_bias and is_wide are those of `Backend.backward`.
+        """
         dtype = wide_dtype(saved.q.dtype) if is_wide else saved.q.dtype
         sources = _sources(saved.q, saved.k, saved.v, extras, plan)
         is_flash = not (needs_bias or grad_lse is not None or extras.draw is not None)
@@ -126,7 +132,7 @@ class CpuBackend:
 
 @dataclass(frozen=True, eq=False)
 class _Sources:
-    """Inputs laid into blocks: [B, H or K, num_blocks, block, D]."""
+    """The inputs in blocks: [B, H or K, num_blocks, block, D]."""
 
     plan: CpuPlan
     heads: HeadCounts
@@ -154,7 +160,7 @@ def _sources(q: Tensor, k: Tensor, v: Tensor, extras: ScoreModifiers, plan: Back
 
 @dataclass(frozen=True, eq=False)
 class _RowSource:
-    """What a backward needs of the rows, laid into blocks: [B, H, num_blocks, block] and D but for numbers of rows."""
+    """Tensors of the rows for a backward, in blocks: [B, H, num_blocks, block, D], and without D for the lse ones."""
 
     grad_out: Tensor
     out: Tensor
@@ -163,7 +169,7 @@ class _RowSource:
 
     @staticmethod
     def of(grad_out: Tensor, grad_lse: Tensor | None, saved: SavedForBackward, plan: CpuPlan) -> _RowSource:
-        """Lay them into blocks; a row that sees no key, and a gap, have an infinite log-sum-exp: their scores are 0."""
+        """Copy them into blocks; rows without keys, and gaps, get an infinite log-sum-exp, so probabilities are 0."""
         slots = plan.queries
         lse = into_blocks(saved.lse.masked_fill(saved.lse == -torch.inf, torch.inf), slots, plan.block)
         if slots.token_of.numel():
@@ -177,13 +183,13 @@ class _RowSource:
 
 
 def _new_grads(sources: _Sources, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Zeros [B, num_blocks, block, H or K, D]; those of keys in the wide dtype, since they are added to."""
+    """Make zeros [B, num_blocks, block, H or K, D]; those of keys and values in the wide dtype, since they are sums."""
 
     def zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
         num_samples, heads, num_blocks, block, size = like.shape
         if all(bucket.head == ALL_HEADS for bucket in sources.plan.buckets):
             return like.new_zeros(num_samples, num_blocks, block, heads, size, dtype=dtype)
-        return like.new_zeros(like.shape, dtype=dtype).permute(0, 2, 3, 1, 4)  # a call has one head: its rows lie close
+        return like.new_zeros(like.shape, dtype=dtype).permute(0, 2, 3, 1, 4)  # a call has one head: its rows are close
 
     wide = wide_dtype(dtype)
     return zeros(sources.q, dtype), zeros(sources.k, wide), zeros(sources.v, wide)
@@ -203,14 +209,14 @@ def _flash_backward(
 ) -> TileGrads:
     lse = queries_of(rows.lse, call).transpose(0, 1)
     of_rows = (queries_of(blocks, call) for blocks in (rows.grad_out, rows.out))
-    # It gives gradients in the dtype of what it is given.
+    # The kernel returns gradients in the dtype of its inputs.
     grad_out, out, q, k, v = (each.transpose(0, 1).to(dtype) for each in (*of_rows, *qkv))  # [T, L, ...] each
     grads = cpu_flash_attention_backward(grad_out, q, k, v, out, lse, _by_tile(scores.mask), scores.scale)
     return TileGrads(*(grad.transpose(0, 1) for grad in grads))
 
 
 def _by_tile(mask: Tensor | None) -> Tensor | None:
-    """A mask [1 or L, T, R, C] as flash attention takes it, [T, 1 or L, R, C]."""
+    """Transpose a mask [1 or L, T, R, C] to what flash attention takes, [T, 1 or L, R, C]."""
     return None if mask is None else mask.transpose(0, 1)
 
 

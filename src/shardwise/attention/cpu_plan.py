@@ -1,12 +1,12 @@
-"""How the CPU cuts a layout into tiles: rows of blocks that see nearly the same keys are computed as one.
+"""The plan of the CPU back end cuts a layout into tiles: rows of blocks that see nearly the same keys share a tile.
 
 A tile is a run of block rows and the union of the key blocks they see, listed by index; it is masked where a row does
-not see all of them. Taller tiles multiply faster and copy each key once for more rows, and compute more that nobody
-sees: a measured price decides, bottom up over aligned pairs of rows. Tiles of equal sizes form a bucket, and a call of
-a kernel takes several tiles of one bucket.
+not see all of them. Taller tiles multiply faster and copy each key once for more rows, but compute more pairs that no
+query sees: a measured price decides, bottom up over aligned pairs of rows. Tiles of equal sizes form a bucket, and a
+call of a kernel takes several tiles of one bucket.
 
-Tokens of a sequence whose last block is short, of packed documents, or of runs that cut blocks, are laid into slots:
-whole blocks, with gaps, of those blocks alone that have tokens.
+Where the last block is short, documents are packed, or runs cut blocks, tokens are copied into slots: whole blocks,
+with gaps, and only of blocks that have tokens.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class TileBucket:
     """Tiles of equal sizes.
 
     Attributes:
-        head: of the queries that the tiles are of, or `ALL_HEADS`.
-        rows: [tiles, block rows of a tile], which blocks of queries.
-        columns: [tiles, key blocks of a tile], which blocks of keys.
-        seen: [tiles, key blocks, block rows], which of them the layout has; None where no score needs a mask.
+        head: the query head of the tiles, or `ALL_HEADS`.
+        rows: [tiles, block rows of a tile], int64, indices of blocks of queries.
+        columns: [tiles, key blocks of a tile], int64, indices of blocks of keys.
+        seen: [tiles, key blocks, block rows], bool, which of them the layout has; None where no score needs a mask.
     """
 
     head: int
@@ -52,10 +52,10 @@ class BlockTable:
     """Whole blocks of tokens, or of gaps.
 
     Attributes:
-        num_blocks: of them.
-        token_of: [slots], the token in each, -1 in a gap; empty where each slot holds the token of its number.
-        slot_of: [tokens], where each is; empty likewise.
-        positions: [slots], int32: keys up to that of a query are seen by it.
+        num_blocks: number of blocks.
+        token_of: [slots], the token in each, -1 in a gap; empty where slot i holds token i.
+        slot_of: [tokens], the slot of each; empty where slot i holds token i.
+        positions: [slots], int32: a query sees the keys whose positions are at most its own.
     """
 
     num_blocks: int
@@ -66,7 +66,7 @@ class BlockTable:
 
 @dataclass(frozen=True, eq=False)
 class CpuPlan:
-    """A plan, unfolded."""
+    """A plan that `unfold` has read."""
 
     block: int
     queries: BlockTable
@@ -79,10 +79,10 @@ class _Side:
     """A pattern's blocks with queries, or those with keys.
 
     Attributes:
-        blocks: [blocks], which of the pattern's, ascending.
-        start: where the first of them is among the blocks of slots.
+        blocks: [blocks], their indices in the pattern, ascending.
+        start: index of the first of them among the blocks of slots.
         first: [blocks], the lowest position of a token in each.
-        last: [blocks], the highest position of a slot in each: keys' gaps have the highest of all.
+        last: [blocks], the highest position of a slot in each: gaps among keys have the highest of all.
     """
 
     blocks: Tensor
@@ -93,7 +93,7 @@ class _Side:
 
 @dataclass(frozen=True, eq=False)
 class _Tiles:
-    """Tiles of one pattern and one height, unsorted; `columns` and `seen` run on from tile to tile."""
+    """Tiles of one pattern and one height, unsorted; `columns` and `seen` list those of all tiles one after another."""
 
     heads: Tensor  # [tiles]
     rows: Tensor  # [tiles, block rows]
@@ -131,7 +131,7 @@ def make_plan(layout: BlockLayout, group: int) -> BackendPlan:
 
 
 def unfold(plan: BackendPlan) -> CpuPlan:
-    """What `make_plan` has put into a plan."""
+    """Read a plan that `make_plan` has made."""
     rows, columns, seen, query_positions, key_positions, *slots = plan.tensors
     block, num_query_blocks, num_key_blocks, *sizes = plan.numbers
     buckets = []
@@ -149,7 +149,7 @@ def unfold(plan: BackendPlan) -> CpuPlan:
 
 
 def _slots(layout: BlockLayout, is_query: bool) -> tuple[BlockTable, list[_Side]]:
-    """The slots of all queries, or of all keys; and each pattern's part of them."""
+    """Return the slots of all queries, or of all keys, and the part of them that each pattern has."""
     token_of, positions, sides = [], [], []
     num_tokens = num_before = num_blocks = 0
     for pattern in layout.patterns:
@@ -174,7 +174,7 @@ def _slots(layout: BlockLayout, is_query: bool) -> tuple[BlockTable, list[_Side]
 
 
 def _tiles_of(pattern: Pattern, group: int, rows: _Side, columns: _Side) -> Iterator[_Tiles]:
-    """The cheapest tiles of one pattern, one height after another, tallest first."""
+    """Yield the cheapest tiles of one pattern, one height after another, tallest first."""
     num_columns = len(columns.blocks)
     blocks = torch.zeros(
         len(pattern.blocks), len(rows.blocks), num_columns + -num_columns % 8, dtype=torch.bool
@@ -206,19 +206,19 @@ def _tiles_of(pattern: Pattern, group: int, rows: _Side, columns: _Side) -> Iter
 
 
 def _num_blocks(words: Tensor) -> Tensor:
-    """How many of the bytes of words [..., words] are 1: words are added whole, 128 at most, ten times faster."""
+    """Count the bytes that are 1 in words [..., words]: whole words are added, up to 128 of them, ten times faster."""
     chunked = F.pad(words, (0, -words.shape[-1] % 128)).unflatten(-1, (-1, 128))
     return chunked.sum(-1).view(torch.uint8).sum(-1)
 
 
 def _price(nums: Tensor, num_seen: Tensor, height: int, rows_of_a_block: int) -> Tensor:
-    """What tiles cost, [heads, tiles], in key blocks x rows."""
+    """Estimate the price of tiles, [heads, tiles], in key blocks x rows."""
     rows = torch.where(nums * height == num_seen, 1.0, MASK_FACTOR) * (height * rows_of_a_block)
     return nums * (rows + ROWS_OF_A_KEY)
 
 
 def _tiles_at(blocks: Tensor, union: Tensor, own: Tensor, height: int, queries: _Side, keys: _Side) -> _Tiles:
-    """The tiles of one height, of the groups of rows in `own` [heads, groups]."""
+    """Return the tiles of one height, of the groups of rows in `own` [heads, groups]."""
     heads, groups = own.nonzero().unbind(1)  # [tiles] each
     local_rows = groups[:, None] * height + torch.arange(height)  # [tiles, height]
     listed = union.flatten(0, 1).index_select(0, heads * union.shape[1] + groups)  # [tiles, words]
@@ -235,7 +235,7 @@ def _tiles_at(blocks: Tensor, union: Tensor, own: Tensor, height: int, queries: 
 
 
 def _sorted_into(numbers: list[int], several: list[_Tiles], is_shared: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort tiles of one height into buckets; add the buckets' sizes to the numbers. Rows, columns, seen; flat."""
+    """Sort tiles of one height into buckets; append their sizes to `numbers`; return rows, columns and seen, flat."""
     heads, nums, is_masked = (
         torch.cat([getattr(tiles, name) for tiles in several]) for name in ("heads", "nums", "is_masked")
     )

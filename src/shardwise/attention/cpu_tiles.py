@@ -1,4 +1,4 @@
-"""Tiles on the CPU: what a call of a kernel takes from tensors laid into blocks, and where its results go.
+"""Tiles on the CPU: gather the inputs of a kernel's call from tensors in blocks, and put its results back.
 
 Shapes: L lanes (KV heads of a call), T tiles, R rows (block rows of the tile x tokens of a block, for each of the G
 query heads of a KV head), C keys, D head.
@@ -19,7 +19,7 @@ from shardwise.attention.reference import Scores
 
 @dataclass(frozen=True)
 class HeadCounts:
-    """Of the queries, `group` for each KV head."""
+    """The number of query heads and of KV heads; `group` query heads read one KV head."""
 
     num: int
     num_kv: int
@@ -31,7 +31,7 @@ class HeadCounts:
 
 @dataclass(frozen=True, eq=False)
 class TileBatch:
-    """What one call of a kernel computes.
+    """The tiles that one call of a kernel computes.
 
     Attributes:
         sample: of the batch.
@@ -65,13 +65,13 @@ class TileBatch:
 def calls_of(
     plan: CpuPlan, num_samples: int, heads: HeadCounts, num_scores: int, dtype: torch.dtype
 ) -> Iterator[TileBatch]:
-    """Every tile of every head and sample in one call each, always in the same order.
+    """Yield calls that cover each tile of each head and sample once, always in the same order.
 
     Args:
         plan: the tiles.
         num_samples: of the batch.
         heads: of the tensors.
-        num_scores: of a call, where a tile has no more.
+        num_scores: most scores of a call; a call has at least one tile.
         dtype: of masks.
     """
     for bucket in plan.buckets:
@@ -93,20 +93,23 @@ def calls_of(
 
 
 def into_blocks(tensor: Tensor, slots: BlockTable, block: int) -> Tensor:
-    """Lay the tokens of [B, H, N, ...] into blocks: contiguous [B, H, num_blocks, block, ...], anything in gaps."""
+    """Copy the tokens of tensor [B, H, N, ...] into blocks by slots: contiguous [B, H, num_blocks, block, ...].
+
+    Gaps hold any values.
+    """
     if slots.token_of.numel():
         tensor = tensor.index_select(2, slots.token_of.clamp(min=0))
     return tensor.contiguous().unflatten(2, (slots.num_blocks, block))
 
 
 def out_of_blocks(blocks: Tensor, slots: BlockTable) -> Tensor:
-    """The tokens [B, N, ...] of blocks [B, num_blocks, block, ...]."""
+    """Return the tokens [B, N, ...] of blocks [B, num_blocks, block, ...]."""
     tokens = blocks.flatten(1, 2)
     return tokens.index_select(1, slots.slot_of) if slots.token_of.numel() else tokens
 
 
 def queries_of(blocks: Tensor, call: TileBatch) -> Tensor:
-    """What a call's rows need, [L, T, R, ...] of blocks [B, H, num_blocks, block, ...]."""
+    """Gather the rows of a call, [L, T, R, ...], from blocks [B, H, num_blocks, block, ...]."""
     num_tiles, height = call.rows.shape
     taken = blocks[call.sample, call.heads].index_select(1, call.rows.reshape(-1))  # [heads, T x height, block, ...]
     by_tile = taken.view(call.lanes, call.group, num_tiles, height * blocks.shape[3], *blocks.shape[4:])
@@ -114,13 +117,13 @@ def queries_of(blocks: Tensor, call: TileBatch) -> Tensor:
 
 
 def keys_of(blocks: Tensor, call: TileBatch) -> Tensor:
-    """What a call's keys have, [L, T, C, ...] of blocks [B, K, num_blocks, block, ...]."""
+    """Gather the keys of a call, [L, T, C, ...], from blocks [B, K, num_blocks, block, ...]."""
     taken = blocks[call.sample, call.kv_heads].index_select(1, call.columns.reshape(-1))
     return taken.view(call.lanes, len(call.columns), -1, *blocks.shape[4:])
 
 
 def put_rows(blocks: Tensor, call: TileBatch, values: Tensor) -> None:
-    """Write a call's rows [L, T, R, D] to where they belong in blocks [B, num_blocks, block, H, D]."""
+    """Write a call's values of rows [L, T, R, D] to their places in blocks [B, num_blocks, block, H, D]."""
     height = call.rows.shape[1]
     split = values.unflatten(2, (call.group, height, -1)).permute(1, 3, 4, 0, 2, 5)  # [T, height, block, L, G, D]
     flat = split.reshape(call.rows.numel(), blocks.shape[2], -1, blocks.shape[4])
@@ -128,7 +131,7 @@ def put_rows(blocks: Tensor, call: TileBatch, values: Tensor) -> None:
 
 
 def put_row_numbers(blocks: Tensor, call: TileBatch, values: Tensor) -> None:
-    """Write a call's numbers of rows [L, T, R] to where they belong in blocks [B, H, num_blocks, block]."""
+    """Write a call's values [L, T, R], one for each row, to their places in blocks [B, H, num_blocks, block]."""
     height = call.rows.shape[1]
     split = values.unflatten(2, (call.group, height, -1)).transpose(1, 2)  # [L, G, T, height, block]
     flat = split.reshape(-1, call.rows.numel(), blocks.shape[3])
@@ -136,20 +139,20 @@ def put_row_numbers(blocks: Tensor, call: TileBatch, values: Tensor) -> None:
 
 
 def add_keys(blocks: Tensor, call: TileBatch, values: Tensor) -> None:
-    """Add a call's gradients of keys [L, T, C, D] to blocks [B, num_blocks, block, K, D], one after another."""
+    """Add a call's gradient values of keys [L, T, C, D] to blocks [B, num_blocks, block, K, D], one after another."""
     flat = values.permute(1, 2, 0, 3).to(blocks.dtype)  # [T, C, L, D]
     flat = flat.reshape(call.columns.numel(), blocks.shape[2], call.lanes, blocks.shape[4])
     blocks[call.sample, :, :, call.kv_heads].index_add_(0, call.columns.reshape(-1), flat)
 
 
 def tokens_of(slots: BlockTable, blocks: Tensor, block: int) -> Tensor:
-    """The tokens [T, blocks of a tile x block] in blocks [T, blocks of a tile]; 0 in gaps."""
+    """Return the tokens [T, blocks of a tile x block] in the slots of blocks [T, blocks of a tile]; 0 in gaps."""
     in_slots = (blocks[..., None] * block + torch.arange(block)).flatten(1)
     return slots.token_of.clamp(min=0)[in_slots] if slots.token_of.numel() else in_slots
 
 
 def _mask(plan: CpuPlan, rows: Tensor, columns: Tensor, seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a layout adds to scores: 0 or -inf, [T, R of one head, C]."""
+    """Make the mask that a layout adds to scores: 0 or -inf, [T, R of one head, C]."""
     block = plan.block
     by_block = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf).mT  # [T, block rows, key blocks]
     mask = torch.empty(len(rows), rows.shape[1], block, columns.shape[1], block, dtype=dtype)
@@ -161,14 +164,14 @@ def _mask(plan: CpuPlan, rows: Tensor, columns: Tensor, seen: Tensor, dtype: tor
 
 @dataclass(frozen=True, eq=False)
 class ScoreSource:
-    """Where the mask and the dropout of calls come from.
+    """The source of the masks and dropout factors of calls.
 
     Attributes:
         plan: the tiles.
-        extras: what acts on scores.
+        extras: modifiers of the scores.
         is_padded: for each sample, whether some of its keys are padding.
-        real: [B, 1, num_blocks, block], which keys are real, where there is key padding.
-        draw: factors and offsets [B, H, num_blocks, block], columns [1, 1, num_blocks, block].
+        real: bool [B, 1, num_blocks, block], which keys are real; None without key padding.
+        draw: factors and offsets [B, H, num_blocks, block], columns [1, 1, num_blocks, block]; None without dropout.
     """
 
     plan: CpuPlan
@@ -179,7 +182,7 @@ class ScoreSource:
 
     @staticmethod
     def of(plan: CpuPlan, extras: ScoreModifiers, num_samples: int) -> ScoreSource:
-        """Lay what there is into blocks."""
+        """Copy key padding and draw into blocks, by the plan's slots; `extras` has them, for `num_samples` samples."""
         is_padded, real, draw = (False,) * num_samples, None, None
         if extras.key_padding is not None:
             is_padded = tuple((~extras.key_padding.all(1)).tolist())
@@ -194,7 +197,7 @@ class ScoreSource:
         return ScoreSource(plan, extras, is_padded, real, draw)
 
     def scores(self, call: TileBatch, dtype: torch.dtype) -> Scores:
-        """What acts on a call's scores; the mask is of a dtype, the dropout's factor of the wide one."""
+        """Make the modifiers of a call's scores: the mask in `dtype`, the dropout's factor in the wide dtype."""
         mask = call.mask  # [T, R of one head, C]
         if self.real is not None and self.is_padded[call.sample]:
             real = self.real[call.sample, 0][call.columns].flatten(1)[:, None]  # [T, 1, C]
@@ -209,7 +212,7 @@ class ScoreSource:
         return Scores(self.extras.scale, mask, None if self.draw is None else _kept(self.draw, call, wide_dtype(dtype)))
 
     def add_bias_grad(self, grad: Tensor, call: TileBatch, values: Tensor) -> None:
-        """Add the gradient [L, T, R, C] of a call's scores to that of the bias, in the bias' shape."""
+        """Add values [L, T, R, C], the gradient of a call's scores, to grad, the bias' gradient in its own shape."""
         by_head = values.unflatten(2, (call.group, -1)).transpose(1, 2).flatten(0, 1)  # [heads, T, R of one head, C]
         if grad.shape[1] == 1:
             by_head = by_head.sum(0, keepdim=True)
@@ -219,7 +222,7 @@ class ScoreSource:
         grad[call.sample if len(grad) > 1 else 0, heads].index_put_(index, by_head.to(grad.dtype), accumulate=True)
 
     def _bias(self, call: TileBatch, bias: Tensor) -> Tensor:
-        """The bias of a call's scores, [1 or L, T, R, C]."""
+        """Gather the bias of a call's scores, [1 or L, T, R, C]."""
         heads = slice(None) if bias.shape[1] == 1 else call.heads
         queries, keys = self._tokens(call)
         taken = bias[call.sample if len(bias) > 1 else 0, heads][:, queries, keys]  # [1 or heads, T, R of one head, C]
@@ -228,13 +231,13 @@ class ScoreSource:
         return taken.unflatten(0, (call.lanes, call.group)).transpose(1, 2).flatten(2, 3)
 
     def _tokens(self, call: TileBatch) -> tuple[Tensor, Tensor]:
-        """The tokens of a call's queries [T, R of one head, 1] and keys [T, 1, C]."""
+        """Return the tokens of a call's queries [T, R of one head, 1] and keys [T, 1, C]."""
         queries = tokens_of(self.plan.queries, call.rows, self.plan.block)
         return queries[:, :, None], tokens_of(self.plan.keys, call.columns, self.plan.block)[:, None]
 
 
 def _kept(draw: Draw, call: TileBatch, dtype: torch.dtype) -> Tensor:
-    """What dropout multiplies a call's probabilities with, [L, T, R, C]."""
+    """Return the dropout factors of a call's probabilities, [L, T, R, C]: 0 or 1 / (1 - p)."""
     columns = draw.columns[0, 0][call.columns].flatten(1)[:, None]  # [T, 1, C]
     numbers = queries_of(draw.factors, call)[..., None] * columns
     numbers.add_(queries_of(draw.offsets, call)[..., None])

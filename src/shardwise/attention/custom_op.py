@@ -1,7 +1,8 @@
-"""Block-sparse attention as a pair of registered ops, so that all that acts on ops sees one in place of many.
+"""Block-sparse attention is a pair of registered ops, so that torch's tools see one op in place of many.
 
-Autograd keeps q, k, v, the output, the log-sum-exp and what extras there are. Selective recomputation saves the op's
-results, fake tensors follow it without a plan, and compiled code holds it whole. Gradients of gradients raise.
+Autograd keeps q, k, v, the output, the log-sum-exp and the extras that are given. Selective recomputation saves the
+op's results, fake tensors pass through it without a plan, and compiled code holds it as one op. Gradients of gradients
+raise an error.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ BACKENDS: Final[Mapping[str, tuple[str, str | None]]] = {
     "dense": ("shardwise.attention.dense", "DenseBackend"),
     "triton": ("shardwise.attention.triton.backend", None),
 }
-"""The back ends behind the ops: a module and a class in it, or a module that is one; imported when first used."""
+"""The back ends of the ops: a module and a class in it, or a module that is one; imported when first used."""
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, extras: ScoreModifiers, layout: BlockLayout, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """Output [B, H, Nq, D] and log-sum-exp [B, H, Nq] of arguments that fit; differentiable once.
+    """Compute the output [B, H, Nq, D] and the log-sum-exp [B, H, Nq] of checked arguments; differentiable once.
 
     Args:
         q: [B, H, Nq, D].
         k: [B, K, Nk, D].
         v: [B, K, Nk, D].
-        extras: what acts on the scores.
+        extras: modifiers of the scores.
         layout: of Nq queries and Nk keys, and 1 or H heads.
         backend: one of `BACKENDS`.
     """
@@ -56,7 +57,10 @@ def attend(
 def attention_forward_partial(
     q: Tensor, k: Tensor, v: Tensor, extras: ScoreModifiers, layout: BlockLayout, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """As `attend`, for those who bring their own autograd: the results belong to no graph."""
+    """Compute `attend` without autograd, for callers that have a backward of their own.
+
+    The arguments q, k, v, extras, layout and backend are those of `attend`.
+    """
     with torch.no_grad():
         return attend(q, k, v, extras, layout, backend)
 
@@ -64,16 +68,16 @@ def attention_forward_partial(
 def attention_backward_partial(
     grad_out: Tensor, saved: SavedForBackward, extras: ScoreModifiers, layout: BlockLayout, backend: str
 ) -> AttentionGrads:
-    """The gradients of q, k and v of attention over some of the keys, in the dtype in which sums run.
+    """Compute the gradients of q, k and v of attention over some of the keys, in the dtype in which sums run.
 
-    With the output and log-sum-exp of all keys, a part gives exactly what its keys add to the gradients, as
-    probabilities are exp(score - lse), and what is subtracted from their gradients is sum(out * grad_out), of the whole
-    (Dao et al., FlashAttention, 2022, algorithm 4). So parts are summed.
+    With the output and log-sum-exp of all keys, the result is exactly what these keys add to the gradients: their
+    probabilities are exp(score - lse), and the term subtracted from the gradients of probabilities is sum(out *
+    grad_out) of the whole (Dao et al., FlashAttention, 2022, algorithm 4). So the results of several parts are summed.
 
     Args:
         grad_out: [B, H, Nq, D], of the whole.
         saved: the keys and values of the part; the output and the log-sum-exp of the whole.
-        extras: of the part; its bias gets no gradient.
+        extras: modifiers of the scores of the part; its bias gets no gradient.
         layout: of the queries and the part's keys.
         backend: one of `BACKENDS`.
     """
@@ -85,7 +89,7 @@ def attention_backward_partial(
 
 
 def backend_named(name: str) -> Backend:
-    """The back end of a name."""
+    """Import and return the back end of a name of `BACKENDS`."""
     module, kind = BACKENDS[name]
     found: Any = importlib.import_module(module)
     backend: Backend = found if kind is None else getattr(found, kind)()
@@ -113,7 +117,7 @@ _Planned = tuple[tuple[Tensor, ...], tuple[int, ...]]
 
 
 def _planned(layout: BlockLayout, q: Tensor, k: Tensor, backend: str) -> _Planned:
-    """The tensors and numbers of a layout's plan, kept with it."""
+    """Return the tensors and numbers of a layout's plan, which the layout keeps."""
     if q.is_meta or (not torch.compiler.is_compiling() and is_fake(q)):
         return (), ()  # shapes need none
     sizes = map(operator.index, (q.shape[1], k.shape[1], q.shape[3]))  # compiled code fixes them
@@ -131,7 +135,7 @@ def _plan(place: tuple[Any, ...], layout: BlockLayout) -> _Planned:
 
 
 class _Extra(NamedTuple):
-    """What the ops take behind the tensors of attention, in the schemas' order."""
+    """The arguments of the ops after the tensors of attention, in the schemas' order."""
 
     key_padding: Tensor | None
     bias: Tensor | None
@@ -188,13 +192,13 @@ def _backward_fake(
 
 
 def _empty_output(q: Tensor) -> Tensor:
-    """[B, H, Nq, D], in memory [B, Nq, H, D]: what the next product reads needs no copy."""
+    """Return an empty [B, H, Nq, D], in memory [B, Nq, H, D]: the projection that follows then needs no copy."""
     samples, heads, queries, head_dim = q.shape
     return q.new_empty(samples, queries, heads, head_dim).transpose(1, 2)
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Inside, products are in the dtype of their arguments: autocast has had its say on q, k and v."""
+    """Turn autocast off inside the context: `autocast` has cast q, k and v already."""
     if device_type not in ("cpu", "cuda") or not torch.is_autocast_enabled(device_type):
         return nullcontext()
     return torch.autocast(device_type, enabled=False)
@@ -209,7 +213,7 @@ def _like(found: Tensor, like: Tensor, is_wide: bool = False) -> Tensor:
 
 
 def _in_form(found: Tensor, form: Tensor) -> Tensor:
-    """`found` in the dtype and with the strides of `form`, which is what fakes are told."""
+    """Return `found` in the dtype and with the strides of `form`, which fake tensors get as well."""
     pairs = zip(found.stride(), form.stride(), found.shape, strict=True)
     if found.dtype == form.dtype and all(own == other for own, other, size in pairs if size > 1):
         return found

@@ -1,7 +1,8 @@
-"""Dense attention among some of a sequence's tokens on the CPU, in as few calls of torch's flash attention as it takes.
+"""Dense attention among some of a sequence's tokens on the CPU, in the fewest calls of torch's flash attention.
 
-A rank's queries and the keys that it has at a time are runs of tokens. Of causal attention, neighbouring queries see
-one rectangle of keys, and perhaps a triangle behind it: these are the calls, merged where queries are in two.
+A rank's queries and the keys that it has at a time are runs of tokens. In causal attention, neighbouring queries see
+one rectangle of keys, and perhaps a triangle after it: each is one call, and results are merged where queries are in
+both.
 
 >>> layout = dense_layout(8, causal=True)
 >>> for band in bands_of(layout.select(queries=((0, 2), (6, 8)), keys=((2, 4), (6, 8)))):
@@ -36,7 +37,7 @@ _MOST_BLOCKS: Final = 4096
 
 
 def dense_layout(num_tokens: int, *, causal: bool) -> BlockLayout:
-    """The layout in which every token sees every other one, or all up to itself.
+    """Return the layout in which each token sees all tokens, or all up to itself.
 
     Args:
         num_tokens: of the sequence.
@@ -49,10 +50,10 @@ def dense_layout(num_tokens: int, *, causal: bool) -> BlockLayout:
 
 
 def dense_layout_of_documents(lengths: Sequence[int], *, causal: bool) -> BlockLayout:
-    """The layout of documents one behind another, in which a token sees its own one, or all of that up to itself.
+    """Return the layout of packed documents in which a token sees its own document, or all of it up to itself.
 
     Args:
-        lengths: tokens of each.
+        lengths: tokens of each document.
         causal: a token sees none after it.
 
     Raises:
@@ -74,31 +75,31 @@ def dense_layout_of_documents(lengths: Sequence[int], *, causal: bool) -> BlockL
 
 
 def is_dense(layout: BlockLayout) -> bool:
-    """Whether each token sees its whole document, or all of it up to itself."""
+    """Say whether each token sees its whole document, or all of it up to itself."""
     return layout.cached("is_dense", lambda whole: all(map(_is_dense, whole.patterns)))
 
 
 def partial_backend(layout: BlockLayout, q: Tensor, extras: ScoreModifiers) -> str:
-    """The back end, one of `op.BACKENDS` or "flex", for attention over some of the keys.
+    """Choose the back end, one of `custom_op.BACKENDS` or "flex", for attention over some of the keys.
 
     Args:
         layout: of these queries and keys.
         q: [B, H, Nq, D].
-        extras: what acts on the scores.
+        extras: modifiers of the scores.
     """
     fits = q.device.type == "cpu" and has_cpu_flash_attention() and _is_bare(extras) and is_dense(layout)
     return backend_for(q.device.type, "dense" if fits else None)
 
 
 class Band(NamedTuple):
-    """Neighbouring queries and what they see; all of them as indices into the tensors.
+    """Neighbouring queries and the keys that they see; all are slices of indices into the tensors.
 
     Attributes:
         queries: of the band.
-        keys: that all of them see; perhaps none.
-        diagonal_queries: the last ones of the band, perhaps none, that see more.
-        diagonal_keys: those right behind `keys`: the first of the diagonal's queries sees one of them and each other
-            one more, and all of them where there are more queries than keys.
+        keys: those that all queries of the band see; may be empty.
+        diagonal_queries: the last queries of the band, which see more; may be empty.
+        diagonal_keys: those right after `keys`: the first of the diagonal's queries sees one of them, each further
+            query one more, until it sees all of them.
     """
 
     queries: slice
@@ -107,7 +108,7 @@ class Band(NamedTuple):
     diagonal_keys: slice
 
     def rectangles(self) -> Iterator[tuple[slice, slice, CausalMask]]:
-        """Queries, keys, and the mask between them."""
+        """Yield the queries, the keys and the mask of each call."""
         if self.keys.start < self.keys.stop:
             yield self.queries, self.keys, None
         if self.diagonal_keys.start < self.diagonal_keys.stop:
@@ -115,7 +116,7 @@ class Band(NamedTuple):
 
 
 def bands_of(layout: BlockLayout) -> list[Band]:
-    """The bands of a dense layout, ascending; queries that see no key are in none.
+    """Return the bands of a dense layout, ascending; queries that see no key are in none.
 
     Raises:
         ConfigError: the layout is not dense.
@@ -135,7 +136,7 @@ def bands_of(layout: BlockLayout) -> list[Band]:
 
 @dataclass(frozen=True)
 class _Edges:
-    """Where a band starts, where its diagonal does, and where it stops, in queries and keys."""
+    """The start of a band, the start of its diagonal, and its end, in queries and in keys."""
 
     q_start: int
     q_diagonal: int
@@ -150,7 +151,7 @@ class _Edges:
 
     @property
     def is_square(self) -> bool:
-        """Whether the next query may see one key more than the last one."""
+        """Say whether the next query may see one key more than the last one."""
         return self.q_stop - self.q_diagonal == self.k_stop - self.k_diagonal
 
     def band(self) -> Band:
@@ -169,7 +170,7 @@ def _whole_band(pattern: Pattern, query: int, key: int) -> list[_Edges]:
 
 
 def _causal_bands(pattern: Pattern, query: int, key: int) -> list[_Edges]:
-    """Walk through the tokens; what has queries extends the last band while it sees the keys so far and its own."""
+    """Make the bands token by token; a stretch with queries extends the last band while it sees all keys so far."""
     first_key = key
     bands: list[_Edges] = []
     for size, has_queries, has_keys in _stretches(pattern.query_runs, pattern.key_runs):
@@ -186,7 +187,7 @@ def _causal_bands(pattern: Pattern, query: int, key: int) -> list[_Edges]:
 
 
 def _stretches(queries: Runs, keys: Runs) -> Iterator[tuple[int, bool, bool]]:
-    """Sizes of the stretches of tokens between any two edges of runs, and whether their queries and keys are there."""
+    """Yield the size of each stretch of tokens between two edges of runs, and whether its queries and keys exist."""
     starts = [{start for start, _ in runs} for runs in (queries, keys)]
     stops = [{stop for _, stop in runs} for runs in (queries, keys)]
     has = [False, False]
@@ -196,10 +197,10 @@ def _stretches(queries: Runs, keys: Runs) -> Iterator[tuple[int, bool, bool]]:
 
 
 class DenseBackend:
-    """The `Backend` of dense layouts on the CPU; extras are their scale alone."""
+    """The `Backend` of dense layouts on the CPU; of the extras it takes the scale only."""
 
     def plan(self, layout: BlockLayout, q: Tensor, k: Tensor) -> BackendPlan:
-        """The bands, as eight numbers each; the same for all tensors."""
+        """Plan the bands of a layout, as eight numbers each; they are the same for all q and k."""
         return BackendPlan(
             (), tuple(edge for band in bands_of(layout) for each in band for edge in (each.start, each.stop))
         )
@@ -207,7 +208,10 @@ class DenseBackend:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, extras: ScoreModifiers, plan: BackendPlan
     ) -> tuple[Tensor, Tensor]:
-        """Output [B, H, Nq, D], in memory [B, Nq, H, D], and log-sum-exp [B, H, Nq]."""
+        """Compute the output [B, H, Nq, D], in memory [B, Nq, H, D], and the log-sum-exp [B, H, Nq].
+
+        The arguments q, k, v, extras and plan are those of `Backend.forward`.
+        """
         _require_bare(extras)
         q, k, v = map(_with_close_rows, (q, k, v))
         wide = wide_dtype(q.dtype)
@@ -234,13 +238,16 @@ class DenseBackend:
         needs_bias: bool,
         is_wide: bool = False,
     ) -> AttentionGrads:
-        """The gradients, in the forms of q, k and v."""
+        """Compute the gradients, in the shapes and strides of q, k and v.
+
+        The arguments grad_out, grad_lse, saved, extras, plan, needs_bias and is_wide are those of `Backend.backward`.
+        """
         _require_bare(extras)
         if grad_lse is not None:
             raise ConfigError("the dense back end has no gradient of the log-sum-exp; use attention_backend('cpu')")
         wide = wide_dtype(saved.q.dtype)
         grads = [torch.zeros_like(each, dtype=wide) for each in (saved.q, saved.k, saved.v)]
-        # torch's kernel gives gradients in the dtype of what it is given.
+        # torch's kernel returns gradients in the dtype of its inputs.
         dtype = wide if is_wide else saved.q.dtype
         tensors = (each.to(dtype) for each in (grad_out, saved.q, saved.k, saved.v, saved.out))
         grad_out, q, k, v, out = map(_with_close_rows, tensors)
@@ -280,13 +287,13 @@ def _require_bare(extras: ScoreModifiers) -> None:
 
 
 def _with_close_rows(tensor: Tensor) -> Tensor:
-    """[B, H, N, D] as torch's kernel reads it, which takes numbers of a row as neighbours and rows as apart."""
+    """Copy [B, H, N, D] unless torch's kernel can read it: rows must be contiguous and must not overlap."""
     is_read = tensor.stride(-1) == 1 and tensor.stride(-2) >= tensor.shape[-1]
     return tensor if is_read else tensor.contiguous()
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: CausalMask) -> tuple[Tensor, Tensor]:
-    """Output [B, H, Nq, D] and log-sum-exp [B, H, Nq] of queries and keys [B, K, Nk, D]."""
+    """Compute the output [B, H, Nq, D] and log-sum-exp [B, H, Nq] of queries and of keys [B, K, Nk, D]."""
     heads = _Heads(q.shape[1], k.shape[1])
     if heads.group == 1:
         return cpu_flash_attention(q, k, v, mask, scale)
@@ -301,7 +308,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: CausalMask) -> t
 def _flash_backward(
     grad_out: Tensor, saved: SavedForBackward, scale: float, mask: CausalMask
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, from an output and log-sum-exp that may be of more keys; shapes as above."""
+    """Compute gradients of q, k and v, from an output and log-sum-exp that may be of more keys; shapes as above."""
     q, k, v, out, lse = saved.q, saved.k, saved.v, saved.out, saved.lse
     heads, wide = _Heads(q.shape[1], k.shape[1]), wide_dtype(q.dtype)
     if heads.group == 1:
@@ -318,9 +325,9 @@ def _flash_backward(
 
 @dataclass(frozen=True)
 class _Heads:
-    """Heads of queries and of keys, of one sample as views in which there are equally many of both.
+    """The numbers of query heads and KV heads; methods view one sample so that it has as many KV heads as query heads.
 
-    By itself torch's kernel reads fewer heads of keys in its newest versions only.
+    Only the newest versions of torch's kernel read fewer KV heads themselves.
     """
 
     num_heads: int
@@ -331,11 +338,11 @@ class _Heads:
         return self.num_heads // self.num_kv_heads
 
     def of_queries(self, tensor: Tensor) -> Tensor:
-        """From [H, ...] to [K, H / K, ...]."""
+        """View [H, ...] as [K, H / K, ...]."""
         return tensor.unflatten(0, (self.num_kv_heads, self.group))
 
     def of_keys(self, tensor: Tensor) -> Tensor:
-        """From [K, Nk, D] to [K, H / K, Nk, D]."""
+        """View [K, Nk, D] as [K, H / K, Nk, D]."""
         return tensor.unsqueeze(1).expand(-1, self.group, -1, -1)
 
 
@@ -350,7 +357,7 @@ def merge_partial(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) 
 
     Args:
         out: [B, H, n, D], in the wide dtype; may be a view. 0 where nothing has been seen.
-        lse: [B, H, n], likewise; -inf where nothing has been seen.
+        lse: [B, H, n], in the wide dtype; may be a view. -inf where nothing has been seen.
         part_out: [B, H, n, D], in any floating dtype; finite also where the partial result has seen no key.
         part_lse: [B, H, n], in the dtype of `lse`; -inf where the partial result has seen no key.
     """

@@ -1,9 +1,9 @@
 """FlexAttention on a block layout: the second back end on GPUs, with torch's own kernels and autograd.
 
 torch writes and compiles the kernels (Dong et al. 2024, arXiv 2412.05496), for a mask of tiles of 128 x 128 tokens. The
-tiles come from the layout's blocks and not from a mask of N x N. A tile that is seen whole is computed without a mask;
-in others a function of the indices says which tokens see which: at the diagonal, at the sequence's end, and wherever
-blocks are smaller than tiles or documents begin inside one. Blocks under 128 so cost whole tiles.
+tiles come from the layout's blocks and not from a mask of N x N. A tile that is wholly seen is computed without a mask;
+in others a function of the indices decides which tokens see which: at the diagonal, at the sequence's end, and wherever
+blocks are smaller than tiles or documents begin inside one. So blocks under 128 cost whole tiles.
 
 There is no dropout. A bias has a gradient, summed by atomic adds: where samples or heads share one, its last bits
 differ from run to run. All else is repeatable.
@@ -38,7 +38,7 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 def flex_attention_of(
     q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, extras: ScoreModifiers
 ) -> tuple[Tensor, Tensor]:
-    """Attention where the layout allows it, on a GPU; differentiable in q, k, v and the bias, by both results.
+    """Compute attention of a layout on a GPU; both results are differentiable in q, k, v and the bias.
 
     Args:
         q: [B, H, Nq, D].
@@ -65,7 +65,9 @@ def flex_attention_of(
 
 
 def flex_options(q: Tensor, k: Tensor, layout: BlockLayout, extras: ScoreModifiers) -> dict[str, Any]:
-    """The arguments of torch's `flex_attention` behind q, k and v.
+    """Return the arguments of torch's `flex_attention` after q, k and v.
+
+    The arguments q, k, layout and extras are those of `flex_attention_of`.
 
     Raises:
         ConfigError: there is dropout, or tokens other than a document's first queries are left out.
@@ -86,7 +88,7 @@ def flex_options(q: Tensor, k: Tensor, layout: BlockLayout, extras: ScoreModifie
 
 
 def block_mask_of(layout: BlockLayout, device: torch.device) -> BlockMask:
-    """The layout in FlexAttention's terms, of tensors that the layout keeps for each device.
+    """Make FlexAttention's mask of a layout, from tensors that the layout keeps for each device.
 
     Raises:
         ConfigError: tokens other than a document's first queries are left out.
@@ -98,14 +100,17 @@ def block_mask_of(layout: BlockLayout, device: torch.device) -> BlockMask:
 
 @functools.cache
 def _compiled() -> Callable[..., Any]:
-    """FlexAttention behind torch.compile; without it, every score would exist."""
+    """Return FlexAttention under torch.compile; without it, every score would be stored."""
     # A graph for each kind of mask, dtype, head size and number of heads, with gradients and without: 8 are soon used.
     limit = {"recompile_limit": 64} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
     return torch.compile(flex_attention, fullgraph=True, **limit)  # type: ignore[call-overload]
 
 
 def _planned(device: torch.device, layout: BlockLayout) -> tuple[Tensor, ...]:
-    """The eight lists of a block mask, then what its function looks up. A graph holds tensors, but no `BlockMask`."""
+    """Return the eight lists of a block mask, then the tensors that its function indexes.
+
+    A compiled graph can hold tensors, but no `BlockMask`.
+    """
     partial, full = _tiles(layout)
     lists = [each for tiles in (partial, full) for each in _ordered(tiles)]
     lists += [each for tiles in (partial, full) for each in _ordered(tiles.transpose(-1, -2))]
@@ -113,7 +118,7 @@ def _planned(device: torch.device, layout: BlockLayout) -> tuple[Tensor, ...]:
 
 
 def _first_query(pattern: Pattern) -> int:
-    """Where the queries begin, which go to the document's end."""
+    """Return the position of the first query; raise `ConfigError` unless the queries go on to the document's end."""
     num_tokens = pattern.num_tokens
     if [stop for _, stop in pattern.query_runs] != [num_tokens] or pattern.key_runs != ((0, num_tokens),):
         raise ConfigError(
@@ -125,13 +130,13 @@ def _first_query(pattern: Pattern) -> int:
 
 
 def _ordered(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """The number of True in each row, [1, heads, rows], and all columns, those first: [1, heads, rows, columns]."""
+    """Count the True of each row, [1, heads, rows], and list all columns, those first: [1, heads, rows, columns]."""
     columns = tiles.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)  # [heads, rows, columns]
     return tiles.sum(-1, dtype=torch.int32)[None], columns.to(torch.int32)[None]
 
 
 def _tiles(layout: BlockLayout) -> tuple[Tensor, Tensor]:
-    """Which tiles are seen in part, and which wholly; bool [heads or 1, tiles of queries, tiles of keys] each."""
+    """Find the tiles seen in part, and those seen wholly; bool [heads or 1, tiles of queries, tiles of keys] each."""
     num_rows, num_columns = -(-layout.num_queries // TILE), -(-layout.num_keys // TILE)
     seen = torch.zeros(2, layout.num_heads, num_rows, num_columns)  # pieces seen at all, tokens of those seen wholly
     row = column = 0
@@ -164,7 +169,7 @@ class _Pieces:
 
 
 def _add(total: Tensor, values: Tensor, queries: _Pieces, keys: _Pieces) -> None:
-    """Add values [pieces of queries, pieces of keys] to those of their tiles, [rows, columns]."""
+    """Add values [pieces of queries, pieces of keys] to the totals of their tiles, [rows, columns]."""
     row, column = int(queries.tiles[0]), int(keys.tiles[0])
     num_rows, num_columns = int(queries.tiles[-1]) + 1 - row, int(keys.tiles[-1]) + 1 - column
     of_rows = values.new_zeros(num_rows, values.shape[1]).index_add_(0, queries.tiles - row, values)
@@ -172,7 +177,7 @@ def _add(total: Tensor, values: Tensor, queries: _Pieces, keys: _Pieces) -> None
 
 
 def _mask_mod(layout: BlockLayout, looked_up: tuple[Tensor, ...]) -> MaskMod:
-    """Whether a query sees a key of a tile that is seen in part; b, h, row and column are indices."""
+    """Make the function that says whether a query sees a key of a tile seen in part; b, h, row, column are indices."""
     if not looked_up:
         return _not_after if layout.patterns[0].causal else _always
     query_document, reach, line, key_document, position, block, blocks = looked_up
@@ -180,7 +185,7 @@ def _mask_mod(layout: BlockLayout, looked_up: tuple[Tensor, ...]) -> MaskMod:
 
     def mask_mod(b: Tensor, h: Tensor, row: Tensor, column: Tensor) -> Tensor:
         sees = (query_document[row] == key_document[column]) & (reach[row] >= position[column])
-        # Between documents the index means nothing, and may lie outside.
+        # Between documents the index has no meaning, and may be out of range.
         index = torch.where(sees, line[row] + block[column], 0)
         return sees & blocks[h * per_head, index]
 
@@ -196,10 +201,10 @@ def _always(b: Tensor, h: Tensor, row: Tensor, column: Tensor) -> Tensor:
 
 
 def _looked_up(layout: BlockLayout) -> list[Tensor]:
-    """What is known of each token, and the blocks of all documents one behind another; nothing where indices suffice.
+    """Return the tensors that a mask function indexes; none where the indices themselves suffice.
 
-    Of queries [Nq]: document, last position seen, and where the row of its block begins in the blocks. Of keys [Nk]:
-    document, position, and block. Then the blocks, [heads or 1, all blocks].
+    For queries [Nq]: document, last position seen, and the start of the row of its block in the blocks. For keys [Nk]:
+    document, position, and block. Then the blocks of all documents, one after another, [heads or 1, all blocks].
     """
     (pattern, *others) = layout.patterns
     if not others and not _first_query(pattern) and not pattern.block % TILE:
@@ -227,7 +232,7 @@ def _looked_up(layout: BlockLayout) -> list[Tensor]:
 
 
 def _score_mod(extras: ScoreModifiers) -> ScoreMod | None:
-    """What acts on scores in whole tiles too, where no mask is asked."""
+    """Make the function that adds bias and key padding to scores, which acts in tiles that are wholly seen too."""
     bias, key_padding = extras.bias, extras.key_padding
     if bias is None and key_padding is None:
         return None

@@ -37,10 +37,10 @@ _STRUCTURES: Final[Mapping[str, type[SparsityConfig]]] = MappingProxyType(
 
 
 def structure_of(section: AttentionConfig, num_heads: int, *, causal: bool = True) -> SparsityConfig | None:
-    """The structure of a section; None for dense attention, which needs none.
+    """Return the structure of a section; None for dense attention, which needs none.
 
     Args:
-        section: of a config.
+        section: `attention` of a config.
         num_heads: query heads, over all ranks.
         causal: a token sees none after it.
 

@@ -1,8 +1,8 @@
 """Block-sparse attention in unchanged Hugging Face models, through the registries of transformers.
 
-A model's attention modules are given a structure, and its config names an attention that reads it there. So models with
-different structures live side by side, and copies and pickles take the structure along; `save_pretrained` writes a
-plain model. The mask function is registered under the same name: without it transformers drops padding without a word.
+A model's attention modules get a structure as an attribute, and its config names an attention that reads it there. So
+models with different structures can exist at once, and copies and pickles keep the structure; `save_pretrained` writes
+a plain model. The mask function is registered under the same name: without it transformers ignores padding silently.
 
     with use_sparse_attention(model, LocalSlidingWindowSparsityConfig(num_heads=12, block=64)):
         model(**batch).loss.backward()
@@ -13,7 +13,7 @@ What is computed is the structure, and within it what the model itself lets a to
   own, cost nothing extra. Position biases (T5) are added; they are of size N x N.
 - With cached keys, queries have the last rows of the layout for all tokens so far. It equals a run without cache where
   the structure does not change with the length (windows, global blocks at the start).
-- Where a sequence is spread over ranks, a mask says so (`shardwise.attention.cp_hook`), and `spread` computes.
+- Where a sequence is spread over ranks, a mask shows it (`shardwise.attention.cp_hook`), and `spread` computes.
 - Cross attention stays dense. Windows of the model's own, soft caps, sinks, 4-D masks and weights to be returned
   (`output_attentions`) are refused.
 """
@@ -48,25 +48,25 @@ _OWN_ATTENTION: Final = "leave the model its own attention (mesh.cp=1, attention
 
 
 class LayoutFactory(Protocol):
-    """What makes layouts of any length, such as a `FixedSparsityConfig`."""
+    """An object that makes layouts of any length, such as a `FixedSparsityConfig`."""
 
     def layout(self, seq_len: int) -> BlockLayout:
-        """Of one sequence."""
+        """Return the layout of one sequence."""
 
     def layout_of_documents(self, lengths: Sequence[int]) -> BlockLayout:
-        """Of documents packed one behind another."""
+        """Return the layout of documents packed one after another."""
 
 
 class _LayoutKey(NamedTuple):
-    """What a layout is made for.
+    """The key under which a layout is kept.
 
     Attributes:
         num_heads: of this rank.
-        rank: of those that the model's heads are split over; None where they are not.
+        rank: the tensor-parallel rank; None where the model's heads are not split.
         num_queries: the last ones of a sequence.
         num_keys: of the sequence.
-        lengths: of packed documents; None for one sequence.
-        is_causal: the model is.
+        lengths: tokens of packed documents; None for one sequence.
+        is_causal: whether the model is causal.
     """
 
     num_heads: int
@@ -78,7 +78,7 @@ class _LayoutKey(NamedTuple):
 
 
 class _Layouts:
-    """The layouts made last: for whole sequences, and, fewer of them, for queries behind cached keys."""
+    """The layouts made last: for whole sequences, and, fewer of them, for queries after cached keys."""
 
     def __init__(self) -> None:
         self._whole: dict[_LayoutKey, BlockLayout] = {}
@@ -86,7 +86,7 @@ class _Layouts:
         self._read: tuple[weakref.ref[Tensor], SequenceMask] | None = None
 
     def read(self, mask: Tensor) -> SequenceMask:
-        """What a mask says of whole sequences; all layers get the same one, and documents wait for the device."""
+        """Read a mask of whole sequences; a packed one, which waits for the device, is read once for all layers."""
         if mask.dtype != torch.int64:
             return read_sequence_mask(mask)
         last = self._read
@@ -95,26 +95,26 @@ class _Layouts:
         return last[1]
 
     def at(self, place: _LayoutKey) -> dict[_LayoutKey, BlockLayout]:
-        """Where the layout of a place is kept."""
+        """Return the dict that keeps the layout of a key."""
         return self._whole if place.num_queries == place.num_keys else self._with_cache
 
     def keep(self, place: _LayoutKey, make: Callable[[], BlockLayout]) -> None:
-        """See that the layout of a place is there."""
+        """Make and keep the layout of a key unless it is kept already."""
         whole = place.num_queries == place.num_keys
         keep_last(self.at(place), place, make, _MOST_LAYOUTS if whole else _MOST_WITH_CACHE)
 
 
 @dataclass(frozen=True, eq=False)
 class _ModuleAttention:
-    """What an attention module is given; shared by its copies, and registering itself again where it is unpickled.
+    """The attribute that an attention module gets; copies share it, and unpickling registers the attention again.
 
     Attributes:
         structure: of the model.
-        is_cross: the module attends to another sequence.
-        name: under which transformers knows the attention.
-        spread: what computes where a sequence is spread over ranks; not pickled.
-        shared: what the modules of a model have made, so that all layers have one plan.
-        own: what this module has used.
+        is_cross: whether the module attends to another sequence.
+        name: of the attention in transformers' registries.
+        spread: computes attention where a sequence is spread over ranks; not pickled. None without context parallelism.
+        shared: layouts that the modules of a model share, so that all layers have one plan.
+        own: layouts that this module has used.
     """
 
     structure: LayoutFactory | BlockLayout
@@ -132,7 +132,7 @@ class _ModuleAttention:
 
     @constant_in_graphs
     def lay_out(self, *place: Any) -> None:
-        """Keep the layout of a place; compiled code does so when it is compiled, and cannot be given a layout itself.
+        """Keep the layout of a key; compiled code does so while it is compiled, and cannot pass a layout itself.
 
         Raises:
             ConfigError: the structure does not fit the model.
@@ -151,7 +151,16 @@ class _ModuleAttention:
         return _of_rank(self.whole(place.num_keys, place.lengths, place.is_causal), place)
 
     def whole(self, num_tokens: int, lengths: tuple[int, ...] | None, is_causal: bool) -> BlockLayout:
-        """The layout of all heads of the model."""
+        """Make the layout of all heads of the model.
+
+        Args:
+            num_tokens: of the sequence.
+            lengths: tokens of packed documents; None for one sequence.
+            is_causal: whether the model is causal.
+
+        Raises:
+            ConfigError: the structure does not fit the model.
+        """
         if isinstance(self.structure, BlockLayout):
             layout = _cropped(self.structure, num_tokens, lengths)
         elif lengths is None:
@@ -174,13 +183,13 @@ def _given(structure: LayoutFactory | BlockLayout, is_cross: bool, name: str) ->
 
 
 class SparseAttention(AbstractContextManager["SparseAttention"]):
-    """A model's sparse attention, until it is taken back by `undo` or by the end of a `with`."""
+    """The handle of a model's sparse attention, which `undo` or the end of a `with` removes."""
 
     def __init__(self, undo: list[Callable[[], None]]) -> None:
         self._undo = undo
 
     def undo(self) -> None:
-        """Give the model its own attention back; again does nothing."""
+        """Restore the model's own attention; a second call does nothing."""
         while self._undo:
             self._undo.pop()()
 
@@ -189,7 +198,7 @@ class SparseAttention(AbstractContextManager["SparseAttention"]):
 
 
 def register(name: str = NAME) -> None:
-    """Register attention and mask under one name with transformers; the functions know no structure of their own."""
+    """Register attention and mask under one name in transformers; the functions read the structure from the module."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(name, sparse_attention_forward)
@@ -206,14 +215,15 @@ def use_sparse_attention(
     """Give a Hugging Face model's self-attention a block-sparse structure, without changing the model's code.
 
     Args:
-        model: a `PreTrainedModel`, or a module around some.
-        structure_or_layout: a structure makes a layout for each length; a layout is that of its length, and of shorter
-            sequences its first blocks. One by head serves tensor-parallel ranks too, which take their own heads.
-        name: under which transformers knows the attention.
-        spread: computes attention where the mask tells of a sequence that is spread over ranks.
+        model: a `PreTrainedModel`, or a module that holds some.
+        structure_or_layout: a structure makes a layout for each length; a layout serves sequences of its length, and
+            shorter ones by its first blocks. With different heads it serves tp ranks too, each with its own heads.
+        name: of the attention in transformers' registries.
+        spread: computes attention where the mask describes a sequence that is spread over ranks; None for an error.
 
     Returns:
-        what takes it back, also as a context manager. What was registered stays, since copies of the model use it.
+        a handle, also a context manager, that removes it. The registered functions stay, since copies of the model use
+        them.
 
     Raises:
         ConfigError: there is no model of transformers, or one that does not look its attention up, or no structure.
@@ -250,15 +260,15 @@ def use_sparse_attention(
 
 
 def structure_given(model: nn.Module) -> LayoutFactory | BlockLayout | None:
-    """What `use_sparse_attention` has given a model; None where it has not."""
+    """Return the structure that `use_sparse_attention` has set on a model; None without one."""
     return next((given.structure for _, given in _all_given(model)), None)
 
 
 def whole_layout(model: nn.Module, lengths: tuple[int, ...]) -> BlockLayout:
-    """What a model that has been given a structure sees of documents: all its heads, however many this rank has.
+    """Return the layout of documents for all heads of a model with a structure, however many heads this rank has.
 
     Raises:
-        ConfigError: it has been given none.
+        ConfigError: the model has no structure.
     """
     for module, given in _all_given(model):
         return given.whole(sum(lengths), lengths if len(lengths) > 1 else None, _is_causal(module, {}))
@@ -266,7 +276,7 @@ def whole_layout(model: nn.Module, lengths: tuple[int, ...]) -> BlockLayout:
 
 
 def _all_given(model: nn.Module) -> Iterator[tuple[nn.Module, _ModuleAttention]]:
-    """The modules that attend to their own sequence, and what they were given."""
+    """Yield the modules that attend to their own sequence, and the attribute of each."""
     for module in model.modules():
         given: _ModuleAttention | None = getattr(module, _GIVEN, None)
         if given is not None and not given.is_cross:
@@ -274,7 +284,7 @@ def _all_given(model: nn.Module) -> Iterator[tuple[nn.Module, _ModuleAttention]]
 
 
 def attends_causally(model: nn.Module) -> bool:
-    """Whether all self-attention of a model lets a token see none after it; an encoder's and a decoder's do not."""
+    """Say whether all self-attention of a model is causal; that of an encoder-decoder is not."""
     modules = [(path, each) for path, each in model.named_modules() if _attends(each)]
     own = [each for path, each in modules if not _crosses(path, each)]
     return bool(own) and all(_is_causal(each, {}) for each in own)
@@ -289,7 +299,7 @@ def _attends(module: nn.Module) -> bool:
 
 
 def _configs(models: Sequence[Any]) -> Iterator[Any]:
-    """Each config once, those around others first, as setting one sets those inside."""
+    """Yield each config once, outer ones first, since setting one also sets its sub-configs."""
     seen: set[int] = set()
     waiting = [model.config for model in models]
     while waiting:
@@ -312,14 +322,14 @@ def _restoring(config: Any) -> Callable[[], None]:
 def sparse_attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it.
+    """Compute attention with the signature that transformers calls.
 
     Args:
         module: the attention module.
         query: [B, H, Nq, D].
         key: [B, K, Nk, D], whose heads are not repeated.
         value: [B, K, Nk, D].
-        attention_mask: as `padding_mask` gives it.
+        attention_mask: of `padding_mask` or `cp_hook.sequence_mask`; None where all tokens are real.
         options: `scaling`, `dropout`, `is_causal`, `position_bias`, `cu_seq_lens_q` and others.
 
     Returns:
@@ -379,7 +389,7 @@ def _spread(
     mask: Tensor,
     options: dict[str, Any],
 ) -> Tensor:
-    """Attention of a rank's tokens of sequences that other ranks have parts of, [B, n, H, D]."""
+    """Compute the attention of a rank's tokens of sequences that are spread over ranks, [B, n, H, D]."""
     query, key, value = qkv
     lengths, real = given.shared.read(mask)
     num_heads, num_tokens = map(operator.index, (query.shape[1], sum(lengths)))  # compiled code fixes them
@@ -437,7 +447,7 @@ def _is_causal(module: nn.Module, options: dict[str, Any]) -> bool:
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
-    """Cross attention, [B, Nq, H, D]."""
+    """Compute dense attention, for cross attention, [B, Nq, H, D]."""
     seen = None if mask is None else mask[:, None, None, :]  # [B, 1, 1, Nk]
     bias = options.get("position_bias")
     if bias is not None:
@@ -448,7 +458,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[s
 
 
 def _lengths(mask: Tensor | None, options: dict[str, Any], query: Tensor) -> tuple[int, ...] | None:
-    """Of the packed documents of a row; of all rows where they differ; None where nothing is packed."""
+    """Return the lengths of a row's packed documents, or of all rows' where rows differ; None where none are packed."""
     ends = options.get("cu_seq_lens_q")
     if ends is not None:
         return tuple(ends.diff().tolist())
@@ -459,7 +469,7 @@ def _lengths(mask: Tensor | None, options: dict[str, Any], query: Tensor) -> tup
 
 
 def _cropped(layout: BlockLayout, num_keys: int, lengths: tuple[int, ...] | None) -> BlockLayout:
-    """The user's layout, or its first blocks for a shorter sequence."""
+    """Return the user's layout, or its first blocks for a shorter sequence."""
     have = tuple(pattern.num_tokens for pattern in layout.patterns)
     if have == (lengths or (num_keys,)) or (lengths is None and sum(have) == num_keys):
         return layout
@@ -475,7 +485,7 @@ def _cropped(layout: BlockLayout, num_keys: int, lengths: tuple[int, ...] | None
 
 
 def _rank_of(module: nn.Module) -> int | None:
-    """Of the tensor-parallel ranks that have a module's heads: a split layer inside it knows."""
+    """Return the tensor-parallel rank of a module, which a split layer inside it knows; None where there is none."""
     for each in module.modules():
         state = getattr(each, "_shardwise_linear", None)
         if state is not None:
@@ -485,7 +495,7 @@ def _rank_of(module: nn.Module) -> int | None:
 
 
 def _of_rank(layout: BlockLayout, place: _LayoutKey) -> BlockLayout:
-    """The part of a layout by head that a tensor-parallel rank's module computes."""
+    """Return the heads of a layout that a tensor-parallel rank's module computes."""
     if layout.num_heads in (1, place.num_heads):
         return layout
     if place.rank is None or layout.num_heads % place.num_heads:
@@ -497,14 +507,14 @@ def _of_rank(layout: BlockLayout, place: _LayoutKey) -> BlockLayout:
 
 
 def padding_mask(batch_size: int, q_length: int, kv_length: int, **options: Any) -> Tensor | None:
-    """What transformers' mask functions are asked for, as attention needs it here: of size B x N.
+    """Make the mask that `sparse_attention_forward` reads, of size B x N, with the signature that transformers calls.
 
     Args:
         batch_size: B.
         q_length: queries.
-        kv_length: room for keys, more than there are in a static cache.
-        options: `q_offset`, `kv_offset`, `mask_function`, `attention_mask` [B, Nk] and others, as transformers gives
-            them.
+        kv_length: slots for keys; in a static cache that is not full, more than there are keys.
+        options: `q_offset`, `kv_offset`, `mask_function`, `attention_mask` [B, Nk] and others, which transformers
+            passes.
 
     Returns:
         None; or bool [B, Nk], True for a real token; or, where documents are packed, their numbers as int64 [B, Nk].
@@ -531,7 +541,10 @@ def padding_mask(batch_size: int, q_length: int, kv_length: int, **options: Any)
 
 
 def _documents(function: Callable[..., Tensor], batch_size: int, length: int, device: torch.device) -> Tensor | None:
-    """Numbers of documents, int64 [B, N], which begin where a token does not see the one before; None for one each."""
+    """Number the documents of each token, int64 [B, N]; None where each row has one.
+
+    A document begins where a token does not see the one before it.
+    """
     rows = torch.arange(batch_size, device=device)[:, None]
     tokens = torch.arange(1, length, device=device)[None]
     begins = ~function(rows, 0, tokens, tokens - 1)  # [B, N - 1]

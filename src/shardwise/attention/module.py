@@ -29,9 +29,9 @@ _MOST_LAYOUTS: Final = 32
 
 
 class SparseSelfAttention(nn.Module):
-    """Softmax attention with relative positions and masks; the sum of scaled scores and all that is added is masked.
+    """Softmax attention with relative positions and masks; "mul" masks act after everything is added to the scores.
 
-    Unlike DeepSpeed's it takes any dtype and fewer KV heads than query heads, `rpe` and masks that are added get
+    Unlike DeepSpeed's module it takes any dtype and fewer KV heads than query heads, `rpe` and masks that are added get
     gradients, rows that see no key give 0, and each instance keeps its own layouts.
 
     Args:
@@ -69,7 +69,7 @@ class SparseSelfAttention(nn.Module):
 
     @property
     def sparsity_config(self) -> Any:
-        """The structure; another may be given to a module that is not strict."""
+        """Return the structure; it can be replaced in a module that is not strict."""
         return self._structure
 
     @sparsity_config.setter
@@ -86,15 +86,15 @@ class SparseSelfAttention(nn.Module):
         key_padding_mask: Tensor | None = None,
         attn_mask: Tensor | None = None,
     ) -> Tensor:
-        """Attention over the structure's blocks.
+        """Compute attention over the structure's blocks.
 
         Args:
             query: [B, H, N, D].
             key: [B, H or a divisor of it, N, D].
-            value: as key.
-            rpe: [1 or B, 1 or H, N, N], leading dims may be left out; added to the scaled scores.
-            key_padding_mask: [B, N], or with dims of 1 between.
-            attn_mask: [N, N], or with dims of 1 before.
+            value: of the shape of key.
+            rpe: [1 or B, 1 or H, N, N], leading dims may be left out; added to the scaled scores. None for none.
+            key_padding_mask: [B, N], or with dims of 1 between; None for no padding.
+            attn_mask: [N, N], or with dims of 1 before; None for no mask.
 
         Returns:
             [B, H, N, D].
@@ -132,14 +132,14 @@ class SparseSelfAttention(nn.Module):
                 "a layout in DeepSpeed's strict mode is a buffer, whose values compiled code does not follow; leave "
                 "the strict mode, or this module uncompiled"
             )
-        # A checkpoint brings a strict layout of its own.
+        # Loading a checkpoint may change a strict layout.
         place = (index(length), version(self.master_layout) if self._is_strict else 0)
         self._lay_out(*place)
         return self._layouts[place]
 
     @constant_in_graphs
     def _lay_out(self, *place: int) -> None:
-        """Keep the layout; compiled code does so when it is compiled, and cannot be given a layout itself."""
+        """Keep the layout; compiled code does so while it is compiled, and cannot pass a layout itself."""
         length, _ = place
         make = self._strict_layout if self._is_strict else self.sparsity_config.layout
         keep_last(self._layouts, (length, place[1]), lambda: make(length), _MOST_LAYOUTS)
@@ -157,7 +157,7 @@ class SparseSelfAttention(nn.Module):
 
 
 def _shaped(name: str, mask: Tensor, shape: tuple[int, int]) -> Tensor:
-    """A mask of two dims, which may come with dims of 1 besides."""
+    """Reshape a mask to its two dims, without further dims of 1."""
     if [size for size in mask.shape if size > 1] != [size for size in shape if size > 1]:
         raise ConfigError(f"{name} of shape {tuple(mask.shape)} does not fit; give {list(shape)}")
     return mask.reshape(shape)

@@ -1,7 +1,7 @@
-"""A batch's sequences made as long as whole blocks, and outputs cut back.
+"""Pad a batch's sequences to whole blocks, and remove the padding from outputs.
 
-The library's own layouts take any length, with a short last block, and need none of this. It is for structures in
-DeepSpeed's strict mode, and for code that was written for it.
+The library's own layouts take any length, with a short last block, and need no padding. This module is for structures
+in DeepSpeed's strict mode, and for code that was written for DeepSpeed.
 
 >>> pad_len, ids, mask, *_ = pad_to_block_size(4, torch.tensor([[5, 6, 7]]))
 >>> pad_len, ids.tolist(), mask.tolist()
@@ -23,14 +23,14 @@ from shardwise.config.resolve import ConfigError
 
 
 class PaddedInputs(NamedTuple):
-    """Inputs of whole blocks, in the order of DeepSpeed's `pad_to_block_size`; None for what was not given.
+    """Inputs of whole blocks, in the order of DeepSpeed's `pad_to_block_size`; None for inputs that were left out.
 
     Attributes:
         pad_len: tokens added to each sequence.
         input_ids: [B, N].
         attention_mask: [B, N], 0 for added tokens.
         token_type_ids: [B, N], 0 for added tokens.
-        position_ids: [B or 1, N], 0 for added tokens, a position that every model has.
+        position_ids: [B or 1, N], 0 for added tokens: every model has this position.
         inputs_embeds: [B, N, D].
     """
 
@@ -52,19 +52,19 @@ def pad_to_block_size(
     pad_token_id: int = 0,
     model_embeddings: Callable[[Tensor], Tensor] | None = None,
 ) -> PaddedInputs:
-    """Pad a batch on the right to a multiple of the block size; it comes back as it is where it is one.
+    """Pad a batch on the right to a multiple of the block size; a batch that has such a length is returned unchanged.
 
     DeepSpeed pads positions with `pad_token_id`; here they get 0.
 
     Args:
         block: tokens of a block.
         input_ids: [B, N].
-        attention_mask: [B, N], 1 or True for a real token; made where tokens are added and it is left out.
+        attention_mask: [B, N], 1 or True for a real token; if None, it is made where tokens are added.
         token_type_ids: [B, N].
         position_ids: [B or 1, N].
         inputs_embeds: [B, N, D].
         pad_token_id: of added tokens.
-        model_embeddings: of tokens, for `inputs_embeds`.
+        model_embeddings: from token ids [B, n] to embeddings [B, n, D], for `inputs_embeds`.
 
     Raises:
         ConfigError: there is neither `input_ids` nor `inputs_embeds`, or no `model_embeddings` for the latter.
@@ -98,5 +98,5 @@ def _padded(rows: Tensor | None, pad_len: int, value: int = 0) -> Tensor | None:
 
 
 def unpad_sequence_output(pad_len: int, sequence_output: Tensor) -> Tensor:
-    """A model's output [B, N, ...] without the tokens that `pad_to_block_size` added."""
+    """Remove from a model's output [B, N, ...] the `pad_len` tokens that `pad_to_block_size` added."""
     return sequence_output[:, : sequence_output.shape[1] - pad_len]

@@ -1,6 +1,6 @@
-"""More positions for a Hugging Face model than it was trained with: learned ones tiled, rotary ones scaled.
+"""Give a Hugging Face model more positions than it was trained with: tile learned ones, scale rotary ones.
 
-To be called before `initialize` and before an optimizer is made, since parameters are replaced.
+Call these functions before `initialize` and before an optimizer is made, since parameters are replaced.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def extend_position_embedding(model: Model, max_position: int) -> Model:
     """Tile a model's learned position embeddings, as in Longformer (Beltagy et al. 2020, section 5) and DeepSpeed.
 
     Rows that stand for no position stay in front: two in RoBERTa (up to its padding index) and OPT. The config and the
-    buffers `position_ids` and `token_type_ids` follow.
+    buffers `position_ids` and `token_type_ids` are changed to match.
 
     Args:
         model: changed in place.
@@ -69,7 +69,7 @@ def _position_tables(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Embedding
 
 
 def _offset(table: nn.Embedding) -> int:
-    """Rows in front that stand for no position."""
+    """Count the rows in front that stand for no position."""
     if table.padding_idx is not None:
         return table.padding_idx + 1
     return int(getattr(table, "offset", 0))
@@ -93,7 +93,7 @@ def _extend_buffers(parent: nn.Module, before: int, after: int) -> None:
 
 
 def _configs(model: nn.Module, parent: nn.Module) -> list[Any]:
-    """Those of the innermost model of transformers around a module, and of the model itself where it is its own."""
+    """Return the config of the innermost model of transformers that contains a module, if it counts positions."""
     found = [each.config for each in model.modules() if hasattr(each, "config") and parent in set(each.modules())]
     return [config for config in found[-1:] if hasattr(config, "max_position_embeddings")]
 
@@ -102,12 +102,12 @@ def extend_rope(model: Model, max_position: int, method: str = "linear", **param
     """Scale a model's rotary positions by transformers' own `rope_parameters`.
 
     Args:
-        model: changed in place; its rotary modules are made anew from the config.
+        model: changed in place; its rotary modules are made again from the config.
         max_position: tokens of the longest sequence from now on.
         method: transformers' rope_type, such as "linear" (Chen et al. 2023, arXiv 2306.15595), "yarn" (Peng et al.
             2023, arXiv 2309.00071), "llama3" or "dynamic"; "ntk" is "dynamic", which scales by the length of each
-            batch, and whose `config.max_position_embeddings` stays, as transformers scales from there.
-        parameters: further ones of the method, such as `beta_fast` of yarn.
+            batch, and whose `config.max_position_embeddings` stays, since transformers scales from it.
+        parameters: further parameters of the method, such as `beta_fast` of yarn.
 
     Returns:
         the model.

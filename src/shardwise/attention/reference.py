@@ -1,4 +1,4 @@
-"""Attention of tiles with every score written out: for dropout, and for gradients of bias and log-sum-exp.
+"""Attention of tiles that stores every score: for dropout, and for gradients of bias and log-sum-exp.
 
 Shapes: L lanes (KV heads), T tiles, R rows (of all query heads of the KV head), C keys, D head. Sums run in fp32, or
 fp64 for fp64.
@@ -16,12 +16,12 @@ from shardwise.attention.backends import wide_dtype
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """What acts on the scores of tiles.
+    """The modifiers that act on the scores of tiles.
 
     Attributes:
-        scale: of q k^T.
+        scale: factor of q k^T.
         mask: added to the scaled scores, [1 or L, T, R, C], -inf where a key is not seen; None where all are.
-        factor: multiplies probabilities, after the softmax; [L, T, R, C].
+        factor: multiplies probabilities, after the softmax; [L, T, R, C]; None without dropout.
     """
 
     scale: float
@@ -40,7 +40,7 @@ class TileGrads:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-    """Output [L, T, R, D] and log-sum-exp [L, T, R], of q [L, T, R, D], k and v [L, T, C, D]."""
+    """Compute output [L, T, R, D] and log-sum-exp [L, T, R] of q [L, T, R, D], k and v [L, T, C, D] under scores."""
     q, k, v = _wide(q, k, v)
     logits = _logits(q, k, scores)  # [L, T, R, C]
     lse = logits.logsumexp(-1)  # [L, T, R]
@@ -53,11 +53,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Te
 def backward(
     grad_out: Tensor, delta: Tensor, qkv: tuple[Tensor, Tensor, Tensor], lse: Tensor, scores: Scores
 ) -> TileGrads:
-    """The gradients.
+    """Compute the gradients.
 
     Args:
         grad_out: [L, T, R, D].
-        delta: [L, T, R], what the rows' sums of output and gradient are, less the gradient of the log-sum-exp.
+        delta: [L, T, R], sum(out * grad_out) of each row, less the gradient of the log-sum-exp.
         qkv: as in the forward.
         lse: [L, T, R]; inf in rows that see no key.
         scores: as in the forward.
@@ -84,5 +84,5 @@ def _logits(q: Tensor, k: Tensor, scores: Scores) -> Tensor:
 
 
 def _exp_of(logits: Tensor, lse: Tensor) -> Tensor:
-    """exp(logits - lse), in place."""
+    """Compute exp(logits - lse) in place."""
     return logits.sub_(lse[..., None]).exp_()

@@ -1,7 +1,7 @@
-"""Block-sparse attention in models that call torch's, `F.scaled_dot_product_attention`, without changing them.
+"""Block-sparse attention in unchanged models that call torch's own attention, `F.scaled_dot_product_attention`.
 
-A query sees a key if the structure, the call's mask and its `is_causal` all let it: a causal call is causal under a
-structure that is not, too. What becomes of a call:
+A query sees a key if the structure, the call's mask and its `is_causal` all allow it: a causal call stays causal under
+a structure that is not causal. Calls are treated as follows:
 
 | call | |
 |---|---|
@@ -50,25 +50,25 @@ _MOST_LAYOUTS: Final = 32
 
 
 class LayoutSource(Protocol):
-    """What has a layout for each length."""
+    """An object that has a layout for each length."""
 
     def layout(self, seq_len: int) -> BlockLayout:
-        """That of a sequence of this many tokens."""
+        """Return the layout of a sequence of this many tokens."""
 
 
 @contextmanager
 def sparse_sdpa(structure: BlockLayout | LayoutSource, *, otherwise: Otherwise = "raise") -> Iterator[None]:
-    """Inside the context, torch's attention is block-sparse where it can be.
+    """Make torch's attention block-sparse inside the context, for the calls that allow it.
 
-    Recomputations run where the backward does, so the context must stand around that too, on its thread; for a model
+    A recomputation runs during the backward, so the context must contain the backward too, on its thread; for a model
     that recomputes, and on GPUs, use `sparse_sdpa_module`.
 
     Args:
-        structure: a layout, or what has one for each length.
-        otherwise: what becomes of a call that cannot be: "raise" an error, or leave it "dense".
+        structure: a layout, or an object that has one for each length.
+        otherwise: "raise" an error for a call that cannot be block-sparse, or leave it "dense".
 
     Raises:
-        ConfigError: in a call that cannot be, if it is to.
+        ConfigError: a call cannot be block-sparse, and `otherwise` is "raise".
     """
     with _Interception(structure, otherwise):
         yield
@@ -77,13 +77,18 @@ def sparse_sdpa(structure: BlockLayout | LayoutSource, *, otherwise: Otherwise =
 def sparse_sdpa_module(
     module: nn.Module, structure: BlockLayout | LayoutSource, *, otherwise: Otherwise = "raise"
 ) -> Callable[[], None]:
-    """As `sparse_sdpa`, in all forwards of a module and of those inside it, and in their recomputations.
+    """Apply `sparse_sdpa` in all forwards of a module and of the modules inside it, and in their recomputations.
 
-    To be called before `initialize`. Recomputed pieces must be modules, or functions that call modules. Compiled
-    code is not served; there `block_sparse_attention` is to be called itself.
+    Call it before `initialize`. Recomputed parts must be modules, or functions that call modules. Compiled code is not
+    supported; call `block_sparse_attention` there.
+
+    Args:
+        module: changed in place.
+        structure: a layout, or an object that has one for each length.
+        otherwise: see `sparse_sdpa`.
 
     Returns:
-        what takes it back.
+        a function that restores the module.
     """
     mode = _Interception(structure, otherwise)
     undo: list[Callable[[], Any]] = []
@@ -105,7 +110,7 @@ _MODE: Final = "_shardwise_sparse_sdpa"
 
 
 class _PatchedModule(nn.Module):
-    """A module whose forward runs inside an interception: as it is found by recomputations, it enters itself."""
+    """A module whose forward enters the interception itself, so that recomputations of it run inside too."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         mode: _Interception = self.__dict__[_MODE]
@@ -116,10 +121,10 @@ class _PatchedModule(nn.Module):
 
 
 class _Interception(TorchFunctionMode):
-    """Replaces torch's attention, and keyed attention, that with dropout in an engine's forward.
+    """The mode that replaces torch's attention, and `keyed_attention`, which has dropout in an engine's forward.
 
     Args:
-        structure: a layout, or what has one for each length.
+        structure: a layout, or an object that has one for each length.
         otherwise: see `sparse_sdpa`.
     """
 
@@ -138,7 +143,7 @@ class _Interception(TorchFunctionMode):
 
     @contextmanager
     def once(self) -> Iterator[None]:
-        """Inside, however often this thread has entered so; nothing else costs calls of torch twice the time."""
+        """Enter the mode unless this thread is inside already; entered twice, it doubles the cost of torch's calls."""
         if getattr(self._on_thread, "is_inside", False):
             yield
             return
@@ -169,7 +174,7 @@ class _Interception(TorchFunctionMode):
         raise ConfigError(f'{reason}, so it cannot be block-sparse; give otherwise="dense" to leave such calls dense')
 
     def _misfit(self, call: _SdpaCall) -> str | None:
-        """What of a fixed layout does not fit a call."""
+        """Return why the layout does not fit a call; None where it fits."""
         layout, (_, num_heads, length, _) = self._structure, call.query.shape
         if isinstance(layout, BlockLayout) and (layout.num_queries, layout.num_keys) != (length, length):
             return f"attention over {length} tokens is given a layout of {layout.num_keys}"
@@ -186,7 +191,7 @@ class _Interception(TorchFunctionMode):
 
     @constant_in_graphs
     def _lay_out(self, length: int, is_causal: bool) -> None:
-        """Keep the layout; compiled code does so when it is compiled, and cannot be given a layout itself."""
+        """Keep the layout; compiled code does so while it is compiled, and cannot pass a layout itself."""
         keep_last(self._layouts, (length, is_causal), lambda: self._new_layout(length, is_causal), _MOST_LAYOUTS)
 
     def _new_layout(self, length: int, is_causal: bool) -> BlockLayout:
@@ -194,7 +199,7 @@ class _Interception(TorchFunctionMode):
         layout = structure if isinstance(structure, BlockLayout) else structure.layout(length)
         if not is_causal or layout.is_token_causal:
             return layout
-        # Kept with the layout too, as contexts are entered anew for each step.
+        # Kept with the layout too, since each step enters a new context.
         return layout.cached("token-causal", BlockLayout.token_causal)
 
     def _attend(self, call: _SdpaCall) -> Tensor:
@@ -223,7 +228,7 @@ class _Interception(TorchFunctionMode):
             )
 
     def _kind(self, mask: Tensor) -> str:
-        """Whether a mask [., ., ., .] is "padding", that and "causal", or to be a "bias"; layers share masks."""
+        """Classify a mask of 4 dims: "padding", "causal" (with padding), or "bias"; kept, since layers share masks."""
         if mask.dtype != torch.bool or mask.shape[1] > 1:
             return "bias"
         if mask.shape[2] == 1 or is_fake(mask):  # a fake has no values; most masks are of keys
@@ -246,7 +251,7 @@ def _kind_of_values(mask: Tensor) -> str:
 
 @dataclass(frozen=True, eq=False)
 class _SdpaCall:
-    """Arguments of `F.scaled_dot_product_attention`, and by what site its dropout draws, if any."""
+    """Arguments of `F.scaled_dot_product_attention`, and the site of its dropout, if any."""
 
     query: Tensor
     key: Tensor
@@ -264,7 +269,7 @@ class _SdpaCall:
         return not any(each.is_nested for each in tensors) and self.query.shape[-2] != self.key.shape[-2]
 
     def obstacle(self) -> str | None:
-        """Why no layout would fit."""
+        """Return why no layout would fit the call; None where one may."""
         query, key, value = self.query, self.key, self.value
         if query.is_nested or key.is_nested or value.is_nested:
             return "attention is of nested tensors"

@@ -32,7 +32,7 @@ from shardwise.config.resolve import ConfigError
 
 Attention: TypeAlias = Literal["unidirectional", "bidirectional"]
 Sample: TypeAlias = Callable[[range, int], list[int]]
-"""Draws so many different members of a range."""
+"""Takes a range and a number; returns that many different members of the range, drawn at random."""
 
 _ATTENTIONS: Final = ("unidirectional", "bidirectional")
 _MAX_KEPT_LENGTHS: Final = 32
@@ -40,7 +40,7 @@ _MAX_KEPT_LENGTHS: Final = 32
 
 @dataclass(frozen=True)
 class SparsityConfig:
-    """What all structures share; itself none.
+    """The base class of all structures.
 
     Attributes:
         num_heads: query heads.
@@ -63,26 +63,26 @@ class SparsityConfig:
 
     @property
     def num_layout_heads(self) -> int:
-        """Heads whose blocks are drawn; the others have those of the first."""
+        """Return the number of heads whose blocks are made; the others have those of the first."""
         return self.num_heads if self.different_layout_per_head else 1
 
     @property
     def causal(self) -> bool:
-        """Whether layouts let no token see one after it."""
+        """Say whether no token sees one after it in the layouts."""
         return self._looks_back and not self.strict_deepspeed
 
     def make_layout(self, seq_len: int) -> Tensor:
-        """Which blocks are visible, int64 [num_heads, num_blocks, num_blocks], as DeepSpeed's method of this name.
+        """Return the visible blocks, int64 [num_heads, num_blocks, num_blocks], as DeepSpeed's `make_layout` does.
 
         Raises:
-            ConfigError: there is no token. In strict mode what DeepSpeed raises where `seq_len` does not suit.
+            ConfigError: there is no token. In strict mode, DeepSpeed's own error where `seq_len` does not fit.
         """
         num_blocks = self._num_blocks(seq_len)
         heads = self._heads(num_blocks)
         return heads.long().expand(self.num_heads, num_blocks, num_blocks).clone()
 
     def layout(self, seq_len: int) -> BlockLayout:
-        """The layout of a sequence, with one head where all have the same; kept for the lengths used last.
+        """Return the layout of a sequence, with one head where all have the same; kept for the lengths used last.
 
         Raises:
             ConfigError: as `make_layout`.
@@ -94,7 +94,7 @@ class SparsityConfig:
         return layout
 
     def layout_of_documents(self, lengths: Sequence[int]) -> BlockLayout:
-        """The layout of documents packed one behind another, each with the one of its length.
+        """Return the layout of documents packed one after another, each with the layout of its length.
 
         Raises:
             ConfigError: there are no documents, or one has no token.
@@ -107,14 +107,14 @@ class SparsityConfig:
 
     @property
     def _num_made(self) -> int:
-        """Heads to draw; further ones repeat them in turn."""
+        """Return the number of heads to make; further ones repeat them in turn."""
         return self.num_layout_heads
 
     def _check(self) -> None:
         """Raise for parameters that do not go together."""
 
     def _fill(self, blocks: Tensor, head: int, sample: Sample) -> None:
-        """Set the visible blocks of a head in `blocks`, bool [num_blocks, num_blocks], which are none so far."""
+        """Set the visible blocks of a head in `blocks`, bool [num_blocks, num_blocks], which is all False so far."""
         raise NotImplementedError(f"{type(self).__name__} has no blocks; give it a make_layout, or take a structure")
 
     def _new_layout(self, seq_len: int) -> BlockLayout:
@@ -138,7 +138,7 @@ class SparsityConfig:
         return -(-seq_len // self.block)
 
     def _heads(self, num_blocks: int) -> Tensor:
-        """Visible blocks, bool [num_layout_heads, num_blocks, num_blocks], or of one head where none can differ."""
+        """Return visible blocks, bool [num_layout_heads or 1, num_blocks, num_blocks]: of 1 head if none can differ."""
         made = torch.zeros(self._num_made, num_blocks, num_blocks, dtype=torch.bool)
         for head in range(self._num_made):
             sample: Sample = random.sample if self.strict_deepspeed else random.Random(f"{self.seed}/{head}").sample
@@ -148,7 +148,7 @@ class SparsityConfig:
         return made if self._num_made == 1 else made[torch.arange(self.num_layout_heads) % self._num_made]
 
     def _need(self, holds: bool, ours: str, deepspeeds: str | None, kind: type[Exception] = ValueError) -> None:
-        """Unless it holds, raise a ConfigError that says `ours`, or in strict mode a `kind` with DeepSpeed's words."""
+        """Unless it holds, raise a ConfigError with the message `ours`, or in strict mode a `kind` with DeepSpeed's."""
         if holds:
             return
         if not self.strict_deepspeed:
@@ -206,7 +206,7 @@ class SparsityConfig:
             raise ValueError(f"{name}, {num}, must be smaller than overall number of blocks in a row, {num_blocks}!")
 
     def _freeze(self, *names: str) -> None:
-        """Lists, which DeepSpeed takes, become tuples: a structure is a value."""
+        """Turn lists, which DeepSpeed takes, into tuples: a structure is a value."""
         for name in names:
             given = getattr(self, name)
             object.__setattr__(self, name, None if given is None else tuple(given))
@@ -230,7 +230,7 @@ _GLOBAL: Final = "Number of global blocks"
 
 @dataclass(frozen=True)
 class DenseSparsityConfig(SparsityConfig):
-    """All blocks.
+    """The structure in which all blocks are visible.
 
     Attributes:
         attention: `unidirectional` for causal attention; DeepSpeed has no such key here.
@@ -260,10 +260,10 @@ class FixedSparsityConfig(SparsityConfig):
 
     Attributes:
         num_local_blocks: of a window.
-        num_global_blocks: of each window, seen by all; its last ones where there is one pattern.
-        attention: which way tokens look.
+        num_global_blocks: blocks of each window that all see; its last ones where there is one pattern.
+        attention: the direction in which tokens see.
         horizontal_global_attention: the global blocks see all others.
-        num_different_global_patterns: heads take turns in which blocks of a window are global.
+        num_different_global_patterns: number of choices of a window's global blocks, which heads take in turn.
     """
 
     num_local_blocks: int = 4
@@ -323,7 +323,7 @@ class FixedSparsityConfig(SparsityConfig):
                 blocks[start : start + num_global] = True
 
     def _last_start(self, start: int, num_blocks: int) -> int:
-        """Where the global blocks of a short last window begin, which would begin at `start` in a whole one."""
+        """Return the start of the global blocks of a short last window; in a whole window it would be `start`."""
         if self.causal:
             return start  # None after it would see them: moved, they would only make the layout depend on its length.
         return min(start, num_blocks - self.num_global_blocks)
@@ -334,12 +334,12 @@ class VariableSparsityConfig(SparsityConfig):
     """Windows of given sizes, given global blocks, and random ones.
 
     Attributes:
-        num_random_blocks: that each row of blocks sees besides.
-        local_window_blocks: sizes of the windows; the last one repeats.
-        global_block_indices: blocks that all see, or where ranges of them begin; those beyond the sequence count for
-            nothing.
-        global_block_end_indices: where the ranges end, exclusive.
-        attention: which way tokens look.
+        num_random_blocks: further blocks that each row of blocks sees.
+        local_window_blocks: sizes of the windows, in blocks; the last one repeats.
+        global_block_indices: blocks that all see, or the starts of ranges of them; those after the sequence's end are
+            ignored.
+        global_block_end_indices: the ends of the ranges, exclusive; None where there are no ranges.
+        attention: the direction in which tokens see.
         horizontal_global_attention: the global blocks see all others.
     """
 
@@ -385,10 +385,10 @@ class BigBirdSparsityConfig(SparsityConfig):
     """Random blocks, a sliding window, and global first blocks (Zaheer et al., 2020, arXiv 2007.14062, "ITC").
 
     Attributes:
-        num_random_blocks: that each row of blocks sees besides.
-        num_sliding_window_blocks: of a window; half of it, rounded down, stands on either side of its row's block.
-        num_global_blocks: first ones, which see all and are seen by all.
-        attention: which way tokens look.
+        num_random_blocks: further blocks that each row of blocks sees.
+        num_sliding_window_blocks: of a window; half of it, rounded down, is on either side of its row's block.
+        num_global_blocks: first blocks, which see all and are seen by all.
+        attention: the direction in which tokens see.
     """
 
     num_random_blocks: int = 1
@@ -422,11 +422,11 @@ class BSLongformerSparsityConfig(SparsityConfig):
     """A sliding window and given global blocks (Beltagy et al., 2020, arXiv 2004.05150, in blocks).
 
     Attributes:
-        num_sliding_window_blocks: of a window; half of it, rounded down, stands on either side of its row's block.
-        global_block_indices: blocks that see all and are seen by all, or where ranges of them begin; those beyond the
-            sequence do not count.
-        global_block_end_indices: where the ranges end, exclusive.
-        attention: which way tokens look. DeepSpeed takes any word for `bidirectional`.
+        num_sliding_window_blocks: of a window; half of it, rounded down, is on either side of its row's block.
+        global_block_indices: blocks that see all and are seen by all, or the starts of ranges of them; those after the
+            sequence's end are ignored.
+        global_block_end_indices: the ends of the ranges, exclusive; None where there are no ranges.
+        attention: the direction in which tokens see. DeepSpeed takes any word for `bidirectional`.
     """
 
     num_sliding_window_blocks: int = 3
@@ -459,9 +459,9 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
     """A sliding window alone.
 
     Attributes:
-        num_sliding_window_blocks: of a window; half of it, rounded down, stands on either side of its row's block, or
-            before it alone where unidirectional.
-        attention: which way tokens look. DeepSpeed takes any word for `unidirectional`.
+        num_sliding_window_blocks: of a window; half of it, rounded down, is on either side of its row's block, or only
+            before it where unidirectional.
+        attention: the direction in which tokens see. DeepSpeed takes any word for `unidirectional`.
     """
 
     different_layout_per_head: bool = field(default=False, init=False, repr=False)
@@ -494,9 +494,9 @@ class CustomSparsityConfig(SparsityConfig):
     [1, 0, 0, 1, 1]
 
     Attributes:
-        function: from indices of head, block of queries and block of keys, int64 tensors that broadcast, to whether it
-            is visible.
-        attention: which way tokens look; where unidirectional, what the function says of blocks ahead does not count.
+        function: takes indices of head, block of queries and block of keys, int64 tensors that broadcast, and returns
+            whether the block is visible.
+        attention: the direction in which tokens see; where unidirectional, the function is ignored for blocks ahead.
     """
 
     function: BlockFunction = field(kw_only=True)
@@ -523,7 +523,7 @@ def _windows(sizes: Sequence[int], num_blocks: int) -> Iterable[tuple[int, int]]
 
 
 def _spans(starts: Sequence[int], ends: Sequence[int] | None, num_blocks: int) -> Iterable[int | slice]:
-    """The global blocks of a sequence, as indices."""
+    """Return the global blocks of a sequence, as indices."""
     if ends is None:
         return [start for start in starts if start < num_blocks]
     return [slice(start, end) for start, end in zip(starts, ends, strict=True) if start < num_blocks]

@@ -2,14 +2,14 @@
 
 A bit of a mask is a hash of (run seed, step, site, number of the call) and (global sample, index in the unsplit
 tensor), in integers only, so that ranks, devices and dtypes agree. A site is a module: each `nn.Dropout`, and each
-module whose code drops by function, in attention too. They draw so inside `KeyedDraws.at` and in the recomputations of
-such a forward; elsewhere, as when a user calls the model or a copy of it, they drop as torch does.
+module whose code drops by function, in attention too. Sites draw keyed numbers inside `KeyedDraws.at` and in the
+recomputations of such a forward; elsewhere, as when a user calls the model or a copy of it, they drop as torch does.
 
 Some always drop as torch does: compiled blocks, into which the host's part of the key cannot be traced;
 `nn.MultiheadAttention`; attention kernels that are not torch's; dropouts of whole channels. Inside `KeyedDraws.at`
-torch's generators start alike on all ranks that share a micro-batch, so there these agree where no tensor is split.
+torch's generators have the same seed on all ranks that share a micro-batch, so these agree where no tensor is split.
 
-Half of a tensor, as a second rank holds it, draws as that half of the whole does:
+Half of a tensor, as a second rank holds it, draws the same bits as that half of the whole tensor:
 
 >>> import torch
 >>> from torch import nn

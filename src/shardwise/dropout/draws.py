@@ -1,4 +1,4 @@
-"""Which forward draws: opened by the engine, found again by its recomputations."""
+"""Keep the forwards that draw: the engine opens one, and its recomputations find it again."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from shardwise.runtime.torch_private import unseen_by_op_modes
 
 @dataclass(eq=False)
 class _SitePart:
-    """A call on some tokens of a sequence; those on the others are one call with it.
+    """A call on some tokens of a sequence; the calls on its other tokens count as the same call.
 
     Attributes:
-        tokens: which.
-        mark: of all parts of the sequence.
-        num_calls: of each site within this part.
+        tokens: of this part.
+        mark: common to all parts of the sequence.
+        num_calls: calls of each site within this part.
     """
 
     tokens: Tokens
@@ -31,21 +31,21 @@ class _SitePart:
     num_calls: dict[str, int] = field(default_factory=dict)
 
     def mark_of(self, site: str) -> Hashable:
-        """Of this call of a site, alike in every part."""
+        """Return the mark of this call of a site, which is the same in every part."""
         number = self.num_calls[site] = self.num_calls.get(site, 0) + 1
         return site, self.mark, number
 
 
 @dataclass(eq=False)
 class _Forward:
-    """One forward, known until the step ends, since its recomputations draw the same.
+    """One forward, kept until the step ends, since its recomputations draw the same numbers.
 
     Attributes:
         step: in which it runs.
         samples: that it computes.
         held: the tokens of each sample's sequence that it computes; None for all.
-        numbers: of the calls of each site, by (site, what torch's generator gave at the call), or by a part's mark.
-        num_calls: of each site.
+        numbers: of the calls of each site, by (site, number that torch's generator drew at the call), or a part's mark.
+        num_calls: calls of each site.
     """
 
     step: int
@@ -55,7 +55,7 @@ class _Forward:
     num_calls: dict[str, int] = field(default_factory=dict)
 
     def number(self, site: str, part: _SitePart | None) -> int:
-        """Of this call of a site, in the forward and in its recomputation alike, and in every part of a sequence."""
+        """Return the number of this call of a site: the same in the forward, its recomputation and every part."""
         mark = (site, _draw_mark()) if part is None else part.mark_of(site)
         if mark not in self.numbers:
             self.numbers[mark] = self.num_calls.get(site, 0)
@@ -64,7 +64,7 @@ class _Forward:
 
 
 def _draw_mark() -> int:
-    # A checkpoint puts the CPU's generator back, so a recomputation gets here what its forward got.
+    # A checkpoint restores the CPU's generator, so a recomputation draws here the number that its forward drew.
     with unseen_by_op_modes(is_real=True):
         return int(torch.randint(2**62, (), device="cpu").item())
 
@@ -72,8 +72,8 @@ def _draw_mark() -> int:
 class KeyedDraws:
     """The keyed numbers of one run.
 
-    A forward's context is over when its recomputation runs, perhaps behind other forwards and on another thread. It is
-    found by the seed of torch's generator, whose state each checkpoint saves and restores.
+    A forward's context has ended when its recomputation runs, perhaps after other forwards and on another thread. The
+    recomputation finds it by the seed of torch's generator, whose state each checkpoint saves and restores.
 
     Args:
         seed: of the run.
@@ -93,19 +93,19 @@ class KeyedDraws:
     def at(
         self, step: int, micro_batch: int, first_sample: int, num_samples: int, held: Runs | None = None
     ) -> Iterator[None]:
-        """Inside the context a forward draws keyed numbers; torch's generators are as before when it ends.
+        """Let a forward inside the context draw keyed numbers; torch's generators are restored when it ends.
 
         Args:
-            step: whose gradients the forward belongs to.
-            micro_batch: the number of the forward in its step; it moves no keyed draw.
+            step: to whose gradients the forward belongs.
+            micro_batch: the number of the forward in its step; keyed draws do not depend on it.
             first_sample: the number of its first sample among the step's, over data ranks and micro-batches.
-            num_samples: of this forward. Where a tensor's first dim is a multiple of it, each sample has as many rows.
-            held: the tokens of each sample's sequence that this forward computes, where not all. A tensor of 3 or more
-                dims whose dim 1 has as many is masked as these tokens are in the whole.
+            num_samples: of this forward. Where a tensor's first dim is a multiple n of it, each sample has n rows.
+            held: the tokens of each sample's sequence that this forward computes; None for all. A tensor of 3 or more
+                dims whose dim 1 has that size gets the mask of these tokens in the whole sequence.
         """
         seed = derive_seed(self._seed, "forward", step, micro_batch, first_sample, num_samples)
         is_new = seed not in self._forwards
-        # The same forward once more draws the same, and recomputations of both find their calls.
+        # A repeated forward draws the same numbers, and recomputations of both find their calls.
         self._forwards.setdefault(seed, _Forward(step, Samples(first_sample, num_samples), held))
         try:
             with seeded(seed, self._device):
@@ -115,18 +115,18 @@ class KeyedDraws:
                 del self._forwards[seed]
 
     def mark(self) -> int:
-        """What the parts of a sequence are to be given, where a module is called with one part at a time."""
+        """Draw the mark for `on_tokens` that the parts of a sequence share, where a module is called part by part."""
         return _draw_mark() if self.is_open else 0
 
     @contextmanager
     def on_tokens(self, tokens: Tokens, mark: int) -> Iterator[None]:
-        """Inside the context, which a recomputation enters again, sites draw for a part of a sequence.
+        """Let sites inside the context, which a recomputation enters again, draw for a part of a sequence.
 
-        Together the parts draw what one call on the whole sequence would.
+        Together the parts draw the numbers that one call on the whole sequence would draw.
 
         Args:
-            tokens: of the part; tensors that drop have it as their dim 1.
-            mark: what `mark` gave for all the parts.
+            tokens: of the part; they are dim 1 of tensors that drop.
+            mark: of `mark`, the same for all the parts.
         """
         before, self._part = self._part, _SitePart(tokens, mark)
         try:
@@ -135,24 +135,24 @@ class KeyedDraws:
             self._part = before
 
     def forget(self) -> None:
-        """The step has ended: none of its forwards will be recomputed."""
+        """Drop all forwards at the end of a step: none of them will be recomputed."""
         self._forwards.clear()
         self._grids.clear()
         self._has_grids = None
 
     @property
     def is_open(self) -> bool:
-        """Whether a forward of this run's runs or is recomputed."""
+        """Say whether a forward of this run is running or is recomputed."""
         return bool(self._forwards) and torch.initial_seed() in self._forwards
 
     def mask(self, site: str, shape: Sequence[int], p: float, zone: ShardRegion | None, device: torch.device) -> Tensor:
-        """What a site keeps of a tensor in the open forward; each call draws the next.
+        """Draw the elements of a tensor that a site keeps in the open forward; each call draws new ones.
 
         Args:
             site: the name of the module that drops.
             shape: of the tensor; none of its sizes is 0.
             p: the rate; between 0 and 1.
-            zone: of the tensor, None where it is whole.
+            zone: this rank's part of the tensor; None where it is whole.
             device: of the tensor.
 
         Returns:
@@ -165,16 +165,16 @@ class KeyedDraws:
     def hashes(
         self, site: str, shape: Sequence[int], zone: ShardRegion | None, device: torch.device, first_row: int = 0
     ) -> Hashes:
-        """As `mask`, whose next call this is, but its hashes: attention that makes no mask draws by them.
+        """Return the hashes from which `mask` would draw, for attention that makes no mask; counts as a call of it.
 
-        They are of whole sequences, where tokens are split too: a rank has others' keys.
+        They cover whole sequences even where tokens are split, since a rank gets keys of other ranks.
 
         Args:
             site: the name of the module that drops.
             shape: of the tensor; none of its sizes is 0.
-            zone: of the tensor, None where it is whole.
+            zone: this rank's part of the tensor; None where it is whole.
             device: of the tensor.
-            first_row: where its last dim but one begins.
+            first_row: index of the first row of its last dim but one.
         """
         key = self._next_key(site)
         return keyed_hashes(self._grid(shape, zone, device, first_row), key)
@@ -191,7 +191,7 @@ class KeyedDraws:
         first_row: int = 0,
         held: Runs | None = None,
     ) -> HashGrid:
-        """Of a tensor of the open forward."""
+        """Return the grid of a tensor of the open forward."""
         forward = self._forwards[torch.initial_seed()]
         if self._has_grids is not forward:
             self._grids.clear()

@@ -1,4 +1,4 @@
-"""Finds the modules that call a dropout by function, by reading their code: torch has no list of them."""
+"""Find the modules that call a dropout by function, by reading their code: torch has no list of them."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _ATTENTIONS: Final = ("scaled_dot_product_attention", "block_sparse_attention")
 
 
 def drops_by_function(module: nn.Module) -> bool:
-    """Whether a module's own code calls a dropout, or attention with dropout, that is no module of its own.
+    """Say whether a module's own code calls a dropout, or attention with dropout, that is not a module of its own.
 
-    It does if its forward, or what that calls of its class and its file, speaks of something with "dropout" in its name
+    It does if its forward, or a function of its class or file that the forward calls, uses a name with "dropout" in it
     that is not one of its own dropout modules, or passes on an argument of such a name; or if it calls torch's
-    attention or the library's and either speaks of anything that may be a rate or passes on arguments that are not
-    named there. One named too many costs about a microsecond for each call of torch in it. One that calls a dropout
-    under another name is not seen, and drops as torch does.
+    attention or the library's and either uses a name that may be a rate or passes on arguments that are not named
+    there. A module found by mistake costs about a microsecond for each call of torch in it. A module that calls a
+    dropout under another name is not found, and drops as torch does.
     """
     own = {name for name, child in module.named_children() if isinstance(child, DROPOUT_MODULES)}
     return any(_speaks_of_dropout(code, own) for code in _reachable(type(module)))
 
 
 def rate_names(kind: type[nn.Module]) -> tuple[str, ...]:
-    """The names that a class's code reads and that may be of its rates of dropout."""
+    """Return the names that a class's code reads and that may be its dropout rates."""
     return tuple(sorted({name for code in _reachable(kind) for name in code.co_names if _may_be_rate(name)}))
 
 
@@ -53,7 +53,7 @@ def _speaks_of_dropout(code: CodeType, own: set[str]) -> bool:
 
 
 def _reachable(kind: type[nn.Module]) -> Iterator[CodeType]:
-    """The code of a class's forward and of what it calls of its class and its file; none of torch's."""
+    """Yield the code of a class's forward and of the functions of its class and file that it calls; none of torch's."""
     owners = [each for each in kind.__mro__ if not each.__module__.startswith("torch.") and each is not object]
     pending: list[Any] = [vars(owner).get("forward") for owner in owners]
     seen: set[CodeType] = set()

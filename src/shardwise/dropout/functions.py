@@ -1,4 +1,4 @@
-"""Dropout by function: a mode that replaces torch's inside a module's forward, and attention written out for it."""
+"""Dropout by function: a mode that replaces torch's inside a module's forward, and attention that stores its scores."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from shardwise.dropout.hash_rng import Hashes, HashGrid, Samples, grid_of, keyed
 
 
 class DropoutSite(Protocol):
-    """Where dropouts draw."""
+    """The place in a model from which dropouts draw their numbers."""
 
     def drop(self, values: Tensor, p: float, inplace: bool = False) -> Tensor:
-        """Dropout of values of any shape, in place where asked for."""
+        """Apply dropout of rate p to values of any shape, in place if `inplace`."""
 
     def hashes(self, shape: Sequence[int], device: torch.device, first_row: int) -> Hashes:
-        """See `probability_hashes`."""
+        """Return the hashes of `probability_hashes` for shape, device and first_row."""
 
 
 def probability_hashes(shape: Sequence[int], device: torch.device, first_row: int = 0) -> Hashes:
-    """By what attention that makes no mask drops its probabilities: `KeyedFunctions`' hashes, or new ones.
+    """Return the hashes by which attention without a mask drops probabilities: those of `KeyedFunctions`, or new ones.
 
-    New ones follow torch's generator for the CPU, which checkpoints put back for recomputations. All that acts on
+    New ones come from torch's generator for the CPU, which checkpoints restore for recomputations. Modes that act on
     torch's functions can act on this one (`torch.overrides`).
 
     Args:
@@ -45,7 +45,7 @@ def probability_hashes(shape: Sequence[int], device: torch.device, first_row: in
 
 
 class KeyedFunctions(TorchFunctionMode):
-    """Inside the context torch's dropouts by function are the site's, those of attention too.
+    """The mode that replaces torch's dropouts by function, in attention too, with those of a site.
 
     Args:
         site: of the module whose forward runs.
@@ -72,7 +72,7 @@ def _dropout(
     inplace: bool = False,
     **kwargs: Any,
 ) -> Tensor:
-    """`F.dropout`; and `torch.dropout` and `torch.dropout_`, whose third argument is `train`."""
+    """Replace `F.dropout`, and `torch.dropout` and `torch.dropout_`, whose third argument is `train`."""
     if not kwargs.get("train", training):
         return input
     return site.drop(input, p, inplace or func is torch.dropout_)
@@ -89,7 +89,7 @@ def _attention(
     is_causal: bool = False,
     **kwargs: Any,
 ) -> Tensor:
-    """`F.scaled_dot_product_attention`; with dropout its probabilities are written out, as no kernel takes a mask.
+    """Replace `F.scaled_dot_product_attention`; with dropout its probabilities are stored, as no kernel takes a mask.
 
     Args:
         site: for the probabilities.
@@ -127,7 +127,18 @@ def keyed_attention(
     is_causal: bool,
     **kwargs: Any,
 ) -> Tensor:
-    """`F.scaled_dot_product_attention` with its probabilities written out, dropped by a site; arguments as there."""
+    """Compute `F.scaled_dot_product_attention` with stored probabilities that a site drops.
+
+    Args:
+        site: of the module whose forward runs.
+        query: [..., H, L, E].
+        key: [..., H or a divisor of it, S, E].
+        value: [..., as key, S, V].
+        attn_mask: broadcasts to [..., H, L, S]; of bools, True to attend, or added to the scores; None for no mask.
+        dropout_p: the rate.
+        is_causal: position i attends to the first i + 1.
+        kwargs: scale, enable_gqa.
+    """
     if kwargs.get("enable_gqa"):
         num_sharers = query.shape[-3] // key.shape[-3]
         key, value = (each.repeat_interleave(num_sharers, dim=-3) for each in (key, value))
@@ -140,11 +151,11 @@ def keyed_attention(
 
 
 def _softmax(scores: Tensor, attn_mask: Tensor | None) -> Tensor:
-    """Softmax over the last dim; a row in which all is masked gives zeros, as torch's attention does.
+    """Compute softmax over the last dim; a row in which all is masked gives zeros, as in torch's attention.
 
     Args:
         scores: [..., L, S].
-        attn_mask: broadcasts to it.
+        attn_mask: broadcasts to the scores.
     """
     if attn_mask is None:
         return scores.softmax(-1)

@@ -1,7 +1,7 @@
 """The bits of a mask: hashes of a key and of an element's indices in the unsplit tensor.
 
-All but the last index go into a 64-bit hash for each row; the last meets it in three operations on int32, so that a
-mask costs little more than writing it. Overflow wraps, on every device.
+All but the last index go into a 64-bit hash for each row; the last is combined with it in three operations on int32, so
+that a mask costs little more than writing it. Overflow wraps, on every device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardwise.layout.token_ranges import Runs, count_tokens, part
 
 @dataclass(frozen=True)
 class ShardRegion:
-    """Where a rank's part of a split tensor lies.
+    """The part of a split tensor that a rank holds.
 
     Attributes:
         dim: along which the tensor is split; it may be negative.
@@ -33,7 +33,7 @@ class ShardRegion:
 
 @dataclass(frozen=True)
 class Samples:
-    """The samples that a forward computes, of all in the step: `num` from number `first` on."""
+    """The samples that a forward computes, of all samples in the step: `num` from number `first` on."""
 
     first: int
     num: int
@@ -50,11 +50,11 @@ class Tokens:
 
 @dataclass(frozen=True)
 class HashGrid:
-    """Hashes of the indices of a tensor, whatever is drawn for it.
+    """Hashes of the indices of a tensor, common to all draws for it.
 
     Attributes:
         rows: of all indices but the last, flat; [number of rows], int64.
-        columns: of the last; [columns], int32.
+        columns: of the last index; [columns], int32.
     """
 
     rows: Tensor
@@ -63,7 +63,7 @@ class HashGrid:
 
 @dataclass(frozen=True, eq=False)
 class Hashes:
-    """A key's hashes for a tensor; `keyed_mask` says what is kept by them.
+    """A key's hashes for a tensor; `keyed_mask` defines which elements they keep.
 
     Attributes:
         factors: odd; [number of rows], int32.
@@ -88,13 +88,14 @@ def grid_of(
     """Hash the indices of a tensor by its place in the unsplit tensor of the whole batch.
 
     Args:
-        shape: the first dim is of samples. Where it is a multiple of their number, each has as many rows in a run.
-        zone: None where the tensor is whole.
+        shape: of the tensor; dim 0 is of samples. Where it is a multiple n of their number, each has n rows in a run.
+        zone: this rank's part of the tensor; None where the tensor is whole.
         samples: that the forward computes.
         device: of the tensor.
-        first_row: where the last dim but one begins, as when a sequence's queries are its last ones only.
-        tokens: where dim 1 holds a part of what the zone says; None where it holds all.
-        held: the tokens of the sequence that dim 1 has, over all parts, if there are 3 or more dims and that many.
+        first_row: index of the first row of the last dim but one, as when only a sequence's last queries are computed.
+        tokens: the part of the zone's tokens that dim 1 holds; None where it holds all.
+        held: the tokens of the sequence that dim 1 has, over all parts, if there are 3 or more dims and that many
+            tokens; None for all.
     """
     sizes = list(shape) + [1] * max(0, 2 - len(shape))
     starts = [0] * len(sizes)
@@ -124,7 +125,7 @@ def grid_of(
 
 
 def keyed_mask(grid: HashGrid, key: int, p: float) -> Tensor:
-    """Draw what a dropout keeps, in one op: selective checkpointing asks its policy about each op in Python.
+    """Draw the elements that a dropout keeps, in one op: selective checkpointing asks its policy about each op.
 
     A row's hash gives an odd factor a and an offset b; an element with the hash e has x = a * e + b and the number
     x (2 x + 1), a permutation of the 32-bit numbers whose upper bits depend on all of x (Rivest et al. 1998, RC6).
@@ -142,7 +143,7 @@ def keyed_mask(grid: HashGrid, key: int, p: float) -> Tensor:
 
 
 def keyed_hashes(grid: HashGrid, key: int) -> Hashes:
-    """The hashes by which `keyed_mask` draws, for those who draw no mask.
+    """Return the hashes by which `keyed_mask` draws, for callers that make no mask.
 
     Args:
         grid: of the tensor.
@@ -153,12 +154,12 @@ def keyed_hashes(grid: HashGrid, key: int) -> Hashes:
 
 
 def keep_threshold(p: float) -> int:
-    """Of the signed 32-bit numbers that are drawn, those below it are kept."""
+    """Return the signed 32-bit number below which a drawn number means that the element is kept."""
     return min(round((1.0 - p) * 2.0**32) - 2**31, 2**31 - 1)
 
 
 def _row_hashes(rows: Tensor, key: int) -> tuple[Tensor, Tensor]:
-    """Factors and offsets, [rows, 1] each: views of one tensor."""
+    """Return factors and offsets, [rows, 1] each: views of one tensor."""
     mixed = (rows ^ key).mul_(_FIRST)
     halves = mixed.view(torch.int32).view(-1, 2)  # [rows, 2]: the lower and the upper bits
     lower, upper = halves[:, :1], halves[:, 1:]  # [rows, 1] each
@@ -211,7 +212,7 @@ _SECOND: Final = 0x94D049BB133111EB - (1 << 64)
 
 
 def _mix(numbers: Tensor) -> Tensor:
-    """The finaliser of splitmix64 (Steele et al. 2014, figure 17), in place; int64, arithmetic modulo 2^64."""
+    """Apply the finaliser of splitmix64 (Steele et al. 2014, figure 17) in place; int64, arithmetic modulo 2^64."""
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
         numbers ^= (numbers >> shift) & ((1 << (64 - shift)) - 1)
         numbers *= factor

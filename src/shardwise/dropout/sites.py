@@ -1,4 +1,4 @@
-"""The modules that draw: which they are, and what they wear to do so."""
+"""The modules that draw: find them, and swap their classes so that they draw keyed numbers."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ Undo = Callable[[], Any]
 def key_dropouts(
     model: nn.Module, draws: KeyedDraws, zones: Mapping[str, ShardRegion] | None = None, *, must_be_keyed: bool = False
 ) -> list[Undo]:
-    """Have a model's dropouts draw keyed numbers.
+    """Make a model's dropouts draw keyed numbers.
 
-    To be called before forwards are wrapped for recomputation or compilation: what is done here belongs inside.
+    Call it before forwards are wrapped for recomputation or compilation: the keyed forward belongs inside the wrapper.
 
     Args:
         model: its modules' names are the sites' names, so they must be those of the whole model.
         draws: of the run.
-        zones: by name: a dropout module on split tensors, or a module that drops split tensors by function.
-        must_be_keyed: ranks share a forward, so what drops outside of `KeyedDraws.at` is refused, where torch's own
-            dropouts would differ between them.
+        zones: by name of a dropout module on split tensors, or of a module that drops split tensors by function, this
+            rank's part of the tensors; None where no tensor is split.
+        must_be_keyed: raise an error for a dropout outside of `KeyedDraws.at`, since ranks share a forward and torch's
+            own dropouts would differ between them.
 
     Returns:
-        what takes it back; to be called in reverse order.
+        functions that undo it; call them in reverse order.
     """
     zones = zones or {}
     undo: list[Undo] = []
@@ -57,14 +58,14 @@ def key_dropouts(
 
 @dataclass(frozen=True)
 class _ModuleSite:
-    """What one module draws by. A copy of the module has it too, but it is not the copy's: that drops as torch does.
+    """The site of one module. A copy of the module has this object too, but does not own it, and drops as torch does.
 
     Attributes:
-        module: whose it is.
+        module: that owns the site.
         name: of the module, fully qualified.
         draws: of the run.
-        zone: of its tensors, None where they are whole.
-        rates: names that may be of its rates, on it or on its config, if it drops by function.
+        zone: this rank's part of its tensors; None where they are whole.
+        rates: names of attributes that may be its rates, on it or on its config, if it drops by function.
         must_be_keyed: see `key_dropouts`.
     """
 
@@ -80,7 +81,7 @@ class _ModuleSite:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all the rates that are known are 0, as in most decoders: its functions need not be replaced."""
+        """Say whether all known rates are 0, as in most decoders: its functions need not be replaced then."""
         module = self.module()
         if isinstance(module, nn.Dropout):
             return module.p == 0
@@ -91,7 +92,7 @@ class _ModuleSite:
         return bool(numbers) and not any(numbers)
 
     def drop(self, values: Tensor, p: float, inplace: bool = False) -> Tensor:
-        """Dropout as torch's, with keyed numbers.
+        """Apply torch's dropout of rate p to values, in place if `inplace`, with keyed numbers.
 
         Raises:
             ValueError: no forward is open to draw for.
@@ -107,7 +108,7 @@ class _ModuleSite:
         return dropped
 
     def hashes(self, shape: Sequence[int], device: torch.device, first_row: int) -> Hashes:
-        """See `shardwise.dropout.functions.probability_hashes`.
+        """Return the hashes of `shardwise.dropout.functions.probability_hashes` for shape, device and first_row.
 
         Raises:
             ValueError: no forward is open to draw for.
@@ -128,7 +129,7 @@ _SITE: Final = "_shardwise_dropout_site"
 
 
 def _open_site(module: nn.Module) -> _ModuleSite | None:
-    """By what a module is to draw; None where it is to drop as torch does."""
+    """Return the site by which a module draws now; None where it drops as torch does."""
     site: _ModuleSite | None = module.__dict__.get(_SITE)
     if site is None or not module.training or site.module() is not module:
         return None
@@ -136,7 +137,7 @@ def _open_site(module: nn.Module) -> _ModuleSite | None:
 
 
 def _keyed_module(own: type[nn.Module]) -> type[nn.Module]:
-    """A dropout module's class, but drawing by its site."""
+    """Make a subclass of a dropout module's class that draws by its site."""
 
     @functools.wraps(own.forward)
     def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002
@@ -149,7 +150,7 @@ def _keyed_module(own: type[nn.Module]) -> type[nn.Module]:
 
 
 def _keyed_functions(own: type[nn.Module]) -> type[nn.Module]:
-    """A module's class, but the dropouts that its forward calls by function draw by its site."""
+    """Make a subclass of a module's class in which the dropouts that its forward calls by function draw by its site."""
 
     @functools.wraps(own.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -167,7 +168,7 @@ def _subclass(own: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Modu
 
 
 class _Masked(torch.autograd.Function):
-    """values * mask * scale, which keeps nothing but the mask: one byte an element."""
+    """Computes values * mask * scale, and keeps only the mask for the backward: one byte for each element."""
 
     @staticmethod
     def forward(values: Tensor, mask: Tensor, scale: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""The attention of a config's section, given to a model that was built without it: one of transformers.
+"""Apply the attention of a config's section to a model that was built without it, such as one of transformers.
 
 >>> apply_attention(nn.Linear(2, 2), AttentionConfig(kind="fixed"))  # doctest: +ELLIPSIS
 Traceback (most recent call last):
@@ -20,10 +20,10 @@ from shardwise.config.resolve import AttentionConfig, ConfigError
 
 
 def check_attention(model: nn.Module, section: AttentionConfig) -> None:
-    """See that a model has the attention of a section, or can be given it: none is to be trained in silence without.
+    """Check that a model has the attention of a section, or can get it, so that it is never silently left out.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it does not have it and cannot get it.
     """
     if _lacks(model, section) and not any(_configs(model)):
         raise ConfigError(
@@ -39,14 +39,14 @@ def apply_attention(
     """Give a model the attention of a section, if it does not have it.
 
     Args:
-        model: before its layers are split. A causal one's structure is unidirectional, any other's bidirectional; of
-            an encoder and a decoder too, and the decoder sees of it what is not ahead.
-        section: of the config. Where it is dense, a structure that a model of transformers has been given stays.
-        spread: computes the attention of models of transformers where sequences are spread over ranks; those get a
-            structure then even where attention is dense.
+        model: before its layers are split. The structure is unidirectional for a causal model, else bidirectional; an
+            encoder-decoder gets a bidirectional one, of which its decoder sees no token ahead.
+        section: of the config. Where it is dense, a structure that a model of transformers already has stays.
+        spread: computes the attention of models of transformers where sequences are spread over ranks; such models then
+            get a structure even where attention is dense. None without context parallelism.
 
     Returns:
-        what takes it back.
+        functions that undo it.
 
     Raises:
         ConfigError: the model does not look its attention up, or heads that differ are not as many everywhere.
@@ -76,7 +76,7 @@ def _lacks(model: nn.Module, section: AttentionConfig) -> bool:
 
 
 def _configs(model: nn.Module) -> Iterator[Any]:
-    """Of the models of transformers inside `model`; known by their names, as transformers need not be there."""
+    """Yield the configs of transformers' models inside `model`, found by attributes: transformers may be missing."""
     for module in model.modules():
         config = getattr(module, "config", None)
         if hasattr(module, "base_model_prefix") and hasattr(config, "model_type"):

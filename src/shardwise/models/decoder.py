@@ -1,7 +1,7 @@
 """A Llama-style decoder in plain PyTorch, its loss, and its size and cost by formula.
 
-It knows nothing of sharding: no collectives, no groups, no tiers. Its state is its parameters alone; rotary
-tables are recomputed each forward, so a model built on meta needs nothing but its parameters filled.
+It has no sharding code: no collectives, no groups, no tiers. Its state is its parameters alone; rotary tables are
+recomputed in each forward, so a model built on meta needs only its parameters filled.
 
 Shapes: B batch, S sequence, E hidden, H query heads, K key and value heads, D head, V vocabulary.
 
@@ -41,9 +41,9 @@ INIT_STD = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """The shape of a decoder; `head_dim` is given, since it need not be hidden_size / num_heads.
+    """The shape of a decoder; `head_dim` is a field, since it need not be hidden_size / num_heads.
 
-    `attention` is which keys before it each query sees, in every layer; no parameter depends on it.
+    `attention` defines which keys before it each query sees, in every layer; no parameter depends on it.
 
     Raises:
         ConfigError: a size is not positive, `head_dim` is odd, `num_kv_heads` does not divide `num_heads`, or there is
@@ -86,7 +86,7 @@ class DecoderConfig:
         attend_of(self.attention, self.num_heads)  # refuses what cannot be
 
     def values(self) -> dict[str, Any]:
-        """All fields as JSON keeps them, for `from_values`; of dense attention there is nothing to say."""
+        """Return all fields as JSON values, for `from_values`; `attention` is left out where it is dense."""
         values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         if self.attention.kind == "dense":
             del values["attention"]
@@ -96,7 +96,7 @@ class DecoderConfig:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> DecoderConfig:
-        """The config of which `values` gave these."""
+        """Make the config whose method `values` returned these."""
         return cls(**{**values, "attention": AttentionConfig(**values.get("attention", {}))})
 
 
@@ -138,7 +138,7 @@ class RMSNorm(nn.Module):
 
 
 class _RMSNormProduct(torch.autograd.Function):
-    """Saves its input, which the residual holds anyway, and a number a position; the normed x is made again."""
+    """Saves its input, which the residual keeps anyway, and a number for each position; recomputes the normed x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # [..., E], [E]
@@ -166,12 +166,12 @@ class DecoderAttention(nn.Module):
     """Causal self-attention with rotary positions; H / K query heads share each key and value head.
 
     Attributes:
-        num_heads: of the whole model, as `num_kv_heads` too.
-        first_head: of those that are here.
+        num_heads: of the whole model; so is `num_kv_heads`.
+        first_head: number of this rank's first query head.
 
     Args:
         config: of the decoder.
-        attend: how queries mix values.
+        attend: computes attention.
         factory: device and dtype of the parameters.
     """
 
@@ -187,6 +187,13 @@ class DecoderAttention(nn.Module):
         self.out = DecoderLinear(query_size, hidden, _residual_std(config), **factory)
 
     def forward(self, x: Tensor, rope: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Attend from each token of x [B, S, E] to those up to it.
+
+        Args:
+            x: [B, S, E], normalised.
+            rope: of `rope_tables`.
+            positions: [S], int64, as in `Decoder.forward`; None where this rank has the whole sequence.
+        """
         heads = (*x.shape[:2], -1, self.head_dim)
         q = rotate(self.query(x).view(heads), rope).transpose(1, 2)  # [B, H, S, D]
         k = rotate(self.key(x).view(heads), rope).transpose(1, 2)  # [B, K, S, D]
@@ -213,7 +220,7 @@ class DecoderBlock(nn.Module):
 
     Args:
         config: of the decoder.
-        attend: what all layers share; of the config when left out.
+        attend: computes attention, shared by all layers; None makes it from the config.
         factory: device and dtype of the parameters.
     """
 
@@ -226,6 +233,13 @@ class DecoderBlock(nn.Module):
         self.ffn = FeedForward(config, **factory)
 
     def forward(self, x: Tensor, rope: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Run the layer on the residual stream.
+
+        Args:
+            x: [B, S, E].
+            rope: of `rope_tables`.
+            positions: [S], int64, as in `Decoder.forward`; None where this rank has the whole sequence.
+        """
         x = x + self.attention(self.attention_norm(x), rope, positions)  # [B, S, E]
         return x + self.ffn(self.ffn_norm(x))
 
@@ -235,8 +249,8 @@ class Decoder(nn.Module):
 
     Args:
         config: the shape.
-        device: where parameters are made; "meta" makes none.
-        dtype: of all parameters; torch's default when left out.
+        device: of the parameters; "meta" allocates none; None for torch's default.
+        dtype: of all parameters; None for torch's default.
     """
 
     def __init__(
@@ -258,15 +272,11 @@ class Decoder(nn.Module):
             self.head.weight = self.embed.weight
 
     def tensor_plan(self, degree: int) -> TensorPlan:
-        """How tensor parallelism splits this model; see `decoder_plan`."""
+        """Return the plan by which tensor parallelism splits this model over `degree` ranks; see `decoder_plan`."""
         return decoder_plan(self.config, degree)
 
     def check_length(self, seq_len: int) -> None:
-        """Refuse a sequence that is longer than the model's.
-
-        Raises:
-            ConfigError: it is longer than `max_seq_len`.
-        """
+        """Raise `ConfigError` if a sequence of `seq_len` tokens is longer than `max_seq_len`."""
         if seq_len > self.config.max_seq_len:
             raise ConfigError(
                 f"sequence of {seq_len} tokens is longer than max_seq_len={self.config.max_seq_len}; "
@@ -278,7 +288,7 @@ class Decoder(nn.Module):
 
         Args:
             tokens: of the sequence, or those of it that this rank computes.
-            positions: [S], int64, their places in the sequence where this rank has some of them; None where it has all.
+            positions: [S], int64, positions in the sequence of this rank's tokens; None where it has all of them.
 
         Raises:
             ConfigError: the sequence is longer than `max_seq_len`.
@@ -293,16 +303,16 @@ class Decoder(nn.Module):
 
 
 def rope_tables(seq_len: int, head_dim: int, theta: float, like: Tensor, positions: Tensor | None = None) -> Tensor:
-    """Cosines and signed sines of every position's angles (Su et al. 2021, eq. 34), to be used by `rotate`.
+    """Compute cosines and signed sines of every position's angles (Su et al. 2021, eq. 34), for `rotate`.
 
-    Angles are taken in fp64, since fp32 loses hundredths of a radian at positions beyond 100,000.
+    Angles are computed in fp64, since fp32 loses hundredths of a radian at positions beyond 100,000.
 
     Args:
         seq_len: S.
         head_dim: D.
         theta: the base.
-        like: of the dtype and on the device of what is turned.
-        positions: [S], int64; 0, 1, ... when left out.
+        like: a tensor of the dtype and on the device of the tensors to rotate.
+        positions: [S], int64; None for 0, 1, ...
 
     Returns:
         [2, S, 1, D] on the device of `like`, in its dtype or fp32, whichever is wider.
@@ -325,9 +335,9 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
 def lm_loss(
     logits: Tensor, targets: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Cross entropy summed over the targets that count, in fp32 or wider whatever the dtype of the logits.
+    """Sum the cross entropy over the targets that count, in fp32 or wider for any dtype of the logits.
 
-    Logits that are not computed yet take their sum themselves, by a method `cross_entropy_sum` of the same arguments.
+    Logits that are not computed yet compute the sum by their own method `cross_entropy_sum` of the same arguments.
 
     Args:
         logits: [B, S, V] (any leading dims), floating.
@@ -386,7 +396,7 @@ class _CrossEntropySum(torch.autograd.Function):
 
 
 def num_params(config: DecoderConfig) -> int:
-    """The number of parameters; tied embeddings count once.
+    """Return the number of parameters; tied embeddings count once.
 
     >>> from shardwise.models.presets import preset
     >>> f"{num_params(preset('llama-405b')):,}"
@@ -398,10 +408,10 @@ def num_params(config: DecoderConfig) -> int:
 
 
 def flops_per_token(config: DecoderConfig, seq_len: int) -> int:
-    """Model FLOPs of forward and backward for one token: 6 N + 12 L H D S (PaLM, arXiv 2204.02311, app. B).
+    """Return the model FLOPs of forward and backward for one token: 6 N + 12 L H D S (PaLM, arXiv 2204.02311, app. B).
 
     N are the parameters of matrix products: the head counts and the embedding does not. Dense attention counts in
-    full, as in the paper, although the causal mask spares half of it; block-sparse attention counts the
+    full, as in the paper, although the causal mask saves half of it; block-sparse attention counts the
     pairs of tokens that are visible, exactly. Recomputation does not count.
     """
     matmul_params = config.num_layers * _block_matmul_params(config) + config.vocab_size * config.hidden_size
@@ -416,7 +426,10 @@ def _block_matmul_params(config: DecoderConfig) -> int:
 
 
 def _residual_std(config: DecoderConfig) -> float:
-    """2 L projections add to the residual stream: drawn smaller, its variance does not grow with L."""
+    """Return the standard deviation for the 2 L projections that add to the residual stream.
+
+    It is smaller so that the variance of the stream does not grow with L.
+    """
     return INIT_STD / math.sqrt(2 * config.num_layers)
 
 
@@ -430,7 +443,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _rows(logits: Tensor) -> int:
-    """Rows worked through at a time: what stays in a core's cache, or is worth an accelerator's kernel."""
+    """Return the rows to compute at a time: they fit a core's cache, or are enough for an accelerator's kernel."""
     num_elements = 2**18 if logits.device.type == "cpu" else 2**26
     return max(1, num_elements // logits.shape[-1])
 
@@ -443,11 +456,11 @@ def _nearest_divisors(number: int, wanted: int) -> list[int]:
 
 
 def decoder_plan(config: DecoderConfig, degree: int) -> TensorPlan:
-    """The plan of a decoder: attention by heads, feed-forward by features, embedding and head by tokens.
+    """Return the plan of a decoder, split by heads in attention, by features in feed-forwards, by tokens at both ends.
 
     Args:
         config: its shape.
-        degree: ranks of the tensor-parallel group; where there are fewer KV heads, neighbours share one.
+        degree: ranks of the tensor-parallel group; where there are fewer KV heads, neighbouring ranks share one.
 
     Raises:
         ConfigError: heads, KV heads or `ffn_size` do not divide by `degree`.

@@ -1,4 +1,4 @@
-"""How the decoder's queries mix values: densely, or as a block-sparse structure says; always causally.
+"""The decoder's attention: dense, or block-sparse by a structure; always causal.
 
 Shapes: B batch, H query heads, K key and value heads, S sequence, D head.
 """
@@ -27,25 +27,31 @@ class Attend(Protocol):
     """Causal attention of some heads."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, first_head: int, positions: Tensor | None = None) -> Tensor:
-        """Mix values.
+        """Compute attention.
 
         Args:
             q: [B, H, S, D].
             k: [B, K, S, D].
             v: [B, K, S, D].
-            first_head: of the whole model's query heads, that of `q`'s first.
-            positions: of the tokens in their sequence, [S], where this rank has some of them; None where it has all.
+            first_head: number of q's first head among the whole model's query heads.
+            positions: [S], int64, positions in the sequence of this rank's tokens; None where it has all of them.
 
         Returns:
             [B, H, S, D].
         """
 
     def layout(self, seq_len: int, first_head: int, num_heads: int) -> BlockLayout:
-        """Which keys the queries of some heads see, of a whole sequence."""
+        """Return the layout of a whole sequence for some heads.
+
+        Args:
+            seq_len: tokens of the sequence.
+            first_head: number of the first of the heads among the whole model's query heads.
+            num_heads: how many heads.
+        """
 
 
 class Dense:
-    """Every query sees itself and all keys before it."""
+    """Dense attention: every query sees its own key and all keys before it."""
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, first_head: int, positions: Tensor | None = None
@@ -53,7 +59,7 @@ class Dense:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
     def layout(self, seq_len: int, first_head: int, num_heads: int) -> BlockLayout:
-        """One for all heads."""
+        """Return the causal layout of seq_len tokens; it is the same for all first_head and num_heads."""
         return dense_layout(seq_len, causal=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Dense:
@@ -65,9 +71,9 @@ attend_densely: Final = Dense()
 
 @dataclass(frozen=True, eq=False)
 class BlockSparse:
-    """Every query sees, of itself and the keys before it, those in blocks of the structure's.
+    """Block-sparse attention: a query sees its own key and those before it that are in blocks of the structure.
 
-    All layers and copies of a model share one, and so the layouts and what is planned on them.
+    All layers and copies of a model share one object, and so its layouts and their plans.
 
     Attributes:
         structure: causal, of the whole model's query heads.
@@ -84,7 +90,7 @@ class BlockSparse:
         return block_sparse_attention(q, k, v, self._layouts[place])
 
     def layout(self, seq_len: int, first_head: int, num_heads: int) -> BlockLayout:
-        """Of these heads; kept."""
+        """Return the layout of seq_len tokens for num_heads heads from first_head on; it is kept."""
         self._lay_out(seq_len, first_head, num_heads)
         return self._layouts[seq_len, first_head, num_heads]
 
@@ -93,7 +99,7 @@ class BlockSparse:
 
     @constant_in_graphs
     def _lay_out(self, seq_len: int, first_head: int, num_heads: int) -> None:
-        """Keep the layout; compiled code does so when it is compiled, and cannot be given a layout itself."""
+        """Keep the layout; compiled code does so while it is compiled, and cannot pass a layout itself."""
         keep_last(
             self._layouts,
             (seq_len, first_head, num_heads),
@@ -103,10 +109,10 @@ class BlockSparse:
 
 
 def attend_of(section: AttentionConfig, num_heads: int) -> Attend:
-    """What a config's section chooses.
+    """Return the attention that a config's section chooses.
 
     Args:
-        section: of the config.
+        section: `attention` of the config.
         num_heads: query heads of the whole model.
 
     Raises:
@@ -117,6 +123,12 @@ def attend_of(section: AttentionConfig, num_heads: int) -> Attend:
 
 
 def attention_density(section: AttentionConfig, num_heads: int, seq_len: int) -> float:
-    """Of all pairs of a query and a key, the share that counts: all where dense, else those that are visible."""
+    """Return the share of all pairs of a query and a key that FLOPs count: 1.0 where dense, else the visible share.
+
+    Args:
+        section: `attention` of the config.
+        num_heads: query heads of the whole model.
+        seq_len: tokens of the sequence.
+    """
     structure = structure_of(section, num_heads)
     return 1.0 if structure is None else structure.layout(seq_len).density

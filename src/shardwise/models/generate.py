@@ -1,6 +1,6 @@
-"""Sampling from any callable that maps tokens to logits: a `Decoder`, or an engine around one.
+"""Sample from any callable that maps tokens to logits: a `Decoder`, or an engine around one.
 
-Not a serving path: there is no key and value cache, each token costs one forward of what stands before it.
+It is not meant for serving: there is no key and value cache, and each token costs one forward of all tokens before it.
 
 >>> def successor(tokens):  # favours, after each token, the next one of 10
 ...     return 50.0 * torch.nn.functional.one_hot((tokens + 1) % 10, 10).float()
@@ -37,8 +37,8 @@ def generate(
         num_tokens: how many to append.
         max_seq_len: the longest input the model takes; earlier tokens are cut off.
         temperature: divides the logits; 0 takes the likeliest token.
-        top_k: sample among the k likeliest only.
-        generator: on the device of the logits; with it the sample is reproducible.
+        top_k: sample among the k likeliest tokens only; None for all.
+        generator: on the device of the logits, for reproducible samples; None for torch's default.
 
     Returns:
         int64 [B, S + num_tokens].

@@ -28,16 +28,17 @@ from shardwise.config.resolve import ConfigError
 
 
 class LayerSpec:
-    """How a layer is built: `factory(*args, **kwargs)`, called when the list is.
+    """The description of a layer: `factory(*args, **kwargs)` is called when the list is built.
 
     Args:
         factory: a module's class, or a function that returns a module.
-        args: the factory's.
-        name: of the entry in the list; its index when left out.
-        tied: a key; entries of one key have the parameters of the first of them, by the names that they have in both.
-        forward_fn: `forward_fn(layer, *inputs)` is run in place of the layer's own forward, for a layer that computes
-            something else with the parameters that it shares. Parameters are then named `INDEX.layer.NAME`.
-        kwargs: the factory's.
+        args: of the factory.
+        name: of the entry in the list; None for its index.
+        tied: a key; entries of one key share the parameters of the first of them that have the same names; None for
+            a layer that is not tied.
+        forward_fn: `forward_fn(layer, *inputs)` runs in place of the layer's own forward, for a layer that computes
+            something else with shared parameters. Parameters are then named `INDEX.layer.NAME`. None for its own.
+        kwargs: of the factory.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class LayerSpec:
         self.kwargs = kwargs
 
     def build(self) -> nn.Module:
-        """A new layer.
+        """Make a new layer.
 
         Raises:
             ConfigError: the factory returns something else.
@@ -73,7 +74,7 @@ class LayerSpec:
 
 
 class LayerList(nn.Sequential):
-    """Layers that are run in order; a tuple that one returns is the next one's positional arguments.
+    """Layers that run in order; a tuple that one returns becomes the positional arguments of the next.
 
     The entries' names are their indices, so parameters are called `0.weight`, `1.bias` and so on. The loss is the
     `loss_fn` of `shardwise.initialize`, as with every model.
@@ -133,7 +134,7 @@ class _Function(nn.Module):
 
 
 class _OtherForward(nn.Module):
-    """A layer of which another function is computed; a module, so that hooks on the entry see it run."""
+    """A layer with another forward; it is a module, so that hooks on the entry see it run."""
 
     def __init__(self, layer: nn.Module, forward_fn: Callable[..., Any]) -> None:
         super().__init__()

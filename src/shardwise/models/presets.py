@@ -118,7 +118,7 @@ PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(
 
 
 def preset(name: str) -> DecoderConfig:
-    """The shape of that name.
+    """Return the shape of that name.
 
     Raises:
         ConfigError: there is none; the message suggests the nearest name, or lists all.
@@ -136,13 +136,13 @@ def decoder_config(
     vocab_size: int | None = None,
     attention: AttentionConfig | None = None,
 ) -> DecoderConfig:
-    """The preset that the config's `model` section names, with what section, data and tokenizer change.
+    """Return the preset that the config's `model` section names, changed by the section, the data and the tokenizer.
 
     Args:
         model: the section; `head_dim` follows from hidden_size / num_heads where either is set.
-        max_seq_len: the data's; the preset's when left out.
-        vocab_size: the number of tokens the tokenizer knows; `model.vocab_size` may be larger.
-        attention: the config's section; the preset's, which is dense, when left out.
+        max_seq_len: tokens of the data's sequences; None for the preset's.
+        vocab_size: number of the tokenizer's tokens; `model.vocab_size` may be larger; None for the preset's.
+        attention: the config's section; None for the preset's, which is dense.
 
     Raises:
         ConfigError: an unknown preset, heads that do not divide the hidden size, a shape or an attention that

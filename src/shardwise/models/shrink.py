@@ -1,4 +1,4 @@
-"""From a model's sizes to small ones that divide in the same way: pure integers, for our decoder and Hugging Face's.
+"""Shrink a model's sizes to small ones that divide in the same way: pure integers, for ours and Hugging Face's models.
 
 >>> from shardwise.models import preset
 >>> mesh = MeshShape(pp=8, dp_shard=8, tp=8)
@@ -32,14 +32,14 @@ _BLOCK: Final = 2
 
 @dataclass(frozen=True)
 class Scale:
-    """What the shrunk sizes must go with.
+    """The meshes and stages that the shrunk sizes must fit.
 
     Attributes:
         mesh: of the run.
         folded: the small mesh.
         num_stages: of the run's pipeline.
-        num_folded_stages: of the small one.
-        recompute_every: which blocks are recomputed; there should be others too.
+        num_folded_stages: of the small pipeline.
+        recompute_every: every so many blocks, one is recomputed; the small model keeps at least one other block.
     """
 
     mesh: MeshShape
@@ -51,7 +51,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What is scaled of a model."""
+    """The sizes of a model that are scaled."""
 
     num_layers: int
     hidden_size: int
@@ -64,7 +64,13 @@ class ModelSizes:
 
 
 def shrink_sizes(sizes: ModelSizes, scale: Scale, head_dim: int = _HEAD_DIM) -> ModelSizes:
-    """Sizes in the same ratios that divide by the folded axes as the given ones do by the run's."""
+    """Return small sizes in the same ratios, which divide by the folded axes if the given ones divide by the run's.
+
+    Args:
+        sizes: of the model.
+        scale: the meshes and stages.
+        head_dim: of the small model.
+    """
     tp, folded_tp = scale.mesh.tp, scale.folded.tp
     num_sharers = sizes.num_heads // sizes.num_kv_heads
     if tp > sizes.num_kv_heads:  # ranks share KV heads, two of them each
@@ -93,7 +99,7 @@ def shrink_sizes(sizes: ModelSizes, scale: Scale, head_dim: int = _HEAD_DIM) -> 
 
 
 def shrink_layers(num_layers: int, scale: Scale) -> int:
-    """Two blocks a stage where there are as many; one more where the stages do not divide them."""
+    """Return the number of small layers: two a stage if there are enough, one more if stages do not divide them."""
     if num_layers < scale.num_stages:  # embedding and head are stages of their own
         return max(1, scale.num_folded_stages - (scale.num_stages - num_layers))
     per_stage = min(2, num_layers // scale.num_stages)
@@ -102,7 +108,7 @@ def shrink_layers(num_layers: int, scale: Scale) -> int:
 
 
 def shrink_seq_len(seq_len: int, scale: Scale) -> int:
-    """A few tokens, which divide by tp if those of the run do, and over the cp axis whatever the token layout."""
+    """Return a small sequence length: tp divides it if it divides the run's, and every cp token split can divide it."""
     mesh, folded = scale.mesh, scale.folded
     if folded.cp == 1:
         return _like(_SEQ_LEN, seq_len, mesh.tp, folded.tp)
@@ -111,7 +117,7 @@ def shrink_seq_len(seq_len: int, scale: Scale) -> int:
 
 
 def shrink_decoder(shape: DecoderConfig, scale: Scale) -> DecoderConfig:
-    """A decoder's shape with small sizes, blocks of attention too; the rest, such as tied embeddings, as it is."""
+    """Return a decoder's shape with small sizes and attention blocks; other fields, such as tied embeddings, stay."""
     sizes = ModelSizes(**{field.name: getattr(shape, field.name) for field in fields(ModelSizes)})
     small = shrink_sizes(sizes, scale)
     attention = shape.attention
@@ -122,7 +128,7 @@ def shrink_decoder(shape: DecoderConfig, scale: Scale) -> DecoderConfig:
     )
 
 
-# What the families call their sizes; the first that a config has says how large the model is, all of them are changed.
+# The families' names of their sizes; the first that a config has gives the model's size, and all of them are changed.
 _NAMES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "num_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "depth"),
@@ -151,18 +157,18 @@ _TOKENS: Final[Mapping[str, int]] = MappingProxyType({"pad_token_id": 0, "bos_to
 
 
 def shrink_huggingface(values: Mapping[str, Any], scale: Scale, seq_len: int) -> dict[str, Any]:
-    """The values of a Hugging Face `config.json` with small sizes; the rest, such as dropout, as it is.
+    """Return the values of a Hugging Face `config.json` with small sizes; other values, such as dropout, stay.
 
     Args:
         values: as `json.loads` returns them.
-        scale: to which the sizes are brought.
-        seq_len: of the run.
+        scale: the meshes and stages that the sizes must fit.
+        seq_len: tokens of the run's sequences.
 
     Raises:
-        ConfigError: layers, hidden size, heads or vocabulary go by no name that is known.
+        ConfigError: layers, hidden size, heads or vocabulary have no known name.
     """
     sizes = read_huggingface(values)
-    # A rotary embedding of a part of the head, or of several axes, turns pairs, too.
+    # A rotary embedding of a part of the head, or of several axes, rotates pairs, too.
     rotary = values.get("rope_parameters")
     axes = rotary.get("mrope_section") if isinstance(rotary, dict) else None
     is_partial = isinstance(axes, list) or any(key in values for key in ("partial_rotary_factor", "rotary_pct"))
@@ -185,16 +191,16 @@ def shrink_huggingface(values: Mapping[str, Any], scale: Scale, seq_len: int) ->
     if isinstance(window, int) and window < seq_len:
         shrunk["sliding_window"] = _WINDOW
     shrunk |= dict(_small_tokens(values, small.vocab_size))
-    if values.get("is_encoder_decoder"):  # labels become the decoder's input behind this token
+    if values.get("is_encoder_decoder"):  # labels become the decoder's input after this token
         shrunk.setdefault("decoder_start_token_id", 0)
     return shrunk
 
 
 def read_huggingface(values: Mapping[str, Any]) -> ModelSizes:
-    """The sizes of a Hugging Face config.
+    """Read the sizes of a Hugging Face config.
 
     Raises:
-        ConfigError: some go by no name that is known.
+        ConfigError: layers, hidden size, heads or vocabulary have no known name.
     """
     found: dict[str, int] = {}
     for field in fields(ModelSizes):
@@ -238,7 +244,7 @@ def _small_tokens(values: Mapping[str, Any], vocab_size: int) -> Iterator[tuple[
 
 
 def _like(number: int, original: int, degree: int, folded_degree: int) -> int:
-    """The smallest size from `number` on that divides by `folded_degree` if and only if `original` does by `degree`."""
+    """Return the smallest size >= `number` that `folded_degree` divides if and only if `degree` divides `original`."""
     number = max(1, number)
     if folded_degree == 1:
         return number

@@ -1,4 +1,7 @@
-"""The Triton back end: this module is a `backends.Backend`. Deterministic; fp32, fp16 and bf16; heads up to 256."""
+"""The Triton back end: this module is a `backends.Backend`.
+
+It is deterministic, and takes fp32, fp16 and bf16 and head sizes up to 256.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ MOST_HEAD_DIM: Final = 256
 
 
 def plan(layout: BlockLayout, q: Tensor, k: Tensor) -> BackendPlan:
-    """The look-up tables of a layout; the caller keeps them.
+    """Make the look-up tables of a layout, for tensors like q and k; the caller keeps them.
 
     Raises:
         ConfigError: the kernels do not serve this dtype or head size, or heads differ in number.
@@ -34,7 +37,10 @@ def plan(layout: BlockLayout, q: Tensor, k: Tensor) -> BackendPlan:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, extras: ScoreModifiers, plan: BackendPlan) -> tuple[Tensor, Tensor]:
-    """Output [B, H, Nq, D], in memory [B, Nq, H, D], and log-sum-exp [B, H, Nq] in fp32."""
+    """Compute the output [B, H, Nq, D], in memory [B, Nq, H, D], and the log-sum-exp [B, H, Nq] in fp32.
+
+    The arguments q, k, v, extras and plan are those of `Backend.forward`.
+    """
     inputs = [_last_dim_contiguous(each) for each in (q, k, v)]
     samples, heads, tokens, head_dim = q.shape
     out = q.new_empty(samples, tokens, heads, head_dim).transpose(1, 2)  # [B, H, Nq, D]
@@ -55,7 +61,10 @@ def backward(
     needs_bias: bool,
     is_wide: bool = False,
 ) -> AttentionGrads:
-    """The gradients, in memory as their inputs; that of a bias which is broadcast is summed in fp32."""
+    """Compute the gradients, with the strides of their inputs; that of a broadcast bias is summed in fp32.
+
+    The arguments grad_out, grad_lse, saved, extras, plan, needs_bias and is_wide are those of `Backend.backward`.
+    """
     make = _launches()
     inputs = [_last_dim_contiguous(each) for each in (saved.q, saved.k, saved.v)]
     grads = [torch.empty_like(each, dtype=torch.float32 if is_wide else None) for each in inputs]
@@ -80,7 +89,7 @@ def backward(
 
 
 def _launches() -> ModuleType:
-    """The module that imports Triton, which only these kernels need."""
+    """Import the module that needs Triton, when its kernels are first used."""
     try:
         from shardwise.attention.triton import launch as launches
     except ImportError as error:
@@ -89,7 +98,7 @@ def _launches() -> ModuleType:
 
 
 def _bias_room(q: Tensor, bias: Tensor | None) -> Tensor | None:
-    """Zeros for the gradient of a bias: in its own dtype where each element is written once, else in fp32."""
+    """Make zeros for the gradient of a bias: in its own dtype where each element is written once, else in fp32."""
     if bias is None:
         return None
     is_whole = bias.shape[:2] == q.shape[:2]
@@ -101,7 +110,7 @@ def _last_dim_contiguous(tensor: Tensor) -> Tensor:
 
 
 def _contiguous(extras: ScoreModifiers) -> ScoreModifiers:
-    """Extras as the kernels index them; the bias keeps its strides."""
+    """Make the extras contiguous, as the kernels index them; the bias keeps its strides."""
     draw = extras.draw
     if draw is not None:
         draw = Draw(draw.factors.contiguous(), draw.offsets.contiguous(), draw.columns.contiguous(), draw.p)

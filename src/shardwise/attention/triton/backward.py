@@ -1,6 +1,7 @@
 """The backward kernels: dQ over tiles of queries, dK and dV over tiles of keys (FlashAttention-2, algorithm 2).
 
-Each recomputes the probabilities from the log-sum-exp, so that no program adds to what another writes: no atomics.
+Each recomputes the probabilities from the log-sum-exp, so that no program adds to what another writes: there are no
+atomic operations.
 Rows that see no key have a log-sum-exp of +inf here, which makes their probabilities 0.
 """
 
@@ -33,7 +34,7 @@ from shardwise.attention.triton.common import (
 
 
 class OutputGrad(NamedTuple):
-    """The output's gradient; per row [B, H, Nq] the log-sum-exp in powers of 2, and what its softmax takes off."""
+    """The output's gradient, and for each row [B, H, Nq] the log-sum-exp in base 2 and delta (see `prepare`)."""
 
     grad: StridedRows
     lse: Any
@@ -41,7 +42,7 @@ class OutputGrad(NamedTuple):
 
 
 class RowInputs(NamedTuple):
-    """What `prepare` reads: the output, its log-sum-exp and that one's gradient, contiguous or None."""
+    """The inputs of `prepare`: the output, its log-sum-exp, and the gradient of that, contiguous or None."""
 
     out: StridedRows
     lse: Any
@@ -75,7 +76,15 @@ class GradOfKeys(NamedTuple):
 def prepare(
     prepared: tl.tuple, incoming: tl.tuple, numbers: tl.tuple, has_grad_lse: tl.constexpr, shape: tl.constexpr
 ) -> None:
-    """delta = rowsum(out * grad_out) - grad_lse."""
+    """Write delta = rowsum(out * grad_out) - grad_lse and the log-sum-exp in base 2.
+
+    Args:
+        prepared: `RowInputs`.
+        incoming: `OutputGrad`, whose lse and delta are written.
+        numbers: `KernelScalars`.
+        has_grad_lse: whether the log-sum-exp has a gradient.
+        shape: `KernelShape`.
+    """
     head, sample = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     queries = tl.program_id(0) * shape.TILE + tl.arange(0, shape.TILE)
     is_query = queries < numbers.num_queries
@@ -102,7 +111,18 @@ def backward_queries(
     bias_mode: tl.constexpr,
     shape: tl.constexpr,
 ) -> None:
-    """dQ; and the gradient of the bias, written where `bias_mode` is 1, added to what stands there where it is 2."""
+    """Compute dQ and, if needed, the gradient of the bias.
+
+    Args:
+        inputs: `KernelInputs`.
+        incoming: `OutputGrad`.
+        out: `GradOfQueries`, written.
+        lists: `LutPointers` of queries.
+        given: `ModifierArgs`.
+        numbers: `KernelScalars`.
+        bias_mode: 0 for no gradient of the bias, 1 to write it, 2 to add it to the values there.
+        shape: `KernelShape`.
+    """
     head, sample = tl.program_id(1).to(tl.int64) + out.head, tl.program_id(2).to(tl.int64) + out.sample
     index = tl.program_id(0) * (HEAD + 4 * shape.LISTS)
     origin, begin, end, shift, slot = item_of(lists.items, index, head * lists.group)
@@ -150,7 +170,7 @@ def _grad_of_queries(
     is_partial: tl.constexpr,
     shape: tl.constexpr,
 ) -> tl.tensor:
-    """What one entry adds to dQ, before the scale."""
+    """Return what one entry adds to dQ, before the scale."""
     q, grad, lse, delta, queries, is_query, shift = tile
     lists, given, numbers, out = tables
     keys, is_key = entry_tokens(lists, entry, is_partial, shape)
@@ -191,7 +211,11 @@ def backward_keys(
     numbers: tl.tuple,
     shape: tl.constexpr,
 ) -> None:
-    """dK and dV of one key and value head, over all the query heads that share it."""
+    """Compute dK and dV of one key and value head, over all the query heads that share it.
+
+    inputs are `KernelInputs`, incoming an `OutputGrad`, out the `GradOfKeys` to write, lists the `LutPointers` of keys;
+    given, numbers and shape are as in `common`.
+    """
     kv, sample = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     index = tl.program_id(0) * (HEAD + 4 * shape.LISTS)
     origin, begin, end, shift, slot = item_of(lists.items, index, kv * lists.group)
@@ -248,7 +272,7 @@ def _grad_of_keys(
     is_partial: tl.constexpr,
     shape: tl.constexpr,
 ) -> tl.tuple:
-    """Add one entry of one query head to dK, before the scale, and to dV, before that of kept probabilities."""
+    """Add one entry of one query head to dK, before the scale, and to dV, before the scale of kept probabilities."""
     k_sums, v_sums = state
     k, v, keys, is_key, shift = tile
     q_rows, grad_rows, incoming = queries_of
@@ -279,7 +303,15 @@ def _grad_of_keys(
 
 @triton.jit
 def merge_sums(sums: tl.tensor, out: tl.tuple, merges: tl.tuple, numbers: tl.tuple, shape: tl.constexpr) -> None:
-    """Add the parts of split tiles, first to last; the grid's second axis is of the heads of `out`."""
+    """Add the parts of split tiles, first to last; the grid's second axis counts the heads of `out`.
+
+    Args:
+        sums: partial sums, fp32 [B, heads, slots, TILE, WIDE_D].
+        out: `StridedRows`, written.
+        merges: `SplitTiles`.
+        numbers: `KernelScalars`.
+        shape: `KernelShape`.
+    """
     head, sample = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     origin, begin, end, slot, num = item_of(merges.items, tl.program_id(0) * 5, head * merges.group)
     if begin >= end:

@@ -1,8 +1,12 @@
-"""What the kernels share: their arguments as tuples, and how a program reads its tables, rows and extras.
+"""Shared parts of the kernels: their arguments as tuples, and functions that read tables, rows and extras.
 
-A program owns the tile [TILE] of a table's item and walks over entries [ENTRY]; "at" is (sample, query head), both
+A program computes the tile [TILE] of a table's item and loops over entries [ENTRY]; "at" is (sample, query head), both
 int64. Index arguments `queries` and `keys` are two-dimensional and broadcast, so that one function serves tiles of
 queries [TILE, 1] with keys [1, ENTRY] as well as tiles of keys [TILE, 1] with queries [1, ENTRY].
+
+Arguments of one name have one type: `lists` is `LutPointers`, `given` is `ModifierArgs`, `numbers` is `KernelScalars`,
+`shape` is `KernelShape`, `rows` is a head's (pointer, stride between tokens) from `head_of`, and `pairs` is (queries,
+keys, shift), where a query at place m in its tensor sees the key at place n if n <= m + shift.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 class StridedRows(NamedTuple):
-    """A tensor [B, heads, N, D] whose last dim is contiguous: where it begins, and its other strides."""
+    """A tensor [B, heads, N, D] whose last dim is contiguous: its pointer, and its other strides."""
 
     at: Any
     sample: int
@@ -35,7 +39,7 @@ class KernelInputs(NamedTuple):
 
 
 class LutPointers(NamedTuple):
-    """One side's tables; `group` is the stride of items between heads, 0 where they share."""
+    """The tables of one side; `group` is the stride of items between heads, 0 where heads share them."""
 
     items: Any
     full: Any
@@ -44,14 +48,14 @@ class LutPointers(NamedTuple):
 
 
 class SplitTiles(NamedTuple):
-    """The tiles that are split; the stride between heads, 0 where they share."""
+    """The tiles that are split; `group` is the stride between heads, 0 where heads share them."""
 
     items: Any
     group: int
 
 
 class ModifierArgs(NamedTuple):
-    """The extras, None where there are none; strides of the bias are 0 where it is broadcast."""
+    """The extras, None for those that are not used; strides of the bias are 0 where it is broadcast."""
 
     padding: Any
     bias: Any
@@ -66,7 +70,7 @@ class ModifierArgs(NamedTuple):
 
 
 class KernelScalars(NamedTuple):
-    """Sizes, the scale of the scores as it is and for powers of 2, and what a kept probability is multiplied by."""
+    """Sizes, the scale of the scores in base e and in base 2, and the factor of kept probabilities."""
 
     num_heads: int
     num_kv: int
@@ -79,10 +83,10 @@ class KernelScalars(NamedTuple):
 
 
 class KernelShape(NamedTuple):
-    """What a kernel is compiled for.
+    """The constants that a kernel is compiled for.
 
-    IS_PLAIN: the scale is not negative. IS_AHEAD: registers suffice to know an entry's place a turn before it is read.
-    UPCAST: in the interpreter, whose product of bf16 is wrong.
+    IS_PLAIN: the scale is not negative. IS_AHEAD: registers suffice to load an entry's place one iteration ahead.
+    UPCAST: the kernel runs in the interpreter, whose product of bf16 is wrong.
     """
 
     D: int
@@ -104,6 +108,7 @@ class KernelShape(NamedTuple):
 
 @triton.jit
 def dot(a: tl.tensor, b: tl.tensor, shape: tl.constexpr) -> tl.tensor:
+    """Multiply the matrices a [M, K] and b [K, N] into fp32, in fp32 if shape.UPCAST."""
     if shape.UPCAST:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision="ieee", out_dtype=tl.float32)
@@ -111,7 +116,7 @@ def dot(a: tl.tensor, b: tl.tensor, shape: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def zero_rows(shape: tl.constexpr) -> tl.tensor:
-    """[TILE, WIDE_D] in fp32."""
+    """Return zeros [TILE, WIDE_D] in fp32."""
     tile: tl.constexpr = shape.TILE
     size: tl.constexpr = shape.WIDE_D
     return tl.zeros([tile, size], tl.float32)
@@ -119,12 +124,13 @@ def zero_rows(shape: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def head_of(rows: tl.tuple, sample: tl.tensor, head: tl.tensor) -> tl.tuple:
-    """Where a head's rows begin, and the stride between them."""
+    """Return the pointer to the first row of a sample's head, and the stride between rows."""
     return rows.at + sample * rows.sample + head * rows.head, rows.token
 
 
 @triton.jit
 def row_pointers(rows: tl.tuple, tokens: tl.tensor, shape: tl.constexpr) -> tl.tensor:
+    """Return pointers [tokens, WIDE_D] to the elements of rows; shape has the sizes."""
     begin, stride = rows
     return begin + tokens[:, None].to(tl.int64) * stride + tl.arange(0, shape.WIDE_D)[None, :]
 
@@ -142,7 +148,10 @@ def row_mask(is_real: tl.tensor, shape: tl.constexpr) -> tl.tensor:
 def load_rows(
     rows: tl.tuple, tokens: tl.tensor, is_real: tl.tensor, masked: tl.constexpr, shape: tl.constexpr
 ) -> tl.tensor:
-    """[tokens, WIDE_D], 0 beyond the head size and, where `masked`, in rows that do not exist."""
+    """Load rows of tokens, [tokens, WIDE_D]; shape has the sizes.
+
+    Elements beyond the head size are 0 and, where `masked`, so are rows that do not exist (`is_real` is False).
+    """
     pointers = row_pointers(rows, tokens, shape)
     if masked:
         values = tl.load(pointers, mask=row_mask(is_real, shape), other=0.0)
@@ -157,30 +166,38 @@ def load_rows(
 def store_rows(
     rows: tl.tuple, tokens: tl.tensor, is_real: tl.tensor, values: tl.tensor, shape: tl.constexpr
 ) -> tl.tensor:
+    """Store values [tokens, WIDE_D] into the rows of tokens that exist (`is_real`); shape has the sizes."""
     pointers = row_pointers(rows, tokens, shape)
     tl.store(pointers, values.to(pointers.dtype.element_ty), mask=row_mask(is_real, shape))
 
 
 @triton.jit
 def item_of(items: tl.tensor, index: tl.tensor, group: tl.tensor) -> tl.tuple:
-    """An item's origin, begin, end and its two further numbers."""
+    """Load an item's origin, begin, end and two further numbers, at items + group (its head's offset) + index."""
     item = items + group + index.to(tl.int64)
     return tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4)
 
 
 @triton.jit
 def ranges_of(items: tl.tensor, index: tl.tensor, group: tl.tensor, each: tl.tensor) -> tl.tuple:
-    """Where the full and the partial entries of an item begin and end, for one of its lists."""
+    """Load the ranges of an item's full and partial entries: begin and end of both.
+
+    Args:
+        items: pointer to the items.
+        index: offset of the item in its head's items.
+        group: offset of the head's items.
+        each: number of the item's list, 0 where it has one.
+    """
     item = items + group + index.to(tl.int64) + HEAD + 4 * each
     return tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
 
 
 @triton.jit
 def entry_at(lists: tl.tuple, number: tl.tensor, is_partial: tl.constexpr, shape: tl.constexpr) -> tl.tuple:
-    """Where the sub-blocks of an entry begin and end.
+    """Load the begin and end of the sub-blocks of entry `number` of lists, in the table that `is_partial` selects.
 
-    Loops ask for it a turn ahead, for which tables have a row to spare: where a load of rows waits for another load of
-    its own turn, one entry less is in flight.
+    Loops call it one iteration ahead, for which tables have a spare row: if the load of rows waited for another load
+    of its own iteration, fewer loads would overlap. shape has the sizes.
     """
     num_subs: tl.constexpr = shape.ENTRY // shape.SUB
     row = entry_row(lists, number, is_partial, shape) + (0 if num_subs == 1 else tl.arange(0, shape.ENTRY) // shape.SUB)
@@ -191,7 +208,7 @@ def entry_at(lists: tl.tuple, number: tl.tensor, is_partial: tl.constexpr, shape
 
 @triton.jit
 def entry_row(lists: tl.tuple, number: tl.tensor, is_partial: tl.constexpr, shape: tl.constexpr) -> tl.tensor:
-    """Where an entry's numbers stand in the table."""
+    """Return the pointer to entry `number` in the table of lists that `is_partial` selects; shape has the sizes."""
     num_subs: tl.constexpr = shape.ENTRY // shape.SUB
     size: tl.constexpr = 2 * num_subs + shape.TILE // shape.RUN if is_partial else num_subs
     return (lists.partial if is_partial else lists.full) + tl.full([], size, tl.int64) * number
@@ -199,7 +216,14 @@ def entry_row(lists: tl.tuple, number: tl.tensor, is_partial: tl.constexpr, shap
 
 @triton.jit
 def entry_tokens(lists: tl.tuple, entry: tl.tuple, is_partial: tl.constexpr, shape: tl.constexpr) -> tl.tuple:
-    """An entry's tokens [ENTRY], and whether each exists, which in a full one all do."""
+    """Return the tokens [ENTRY] of an entry of lists, and whether each exists; in a full entry all do.
+
+    Args:
+        lists: `LutPointers`.
+        entry: (number, begins, ends), the latter two from `entry_at`.
+        is_partial: whether the entry is partial.
+        shape: `KernelShape`.
+    """
     number, begins, ends = entry
     if not shape.IS_AHEAD:
         begins, ends = entry_at(lists, number, is_partial, shape)
@@ -211,7 +235,15 @@ def entry_tokens(lists: tl.tuple, entry: tl.tuple, is_partial: tl.constexpr, sha
 
 @triton.jit
 def pairs_seen(lists: tl.tuple, entry: tl.tuple, pairs: tl.tuple, is_real: tl.tensor, shape: tl.constexpr) -> tl.tensor:
-    """Of a partial entry, which pairs are seen, [TILE, ENTRY]; `pairs`: queries, keys and the shift between them."""
+    """Say which pairs of a partial entry of lists are seen, [TILE, ENTRY].
+
+    Args:
+        lists: `LutPointers`.
+        entry: (number, begins, ends).
+        pairs: queries, keys and the shift between them.
+        is_real: [ENTRY], whether each token of the entry exists.
+        shape: `KernelShape`.
+    """
     queries, keys, shift = pairs
     seen = (keys <= queries + shift) & is_real[None, :]
     num_subs: tl.constexpr = shape.ENTRY // shape.SUB
@@ -225,7 +257,15 @@ def pairs_seen(lists: tl.tuple, entry: tl.tuple, pairs: tl.tuple, is_real: tl.te
 
 @triton.jit
 def biased(scores: tl.tensor, pairs: tl.tuple, is_pair: tl.tensor, at: tl.tuple, given: tl.tuple) -> tl.tensor:
-    """Scores, in powers of 2, with the bias of each pair."""
+    """Add the bias of each pair to scores in base 2.
+
+    Args:
+        scores: [TILE, ENTRY].
+        pairs: queries, keys and the shift between them.
+        is_pair: [TILE, ENTRY], whether both tokens exist.
+        at: sample and query head.
+        given: `ModifierArgs`.
+    """
     queries, keys, _ = pairs
     sample, head = at
     bias = given.bias + sample * given.bias_sample + head * given.bias_head
@@ -237,7 +277,16 @@ def biased(scores: tl.tensor, pairs: tl.tuple, is_pair: tl.tensor, at: tl.tuple,
 def kept(
     pairs: tl.tuple, is_query: tl.tensor, is_key: tl.tensor, at: tl.tuple, given: tl.tuple, numbers: tl.tuple
 ) -> tl.tensor:
-    """Which probabilities the dropout keeps (`backends.Draw`); int32 wraps."""
+    """Say which probabilities the dropout keeps (`backends.Draw`), [TILE, ENTRY]; int32 wraps.
+
+    Args:
+        pairs: queries, keys and the shift between them.
+        is_query: whether each query exists; of the shape of queries.
+        is_key: whether each key exists; of the shape of keys.
+        at: sample and query head.
+        given: `ModifierArgs`.
+        numbers: `KernelScalars`.
+    """
     queries, keys, _ = pairs
     sample, head = at
     row = (sample * numbers.num_heads + head) * numbers.num_queries + queries
@@ -251,7 +300,15 @@ def kept(
 def slot_tokens(
     slot: tl.tensor, at: tl.tuple, num_heads: tl.tensor, num_slots: tl.tensor, shape: tl.constexpr
 ) -> tl.tensor:
-    """Rows of partial sums, numbered through all slots: [TILE], int64."""
+    """Number the rows of a slot of partial sums through all slots: [TILE], int64.
+
+    Args:
+        slot: number of the slot in its head.
+        at: sample and head.
+        num_heads: of the sums.
+        num_slots: of a head.
+        shape: `KernelShape`.
+    """
     sample, head = at
     first = ((sample * num_heads + head) * num_slots + slot) * shape.TILE
     return first + tl.arange(0, shape.TILE)
@@ -259,4 +316,5 @@ def slot_tokens(
 
 @triton.jit
 def slot_pointers(sums: tl.tensor, tokens: tl.tensor, shape: tl.constexpr) -> tl.tensor:
+    """Return pointers [TILE, WIDE_D] to rows of sums; tokens are of `slot_tokens`, and shape has the sizes."""
     return sums + tokens[:, None] * shape.WIDE_D + tl.arange(0, shape.WIDE_D)[None, :]

@@ -1,6 +1,6 @@
 """The forward kernel: an online softmax over a tile's entries (FlashAttention-2, Dao 2023, algorithm 1), base 2.
 
-Full entries come first, without any mask, then partial ones. A long tile is split among several programs, whose sums
+Full entries come first, without any mask, then partial ones. A long tile is split over several programs, whose sums
 `merge_softmax` joins in a fixed order.
 """
 
@@ -33,7 +33,7 @@ from shardwise.attention.triton.common import (
 
 
 class ForwardOutputs(NamedTuple):
-    """Results: the output, log-sum-exp [B, H, Nq]; of split tiles the sums, and per row the maximum and the total."""
+    """The results: output, log-sum-exp [B, H, Nq]; for split tiles the sums, and each row's maximum and total."""
 
     out: StridedRows
     lse: Any
@@ -46,6 +46,16 @@ class ForwardOutputs(NamedTuple):
 def forward(
     inputs: tl.tuple, attended: tl.tuple, lists: tl.tuple, given: tl.tuple, numbers: tl.tuple, shape: tl.constexpr
 ) -> None:
+    """Compute the output and log-sum-exp of a tile of queries, or the partial sums of a split one.
+
+    Args:
+        inputs: `KernelInputs`.
+        attended: `ForwardOutputs`, written.
+        lists: `LutPointers` of queries.
+        given: `ModifierArgs`.
+        numbers: `KernelScalars`.
+        shape: `KernelShape`.
+    """
     head, sample = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     index = tl.program_id(0) * (HEAD + 4 * shape.LISTS)
     origin, begin, end, shift, slot = item_of(lists.items, index, head * lists.group)
@@ -80,7 +90,7 @@ def forward(
 
 @triton.jit
 def _start(shape: tl.constexpr) -> tl.tuple:
-    """Of rows that have seen no key: the weighted sum of values, the largest score, the sum of the weights."""
+    """Return the state of rows before any key: the weighted sum of values, the largest score, the sum of weights."""
     tile: tl.constexpr = shape.TILE
     return zero_rows(shape), tl.full([tile], float("-inf"), tl.float32), tl.zeros([tile], tl.float32)
 
@@ -96,7 +106,7 @@ def _visit(
     is_partial: tl.constexpr,
     shape: tl.constexpr,
 ) -> tl.tuple:
-    """One entry's part of the online softmax."""
+    """Add one entry to the online softmax."""
     sums, most, total = state
     q, queries, is_query, shift = tile
     lists, given, numbers = tables
@@ -146,7 +156,14 @@ def _finish(
 
 @triton.jit
 def merge_softmax(attended: tl.tuple, merges: tl.tuple, numbers: tl.tuple, shape: tl.constexpr) -> None:
-    """Join the parts of split tiles, first to last."""
+    """Join the parts of split tiles, first to last.
+
+    Args:
+        attended: `ForwardOutputs`; its partial sums are read, its output and log-sum-exp written.
+        merges: `SplitTiles`.
+        numbers: `KernelScalars`.
+        shape: `KernelShape`.
+    """
     head, sample = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     origin, begin, end, slot, num = item_of(merges.items, tl.program_id(0) * 5, head * merges.group)
     if begin >= end:

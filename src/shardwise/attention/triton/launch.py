@@ -1,4 +1,4 @@
-"""Which kernels a forward and a backward launch, as values: tests compile them for GPUs that are not there."""
+"""The kernel launches of a forward and a backward, as values: tests compile them for GPUs that are not present."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def rows_of(tensor: Tensor) -> StridedRows:
 def forward_launches(
     inputs: Sequence[Tensor], extras: ScoreModifiers, table: DeviceLut, results: Sequence[Tensor]
 ) -> list[KernelLaunch]:
-    """The forward's kernel, and the merge of split tiles.
+    """Return the launches of the forward's kernel, and of the merge of split tiles if there are any.
 
     Args:
         inputs: q, k, v.
         extras: of the attention.
         table: of queries.
-        results: out, and lse [B, H, Nq], to be written.
+        results: out [B, H, Nq, D] and lse [B, H, Nq], to be written.
     """
     q, out, lse = inputs[0], *results
     shape, numbers, given = _shape(inputs, extras, table), _numbers(inputs, extras, table), _given(extras)
@@ -86,7 +86,13 @@ def forward_launches(
 def prepare_launch(
     inputs: Sequence[Tensor], outputs: Sequence[Tensor | None], incoming: backward.OutputGrad
 ) -> KernelLaunch:
-    """delta and the log-sum-exp in powers of 2, into `incoming`; outputs: out, lse, and lse's gradient or None."""
+    """Return the launch of `prepare`, which writes delta and the log-sum-exp in base 2 into `incoming`.
+
+    Args:
+        inputs: q, k, v.
+        outputs: out, lse, and the gradient of lse or None.
+        incoming: gradient of the output; its lse and delta are written.
+    """
     q = inputs[0]
     out, lse, grad_lse = outputs
     assert out is not None
@@ -103,16 +109,16 @@ def query_launches(
     table: DeviceLut,
     grads: tuple[Tensor, Tensor | None],
 ) -> list[KernelLaunch]:
-    """dQ, and the gradient of the bias where it is wanted.
+    """Return the launches for dQ, and for the gradient of the bias if it is needed.
 
-    A bias broadcast over samples or heads takes one launch for each of them, which adds to what the one before wrote.
+    A bias broadcast over samples or heads takes one launch for each of them, which adds to the result so far.
 
     Args:
         inputs: q, k, v.
-        incoming: as `prepare` leaves it.
+        incoming: written by `prepare`.
         extras: of the attention.
         table: of queries.
-        grads: of q, to be written; of the bias, zeros in its shape, or None.
+        grads: of q, to be written; of the bias, zeros in its shape, or None for no gradient.
     """
     q, (grad, grad_bias) = inputs[0], grads
     shape, numbers, given = _shape(inputs, extras, table), _numbers(inputs, extras, table), _given(extras)
@@ -147,7 +153,15 @@ def key_launches(
     table: DeviceLut,
     grads: tuple[Tensor, Tensor],
 ) -> list[KernelLaunch]:
-    """dK and dV, which are the `grads` to be written."""
+    """Return the launches for dK and dV.
+
+    Args:
+        inputs: q, k, v.
+        incoming: written by `prepare`.
+        extras: of the attention.
+        table: of keys.
+        grads: of k and v, to be written.
+    """
     q, k, _ = inputs
     shape, numbers, given = _shape(inputs, extras, table, of_keys=True), _numbers(inputs, extras, table), _given(extras)
     samples, heads = k.shape[:2]
@@ -165,14 +179,14 @@ def key_launches(
 
 
 def _registers(shape: KernelShape, warps: int, dtype: torch.dtype) -> int | None:
-    """Of a thread at most: those with which two programs run on a multiprocessor, where next to nothing spills."""
+    """Limit a thread's registers so that two programs run on a multiprocessor, where almost none spill; else None."""
     is_apart = shape.SUB < shape.ENTRY or dtype == torch.float32  # gathered, or without matrix instructions
     is_light = not (shape.HAS_BIAS or shape.HAS_DROPOUT or shape.HAS_PADDING or is_apart)
     return 65_536 // (2 * 32 * warps) if is_light and shape.WIDE_D <= 64 and warps > 4 else None
 
 
 def _slots(like: Tensor, heads: int, table: DeviceLut, sizes: tuple[int, ...]) -> Tensor:
-    """Room for the partial sums of split tiles."""
+    """Allocate the partial sums of split tiles, fp32 [B, heads, slots, *sizes]."""
     return torch.empty(like.shape[0], heads, table.num_slots, *sizes, dtype=torch.float32, device=like.device)
 
 
@@ -185,7 +199,7 @@ def _merges(table: DeviceLut) -> SplitTiles:
 
 
 def _group_stride(tensor: Tensor) -> int:
-    """Between the tables of two heads; 0 where all share one."""
+    """Return the stride between the tables of two heads; 0 where all share one."""
     return tensor.stride(0) if tensor.shape[0] > 1 else 0
 
 
@@ -256,7 +270,7 @@ def _shape(inputs: Sequence[Tensor], extras: ScoreModifiers, table: DeviceLut, o
 
 @dataclass(frozen=True, eq=False)
 class DeviceLut:
-    """One side's tables (`tiles.Tables`) on the device, int32; with a row behind the entries, for a load ahead."""
+    """The tables of one side (`lut.Lut`) on the device, int32; a spare row after the entries allows a load ahead."""
 
     items: Tensor
     full: Tensor
@@ -290,14 +304,14 @@ def plan_of(
     device: torch.device,
     limit: int | None = None,
 ) -> BackendPlan:
-    """The tables of queries, then those of keys.
+    """Make the tables of queries, then those of keys.
 
     Args:
         layout: of the attention.
         heads: of its tensors.
         head_dim: of q, k and v.
         dtype: of q, k and v.
-        device: where the tables go.
+        device: of the tables.
         limit: see `tables_of`.
     """
     tensors: list[Tensor] = []
@@ -313,7 +327,7 @@ def plan_of(
 
 
 def tables_in(plan: BackendPlan) -> tuple[DeviceLut, DeviceLut]:
-    """Of queries, and of keys."""
+    """Return the tables of queries and those of keys."""
     return _table(plan.tensors[:4], plan.numbers[:5]), _table(plan.tensors[4:], plan.numbers[5:])
 
 
@@ -324,7 +338,13 @@ def _table(tensors: tuple[Tensor, ...], numbers: tuple[int, ...]) -> DeviceLut:
 
 
 def widest(head_dim: int, dtype: torch.dtype, of_queries: bool) -> tuple[int, int]:
-    """Tokens of an entry, and at most of a tile: what registers hold without spilling."""
+    """Return the tokens of an entry, and the most tokens of a tile, that registers hold without spilling.
+
+    Args:
+        head_dim: D.
+        dtype: of q, k and v.
+        of_queries: tiles are of queries, else of keys.
+    """
     if dtype == torch.float32:
         return (32, 64) if head_dim <= 64 else (16, 32) if head_dim <= 128 else (16, 16)
     if of_queries:
@@ -333,7 +353,14 @@ def widest(head_dim: int, dtype: torch.dtype, of_queries: bool) -> tuple[int, in
 
 
 def warps_and_stages(tile: int, wide_head_dim: int, dtype: torch.dtype, of_keys: bool = False) -> tuple[int, int]:
-    """How many warps share a tile, and how many entries are in flight: what spills least (`ptxas` for sm_90)."""
+    """Return the warps of a program and the stages of its loop that spill least (`ptxas` for sm_90).
+
+    Args:
+        tile: tokens of a tile.
+        wide_head_dim: the head size, rounded up to a power of two.
+        dtype: of q, k and v.
+        of_keys: tiles are of keys, else of queries.
+    """
     if dtype == torch.float32:  # products without matrix instructions
         return 8, 2
     is_wide = tile >= 128 or wide_head_dim > 128 or (of_keys and tile >= 64 and wide_head_dim > 64)

@@ -1,8 +1,8 @@
-"""How a document's queries, or its keys, are cut into tiles, wherever its tokens are spread. Pure numpy; no Triton.
+"""The look-up tables of the kernels: cut a document's queries, or its keys, into tiles. Pure numpy; no Triton.
 
-Tensors hold a document's tokens one run behind another. A tile takes them as they lie, from several runs where their
-GRANULES (a power of two of tokens that divides a block) are whole. The kernels compare a query's place in its tensor
-with a key's, n <= m + shift, with one shift a tile: which is right for a STRETCH of tokens.
+Tensors hold a document's tokens one run after another. A tile takes neighbouring tokens of a tensor, from several runs
+where their GRANULES (a power of two of tokens that divides a block) are whole. The kernels compare a query's place m in
+its tensor with a key's place n, n <= m + shift, with one shift for each tile: it is right for a STRETCH of tokens.
 
 >>> zigzag = TokenAxis(own=((0, 4), (8, 12)), other=((0, 12),), places=(0, 0), of_queries=True)
 >>> [(each.begin, each.index, each.shift) for each in stretches_of(zigzag, causal=True)]
@@ -38,8 +38,8 @@ class TokenAxis:
     Attributes:
         own: its tokens.
         other: those of the other axis.
-        places: where the first of each lies in its tensor.
-        of_queries: whether it is that of queries.
+        places: the index of the first token of each axis in its tensor.
+        of_queries: whether it is the axis of queries.
     """
 
     own: Runs
@@ -54,10 +54,10 @@ class Stretch:
 
     Attributes:
         begin: the first token.
-        end: after the last.
-        index: where `begin` lies in the tensor.
-        shift: the right one; None where no token is on the other axis too, and each from `least` on is right.
-        least: see there.
+        end: the token after the last.
+        index: the index of `begin` in the tensor.
+        shift: the right shift; None where no token is on the other axis too, and each from `least` on is right.
+        least: the smallest right shift where `shift` is None.
     """
 
     begin: int
@@ -72,10 +72,10 @@ class Granules:
     """Tokens of one granule and one stretch.
 
     Attributes:
-        stretch: which one.
+        stretch: the number of the stretch.
         begin: the first token.
-        end: after the last.
-        index: where `begin` lies in the tensor.
+        end: the token after the last.
+        index: the index of `begin` in the tensor.
     """
 
     stretch: Ints
@@ -91,7 +91,7 @@ class AxisTiles:
     Attributes:
         tokens: [tiles, 4]: origin, begin and end in the tensor, and the shift.
         granules: in the order of the tiles.
-        slots: [granules], where each lies: granules from the origin of the first tile, if all tiles were whole.
+        slots: [granules], the place of each: granules from the origin of the first tile, if all tiles were whole.
     """
 
     tokens: Ints
@@ -100,12 +100,12 @@ class AxisTiles:
 
 
 def stretches_of(axis: TokenAxis, *, causal: bool) -> list[Stretch]:
-    """The runs of an axis, cut where a causal pattern needs another shift.
+    """Cut the runs of an axis where a causal pattern needs another shift.
 
-    Bits tell of granules that lie wholly before or after others. So the comparison must be exact only for tokens that
-    are on both axes, and must let pass what is seen elsewhere. For queries that holds until another run of keys begins,
-    but for the first run, before which there is nothing to see; for keys from where a run of queries ended, but for the
-    last one, after which nobody sees.
+    The bits of entries cover granules that are wholly before or after others. So the comparison must be exact only for
+    tokens that are on both axes, and must be True for all other pairs that are seen. Queries are cut where a run of
+    keys begins, except the first, before which there are no keys; keys are cut where a run of queries ends, except the
+    last, after which there are no queries.
     """
     starts, stops = [start for start, _ in axis.other], [stop for _, stop in axis.other]
     sums = [0, *accumulate(stop - start for start, stop in axis.other)]
@@ -129,7 +129,7 @@ def stretches_of(axis: TokenAxis, *, causal: bool) -> list[Stretch]:
 
 
 def granules_of(stretches: Sequence[Stretch], granule: int) -> Granules:
-    """The tokens of stretches, cut at granules."""
+    """Cut the tokens of stretches at granules."""
     cuts = [np.arange(each.begin // granule * granule, each.end, granule) for each in stretches]
     stretch = np.repeat(np.arange(len(stretches)), _ints([len(each) for each in cuts]))  # [granules]
     first, last, place = _ints([(each.begin, each.end, each.index) for each in stretches]).reshape(-1, 3)[stretch].T
@@ -139,15 +139,15 @@ def granules_of(stretches: Sequence[Stretch], granule: int) -> Granules:
 
 
 def tiles_of(axis: TokenAxis, *, causal: bool, granule: int, width: int) -> AxisTiles:
-    """The tiles of an axis.
+    """Make the tiles of an axis.
 
-    In a long run they begin at multiples of their width in the document, as what patterns repeat does. They go on into
-    the next run where that leaves granules whole and the shift right.
+    In a long run they begin at multiples of their width in the document, as the repeated parts of patterns do. They
+    continue into the next run where that leaves granules whole and the shift right.
 
     Args:
         axis: of one document.
         causal: whether a token sees none after it.
-        granule: tokens of one; divides the width and the block.
+        granule: tokens of a granule; divides the width and the block.
         width: tokens of a tile.
     """
     stretches = stretches_of(axis, causal=causal)
@@ -176,7 +176,7 @@ def tiles_of(axis: TokenAxis, *, causal: bool, granule: int, width: int) -> Axis
 
 
 def _agreed(one: tuple[int | None, int], other: tuple[int | None, int]) -> tuple[int | None, int] | None:
-    """The shift of two stretches together, if there is one: what is exact, and at least."""
+    """Return the (exact, least) shift that is right for two stretches together; None if there is none."""
     exact = {shift for shift, _ in (one, other) if shift is not None}
     least = max(one[1], other[1])
     if len(exact) > 1 or any(shift < least for shift in exact):
@@ -206,7 +206,7 @@ class TileWidth:
 
 @dataclass(frozen=True)
 class TileSide:
-    """Whether tiles are of queries (else of keys), and their width."""
+    """The side of attention that tiles cut: queries or else keys, and the width of the tiles."""
 
     of_queries: bool
     width: TileWidth
@@ -222,18 +222,18 @@ class HeadGroups:
 
 @dataclass(frozen=True, eq=False)
 class Lut:
-    """What the programs of one side read; `groups` is 1 where all heads share a layout.
+    """The look-up tables that the programs of one side read; `groups` is 1 where all heads share a layout.
 
     Attributes:
         items: [groups, items, 5 + 4 * lists], longest first: origin, begin and end of the tile's tokens, shift (a query
             m sees a key n where n <= m + shift), slot of partial sums or -1; then for each of the `lists` query heads
             its range of `full` and of `partial`. Rows of begin = end are empty.
-        full: [entries, sub-blocks], where each sub-block begins.
-        partial: [entries, 2 * sub-blocks + runs of a tile]: begins, ends, and for each run the bits of what it sees.
+        full: [entries, sub-blocks], the begin of each sub-block.
+        partial: [entries, 2 * sub-blocks + runs of a tile]: begins, ends, and for each run the bits of sub-blocks seen.
         merges: [groups, split tiles, 5]: origin, begin, end, first slot, slots.
         run: tokens of a run of a tile.
         sub_block: tokens of a sub-block.
-        num_slots: for partial sums, of a head.
+        num_slots: slots for partial sums of a head.
     """
 
     items: Ints
@@ -246,13 +246,13 @@ class Lut:
 
 
 def tables_of(layout: BlockLayout, side: TileSide, heads: HeadGroups, limit: int | None = None) -> Lut:
-    """The tables of one side of a layout.
+    """Make the tables of one side of a layout.
 
     Args:
         layout: its heads are 1 or those of the queries.
         side: queries for forward and dQ, keys for dK and dV.
         heads: of the tensors.
-        limit: entries a program may visit, beyond which a tile is split; from the layout's own balance when left out.
+        limit: most entries of a program, beyond which a tile is split; None chooses it from the layout's total work.
     """
     parts = [_heads_lists(*each, side) for each in _places(layout)]  # per document and head
     tokens = np.concatenate([part[0].tokens for part in parts])
@@ -279,7 +279,14 @@ def tables_of(layout: BlockLayout, side: TileSide, heads: HeadGroups, limit: int
 
 
 def best_width(layout: BlockLayout, of_queries: bool, entry: int, most_tile: int) -> TileWidth:
-    """The tile whose entries cost least: a narrow one visits fewer pairs that nobody sees, a wide one reads less."""
+    """Choose the tile whose entries cost least: a narrow one computes fewer unseen pairs, a wide one reads less.
+
+    Args:
+        layout: of the attention.
+        of_queries: tiles are of queries, else of keys.
+        entry: most tokens of an entry.
+        most_tile: most tokens of a tile.
+    """
     entry = min(entry, _MOST_SUB_BLOCKS * _granule(layout.block))
     costs = {}
     for tile in (128, 64, 32, 16):
@@ -296,7 +303,7 @@ _NARROW_COST: Final = 1.6  # a tile below 64 cannot use the widest matrix instru
 
 @dataclass(frozen=True, eq=False)
 class _TileLists:
-    """Of one document and head: tiles [tiles, 4], lengths [tiles, 2], and their entries."""
+    """The tiles of one document and head: tokens [tiles, 4], lengths [tiles, 2], and their entries."""
 
     tokens: Ints
     lengths: Ints
@@ -305,7 +312,7 @@ class _TileLists:
 
 
 def _places(layout: BlockLayout) -> list[tuple[Pattern, int, int]]:
-    """Each document, and where its queries and its keys begin in the tensors."""
+    """Return each document with the indices of its first query and its first key in the tensors."""
     found = []
     query = key = 0
     for pattern in layout.patterns:
@@ -315,7 +322,7 @@ def _places(layout: BlockLayout) -> list[tuple[Pattern, int, int]]:
 
 
 def _granule(block: int) -> int:
-    """The largest power of two that divides a block; at most 128."""
+    """Return the largest power of two that divides a block; at most 128."""
     return gcd(block, 128)
 
 
@@ -324,7 +331,7 @@ def _runs(block: int, width: TileWidth) -> tuple[int, int]:
 
 
 def _heads_lists(pattern: Pattern, query: int, key: int, side: TileSide) -> list[_TileLists]:
-    """The entries of each tile of a document, for each head."""
+    """Return the entries of each tile of a document, for each head."""
     run, sub_block = _runs(pattern.block, side.width)
     queries = TokenAxis(pattern.query_runs, pattern.key_runs, (query, key), of_queries=True)
     keys = TokenAxis(pattern.key_runs, pattern.query_runs, (key, query), of_queries=False)
@@ -335,7 +342,7 @@ def _heads_lists(pattern: Pattern, query: int, key: int, side: TileSide) -> list
 
 
 def _lists(pattern: Pattern, blocks: Bools, tiles: AxisTiles, entries: Granules, side: TileSide) -> _TileLists:
-    """The entries of each tile of a document, for one head."""
+    """Return the entries of each tile of a document, for one head."""
     run, sub_block = _runs(pattern.block, side.width)
     some, every = _pairs(pattern, blocks if side.of_queries else blocks.T, (tiles.granules, entries), side.of_queries)
     shape = len(tiles.tokens), side.width.tile // run, len(entries.begin)  # [tiles, runs, sub-blocks]
@@ -345,7 +352,7 @@ def _lists(pattern: Pattern, blocks: Bools, tiles: AxisTiles, entries: Granules,
     is_full = whole.all(1) & (entries.end - entries.begin == sub_block)  # [tiles, sub-blocks]
     num_subs = side.width.entry // sub_block
     rank = is_full.cumsum(1) - 1
-    is_full &= rank < (is_full.sum(1, keepdims=True) // num_subs) * num_subs  # the rest join the partial ones
+    is_full &= rank < (is_full.sum(1, keepdims=True) // num_subs) * num_subs  # remaining ones join the partial ones
     is_partial = seen.any(1) & ~is_full
     full = entries.index[np.nonzero(is_full)[1]].reshape(-1, num_subs)
     lengths = np.stack([is_full.sum(1) // num_subs, -(-is_partial.sum(1) // num_subs)], 1)
@@ -353,7 +360,7 @@ def _lists(pattern: Pattern, blocks: Bools, tiles: AxisTiles, entries: Granules,
 
 
 def _pairs(pattern: Pattern, blocks: Bools, axes: tuple[Granules, Granules], of_queries: bool) -> tuple[Bools, Bools]:
-    """Of granules [of tiles, of entries]: whether any pair of tokens is seen, and whether all are."""
+    """Say for granules [of tiles, of entries] whether any pair of tokens is seen, and whether all are."""
     tiles, entries = axes
     seen = blocks[np.ix_(tiles.begin // pattern.block, entries.begin // pattern.block)]
     if not pattern.causal:
@@ -368,7 +375,7 @@ def _pairs(pattern: Pattern, blocks: Bools, axes: tuple[Granules, Granules], of_
 
 
 def _partial(is_partial: Bools, seen: Bools, entries: Granules, num_subs: int) -> Ints:
-    """The partial entries of all tiles, [entries, 2 * sub-blocks + runs]; sub-blocks that miss are empty."""
+    """Return the partial entries of all tiles, [entries, 2 * sub-blocks + runs]; missing sub-blocks are empty."""
     tile, column = np.nonzero(is_partial)
     counts = is_partial.sum(1)
     num_entries = -(-counts // num_subs)
@@ -384,7 +391,7 @@ def _partial(is_partial: Bools, seen: Bools, entries: Granules, num_subs: int) -
 
 
 def _items(tokens: Ints, ranges: Ints, limit: int) -> tuple[Ints, Ints, int]:
-    """Items and merges of all groups, and the slots that the largest group needs.
+    """Return the items and merges of all groups, and the number of slots that the largest group needs.
 
     Args:
         tokens: [tiles, 4]: origin, begin, end, shift.
@@ -413,6 +420,6 @@ def _items(tokens: Ints, ranges: Ints, limit: int) -> tuple[Ints, Ints, int]:
 
 
 def _stacked(groups: list[Ints]) -> Ints:
-    """[groups, rows, numbers], with rows of zeros below those that have fewer."""
+    """Stack groups to [groups, rows, numbers], with rows of zeros after those that have fewer."""
     most = max(len(each) for each in groups)
     return np.stack([np.pad(each, ((0, most - len(each)), (0, 0))) for each in groups])

@@ -9,11 +9,11 @@ from shardwise.compat.deepspeed.ops.sparse_attention.sparsity_config import Fixe
 
 
 class BertSparseSelfAttention(bert.BertSparseSelfAttention):
-    """As `shardwise.attention.bert.BertSparseSelfAttention`, with a strict default.
+    """A `shardwise.attention.bert.BertSparseSelfAttention` whose default structure is strict.
 
     Args:
         config: of BERT, for `hidden_size` and `num_attention_heads`.
-        sparsity_config: the structure; `FixedSparsityConfig` when left out.
+        sparsity_config: the structure; None for `FixedSparsityConfig`.
     """
 
     def __init__(self, config: Any, sparsity_config: structures.SparsityConfig | None = None) -> None:

@@ -30,7 +30,7 @@ _VARIABLE: Final = (
     "attention",
     "horizontal_global_attention",
 )
-# `attention` is missing from the last two: DeepSpeed reads past it, and makes them bidirectional.
+# `attention` is missing from the last two: DeepSpeed ignores it, and makes them bidirectional.
 _BIGBIRD: Final = (
     "different_layout_per_head",
     "num_random_blocks",
@@ -55,18 +55,18 @@ _MODES: Final[Mapping[str, tuple[type[structures.SparsityConfig], tuple[str, ...
 
 
 def sparsity_config_of(section: Mapping[str, Any], num_heads: int) -> structures.SparsityConfig:
-    """The structure that a section says, in strict mode, with the section's defaults and what DeepSpeed reads past.
+    """Make the structure that a section describes, in strict mode, with DeepSpeed's defaults for the section.
 
-    Keys that a mode does not have are read past, `attention` of bigbird and bslongformer among them. bigbird has no
-    random blocks where `num_random_blocks` is left out, while the class has one a row.
+    As in DeepSpeed, keys that a mode does not have are ignored, `attention` of bigbird and bslongformer among them.
+    bigbird has no random blocks where `num_random_blocks` is left out, while the class has one for each row.
 
     Args:
-        section: what stands under `sparse_attention`; its `mode` is `fixed` where it is left out.
-        num_heads: query heads of the model, which the section does not say.
+        section: the values under `sparse_attention`; its `mode` is `fixed` where it is left out.
+        num_heads: query heads of the model, which the section does not have.
 
     Raises:
         NotImplementedError: there is no such mode.
-        ValueError: what the structure raises.
+        ValueError: the structure refuses its values.
     """
     mode = section.get("mode", "fixed")
     if mode not in _MODES:

@@ -15,7 +15,7 @@ from shardwise.runtime.class_swap import set_attribute
 
 
 class SparseAttentionUtils:
-    """DeepSpeed's names for this library's functions; each takes more models than DeepSpeed's, which knew two."""
+    """DeepSpeed's names for this library's functions; each supports more models than DeepSpeed's, which had two."""
 
     extend_position_embedding = staticmethod(positions.extend_position_embedding)
     update_tokenizer_model_max_length = staticmethod(positions.update_tokenizer_model_max_length)
@@ -25,19 +25,19 @@ class SparseAttentionUtils:
     def replace_model_self_attention_with_sparse_self_attention(
         model: nn.Module, max_position: int, sparsity_config: structures.SparsityConfig | None = None
     ) -> nn.Module:
-        """Let a Hugging Face model's self-attention see the blocks of a structure alone; its modules stay.
+        """Limit a Hugging Face model's self-attention to the blocks of a structure; its modules stay.
 
         Args:
             model: of transformers; changed in place.
-            max_position: tokens of the longest sequence, which the model's positions must allow:
-                `extend_position_embedding` sees to that, and to the config.
-            sparsity_config: `FixedSparsityConfig` when left out.
+            max_position: not used; if sequences are longer than the model's positions, call
+                `extend_position_embedding` first, which changes the config too.
+            sparsity_config: the structure; None for `FixedSparsityConfig`.
 
         Returns:
             the model.
         """
         config: Any = getattr(model, "config", None)
-        heads = getattr(config, "num_attention_heads", 1)  # of what is no model, the error is `use_sparse_attention`'s
+        heads = getattr(config, "num_attention_heads", 1)  # if it is not a model, `use_sparse_attention` raises
         use_sparse_attention(model, sparsity_config or FixedSparsityConfig(heads))
         return model
 
@@ -47,8 +47,13 @@ class SparseAttentionUtils:
     ) -> Iterable[Any]:
         """Put a `BertSparseSelfAttention` with the same weights into each layer's `attention.self`; returns the layers.
 
-        For models of the user's own: those of transformers call their modules in another way, and need
+        It is for models of the user's own: those of transformers call their modules in another way, and need
         `replace_model_self_attention_with_sparse_self_attention`.
+
+        Args:
+            config: of BERT, for `hidden_size` and `num_attention_heads`.
+            layers: modules with an `attention.self` that has `query`, `key` and `value`; changed in place.
+            sparsity_config: the structure; None for `FixedSparsityConfig`.
         """
         for layer in layers:
             sparse = BertSparseSelfAttention(config, sparsity_config)
@@ -68,7 +73,11 @@ class SparseAttentionUtils:
         pad_token_id: int,
         model_embeddings: Callable[[Tensor], Tensor] | None,
     ) -> padding.PaddedInputs:
-        """As `shardwise.attention.padding.pad_to_block_size`, with DeepSpeed's names of arguments."""
+        """Call `shardwise.attention.padding.pad_to_block_size`, with DeepSpeed's names of arguments.
+
+        block_size is its `block`; input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, pad_token_id
+        and model_embeddings are its arguments of the same names.
+        """
         return padding.pad_to_block_size(
             block_size,
             input_ids,

@@ -1,4 +1,4 @@
-"""The structures, in DeepSpeed's strict mode unless told otherwise, and the base of a user's own.
+"""The structures, by default in DeepSpeed's strict mode, and the base class for a user's own.
 
 >>> class Diagonal(SparsityConfig):
 ...     def make_layout(self, seq_len):
@@ -20,7 +20,7 @@ from shardwise.attention import structures
 
 
 class SparsityConfig(structures.SparsityConfig):
-    """The base of structures: a subclass of the user's own defines `make_layout`.
+    """The base class of structures: a user's subclass defines `make_layout`.
 
     Args:
         num_heads: query heads.
@@ -28,7 +28,7 @@ class SparsityConfig(structures.SparsityConfig):
         different_layout_per_head: `check_and_propagate_first_head_layout` then leaves heads as they are.
     """
 
-    # A subclass's attributes are its own to set, and two of its instances need not be equal where these fields are.
+    # A subclass may set attributes of its own, so two instances need not be equal where these fields are.
     __eq__ = object.__eq__
     __hash__ = object.__hash__
     __setattr__ = object.__setattr__
@@ -37,7 +37,7 @@ class SparsityConfig(structures.SparsityConfig):
         super().__init__(num_heads, block, different_layout_per_head, strict_deepspeed=True)
 
     def setup_layout(self, seq_len: int) -> Tensor:
-        """A layout without a visible block, int64 [num_heads, num_blocks, num_blocks].
+        """Return a layout without a visible block, int64 [num_heads, num_blocks, num_blocks].
 
         Raises:
             ValueError: blocks do not divide `seq_len`.
@@ -46,7 +46,7 @@ class SparsityConfig(structures.SparsityConfig):
         return torch.zeros(self.num_heads, num_blocks, num_blocks, dtype=torch.int64)
 
     def check_and_propagate_first_head_layout(self, layout: Tensor) -> Tensor:
-        """The layout with the first head's blocks in all heads, unless they are to differ; changed in place."""
+        """Copy the first head's blocks to all heads in place, unless heads may differ; return the layout."""
         if not self.different_layout_per_head:
             layout[1:] = layout[:1].clone()
         return layout

@@ -1,4 +1,4 @@
-"""What DeepSpeed's estimators ask, answered by the planner's: the needs are those of Shardwise's engine."""
+"""DeepSpeed's memory estimators, computed by the planner: the figures are those of Shardwise's engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 from shardwise.planner.model_states import ModelStates, estimate_model_states, table_of
 
 Option = tuple[str, dict[str, str]]
-"""How DeepSpeed would say it, and the tiers that it means."""
+"""DeepSpeed's name of an option, and the tiers that it means."""
 
 
 def needs(
@@ -21,7 +21,16 @@ def needs(
     num_gpus_per_node: int = 1,
     num_nodes: int = 1,
 ) -> ModelStates:
-    """Of one stage, with states in these tiers."""
+    """Estimate the memory of model states in one stage.
+
+    Args:
+        model: a module, or its number of parameters.
+        stage: of ZeRO.
+        tiers: the tier of each state that is not on the device.
+        largest_block: parameters of the largest block, where `model` is a number.
+        num_gpus_per_node: of each node.
+        num_nodes: of the cluster.
+    """
     (states,) = estimate_model_states(
         model,
         num_gpus=num_gpus_per_node * num_nodes,
@@ -42,7 +51,7 @@ def print_needs(
     num_gpus_per_node: int = 1,
     num_nodes: int = 1,
 ) -> None:
-    """Print a line for each option."""
+    """Print a line for each of the options; model, stage, largest_block, num_gpus_per_node, num_nodes as in `needs`."""
     num_params = sum(each.numel() for each in model.parameters()) if isinstance(model, nn.Module) else model
     nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes"
     gpus = "1 GPU" if num_gpus_per_node == 1 else f"{num_gpus_per_node} GPUs"

@@ -21,13 +21,17 @@ def estimate_zero3_model_states_mem_needs(
     zero_init: bool = True,
     additional_buffer_factor: float = 1.0,
 ) -> tuple[int, int, int]:
-    """Bytes of each host, of each GPU, and of these what the largest layer takes while it is computed.
+    """Return the bytes of each host, those of each GPU, and the part of these for the gathered largest layer.
 
     Args:
+        total_params: parameters of the model.
+        largest_layer_params: parameters of its largest layer.
+        num_gpus_per_node: of each node.
+        num_nodes: of the cluster.
         cpu_offload: `tiers.grads` and `tiers.optimizer` are the host.
-        cpu_offload_params: `tiers.params` is, too.
-        zero_init: DeepSpeed's; a model on meta, or one inside `shardwise.init`, never exists whole on any host.
-        additional_buffer_factor: multiplies the host's; 1.0 as nothing is estimated here.
+        cpu_offload_params: `tiers.params` is the host too, where `cpu_offload` is set.
+        zero_init: not used; a model on meta, or one inside `shardwise.init`, is never whole on any host.
+        additional_buffer_factor: multiplies the host's bytes; 1.0 by default, since these are exact.
     """
     tiers = {"grads": "host", "optimizer": "host"} if cpu_offload else {}
     if cpu_offload and cpu_offload_params:
@@ -47,7 +51,14 @@ def estimate_zero3_model_states_mem_needs(
 def estimate_zero3_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.0
 ) -> None:
-    """Print what a model needs in stage 3, by what is offloaded; the last argument is DeepSpeed's and not used."""
+    """Print the memory that a model needs in stage 3, for each choice of offload.
+
+    Args:
+        model: of the user.
+        num_gpus_per_node: of each node.
+        num_nodes: of the cluster.
+        additional_buffer_factor: not used; DeepSpeed has it.
+    """
     print_needs(model, 3, _options(), num_gpus_per_node=num_gpus_per_node, num_nodes=num_nodes)
 
 
@@ -58,7 +69,15 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.0,
 ) -> None:
-    """The same for a number of parameters, of which the largest layer has so many."""
+    """Print the memory that a number of parameters needs in stage 3, for each choice of offload.
+
+    Args:
+        total_params: parameters of the model.
+        largest_layer_params: parameters of its largest layer.
+        num_gpus_per_node: of each node.
+        num_nodes: of the cluster.
+        additional_buffer_factor: not used; DeepSpeed has it.
+    """
     print_needs(
         total_params,
         3,

@@ -18,11 +18,14 @@ def estimate_zero2_model_states_mem_needs(
     cpu_offload: bool = True,
     additional_buffer_factor: float = 1.0,
 ) -> tuple[int, int]:
-    """Bytes of each host and of each GPU.
+    """Return the bytes of each host and those of each GPU.
 
     Args:
+        total_params: parameters of the model.
+        num_gpus_per_node: of each node.
+        num_nodes: of the cluster.
         cpu_offload: `tiers.grads` and `tiers.optimizer` are the host.
-        additional_buffer_factor: multiplies the host's; 1.0 as nothing is estimated here.
+        additional_buffer_factor: multiplies the host's bytes; 1.0 by default, since these are exact.
     """
     tiers = {"grads": "host", "optimizer": "host"} if cpu_offload else {}
     states = needs(total_params, 2, tiers, num_gpus_per_node=num_gpus_per_node, num_nodes=num_nodes)
@@ -32,14 +35,28 @@ def estimate_zero2_model_states_mem_needs(
 def estimate_zero2_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.0
 ) -> None:
-    """Print what a model needs in stage 2, with and without offload; the last argument is DeepSpeed's and not used."""
+    """Print the memory that a model needs in stage 2, with and without offload.
+
+    Args:
+        model: of the user.
+        num_gpus_per_node: of each node.
+        num_nodes: of the cluster.
+        additional_buffer_factor: not used; DeepSpeed has it.
+    """
     print_needs(model, 2, _options(), num_gpus_per_node=num_gpus_per_node, num_nodes=num_nodes)
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.0
 ) -> None:
-    """The same for a number of parameters."""
+    """Print the memory that a number of parameters needs in stage 2, with and without offload.
+
+    Args:
+        total_params: parameters of the model.
+        num_gpus_per_node: of each node.
+        num_nodes: of the cluster.
+        additional_buffer_factor: not used; DeepSpeed has it.
+    """
     print_needs(total_params, 2, _options(), num_gpus_per_node=num_gpus_per_node, num_nodes=num_nodes)
 
 
