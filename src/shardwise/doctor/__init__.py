@@ -49,7 +49,7 @@ Announce = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The facts, measurements and findings about a machine; `measurements` is None where nothing was measured."""
+    """Holds a machine's facts, measurements and findings; `measurements` is None where nothing was measured."""
 
     facts: SystemInfo
     measurements: Measurements | None

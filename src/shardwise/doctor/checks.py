@@ -54,7 +54,7 @@ _SLOW_SETTINGS: Mapping[str, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Finding:
-    """Something to mend: `what` gives the value and the rule it breaks, `cure` the remedy. `name` never changes."""
+    """Names a problem: `what` gives the value and the rule it breaks, `cure` the remedy. `name` never changes."""
 
     level: Level
     name: str

@@ -39,7 +39,7 @@ _COPY_BYTES: Final = 64 * 2**20
 
 @dataclass(frozen=True)
 class BenchSizes:
-    """The shapes that are measured: those of small decoder layers, and on a GPU those of large ones.
+    """Lists the shapes that are measured: those of small decoder layers, and on a GPU those of large ones.
 
     Attributes:
         shapes: (hidden size, feed-forward size, heads).

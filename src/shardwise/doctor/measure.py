@@ -39,7 +39,7 @@ _MAX_CALLS = 1000
 
 @dataclass(frozen=True)
 class MatmulSpeed:
-    """The speed of products of square matrices of `size` rows; the peak is the data sheet's, None if unknown."""
+    """Holds the speed of products of square matrices of `size` rows; the peak is the data sheet's, None if unknown."""
 
     device: str
     dtype: str
@@ -51,7 +51,7 @@ class MatmulSpeed:
 
 @dataclass(frozen=True)
 class CopySpeed:
-    """The speed of a copy between memories; bytes count once, though a copy within one memory reads and writes them."""
+    """Holds the speed of a copy between memories; bytes count once, even where one memory is read and written."""
 
     source: str
     target: str
@@ -62,7 +62,7 @@ class CopySpeed:
 
 @dataclass(frozen=True)
 class DiskSpeed:
-    """The speed of sequential writes, with a sync at the end, and of reads; `sync_s` is the time of one small write.
+    """Holds the speed of sequential writes, with a sync at the end, and of reads; `sync_s` times one small write.
 
     `direct` says that the page cache was bypassed; otherwise reads may come from memory.
     """
@@ -77,7 +77,7 @@ class DiskSpeed:
 
 @dataclass(frozen=True)
 class CollectiveSpeed:
-    """The speed of one collective over `num_ranks` ranks on a whole fp32 buffer of `num_bytes`.
+    """Holds the speed of one collective over `num_ranks` ranks on a whole fp32 buffer of `num_bytes`.
 
     `bus_bytes_per_s` is what each rank of a ring sends, (n - 1)/n of the buffer, twice for an all-reduce, divided by
     the time of a call. It can be compared between numbers of ranks.
@@ -93,7 +93,7 @@ class CollectiveSpeed:
 
 @dataclass(frozen=True)
 class ProbeFailure:
-    """A probe that failed, and the reason."""
+    """Names a probe that failed, and the reason."""
 
     probe: str
     reason: str
@@ -101,7 +101,7 @@ class ProbeFailure:
 
 @dataclass(frozen=True)
 class Measurements:
-    """The results of all probes; a probe that failed may have left some."""
+    """Holds the results of all probes; a probe that failed may have left some."""
 
     matmuls: tuple[MatmulSpeed, ...] = ()
     copies: tuple[CopySpeed, ...] = ()

@@ -55,7 +55,7 @@ _SLOWDOWNS: Mapping[int, str] = {0x08: "hardware", 0x20: "software thermal", 0x4
 
 @dataclass(frozen=True)
 class SoftwareInfo:
-    """Versions, and what torch.compile needs to build kernels; what is missing is None."""
+    """Holds versions, and what torch.compile needs to build kernels; what is missing is None."""
 
     shardwise: str
     python: str
@@ -72,7 +72,7 @@ class SoftwareInfo:
 
 @dataclass(frozen=True)
 class GpuInfo:
-    """One GPU that torch sees; `slowdowns` are reasons for which it is throttled now, `error` why it cannot be used."""
+    """Describes a GPU that torch sees; `slowdowns` says why it is throttled now, `error` why it cannot be used."""
 
     name: str
     total_bytes: int
@@ -86,7 +86,7 @@ class GpuInfo:
 
 @dataclass(frozen=True)
 class SwapInfo:
-    """The disk of a folder for states on NVMe, and the bytes that this machine's ranks need there; None if unknown."""
+    """Holds the disk of a folder for states on NVMe, and the bytes that the local ranks need there; None if unknown."""
 
     disk: DiskInfo
     needed_bytes: int | None = None
@@ -94,7 +94,7 @@ class SwapInfo:
 
 @dataclass(frozen=True)
 class SystemInfo:
-    """The facts about this machine that need no measurement; `swap` is None unless states are to be stored on NVMe."""
+    """Holds facts about this machine that need no measurement; `swap` is None unless states are to be on NVMe."""
 
     software: SoftwareInfo
     cpu: CpuInfo
@@ -243,7 +243,7 @@ _NO_LIMIT_BYTES = 2**60
 
 @dataclass(frozen=True)
 class CpuInfo:
-    """The cores there are, those this process may run on, and how many cores' time its cgroup allows.
+    """Counts the cores, those that this process may run on, and how many cores' time its cgroup allows.
 
     `load` is how many processes of the whole machine ran or wanted to, on average over the last minute.
     """
@@ -262,7 +262,7 @@ class CpuInfo:
 
 @dataclass(frozen=True)
 class MemoryInfo:
-    """The host's memory in bytes; `limit_bytes` is the cgroup's, `shm_bytes` the size of /dev/shm."""
+    """Holds the host's memory in bytes; `limit_bytes` is the cgroup's, `shm_bytes` the size of /dev/shm."""
 
     total_bytes: int
     available_bytes: int | None
@@ -274,7 +274,7 @@ class MemoryInfo:
 
 @dataclass(frozen=True)
 class NetworkInfo:
-    """The host's name, the addresses it resolves to, and the interfaces; `error` says why it does not resolve."""
+    """Holds the host's name, its addresses, and the interfaces; `error` says why the name does not resolve."""
 
     hostname: str
     addresses: tuple[str, ...]
@@ -284,7 +284,7 @@ class NetworkInfo:
 
 @dataclass(frozen=True)
 class DiskInfo:
-    """The disk of a folder; `path` is the folder, or its nearest parent that exists."""
+    """Describes the disk of a folder; `path` is the folder, or its nearest parent that exists."""
 
     path: str
     writable: bool

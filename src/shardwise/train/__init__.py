@@ -1,1 +1,1 @@
-"""The main job: text to token shards, the training loop, its metrics and its progress display."""
+"""Runs the main job: it makes token shards of text, and has the training loop, its metrics and its display."""

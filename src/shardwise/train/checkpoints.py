@@ -20,7 +20,7 @@ log = logging.getLogger("shardwise")
 
 @dataclass(frozen=True)
 class Resumed:
-    """The checkpoint that a run goes on from.
+    """Names the checkpoint that a run goes on from.
 
     Attributes:
         path: the checkpoint's folder.
@@ -35,7 +35,7 @@ class Resumed:
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """The checkpoints that a run has saved when it ends.
+    """Describes the checkpoints that a run has saved when it ends.
 
     Attributes:
         root: the folder that they are in.

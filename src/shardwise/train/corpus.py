@@ -38,7 +38,7 @@ _JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson"})
 
 @dataclass(frozen=True)
 class TextFile:
-    """A file of the corpus as its folder lists it; messages call it `name`."""
+    """Describes a file of the corpus as its folder lists it; messages call it `name`."""
 
     path: Path
     name: str
@@ -53,7 +53,7 @@ class TextFile:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The files to read, in order; with `skip_binary` what is not UTF-8 text is passed over, not refused."""
+    """Lists the files to read, in order; with `skip_binary`, files that are not UTF-8 text are skipped, not refused."""
 
     label: str
     files: tuple[TextFile, ...]
@@ -78,7 +78,7 @@ class Corpus:
 
 
 class CorpusChunk(NamedTuple):
-    """A whole document, or a part of a document longer than PIECE_CHARS; a part ends at a line end where it can."""
+    """Holds a document, or a part of one that is longer than PIECE_CHARS; a part ends at a line end where it can."""
 
     text: str
     ends_document: bool

@@ -40,7 +40,7 @@ NotNegative = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class ShardIndex(BaseModel):
-    """The fields of a token shard's `index.json`.
+    """Holds the fields of a token shard's `index.json`.
 
     Attributes:
         num_bytes: bytes of UTF-8 text that the tokens stand for.

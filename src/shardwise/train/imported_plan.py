@@ -20,7 +20,7 @@ from shardwise.train.setup import check_job, job_config
 
 @dataclass(frozen=True, kw_only=True)
 class ImportedPlan:
-    """A job, the strategy that splits it, and notes about what was read."""
+    """Holds a job, the strategy that splits it, and notes about what was read."""
 
     job: PlanJob
     strategy: Strategy

@@ -45,7 +45,7 @@ _TEMPERATURE, _TOP_K = 0.8, 40
 
 @dataclass(frozen=True)
 class Sample:
-    """Text that the model wrote after a prompt from the held-out data."""
+    """Holds text that the model wrote after a prompt from the held-out data."""
 
     prompt: str
     text: str
@@ -53,7 +53,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class BytesAtRest:
-    """Bytes of one state between steps on rank 0: as the Layout predicts them, and as the memory tracker counts them.
+    """Holds one state's bytes between steps on rank 0, as the Layout predicts and as the memory tracker counts them.
 
     The tracker does not count states on NVMe.
     """

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """The numbers that are kept of one step; losses are nats a token, means over all ranks.
+    """Holds the numbers that are kept of one step; losses are nats a token, means over all ranks.
 
     Attributes:
         step: its number, from 1.

@@ -64,7 +64,7 @@ log = logging.getLogger("shardwise")
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """The memory and time of a run that were measured on rank 0.
+    """Holds the memory and time of a run that were measured on rank 0.
 
     Attributes:
         at_rest: bytes between steps by the memory tracker's category.
@@ -81,7 +81,7 @@ class MeasuredStep:
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """The planner's prediction for rank 0, in the memory tracker's categories and the timeline's parts.
+    """Holds the planner's prediction for rank 0, in the memory tracker's categories and the timeline's parts.
 
     Attributes:
         at_rest: bytes between steps by category.

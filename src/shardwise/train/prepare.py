@@ -53,7 +53,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class PreparedData:
-    """The splits of the data and how to read them; `num_bytes` counts the UTF-8 text of both splits together."""
+    """Holds the splits of the data and how to read them; `num_bytes` counts the UTF-8 text of both splits together."""
 
     path: Path
     source: str

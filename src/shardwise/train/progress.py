@@ -38,7 +38,7 @@ _REFRESH_S = 0.25
 
 @dataclass(frozen=True)
 class Header:
-    """The lines that do not change during a run.
+    """Holds the lines that do not change during a run.
 
     `resumed` is empty where the run started afresh, `tiers` where all states are stored on the device.
     """
@@ -53,7 +53,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Progress:
-    """The state of a run after some step.
+    """Holds the state of a run after some step.
 
     Attributes:
         step: the last step taken; `first_step` where this run has taken none.
@@ -320,7 +320,7 @@ class Display:
         size = (self._console.width, self._console.height)
         with self._console.capture() as capture:
             self._console.print(render(self._state, self._console.width))
-        # What scrolled out at the top cannot be drawn again.
+        # Lines that scrolled out at the top cannot be drawn again.
         lines = capture.get().splitlines()[: max(1, self._console.height - 1)]
         # A terminal that was resized has wrapped the old lines differently, so the picture starts again below them.
         up = f"\x1b[{self._num_drawn_lines}F" if size == self._drawn_size else ""

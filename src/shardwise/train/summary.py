@@ -29,7 +29,7 @@ _LEAST_SHARE = 0.005
 
 @dataclass(frozen=True)
 class RunEnding:
-    """The results of what a run does after its last step.
+    """Holds the results of what a run does after its last step.
 
     Attributes:
         eval_loss: loss on held-out data of a run that had no step left to take; else None.
@@ -48,7 +48,7 @@ class RunEnding:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """The outcome of a run.
+    """Holds a run's outcome, which `render_outcome` draws.
 
     Attributes:
         num_steps: steps taken, of `total_steps`; those of the run that was resumed count too.

@@ -37,7 +37,7 @@ _KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A `tokenizers.Tokenizer`, the id that ends a document, and the vocabulary's size (largest id + 1)."""
+    """Holds a `tokenizers.Tokenizer`, the id that ends a document, and the vocabulary's size (largest id + 1)."""
 
     backend: tokenizers.Tokenizer = field(repr=False)
     eot_id: int

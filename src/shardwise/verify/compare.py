@@ -28,7 +28,7 @@ What = Literal["loss", "gradient", "gradient norm", "parameter"]
 
 @dataclass(frozen=True)
 class TrainingTrace:
-    """The values of a training: an entry a step, and the gradients of the first step before they are clipped.
+    """Holds a training's values: an entry a step, and the gradients of the first step before they are clipped.
 
     Parameters are stored under their first name, in the order of `named_parameters()`.
     """
@@ -60,7 +60,7 @@ class TrainingTrace:
 
 @dataclass(frozen=True)
 class TrainingDifference:
-    """The first difference of two trainings.
+    """Describes the first difference of two trainings.
 
     Attributes:
         what: the kind of value that differs.

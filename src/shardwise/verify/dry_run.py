@@ -42,7 +42,7 @@ Choice = Literal["stages", "worst"]
 
 @dataclass(frozen=True)
 class DryRun:
-    """A job and the simulations of some of its ranks; the config is resolved.
+    """Holds a job and the simulations of some of its ranks; the config is resolved.
 
     Attributes:
         cut: the stages of its pipeline; None without one.

@@ -117,7 +117,7 @@ _TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class VerifyJob:
-    """A small run, and what makes it small.
+    """Holds a small run, and what makes it small.
 
     Attributes:
         config: the small run's config.

@@ -20,7 +20,7 @@ _FIRST_TOKEN: Final = 4  # the first after the special ones
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model described by the values of a `DecoderConfig` or of a Hugging Face `config.json`."""
+    """Describes a model by the values of a `DecoderConfig` or of a Hugging Face `config.json`."""
 
     kind: Literal["decoder", "huggingface"]
     values: dict[str, Any]

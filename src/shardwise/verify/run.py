@@ -35,7 +35,7 @@ _NOT_PIPELINE: Final = tuple(axis for axis in AXES if axis not in PIPELINE_AXES)
 
 @dataclass(frozen=True)
 class VerifyOutcome:
-    """The result of a verification.
+    """Holds the result of a verification.
 
     Attributes:
         exit_code: 0 if equal, 1 if different; otherwise that of the ranks, which failed or were stopped.

@@ -65,7 +65,7 @@ from shardwise.zero.optimizer_plan import OptimizerFactory
 
 @dataclass(frozen=True)
 class Simulation:
-    """The bytes that one rank holds and sends in its second optimizer step.
+    """Counts the bytes that one rank holds and sends in its second optimizer step.
 
     Attributes:
         rank: the rank that was simulated.
