@@ -1,1 +1,1 @@
-"""Published training runs: how their rows are read, and what the planner says of them."""
+"""Read the rows of published training runs, and compare the planner's predictions with them."""

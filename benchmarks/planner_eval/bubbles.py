@@ -1,4 +1,4 @@
-"""The share of a pipeline's time in which its ranks stand still, by the schedule and the times of its computations.
+"""Compute the idle share of a pipeline's ranks from the schedule and the times of its computations.
 
 >>> round(bubble_rate("1f1b", 8, 24, 1, OpTimes(18.522, 18.086, 9.337, 0.601)), 4)
 0.2431
@@ -16,7 +16,7 @@ from shardwise.schedule.op_times import OpTimes
 from shardwise.schedule.registry import placement_of
 
 SEARCHED: Final[Mapping[str, tuple[str, int]]] = MappingProxyType({"zb-1p": ("zb-h1", 1), "zb-2p": ("zb-h2", 2)})
-"""Schedules that are made for their times: in the memory of which recipe, and how many times p that is."""
+"""Schedules that are searched for their times: the recipe whose memory they keep to, and how many times p that is."""
 
 
 def bubble_rate(
@@ -28,16 +28,18 @@ def bubble_rate(
     *,
     deferred_share: float = 1.0,
 ) -> float:
-    """The bubble rate of Qi et al. 2023 (arXiv 2401.10241), section 2.3: (cost - m(F + B + W)) / cost.
+    """Return the bubble rate of Qi et al. 2023 (arXiv 2401.10241), section 2.3: (cost - m(F + B + W)) / cost.
 
     The cost is the longest time between a rank's first computation and its last, since in their runs no rank waits
     for the others before it updates its parameters.
 
     Args:
-        recipe_name: as `pipeline.schedule`; or zb-1p or zb-2p, which are searched for the times that are given.
-        virtual_stages: of each rank.
+        recipe_name: as `pipeline.schedule`; or zb-1p or zb-2p, which are searched for the given times.
+        num_ranks: of the pipeline.
+        num_micro_batches: of a step.
+        virtual_stages: stages of each rank.
         times: of a micro-batch on each rank, all its stages together.
-        deferred_share: as `deferred_share` gives it.
+        deferred_share: as the function `deferred_share` returns it.
 
     Raises:
         ConfigError: no such schedule, or not with so many stages a rank.
@@ -64,11 +66,17 @@ def bubble_rate(
 
 
 def deferred_share(hidden_size: int, num_heads: int, seq_len: int) -> float:
-    """M_W / M_B: of what a block keeps for its backward, what its gradients of weights still need behind it.
+    """Return M_W / M_B: the share of what a block keeps for its backward that only its gradients of weights still need.
 
-    32 sbh of sb(34h + 5as) bytes, where the scores of attention are kept: Qi et al. 2023 (arXiv 2401.10241), table 1.
+    It is 32 sbh of sb(34h + 5as) bytes, where the scores of attention are kept: Qi et al. 2023 (arXiv 2401.10241),
+    table 1.
 
     >>> round(deferred_share(2304, 24, 1024), 3)
     0.366
+
+    Args:
+        hidden_size: of the model.
+        num_heads: of attention.
+        seq_len: tokens of a sequence.
     """
     return 32 * hidden_size / (34 * hidden_size + 5 * num_heads * seq_len)

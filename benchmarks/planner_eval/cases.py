@@ -1,4 +1,4 @@
-"""Published runs as the planner's own values: from a row of a file of cases to a Job and a Strategy.
+"""Turn the rows of a file of published runs into the planner's own values: a job and a strategy.
 
 A row has `model`, `hardware` and `parallel`, and perhaps `outputs`, which are not read here: what is predicted must
 follow from what went in. Any key may be missing or null; what a run must have had is then guessed from what it says,
@@ -34,16 +34,16 @@ from shardwise.schedule.op_times import OpTimes
 Row = Mapping[str, Any]
 
 USUAL_VOCAB: Final = MappingProxyType({"gated": 32000, "plain": 51200})
-"""Of models whose vocabulary is not written: Llama's, and GPT-2's as it is padded."""
+"""The vocabulary of models whose rows give none: Llama's, and GPT-2's as it is padded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KnownStates:
-    """A model of which only the number of parameters is known, in half precision by Adam.
+    """A model of which only the number of parameters is known, trained in half precision by Adam.
 
     Attributes:
         tiers: as the config's section.
-        gpu: None where any will do.
+        gpu: the device; None where any will do.
     """
 
     num_params: int
@@ -60,12 +60,12 @@ class Case:
     Attributes:
         quantity: what was measured: end_to_end, memory, schedule_bubble, single_layer_time, activation_memory_ratio.
         job, strategy: None where the row does not say enough of the model or the device.
-        tokens_scale: of the run's batch to that of the strategy, which has whole micro-batches.
-        trained_share: of a step's compute that is left where most weights are frozen.
+        tokens_scale: the run's batch over that of the strategy, which has whole micro-batches.
+        trained_share: share of a step's compute that is left where most weights are frozen.
         op_times: of the pipeline's operations, where they were measured.
-        searched_schedule: zb-1p or zb-2p, whose order is made for its times; the strategy has the recipe next to it.
-        states: what is known where no more than the number of parameters is written.
-        guesses: keys that were not written, and matter.
+        searched_schedule: zb-1p or zb-2p, whose order is made for its times; the strategy has the nearest recipe.
+        states: what is known where a row gives no more than the number of parameters.
+        guesses: keys that the row leaves out, and that matter.
         refusal: why there is no job, in one line; None where there is one.
     """
 
@@ -85,7 +85,7 @@ class Case:
 
 
 def read_case(row: Row) -> Case:
-    """A row of a file of cases, by its inputs alone."""
+    """Read a row of a file of cases, by its inputs alone."""
     row = tidied(row)
     case = Case(
         id=str(row.get("id", "")),
@@ -184,7 +184,7 @@ def _shape(model: Mapping[str, Any]) -> ModelShape:
 
 
 def _usual_heads(hidden: int) -> int:
-    """That divide the hidden size into dims nearest to 128, in multiples of 32 where there are such, as ranks need.
+    """Return the heads that give dims nearest to 128, in multiples of 32 where possible, as ranks need.
 
     >>> _usual_heads(4096), _usual_heads(14400)
     (32, 96)
@@ -195,7 +195,7 @@ def _usual_heads(hidden: int) -> int:
 
 
 def _window(attention: str, seq_len: int) -> int | None:
-    """The window that leaves as many keys as alternating layers with one and without do on the mean."""
+    """Return the window that leaves as many keys as the mean of layers that alternate between a window and none."""
     if "window" not in attention:
         return None
     numbers = [int(word) for word in attention.replace(",", " ").split() if word.isdigit()]
@@ -234,14 +234,17 @@ def _cluster(hardware: Mapping[str, Any]) -> Cluster:
 
 
 def _usual_nic(interconnect: str | None, gpu: GpuSpec) -> float:
-    """As the device's own systems have it; where InfiniBand is named without its speed, what most others of A100 and
-    before it name: 400 Gb/s a node, a fourth of that."""
+    """Return the network share of the device's own systems.
+
+    Where InfiniBand is named without its speed, A100 and older devices get what most others name: 400 Gb/s a node, a
+    fourth of that.
+    """
     is_bare = "infiniband" in (interconnect or "").lower()
     return gpu.nic_bytes_per_s * (0.25 if is_bare and is_before_h100(gpu) else 1.0)
 
 
 def _strategy(row: Row, shape: ModelShape, cluster: Cluster) -> tuple[Strategy, int, tuple[str, ...]]:
-    """The strategy, the run's own batch, and what was guessed.
+    """Return the strategy, the run's own batch, and what was guessed.
 
     Raises:
         ConfigError: more stages than layers.
@@ -301,7 +304,7 @@ def _strategy(row: Row, shape: ModelShape, cluster: Cluster) -> tuple[Strategy, 
 
 
 def _batch(p: Mapping[str, Any], dp: int, pp: int) -> tuple[int, int, int]:
-    """Samples of a micro-batch, micro-batches of a step, samples of the run's step."""
+    """Return the samples of a micro-batch, the micro-batches of a step, and the samples of the run's step."""
     micro_size = int(p.get("micro_batch") or 0)
     global_batch = int(p.get("global_batch") or 0)
     written = int(p.get("num_microbatches") or p.get("grad_accum") or 0)
@@ -315,10 +318,10 @@ def _batch(p: Mapping[str, Any], dp: int, pp: int) -> tuple[int, int, int]:
 
 
 def _virtual_stages(p: Mapping[str, Any], num_layers: int, pp: int) -> int:
-    """As written; where it only says interleaved, each stage a block or few: the most of 2 to 8 that divides."""
+    """Return the virtual stages as written; for "interleaved", the most of 2 to 8 that divides the layers of a rank."""
     if p.get("vpp"):
         return int(p["vpp"])
-    # The code that splits sequences interleaves too, where it is not told otherwise.
+    # The code that splits sequences interleaves too by default.
     is_open = p.get("vpp") is None and p.get("sequence_parallel")
     if "interleav" not in str(p.get("schedule")).lower() and not is_open:
         return 1
@@ -327,10 +330,10 @@ def _virtual_stages(p: Mapping[str, Any], num_layers: int, pp: int) -> int:
 
 
 def _stage_layers(row: Row, num_layers: int, num_stages: int) -> tuple[int, ...] | None:
-    """Blocks of each stage: as written, else as many on each as frameworks cut them.
+    """Return the blocks of each stage as written, else as evenly as frameworks cut them.
 
-    Where the embedding and the head count as a block each, be it said or be it that the division is even only then,
-    the first stage and the last have one less.
+    Where the embedding and the head count as a block each, because the row says so or because only then the division is
+    even, the first stage and the last have one block less.
     """
     if num_stages == 1:
         return None
@@ -349,7 +352,7 @@ def _stage_layers(row: Row, num_layers: int, num_stages: int) -> tuple[int, ...]
 
 
 def _shard_ranks(p: Mapping[str, Any], dp: int, stage: int, cluster: Cluster, model_ranks: int) -> int:
-    """Data ranks over which the stage shards."""
+    """Return the number of data ranks over which the stage shards."""
     group = p.get("zero_group")
     if stage >= 3 and isinstance(group, int) and dp % group == 0:
         return group

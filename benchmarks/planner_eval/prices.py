@@ -1,4 +1,4 @@
-"""What the planner predicts of published runs, in the quantities and by the conventions in which they were reported.
+"""Predict published runs with the planner, in the quantities and conventions in which they were reported.
 
 >>> from planner_eval.cases import read_case
 >>> row = {"model": {"layers": 32, "hidden": 4096, "heads": 32, "ffn": 11008, "seq": 4096},
@@ -30,21 +30,21 @@ from shardwise.planner.results import Convention, Estimate, RankMemory
 from shardwise.planner.step_time import TimeModel
 
 MemoryKind = Literal["states", "activations", "states+activations", "allocated", "reserved", "device"]
-"""What a figure of memory counts: states at rest, activations or both, tensors of the peak, what the allocator holds
+"""What a figure of memory counts: stored states, activations or both, tensors of the peak, what the allocator holds
 for them, or all that the device has given out."""
 
 PARTS_OF_A_STEP: Final = ("single_layer_time", "activation_memory_ratio")
-"""Quantities of which no whole run is told."""
+"""Quantities that do not describe a whole run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Of a published run; None where its inputs do not allow one.
+    """The prediction of a published run; fields are None where its inputs do not allow one.
 
     Attributes:
-        tflops_per_gpu: by the convention that was asked for.
-        memory_gib_per_gpu: on the worst rank, of the kind that was asked for.
-        price: what all this is taken from.
+        tflops_per_gpu: by the requested convention.
+        memory_gib_per_gpu: on the worst rank, of the requested kind.
+        price: the estimate that the other fields are taken from.
     """
 
     iteration_time_s: float | None = None
@@ -55,13 +55,13 @@ class Prediction:
     price: Estimate | None = None
 
     def as_row(self) -> dict[str, float | bool | None]:
-        """All but the price."""
+        """Return all fields but the price."""
         names = ("iteration_time_s", "tflops_per_gpu", "memory_gib_per_gpu", "feasible", "bubble_rate")
         return {name: getattr(self, name) for name in names}
 
 
 def convention_of(written: str | None, case: Case) -> Convention:
-    """How a row's FLOPs are counted, from its own words, or as was usual for such runs where it has none.
+    """Return how a row's FLOPs are counted, by its own words, or as was usual for such runs.
 
     Full recomputation in fp16 was reported with what is computed twice; on devices that came after Hopper keys are
     mostly halved.
@@ -82,7 +82,7 @@ def convention_of(written: str | None, case: Case) -> Convention:
 
 
 def memory_kind_of(written: str | None) -> MemoryKind:
-    """What a row's memory counts, from its own words; the tensors of the peak where it has none."""
+    """Return what a row's memory counts, by its own words; the tensors of the peak where it has none."""
     text = (written or "").lower()
     if "state" in text or "params+grads" in text:
         return "states+activations" if "activation" in text else "states"
@@ -95,7 +95,7 @@ def memory_kind_of(written: str | None) -> MemoryKind:
 
 
 def is_of_first_rank(written: str | None) -> bool:
-    """Whether a row's memory is what one process logged, which is the first: it leads the logs of most codes.
+    """Say whether a row's memory is what one process logged; that is the first, which most codes log.
 
     >>> is_of_first_rank("max_memory_allocated as logged"), is_of_first_rank("peak as printed, worst rank")
     (True, False)
@@ -106,10 +106,15 @@ def is_of_first_rank(written: str | None) -> bool:
 
 
 def flops_per_token(job: PlanJob, strategy: Strategy, convention: Convention) -> float:
-    """FLOPs of forward and backward for one token by a convention.
+    """Return the FLOPs of forward and backward for one token by a convention.
 
     As `hardware`, a full recomputation adds the forward of all blocks, a selective one that of the attention's scores
     (Narayanan et al. 2021, arXiv 2104.04473, equation 3; Korthikanti et al. 2022, arXiv 2205.05198, appendix A).
+
+    Args:
+        job: the model and its sequence length.
+        strategy: its recomputation counts under `hardware`.
+        convention: `all-keys`, `causal` or `hardware`.
     """
     shape = job.shape
     total = shape.flops_per_token(job.seq_len, is_causal_halved=convention == "causal")
@@ -122,7 +127,7 @@ def flops_per_token(job: PlanJob, strategy: Strategy, convention: Convention) ->
 
 
 def memory_gib(rank: RankMemory, kind: MemoryKind) -> float:
-    """Of one rank, of a kind, in GiB."""
+    """Return the GiB of one rank that a kind of figure counts."""
     states = ("params", "grads", "optimizer")
     if kind == "states":
         return sum(rank.at_rest.values()) / GIB
@@ -134,13 +139,14 @@ def memory_gib(rank: RankMemory, kind: MemoryKind) -> float:
 
 
 def settled(case: Case, pipelines: PipelineTimes | None = None) -> Estimate | None:
-    """The price of a case's run; of what was not written of it, that which computes least again and fits.
+    """Return the price of a case's run; what the row leaves out is chosen to recompute least and fit.
 
-    Of several micro-batches the fastest counts, as whoever ran it will have looked for that. Where nothing fits, the
-    price of what takes least memory.
+    Of several micro-batch sizes the fastest counts, as those who ran it will have looked for that. Where nothing fits,
+    it is the price of what takes least memory.
 
     Args:
-        pipelines: what is known of schedules, to be shared by many cases.
+        case: the run.
+        pipelines: times of schedules that many cases share; None starts with none.
     """
     if case.job is None or case.strategy is None:
         return None
@@ -157,13 +163,15 @@ def settled(case: Case, pipelines: PipelineTimes | None = None) -> Estimate | No
 
 
 def _candidates(case: Case, strategy: Strategy) -> Iterator[list[Strategy]]:
-    """Of each way to spare memory, the least thorough first, every size of a micro-batch that the run may have had."""
+    """Yield, for each way to save memory, the mildest first, a strategy for every micro-batch size the run may have
+    had.
+    """
     each = strategy.micro_size * strategy.num_micro_batches
     sizes = [strategy.micro_size]
     if "micro_batch" in case.guesses and "global_batch" not in case.guesses:
         least = 2 * strategy.pp if strategy.pp > 1 else 1  # micro-batches, that the pipeline is not mostly empty
         sizes = [size for size in (4, 2) if each % size == 0 and each // size >= least] + [1]
-    # As few blocks as fit, where nobody says: frameworks say how many.
+    # As few blocks as fit, where the row does not say; frameworks say how many.
     modes = RECOMPUTES if "recompute" in case.guesses else ((strategy.recompute, strategy.recompute_every),)
     stages = [strategy.zero_stage]
     if "zero_stage" in case.guesses:
@@ -191,13 +199,14 @@ def predict(
     of_first_rank: bool = False,
     pipelines: PipelineTimes | None = None,
 ) -> Prediction:
-    """What a case's run takes; only the model's states, or only the bubble, where no more is known.
+    """Predict a case's run; only the model's states, or only the bubble, where no more is known.
 
     Args:
-        convention: of the FLOPs; None as was usual.
-        memory_kind: None for the tensors of the peak.
-        of_first_rank: memory is that of the pipeline's first rank, not of the fullest.
-        pipelines: what is known of schedules, to be shared by many cases.
+        case: the run.
+        convention: of the FLOPs; None for the usual one.
+        memory_kind: what the memory counts; None for the tensors of the peak.
+        of_first_rank: whether memory is that of the pipeline's first rank, not of the fullest.
+        pipelines: times of schedules that many cases share; None starts with none.
     """
     if case.quantity in PARTS_OF_A_STEP:
         return Prediction()
@@ -220,7 +229,7 @@ def predict(
 
 
 def _of_states(states: KnownStates) -> Prediction:
-    """By the states alone: what they need, and that they must fit."""
+    """Predict by the states alone: what they need, and that they must fit."""
     config = {"precision": {"accumulate": "param"}, "tiers": dict(states.tiers)}
     found = estimate_model_states(
         states.num_params, num_gpus=states.num_gpus, stages=(states.zero_stage,), config=config
@@ -230,7 +239,7 @@ def _of_states(states: KnownStates) -> Prediction:
 
 
 def _bubble_rate(case: Case, price: Estimate) -> float | None:
-    """Of the times that were measured where there are any, else as it is priced."""
+    """Return the bubble rate by the measured times where there are any, else by the priced ones."""
     if case.op_times is None and case.quantity != "schedule_bubble":
         return price.time.bubble_rate
     shape, strategy = price.job.shape, price.strategy
@@ -245,7 +254,13 @@ def _bubble_rate(case: Case, price: Estimate) -> float | None:
 
 
 def predict_row(row: Mapping[str, Any], case: Case, pipelines: PipelineTimes | None = None) -> Prediction:
-    """The same, in the conventions that a row names, be it beside its inputs or among its outputs."""
+    """Predict a case's run in the conventions that its row names, beside its inputs or among its outputs.
+
+    Args:
+        row: of the file of cases.
+        case: the same row, as `read_case` returns it.
+        pipelines: times of schedules that many cases share; None starts with none.
+    """
     row = tidied(row)
     places = (row, row["parallel"], row["outputs"])
     written = {

@@ -1,4 +1,4 @@
-"""Why a row of a file of cases cannot be priced: its value, the rule, and the cure, in one line.
+"""Say why a row of a file of cases cannot be priced: its value, the rule, and the cure, in one line.
 
 >>> row = {"model": {"layers": 32, "hidden": 4096, "seq": 4096}, "hardware": {"gpu": "abacus", "num_gpus": 8}}
 >>> refusal(row).split(";")[0]
@@ -21,16 +21,16 @@ NEEDED: Final = (
     ("model", "seq", 1_000_000_000, "the tokens of a sequence"),
     ("hardware", "num_gpus", 10_000_000, "how many devices ran it"),
 )
-"""Section and key, the most that is believed, and what it is."""
+"""Section and key, the largest value that is accepted, and what it is."""
 MAX_STAGES: Final = 1024
-"""Of a pipeline: what a schedule of more would take to simulate, nobody would run."""
+"""The most stages of a pipeline; a schedule of more takes too long to simulate, and no run has so many."""
 
 
 def refusal(row: Mapping[str, Any]) -> str | None:
-    """The first rule that a tidy row breaks; None where it breaks none.
+    """Return the first rule that a tidy row breaks; None where it breaks none.
 
     Args:
-        row: as `case_rows.tidied` returns it.
+        row: as `rows.tidied` returns it.
     """
     for section, key, most, words in NEEDED:
         value = _get(row, section, key)
@@ -52,7 +52,9 @@ def refusal(row: Mapping[str, Any]) -> str | None:
 
 
 def stages_refusal(num_stages: int, num_layers: int) -> str | None:
-    """Why so many stages, those of one rank counted, cannot be; None where they can. The ends may hold no block."""
+    """Say why a pipeline cannot have so many stages, virtual ones counted; None where it can. The ends may hold no
+    block.
+    """
     most = min(num_layers + 2, MAX_STAGES)
     if num_stages <= most:
         return None

@@ -1,4 +1,4 @@
-"""Rows of published runs with each value of the type that its key has, or null: what people write is not always so.
+"""Give each value of a published run's row the type that its key has, or null, since people write values in many ways.
 
 >>> row = {"id": 7, "model": {"layers": "32", "ffn": "unknown"}, "parallel": {"precision": ["bf16"], "tp": -1}}
 >>> tidy = tidied(row)
@@ -95,7 +95,9 @@ _FACTORS: Final[Mapping[str, float]] = MappingProxyType({"": 1, "k": 1024, "m": 
 
 
 def tidied(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row whose counts are whole numbers of 0 or more, its words strings, its flags so, and its sections mappings."""
+    """Return a row with counts as whole numbers of 0 or more, words as strings, flags as such, and sections as
+    mappings.
+    """
     found = dict(row)
     for section in ("model", "hardware", "parallel", "outputs"):
         written = row.get(section)
@@ -131,7 +133,7 @@ def _value(key: str, value: Any) -> Any:
 
 
 def number(value: Any) -> float | None:
-    """A number of 0 or more that is written as such, or in words such as `1,024` and `7B`; None for a range.
+    """Read a number of 0 or more, also in words such as `1,024` and `7B`; None for a range.
 
     >>> number("1,024"), number("3 (hybrid)"), number("7B"), number("64-128"), number(True)
     (1024.0, 3.0, 7000000000.0, None, None)
@@ -145,7 +147,7 @@ def number(value: Any) -> float | None:
 
 
 def flag(value: Any) -> bool | None:
-    """Whether something is so; None for words that do not tell.
+    """Say whether something is so; None for words that do not say.
 
     >>> flag("no"), flag("off (default)"), flag("inductor"), flag(1), flag("n/a")
     (False, False, True, True, None)

@@ -1,12 +1,12 @@
-"""How the code of a published run worked: by what a row says of its kernels, and by what code of its time did.
+"""Infer how the code of a published run worked: from what a row says of its kernels, and what code of its time did.
 
 >>> from planner_eval.words import gpu_of
 >>> shape = ModelShape(
 ...     num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=4, head_dim=16, ffn_size=256, vocab_size=512
 ... )
 >>> row = {"model": {"seq": 2048}, "parallel": {"attention_kernel": "FA2"}}
->>> practice = practice_of(row, shape, Strategy(tp=2), gpu_of("A100"))
->>> practice.attention, practice.splits_logits
+>>> traits = traits_of(row, shape, Strategy(tp=2), gpu_of("A100"))
+>>> traits.attention, traits.splits_logits
 ('flash', False)
 """
 
@@ -24,14 +24,21 @@ from shardwise.planner.job import Attention, FrameworkTraits, Strategy
 from shardwise.planner.shape import ModelShape
 
 LONG_SEQUENCE: Final = 8192
-"""Tokens from which on nobody trains with scores kept whole."""
+"""Tokens from which on no run keeps scores whole."""
 
 TORCHS_LOSS_BYTES: Final = 3.0 * FP32_BYTES
-"""Of each logit: widened, its log-softmax, its gradient."""
+"""Bytes of each logit: widened, its log-softmax, its gradient."""
 
 
 def traits_of(row: Mapping[str, Any], shape: ModelShape, strategy: Strategy, gpu: GpuSpec) -> FrameworkTraits:
-    """How the code of the run worked, by what it says of its kernels and by what code of its time did."""
+    """Infer how the code of the run worked, from what it says of its kernels and from what code of its time did.
+
+    Args:
+        row: of the file of cases, tidied.
+        shape: of the model.
+        strategy: how the run was split.
+        gpu: the device that ran it.
+    """
     p = row.get("parallel") or {}
     kernel = str(p.get("attention_kernel") or "").lower()
     seq_len = int(row["model"]["seq"])
@@ -49,7 +56,7 @@ def traits_of(row: Mapping[str, Any], shape: ModelShape, strategy: Strategy, gpu
     return FrameworkTraits(
         attention=attention,
         logits_bytes=logits_bytes,
-        # Torch's loss lets the narrow logits go, but needs wide ones from then on.
+        # Torch's loss frees the narrow logits, but needs wide ones from then on.
         cached_logits_share=DTYPE_BYTES["bf16"] / logits_bytes if logits_bytes == TORCHS_LOSS_BYTES else 0.0,
         optimizer_shards=group if isinstance(group, int) and strategy.zero_stage in (1, 2) else None,
         # Gradients come in the parameters' dtype, and stay beside those that they are added to.
@@ -72,7 +79,7 @@ def traits_of(row: Mapping[str, Any], shape: ModelShape, strategy: Strategy, gpu
         selective=_selective(p, strategy.zero_stage),
         fuses_gate=is_compiled or is_liger or is_new,
         cuts_evenly=True,
-        # What sharded parameters in fp16 hooked into each layer of the model; who came later, in bf16, wraps blocks.
+        # Code that sharded parameters in fp16 hooked into each layer of the model; later code, in bf16, wraps blocks.
         moves_tensors=strategy.zero_stage == 3 and strategy.param == "fp16",
         trains_all=not words.is_adapter(p),
         has_tuned_attention=words.is_tuned_attention(p.get("attention_kernel")) or is_after_h100(gpu),
@@ -81,27 +88,33 @@ def traits_of(row: Mapping[str, Any], shape: ModelShape, strategy: Strategy, gpu
 
 
 def compiles_blocks(p: Mapping[str, Any], zero_stage: int) -> bool:
-    """Whether blocks are compiled and gathered one by one, as by torch's own code for sharded parameters."""
+    """Say whether blocks are compiled and gathered one by one, as by torch's own code for sharded parameters."""
     return bool(p.get("compile")) and zero_stage == 3
 
 
 def _selective(p: Mapping[str, Any], zero_stage: int) -> Literal["half", "all-but-scores"]:
-    """As it is written; torch's own code keeps every other product where it is not told otherwise (torchtitan's
-    configs, and those of torchtune and NeMo AutoModel that follow them)."""
+    """Return what selective recomputation keeps, as written.
+
+    By default torch's own code keeps every other product (torchtitan's configs, and those of torchtune and NeMo
+    AutoModel that follow them).
+    """
     written = str(p.get("recompute") or "").lower()
     is_usual = not written and compiles_blocks(p, zero_stage)
     return "half" if is_usual or re.search(r"\bop\b", written) else "all-but-scores"
 
 
 def _gathers_logits(kernel: str, strategy: Strategy) -> bool:
-    """Whether each tp rank takes the loss of all logits, as torch's own loss does, in code whose kernels are chosen one
-    by one; not in the codes that brought interleaving, split sequences and fp8, whose loss is split by vocabulary."""
+    """Say whether each tp rank takes the loss of all logits, as torch's own loss does.
+
+    Code whose kernels are chosen one by one does. The codes that brought interleaving, split sequences and fp8 do not:
+    their loss is split by vocabulary.
+    """
     is_of_megatron = strategy.schedule == "interleaved" or strategy.cp > 1 or strategy.matmul is not None
     return bool(kernel) and not is_of_megatron
 
 
 def _logits_bytes(p: Mapping[str, Any], strategy: Strategy, gpu: GpuSpec, *, splits_logits: bool) -> float:
-    """Of each logit at the peak of the loss, all its copies together.
+    """Return the bytes of each logit at the peak of the loss, all its copies together.
 
     Torch's loss holds logits widened, their log-softmax and its gradient; code that splits the model holds the narrow
     ones and their gradient besides, as a stage's output. A loss that is split by vocabulary writes the gradient over
@@ -125,15 +138,16 @@ def _logits_bytes(p: Mapping[str, Any], strategy: Strategy, gpu: GpuSpec, *, spl
 
 
 def _keeps_master(p: Mapping[str, Any]) -> bool:
-    """Whether Adam steps a copy of the parameters in fp32, with moments so; else it has two moments in their dtype."""
+    """Say whether Adam steps an fp32 copy of the parameters, with fp32 moments; else its moments have their dtype."""
     return p.get("fp32_master") is not False
 
 
 def _params_share(precision: str, strategy: Strategy, gpu: GpuSpec) -> float:
-    """Of half precision, in which parameters rest: in fp8 code that splits the model keeps them as products take them.
+    """Return the share of half precision's bytes that parameters take: fp8 code that splits the model stores them in
+    fp8.
 
-    Before Blackwell a product in fp8 takes both factors along rows alone, so that a weight and its transpose rest; in
-    blocks that have scales of their own it does so there too (Transformer Engine, "FP8 primary weights").
+    Before Blackwell a product in fp8 takes both factors along rows alone, so a weight and its transpose are both
+    stored; where blocks have their own scales that is so on Blackwell too (Transformer Engine, "FP8 primary weights").
     """
     is_of_blocks = "mx" in precision.lower()
     takes_any_layout = is_after_h100(gpu) and not is_of_blocks
@@ -141,7 +155,7 @@ def _params_share(precision: str, strategy: Strategy, gpu: GpuSpec) -> float:
 
 
 def _overlaps_data(strategy: Strategy, gpu: GpuSpec) -> bool:
-    """Codes that split models beside stages 0 and 1 learned to only with the devices that came after A100."""
+    """Say whether gathers and reductions overlap; codes that split models in stages 0 and 1 do so only after A100."""
     return not (is_before_h100(gpu) and _splits_model(strategy) and strategy.zero_stage < 2)
 
 
@@ -150,17 +164,19 @@ def _splits_model(strategy: Strategy) -> bool:
 
 
 def is_before_h100(gpu: GpuSpec) -> bool:
-    """Whether a device is as slow as those that H100 came after."""
+    """Say whether a device is as slow as those before H100."""
     return max(gpu.peak_flops_per_s.get(dtype, 0.0) for dtype in ("bf16", "fp16")) < 500e12
 
 
 def is_after_h100(gpu: GpuSpec) -> bool:
-    """Whether a device multiplies in fp4, as those do that came after H100 and its like."""
+    """Say whether a device multiplies in fp4, as those after H100 and its like do."""
     return "fp4" in gpu.peak_flops_per_s
 
 
 def _attention(strategy: Strategy, shape: ModelShape, gpu: GpuSpec, seq_len: int) -> Attention:
-    """Before bf16 was usual, and where only full recomputation made room, scores were written out."""
+    """Guess the kernel: scores were written out before bf16 was usual, and where only full recomputation saved the
+    memory.
+    """
     if seq_len >= LONG_SEQUENCE or shape.ffn == "gated":
         return "flash"
     if strategy.param == "fp32":

@@ -1,4 +1,4 @@
-"""The words in which people write down a published run, as values: devices, networks, dtypes, recomputation.
+"""Turn the words in which people describe a published run into values: devices, networks, dtypes, recomputation.
 
 Each reader takes what is written, or None, and is lenient: what it cannot read is as if it were not written.
 
@@ -22,10 +22,10 @@ Recompute = Literal["none", "selective", "full"]
 
 
 def gpu_of(written: str | None) -> GpuSpec | None:
-    """The catalogue's device that is meant; None where none is.
+    """Return the catalogue's device that is meant; None where none is.
 
-    Of devices of several kinds the slowest is taken, since the others wait for it. What else stands in a name, such as
-    that of a machine, is passed over.
+    Of devices of several kinds the slowest is taken, since the others wait for it. Other words in a name, such as that
+    of a machine, are ignored.
 
     >>> gpu_of("DGX A100 80GB").name, gpu_of("RTX-3090+Titan-RTX (heterogeneous)").name, gpu_of("abacus")
     ('a100-80', 'rtx-3090', None)
@@ -35,7 +35,7 @@ def gpu_of(written: str | None) -> GpuSpec | None:
 
 
 def find_written_gpu(written: str) -> GpuSpec:
-    """The same of a name that must mean a device.
+    """Return the device of a name that must mean one.
 
     Raises:
         ConfigError: no such device is known.
@@ -53,7 +53,7 @@ def _one_gpu(written: str) -> GpuSpec | None:
 
 
 def nic_bytes_per_s(written: str | None, gpus_per_node: int) -> float | None:
-    """A device's share of its node's network; None where no speed is written.
+    """Return a device's share of its node's network; None where no speed is written.
 
     A single number of 400 Gb/s or less without `per node` is a device's own, as such networks are built.
     """
@@ -74,7 +74,7 @@ def nic_bytes_per_s(written: str | None, gpus_per_node: int) -> float | None:
 
 
 def matmul_dtype(written: str | None) -> MatmulDtype:
-    """Of matrix products: the narrowest that is written; bf16 where nothing is."""
+    """Return the narrowest dtype of matrix products that is written; bf16 where none is."""
     text = (written or "bf16").lower()
     for mark, dtype in _DTYPES:
         if mark in text:
@@ -102,7 +102,7 @@ _DTYPES: Final[tuple[tuple[str, MatmulDtype], ...]] = (
 
 
 def recompute_of(written: str | None) -> tuple[Recompute, int] | None:
-    """What is computed again, and of every how many layers; None where that is not written.
+    """Return what is recomputed, and of every how many layers; None where that is not written.
 
     Selective with a number of layers is full recomputation of every n-th layer, as some frameworks name it.
     """
@@ -119,12 +119,12 @@ def recompute_of(written: str | None) -> tuple[Recompute, int] | None:
 
 
 def is_adapter(parallel: Mapping[str, Any]) -> bool:
-    """Whether adapters alone are trained."""
+    """Say whether adapters alone are trained."""
     return "lora" in f"{parallel.get('training')} {parallel.get('recompute')}".lower()
 
 
 def attention_of(written: str | None) -> Attention | None:
-    """What the attention's kernel saves; None where no kernel is written."""
+    """Return what the attention's kernel saves; None where no kernel is written."""
     text = (written or "").lower()
     if not text:
         return None
@@ -136,7 +136,7 @@ def attention_of(written: str | None) -> Attention | None:
 
 
 def is_tuned_attention(written: str | None) -> bool:
-    """Whether a kernel is named that was written for Hopper or what came after it.
+    """Say whether the named kernel was written for Hopper or a later device.
 
     >>> is_tuned_attention("FA3"), is_tuned_attention("flash_attention2 + RMS kernel")
     (True, False)
@@ -145,7 +145,7 @@ def is_tuned_attention(written: str | None) -> bool:
 
 
 def is_first_flash(written: str | None) -> bool:
-    """Whether the first FlashAttention is named, which was called so without a number until there was a second.
+    """Say whether the first FlashAttention is named; it was called so without a number until there was a second.
 
     >>> is_first_flash("flash_attentionv1.0.8"), is_first_flash("FA2"), is_first_flash("flash"), is_first_flash(None)
     (True, False, True, False)
@@ -155,9 +155,14 @@ def is_first_flash(written: str | None) -> bool:
 
 
 def schedule_of(written: str | None, num_stages: int, virtual_stages: int) -> str:
-    """Our name of a pipeline schedule, or of the nearest; 1f1b where it is not written, or there is no pipeline.
+    """Return our name of a pipeline schedule, or of the nearest; 1f1b where none is written, or there is no pipeline.
 
     DualPipe is two pipelines that go through each other, which its V cuts in half (the README of DualPipe).
+
+    Args:
+        written: the row's words; None where there are none.
+        num_stages: ranks of the pipeline.
+        virtual_stages: stages a rank.
     """
     text = (written or "").lower()
     if num_stages == 1:
@@ -184,6 +189,6 @@ _SCHEDULES: Final = (
 
 
 def searched_schedule_of(written: str | None) -> str | None:
-    """Of zero-bubble schedules, the one that is made for its times, if it is."""
+    """Return the zero-bubble schedule that is made for its times, if it is one of these."""
     text = (written or "").lower()
     return next((name for name in SEARCHED if name in text), None)

@@ -38,7 +38,7 @@ WAITING_LOGITS: Final = MappingProxyType({"cpu": (2**20, 256), "gpu": (2**26, 10
 
 @dataclass(frozen=True)
 class BlockBytes:
-    """Bytes of one micro-batch in one block, as a rank keeps and makes them.
+    """Hold the bytes of one micro-batch in one block, as a rank keeps and makes them.
 
     Attributes:
         kept: between the block's forward and its backward.
@@ -61,7 +61,7 @@ class BlockBytes:
 
 @dataclass(frozen=True)
 class HeadBytes:
-    """Bytes of one micro-batch in the head and its loss, on a rank of the last stage.
+    """Hold the bytes of one micro-batch in the head and its loss, on a rank of the last stage.
 
     Attributes:
         given: the head's input, where it is kept.
@@ -332,7 +332,7 @@ def head_bytes(job: PlanJob, strategy: Strategy) -> HeadBytes:
     is_wide, is_parted = element_bytes >= FP32_BYTES, at_a_time < tokens
     widened = (0 if is_wide else element_bytes) + FP32_BYTES * (1 + is_parted)
     summed = FP32_BYTES * at_a_time * vocab + (0.0 if is_wide else element_bytes * at_a_time * vocab + weight)
-    # The gradients of input and weight, the latter in fp32, wait for that of the loss; the input itself is let go of.
+    # The gradients of input and weight, the latter in fp32, wait for that of the loss; the input itself is freed.
     return HeadBytes(
         given=0.0,
         kept=stream + FP32_BYTES * vocab * hidden,

@@ -35,7 +35,7 @@ _MOST_GROUPS: Final = 1000
 
 @dataclass(frozen=True)
 class Buffers:
-    """Bytes of a rank's buffers at the moments of a step.
+    """Hold the bytes of a rank's buffers at the moments of a step.
 
     Attributes:
         resting: those that exist when no gradient has come.
@@ -60,7 +60,7 @@ class Buffers:
 
 @dataclass(frozen=True)
 class GatheredUnits:
-    """Parameters that are unsharded for use.
+    """Count the elements of parameters that are unsharded for use.
 
     Attributes:
         root, block, whole: elements of what is in no block, of the largest block, of all.
@@ -115,7 +115,7 @@ def block_numels(folds: Iterable[LayerCount]) -> list[int]:
 
 
 class BufferTable:
-    """The buffers of a job's strategies; it keeps those that were asked for."""
+    """Find the buffers of a job's strategies, and keep those that were asked for."""
 
     def __init__(self, job: PlanJob) -> None:
         self.job = job
@@ -175,7 +175,7 @@ def _table_buffers(strategy: Strategy, folds: RankLayerCounts) -> tuple[int, ...
 
 @dataclass(frozen=True)
 class _Units:
-    """Elements that are reduced where no pipeline splits the model: those of what is in no block, and of each block."""
+    """Count the elements to reduce where no pipeline splits the model: of what is in no block, and of each block."""
 
     root: int
     block: int
@@ -217,7 +217,7 @@ def _unpipelined(
 
 
 class _Counted:
-    """A pool of exact sizes, which keeps what was once in use at the same time."""
+    """Act as a pool of exact sizes, which keeps what was once in use at the same time."""
 
     def __init__(self) -> None:
         self.reserved_bytes = 0
@@ -235,7 +235,7 @@ class _Counted:
 
 
 class _Bytes:
-    """A stand-in for a tensor that says how many bytes it has and what it is a slice of."""
+    """Stand in for a tensor: say how many bytes it has and what it is a slice of."""
 
     __slots__ = ("_num_bytes", "_whole")
 
@@ -269,7 +269,7 @@ def _own_pool() -> BufferPool:
 
 @dataclass(frozen=True, kw_only=True)
 class _Rules:
-    """Facts, other than gradients' sizes, that decide which buffers a reduction takes."""
+    """Say which buffers a reduction takes, apart from the sizes of gradients."""
 
     has_own_pool: bool
     is_sharded: bool
@@ -328,7 +328,7 @@ class _Rules:
 
 
 class _Walk:
-    """A walk through a step that takes and returns buffers as the engine does."""
+    """Walk through a step, and take and return buffers as the engine does."""
 
     def __init__(self, rules: _Rules, backward_bytes: Sequence[float]) -> None:
         self._rules = rules
@@ -380,7 +380,7 @@ class _Walk:
             is_slice = self._rules.sums_on_arrival
             received = self._take(numel // self._rules.num_shards if is_slice else numel, self._rules.wire_bytes)
             if self._rules.is_on_host:
-                held.insert(0, received)  # the first to be given back
+                held.insert(0, received)  # the first to be released
             else:
                 self._pool.release(received)
         self._sent[group], self._kept[group], self._numels[group] = held, kept, numel

@@ -25,7 +25,7 @@ Price = Callable[[PlanJob, Strategy], "PassTimes"]
 
 
 class Corrections:
-    """Factors, by dtype, from a job's priced blocks and heads to their measured times."""
+    """Scale a job's priced blocks and heads, by dtype, to their measured times."""
 
     def __init__(self, job: PlanJob, price_block: Price, price_head: Price) -> None:
         profile = job.cluster.profile
@@ -146,7 +146,7 @@ Point = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 class Surface:
-    """Positive values over positive coordinates; in logarithms, nearer points weigh more.
+    """Interpolate positive values over positive coordinates; in logarithms, nearer points weigh more.
 
     Weights fall with the fourth power of the distance (Shepard 1968), so that many far points do not drown a near one.
     A coordinate outside the points' box counts as if it were at the edge of the box.

@@ -39,18 +39,16 @@ RECOMPUTES: Final[tuple[tuple[Literal["none", "selective", "full"], int], ...]] 
 )
 """Modes of recomputation, and every how many blocks they apply to; the one that keeps most comes first."""
 _MAX_MICRO_SIZE: Final = 64
-# Of a micro-batch on a rank; from here on matrix products gain nothing by being larger.
+# Tokens of a micro-batch on a rank; from here on matrix products gain nothing by being larger.
 _MAX_TOKENS: Final = 2**16
-# Of a rank's part of a sequence; below it matrix products are too small to be worth a split.
+# Tokens of a rank's part of a sequence; below it matrix products are too small to be worth a split.
 _MIN_TOKENS: Final = 128
-# Of a device's memory that the states take, shared by all devices, from which on other memories are looked at.
+# Share of all devices' memory that the states take from which on other memories are tried.
 _CROWDED_SHARE: Final = 0.2
 
 
 class ParallelismCandidate(NamedTuple):
-    """A choice of what is computed where and when; fields are those of `Strategy`, and `num_data_ranks` of both dp
-    axes.
-    """
+    """Choose what is computed where and when; fields are those of `Strategy`, and `num_data_ranks` of both dp axes."""
 
     pp: int
     num_data_ranks: int
@@ -74,7 +72,7 @@ class ParallelismCandidate(NamedTuple):
 
 
 class PlacementCandidate(NamedTuple):
-    """A choice of where states are stored; fields are those of `Strategy`."""
+    """Choose where states are stored; fields are those of `Strategy`."""
 
     zero_stage: int
     dp_shard: int
@@ -101,7 +99,7 @@ def _no_pins() -> Mapping[str, tuple[Any, ...]]:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpace:
-    """The strategies that a search may try.
+    """Say which strategies a search may try.
 
     Attributes:
         base: every strategy has its precision, chunk of tokens and expert ranks.
@@ -353,7 +351,7 @@ def _all_tiers(job: PlanJob, space: SearchSpace, candidate: ParallelismCandidate
         ladder += [("device", "device", "host"), ("device", "host", "host"), ("host", "host", "host")]
         if job.cluster.host.nvme_bytes:
             ladder += [("device", "host", "nvme"), ("host", "host", "nvme"), ("nvme", "host", "nvme")]
-    # Of what a block keeps under selective recomputation its input is a small part: that is tried where it is pinned.
+    # A block's input is a small part of what selective recomputation keeps, so moving it is tried only where pinned.
     activations = ["device", "host"] if candidate.recompute == "full" and offloads else ["device"]
     tried = [(*states, kept) for states in ladder for kept in activations]
     if any(name in space.pins for name in names):

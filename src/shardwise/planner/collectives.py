@@ -55,7 +55,7 @@ _Table = tuple[tuple[float, float], ...]  # bytes and seconds, ascending
 
 @dataclass(frozen=True)
 class NetworkLevel:
-    """One level of the network that a group spans.
+    """Describe one level of the network that a group spans.
 
     Attributes:
         num_ranks: how many this level joins: devices of a domain, domains of a node, or nodes.
@@ -69,7 +69,7 @@ class NetworkLevel:
 
 
 class NetworkModel:
-    """Times of collectives on one cluster; it keeps those that were asked for.
+    """Time collectives on one cluster, and keep the times that were asked for.
 
     Args:
         cluster: devices, links, and what was measured.

@@ -48,7 +48,7 @@ NUM_STEP_SUMS: Final = 3
 
 @dataclass(frozen=True, kw_only=True)
 class TokenExchange:
-    """Seconds of the collectives of one unit in one pass of one micro-batch.
+    """Hold the seconds of the collectives of one unit in one pass of one micro-batch.
 
     Attributes:
         tensor_s: of tensor and sequence parallelism.
@@ -81,9 +81,7 @@ class TokenExchange:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockComm:
-    """The collectives of one unit in one micro-batch; `recompute` is what running the forward again adds to the
-    backward.
-    """
+    """Hold the collectives of one unit in one micro-batch; `recompute` is what running the forward again adds."""
 
     forward: TokenExchange
     backward: TokenExchange
@@ -96,7 +94,7 @@ Moment = Literal["forward", "backward", "first forward", "last backward"]
 
 @dataclass(frozen=True)
 class PricedCollective:
-    """A collective that a step has over ranks that share parameters.
+    """Describe a collective that a step has over ranks that share parameters.
 
     Attributes:
         num_bytes: of the whole buffer.
@@ -117,7 +115,7 @@ class PricedCollective:
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallelComm:
-    """Seconds of a step's gathers and reductions on one rank, by when they run.
+    """Hold the seconds of a step's gathers and reductions on one rank, by when they run.
 
     Attributes:
         forward_s: of gathers in the forward of each micro-batch.
@@ -191,7 +189,7 @@ def _beside(communication_s: float, hidden: float, compute_s: float) -> float:
 
 
 class CommTimeModel:
-    """Prices of what the strategies of a job exchange; it keeps what several of them share.
+    """Price what the strategies of a job exchange, and keep what several of them share.
 
     Args:
         job: the job, with its cluster.

@@ -48,7 +48,7 @@ _EXPERTS = ":experts"
 
 @dataclass(frozen=True)
 class LayerCount:
-    """A group, and how many equal groups there are on a rank."""
+    """Count the equal groups on a rank."""
 
     group: GroupSpec
     count: int
@@ -56,7 +56,7 @@ class LayerCount:
 
 @dataclass(frozen=True)
 class RankLayerCounts:
-    """The groups that one rank of the pipeline holds, and the layout that they follow."""
+    """Hold the groups of one rank of the pipeline, and the layout that they follow."""
 
     layout: Layout
     folds: tuple[LayerCount, ...]
@@ -95,7 +95,7 @@ class RankLayerCounts:
 
 
 class CompactLayout:
-    """The folded Layouts of a job's strategies; it keeps what several of them share."""
+    """Build the folded Layouts of a job's strategies, and keep what several of them share."""
 
     def __init__(self, job: PlanJob, stages: StageTable | None = None) -> None:
         self.job = job

@@ -73,7 +73,9 @@ _GRAPHED_KERNEL_S: Final = 1.5e-6
 
 @dataclass(frozen=True)
 class GemmShape:
-    """A linear layer on one rank: [m, k] by [k, n], `count` times side by side, as the products of experts run."""
+    """Describe a linear layer on one rank: [m, k] by [k, n], `count` times side by side, as the products of experts
+    run.
+    """
 
     m: float
     n: float
@@ -82,7 +84,7 @@ class GemmShape:
 
 
 class ComputeTimeModel:
-    """Times of a job's kernels; it keeps those that it has priced, by shape."""
+    """Time a job's kernels, and keep those that were priced, by shape."""
 
     def __init__(self, job: PlanJob) -> None:
         self.job = job

@@ -36,7 +36,7 @@ _PART_WORDS: Final[Mapping[str, str]] = MappingProxyType(
         "other": "waiting for the slowest",
     }
 )
-# Of the difference of two times; parts that make less of it are left out.
+# Share of the difference of two times; smaller parts are left out.
 _LEAST_SHARE: Final = 0.05
 # Less is the same: it would be read as 0.0.
 _EQUAL_PERCENT: Final = 0.05
@@ -45,7 +45,7 @@ _MICRO_SIZES: Final = (8, 4, 2, 1)
 
 @dataclass(frozen=True, kw_only=True)
 class DefaultChoice:
-    """A layout that many people would start with.
+    """Describe a layout that many people would start with.
 
     Attributes:
         name: by which it is known.
@@ -62,7 +62,7 @@ class DefaultChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class Reasons:
-    """The explanations of a plan.
+    """Explain a plan.
 
     Attributes:
         wins: why the winner beats the next.

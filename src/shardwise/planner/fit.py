@@ -30,7 +30,7 @@ _MOST_LENGTHS: Final = 16_384
 
 @dataclass(frozen=True, kw_only=True)
 class FitSetup:
-    """A named way to split a job over all GPUs."""
+    """Name a way to split a job over all GPUs."""
 
     name: str
     strategy: Strategy
@@ -38,7 +38,7 @@ class FitSetup:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """The largest that one setup holds of each kind, with the other two at their least; None where nothing of it fits.
+    """Hold the largest of each kind that a setup holds, the other two at their least; None where nothing of it fits.
 
     Attributes:
         shape: of the largest model of the family, at the given length and one sample.
@@ -161,7 +161,7 @@ def _fit_model(found: Fit, models: _Holds, shape: ModelShape, seq_len: int) -> F
 
 
 class _Holds:
-    """A test of whether one strategy holds a model, by its memory alone."""
+    """Say whether one strategy holds a model, by its memory alone."""
 
     def __init__(self, cluster: Cluster, strategy: Strategy, margin_share: float) -> None:
         self._cluster, self._strategy, self._margin_share = cluster, strategy, margin_share

@@ -25,7 +25,7 @@ GIB: Final = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class FittedConstants:
-    """Constants that are fitted to published runs: at most these three for each device, and none for a source.
+    """Hold what is fitted to published runs: at most these three constants for each device, and none for a source.
 
     Attributes:
         matmul_share: share of the measured ceiling that large matrix products reach in training.
@@ -40,7 +40,7 @@ class FittedConstants:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuSpec:
-    """A device as its data sheet describes it; a field that is not known is 0 or missing.
+    """Describe a device as its data sheet does; a field that is not known is 0 or missing.
 
     Attributes:
         name: such as `h100`.
@@ -82,7 +82,7 @@ class GpuSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """The machine around the devices, which all of them share."""
+    """Describe the machine around the devices, which all of them share."""
 
     memory_bytes: float = 1e12
     memory_bytes_per_s: float = 2e11
@@ -94,7 +94,7 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Devices of one kind in nodes of one kind.
+    """Describe devices of one kind in nodes of one kind.
 
     Attributes:
         gpus_per_node: devices that share a host.
@@ -122,7 +122,7 @@ _MAX_SIZE_GB: Final = 300
 
 @dataclass(frozen=True)
 class CatalogueEntry:
-    """One device of `catalogue.toml`.
+    """Describe one device of `catalogue.toml`.
 
     Attributes:
         model: the words that a name must have, and no others but noise, a size and forms.
@@ -140,7 +140,7 @@ class CatalogueEntry:
 
 @dataclass(frozen=True)
 class _Words:
-    """A device's name, split into its parts."""
+    """Split a device's name into its parts."""
 
     model: frozenset[str]
     size_gb: int | None
@@ -236,7 +236,7 @@ ENTRIES: Final = _read_entries(Path(__file__).with_name("catalogue.toml"))
 GPUS: Final[Mapping[str, GpuSpec]] = MappingProxyType({name: entry.gpu for name, entry in ENTRIES.items()})
 
 _COUNT: Final = re.compile(r"(?:(\d+)x)?(\d+)")
-# Of a device whose links join more than a node has.
+# Devices of a node where links join more than one node.
 _NODE_OF_RACKS: Final = 4
 _USUAL_NODE: Final = 8
 

@@ -41,7 +41,7 @@ _NUM_ROUNDS = 3
 
 @dataclass(frozen=True)
 class InFlightCounts:
-    """Micro-batches that a rank holds at one moment, of each of its stages in their order.
+    """Count the micro-batches that a rank holds at one moment, of each of its stages in their order.
 
     Attributes:
         whole: between forward and backward.
@@ -67,7 +67,7 @@ class InFlightCounts:
 
 @dataclass(frozen=True)
 class InFlight:
-    """The moments at which a rank holds most; none covers another of its kind.
+    """List the moments at which a rank holds most; none covers another of its kind.
 
     Attributes:
         backwards: for each of its stages, the moments as a backward of it begins.
@@ -91,7 +91,7 @@ class InFlight:
 
 
 class _Row(NamedTuple):
-    """A rank of a schedule."""
+    """Name a rank of a schedule."""
 
     recipe_name: str
     num_ranks: int
@@ -101,7 +101,7 @@ class _Row(NamedTuple):
 
 
 class InFlightTable:
-    """The in-flight counts of schedules; it keeps those that were asked for."""
+    """Count what schedules have in flight, and keep the counts that were asked for."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[_Row, int | None], InFlight] = {}
@@ -251,7 +251,7 @@ def _flight(
 
 @dataclass(frozen=True)
 class _Moments:
-    """Counts as each backward begins, and at the ends of forwards and of backwards of the input.
+    """Hold the counts as each backward begins, and at the ends of forwards and of backwards of the input.
 
     Attributes:
         backward: the index of the stage whose backward begins, or -1; [moments]

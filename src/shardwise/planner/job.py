@@ -25,7 +25,7 @@ MatmulDtype = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4"]
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """A way to split a job; each field is the config's key of that section, or as described here.
+    """Say how a job is split; each field is the config's key of that section, or as described here.
 
     Attributes:
         pp, dp_replicate, dp_shard, cp, tp: ranks along each axis of the mesh; `ep` splits experts over ranks of the
@@ -90,7 +90,7 @@ class Strategy:
 
 @dataclass(frozen=True, kw_only=True)
 class FrameworkTraits:
-    """Facts about the code that runs a job, which change what it holds and how long it takes.
+    """State facts about the code that runs a job, which change what it holds and how long it takes.
 
     Attributes:
         attention: what the kernel saves.
@@ -166,7 +166,7 @@ SHARDWISE: Final = FrameworkTraits()
 
 @dataclass(frozen=True, kw_only=True)
 class PlanJob:
-    """A model to be trained, its batch and its cluster.
+    """Describe a training job: a model, its batch and its cluster.
 
     Attributes:
         seq_len: tokens of a sequence.

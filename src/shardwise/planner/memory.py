@@ -64,7 +64,7 @@ next computation and one that is sent, in each direction."""
 
 @dataclass(frozen=True)
 class StageBytes:
-    """Bytes of one micro-batch in a stage.
+    """Hold the bytes of one micro-batch in a stage.
 
     Attributes:
         whole: kept between forward and backward, the head and what was sent on included.
@@ -99,7 +99,7 @@ class StageBytes:
 
 
 class MemoryModel:
-    """Memory estimates of a job's strategies; it keeps what several of them share."""
+    """Estimate the memory of a job's strategies, and keep what several of them share."""
 
     def __init__(self, job: PlanJob, compact: CompactLayout | None = None) -> None:
         self.job = job
@@ -196,7 +196,7 @@ class MemoryModel:
         for index, moments in enumerate(flight.backwards):
             bases = [base(moment) for moment in moments]
             kept, stage = max(bases), each[index]
-            # Of a stage that holds all micro-batches no backward has been, whose gradients would wait in buckets.
+            # A stage that holds all micro-batches has run no backward, so no gradients wait in buckets.
             rest = zip(bases, moments, strict=True) if s.pp > 1 and s.gather == "batch" else ()
             waiting = [one for one, moment in rest if moment.whole[index] < s.num_micro_batches]
             again = max(waiting, default=-math.inf) - kept
@@ -388,7 +388,7 @@ class MemoryModel:
         s = strategy
         if s.pp == 1:
             return InFlight(((InFlightCounts((1,), (0,)),),))
-        # On a GPU a gradient that was sent is let go of when the next is; on a CPU when all are waited for.
+        # On a GPU a gradient that was sent is freed when the next is sent; on a CPU when all sends are waited for.
         most_sent = None if self.job.cluster.gpu.is_cpu else 1
         return self._flights.of(s.schedule, s.pp, s.virtual_stages, s.num_micro_batches, rank=rank, most_sent=most_sent)
 

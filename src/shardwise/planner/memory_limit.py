@@ -15,7 +15,7 @@ USUAL_MARGIN: Final = 0.06
 
 @dataclass(frozen=True)
 class Shortfall:
-    """The bytes that a memory lacks.
+    """Say how many bytes a memory lacks.
 
     Attributes:
         tier: which memory.

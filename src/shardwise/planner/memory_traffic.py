@@ -69,7 +69,7 @@ WEIGHT_KERNELS_SHARE: Final = 1 / 3
 
 @dataclass(frozen=True)
 class PassTimes:
-    """Seconds of one micro-batch on one rank; `recompute_s` is part of none of the others."""
+    """Hold the seconds of one micro-batch on one rank; `recompute_s` is part of none of the others."""
 
     forward_s: float = 0.0
     backward_input_s: float = 0.0

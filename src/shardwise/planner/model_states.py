@@ -31,7 +31,7 @@ from shardwise.planner.hardware import GIB
 
 @dataclass(frozen=True, kw_only=True)
 class ModelStates:
-    """Memory of parameters, gradients and the optimizer's states while nothing is computed.
+    """Hold the bytes of parameters, gradients and the optimizer's states while nothing is computed.
 
     Attributes:
         stage: the ZeRO stage.

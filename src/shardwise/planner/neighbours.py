@@ -34,7 +34,7 @@ _NO_SHARES: Final = MappingProxyType({"params_on_device": 0.0, "grads_on_device"
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A step away from a strategy, in keys of the config, and the strategy that it leads to.
+    """Describe a step away from a strategy, in keys of the config, and where it leads.
 
     Attributes:
         words: the keys and their new values.

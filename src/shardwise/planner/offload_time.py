@@ -43,7 +43,7 @@ Moment = Literal["forward", "backward", "first forward", "last backward", "step"
 
 @dataclass(frozen=True)
 class TierTransfer:
-    """Bytes that a rank moves from a memory to the next one, `count` times in a pass of a step."""
+    """Count the bytes that a rank moves from a memory to the next one, `count` times in a pass of a step."""
 
     source: Tier
     target: Tier
@@ -54,7 +54,7 @@ class TierTransfer:
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadTimes:
-    """Seconds that one rank's moves take, by when they run.
+    """Hold the seconds that one rank's moves take, by when they run.
 
     Attributes:
         forward_s, backward_s: in each micro-batch's pass.
@@ -93,7 +93,7 @@ class OffloadTimes:
 
 
 class OffloadTimeModel:
-    """Times of what the strategies of a job move between memories.
+    """Time what the strategies of a job move between memories.
 
     Args:
         job: the job, with its cluster.

@@ -38,7 +38,7 @@ _SAME = 1e-9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageTimes:
-    """Seconds that one stage takes for one micro-batch, its own collectives and its recomputation included."""
+    """Hold the seconds that one stage takes for one micro-batch, its own collectives and its recomputation included."""
 
     forward_s: float
     backward_input_s: float
@@ -52,7 +52,7 @@ class StageTimes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineSpan:
-    """The time that the computations of a step take.
+    """Hold the time that the computations of a step take.
 
     Attributes:
         step_s: from the first start on any rank to the last end on any.
@@ -75,7 +75,7 @@ class PipelineSpan:
 
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """A schedule's computations, each after all that it waits for.
+    """Order a schedule's computations so that each comes after all that it waits for.
 
     Attributes:
         num_ranks: of the pipeline.
@@ -111,7 +111,7 @@ class _Program:
 
 
 class PipelineTimes:
-    """Times of pipelines; it keeps the programs of the schedules that were asked for, and the answers."""
+    """Time pipelines, and keep the programs of the schedules that were asked for, and the answers."""
 
     def __init__(self) -> None:
         self._programs: dict[tuple[str, int, int, int], _Program] = {}
@@ -246,7 +246,7 @@ def _program_of(rows: Sequence[Sequence[tuple[ActionKind, int, int]]]) -> _Progr
     num_ranks = len(rows)
     program = _Program(num_ranks, [], [], [], [])
     last_stage = max(stage for row in rows for _, stage, _ in row)
-    # Of each stage's forwards and of its backwards: what was made of a micro-batch, as its index and its rank.
+    # For each stage's backwards and forwards: which computation, on which rank, made the result of a micro-batch.
     made: list[tuple[dict[int, tuple[int, int]], ...]] = [({}, {}) for _ in range(last_stage + 1)]
     next_of = [0] * num_ranks
     waiting: dict[tuple[bool, int, int], int] = {}

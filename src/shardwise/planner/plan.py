@@ -35,7 +35,7 @@ _WIDTH: Final = 100
 
 @dataclass(frozen=True, repr=False)
 class PlanChoice:
-    """One layout: its price, and the config that runs it.
+    """Hold one layout: its price, and the config that runs it.
 
     Attributes:
         price: memory of each pipeline rank, and time of a step by part.
@@ -60,7 +60,7 @@ class PlanChoice:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
-    """The layouts found for a job; it is printed as `shardwise plan` prints it.
+    """Hold the layouts found for a job; it is printed as `shardwise plan` prints it.
 
     Attributes:
         choices: the layouts that fit: the best, then the others in order of their time.

@@ -365,7 +365,7 @@ def price_dict(price: Estimate) -> dict[str, Any]:
     }
 
 
-# Of a step, from which on a part is worth a word.
+# Share of a step from which on a part is mentioned.
 _LARGE_SHARE: Final = 0.15
 _CURES: Mapping[str, str] = MappingProxyType(
     {

@@ -23,7 +23,7 @@ class _TimeModel(Protocol):
 
 
 class Pricing(Protocol):
-    """An interface of what prices strategies, which `Pricer` and others implement."""
+    """Describe what prices strategies: `Pricer`, or another class with its attributes."""
 
     @property
     def memory(self) -> _MemoryModel: ...
@@ -33,7 +33,7 @@ class Pricing(Protocol):
 
 
 class Pricer:
-    """Prices of the strategies of one job; it keeps what several of them share."""
+    """Price the strategies of one job, and keep what several of them share."""
 
     def __init__(self, job: PlanJob) -> None:
         self.job = job

@@ -30,7 +30,7 @@ _CURE: Final = "run shardwise doctor --calibrate"
 
 @dataclass(frozen=True, kw_only=True)
 class MatmulTime:
-    """A product [m, k] by [k, n] on one rank, while its neighbours compute too."""
+    """Time a product [m, k] by [k, n] on one rank, while its neighbours compute too."""
 
     dtype: str
     m: int
@@ -41,7 +41,7 @@ class MatmulTime:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionTime:
-    """Causal attention forward and backward, of `num_heads` heads and one sequence."""
+    """Time causal attention forward and backward, of `num_heads` heads and one sequence."""
 
     dtype: str
     num_heads: int
@@ -53,7 +53,7 @@ class AttentionTime:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockTime:
-    """One block of our decoder forward and backward, with all its kernels, of one sequence."""
+    """Time one block of our decoder forward and backward, with all its kernels, of one sequence."""
 
     dtype: str
     seq_len: int
@@ -68,7 +68,7 @@ class BlockTime:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadTime:
-    """The last norm, the head and the loss, forward and backward, of `num_tokens` tokens."""
+    """Time the last norm, the head and the loss, forward and backward, of `num_tokens` tokens."""
 
     dtype: str
     num_tokens: int
@@ -80,7 +80,7 @@ class HeadTime:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveTime:
-    """One collective over `num_ranks` ranks on a whole buffer of `num_bytes`.
+    """Time one collective over `num_ranks` ranks on a whole buffer of `num_bytes`.
 
     `op` is all_gather, reduce_scatter, all_reduce, all_to_all or send; for a send, `num_bytes` are those sent. Where
     the group is not all ranks, the others form equal groups that are equally busy.
@@ -94,7 +94,7 @@ class CollectiveTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """The measurements of one machine, with `num_ranks` ranks at work at once.
+    """Hold the measurements of one machine, with `num_ranks` ranks at work at once.
 
     Attributes:
         device: such as `cpu` or the GPU's name.

@@ -48,7 +48,7 @@ _FITTED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 _PRIOR_RUNS: Final = 0.25
 # No machine computes three times as fast as it was measured: something else is wrong then.
 _MOST: Final = math.log(3.0)
-# Of a step; of a part that takes less, the timeline's own cost is too large a share.
+# Share of a step; in a smaller part the timeline's own cost is too large a share.
 _LEAST_SHARE: Final = 0.01
 _NUM_ROUNDS: Final = 3
 
@@ -57,7 +57,7 @@ _Passes = TypeVar("_Passes", AttentionTime, BlockTime, HeadTime)
 
 @dataclass(frozen=True, kw_only=True)
 class StoredRun:
-    """A run as it was stored: its config, and what its steps took on rank 0.
+    """Hold what a run stored: its config, and what its steps took on rank 0.
 
     Attributes:
         vocab_size: of its data.
@@ -75,7 +75,7 @@ class StoredRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Refit:
-    """A corrected profile.
+    """Hold a corrected profile.
 
     Attributes:
         factors: by which the seconds of each part were multiplied.

@@ -53,7 +53,7 @@ _OF_ALL: Final = frozenset({"precision.param", "precision.reduce", "precision.ac
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """A model as a user named it, and what else its file says.
+    """Hold a model as a user named it, and what else its file says.
 
     Attributes:
         config: the user's config, from which the plan's config starts.
@@ -81,7 +81,7 @@ class ModelSource:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """A job, the space to search for it, and the config that the plan's config starts from."""
+    """Hold a job, the space to search for it, and the config that the plan's config starts from."""
 
     job: PlanJob
     space: SearchSpace

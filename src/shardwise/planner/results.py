@@ -19,7 +19,7 @@ MEMORY_CATEGORIES: Final = (
     "grads",
     "optimizer",
     "gathered",  # parameters unsharded for use
-    "buckets",  # gradients on their way, and what reductions need
+    "buckets",  # gradients until they are reduced, and what reductions need
     "activations",
     "logits",
     "workspace",  # of attention, of the backward's own tensors, of the step
@@ -42,7 +42,7 @@ TIME_PARTS: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """The bytes that each rank at one place of the pipeline holds.
+    """Hold the bytes of each rank at one place of the pipeline.
 
     Attributes:
         at_rest: by role, as `Layout.bytes_at_rest` gives it, of all tiers.
@@ -69,7 +69,7 @@ class RankMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """The memory of one rank at each place of the pipeline."""
+    """Hold the memory of one rank at each place of the pipeline."""
 
     ranks: tuple[RankMemory, ...]
 
@@ -81,7 +81,7 @@ class MemoryEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class TimeEstimate:
-    """The seconds of an optimizer step.
+    """Hold the seconds of an optimizer step.
 
     Attributes:
         low_s, high_s: four of five runs are expected between these.
@@ -103,7 +103,7 @@ Convention = Literal["all-keys", "causal", "hardware"]
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """The price of one strategy."""
+    """Hold the price of one strategy."""
 
     job: PlanJob
     strategy: Strategy

@@ -55,7 +55,7 @@ _RANKS_OF_MEMORY_COST: Final = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The limits at which a search ends.
+    """Say when a search ends.
 
     Attributes:
         num_best: how many strategies are wanted.
@@ -70,7 +70,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """The strategies that a search found.
+    """Hold the strategies that a search found.
 
     Attributes:
         best: those that fit: the simplest of those as fast as the fastest (`tie_break`), then the others in order of
@@ -152,7 +152,7 @@ def _runners_up(fitting: list[Estimate], num_best: int) -> Iterator[Estimate]:
 
 
 class _Search:
-    """A search in progress."""
+    """Run a search, and hold what it has found so far."""
 
     def __init__(self, job: PlanJob, space: SearchSpace, limits: Limits, pricer: Pricing) -> None:
         self.job, self.space, self.limits, self.pricer = job, space, limits, pricer

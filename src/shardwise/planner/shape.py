@@ -21,7 +21,7 @@ from shardwise.models.decoder import DecoderConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """The experts of each layer's feed-forward, in all layers but the first `num_dense_layers`.
+    """Describe the experts of each layer's feed-forward, in all layers but the first `num_dense_layers`.
 
     Attributes:
         num_experts: experts that a token may be sent to.
@@ -39,7 +39,7 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes of a decoder-only transformer, whole, before anything is split.
+    """Hold the sizes of a decoder-only transformer, whole, before anything is split.
 
     Attributes:
         head_dim: need not be hidden_size / num_heads.

@@ -30,7 +30,7 @@ from shardwise.schedule.registry import placement_of
 
 @dataclass(frozen=True, kw_only=True)
 class SkeletonParam:
-    """One parameter of a unit.
+    """Describe one parameter of a unit.
 
     Attributes:
         name: within its unit.
@@ -138,7 +138,7 @@ def _row(shape: ModelShape, name: str, part: FusedPart, num_outputs: int) -> Ite
 
 @dataclass(frozen=True)
 class StageLayouts:
-    """The stages of a pipeline; without one there is a single stage of everything.
+    """Describe the stages of a pipeline; without one there is a single stage of everything.
 
     Attributes:
         placement: which rank of the pipeline has which stages.
@@ -190,7 +190,7 @@ class StageLayouts:
 
 
 class StageTable:
-    """The stages of a job's strategies; strategies with the same cut share it."""
+    """Cut the stages of a job's strategies; strategies with the same cut share it."""
 
     def __init__(self, job: PlanJob) -> None:
         self.job = job

@@ -47,7 +47,7 @@ section 6.3: 0.5 % of machines were about 10 % slower)."""
 
 @dataclass(frozen=True)
 class _Stage:
-    """One micro-batch of one stage, by part of `TIME_PARTS`."""
+    """Hold one micro-batch of one stage, by part of `TIME_PARTS`."""
 
     forward: Mapping[str, float]
     backward_input: Mapping[str, float]
@@ -70,7 +70,7 @@ class _Stage:
 
 
 class TimeModel:
-    """Times of a job's strategies; it keeps what several of them share."""
+    """Time a job's strategies, and keep what several of them share."""
 
     def __init__(self, job: PlanJob, compact: CompactLayout | None = None) -> None:
         self.job = job

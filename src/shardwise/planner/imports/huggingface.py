@@ -32,7 +32,7 @@ _GATED_ACTIVATIONS: Final = frozenset({"silu", "swish", "swiglu", "geglu"})
 
 @dataclass(frozen=True, kw_only=True)
 class _Family:
-    """Facts that an architecture's files leave out.
+    """State facts that an architecture's files leave out.
 
     Attributes:
         is_tied: whether the head is tied, where `tie_word_embeddings` is missing.

@@ -23,7 +23,7 @@ MAX_KEYS: Final = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class ImportedJob:
-    """A job as another tool's file describes it; what that leaves open is None or missing.
+    """Describe a job as another tool's file does; what that leaves open is None or missing.
 
     Attributes:
         shape: of the model.
