@@ -1,4 +1,5 @@
-"""Saving and loading an engine's states: the methods; `Engine` has the attributes. See `shardwise.checkpoint`.
+"""This module has the methods that save and load an engine's states; `Engine` has the attributes. See
+`shardwise.checkpoint`.
 
 >>> import tempfile
 >>> import shardwise
@@ -51,17 +52,17 @@ from shardwise.zero import checkpoint_state as held
 
 log = logging.getLogger("shardwise")
 
-# Called where work gets on, so that the other ranks go on waiting.
+# Called when work makes progress, so that the other ranks go on waiting.
 Progress = Callable[[], None]
 
-# The first letter of what a rank says of a save or a load: all went well, the checkpoint is damaged, it does not fit.
+# The first character of a verdict on a save or a load: all went well, the checkpoint is damaged, it does not fit.
 _WELL, _DAMAGED, _UNFIT = "w", "d", "u"
-# What is one rank's alone, by the beginning of its name.
+# Prefixes of the names of states that belong to one rank alone.
 _GENERATOR, _BUFFER = "generator.", "buffer."
 
 
 class CheckpointApi(StateApi):
-    """The methods; `Engine` has the attributes, and makes them."""
+    """Provides the methods that save and load; `Engine` has the attributes and makes them."""
 
     optimizer: Optimizer
     scheduler: Any
@@ -70,7 +71,7 @@ class CheckpointApi(StateApi):
     _num_backwards: int
     _num_agreements: int
     _follows_config: bool
-    _has_mixed_states: bool  # half loaded, and no load of weights alone can mend that
+    _has_mixed_states: bool  # half loaded; a load of weights alone cannot mend it
     zero_grad: Callable[[], None]
     _follow_freezing: Callable[[], None]
     _has_warned: bool
@@ -101,27 +102,27 @@ class CheckpointApi(StateApi):
         keep_last: int | None = None,
         keep_every: int | None = None,
     ) -> None:
-        """Save into `path/step-<steps taken>`, from which any layout can load. All ranks call it alike, between steps.
+        """Save into `path/step-<steps taken>`, from which any layout can load. All ranks call it, between steps.
 
-        The checkpoint appears whole or not at all, and never takes another's place: one of this step that `load` found
+        The checkpoint appears whole or not at all, and never replaces another: one of this step that `load` found
         damaged is renamed first. `path/latest` names the newest.
 
         Args:
-            path: a folder that all ranks share; made where it is not there.
-            contents: all that a run needs to go on; "trainable", what is frozen left out (adapters alone); or
+            path: a folder that all ranks share; it is made where it is missing.
+            contents: "all" that a run needs to go on; "trainable", without frozen parameters (adapters alone); or
                 "weights", parameters and buffers only.
-            extra: anything that JSON keeps, rank 0's; `load` gives it back.
-            wait: until it is written. Otherwise the states are copied, and written while training goes on; an error
-                there is raised by the next `step`, `save` or `finish_saves`. Where states rest on NVMe, as memory for a
-                copy is what there is too little of, it always waits.
-            keep_last: delete all but so many of the newest checkpoints in `path`, once this one is there.
-            keep_every: but never one whose step is a multiple of this.
+            extra: any JSON value; that of rank 0 is saved, and `load` returns it.
+            wait: return once it is written. Otherwise the states are copied, and written while training goes on; an
+                error there is raised by the next `step`, `save` or `finish_saves`. Where states are stored on NVMe it
+                always waits, because there is too little memory for a copy.
+            keep_last: how many of the newest checkpoints in `path` stay once this one is written; None for all.
+            keep_every: checkpoints whose step is a multiple of this always stay; None for no such rule.
 
         Raises:
-            CheckpointError: it cannot be written, on every rank alike; the checkpoint of that step is there; or a
-                parameter was moved or written behind the engine's back.
+            CheckpointError: on every rank: it cannot be written, the checkpoint of that step exists already, or a
+                parameter was moved or written outside the engine.
             RuntimeError: gradients are accumulated, which a checkpoint does not keep.
-            CommError: not all ranks call it within `run.timeout_s`; so too `load`.
+            CommError: not all ranks call it within `run.timeout_s`; `load` raises it for the same reason.
         """
         self._check_can_save()
         self._follow_freezing()
@@ -149,7 +150,7 @@ class CheckpointApi(StateApi):
         flags = own in self._passed_over, self._has_states_in_files
         request = SaveRequest(Path(path), manifest, state_shards, numbers, keep_last, keep_every, *flags)
         self._saver.start(request, wait)
-        self._passed_over.discard(own)  # what is there from now on is whole
+        self._passed_over.discard(own)  # the checkpoint there is whole from now on
 
     def finish_saves(self) -> Path | None:
         """Wait until the save under way is written, and return the newest checkpoint of this engine, if there is one.
@@ -162,18 +163,18 @@ class CheckpointApi(StateApi):
     def load(self, path: str | Path, *, strict: bool = True, weights_only: bool = False) -> LoadReport:
         """Load a checkpoint that any layout saved: its world size, stage, tensor parallelism, precision may differ.
 
-        Each rank reads what it holds, and nothing is gathered. All ranks call it alike. Gradients are dropped. After a
+        Each rank reads its own shards, and nothing is gathered. All ranks call it. Gradients are dropped. After a
         failure of the host or of NVMe the engine can be used again once a checkpoint is loaded, unless other ranks have
-        given up a collective meanwhile: then it takes a new engine.
+        given up a collective in between: then a new engine is needed.
 
         Args:
             path: a checkpoint, `step-...`; or the folder of several: the newest that is whole is taken.
-            strict: everything must fit; otherwise what fits is taken, and the report says what was skipped.
+            strict: everything must fit; otherwise what fits is loaded, and the report says what was skipped.
             weights_only: take parameters and buffers; optimizer, schedule and number of steps stay as they are.
 
         Raises:
             CheckpointError: it does not fit the model; nothing has been changed.
-            DamagedError: no checkpoint there is whole, each named with what is wrong; the engine needs another load.
+            DamagedError: no checkpoint there is whole; it names each with its damage. The engine needs another load.
         """
         self._refuse_if_away()
         self._refuse_if_simulated()
@@ -201,10 +202,10 @@ class CheckpointApi(StateApi):
         raise DamagedError(f"no checkpoint in {path} is whole: {'; '.join(damaged)}")
 
     def _recover(self) -> None:
-        """Be ready to load after a failure of the host or of NVMe.
+        """Prepare a load after a failure of the host or of NVMe.
 
         Raises:
-            CheckpointError: other ranks have waited in vain for one that failed.
+            CheckpointError: a collective has failed, and the connections between the ranks with it.
         """
         if self.tiers.recover().failure is not None:
             self._is_half_loaded = self._has_mixed_states = True
@@ -223,7 +224,7 @@ class CheckpointApi(StateApi):
         strict: bool,
         weights_only: bool,
     ) -> LoadReport | None:
-        """Load one folder, of which a manifest can be had, on all ranks; where it is damaged, add why to `damaged`."""
+        """Load one folder on all ranks by the manifest `describe_stored` makes; if damaged, add why to `damaged`."""
         plan: LoadPlan | None = None
         num_bytes = 0
         parameters = list(held.held_parameters(self._states()))
@@ -282,10 +283,10 @@ class CheckpointApi(StateApi):
         return plan
 
     def _all_well(self, work: Callable[[Progress], None], damaged: list[str]) -> bool:
-        """Do something on every rank; say whether it went well on all, else add to `damaged` what did not.
+        """Run `work` on every rank; say whether it went well on all, else add to `damaged` what did not.
 
         Raises:
-            CheckpointError: it failed somewhere for another reason than damage; on every rank.
+            CheckpointError: on every rank: it failed on some rank for another reason than damage.
         """
 
         def do(progress: Progress) -> str:
@@ -300,15 +301,15 @@ class CheckpointApi(StateApi):
     def _do_on_all(
         self, work: Callable[[Progress], str], subject: str, judge: Callable[[Mapping[int, str]], str] | None = None
     ) -> str:
-        """Do something on every rank; return what it gave on rank 0 behind `_WELL`, or damage behind `_DAMAGED`.
+        """Run `work` on every rank; return `_WELL` and what it returned on rank 0, or `_DAMAGED` and what is damaged.
 
         Args:
-            work: what to do.
+            work: is given a function to call at each progress; returns a text for `judge`.
             subject: for messages.
-            judge: makes one of what it gave on all ranks, instead of rank 0's.
+            judge: makes one verdict of those of all ranks; None for `_worst`.
 
         Raises:
-            CheckpointError: it failed somewhere for another reason; on every rank, so that nobody waits for it.
+            CheckpointError: on every rank, so that none waits for another: it failed on some rank for another reason.
         """
         failure: Exception | None = None
         rounds = self._new_rounds(subject)
@@ -321,7 +322,7 @@ class CheckpointApi(StateApi):
                 return f"{_DAMAGED}{error}"
             except (ValueError, OSError) as error:
                 return f"{_UNFIT}{error}"
-            except Exception as error:  # nobody has foreseen it
+            except Exception as error:  # an unforeseen one
                 failure = error
                 return f"{_UNFIT}rank {self.comm.rank} failed: {type(error).__name__}: {error}"
 
@@ -334,7 +335,7 @@ class CheckpointApi(StateApi):
         return verdict
 
     def _new_rounds(self, subject: str) -> StoreBarrier:
-        """For something that all ranks do now, and that is no save."""
+        """Make the barrier for something that all ranks do now, other than a save."""
         self._num_agreements += 1
         store, run = self._comm_factory.store, self.config.run
         own_store = None if store is None else PatientStore(store, run.timeout_s, "agreement")
@@ -357,7 +358,7 @@ class CheckpointApi(StateApi):
 
     @property
     def _has_states_in_files(self) -> bool:
-        """Whether any rank saves from files, as the layout has it: this one may hold nothing of what lies there."""
+        """Say whether any rank saves from files, by the layout: this rank may hold nothing of what is stored there."""
         groups = self.layout.model_groups
         return "nvme" in (each.tiers.optimizer if each.trainable else each.tiers.params for each in groups)
 
@@ -369,7 +370,7 @@ class CheckpointApi(StateApi):
         self._has_warned = True
 
     def _buffers(self) -> list[SavedBuffer]:
-        """The persistent buffers, of which this rank writes those that it is the first to run."""
+        """Return the persistent buffers; this rank writes those that it is the first to run."""
         comms, pipeline = self._comms, self.layout.pipeline
 
         def role_of(name: str) -> Role:
@@ -383,7 +384,7 @@ class CheckpointApi(StateApi):
         return held_buffers(self.model, role_of)
 
     def _saved(self, contents: Contents, buffers: Sequence[SavedBuffer]) -> Iterator[StateShard | ScalarState]:
-        """All that this rank has of what is saved, but for what is its alone."""
+        """Yield all states of this rank that are saved, except those that belong to this rank alone."""
         states = self._states()
         is_partial = contents == "trainable"
         yield from (each for each in held.held_parameters(states) if each.trainable or not is_partial)
@@ -394,7 +395,7 @@ class CheckpointApi(StateApi):
     def _own(
         self, contents: Contents, buffers: Sequence[SavedBuffer], written_digests: Mapping[str, str]
     ) -> Iterator[StateShard]:
-        """What is this rank's alone: its generators, and the buffers in which it differs from who writes them."""
+        """Yield what belongs to this rank alone: its generators, and its buffers that differ from the written ones."""
         if contents == "weights":
             return
         rank = self.comm.rank
@@ -404,10 +405,10 @@ class CheckpointApi(StateApi):
             yield whole(rank_name(rank, _BUFFER + each.state_shard.name), each.buffer, kind="rank", is_written=True)
 
     def _read_own(self, folder: Path, plan: LoadPlan, buffers: Sequence[SavedBuffer]) -> None:
-        """Take over generators where the ranks are as many as then, and the buffers of this rank's data rank.
+        """Restore generators where the world size is that of the save, and the buffers of this rank's data rank.
 
-        Ranks that compute one sample together take the same ones, and so does a data rank that was not there: those
-        that every rank has read, the first's.
+        Ranks that compute one sample together take the same buffers. A data rank that the saved run did not have keeps
+        those that every rank has read, the first's.
         """
         if not plan.with_states:
             return
@@ -434,7 +435,7 @@ class CheckpointApi(StateApi):
         trajectory.restore_generators(generators, self.device)
 
     def _manifest(self, contents: Contents, extra: Any) -> Manifest:
-        """Of this rank; that of rank 0 is written."""
+        """Make the manifest of this rank; that of rank 0 is written."""
         return Manifest(
             step=self.num_steps,
             tensors=(),
@@ -489,7 +490,7 @@ class CheckpointApi(StateApi):
 def _check_choices(contents: str, keep_last: int | None, keep_every: int | None) -> None:
     if contents not in (known := get_args(Contents)):
         raise CheckpointError(f"contents={contents!r} is not known; choose one of {', '.join(known)}")
-    steps_to_delete((), keep_last, keep_every)  # which refuses what they may not be
+    steps_to_delete((), keep_last, keep_every)  # it refuses values out of range
 
 
 def _checked(extra: Any) -> Any:
@@ -502,12 +503,12 @@ def _checked(extra: Any) -> Any:
 
 
 def _names(path: str | Path) -> list[str]:
-    """The checkpoints at `path`, relative to it: each rank may have its own way there."""
+    """Return the checkpoints at `path`, relative to it: each rank may reach them by a path of its own."""
     return [os.path.relpath(folder, path) for folder in candidates(Path(path))]
 
 
 def _joined(notes: Mapping[int, str]) -> str:
-    """As `_worst`; where all is well, what all ranks have said, each of them a dict in JSON, in one."""
+    """Return the verdict of `_worst`; where all is well, merge the JSON dicts that all ranks have returned into one."""
     worst = _worst(notes)
     if not worst.startswith(_WELL):
         return worst
@@ -515,7 +516,7 @@ def _joined(notes: Mapping[int, str]) -> str:
 
 
 def _worst(notes: Mapping[int, str]) -> str:
-    """Of the ranks' words, the gravest, by the first rank that says so; rank 0's where all is well."""
+    """Return the gravest verdict of the ranks, that of the first rank that has it; rank 0's where all is well."""
     for kind in (_UNFIT, _DAMAGED):
         for note in notes.values():
             if note.startswith(kind):

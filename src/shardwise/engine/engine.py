@@ -1,4 +1,4 @@
-"""The engine: one training step composed of the parts below it; `shardwise.engine.initialize.initialize` makes it."""
+"""The engine composes one training step of the parts below it; `shardwise.engine.initialize.initialize` makes it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ Result = TypeVar("Result")
 
 
 def _explained(method: Callable[Concatenate[Engine, Given], Result]) -> Callable[Concatenate[Engine, Given], Result]:
-    """Make a method of the engine say, where memory runs out, what holds it and what would help."""
+    """Make a method of the engine say, when memory runs out, what holds it and which settings would help."""
 
     @wraps(method)
     def run(engine: Engine, *args: Given.args, **kwargs: Given.kwargs) -> Result:
@@ -72,11 +72,11 @@ class Engine(HfApi):
     Attributes:
         model: the module as given, its parameters views of the engine's buffers.
         config: resolved.
-        layout: what each rank holds.
+        layout: which slice of each state each rank holds.
         comm: over all ranks that take the same optimizer step.
-        memory: the ledger of live bytes, of the device on which the engine computes.
+        memory: the tracker of live bytes on the device on which the engine computes.
         num_steps: optimizer steps taken, skipped ones included.
-        optimizer: the torch optimizer over this rank's pieces.
+        optimizer: the torch optimizer over this rank's shards.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Engine(HfApi):
         self._undo += [self._sharded.close, self._ahead.close, self._losses.clear, self._batches.clear]
 
     def _open_tiers(self, streams: Streams, values: ParamInitializer) -> ShardingResources:
-        """Make room on the host and on NVMe, on all ranks or none, and put together what groups need."""
+        """Reserve memory on the host and on NVMe, on all ranks or none, and collect what param groups need."""
         comm_factory, config = self._comm_factory, self.config
         self.tiers = Tiers(config.tiers, self.layout, streams, self.memory, comm_factory.rank, self.comm.is_simulated)
         if "nvme" in (config.tiers.params, config.tiers.grads, config.tiers.optimizer):
@@ -156,7 +156,7 @@ class Engine(HfApi):
         )
 
     def _move_parameters(self, resources: ShardingResources) -> ShardingState:
-        """Let the parameters rest where they shall, and drive them from there."""
+        """Move the parameters to the tiers where they are stored, and make the state that shards them."""
         try:
             broadcast_params_across_stages(resources.values, self.layout, self._comms)
             sharding = ShardingState(self.model, self.layout, resources)
@@ -168,7 +168,7 @@ class Engine(HfApi):
         return sharding
 
     def _alter_modules(self) -> None:
-        """Give attention, split layers, key dropouts, chunk, recompute and compile blocks; in this order."""
+        """Set up attention, split layers, key dropouts, chunk, recompute and compile blocks, in this order."""
         given = apply_context_parallel(self.model, self.config, self._comms.context)
         self._sequences = given.sequences
         self._undo += given.undo
@@ -201,7 +201,7 @@ class Engine(HfApi):
 
     @property
     def timeline(self) -> tuple[Any, ...]:
-        """The timed actions of this rank's last step."""
+        """Return the timed actions of this rank's last step."""
         return self._timeline.last_step
 
     def __call__(self, batch: Any) -> Tensor:
@@ -227,7 +227,7 @@ class Engine(HfApi):
             loss: what `engine(batch)` returned.
 
         Raises:
-            ValueError: it came from elsewhere, so how much counts in it is not known.
+            ValueError: `engine(batch)` did not return it, so how much counts in it is not known.
             torch.OutOfMemoryError: with the table of what holds the memory; so too `engine(batch)` and `step`.
         """
         self._run.check_direct("engine.backward")
@@ -329,7 +329,7 @@ class Engine(HfApi):
 
     @_explained
     def eval_step(self, batches: Sequence[Any] | Mapping[str, Any] | Tensor) -> EvalResult:
-        """The mean loss over `batches` of all data ranks, forward only, in the model's eval mode."""
+        """Return the mean loss over `batches` of all data ranks, forward only, in the model's eval mode."""
         batches = [batches] if isinstance(batches, Mapping | Tensor) else batches
         training = [module for module in self.model.modules() if module.training]
         self.model.eval()
@@ -345,7 +345,7 @@ class Engine(HfApi):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside accumulate whole gradients on this rank, in every stage; later, `step` reduces them."""
+        """Accumulate whole gradients on this rank in the backwards inside, in every stage; `step` reduces them."""
         self._run.check_direct("engine.no_sync")
         self._syncs = False
         try:
@@ -354,13 +354,13 @@ class Engine(HfApi):
             self._syncs = True
 
     def close(self, keep_values: bool = True) -> None:
-        """Give the model back: hooks go, parameters become whole tensors of their own, all other states are dropped.
+        """Return the model: hooks go, parameters become whole tensors of their own, all other states are dropped.
 
         All ranks call it; a second call does nothing. An optimizer that was given holds the model's parameters again.
 
         Args:
             keep_values: False leaves the parameters without values, on meta: a model that is larger than the memory
-                can be whole nowhere. Save it before.
+                cannot be whole on any rank. Save it before.
         """
         if self._is_closed:
             return
@@ -373,7 +373,7 @@ class Engine(HfApi):
     def _give_back(self, keep_values: bool) -> None:
         if keep_values:
             self.reload()
-        with ExitStack() as stack:  # where other ranks do not come, this one still gives back what is its own
+        with ExitStack() as stack:  # this rank frees what is its own even where other ranks do not come
             stack.callback(self._comm_factory.close)
             if self._watchdog is not None:
                 stack.callback(self._watchdog.close)
@@ -382,7 +382,7 @@ class Engine(HfApi):
             for undo in self._undo:
                 stack.callback(undo)
             self._undo.clear()
-            # Parameters become whole whatever they hold; but that it is not what was trained is said once.
+            # Parameters become whole whatever they hold; a failure that spoilt them is raised once.
             untold = self.tiers.recover().untold
             self._sharding.close(keep_values)
             if untold is not None:
@@ -421,7 +421,7 @@ class Engine(HfApi):
             self._ahead.begin(read_factor)
 
     def _to_mean(self, count: float) -> float:
-        """What turns accumulated sums of gradients into the mean over all that counts."""
+        """Return the factor that turns accumulated sums of gradients into the mean over all that counts."""
         return self._losses.normaliser / ((count or 1.0) * self._scaler.scale)
 
     def _before_model(self) -> None:
@@ -432,9 +432,10 @@ class Engine(HfApi):
         self._follow_freezing()
 
     def _follow_freezing(self) -> None:
-        """Regroup where `requires_grad` has changed since the last step; all ranks do so alike.
+        """Regroup where `requires_grad` has changed since the last step; all ranks do so together.
 
-        What has taken a step and is frozen stays where it is, with its states, for it may be so for a while only.
+        A parameter that has taken a step and is frozen now keeps its place and its states: it may be frozen for a while
+            only.
         """
         if self._sharding.is_as_trainable(may_pause=self.num_steps > 0):
             return
@@ -452,7 +453,7 @@ class Engine(HfApi):
             raise ConfigError("every parameter of the model is frozen; set requires_grad on those to train")
 
     def _agree(self, squares: list[Tensor]) -> tuple[float, float, float, dict[str, bool], bool]:
-        """Sum over the ranks what all must know alike.
+        """Sum over the ranks what all of them must know.
 
         Returns:
             loss, count, squared norm, which parameters were used, and whether any rank has stepped some of them.
@@ -468,7 +469,7 @@ class Engine(HfApi):
         ahead = [self._sharded.has_stepped_ahead] if self._ahead.is_allowed else []
         scale = [self._losses.normaliser * self._losses.is_first] if self.layout.pipeline is not None else []
         summed = self._losses.sum_with(own, "step", [*flags, *ahead, *scale])
-        if scale:  # which the ranks without a loss do not know, and simulated ranks do not say
+        if scale:  # ranks without a loss do not know it, and simulated ranks do not send it
             self._losses.normaliser = summed.pop() or self._losses.normaliser
         loss_sum, count, square_sum, *counts = summed
         used = {name: number > 0 for name, number in zip(names, counts, strict=False)}
@@ -499,7 +500,13 @@ class Engine(HfApi):
 
 
 def backpropagate(engines: Sequence[Engine], loss: Tensor, weight: Tensor) -> None:
-    """Run the backward of a loss through the models of engines; `weight` is that of its gradient, 0-d."""
+    """Run the backward of a loss through the models of engines.
+
+    Args:
+        engines: those whose models took part.
+        loss: a tensor of one element.
+        weight: the gradient of the loss, 0-d.
+    """
     for engine in engines:
         engine._begin_backward()
     torch.autograd.backward(loss, weight.to(loss.dtype).reshape(loss.shape))

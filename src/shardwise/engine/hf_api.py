@@ -1,4 +1,4 @@
-"""Weights from and to folders of Hugging Face: the methods; `Engine` has the attributes.
+"""This module has the methods that read and write weights as folders of Hugging Face; `Engine` has the attributes.
 
 See `shardwise.checkpoint.hf`.
 """
@@ -37,26 +37,26 @@ Names = NameMap | Mapping[str, Any]
 
 
 class HfApi(CheckpointApi):
-    """The methods; `Engine` has the attributes, and makes them."""
+    """Provides the methods that read and write Hugging Face folders; `Engine` has the attributes and makes them."""
 
     def import_weights(self, folder: str | Path, *, names: Names | None = None, strict: bool = True) -> LoadReport:
-        """Read a Hugging Face folder straight into the shards: parameters and persistent buffers, and no more.
+        """Read a Hugging Face folder straight into the shards: only its parameters and persistent buffers.
 
-        Each rank reads its slices alone. Masters get the folder's values, parameters these rounded. Optimizer states,
-        schedule and number of steps stay; gradients are dropped. All ranks call it alike.
+        Each rank reads only its slices. Masters get the folder's values, parameters get these rounded. Optimizer
+        states, schedule and number of steps stay; gradients are dropped. All ranks call it.
 
         Args:
             folder: with `model.safetensors`, or the index and files of a sharded one.
-            names: what tensors are called in the folder, where not as in the model: the model's pattern -> the
-                folder's, such as `{"lm.**": "model.**"}`; see `shardwise.checkpoint.hf.key_map`. What
-                differs by the family, and the base model's prefix, is found without.
-            strict: everything must fit; otherwise what fits is taken, and the report says what was skipped. Adapters
-                beside an imported base are missing in its folder.
+            names: names of tensors in the folder where they differ from the model's: the model's pattern -> the
+                folder's, such as `{"lm.**": "model.**"}`; see `shardwise.checkpoint.hf.key_map`. Differences of the
+                model's family, and the base model's prefix, are found without it.
+            strict: everything must fit; otherwise what fits is loaded, and the report says what was skipped. Adapters
+                added to a base model are missing in its folder.
 
         Raises:
             CheckpointError: it does not fit the model, and nothing has been changed; or its weights are a pickle, or
                 quantized.
-            DamagedError: a file is missing or torn; if that showed only midway, the engine needs another load.
+            DamagedError: a file is missing or cut off; if that showed only midway, the engine needs another load.
         """
         self._refuse_if_away()
         self._refuse_if_simulated()
@@ -83,25 +83,25 @@ class HfApi(CheckpointApi):
         files: Iterable[str | Path] = (),
         tokenizer: Any = None,
     ) -> Path:
-        """Write the weights as a Hugging Face folder, which `from_pretrained` loads: every rank its own in place.
+        """Write the weights as a Hugging Face folder, which `from_pretrained` loads; every rank writes its own slices.
 
-        The same bytes come of every layout. Nothing is gathered, and training goes on as if nothing had happened. The
-        folder appears whole or not at all, and none is written over. All ranks call it alike.
+        Every layout writes the same bytes. Nothing is gathered, and training can go on afterwards. The folder appears
+        whole or not at all, and an existing one is not overwritten. All ranks call it.
 
         Args:
-            folder: that all ranks share; not there yet, or empty.
-            dtype: of the parameters; None for that in which each is computed with. Buffers keep theirs.
+            folder: shared by all ranks; it does not exist yet, or is empty.
+            dtype: of the parameters; None for the one in which each is computed. Buffers keep theirs.
             names: as in `import_weights`.
-            files: to be copied beside the weights, such as a tokenizer's; rank 0's. Those called as one that the
-                engine writes, such as config.json, take its place.
-            tokenizer: of transformers, so that `AutoTokenizer` loads the folder too.
+            files: files of rank 0 to copy next to the weights, such as a tokenizer's. One with the name of a file
+                that the engine writes, such as config.json, replaces it.
+            tokenizer: of transformers, so that `AutoTokenizer` loads the folder too; None for none.
 
         Returns:
             The folder.
 
         Raises:
-            CheckpointError: it cannot be written, with the same words on every rank; nothing is left of it. Or the
-                model has PEFT's adapters, whose folders are others.
+            CheckpointError: it cannot be written, with the same message on every rank; nothing is left of it. Or the
+                model has PEFT's adapters, which have another kind of folder.
         """
         self._check_usable()
         self._refuse_if_simulated()
@@ -123,7 +123,7 @@ class HfApi(CheckpointApi):
         return export_jointly(request, rounds, self.comm.rank, self.config.run.timeout_s)
 
     def _weights(self) -> tuple[StateShard, ...]:
-        """Parameters and persistent buffers."""
+        """Return the state shards of parameters and persistent buffers."""
         return (*held.held_parameters(self._states()), *(each.state_shard for each in self._buffers()))
 
     def _name_rules(self, names: Names | None) -> NameMap:
@@ -131,7 +131,12 @@ class HfApi(CheckpointApi):
 
 
 def check_folder(model: nn.Module, folder: Path, names: Names | None) -> None:
-    """Raise unless a folder has just what a model has; by names and shapes, before anything is done to the model.
+    """Check by names and shapes that a folder has exactly what a model has, before anything is done to the model.
+
+    Args:
+        model: whose parameters and persistent buffers the folder must have.
+        folder: of Hugging Face.
+        names: as in `import_weights`.
 
     Raises:
         CheckpointError: as in `import_weights`.
@@ -142,7 +147,7 @@ def check_folder(model: nn.Module, folder: Path, names: Names | None) -> None:
 
 
 def _tokenizer_files(tokenizer: Any) -> dict[str, bytes | Path]:
-    """What `save_pretrained` of a tokenizer writes, by name."""
+    """Return the files that `save_pretrained` of a tokenizer writes, by name."""
     if tokenizer is None:
         return {}
     with TemporaryDirectory() as folder:

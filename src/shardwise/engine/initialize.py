@@ -1,4 +1,4 @@
-"""Starting an engine: the process group where there is none, the device, the resolved config, the layout.
+"""This module starts an engine: the process group where there is none, the device, the resolved config, the layout.
 
 >>> import torch
 >>> from shardwise.config.resolve import Config
@@ -62,27 +62,28 @@ def initialize(
     weights: str | Path | None = None,
     names: Names | None = None,
 ) -> Engine:
-    """Shard a model's states over the ranks and return the engine that trains it; every rank calls it alike.
+    """Shard a model's states over the ranks and return the engine that trains it; every rank calls it.
 
     Args:
-        model: any module, also one built inside `shardwise.init()` or on meta; rank 0's parameter values are
-            everybody's. It is changed in place: parameters move to the engine's buffers and dtype.
+        model: any module, also one built inside `shardwise.init()` or on meta; every rank
+            takes rank 0's parameter values. It is changed in place: parameters move to the engine's buffers and dtype.
         config: as written by the user; it is resolved for the world size here.
         loss_fn: `loss_fn(output, batch)` returns the loss's sum and the count of what is summed, or a scalar, which
             counts as one; without it the model's own output carries the loss, and transformers' counts by its targets.
-            Where `mesh.cp` splits sequences a scalar is of the rank's tokens, and all ranks weigh alike: better a sum.
+            Where `mesh.cp` splits sequences a scalar is of the rank's tokens, and all ranks weigh the same: better a
+            sum.
         optimizer: None for the config's; a torch optimizer over the model's parameters, whose groups keep their
             meaning; or a function from parameter groups to an optimizer. Element-wise ones only.
         scheduler: None for the config's, constant where it names none; or a torch scheduler on the given optimizer.
         plan: how layers are split where `mesh.tp` is more than 1: a table of name patterns and styles, or what
             `shardwise.propose_plan` returned; None for the plan that the model brings, or its family has.
-        weights: a Hugging Face folder that the values come from: none are drawn first, and none of the model are used.
-            It must have all of the model; beside adapters use `engine.import_weights`, which is the same otherwise.
-        names: what tensors are called there; as in `engine.import_weights`.
+        weights: a Hugging Face folder with the values: none are drawn first, and the model's own are not used. It must
+            have all of the model; a model with adapters uses `engine.import_weights`, which does the same otherwise.
+        names: names of tensors in that folder; as in `engine.import_weights`.
 
     Raises:
         ConfigError: config, model or world size do not fit each other, or the ranks' models or configs differ.
-        LaunchError, CommError: not all ranks come, or call it, within `run.timeout_s`; or another one refuses.
+        LaunchError, CommError: not all ranks come, or call it, within `run.timeout_s`; or another rank has failed.
         CheckpointError: the folder of `weights` does not fit the model, or cannot be read.
     """
     config = config if isinstance(config, Config) else Config.from_dict(config or {})
@@ -153,14 +154,14 @@ def _device_kind(config: Config) -> Literal["cpu", "cuda"]:
 def with_own_cores(
     config: Config, store: dist.Store | None, rank: int, usable: Sequence[int], quota: float | None
 ) -> Config:
-    """The config with this rank's `tiers.cores` filled in, if `tiers.bind_cores` is set; every rank calls it.
+    """Return the config with this rank's `tiers.cores` filled in, if `tiers.bind_cores` is set; every rank calls it.
 
     Args:
         config: of the run; `tiers.cores` that are given stay.
         store: of the engine; None where there is one rank.
         rank: of this process in the world.
         usable: cores that this process may run on.
-        quota: how many cores' time its cgroup allows; more cores than that would stall each other.
+        quota: the cores' time that its cgroup allows, None for no limit; more cores than that would stall each other.
 
     Raises:
         CommError: not all ranks have come in time.
@@ -177,7 +178,7 @@ def with_own_cores(
 
 
 def places_among_sharers(notes: Mapping[int, str]) -> dict[int, tuple[int, int]]:
-    """By rank: its place among the ranks that have given the same note, and their number.
+    """Return by rank its place among the ranks that have given the same note, and the number of these.
 
     >>> places_among_sharers({0: "node1: 0-7", 1: "node1: 0-7", 2: "node2: 0-7"})
     {0: (0, 2), 1: (1, 2), 2: (0, 1)}

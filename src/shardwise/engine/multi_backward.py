@@ -1,4 +1,4 @@
-"""The backward of one loss through the models of several engines."""
+"""This module runs the backward of one loss through the models of several engines."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def backward(loss: Tensor, engines: Sequence[Engine], *, count: float = 1.0) -> 
 
     Args:
         loss: a scalar.
-        engines: all whose models took part and that are to learn from it.
+        engines: all engines whose models took part and are to learn from it.
         count: what `loss` is the mean of, such as target tokens, against the step's other losses.
 
     Raises:
-        ValueError: `loss` is no scalar, no engine is given, or one scales its gradients otherwise than the others.
+        ValueError: `loss` is no scalar, no engine is given, or one scales its gradients differently from the others.
     """
     if loss.numel() != 1 or not engines or len(set(map(id, engines))) < len(engines):
         raise ValueError(
@@ -40,7 +40,7 @@ def backward(loss: Tensor, engines: Sequence[Engine], *, count: float = 1.0) -> 
     for engine in engines:
         engine._run.check_direct("shardwise.backward")
         engine._check_usable()
-    # Who has no gradients yet can still take the others' normaliser.
+    # An engine without gradients so far can still take the others' normaliser.
     taken = {engine._losses.normaliser for engine in engines if not engine._losses.is_empty}
     if len(taken) > 1 or len({engine._scaler.scale for engine in engines}) > 1:
         raise ValueError(

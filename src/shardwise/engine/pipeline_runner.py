@@ -1,8 +1,9 @@
-"""An engine's run through a pipeline: what a schedule's actions do with the engine's parts.
+"""The pipeline runner takes an engine's steps through a pipeline: it says what a schedule's actions do with the
+engine's parts.
 
-A table of handlers carries a schedule out (`shardwise.pipeline.executor`). Computations and transfers are the
-pipeline's own; here are those that touch the states (gathers, reductions, the step), and what surrounds a computation:
-data, random numbers, loss.
+A table of handlers executes a schedule (`shardwise.pipeline.executor`). The pipeline itself has the handlers of
+computations and transfers. This module has those that touch the states (unshard, reduce, step), and what surrounds a
+computation: data, random numbers, loss.
 """
 
 from __future__ import annotations
@@ -33,7 +34,13 @@ from shardwise.zero.pipeline_adapter import PipelineAdapter
 
 
 def make_stages(model: nn.Module, layout: Layout, device: torch.device, is_simulated: bool) -> StageForward | None:
-    """What computes one stage of a model; to be made while its modules are as the user built them.
+    """Make what computes one stage of a model; call it while the model's modules are as the user built them.
+
+    Args:
+        model: with all its stages.
+        layout: says which units each stage has.
+        device: on which the engine computes.
+        is_simulated: all tensors are fake, and the other ranks are not there.
 
     Returns:
         None without a pipeline.
@@ -50,14 +57,14 @@ def make_stages(model: nn.Module, layout: Layout, device: torch.device, is_simul
 
 
 class PipelineRunner:
-    """Carries out the schedule of a layout's pipeline.
+    """Executes the schedule of a layout's pipeline.
 
     Args:
         config: resolved.
         layout: with a pipeline.
         forward: runs one stage of the model.
-        groups: of this rank's stages.
-        pipes: to the neighbours.
+        groups: unshards and reduces the param groups of this rank's stages.
+        pipes: to the other stages.
         timeline: of the engine.
     """
 
@@ -92,7 +99,7 @@ class PipelineRunner:
         self._is_out_of_step = False
 
     def check_direct(self, call: str) -> None:
-        """Raise: a rank has some of the layers.
+        """Raise, because a rank has some of the layers only.
 
         Raises:
             RuntimeError: always.
@@ -105,7 +112,7 @@ class PipelineRunner:
     def train(self, engine: StepEngine, batches: Sequence[Any]) -> StepResult:
         """Take a step as the schedule says."""
         self._check_in_step()
-        engine._before_model()  # here, since behind the first stage's a rank would wait for what never comes
+        engine._before_model()  # here: after the first stage's forward has begun, a rank would wait in vain
         work = _StepWork(self._pipeline, self._forward, self._groups, engine, batches, engine._losses)
         step = _StateActions(self._row, self._groups, self._layout, engine, self._compute)
         engine._batches.extend(batches)
@@ -115,13 +122,19 @@ class PipelineRunner:
             self._perform(engine, self._row, work, step)
         finally:
             engine._syncs = True
-            self._timeline.close_step()  # behind what follows the step in the schedule
+            self._timeline.close_step()  # after what follows the step in the schedule
         if step.result is None:
             raise RuntimeError("the schedule has no STEP; add one")
         return step.result
 
     def evaluate(self, engine: StepEngine, batches: Sequence[Any], comm_log: LossAccumulator) -> None:
-        """Run the forwards as a schedule says."""
+        """Run the forwards as a schedule says.
+
+        Args:
+            engine: that the runner belongs to.
+            batches: one for each micro-batch.
+            comm_log: is given the losses.
+        """
         engine._check_usable(params_suffice=True)
         self._check_in_step()
         if len(batches) not in self._evaluations:  # mostly as many each time
@@ -144,11 +157,11 @@ class PipelineRunner:
         self._groups.end_step()
 
     def close(self) -> None:
-        """Give the channels up."""
+        """Close the channels."""
         self._compute.close()
 
     def _check_in_step(self) -> None:
-        """Raise where messages to or from other stages may be left of a schedule that has not reached its end.
+        """Raise where messages between stages may be left over from a schedule that has not reached its end.
 
         Raises:
             RuntimeError: they may.
@@ -160,7 +173,7 @@ class PipelineRunner:
             )
 
     def _perform(self, engine: StepEngine, row: Sequence[Action], work: _StepWork, state: _StateActions) -> None:
-        """Carry a row out; where it fails, those that wait for this rank hear why."""
+        """Execute a row of the schedule; where it fails, note why for the ranks that wait for this one."""
         try:
             execute(row, {**self._compute.handlers(work), **state.handlers()}, self._timeline)
             self._compute.finish()
@@ -168,7 +181,7 @@ class PipelineRunner:
             self._is_out_of_step |= not state.has_begun
             self.end_step()
             if isinstance(error, Exception) and not isinstance(error, CommError) and engine._watchdog is not None:
-                # The other stages wait for this one, in vain, and are to say why.
+                # The other stages wait for this one in vain, and their errors quote this text.
                 engine._watchdog.note_failure(f"{type(error).__name__}: {error}")
                 self._has_failed = True
             if not state.has_begun:
@@ -180,7 +193,7 @@ class PipelineRunner:
 
 
 class _StepWork:
-    """What surrounds the computations of some batches on one rank."""
+    """Does what surrounds the computations of some batches on one rank: parameters, random numbers, losses."""
 
     def __init__(
         self,
@@ -213,7 +226,7 @@ class _StepWork:
         return output
 
     def before_backward(self, stage: int, micro_batch: int) -> None:
-        """Have the states ready for a backward."""
+        """Make the states ready for a backward."""
         self._groups.enter(stage)
         self._groups.wait(stage)
         self._groups.take_up(stage, micro_batch)
@@ -225,11 +238,11 @@ class _StepWork:
         self._engine._sharding.is_expecting_gradients = True
 
     def after_backward(self, stage: int, micro_batch: int) -> None:
-        """Its gradients are there."""
+        """Stop expecting gradients: all of them are there."""
         self._engine._sharding.is_expecting_gradients = False
 
     def loss_weight(self, loss: Tensor) -> Tensor:
-        """The gradient of a loss that `forward` returned."""
+        """Return the gradient of a loss that `forward` returned."""
         return self._losses.close(loss) * self._engine._scaler.scale
 
     def _read(self, output: Any, taken: RankBatch, stage: int) -> Any:
@@ -243,7 +256,7 @@ class _StepWork:
 
 
 class _StateActions:
-    """The actions of one execution of a row that touch states, and the result of its step."""
+    """Holds the actions of one execution of a row that touch states, and the result of its step."""
 
     def __init__(
         self,
@@ -264,7 +277,7 @@ class _StateActions:
             self._num_reduces[action.stage] += action.kind is ActionKind.REDUCE
 
     def handlers(self) -> Handlers:
-        """What to do for each kind."""
+        """Return the function that handles each kind of action."""
         return {
             ActionKind.UNSHARD: self._unshard,
             ActionKind.RESHARD: self._reshard,
@@ -275,7 +288,9 @@ class _StateActions:
         }
 
     def _unshard(self, action: Action) -> None:
-        """Gather a stage; but behind the step that has begun, and for each micro-batch blocks gather themselves."""
+        """Unshard a stage, if one gather serves the whole step; not after the step has begun. Otherwise units unshard
+        themselves.
+        """
         if self._keeps:
             self._groups.unshard(action.stage)
 
@@ -287,7 +302,7 @@ class _StateActions:
         self._groups.reduce(action.stage, is_last=self._num_reduces[action.stage] == 0)
 
     def _step(self, action: Action) -> None:
-        """The first takes the step of all stages of this rank: one norm clips them all."""
+        """Take the step of all stages of this rank at the first STEP action: one norm clips them all."""
         if self.result is None:
             self._compute.check_done()
             self._engine._is_broken, self.has_begun = False, True

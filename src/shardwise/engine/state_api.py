@@ -1,6 +1,7 @@
-"""What is done with an engine's states beside training: gather, read, write, hand over. One half of `Engine`.
+"""This module has what is done with an engine's states outside of training: gather, read, write, offload. One half of
+`Engine`.
 
-Under the same names as the functions in `zero.access` and `zero.memory_release`, which have the examples.
+The methods have the names of the functions in `zero.state_access` and `zero.memory_release`, which have the examples.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from shardwise.zero.state_access import take_over
 
 
 class StateApi:
-    """The methods; `Engine` has the attributes, and makes them."""
+    """Provides the methods for states; `Engine` has the attributes and makes them."""
 
     model: nn.Module
     config: Config
@@ -64,13 +65,13 @@ class StateApi:
         parameters of its own stages; those of others are on meta, and `model.load_state_dict` needs them left out.
 
         Args:
-            write: at the end, what rank 0 has written into the parameters (`load_state_dict`, `nn.init`, in place under
-                `torch.no_grad`) becomes everybody's, in the optimizer's masters too; after an exception it does not.
-                Of split layers each rank's part is what the first rank with that part has written; padding is zeroed.
-                So too of the stages of a pipeline: of each parameter, what the first rank that holds it has written.
+            write: at the end every rank takes what rank 0 has written into the parameters (`load_state_dict`,
+                `nn.init`, in place under `torch.no_grad`), in the optimizer's masters too; after an exception it does
+                not. Each part of a split layer is taken from the first rank that has that part; padding is zeroed. Each
+                parameter of a pipeline's stage is taken from the first rank that holds it.
 
         Raises:
-            MemoryError: on CUDA, the whole parameters would not fit beside what is there.
+            MemoryError: on CUDA, the whole parameters would not fit into the free memory.
         """
         self._refuse_if_away(params_suffice=True)
         self.tiers.worker.check()
@@ -91,19 +92,34 @@ class StateApi:
                         self._sharding.keep_all_until_backward()
 
     def read(self, name: str, state: str = "param", *, to_rank: int | None = None) -> Tensor | None:
-        """A copy of one state of a parameter, whole, on every rank or on one; see `access.read_state`. All call it."""
+        """Return a copy of one state of a parameter, whole, on every rank or on one; see
+        `zero.state_access.read_state`. All ranks call it.
+
+        Args:
+            name: of the parameter.
+            state: `param`, or one that `states_of` lists.
+            to_rank: the only rank that gets it; None for all.
+        """
         self._check_usable()
         return access.read_state(self._states(), name, state, to_rank)
 
     def write(
         self, name: str, value: Tensor | float | None, state: str = "param", *, from_rank: int | None = None
     ) -> None:
-        """Replace one state of a parameter by every, or one, rank's value; see `access.write_state`. All call it."""
+        """Replace one state of a parameter by every, or one, rank's value; see `zero.state_access.write_state`. All
+        ranks call it.
+
+        Args:
+            name: of the parameter.
+            value: the whole state; None on ranks that give none.
+            state: `param`, or one that `states_of` lists.
+            from_rank: the only rank whose value counts; None where every rank gives it.
+        """
         self._check_usable()
         access.write_state(self._states(), name, value, state, from_rank)
 
     def states_of(self, name: str) -> tuple[str, ...]:
-        """What `read` and `write` take as `state` of a parameter now. All ranks call it."""
+        """List what `read` and `write` take as `state` of a parameter now. All ranks call it."""
         self._check_usable()
         return access.states_of(self._states(), name)
 
@@ -115,26 +131,26 @@ class StateApi:
         path: str | Path | None = None,
         pin_memory: bool = True,
     ) -> Mapping[str, int]:
-        """Hand memory over between phases, for generation or reinforcement learning: put states aside until `reload`.
+        """Free memory between phases, for generation or reinforcement learning: move states away until `reload`.
 
-        All ranks call it alike. Without `params` in `include` the model can still be evaluated. Buffers of the model
-        stay. See `zero.memory_release`.
+        All ranks call it. Without `params` in `include` the model can still be evaluated. Buffers of the model stay.
+        See `zero.memory_release`.
 
         Args:
             include: of `optimizer`, `master`, `grads`, `params`; None for all.
-            to: "host" moves what rests on the device to host memory. "nvme" moves that, and what rests on the host,
-                into a file, so that both memories are free. What rests on NVMe stays there either way.
+            to: "host" moves what is stored on the device to host memory. "nvme" moves that, and what is stored on the
+                host, into a file, so that both memories are free. What is stored on NVMe stays there either way.
             path: the folder for that file; None for `tiers.nvme_path`.
-            pin_memory: of the host, on CUDA: several times as fast, and torch keeps it for the next time.
+            pin_memory: pin the host memory, on CUDA: several times as fast, and torch keeps it for the next time.
 
         Returns:
             the bytes that each state has freed: of the device, and with "nvme" of device and host together.
 
         Raises:
             ConfigError: there is no such state or target, or no folder is named.
-            SwapError: the folder has no room, or cannot be written. After this and any other error all is as it was.
-            MemoryError: the host has no room.
-            CommError: another rank has failed so.
+            SwapError: the disk is full, or the folder cannot be written. After any error all states are as they were.
+            MemoryError: the host has too little memory.
+            CommError: another rank has failed in this way.
             RuntimeError: inside `gathered`, or states are away already.
         """
         self._check_usable()
@@ -155,11 +171,11 @@ class StateApi:
         return freed_bytes
 
     def reload(self) -> None:
-        """Take the memory back: the states are as they were, bit for bit. Does nothing where none are away.
+        """Move the states back: they are as they were, bit for bit. Do nothing where none are away.
 
         Raises:
-            torch.OutOfMemoryError: the device has no room; call it again once there is some.
-            SwapError: the file cannot be read; a new engine goes on from the last checkpoint.
+            torch.OutOfMemoryError: the device has too little memory; call it again once there is enough.
+            SwapError: the file cannot be read; go on with a new engine from the last checkpoint.
         """
         if self._away is not None:
             self._away.restore()
@@ -174,7 +190,14 @@ class StateApi:
         path: str | Path | None = None,
         pin_memory: bool = True,
     ) -> Iterator[Mapping[str, int]]:
-        """`offload` for the context."""
+        """Call `offload` for the context, and `reload` at its end. The arguments are those of `offload`.
+
+        Args:
+            include: states to move.
+            to: where they go.
+            path: the folder for a file.
+            pin_memory: of the host.
+        """
         freed_bytes = self.offload(include, to, path=path, pin_memory=pin_memory)
         try:
             yield freed_bytes
@@ -183,9 +206,9 @@ class StateApi:
 
     @contextmanager
     def _failures_explained(self) -> Iterator[None]:
-        """Inside, a failure of memory is raised with the table of what this rank holds and the settings that help.
+        """Raise a failure of memory inside with the table of what this rank holds and the settings that help.
 
-        A failure of the host or of NVMe is this rank's alone, so the others are told.
+        A failure of the host or of NVMe happens on this rank alone, so it is noted for the others.
         """
         where = f"on rank {self.comm.rank} in step {self.num_steps + 1}"
         try:
@@ -229,7 +252,7 @@ class StateApi:
         free_bytes, _ = torch.cuda.mem_get_info(self.device)
         free_bytes += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         lacks = torch.tensor([float(missing_bytes > free_bytes)], dtype=torch.float64, device=self.device)
-        if self.comm.max_scalars(lacks, "room to gather") > [0.0]:  # on all ranks alike: the gather needs them all
+        if self.comm.max_scalars(lacks, "room to gather") > [0.0]:  # the same on all ranks: the gather needs them all
             raise MemoryError(
                 f"gathering all parameters takes {missing_bytes / 2**30:.1f} GiB of {free_bytes / 2**30:.1f} GiB free; "
                 "generate with the forward alone, which gathers block by block, or on more memory"

@@ -1,6 +1,6 @@
-"""How an engine computes the micro-batches of a step: one after the other, or as a schedule says.
+"""This module says how an engine computes the micro-batches of a step: one after the other, or as a schedule says.
 
-An engine has one run for its lifetime. What a step is does not depend on it: forwards, backwards, then `Engine._step`.
+An engine has one runner for its lifetime. All take a step in the same way: forwards, backwards, then `Engine._step`.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ class StepEngine(Protocol):
 
 
 class StepRunner(Protocol):
-    """Computes micro-batches with an engine, which is given each time: a run does not keep it alive."""
+    """Computes micro-batches with an engine, which is given each time: a runner does not keep it alive."""
 
     def check_direct(self, call: str) -> None:
-        """Raise where forwards, backwards and steps cannot be called one by one."""
+        """Raise if forwards, backwards and steps cannot be called one by one."""
 
     def forward(self, engine: StepEngine, batch: Any) -> LossSum | None:
         """Run the forward of one batch; None where another rank has its loss."""
@@ -86,24 +86,30 @@ class StepRunner(Protocol):
         """Take a step over micro-batches."""
 
     def evaluate(self, engine: StepEngine, batches: Sequence[Any], comm_log: LossAccumulator) -> None:
-        """Count the losses of batches into `comm_log`, forward only."""
+        """Count the losses of batches into `comm_log`, forward only.
+
+        Args:
+            engine: to compute with.
+            batches: each as for `engine(batch)`.
+            comm_log: is given the losses.
+        """
 
     def end_step(self) -> None:
         """Forget what a step, or an exception, has left."""
 
     def close(self) -> None:
-        """Give up what the run has opened."""
+        """Close what the runner has opened."""
 
 
 @dataclass(frozen=True)
 class RankBatch:
-    """A rank's share of a batch, on the device, and its samples.
+    """Holds a rank's share of a batch, on the device, and its samples.
 
     Attributes:
-        share: its inputs in the parameters' dtype.
-        num_samples: 0 where that cannot be told.
+        share: the tokens of this rank, inputs in the parameters' dtype.
+        num_samples: 0 where it cannot be known.
         first_sample: how many samples of this step this rank has before it.
-        number: of its forward in the step.
+        number: of its forward in the step, from 0.
     """
 
     share: TokenShard
@@ -113,7 +119,14 @@ class RankBatch:
 
     @classmethod
     def of(cls, engine: StepEngine, batch: Any, first_sample: int, number: int) -> Self:
-        """Take a batch, which must be the same on ranks that compute it together."""
+        """Take a batch, which must be the same on ranks that compute it together.
+
+        Args:
+            engine: whose device, dtype and layout count.
+            batch: of this data rank.
+            first_sample: how many samples of this step this rank has before it.
+            number: of its forward in the step, from 0.
+        """
         engine._check_batch(batch, is_first_step=engine.num_steps == 0)
         has_more = engine._loss_fn is not None and isinstance(batch, list | tuple)
         share = engine._sequences.share(to_device(batch, engine.device), has_more)
@@ -122,14 +135,21 @@ class RankBatch:
         return cls(replace(share, inputs=inputs), sizes[0] if sizes else 0, first_sample, number)
 
     def loss(self, engine: StepEngine, output: Any) -> LossSum:
-        """What the model's output says of this share."""
+        """Read the loss of this share from the model's output."""
         share = self.share
         cp = engine.layout.mesh.cp
         return read_loss(output, share.batch, engine._loss_fn, cp, share.loss_weight, share.num_targets)
 
 
 def run_model(engine: StepEngine, taken: RankBatch, read: Callable[[Any], Result]) -> Result:
-    """What `read` makes of the model's output, while the parameters that it reads are there."""
+    """Run the model's forward and return what `read` makes of its output, before the parameters that it reads are
+    resharded.
+
+    Args:
+        engine: whose model runs.
+        taken: the batch.
+        read: is given the model's output.
+    """
     sharding = engine._sharding
     sharding.is_serving = True
     try:
@@ -147,7 +167,7 @@ def run_model(engine: StepEngine, taken: RankBatch, read: Callable[[Any], Result
 
 
 def _numbers_for(engine: StepEngine, taken: RankBatch) -> AbstractContextManager[None]:
-    """Inside, a forward in training mode draws the numbers of its samples, whichever rank computes them."""
+    """Draw, in a forward in training mode inside, the numbers of its samples, on any rank that computes them."""
     if not (engine._draws_numbers and engine.model.training and taken.num_samples):
         return nullcontext()
     mesh = engine.layout.mesh
@@ -157,13 +177,13 @@ def _numbers_for(engine: StepEngine, taken: RankBatch) -> AbstractContextManager
 
 
 class SequentialRunner:
-    """Forward and backward of each micro-batch in turn."""
+    """Runs forward and backward of each micro-batch in turn."""
 
     def __init__(self) -> None:
         self._num_forwards = self._num_samples = 0
 
     def check_direct(self, call: str) -> None:
-        """They can."""
+        """Do nothing: forwards, backwards and steps can be called one by one."""
 
     def forward(self, engine: StepEngine, batch: Any) -> LossSum:
         """Run the forward."""
@@ -173,7 +193,7 @@ class SequentialRunner:
         return run_model(engine, taken, lambda output: taken.loss(engine, output))
 
     def train(self, engine: StepEngine, batches: Sequence[Any]) -> StepResult:
-        """Take a step; the last backward may step what is final behind it."""
+        """Take a step; during the last backward parameters may be stepped as soon as their gradients are final."""
         for index, batch in enumerate(batches, 1):
             loss = engine(batch)
             engine._ahead.is_armed = index == len(batches)
@@ -182,15 +202,21 @@ class SequentialRunner:
         return engine._step()
 
     def evaluate(self, engine: StepEngine, batches: Sequence[Any], comm_log: LossAccumulator) -> None:
-        """Run the forwards."""
+        """Run the forwards.
+
+        Args:
+            engine: to compute with.
+            batches: each as for `engine(batch)`.
+            comm_log: is given the losses.
+        """
         for batch in batches:
             total = engine._forward(batch)
             assert total is not None, "this run has every loss"
             comm_log.add(total)
 
     def end_step(self) -> None:
-        """The next forward is the first of a step."""
+        """Start counting forwards and samples of the next step."""
         self._num_forwards = self._num_samples = 0
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""

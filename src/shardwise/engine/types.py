@@ -1,4 +1,4 @@
-"""What an engine gives and takes besides tensors: the outcome of a step or an evaluation, a schedule."""
+"""Values and protocols go in and out of an engine besides tensors: results of a step or evaluation, a schedule."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Scheduler(Protocol):
-    """A learning-rate schedule: what torch's have in common."""
+    """A learning-rate schedule has this in common with torch's."""
 
     def step(self) -> None:
         """Advance by one optimizer step."""
@@ -15,12 +15,12 @@ class Scheduler(Protocol):
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step, as all ranks together took it.
+    """The result of one optimizer step holds these facts over all ranks.
 
     Attributes:
         step: its number, from 1.
         loss: the mean over everything that counts, over ranks and micro-batches.
-        count: what counted, such as target tokens.
+        count: how much counted, such as target tokens.
         grad_norm: of the mean gradient, before clipping.
         lr: of the first parameter group, as used in this step.
         skipped: an fp16 overflow left the parameters as they were.
@@ -38,7 +38,9 @@ class StepResult:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """The mean loss over everything that counts, over ranks and batches, and the count."""
+    """The result of an evaluation holds the mean loss over everything that counts, over ranks and batches, and the
+    count.
+    """
 
     loss: float
     count: float

@@ -1,6 +1,6 @@
-"""Starting ranks and being one: nothing here knows what the ranks compute.
+"""The launch package starts ranks and says what a rank must do to be one: nothing here knows what the ranks compute.
 
-`environment` reads who this process is, `local` starts ranks on this machine and watches them, `rank` is what a rank
-does about signals and its launcher, `group` joins and leaves the process group, `failure` says why a rank died. Only
-`group` imports torch.
+`environment` reads which rank this process is, `local` starts ranks on this machine and watches them, `signals` is what
+a rank does about signals and its launcher, `process_group` joins and leaves the process group, `exit_report` says why a
+rank died, `cpu_affinity` gives a rank its cores. Only `process_group` imports torch at the start.
 """

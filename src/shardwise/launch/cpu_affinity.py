@@ -1,4 +1,4 @@
-"""The cores this process may use, how they lie, and this rank's share of them. No torch.
+"""This module finds the cores that this process may use, their NUMA nodes, and this rank's share of them. No torch.
 
 >>> share_of_cores(range(8), num_local_ranks=3, local_rank=1)
 (2, 3, 4)
@@ -26,21 +26,21 @@ _NO_PLACES: Mapping[int, CorePlace] = MappingProxyType({})
 
 @dataclass(frozen=True, order=True)
 class CorePlace:
-    """Where a core lies: its NUMA node, and the first of the hardware threads of its physical core."""
+    """Says where a core is: its NUMA node, and the first of the hardware threads of its physical core."""
 
     node: int
     physical: int
 
 
 def usable_cores() -> tuple[int, ...]:
-    """The cores this process may run on, in order."""
+    """Return the cores this process may run on, in order."""
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
 
 
 def num_cores(root: Path = _ROOT) -> int:
-    """How many cores' work this process may do at once: those it may run on, no more than its cgroup gives time for.
+    """Count the cores' work this process may do at once: those it may run on, no more than its cgroup gives time for.
 
     Args:
         root: where proc and sys are found.
@@ -51,7 +51,7 @@ def num_cores(root: Path = _ROOT) -> int:
 
 
 def quota_cores(root: Path = _ROOT) -> float | None:
-    """How many cores' time this process's cgroup allows; None for no limit, or where the system has no cgroups."""
+    """Return how many cores' time this process's cgroup allows; None for no limit, or where the system has no cgroups."""
     quotas = []
     for folder in cgroup_folders(root, "cpu"):
         quota, _, period = (_text(folder / "cpu.max") or "").partition(" ")
@@ -63,7 +63,9 @@ def quota_cores(root: Path = _ROOT) -> float | None:
 
 
 def cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of this process's cgroup and of all above it; those that a container does not show are left out."""
+    """Yield the folders of this process's cgroup and of all above it; those that a container does not show are left
+    out.
+    """
     mount = root / "sys/fs/cgroup"
     for line in (_text(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -80,12 +82,12 @@ def cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
 
 
 def machine_name(root: Path = _ROOT) -> str:
-    """The same for all processes that run on the same cores, in whatever container: this boot of the kernel."""
+    """Return one name for all processes that run on the same cores, in any container: this boot of the kernel."""
     return _text(root / "proc/sys/kernel/random/boot_id") or socket.gethostname()
 
 
 def read_places(cores: Iterable[int], root: Path = _ROOT) -> dict[int, CorePlace]:
-    """Where each core lies, as far as the system says; one that it does not place is a core of its own on node 0."""
+    """Read where each core is; one that the system does not place is a core of its own on node 0."""
     node_of: dict[int, int] = {}
     for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
         node_of |= dict.fromkeys(parse_list(_text(folder / "cpulist") or ""), int(folder.name.removeprefix("node")))
@@ -100,16 +102,16 @@ def read_places(cores: Iterable[int], root: Path = _ROOT) -> dict[int, CorePlace
 def share_of_cores(
     usable: Sequence[int], num_local_ranks: int, local_rank: int, places: Mapping[int, CorePlace] = _NO_PLACES
 ) -> tuple[int, ...]:
-    """The cores that one of the ranks of a machine keeps to, in ascending order.
+    """Return the cores that one of the ranks of a machine keeps to, in ascending order.
 
-    Every core goes to one rank, and their numbers differ by one at most. A node's cores follow each other, and so do
-    the hardware threads of a core, so that few ranks lie on two nodes or halve a core. Where there are fewer cores
-    than ranks, each gets one, and ranks share.
+    Every core goes to one rank, and the ranks' numbers of cores differ by one at most. A node's cores follow each
+    other, and so do the hardware threads of a core, so that few ranks are on two nodes or halve a core. Where there are
+    fewer cores than ranks, each gets one, and ranks share.
 
     Args:
-        usable: cores that all of them may use.
-        num_local_ranks: on this machine.
-        local_rank: from 0.
+        usable: cores that all ranks of the machine may use.
+        num_local_ranks: ranks on this machine.
+        local_rank: of this rank, from 0.
         places: of cores; those without one are taken by number.
     """
     ordered = sorted(set(usable), key=lambda core: (places.get(core, CorePlace(0, core)), core))
@@ -133,7 +135,7 @@ def check_cores(cores: Sequence[int], usable: Sequence[int]) -> None:
 
 
 def parse_list(text: str) -> tuple[int, ...]:
-    """Cores as the kernel lists them.
+    """Parse a list of cores in the kernel's form.
 
     >>> parse_list("0-2,8")
     (0, 1, 2, 8)
@@ -145,7 +147,7 @@ def parse_list(text: str) -> tuple[int, ...]:
 
 
 def show_list(cores: Sequence[int]) -> str:
-    """Cores as the kernel lists them.
+    """Format a list of cores in the kernel's form.
 
     >>> show_list([8, 0, 1, 2])
     '0-2,8'

@@ -1,6 +1,6 @@
-"""Who this process is among the ranks, read from the environment that its launcher left.
+"""This module reads which rank this process is from the environment that its launcher left.
 
-Understood are torchrun's contract, which `shardwise.launch.local` and most wrappers speak too, and Slurm's srun. This
+It understands torchrun's contract, which `shardwise.launch.local` and most wrappers follow too, and Slurm's srun. It
 is not a launcher and changes nothing.
 
 >>> srun = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu[03-04]", "SLURM_STEP_NUM_TASKS": "4",
@@ -37,10 +37,10 @@ _FIRST_PORT, _NUM_PORTS = 10_000, 20_000
 
 @dataclass(frozen=True)
 class RankEnv:
-    """One rank's place in the world and where the ranks meet.
+    """Holds one rank's place in the world and the address where the ranks meet.
 
     `attempt` counts a launcher's restarts on this machine only. `agent_store` says that the launcher holds the store,
-    and not rank 0. `cache` is where what was measured of this machine is kept; None where nobody has said.
+    and not rank 0. `cache` is the folder for what was measured of this machine; None where none is given.
     """
 
     rank: int
@@ -68,12 +68,12 @@ class RankEnv:
 
 
 def lone_rank() -> RankEnv:
-    """The environment of a process that no launcher started: rank 0 of 1."""
+    """Return the environment of a process that no launcher started: rank 0 of 1."""
     return RankEnv(0, 0, 1, 1, "127.0.0.1", 0, attempt=0, launcher="none")
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Where what was measured of this machine is kept, as the XDG base directory specification says.
+    """Return the folder for what was measured of this machine, by the XDG base directory specification.
 
     >>> print(cache_folder({"XDG_CACHE_HOME": "/fast/cache"}))
     /fast/cache/shardwise
@@ -89,7 +89,7 @@ def detect(environ: Mapping[str, str]) -> RankEnv | None:
     may still be started from there.
 
     Raises:
-        ConfigError: the environment is partial or contradicts itself.
+        ConfigError: the environment is incomplete or contradicts itself.
     """
     # torchrun inside srun sets RANK; an srun step may carry MASTER_ADDR or WORLD_SIZE that its script exported.
     if "RANK" in environ:
@@ -149,7 +149,7 @@ def _from_srun(environ: Mapping[str, str]) -> RankEnv:
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of a Slurm node list; srun puts rank 0 there.
+    """Return the first host of a Slurm node list; srun puts rank 0 there.
 
     >>> first_host("rack[1-2]n[007-009,12],login1")
     'rack1n007'
@@ -161,7 +161,7 @@ def first_host(nodelist: str) -> str:
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """`2(x3),1` is 2, 2, 2, 1."""
+    """Read a list of Slurm's: `2(x3),1` is 2, 2, 2, 1."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)

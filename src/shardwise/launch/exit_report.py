@@ -1,4 +1,5 @@
-"""Why a rank died, from its exit code and its log, and which of several deaths came first. Pure, but for reading logs.
+"""This module says why a rank died, from its exit code and its log, and which of several deaths came first. It reads
+logs and is pure otherwise.
 
 >>> print(describe_exit(-signal.SIGKILL, []))
 killed by SIGKILL: out of memory, or kill -9
@@ -26,7 +27,7 @@ _SIGNAL_MEANINGS: Mapping[int, str] = {
     signal.SIGABRT: "aborted by a C++ error",
     signal.SIGBUS: "bus error: /dev/shm or a disk may be full",
 }
-# What a rank reports that only lost its peer.
+# Errors of a rank that only lost its peer.
 _LOST_PEER = re.compile(
     r"connection (reset|closed|refused)|broken pipe|another rank (has )?died|rank 0 .* went away|pair closure"
     r"|rank \d+ failed in \w+ #\d+ of "
@@ -38,7 +39,7 @@ _LOST_PEER = re.compile(
 
 @dataclass(frozen=True)
 class RankExit:
-    """How a rank's process ended; `sent` are the signals that the launcher had sent it by then."""
+    """Holds how a rank's process ended; `sent` are the signals that the launcher had sent it by then."""
 
     rank: int
     returncode: int
@@ -47,14 +48,15 @@ class RankExit:
 
     @property
     def failed(self) -> bool:
-        """Whether it ended otherwise than well or as told: by a signal sent, or with that signal as exit code."""
+        """Say whether it ended with an error and not by a signal that was sent, nor with that signal as exit code."""
         return self.returncode != 0 and exit_code(self.returncode) not in [128 + signum for signum in self.sent]
 
 
 def first_cause(exits: Iterable[RankExit]) -> RankExit | None:
-    """The first of `exits`, in order of time, that failed by itself; else the first that failed by losing a peer.
+    """Return the first of `exits`, in order of time, that failed by itself; else the first that failed by losing a
+    peer.
 
-    A rank that loses a peer once all have been told to stop has not failed.
+    A rank that loses a peer after all were asked to stop has not failed.
     """
     lost = None
     for rank_exit in exits:
@@ -68,7 +70,7 @@ def first_cause(exits: Iterable[RankExit]) -> RankExit | None:
 
 
 def lost_peer(rank_exit: RankExit) -> bool:
-    """Whether a rank failed because its connection to another did."""
+    """Say whether a rank failed because its connection to another did."""
     return rank_exit.returncode > 0 and _LOST_PEER.search(_reason(tail(rank_exit.log_path))) is not None
 
 
@@ -87,7 +89,7 @@ def describe_exit(returncode: int, log_lines: Sequence[str]) -> str:
 
 
 def report(rank_exit: RankExit) -> str:
-    """The rank, the reason, where its log is and the log's last lines."""
+    """Format a report: the rank, the reason, where its log is and the log's last lines."""
     lines = tail(rank_exit.log_path)
     shown = [line[:_MAX_LINE_CHARS] for line in lines[-NUM_SHOWN_LINES:]] or ["(empty)"]
     heading = f"shardwise: rank {rank_exit.rank} {describe_exit(rank_exit.returncode, lines)}"
@@ -105,12 +107,12 @@ def stopped_note(stopped: Mapping[int, float]) -> str:
 
 
 def exit_code(returncode: int) -> int:
-    """A process's return code as a shell shows it: 128 + the signal's number for a death by signal."""
+    """Convert a process's return code to what a shell shows: 128 + the signal's number for a death by signal."""
     return 128 - returncode if returncode < 0 else returncode
 
 
 def tail(log_path: Path) -> list[str]:
-    """The last lines of a log that hold anything; none where there is no log."""
+    """Return the last lines of a log that are not empty; none where there is no log."""
     try:
         with log_path.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
@@ -121,7 +123,7 @@ def tail(log_path: Path) -> list[str]:
 
 
 def _reason(log_lines: Sequence[str]) -> str:
-    """The exception that ends the last traceback, else the last line."""
+    """Return the exception that ends the last traceback, else the last line."""
     lines = [_RANK_PREFIX.sub("", line) for line in log_lines]
     starts = [index for index, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
     if starts:

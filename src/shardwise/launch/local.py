@@ -1,9 +1,10 @@
-"""Starts the ranks of one machine as processes and watches them to their end. It does not know what they compute.
+"""The local launcher starts the ranks of one machine as processes and watches them to their end. It does not know what
+they compute.
 
 Each rank is a session of its own, so that the terminal's Ctrl-C reaches only the launcher, which then asks all ranks to
-stop (SIGTERM), waits, and in the end kills. Rank 0's stdout is the launcher's; all else goes to a log per rank. A rank
-that dies takes the others with it, and so does one that stays stopped (SIGSTOP); the launcher says which one it was and
-why. The launcher holds the store through which the ranks meet, so that no rank can freeze it.
+stop (SIGTERM), waits, and kills those that are left. Rank 0's stdout is the launcher's; all other output goes to a log
+per rank. When a rank dies, or stays stopped (SIGSTOP), the launcher ends the others and says which rank it was and why.
+The launcher holds the store through which the ranks meet, so that no rank can freeze it.
 
     exit_code = launch_local(["-m", "shardwise.cli", "train"], 2, Path("runs/1"))
 """
@@ -32,7 +33,7 @@ from shardwise.launch.environment import LAUNCHER_FD, LAUNCHER_PATIENCE_S
 from shardwise.launch.exit_report import RankExit, exit_code, first_cause, lost_peer, report, stopped_note
 from shardwise.runtime.clock import StopDetector, is_stopped
 
-# What CUDA's allocator is told; torch reads one of these variables, and this is its name in torch >= 2.9.
+# Settings of CUDA's allocator; torch reads one of these variables, and the first is its name in torch >= 2.9.
 ALLOC_CONF_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 EXPANDABLE_SEGMENTS = "expandable_segments:True"
 _LOOPBACK: Mapping[str, str] = MappingProxyType({"linux": "lo", "darwin": "lo0"})
@@ -40,11 +41,11 @@ _LOOPBACK: Mapping[str, str] = MappingProxyType({"linux": "lo", "darwin": "lo0"}
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Within this time a signal repeats the first: a shell and its terminal, or a wrapper, may each send one.
 _REPEAT_S = 0.5
-# A rank that lost its peer may be seen to end before the peer does: so long is the peer waited for.
+# A rank that lost its peer may be seen to end before the peer does: the peer is waited for so long.
 _SETTLE_S = 0.5
 _POLL_S = 0.05
 _LOOK_S = 1.0
-# The others notice by themselves that a rank is stopped, and know more about it: so much longer are they waited for.
+# The others notice by themselves that a rank is stopped, and know more about it: they get this much more time.
 _NOTICE_S = 3.0
 _SHOW_CURSOR = "\x1b[?25h"
 
@@ -73,7 +74,7 @@ _SENT: Mapping[_Phase, tuple[signal.Signals, ...]] = {
 
 
 def default_num_ranks(device: Literal["auto", "cpu", "cuda"]) -> int:
-    """One rank a GPU; without GPUs two, where there are two cores, else one.
+    """Return one rank for each GPU; without GPUs two where there are two cores, else one.
 
     Raises:
         ConfigError: `cuda` was asked for and there is none.
@@ -101,18 +102,18 @@ def launch_local(
 ) -> int:
     """Run `python *argv` as ranks 0 to num_ranks - 1 with torchrun's environment and return when all have ended.
 
-    Call it on the main thread: it handles SIGINT, SIGTERM and SIGHUP meanwhile. The first of them asks the ranks to
-    stop; a second one kills them.
+    Call it on the main thread: it handles SIGINT, SIGTERM and SIGHUP until it returns. The first of them asks the ranks
+    to stop; a second one kills them.
 
     Args:
-        argv: what follows the interpreter: `["-m", module, ...]` or `[script, ...]`.
+        argv: the arguments of the interpreter: `["-m", module, ...]` or `[script, ...]`.
         num_ranks: processes to start.
         log_dir: gets `rank-N.log`, stdout and stderr; of rank 0 only stderr, since its stdout is this process's.
-        threads_per_rank: OMP_NUM_THREADS; by default what `environ` says, else an equal share of the cores.
-        environ: what the ranks inherit, by default this process's environment.
-        timeout_s: how long the ranks wait for each other. A rank that is stopped for longer ends the run, and so does
-            this process.
-        grace_s: from the request to stop to the kill.
+        threads_per_rank: OMP_NUM_THREADS; None for what `environ` says, else an equal share of the cores.
+        environ: the environment that the ranks inherit; None for this process's.
+        timeout_s: seconds that the ranks wait for each other. A rank that is stopped for longer ends the run, and so
+            does this process.
+        grace_s: seconds from the request to stop to the kill.
         failure_grace_s: the same for the ranks that are left when one died.
 
     Returns:
@@ -143,7 +144,7 @@ def _common_environ(inherited: Mapping[str, str], num_ranks: int, threads_per_ra
     # Blocks of changing sizes come and go: segments of a fixed size would be left half empty. On CPU it means nothing.
     if not any(name in environ for name in ALLOC_CONF_NAMES):
         environ[ALLOC_CONF_NAMES[0]] = EXPANDABLE_SEGMENTS
-    # All ranks are here: gloo, which asks nobody who he is, need not listen where other machines can reach it.
+    # All ranks are here: gloo, which has no authentication, need not listen where other machines can reach it.
     if sys.platform in _LOOPBACK:
         environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK[sys.platform])
     environ.update(WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1")
@@ -151,7 +152,7 @@ def _common_environ(inherited: Mapping[str, str], num_ranks: int, threads_per_ra
 
 
 class _Ranks:
-    """The processes, from start to end: whatever happens, none outlives the context."""
+    """Holds the processes from start to end; none of them outlives the context."""
 
     def __init__(self, log_dir: Path) -> None:
         self.log_dir = log_dir
@@ -160,14 +161,14 @@ class _Ranks:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._watches: list[StopDetector] = []
         self._store: Any = None
-        # Ranks hold the reading end: it ends when this process does, even by kill -9 (`rank.exit_with_parent`).
+        # Ranks hold the reading end: it ends when this process does, even by kill -9 (`signals.exit_with_parent`).
         self._read_fd, self._write_fd = os.pipe()
 
     def __enter__(self) -> _Ranks:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        # The whole groups: what a dead rank started may still live.
+        # The whole process groups: children of a dead rank may still live.
         if self.alive or any(process.returncode for process in self._processes):
             self.kill()
         for process in self._processes:
@@ -180,13 +181,13 @@ class _Ranks:
         return self.log_dir / f"rank-{rank}.log"
 
     def start(self, command: Sequence[str], num_ranks: int, environ: Mapping[str, str]) -> None:
-        """Start all ranks, and hold the store in which they will meet; it listens here alone."""
+        """Start all ranks, and hold the store in which they meet; it listens on this machine alone."""
         with socket.create_server(("127.0.0.1", 0), backlog=max(128, num_ranks)) as meeting:
             common = {**environ, "MASTER_PORT": str(meeting.getsockname()[1]), LAUNCHER_FD: str(self._read_fd)}
             for rank in range(num_ranks):
                 self._start_rank(rank, command, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
             if num_ranks > 1:
-                # The ranks are importing it too, and wait at the socket meanwhile.
+                # The ranks are importing it too at this time, and wait at the socket.
                 from torch.distributed import TCPStore
 
                 port = meeting.getsockname()[1]
@@ -210,21 +211,21 @@ class _Ranks:
         self.alive.add(rank)
 
     def fetch_ended(self) -> list[tuple[int, int]]:
-        """(rank, return code) of the ranks that have ended since the last call."""
+        """Return (rank, return code) of the ranks that have ended since the last call."""
         ended = [(rank, code) for rank in sorted(self.alive) if (code := self._processes[rank].poll()) is not None]
         self.alive.difference_update(rank for rank, _ in ended)
         return ended
 
     def stopped(self) -> dict[int, float]:
-        """For how many seconds each of the living ranks that are stopped has been seen so."""
+        """Return for how many seconds each of the living ranks that are stopped has been seen in that state."""
         seen = {rank: self._watches[rank].stopped_s() for rank in sorted(self.alive)}
         return {rank: stopped_s for rank, stopped_s in seen.items() if stopped_s is not None}
 
     def terminate(self, wakes: bool) -> None:
-        """Send SIGTERM to the living ranks, not to what they started: that is theirs to end.
+        """Send SIGTERM to the living ranks; they end their own children.
 
         Args:
-            wakes: a rank that is stopped hears of it and goes on; or else, the others being gone, it is killed.
+            wakes: True lets a stopped rank go on and receive the signal; False kills it, as the others are gone.
         """
         for rank in self.alive:
             process = self._processes[rank]
@@ -266,8 +267,8 @@ class _Watch:
     def run(self) -> None:
         """Return when every rank has ended."""
         while self._ranks.alive:
-            # Sleeping, not waiting: the system may hand a signal to another thread and leave this one, on which
-            # handlers run, asleep.
+            # This sleeps and does not wait: the system may hand a signal to another thread and leave this one, on
+            # which handlers run, asleep.
             time.sleep(_POLL_S)
             for rank, returncode in self._ranks.fetch_ended():
                 sent = (*_SENT[self._phase], *([signal.SIGKILL] if rank in self._ranks.killed else []))
@@ -292,7 +293,7 @@ class _Watch:
     def _on_end(self, rank_exit: RankExit) -> None:
         self.exits.append(rank_exit)
         if self._phase is _Phase.STOPPING and (rank_exit.failed or rank_exit.returncode < 0):
-            # The others may wait for the dead one: no use in the long grace.
+            # The others may wait for the dead one: the long grace has no use.
             self._deadline_s = min(self._deadline_s, time.monotonic() + self._failure_grace_s)
         elif not rank_exit.failed:
             return
@@ -308,7 +309,7 @@ class _Watch:
             if self._phase in (_Phase.RUNNING, _Phase.SETTLING):
                 _say(f"shardwise: {event.signum.name}: the ranks stop after this step; once more kills them")
                 self._stop(self._grace_s, wakes=True)
-        # A closing terminal sends SIGHUP more than once and means no haste by it.
+        # A closing terminal sends SIGHUP more than once; that is no request to kill.
         elif event.signum is not signal.SIGHUP and event.at_s - self.signalled.at_s > _REPEAT_S:
             self._kill()
 
@@ -331,7 +332,7 @@ class _Watch:
 
 
 def _conclude(watch: _Watch) -> int:
-    """Say what went wrong, if anything did, and give the launcher's exit code."""
+    """Say what went wrong, if anything did, and return the launcher's exit code."""
     cause = first_cause(watch.exits)
     if cause is not None or watch.killed_ranks or watch.signalled is not None:
         _restore_terminal()
@@ -348,21 +349,21 @@ def _conclude(watch: _Watch) -> int:
 
 
 def _restore_terminal() -> None:
-    """A live display that was killed leaves the cursor hidden, in the middle of a line."""
+    """Show the cursor and end the line that a killed live display has left."""
     if sys.stdout.isatty():
         with contextlib.suppress(OSError):
             print(_SHOW_CURSOR, flush=True)
 
 
 def _say(message: str) -> None:
-    # After SIGHUP the terminal may be gone; that must not keep the ranks from being stopped.
+    # After SIGHUP the terminal may be gone; the ranks must be stopped all the same.
     with contextlib.suppress(OSError, ValueError):
         print(message, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[deque[_Signalled]]:
-    """Collect stop signals, and put the old handlers back in the end; what is ignored (nohup) stays ignored."""
+    """Collect stop signals, and put the old handlers back at the end; an ignored signal (nohup) stays ignored."""
     received: deque[_Signalled] = deque()
 
     def receive(signum: int, _frame: FrameType | None) -> None:

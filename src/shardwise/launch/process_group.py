@@ -1,8 +1,8 @@
-"""Joining the process group and leaving it. It creates no other groups (that is `shardwise.comm.mesh`) and no
-collectives.
+"""This module joins the process group and leaves it. It creates no other groups (`shardwise.comm.mesh` does) and runs
+no collectives.
 
 Ranks meet in two steps. First each says through the store that it has come, and rank 0 waits for all: so a missing rank
-is named, and nobody takes what an earlier attempt left in the store for this one's. Then torch connects them.
+is named, and no rank takes keys of an earlier attempt for those of this one. Then torch connects them.
 
     start_process_group(detect(os.environ) or lone_rank(), "cpu", timeout_s=300.0)
     exit_code = train(config)
@@ -31,7 +31,7 @@ from shardwise.config.resolve import ConfigError
 from shardwise.launch.environment import RankEnv, detect, lone_rank
 
 _POLL_S = 0.01
-# Rank 0 finds out who is missing; the others wait this much longer, to hear it from rank 0.
+# Rank 0 finds out who is missing; the others wait this much longer for its answer.
 _VERDICT_S = 5.0
 _COMPLETE = "complete"
 _NUM_NAMED = 16
@@ -44,15 +44,15 @@ class LaunchError(RuntimeError):
 def ensure_process_group(device_kind: Literal["cpu", "cuda"], timeout_s: float) -> int:
     """Return the world size; join a process group first where there is none, and make the rank's GPU the current one.
 
-    The ranks are those of the launcher that the environment tells of; without one, this process alone. A process group
+    The ranks are those of the launcher that the environment names; without one, this process alone. A process group
     that the caller has started is used as it is.
 
     Args:
-        device_kind: where the tensors will lie.
+        device_kind: where the tensors will be.
         timeout_s: as for `start_process_group`.
 
     Raises:
-        ConfigError: the environment is partial, this rank has no GPU, or the port is taken.
+        ConfigError: the environment is incomplete, this rank has no GPU, or the port is taken.
         LaunchError: the ranks did not meet within `timeout_s`.
     """
     if not dist.is_initialized():
@@ -67,8 +67,8 @@ def start_process_group(env: RankEnv, device_kind: Literal["cpu", "cuda"], timeo
 
     Args:
         env: this rank's place; a world of one needs no port, and without a launcher it keeps the GPU that is current.
-        device_kind: where the tensors will lie.
-        timeout_s: for the ranks to meet, and later for each collective.
+        device_kind: where the tensors will be.
+        timeout_s: seconds for the ranks to meet, and later for each collective.
 
     Raises:
         ConfigError: this rank has no GPU, or the port is taken.
@@ -108,7 +108,7 @@ def stop_process_group(timeout_s: float = 60.0) -> None:
 
 
 def leave(exit_code: int, timeout_s: float = 60.0) -> NoReturn:
-    """End this process with `exit_code`, now and without the interpreter's own end, in which gloo may abort.
+    """End this process with `exit_code` at once, without the interpreter's own end, in which gloo may abort.
 
     With exit code 0 the ranks first wait for each other. stdout, stderr and logging are flushed; nothing else is: files
     must be closed and threads joined before.
@@ -123,7 +123,7 @@ def leave(exit_code: int, timeout_s: float = 60.0) -> NoReturn:
 
 
 def gpu_index(env: RankEnv, num_gpus: int) -> int:
-    """The GPU of a rank: its local rank; the only one, where Slurm shows each task its own.
+    """Return the GPU of a rank: its local rank; the only one, where Slurm shows each task its own.
 
     >>> gpu_index(RankEnv(3, 3, 4, 4, "n1", 10000, attempt=0, launcher="slurm"), num_gpus=1)
     0
@@ -143,6 +143,11 @@ def meet(env: RankEnv, store: dist.Store, timeout_s: float) -> dist.Store:
 
     A launcher's count of restarts is its own machine's, and its store may live on from attempt to attempt. So each
     rank shows a number drawn at random, and rank 0 answers that number with the name of the attempt.
+
+    Args:
+        env: this rank's place.
+        store: that all ranks reach.
+        timeout_s: seconds for all to come.
 
     Raises:
         LaunchError: not all came within `timeout_s`.
@@ -164,7 +169,7 @@ def _open_store(env: RankEnv, timeout_s: float) -> dist.Store:
     hosts = env.rank == 0 and not env.agent_store
     try:
         patience: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s), "wait_for_workers": False}
-        # torch's own time-out does not hold where the store's host accepts the connection and then says nothing.
+        # torch's own time-out does not work where the store's host accepts the connection and then is silent.
         return ask_in_time(
             partial(dist.TCPStore, env.master_addr, env.master_port, is_master=hosts, **patience),
             timeout_s + _VERDICT_S,
@@ -182,17 +187,17 @@ def _open_store(env: RankEnv, timeout_s: float) -> dist.Store:
 
 
 def _await_ranks(env: RankEnv, store: dist.Store, attempt: str, timeout_s: float) -> list[int]:
-    """On rank 0: answer the ranks that come, for at most `timeout_s`; return those that are missing."""
+    """Answer, on rank 0, the ranks that come, for at most `timeout_s`; return those that are missing."""
     deadline_s = time.monotonic() + timeout_s
     missing = list(range(1, env.world_size))
     answered: set[str] = set()
     store.set(f"{attempt}/arrived/0", _own_name())
     is_over = False
     while missing and not is_over:
-        # Before the look: who came while this process slept, or the machine did, has come in time.
+        # Before the look: a rank that came while this process slept, or the machine did, has come in time.
         is_over = time.monotonic() >= deadline_s
         # A rank that has come may have been restarted since, where each machine restarts by itself. The hello of an
-        # earlier attempt may still stand there; answering it does no harm, its asker is gone.
+        # earlier attempt may still be there; to answer it does no harm, its asker is gone.
         for rank in range(1, env.world_size):
             if store.check([f"hello/{rank}"]) and (hello := store.get(f"hello/{rank}").decode()) not in answered:
                 store.set(f"answer/{hello}", attempt)
@@ -203,7 +208,7 @@ def _await_ranks(env: RankEnv, store: dist.Store, attempt: str, timeout_s: float
 
 
 def _ask_to_join(env: RankEnv, store: dist.Store, timeout_s: float) -> tuple[str, str]:
-    """On the other ranks: return the name of the attempt and rank 0's verdict on it."""
+    """Return, on the other ranks, the name of the attempt and rank 0's verdict on it."""
     hello = uuid.uuid4().hex
     timeout = timedelta(seconds=timeout_s)
     try:
@@ -231,14 +236,14 @@ def _missing_text(env: RankEnv, store: dist.Store, attempt: str, missing: list[i
 
 
 def _listed(items: Iterable[object], num_items: int | None = None) -> str:
-    """The first few items, and how many more there are."""
+    """Format the first few items, and how many more there are."""
     shown = [str(item) for item in items]
     num_more = (num_items or len(shown)) - _NUM_NAMED
     return ", ".join(shown[:_NUM_NAMED]) + (f" and {num_more} more" if num_more > 0 else "")
 
 
 def _wait_for_all(timeout_s: float) -> None:
-    """Return when every rank is here; rank 0, which may hold the store, last. Give up quietly: the work is done."""
+    """Return when every rank is here; rank 0, which may hold the store, last. Ignore a time-out: the work is done."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     others = range(1, world_size)
     group = dist.group.WORLD

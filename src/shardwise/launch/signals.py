@@ -1,4 +1,4 @@
-"""What a rank does about signals and about the launcher that started it. No torch, no process group.
+"""A rank handles signals, and the end of the launcher that started it, with this module. No torch, no process group.
 
 >>> stop = StopFlag()
 >>> bool(stop)
@@ -26,12 +26,12 @@ from shardwise.runtime.clock import StopDetector
 # One signal reaches a rank under torchrun twice: from the terminal or from Slurm, and from the agent.
 _REPEAT_S = 2.0
 _LOOK_S = 1.0
-# A rank that is to end at once may still close its files.
+# A rank that must end at once may still close its files.
 _CLOSING_S = 1.0
 
 
 class StopFlag:
-    """False until a signal asks the rank to stop, true ever after.
+    """A stop flag is False until a signal asks the rank to stop, and True from then on.
 
     Signals reach the ranks at different moments: the ranks must agree on the step after which they stop (a maximum
     over the ranks), or one waits in a collective that the others never enter.
@@ -53,7 +53,7 @@ class StopFlag:
 
     @property
     def signal_name(self) -> str | None:
-        """The signal that asked first, such as SIGTERM."""
+        """Return the signal that asked first, such as SIGTERM."""
         return None if self._signum is None else signal.Signals(self._signum).name
 
     def request(self, signum: int) -> None:
@@ -64,18 +64,18 @@ class StopFlag:
             raise KeyboardInterrupt
 
     def listen(self, signals: Sequence[signal.Signals]) -> None:
-        """Let `signals` ask to stop from now on; one that this process was told to ignore stays ignored."""
+        """Let `signals` ask to stop from now on; one that this process ignores stays ignored."""
         for signum in signals:
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 signal.signal(signum, self._handle)
 
     @contextlib.contextmanager
     def armed(self, timeout_s: float = math.inf) -> Iterator[None]:
-        """While a loop takes steps and reads the flag: no signal kills; enter it on the main thread.
+        """Let no signal kill the process while a loop takes steps and reads the flag; enter it on the main thread.
 
-        Python runs a handler between two lines of its own, so not while a step waits in native code. A thread hears
-        the signals meanwhile, and ends the process at once when it is asked again, or when it has been asked for
-        longer than `timeout_s` and is not `saving`.
+        Python runs a handler between two lines of its own, so not while a step waits in native code. A thread receives
+        the signals too. It ends the process at once at a second request, or when the first one is older than
+        `timeout_s` and the process is not `saving`.
         """
         before = {signum: signal.getsignal(signum) for signum in self._in_steps}
         read_fd, write_fd = os.pipe()
@@ -93,7 +93,7 @@ class StopFlag:
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Meanwhile no time-out of `armed` ends this process: what is written has its own."""
+        """Keep the time-out of `armed` from ending this process inside: writing has a time-out of its own."""
         self._is_saving = True
         try:
             yield
@@ -131,7 +131,7 @@ def _end(signum: int, why: str) -> None:
 def install_stop_signal() -> StopFlag:
     """Return a flag that Ctrl-C and SIGTERM set while it is `armed`; until then they kill. Call it on the main thread.
 
-    A signal that this process was told to ignore (a background job's SIGINT) stays ignored.
+    A signal that this process ignores (a background job's SIGINT) stays ignored.
     """
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own would print where it was
@@ -139,10 +139,10 @@ def install_stop_signal() -> StopFlag:
 
 
 def exit_with_parent(environ: Mapping[str, str]) -> None:
-    """Kill this rank and its own children when the local launcher dies, however it dies; call it first of all.
+    """Kill this rank and its own children when the local launcher dies for any reason; call it first of all.
 
-    The same where the launcher has been stopped for longer than it has said: it holds the store, and hears no signal.
-    Does nothing under any other launcher.
+    Do the same when the launcher has been stopped for longer than the time in the environment: it holds the store, and
+    receives no signal. Do nothing under any other launcher.
     """
     if LAUNCHER_FD in environ:
         watched = int(environ[LAUNCHER_FD]), float(environ.get(LAUNCHER_PATIENCE_S, "inf"))
