@@ -1,4 +1,4 @@
-"""Back ends of `shardwise.comm.collectives.Comm`: they run the raw collectives of one group of ranks."""
+"""These back ends of `shardwise.comm.collectives.Comm` run the raw collectives of one group of ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RING_BYTES: Final = 2**20
 
 
 class CommBackend(Protocol):
-    """The ranks of one group, and the raw collectives among them, each starting at once.
+    """Gives the ranks of one group, and the raw collectives among them, each of which starts at once.
 
     Attributes:
         rank: of this process in the group.
@@ -38,17 +38,17 @@ class CommBackend(Protocol):
         """Fill `full` [n * s] with every rank's slice."""
 
     def all_to_all(self, received: Tensor, source: Tensor) -> list[dist.Work]:
-        """Send slice i of `source` [n * s] to rank i, and receive its own into slice i of `received` [n * s]."""
+        """Send slice i of `source` [n * s] to rank i, and receive its data into slice i of `received` [n * s]."""
 
     def exchange(self, received: Tensor, source: Tensor) -> list[dist.Work]:
-        """Of two ranks: send `source` [s] to the other, and receive its own into `received` [s]."""
+        """Send `source` [s] to the other of two ranks, and receive what it sends into `received` [s]."""
 
     def exchange_all(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]
     ) -> list[dist.Work]:
-        """Send tensors to other ranks and receive from them, all at once; contiguous ones, not empty, by rank.
+        """Send tensors to other ranks and receive from them, all at once; by rank, contiguous and not empty.
 
-        All ranks of the group call it alike, those too that send and receive nothing.
+        All ranks of the group call it, those too that send and receive nothing.
         """
 
     def reduce_scatter(self, out: Tensor, source: Tensor) -> list[dist.Work]:
@@ -63,11 +63,22 @@ class CommBackend(Protocol):
     def send(self, buffer: Tensor, to: int, tag: int = 0) -> list[dist.Work]:
         """Send a contiguous tensor, not empty, to rank `to` of the group, whose receives of this tag take it in order.
 
-        On NCCL tags are nothing, and messages from one rank to another are taken in order.
+        On NCCL tags have no effect, and messages from one rank to another are taken in order.
+
+        Args:
+            buffer: must not change until the message is sent.
+            to: rank of the group.
+            tag: of the message.
         """
 
     def receive(self, buffer: Tensor, source: int, tag: int = 0) -> list[dist.Work]:
-        """Receive into a contiguous tensor, as large as what `source` sends."""
+        """Receive into a contiguous tensor, as large as what `source` sends.
+
+        Args:
+            buffer: is filled.
+            source: rank of the group.
+            tag: of the message.
+        """
 
     def hang_up(self) -> None:
         """End all messages of the group, which others may wait for: on gloo those fail at once, and so do later ones.
@@ -76,15 +87,15 @@ class CommBackend(Protocol):
         """
 
     def read(self, values: Tensor, known: Sequence[float]) -> list[float]:
-        """The numbers of a reduced vector, on the host; its last ones were `known` to this rank's host before."""
+        """Return the numbers of a reduced vector on the host; `known` are this rank's own values of its last ones."""
 
 
 class CommFactory(Protocol):
-    """Where an engine's links come from.
+    """Makes the back ends of an engine's groups of ranks.
 
     Attributes:
         rank: of this process in the world.
-        store: where ranks speak to each other beside their collectives; None where there is one process.
+        store: through which ranks exchange text outside of collectives; None where there is one process.
         examples: where other ranks are simulated, what each stage of a pipeline receives, by stage; None where they are
             real, or there is no pipeline.
     """
@@ -94,19 +105,25 @@ class CommFactory(Protocol):
     examples: Mapping[int, Any] | None
 
     def backend(self, axes: tuple[str, ...], use: str) -> CommBackend:
-        """Links to the ranks that differ from this one along `axes` only; another use never shares a communicator."""
+        """Make the back end of the ranks that differ from this one along `axes` only; each use has its communicator."""
 
     def backend_among(self, axes: tuple[str, ...], indices: tuple[int, ...]) -> CommBackend | None:
-        """Links among some of those ranks, by their indices there; None where this rank is none of them."""
+        """Make a back end for some of those ranks, by their indices there; None where this rank is none of them."""
 
     def close(self) -> None:
-        """Give back what was made."""
+        """Free what was made."""
 
 
 def check_exchange(
     sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], rank: int, world_size: int
 ) -> None:
-    """Raise unless an exchange is one.
+    """Check that each tensor of an exchange can be sent to or received from another rank.
+
+    Args:
+        sends: tensors to send, by rank of the group.
+        receives: tensors to fill, by rank of the group.
+        rank: of this process in the group.
+        world_size: of the group.
 
     Raises:
         ValueError: a tensor has no element, is not contiguous, or is for no other rank of the group.
@@ -122,8 +139,8 @@ class AsyncWork:
     """A collective under way; `wait` makes its result usable on the current stream, and may be called again.
 
     Args:
-        wait: for the collective; None where there is nothing to wait for.
-        then: starts a second collective on what the first has left, and returns that one.
+        wait: waits for the collective; None where there is nothing to wait for.
+        then: starts a second collective on the result of the first, and returns that one; None for no second one.
     """
 
     def __init__(self, wait: Callable[[], None] | None, then: Callable[[], AsyncWork] | None = None) -> None:
@@ -144,7 +161,7 @@ class AsyncWork:
             self._second = then()
 
     def __del__(self) -> None:
-        """A collective that nobody waits for, as of a dropped engine, must end all the same.
+        """Wait for a collective that is not waited for otherwise, such as one of a dropped engine: it must end.
 
         gloo cancels a receive whose work is dropped, and what the other rank has sent goes to the next one.
         """
@@ -153,7 +170,7 @@ class AsyncWork:
                 self._wait()
 
     def wait(self) -> None:
-        """Finish all of them."""
+        """Finish all collectives."""
         self.advance()
         if self._second is not None:
             self._second.wait()
@@ -163,11 +180,11 @@ _NEVER_SENT: Final = 2**31 - 1  # a tag
 
 
 class ProcessGroupBackend:
-    """Links over a process group.
+    """Runs collectives over a process group.
 
     Args:
         group: the ranks that communicate.
-        device: where the tensors lie.
+        device: of the tensors.
     """
 
     moves_nothing = False
@@ -187,7 +204,7 @@ class ProcessGroupBackend:
             dist.all_gather_into_tensor(full, slices[self.rank], group=self._group)
             return []
         works = []
-        # Each rank starts with its right-hand neighbour, so that no rank is everybody's first.
+        # Each rank starts with its right-hand neighbour, so that not all ranks send to the same one first.
         for distance in range(1, self.world_size):
             to, source = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
             works += _works(dist.isend(slices[self.rank], group=self._group, group_dst=to))
@@ -199,7 +216,7 @@ class ProcessGroupBackend:
         return self._works(dist.all_to_all_single(received, source, group=self._group, async_op=self.waits_on_host))
 
     def exchange(self, received: Tensor, source: Tensor) -> list[dist.Work]:
-        """A send and a receive; on gloo only."""
+        """Start a send and a receive; on gloo only."""
         other = 1 - self.rank
         return [
             *_works(dist.isend(source, group=self._group, group_dst=other)),
@@ -209,9 +226,9 @@ class ProcessGroupBackend:
     def exchange_all(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]
     ) -> list[dist.Work]:
-        """As bytes and in one batch, so that on NCCL no order of sends and receives deadlocks."""
+        """Exchange tensors as bytes and in one batch, so that on NCCL no order of sends and receives deadlocks."""
         if not self._is_connected:
-            # NCCL makes a communicator with the first batch, in which all ranks must take part: not all might.
+            # NCCL makes a communicator with the first batch, in which all ranks must take part; some might not.
             dist.all_reduce(torch.zeros(1, dtype=torch.uint8, device=self._device), group=self._group)
             self._is_connected = True
         batch = []
@@ -236,15 +253,28 @@ class ProcessGroupBackend:
         return self._works(dist.broadcast(buffer, source, group=self._group, async_op=self.waits_on_host))
 
     def send(self, buffer: Tensor, to: int, tag: int = 0) -> list[dist.Work]:
-        """As bytes, so that any dtype travels. `isend` and not a batch, whose communicator is the whole group's."""
+        """Send the tensor as bytes, which works for any dtype. It uses `isend` and not a batch, whose communicator is
+        the whole group's.
+
+        Args:
+            buffer: contiguous.
+            to: rank of the group.
+            tag: of the message.
+        """
         return self._in_stream(_works(dist.isend(_bytes_of(buffer), group=self._group, group_dst=to, tag=tag)))
 
     def receive(self, buffer: Tensor, source: int, tag: int = 0) -> list[dist.Work]:
-        """Of the sender's bytes, into the buffer's own memory."""
+        """Receive the sender's bytes into the buffer's own memory.
+
+        Args:
+            buffer: contiguous.
+            source: rank of the group.
+            tag: of the message.
+        """
         return self._in_stream(_works(dist.irecv(_bytes_of(buffer), group=self._group, group_src=source, tag=tag)))
 
     def hang_up(self) -> None:
-        """On gloo end all messages of the group, and those that others wait for."""
+        """End, on gloo, all messages of the group, those too that other ranks wait for."""
         if dist.get_backend(self._group) != "gloo":
             return
         for peer in set(range(self.world_size)) - {self.rank}:
@@ -254,14 +284,14 @@ class ProcessGroupBackend:
                 _works(never)[0].wait(timedelta(milliseconds=1))
 
     def read(self, values: Tensor, known: Sequence[float]) -> list[float]:
-        """The numbers of a reduced vector, on the host."""
+        """Return the numbers of a reduced vector on the host."""
         return values.tolist()
 
     def _works(self, work: dist.Work | None) -> list[dist.Work]:
         return _works(work) if self.waits_on_host else []
 
     def _in_stream(self, works: list[dist.Work]) -> list[dist.Work]:
-        """NCCL runs messages on a stream of its own: let the current one wait, so that they are in its order."""
+        """Make the current stream wait for messages, which NCCL runs on a stream of its own: it keeps their order."""
         if self.waits_on_host:
             return works
         for work in works:
@@ -270,7 +300,7 @@ class ProcessGroupBackend:
 
 
 def _bytes_of(buffer: Tensor) -> Tensor:
-    """A contiguous tensor's memory [b], as uint8."""
+    """View a contiguous tensor's memory as uint8 [b]."""
     return buffer.view(-1).view(torch.uint8)
 
 
@@ -284,12 +314,12 @@ Backend = Literal["gloo", "nccl"]
 
 
 class SimulatedBackend:
-    """Links to ranks that are not there: nothing moves, and every collective is over at once.
+    """Stands for ranks that are not there: no data moves, and every collective is over at once.
 
     Args:
         rank: in the group.
         world_size: of the group.
-        backend: in whose way `Comm` uses the links.
+        backend: gloo or nccl, as which `Comm` treats it.
     """
 
     moves_nothing = True
@@ -330,29 +360,29 @@ class SimulatedBackend:
         return []
 
     def send(self, buffer: Tensor, to: int, tag: int = 0) -> list[dist.Work]:
-        """Nobody gets it."""
+        """Do nothing: the message is dropped. The arguments `buffer`, `to` and `tag` have no effect."""
         return []
 
     def receive(self, buffer: Tensor, source: int, tag: int = 0) -> list[dist.Work]:
-        """Leave `buffer` as it is."""
+        """Leave `buffer` as it is. The arguments `source` and `tag` have no effect."""
         return []
 
     def hang_up(self) -> None:
-        """Nobody waits."""
+        """Do nothing: no rank waits."""
 
     def read(self, values: Tensor, known: Sequence[float]) -> list[float]:
-        """Ones, with which any step goes through; of what the host knew, that: the other ranks do as this one."""
+        """Return ones, with which any step succeeds, and `known` as it is: other ranks are taken to have the same."""
         return [1.0] * (values.numel() - len(known)) + [float(number) for number in known]
 
 
 class SimulatedFactory:
-    """A network around one rank of a mesh.
+    """Makes simulated back ends around one rank of a mesh.
 
     Args:
         mesh: of all ranks.
-        rank: that is there.
+        rank: that is real.
         backend: as for `SimulatedBackend`.
-        examples: of what the stages of a pipeline receive; see `CommFactory`.
+        examples: what the stages of a pipeline receive; see `CommFactory`.
     """
 
     def __init__(self, mesh: MeshShape, rank: int, backend: Backend, examples: Mapping[int, Any] | None = None) -> None:
@@ -363,13 +393,13 @@ class SimulatedFactory:
         self._backend = backend
 
     def backend(self, axes: tuple[str, ...], use: str) -> SimulatedBackend:
-        """Links along `axes`, whatever their use."""
+        """Make a back end along `axes`, for any use."""
         return SimulatedBackend(self._mesh.index_along(axes, self.rank), self._mesh.size_along(axes), self._backend)
 
     def backend_among(self, axes: tuple[str, ...], indices: tuple[int, ...]) -> SimulatedBackend | None:
-        """Links among some of the ranks along `axes`."""
+        """Make a back end for some of the ranks along `axes`."""
         index = self._mesh.index_along(axes, self.rank)
         return SimulatedBackend(indices.index(index), len(indices), self._backend) if index in indices else None
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing: there is nothing to free."""

@@ -1,6 +1,6 @@
-"""Collectives. Each is counted by axis, and carries a number and a name; `shardwise.comm.backends` alone calls torch's.
+"""A collective here is counted by axis and carries a number and a name; `shardwise.comm.backends` alone calls torch's.
 
-Gradients are summed in fp32 or wider, whatever travels. gloo sums in the dtype on the wire, and moves twice a
+Gradients are summed in fp32 or wider, whatever the wire dtype is. gloo sums in the dtype on the wire, and moves twice a
 reduce-scatter's bytes; NCCL sums in the dtype on the wire too. So a reduction whose wire is narrower than fp32, and any
 reduction on gloo, is an all-to-all with a local sum; NCCL's native collectives carry the others. gloo's all-gather is
 slower than the same bytes point to point (`benchmarks/primitives.py`), so there it is sends and receives; and so is a
@@ -40,7 +40,7 @@ from shardwise.runtime.streams import Event, LaneName, Streams
 
 
 class ProcessGroupFactory:
-    """A network of the mesh's process groups, and of this engine's part of their store."""
+    """Makes back ends over the mesh's process groups, and has this engine's part of their store."""
 
     examples: Mapping[int, Any] | None = None
 
@@ -51,10 +51,10 @@ class ProcessGroupFactory:
         self._device = device
 
     def backend(self, axes: tuple[str, ...], use: str) -> CommBackend:
-        """Links over the process group of `axes`.
+        """Make a back end over the process group of `axes`.
 
         Raises:
-            ConfigError: they would carry messages of a pipeline that wait for each other in a circle.
+            ConfigError: it would carry messages of a pipeline that wait for each other in a circle.
         """
         bound = getattr(dist.group.WORLD, "bound_device_id", None)
         if bound is not None and use in (DOWN, UP) and self._mesh.shape.size_along(axes) > 2:
@@ -65,29 +65,29 @@ class ProcessGroupFactory:
         return ProcessGroupBackend(self._mesh.group(axes, use), torch.device("cpu") if use == HOST else self._device)
 
     def backend_among(self, axes: tuple[str, ...], indices: tuple[int, ...]) -> CommBackend | None:
-        """Links over the process group of some of the ranks along `axes`."""
+        """Make a back end over the process group of some of the ranks along `axes`."""
         group = self._mesh.group_among(axes, indices)
         return None if group is None else ProcessGroupBackend(group, self._device)
 
     def close(self) -> None:
-        """Give the process groups back, and end the thread that asks the store."""
+        """Destroy the process groups, and end the thread that asks the store."""
         self._mesh.close()
         if isinstance(self.store, PatientStore):
             self.store.close()
 
 
 class Comm:
-    """Counted collectives among the ranks of one group.
+    """Runs counted collectives among the ranks of one group.
 
     Args:
-        links: to those ranks.
+        backend: runs the raw collectives among those ranks.
         axis: their name in counts and messages, such as `dp_shard`.
-        device: where the tensors lie.
-        timeout_s: a collective on gloo that waits longer fails.
+        device: of the tensors.
+        timeout_s: seconds; a collective on gloo that waits longer fails.
         streams: side streams on CUDA.
         pool: receive buffers come from here.
-        books: shared by the engine's groups.
-        ranks: of the world, in the order of the links; None where the group is the world.
+        comm_log: shared by the engine's groups; None for one of its own.
+        ranks: of the world, in the order of the group; None where the group is the world.
     """
 
     def __init__(
@@ -114,12 +114,12 @@ class Comm:
         self._pool = pool
 
     def all_gather(self, full: Tensor, name: str, lane: LaneName | None = "gather") -> AsyncWork:
-        """Fill `full` [n * s] with every rank's slice; this rank's own slice stands in it already.
+        """Fill `full` [n * s] with every rank's slice; this rank's own slice is in it already.
 
         Args:
             full: of any dtype.
             name: for counts and messages.
-            lane: where it runs on NCCL; None for the current stream, where nothing is done before it is waited for.
+            lane: the side stream on which it runs on NCCL; None for the current stream.
         """
         if self.world_size == 1:
             return AsyncWork(None)
@@ -131,7 +131,7 @@ class Comm:
         """Sum `source` [n * s] over the ranks and leave this rank's slice in `out` [s].
 
         Args:
-            source: in the dtype that travels; must not change until the collective is waited for.
+            source: in the wire dtype; must not change until the collective is waited for.
             out: in the dtype of the accumulator; may be this rank's slice of `source`'s storage.
             accumulate: add to what `out` holds.
             name: for counts and messages.
@@ -152,7 +152,13 @@ class Comm:
         return self._start(call, lambda: self._backend.all_to_all(received, source), finish)
 
     def all_reduce(self, buffer: Tensor, wire_dtype: torch.dtype, name: str) -> AsyncWork:
-        """Sum `buffer` [n * s], fp32 or wider, over the ranks in place, carrying `wire_dtype`; all get equal bits."""
+        """Sum `buffer` [n * s] over the ranks in place, sent as `wire_dtype`; all ranks get equal bits.
+
+        Args:
+            buffer: fp32 or wider.
+            wire_dtype: in which it is sent.
+            name: for counts and messages.
+        """
         if self.world_size == 1:
             return AsyncWork(None)
         if wire_dtype == buffer.dtype:
@@ -176,11 +182,11 @@ class Comm:
         return AsyncWork(reduced.wait, gather)
 
     def sum_in_place(self, buffer: Tensor, name: str) -> None:
-        """Sum `buffer` [n] over the ranks, carrying its dtype: equal bits on all; on gloo summed in fp32 or wider."""
+        """Sum `buffer` [n] over the ranks, sent in its dtype: equal bits on all; on gloo it sums in fp32 or wider."""
         self.start_sum(buffer, buffer, name, lane=None).wait()
 
     def start_sum(self, source: Tensor, out: Tensor, name: str, lane: LaneName | None) -> AsyncWork:
-        """Start to leave in `out` [n] the sum of `source` [n] over the ranks; it sums as `sum_in_place`.
+        """Start to put into `out` [n] the sum of `source` [n] over the ranks; it sums as `sum_in_place` does.
 
         Args:
             source: must not change until the collective is waited for.
@@ -210,7 +216,9 @@ class Comm:
         return AsyncWork(finish)
 
     def _start_sum_of_two(self, source: Tensor, out: Tensor, name: str) -> AsyncWork:
-        """On gloo, where two ranks are faster so: each sends all it has, as many bytes as in a ring."""
+        """Start a sum of two ranks on gloo: each sends all it has, which is faster there and as many bytes as in a
+        ring.
+        """
         call = self._count("all_reduce", name, source, passes=2)
         is_in_place = out is source
         received = self._pool.acquire(out.numel(), out.dtype) if is_in_place else out
@@ -223,7 +231,7 @@ class Comm:
         return self._start(call, partial(self._backend.exchange, received, source), finish)
 
     def scatter_sum(self, source: Tensor, out: Tensor, name: str, lane: LaneName | None) -> AsyncWork:
-        """Start to leave in `out` [s] this rank's slice of the sum of `source` [n * s]; it sums as `sum_in_place`.
+        """Start to put into `out` [s] this rank's slice of the sum of `source` [n * s]; it sums as `sum_in_place` does.
 
         Args:
             source: must not change until the collective is waited for.
@@ -252,12 +260,12 @@ class Comm:
         Args:
             sends: by rank of the group, without this one: contiguous tensors of any dtype, none of them empty. They
                 must not change until the exchange is waited for.
-            receives: what they fill, by the rank that sends them: as many, as large and in the same order.
+            receives: tensors to fill, by the rank that sends them: as many, as large and in the same order.
             name: for counts and messages.
             lane: as for `all_gather`.
 
         Raises:
-            ValueError: a tensor has no element, is not contiguous, or is of no other rank.
+            ValueError: a tensor has no element, is not contiguous, or belongs to no other rank of the group.
         """
         check_exchange(sends, receives, self.rank, self.world_size)
         if self.world_size == 1:
@@ -272,12 +280,12 @@ class Comm:
 
         def finish() -> None:
             moved.wait()
-            held.clear()  # their memory goes back to the compute stream, which now waits for the lane
+            held.clear()  # their memory goes back to the compute stream, which now waits for the side stream
 
         return AsyncWork(finish)
 
     def max_in_place(self, buffer: Tensor, name: str) -> None:
-        """Leave in `buffer` [n] the element-wise maximum over the ranks."""
+        """Replace `buffer` [n] by the element-wise maximum over the ranks."""
         if self.world_size > 1:
             self._start_in_place(buffer, dist.ReduceOp.MAX, name, lane=None).wait()
 
@@ -292,21 +300,27 @@ class Comm:
         """Sum a small fp64 vector over the ranks and return it on the host.
 
         Args:
-            values: of the device; reduced in place where nothing follows them.
+            values: on the device; reduced in place where `known` is empty.
             name: for counts and messages.
-            known: numbers of the host, which follow the values.
+            known: numbers of the host, summed too and returned after the values.
         """
         return self._start_scalars(values, known, dist.ReduceOp.SUM, name)()
 
     def start_sum_scalars(self, values: Tensor, name: str) -> Callable[[], list[float]]:
-        """Start to sum a small fp64 vector, which is reduced in place; what is returned waits for the sums.
+        """Start to sum a small fp64 vector in place; return the function that waits for the sums.
 
-        On CUDA it waits for them alone, not for what is enqueued behind them.
+        On CUDA it waits for them alone, not for what is enqueued after them.
         """
         return self._start_scalars(values, (), dist.ReduceOp.SUM, name)
 
     def max_scalars(self, values: Tensor, name: str, known: Sequence[float] = ()) -> list[float]:
-        """The element-wise maximum of a small fp64 vector over the ranks, on the host; arguments as above."""
+        """Return the element-wise maximum of a small fp64 vector over the ranks, on the host.
+
+        Args:
+            values: as for `sum_scalars`.
+            name: for counts and messages.
+            known: as for `sum_scalars`.
+        """
         return self._start_scalars(values, known, dist.ReduceOp.MAX, name)()
 
     def broadcast(self, buffer: Tensor, name: str) -> None:
@@ -339,7 +353,7 @@ class Comm:
         reduced = self._start(call, lambda: self._backend.all_reduce(values, op))
         found, there = values, Event(None)
         if self.device.type == "cuda":
-            reduced.wait()  # which the stream does, not the host
+            reduced.wait()  # the stream waits, not the host
             found = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             found.copy_(values, non_blocking=True)
             there = Event.record(self.device)
@@ -401,22 +415,22 @@ class Comm:
 
 @dataclass(frozen=True)
 class CommGroups:
-    """An engine's groups of ranks; where two hold the same ranks they are one object.
+    """Holds an engine's groups of ranks; groups of the same ranks are one object, unless they need two communicators.
 
     On a 2x2 mesh, dp_replicate=2 x dp_shard=2, rank 1's `data` are all four ranks, its `shards` (0, 1) and its
     `replicas` (1, 3). With dp_shard=2 x cp=2, its `shards` are all four and its `context` is (0, 1).
 
     Attributes:
         data: the ranks that average gradients.
-        shards: those that share the sharded states.
+        shards: the ranks that share the sharded states.
         reductions: the same ranks as `shards`; on CUDA over a communicator of its own.
-        replicas: those that hold the same shard.
-        tensor: those that share a layer's matrices.
-        context: those that share each sample's tokens; over a communicator of its own.
+        replicas: the ranks that hold the same shard.
+        tensor: the ranks that share a layer's matrices.
+        context: the ranks that share each sample's tokens; over a communicator of its own.
         model: `data` and `tensor` together: all that hold parts of the same stages of the model.
-        pipeline: those with the other stages, at the same place of their meshes.
+        pipeline: the ranks with the other stages, at the same place of their meshes.
         all: `model` and `pipeline` together: all that take the same optimizer step.
-        tied: those of `pipeline` that hold a parameter which is tied across a cut, by their ranks there.
+        tied: the ranks of `pipeline` that hold a parameter which is tied across a cut, by their ranks there.
     """
 
     data: Comm
@@ -440,13 +454,13 @@ def connect(
     pool: BufferPool,
     ties: Collection[tuple[int, ...]] = (),
 ) -> CommGroups:
-    """Make an engine's groups of ranks, with books in common; all ranks do so alike.
+    """Make an engine's groups of ranks, with a common comm log; all ranks do so together.
 
     Args:
-        network: where links come from.
+        comm_factory: makes the back ends.
         shape: of the mesh.
         config: resolved.
-        device: where the tensors lie.
+        device: of the tensors.
         streams: side streams on CUDA.
         pool: receive buffers come from here.
         ties: ranks of the pipeline that hold a parameter together; of all such parameters.

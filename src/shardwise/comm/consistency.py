@@ -1,9 +1,10 @@
-"""Ranks compare through the store, without a tensor, what they must do or hold alike.
+"""Ranks compare through the store, without a tensor, what must be the same on all of them.
 
-Once for each engine: the model and the config (`agree_on_setup`), and whether it stands (`all_or_none`). In the first
-step, of ranks that share layers: the batches (`BatchCheck`). In the debug mode `run.check_collectives`: every batch
-and, before it starts, every collective (`CallCheck`). A rank gives its note, the first rank of the group judges all of
-them, and every rank gets the verdict: so the traffic grows with the ranks, not with their square.
+Once for each engine they compare the model and the config (`agree_on_setup`), and whether it was made (`all_or_none`).
+In the first step, ranks that share layers compare the batches (`BatchCheck`). In the debug mode
+`run.check_collectives` they compare every batch and, before it starts, every collective (`CallCheck`). A rank gives its
+note, the first rank of the group judges all of them, and every rank gets the verdict: so the traffic grows with the
+ranks, not with their square.
 
 >>> first, other = RankFacts({}, {"up": {"of shape": "(13, 8)"}}), RankFacts({}, {"up": {"of shape": "(13, 7)"}})
 >>> first.difference(other)
@@ -47,19 +48,19 @@ _OWN_KEYS: Final = frozenset(
         "tiers.cores",
     }
 )
-# The first rank finds out who is missing; the others wait this much longer, to hear it from there.
+# The first rank finds out who is missing; the others wait this much longer for its answer.
 _VERDICT_S: Final = 5.0
 _DIFFERENT: Final = "different"
-# A verdict's first letter: so it is never empty, which some stores take for missing.
+# A verdict's first character: so it is never empty, which some stores take for missing.
 _COMPLETE, _ABSENT = "c", "a"
 _MIN_SLEEP_S, _MAX_SLEEP_S = 5e-5, 5e-3
-# From one look to the next; what lies beyond was sleep of this process.
+# From one look to the next; what is longer was sleep of this process.
 _MAX_GAP_S: Final = 1.0
 
 
 @dataclass(frozen=True)
 class RankExchange:
-    """Ranks that compare notes: `ranks` of the world, of which `rank` is this one, for at most `timeout_s`."""
+    """Lets ranks compare notes: `ranks` of the world, of which `rank` is this one, for at most `timeout_s`."""
 
     store: dist.Store
     ranks: tuple[int, ...]
@@ -67,16 +68,16 @@ class RankExchange:
     timeout_s: float
 
     def verdict(self, key: str, note: str, judge: Callable[[Mapping[int, str]], str], subject: str) -> str:
-        """Give this rank's note, and return what the first rank says of all of them; the keys are gone thereafter.
+        """Give this rank's note, and return the first rank's verdict on all of them; then the keys are deleted.
 
         Args:
             key: of this comparison alone.
             note: of this rank.
-            judge: run on the first rank only, with all notes by rank; empty where there is nothing to say.
-            subject: what the ranks come to.
+            judge: run on the first rank only, with all notes by rank; returns the verdict, empty if there is none.
+            subject: what the ranks come to, for messages.
 
         Raises:
-            AbsentError: not all have come in time, or the store is silent.
+            MissingRankError: not all have come in time, or the store is silent.
         """
         try:
             return self._verdict(key, note, judge, subject)
@@ -106,7 +107,7 @@ class RankExchange:
         return _COMPLETE + judge({rank: self.store.get(keys[rank]).decode() for rank in self.ranks})
 
     def _await(self, keys: list[str], timeout_s: float) -> bool:
-        """Whether all keys are there in time. A store's own wait prints warnings when its time is up."""
+        """Wait for keys and say whether all came in time. A store's own wait prints warnings when its time is up."""
         clock = AwakeClock(gap_s=_MAX_GAP_S)
         while not self.store.check(keys):
             waited_s = clock.now_s()
@@ -134,8 +135,8 @@ class CallCheck:
         """Return when all ranks of the group are about to start the same collective.
 
         Raises:
-            CommError: they are not; every rank raises it, with the same words.
-            AbsentError: not all have come in time.
+            CommError: they are not; every rank raises it, with the same message.
+            MissingRankError: not all have come in time.
         """
         meeting = RankExchange(self._store, call.group.ranks, self._rank, self._timeout_s)
         note = call.note()
@@ -147,7 +148,8 @@ class CallCheck:
 
 
 class BatchCheck:
-    """Compares the batches of ranks that compute one forward together, where another batch would give a wrong result.
+    """Compares the batches of ranks that compute one forward together, where different batches would give a wrong
+    result.
 
     Args:
         store: of the engine; None where there is one process.
@@ -167,7 +169,7 @@ class BatchCheck:
         """Return when all ranks have come with the same batch.
 
         Raises:
-            ConfigError: one has another; every rank raises it.
+            ConfigError: a rank has another batch; every rank raises it.
             CommError: not all have come in time.
         """
         meeting = self._meeting
@@ -204,13 +206,13 @@ def _judge_batches(notes: Mapping[int, str]) -> str:
 
 
 def divergence(notes: Mapping[int, CollectiveNote]) -> str:
-    """What differs between the calls that ranks make at one position of their group, and the cure; empty if nothing.
+    """Say how the calls of ranks at one position of their group differ, and how to fix it; empty if they do not.
 
     >>> gather = CollectiveNote(12, "all_gather", "blocks.7", "dp_shard", "0.0", 9, 4096, "bf16")
     >>> reduce = CollectiveNote(12, "reduce_scatter", "blocks.6", "dp_shard", "0.0", 9, 4096, "bf16")
     >>> print(divergence({0: gather, 1: reduce, 2: gather}).partition(";")[0])
     rank 1 is at reduce_scatter #12 of blocks.6 (4096 x bf16 over dp_shard), ranks 0, 2 at all_gather #12 of blocks.7 \
-(4096 x bf16 over dp_shard)
+    (4096 x bf16 over dp_shard)
     >>> divergence({0: gather, 1: gather})
     ''
     """
@@ -240,14 +242,16 @@ def _judge_calls(notes: Mapping[int, str]) -> str:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What ranks must have alike: values of config keys; facts of parameters and buffers, by name, in order."""
+    """Holds what must be the same on all ranks: values of config keys; facts of parameters and buffers, by name, in
+    order.
+    """
 
     config: Mapping[str, str]
     model: Mapping[str, Mapping[str, str]]
 
     @classmethod
     def of(cls, layout: Layout, config: Config, buffers: Iterable[tuple[str, Tensor]]) -> Self:
-        """The setup of this rank.
+        """Collect the facts of this rank.
 
         Args:
             layout: of the model.
@@ -269,11 +273,11 @@ class RankFacts:
         return cls(values, model)
 
     def to_json(self) -> str:
-        """As other ranks are told."""
+        """Return the facts as JSON text for other ranks."""
         return json.dumps(asdict(self))
 
     def difference(self, other: RankFacts) -> tuple[str, str] | None:
-        """The first thing that is not the same, as this rank and as the other has it; a config's keys first."""
+        """Return the first fact that differs, of this rank and of the other, config keys first; None if none does."""
         for key, value in self.config.items():
             if other.config.get(key) != value:
                 return f"{key}={value}", str(other.config.get(key))
@@ -316,13 +320,13 @@ def agree_on_setup(store: dist.Store | None, rank: int, setup: RankFacts, timeou
 
 @contextmanager
 def all_or_none(store: dist.Store | None, rank: int, timeout_s: float, part: str) -> Iterator[None]:
-    """Inside the context each rank works for itself; behind it all go on, or all raise.
+    """Run the body on each rank; after it either all ranks go on, or all raise.
 
     Args:
         store: of the engine; None where there is one rank.
         rank: of this process.
         timeout_s: for all ranks to come.
-        part: of the start, each its own: a rank may be in the next one while another hears of the last.
+        part: names this part of the start: a rank may be in the next part while another reads the verdict on this one.
 
     Raises:
         CommError: another rank has failed, or not all have come in time; a rank that failed raises its own error.
@@ -367,7 +371,7 @@ def _judge_setups(notes: Mapping[int, str]) -> str:
 
 
 def listed(ranks: Iterable[int], num_shown: int = 8) -> str:
-    """Ranks in words.
+    """Format ranks in words.
 
     >>> listed([3]), listed(range(3)), listed(range(12), num_shown=2)
     ('rank 3', 'ranks 0, 1, 2', 'ranks 0, 1 and 10 more')

@@ -1,4 +1,4 @@
-"""Losses as sums and counts, so that every token that counts weighs the same over ranks and micro-batches.
+"""Losses are kept as sums and counts, so that every token that counts weighs the same over ranks and micro-batches.
 
 >>> total = read_loss(torch.ones(3), None, lambda output, batch: (output.sum(), 3))
 >>> total.mean()
@@ -32,9 +32,9 @@ class NonFiniteLossError(ArithmeticError, ValueError):
 
 @dataclass(frozen=True)
 class LossSum:
-    """A loss summed over what counts: `total` and `count`, both 0-d tensors on one device.
+    """Holds a loss summed over what counts: `total` and `count`, both 0-d tensors on one device.
 
-    `is_counted` is False for a lone number: how much it is the mean of is not known, so it counts as one.
+    `is_counted` is False for a single number: how much it is the mean of is not known, so it counts as one.
     """
 
     total: Tensor
@@ -42,11 +42,11 @@ class LossSum:
     is_counted: bool = True
 
     def mean(self) -> Tensor:
-        """The mean loss; 0 where nothing counts."""
+        """Return the mean loss; 0 where nothing counts."""
         return self.total / self.divisor()
 
     def divisor(self) -> Tensor:
-        """The count, and 1 where nothing counts."""
+        """Return the count, and 1 where nothing counts."""
         return torch.where(self.count == 0, torch.ones_like(self.count), self.count)
 
 
@@ -63,11 +63,11 @@ def read_loss(
 
     Args:
         output: of the model.
-        batch: what the loss is of.
+        batch: for which the loss is.
         loss_fn: None where the output has the loss.
         num_parts: ranks that share the batch's tokens; their scalars, each a mean over some, count as one together.
-        own_weight: of this rank's scalar among theirs, if it is the model's own; alike when left out.
-        num_targets: that the model's own scalar is the mean of, which count; it counts as one when left out.
+        own_weight: 0-d, of this rank's scalar among theirs, if it is the model's own; None for equal weights.
+        num_targets: 0-d, how many targets the model's own scalar is the mean of; None to count it as one.
 
     Raises:
         ConfigError: there is no scalar loss in it.
@@ -95,7 +95,9 @@ def read_loss(
 
 
 def _on_device(count: Tensor | float, total: Tensor) -> Tensor:
-    """A count where the loss is; a copy of a number would hold up the host until the device has done all it has."""
+    """Move a count to the loss's device; copying a number would hold up the host until the device has done all its
+    work.
+    """
     if isinstance(count, Tensor):
         return count.to(total.device, non_blocking=True)
     dtype = torch.promote_types(total.dtype, torch.float32) if isinstance(count, float) else None
@@ -109,7 +111,7 @@ def _is_sum_and_count(loss: Any) -> bool:
 
 
 class LossAccumulator:
-    """What the losses since the last step sum to, and which of them still await their backward.
+    """Sums the losses since the last step, and knows which of them still await their backward.
 
     Gradients of sums are taken divided by `normaliser`, a power of two near the count of the first micro-batch: large
     counts would overflow fp16 and small ones underflow it, and a power of two changes no other bit.
@@ -127,17 +129,17 @@ class LossAccumulator:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing has been counted in since the last step."""
+        """Say whether no loss has been counted in since the last step."""
         return self._sums is None
 
     @property
     def has_open(self) -> bool:
-        """Whether a loss still awaits its backward."""
+        """Say whether a loss still awaits its backward."""
         return any(reference() is not None for reference, _ in self._open)
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the first of those that have counted a loss in."""
+        """Say whether this rank is the first of those that have counted a loss in."""
         return self._sums is not None and self._comms.model.rank == 0
 
     def add(self, total: LossSum) -> None:
@@ -146,7 +148,7 @@ class LossAccumulator:
         self._sums = pair if self._sums is None else self._sums + pair
 
     def open(self, total: LossSum) -> Tensor:
-        """Return the mean loss, to be given to `close` by whoever runs its backward."""
+        """Return the mean loss; give it to `close` when its backward runs."""
         mean = total.mean()
         self._open = [(reference, other) for reference, other in self._open if reference() is not None]
         self._open.append((weakref.ref(mean), replace(total, total=total.total.detach())))
@@ -181,22 +183,28 @@ class LossAccumulator:
         )
 
     def sum_with(self, values: Tensor, name: str, known: Sequence[float] = ()) -> list[float]:
-        """Sum loss, count, a vector of further values and numbers of the host over the ranks."""
+        """Sum loss, count, a vector of further values and numbers of the host over the ranks.
+
+        Args:
+            values: fp64, on the device.
+            name: for counts and messages.
+            known: numbers of the host.
+        """
         return self._comms.all.sum_scalars(self._before(values), name, known)
 
     def sum_over_ranks(self, name: str) -> tuple[float, float]:
-        """The loss's sum and count over the ranks."""
+        """Return the loss's sum and count over the ranks."""
         values = torch.zeros(0, dtype=torch.float64, device=self._comms.all.device)
         loss_sum, count = self.sum_with(values, name)
         return loss_sum, count
 
     def start_sum(self, name: str) -> Callable[[], list[float]]:
-        """Start `sum_over_ranks`; what is returned waits for it."""
+        """Start `sum_over_ranks`; return the function that waits for it."""
         values = torch.zeros(0, dtype=torch.float64, device=self._comms.all.device)
         return self._comms.all.start_sum_scalars(self._before(values), name)
 
     def _before(self, values: Tensor) -> Tensor:
-        """Loss and count of this rank, where they count, before further values."""
+        """Put loss and count of this rank, where they count, before further values."""
         own = self._sums if self._comms.tensor.rank == 0 else None
         return torch.cat([own if own is not None else values.new_zeros(2), values])
 
@@ -218,7 +226,13 @@ def first_nonfinite_module(
     """Run the step's forwards again and say which module's output is the first that is not finite, on which rank.
 
     Each rank finds its own first; of those it is the first one in the model's order of modules. All ranks call it, with
-    as many batches each.
+    equally many batches.
+
+    Args:
+        model: whose modules are watched.
+        batches: of the step.
+        forward: runs the forward of one batch.
+        comm: over all ranks.
     """
     found: list[str] = []
 
@@ -236,6 +250,6 @@ def first_nonfinite_module(
     reported = [(int(report), rank) for rank, report in enumerate(summed) if report]
     if not reported:
         return "every module's output is finite, so it arose in the loss or in the backward"
-    position, rank = min(reported)  # a stage hands on to the next, which may be a lower rank's, what it has computed
+    position, rank = min(reported)  # a stage sends its output to the next, which may be a lower rank's
     name = modules[position % len(modules)] or type(model).__name__
     return f"the first module with a non-finite output is {name} on rank {rank}"

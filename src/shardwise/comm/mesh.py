@@ -1,4 +1,4 @@
-"""Process groups of the mesh's named axes; made when first asked for, and given back by `close`.
+"""A mesh makes the process groups of its named axes when they are first asked for; `close` destroys them.
 
 The pure shape of the mesh is `shardwise.layout.mesh_shape`; this module only turns it into groups. Hybrid sharding on
 two machines of two GPUs, dp_replicate=2 x dp_shard=2: rank 1 shards over (0, 1), inside its machine, averages its shard
@@ -16,19 +16,19 @@ from shardwise.comm.store import PatientStore
 from shardwise.config.resolve import ConfigError
 from shardwise.layout.mesh_shape import MeshShape
 
-# Uses of groups of a pipeline's ranks: for what lies on the host, also where the others are of NCCL; for messages to
-# higher ranks; and to lower ones.
+# Uses of groups of a pipeline's ranks: for tensors on the host, also where the other groups are of NCCL; for messages
+# to higher ranks; and to lower ones.
 HOST: Final = "host"
 DOWN: Final = "down"
 UP: Final = "up"
 
 
 class Mesh:
-    """A mesh shape with its process groups.
+    """Holds a mesh shape with its process groups.
 
     Args:
         shape: of the mesh.
-        timeout_s: for the groups' collectives.
+        timeout_s: seconds for the groups' collectives.
 
     Raises:
         ConfigError: the shape does not hold as many ranks as the world.
@@ -46,17 +46,19 @@ class Mesh:
         self._groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
 
     def group(self, axes: tuple[str, ...], use: str = "gather") -> dist.ProcessGroup:
-        """The process group of the ranks that differ from this one along `axes` only; all of them ask alike.
+        """Return the process group of the ranks that differ from this one along `axes` only; all of them call it
+        together.
 
         Args:
             axes: of the mesh.
-            use: collectives of another use run beside, so they get a group of their own; that of `HOST` is of gloo.
+            use: collectives of different uses run at the same time, so each use has its group; that of `HOST` is
+                gloo's.
         """
         ranks = self.shape.ranks_along(axes, self.rank)
         if len(ranks) == self.shape.world_size and use == "gather" and dist.group.WORLD is not None:
             return dist.group.WORLD
         if (ranks, use) not in self._groups:
-            # All ranks make all groups of the axes: torch counts them to name them, and a name must not come again.
+            # All ranks make all groups of the axes: torch names them by a count, and no name may come twice.
             for members in self.shape.groups_along(axes):
                 backend = "gloo" if use == HOST else None
                 group = dist.new_group(list(members), self._timeout, backend, group_desc=f"shardwise {use}")
@@ -65,9 +67,10 @@ class Mesh:
         return self._groups[ranks, use]
 
     def group_among(self, axes: tuple[str, ...], indices: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """The process group of some of the ranks along `axes`, by their indices there; None where this is none of them.
+        """Return the process group of some of the ranks along `axes`, by their indices there; None if this is none of
+        them.
 
-        All ranks of the world ask alike, and once.
+        All ranks of the world call it together, and once.
         """
         own = None
         for along in self.shape.groups_along(axes):
@@ -78,21 +81,21 @@ class Mesh:
         return own
 
     def close(self) -> None:
-        """Give the groups back; the world's is not the mesh's."""
+        """Destroy the groups, except that of the world, which is not the mesh's."""
         for group in self._groups.values():
             dist.destroy_process_group(group)
         self._groups.clear()
 
 
 def open_store(timeout_s: float = 300.0) -> dist.Store | None:
-    """A part of the default group's store for one more engine; None for one rank.
+    """Open a part of the default group's store for one more engine; None for one rank.
 
-    Every rank opens as many, in the same order. It shares torch's connection: one of its own would be free while torch
-    itself waits in the store, as when it makes a communicator, but opening it holds the interpreter's lock, and takes
-    seconds where a name server does not answer.
+    Every rank opens equally many, in the same order. It shares torch's connection: one of its own would be free while
+    torch itself waits in the store, as when it makes a communicator, but to open it holds the interpreter's lock, and
+    takes seconds where a name server does not answer.
 
     Args:
-        timeout_s: for the store's answer to one request.
+        timeout_s: seconds for the store's answer to one request.
     """
     group = dist.group.WORLD
     if group is None or dist.get_world_size() == 1 or dist.get_backend() == "fake":

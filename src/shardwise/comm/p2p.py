@@ -1,12 +1,12 @@
-"""Messages between two ranks of a pipeline, counted and named as collectives are (`shardwise.comm.collectives`).
+"""A message between two ranks of a pipeline is counted and named as collectives are (`shardwise.comm.collectives`).
 
-A pipe carries from one rank to one other, in one order. On gloo it is told from the others of those ranks by its tag,
-and the host waits for its messages. On NCCL there are no tags; the pipes from one rank to another share a communicator,
-which no other ranks and no messages of the other direction use, and a stream: so they wait for each other alone, and
-run beside the computation. torch makes such a communicator of two ranks for `isend` and `irecv`, in each process group
-anew, where the default group was made without a `device_id`. A batch of them would run over the communicator of the
-whole group, in which all that it holds waits in one line; and with each direction between two ranks on its own, no
-order of sends and receives deadlocks, so none need be posted together.
+A pipe carries messages from one rank to one other, in one order. On gloo its tag distinguishes it from the other pipes
+of those ranks, and the host waits for its messages. On NCCL there are no tags; the pipes from one rank to another share
+a communicator, which no other ranks and no messages of the other direction use, and a stream: so they wait for each
+other alone, and run beside the computation. torch makes such a communicator of two ranks for `isend` and `irecv`, one
+for each process group, where the default group was made without a `device_id`. A batch of them would run over the
+communicator of the whole group, in which all work waits in one line. With one communicator for each direction between
+two ranks, no order of sends and receives deadlocks, so none need be posted together.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Move = Callable[[Tensor, int, int], list[dist.Work]]
 
 
 class P2PTransfer(AsyncWork):
-    """Tensors on their way, held until they are through; `wait` as for any pending.
+    """Holds tensors under way until they are sent or received; `wait` works as for any `AsyncWork`.
 
     Args:
-        wait: for all of them.
-        books: of the engine.
-        done: the event behind them on the device; None where the host waits (gloo), which cannot ask.
+        wait: waits for all of them; None where there is nothing to wait for.
+        comm_log: of the engine.
+        done: the event after them on the device; None where the host waits (gloo), which cannot query.
     """
 
     def __init__(self, wait: Callable[[], None] | None, comm_log: CommLog, done: Event | None = None) -> None:
@@ -46,31 +46,33 @@ class P2PTransfer(AsyncWork):
 
     @property
     def is_on_device(self) -> bool:
-        """Whether the device moves them, and not the host."""
+        """Say whether the device moves them, and not the host."""
         return self._done is not None
 
     def __del__(self) -> None:
-        """As any pending, but when the connections have failed each of many would wait for its own diagnosis."""
+        """Wait as any `AsyncWork` does, but not after the connections have failed: each of many would wait for its own
+        diagnosis.
+        """
         if not self._comm_log.has_failed:
             super().__del__()
 
     def is_done(self) -> bool:
-        """Whether to wait for it would hold up nothing, neither the host nor the compute stream."""
+        """Say whether to wait for it would hold up neither the host nor the compute stream."""
         return self._wait is None or (self._done is not None and self._done.is_reached())
 
 
 class P2PChannel:
-    """One end of a pipe: `send` at its source, `receive` at its destination, as often and in the same order.
+    """Is one end of a pipe: `send` at its source, `receive` at its destination, equally often and in the same order.
 
     Args:
-        links: to the ranks of the pipeline.
-        group: the pipe in the books.
-        ends: source and destination, as ranks of the links.
+        backend: of the ranks of the pipeline.
+        group: the pipe in the comm log.
+        ends: source and destination, as ranks of the back end.
         tag: of this pipe among those with the same ends.
-        device: where the tensors lie.
-        timeout_s: a message on gloo that waits longer fails.
+        device: of the tensors.
+        timeout_s: seconds; a message on gloo that waits longer fails.
         streams: side streams on CUDA.
-        books: of the engine.
+        comm_log: of the engine.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class P2PChannel:
         """Start to send tensors, each a message; returns at once.
 
         Args:
-            buffers: contiguous; must not change until they are through. Empty ones are no messages.
+            buffers: contiguous; must not change until they are sent. Empty ones are not sent.
             name: for counts and messages, the same at both ends.
         """
         return self._start(SEND, buffers, name, self._backend.send)
@@ -121,7 +123,7 @@ class P2PChannel:
                 self.comm_log.guarded(call, start)
             done = Event.record(self.device)
         self.comm_log.enqueue(calls[-1], done)
-        # The memory came from the compute stream and goes back to it: not before that has waited for the lane.
+        # The memory came from the compute stream and goes back to it, after that has waited for the side stream.
         return P2PTransfer(partial(_wait_in_stream, done, moved), self.comm_log, done)
 
     def _wait_on_host(self, calls: Sequence[Collective], works: Sequence[list[dist.Work]], held: list[Tensor]) -> None:
@@ -135,15 +137,15 @@ class P2PChannel:
 
 
 class P2PChannels:
-    """This rank's pipes to the others that differ from it along the pipeline's axis; all of them make this alike.
+    """Opens this rank's pipes to the ranks that differ from it along the pipeline's axis; all of them make this object.
 
     Args:
-        network: where links come from.
+        comm_factory: makes the back ends.
         shape: of the mesh.
-        device: where activations lie.
-        timeout_s: a message on gloo that waits longer fails.
+        device: of the activations.
+        timeout_s: seconds; a message on gloo that waits longer fails.
         streams: side streams on CUDA.
-        books: of the engine.
+        comm_log: of the engine.
     """
 
     def __init__(
@@ -169,12 +171,12 @@ class P2PChannels:
 
     @property
     def moves_nothing(self) -> bool:
-        """Whether the other ranks are simulated."""
+        """Say whether the other ranks are simulated."""
         return self._host.moves_nothing
 
     @property
     def rank(self) -> int:
-        """Of this process along the pipeline's axis."""
+        """Return the rank of this process along the pipeline's axis."""
         return self._host.rank
 
     def open(self, ends: tuple[int, int], name: str, tag: int, on_host: bool = False) -> P2PChannel:
@@ -184,7 +186,7 @@ class P2PChannels:
             ends: source and destination, as ranks along the pipeline's axis; this rank is one of them.
             name: that no other pipe of this rank has.
             tag: that no other pipe of the mesh has.
-            on_host: for what lies on the host, also beside CUDA.
+            on_host: for tensors on the host, also where the device is CUDA.
         """
         backend = self._host if on_host else self._backend(ends)
         group = self._comm_log.open_pipe("+".join(PIPELINE_AXES), (self._ranks[ends[0]], self._ranks[ends[1]]), name)
@@ -198,11 +200,13 @@ class P2PChannels:
         return pipe
 
     def hang_up(self) -> None:
-        """Let all who wait for a message among these ranks fail at once."""
+        """Make all ranks that wait for a message of this pipeline fail at once."""
         self._host.hang_up()
 
     def line(self, ends: tuple[int, int]) -> deque[Any]:
-        """Where those wait who receive over pipes with these ends: one line where the links know no tags."""
+        """Return the line of those that receive over pipes with these ends: one for all pipes where the back end has no
+        tags.
+        """
         if self._backend(ends).waits_on_host:
             return deque()
         return self._lines.setdefault(ends, deque())

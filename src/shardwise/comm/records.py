@@ -1,11 +1,11 @@
-"""What the collectives of one engine have come to: how many and how large, the latest, and the one this rank is in.
+"""The comm log records the collectives of one engine: how many and how large, the latest, and the one this rank is in.
 
-`shardwise.comm.collectives` writes these books, and the watchdog's thread reads them meanwhile: so what changes is
+`shardwise.comm.collectives` writes it, and the watchdog's thread reads it at the same time: so a value that changes is
 replaced whole.
 
->>> books = CommLog(rank=1)
->>> group = books.open_group("dp_shard", (0, 1))
->>> call = books.add("all_gather", "blocks.7", group, torch.zeros(8, dtype=torch.bfloat16), passes=1)
+>>> comm_log = CommLog(rank=1)
+>>> group = comm_log.open_group("dp_shard", (0, 1))
+>>> call = comm_log.add("all_gather", "blocks.7", group, torch.zeros(8, dtype=torch.bfloat16), passes=1)
 >>> print(call)
 all_gather #1 of blocks.7 over dp_shard (2 ranks)
 >>> print(call.note())
@@ -35,17 +35,17 @@ Result = TypeVar("Result")
 # Enough for the collectives of one step, which the host may have enqueued ahead of the device.
 _MAX_ENQUEUED = 4096
 
-# The two ends of a message, and what they have in common.
+# The ops of the two ends of a message, and the op that stands for both.
 SEND: Final = "send"
 RECEIVE: Final = "receive"
 MESSAGE: Final = "message"
 
-# In which each rank sends others as much as it likes.
+# The op in which each rank sends the others as much as it needs.
 EXCHANGE: Final = "exchange"
 
 
 class CommError(RuntimeError):
-    """A collective failed or was not begun alike; the message says which rank was in which collective, and why."""
+    """A collective failed, or ranks began different ones; the message says which rank was in which one, and why."""
 
 
 class MissingRankError(CommError):
@@ -54,7 +54,7 @@ class MissingRankError(CommError):
 
 @dataclass(frozen=True)
 class RankGroup:
-    """The ranks of the world among which collectives run in one order; `index` counts the groups of an engine.
+    """Names the ranks of the world among which collectives run in one order; `index` counts the groups of an engine.
 
     A pipe, from the first of two ranks to the second, has a name instead: not all ranks have as many.
     """
@@ -66,13 +66,13 @@ class RankGroup:
 
     @property
     def key(self) -> str:
-        """A name that its members share and no other group of the engine has."""
+        """Return a name that its members share and no other group of the engine has."""
         return f"{self.pipe or self.index}.{self.ranks[0]}"
 
 
 @dataclass(frozen=True)
 class CollectiveNote:
-    """What ranks tell each other of a collective: plain values.
+    """Describes a collective for other ranks in plain values.
 
     Attributes:
         number: counts up over all collectives of one engine on one rank.
@@ -80,9 +80,9 @@ class CollectiveNote:
         name: of what it carries.
         axis: of the mesh.
         group: key of the group of ranks.
-        position: counts up over the collectives of that group; all its ranks are at the same.
-        numel: elements of the buffer; of an exchange, those that this rank sends.
-        dtype: of each, on the wire.
+        position: counts up over the collectives of that group; all its ranks are at the same position.
+        numel: elements of the buffer; of an exchange, the bytes that this rank sends.
+        dtype: of the elements on the wire.
     """
 
     number: int
@@ -96,13 +96,13 @@ class CollectiveNote:
 
     @property
     def signature(self) -> tuple[str, str, int, str]:
-        """What must be alike on all ranks of the group at one position."""
+        """Return what must be the same on all ranks of the group at one position."""
         op = MESSAGE if self.op in (SEND, RECEIVE) else self.op
         return op, self.name, 0 if op == EXCHANGE else self.numel, self.dtype
 
     @property
     def title(self) -> str:
-        """Number and name."""
+        """Return op, number and name."""
         return f"{self.op} #{self.number} of {self.name}"
 
     def __str__(self) -> str:
@@ -111,7 +111,7 @@ class CollectiveNote:
 
 
 class Collective(NamedTuple):
-    """One collective of this rank; fields as in `CollectiveNote`."""
+    """Records one collective of this rank; fields as in `CollectiveNote`."""
 
     number: int
     op: str
@@ -124,16 +124,16 @@ class Collective(NamedTuple):
 
     @property
     def axis(self) -> str:
-        """Of the mesh."""
+        """Return the group's axis of the mesh."""
         return self.group.axis
 
     @property
     def num_ranks(self) -> int:
-        """That take part."""
+        """Return how many ranks take part."""
         return len(self.group.ranks)
 
     def note(self) -> CollectiveNote:
-        """As other ranks are told."""
+        """Describe the collective for other ranks."""
         dtype = next((name for name, dtype in TORCH_DTYPES.items() if dtype == self.dtype), str(self.dtype))
         return CollectiveNote(
             self.number, self.op, self.name, self.axis, self.group.key, self.position, self.numel, dtype
@@ -145,14 +145,14 @@ class Collective(NamedTuple):
 
 @dataclass
 class CollectiveCount:
-    """Calls and bytes of one op on one axis."""
+    """Counts calls and bytes of one op on one axis."""
 
     num_calls: int = 0
     wire_bytes: int = 0
 
 
 class CollectiveEvent(NamedTuple):
-    """A collective and when this rank entered or left it, in seconds of `time.monotonic`, on which thread."""
+    """Records when this rank entered or left a collective, in seconds of `time.monotonic`, and on which thread."""
 
     call: Collective
     at_s: float
@@ -161,21 +161,21 @@ class CollectiveEvent(NamedTuple):
 
 @dataclass(eq=False)
 class CommLog:
-    """The books of one engine, over all its groups of ranks.
+    """Records the collectives of one engine, over all its groups of ranks.
 
     Attributes:
         rank: of this process in the world.
         counts: by axis and op.
         recent: the latest calls, oldest first.
-        num_calls: all of them; the next one's number is one more.
+        num_calls: of all calls; the next one's number is one more.
         positions: how many of them each group has begun, by key.
         num_groups: that have been opened, pipes apart.
         inside: the collective that the host is in, starting it or waiting.
-        left: the latest that it has been in.
-        enqueued: collectives on the device, and what tells that they are done; oldest first, kept where one watches.
+        left: the latest collective that the host has left.
+        enqueued: collectives on the device, each with the event after it; oldest first, kept if there is a watchdog.
         check: compares a call with those of its group before it starts.
         explain: says why a call does not end, where the ranks can be asked.
-        has_failed: a collective has, and the connections between the ranks with it.
+        has_failed: a collective has failed, and the connections between the ranks with it.
     """
 
     rank: int = 0
@@ -193,18 +193,24 @@ class CommLog:
 
     @property
     def is_watched(self) -> bool:
-        """Whether somebody looks for collectives that do not end."""
+        """Say whether a watchdog looks for collectives that do not end."""
         return self.explain is not None
 
     def open_group(self, axis: str, ranks: tuple[int, ...]) -> RankGroup:
-        """Book a group of ranks; all of them open their groups in the same order."""
+        """Record a group of ranks; all of them open their groups in the same order."""
         group = RankGroup(self.num_groups, axis, ranks)
         self.num_groups += 1
         self.positions[group.key] = 0
         return group
 
     def open_pipe(self, axis: str, ranks: tuple[int, int], name: str) -> RankGroup:
-        """Book a pipe from one rank to another, by a name that both give it and no other one on this rank has."""
+        """Record a pipe from one rank to another.
+
+        Args:
+            axis: of the mesh.
+            ranks: of the world: source and destination.
+            name: the same at both ends; no other pipe of this rank has it.
+        """
         group = RankGroup(-1, axis, ranks, name)
         if group.key in self.positions:
             raise ValueError(f"rank {self.rank} has a pipe {name!r} already; give each its own name")
@@ -212,17 +218,38 @@ class CommLog:
         return group
 
     def add_message(self, op: str, name: str, pipe: RankGroup, buffer: Tensor) -> Collective:
-        """Book one end of a message: what it sends counts where it is sent, and nothing where it is received."""
-        return self.add(op, name, pipe, buffer, passes=2 if op == SEND else 0)  # of which (n - 1)/n are all of it
+        """Record one end of a message: its bytes count where it is sent, and not where it is received.
+
+        Args:
+            op: `SEND` or `RECEIVE`.
+            name: of what it carries.
+            pipe: as `open_pipe` returned it.
+            buffer: that is sent or filled.
+        """
+        return self.add(op, name, pipe, buffer, passes=2 if op == SEND else 0)  # of which (n - 1)/n is the buffer
 
     def add(self, op: str, name: str, group: RankGroup, buffer: Tensor, passes: int) -> Collective:
-        """Book a collective that sends `passes` times (n - 1)/n of the buffer from each rank, as a ring does."""
+        """Record a collective that sends `passes` times (n - 1)/n of the buffer from each rank, as a ring does.
+
+        Args:
+            op: such as all_gather.
+            name: of what it carries.
+            group: as `open_group` returned it.
+            buffer: whole, in the wire dtype.
+            passes: 1 for a gather or a reduce-scatter, 2 for an all-reduce.
+        """
         num_ranks = len(group.ranks)
         wire_bytes = passes * buffer.numel() * buffer.element_size() * (num_ranks - 1) // num_ranks
         return self._add(op, name, group, buffer.numel(), buffer.dtype, wire_bytes)
 
     def add_exchange(self, name: str, group: RankGroup, num_bytes: int) -> Collective:
-        """Book an exchange in which this rank sends `num_bytes`; other ranks may send more or less."""
+        """Record an exchange; other ranks may send more or less than this one.
+
+        Args:
+            name: of what it carries.
+            group: as `open_group` returned it.
+            num_bytes: that this rank sends.
+        """
         return self._add(EXCHANGE, name, group, num_bytes, torch.uint8, num_bytes)
 
     def _add(self, op: str, name: str, group: RankGroup, numel: int, dtype: torch.dtype, wire_bytes: int) -> Collective:
@@ -237,25 +264,25 @@ class CommLog:
         return call
 
     def enqueue(self, call: Collective, done: Event) -> None:
-        """Book that `call` is on the device and over at `done`."""
+        """Record that `call` is on the device and ends at `done`."""
         if self.is_watched:
             self.enqueued.append((call, done))
 
     def enter(self, call: Collective) -> None:
-        """The host starts `call`, or begins to wait for it."""
+        """Record that the host starts `call`, or begins to wait for it."""
         self.inside = CollectiveEvent(call, time.monotonic(), threading.get_ident())
 
     def leave(self) -> None:
-        """The host goes on."""
+        """Record that the host goes on."""
         inside, self.inside = self.inside, None
         if inside is not None:
             self.left = CollectiveEvent(inside.call, time.monotonic(), inside.thread)
 
     def guarded(self, call: Collective, run: Callable[[], Result]) -> Result:
-        """What `run`, a part of `call`, returns.
+        """Run a part of `call` and return its result.
 
         Raises:
-            CommError: it failed; the message says in which call, and why as far as the ranks can tell.
+            CommError: it failed; the message says in which call, and why as far as the ranks know.
         """
         self.enter(call)
         try:
@@ -269,12 +296,12 @@ class CommLog:
             self.leave()
 
     def cause(self, call: Collective) -> str:
-        """Why other ranks do not take part."""
+        """Say why other ranks do not take part."""
         cause = self.explain(call) if self.explain is not None else None
         return cause or "another rank died, hangs or runs other code: see its log"
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong, without gloo's place in its source and its advice."""
+    """Return what went wrong, without gloo's source line and advice."""
     line = (str(error).splitlines() or ["no reason given"])[0]
     return re.sub(r"^\[[^\]]*\]\s*", "", line).partition(". ")[0]

@@ -1,5 +1,5 @@
-"""A store whose requests end. torch bounds how long a key is waited for, not how long the store's host may be silent:
-if that is stopped or its machine freezes, a request of torch's never returns, whatever time-out it was given.
+"""The requests of a `PatientStore` end. torch bounds how long a key is waited for, not how long the store's host may be
+silent: if that is stopped or its machine freezes, a request of torch's never returns, whatever its time-out is.
 
 >>> store = PatientStore(dist.HashStore(), timeout_s=5.0, prefix="part")
 >>> store.set("key", "value")
@@ -26,7 +26,7 @@ from shardwise.runtime.clock import AwakeClock
 Answer = TypeVar("Answer")
 
 _SLICE_S: Final = 0.5
-# A host that has been silent is asked again, but not waited for so long.
+# A host that has been silent is asked again, with a shorter wait.
 _AGAIN_S: Final = 1.0
 
 _Request = tuple[Future[Any], Callable[[], Any]] | None
@@ -37,11 +37,11 @@ class StoreSilentError(RuntimeError):
 
 
 class PatientStore(dist.Store):
-    """A part of a store; what is asked of it is asked on a thread of its own, and waited for no longer than said.
+    """Sends requests to a part of a store on a thread of its own, and waits for each no longer than `timeout_s`.
 
     Args:
-        store: any; of another one of this class, what is beneath it.
-        timeout_s: for an answer.
+        store: any; of another `PatientStore`, the store that it uses.
+        timeout_s: seconds for an answer.
         prefix: of the keys.
     """
 
@@ -71,6 +71,7 @@ class PatientStore(dist.Store):
         return self._ask(partial(self._store.check, keys))
 
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+        """Set `key` to `desired_value` if its value is `expected_value`; return the value after that."""
         return self._ask(partial(self._store.compare_set, key, expected_value, desired_value))
 
     def delete_key(self, key: str) -> bool:
@@ -80,7 +81,7 @@ class PatientStore(dist.Store):
         return self._ask(self._store.num_keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Return once all keys are there, waiting for at most `timeout`, or for an answer."""
+        """Return once all keys are there; wait for at most `timeout`, plus the time for an answer."""
         timeout = timedelta(seconds=self._timeout_s) if timeout is None else timeout
         self._ask(partial(self._store.wait, keys, timeout), self._timeout_s + timeout.total_seconds())
 
@@ -88,7 +89,7 @@ class PatientStore(dist.Store):
         patience_s = _AGAIN_S if self._is_silent else self._timeout_s if timeout_s is None else timeout_s
         answer: Future[Answer] = Future()
         self._asker.put(answer, request)
-        # In slices: where this process was stopped itself, the answer has had no chance to be late.
+        # In slices: if this process itself was stopped, that time does not count against the answer.
         clock = AwakeClock(gap_s=2 * _SLICE_S)
         while (left_s := patience_s - clock.now_s()) > 0:
             with suppress(TimeoutError):
@@ -104,10 +105,10 @@ class PatientStore(dist.Store):
 
 
 def ask_in_time(request: Callable[[], Answer], timeout_s: float) -> Answer:
-    """Return what a request of torch's returns that begins with a store, such as opening one.
+    """Return the result of a request of torch's that begins with a store, such as opening one.
 
     Raises:
-        StoreSilentError: it has not returned within `timeout_s`; it is left behind.
+        StoreSilentError: it has not returned within `timeout_s`; its thread is abandoned.
     """
     asker = PatientStore(dist.HashStore(), timeout_s)
     try:
@@ -117,7 +118,7 @@ def ask_in_time(request: Callable[[], Answer], timeout_s: float) -> Answer:
 
 
 class _RequestThread:
-    """A thread that asks, and may be left behind in a request that nobody answers."""
+    """Runs requests on a thread, which may be abandoned in a request without an answer."""
 
     def __init__(self) -> None:
         self._requests: SimpleQueue[_Request] = SimpleQueue()
@@ -130,7 +131,7 @@ class _RequestThread:
         self._requests.put((answer, request))
 
     def end(self) -> None:
-        """End the thread; at the interpreter's end a request under way must not return into what is no more."""
+        """End the thread; a request under way must not return while the interpreter ends."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._requests.put(None)

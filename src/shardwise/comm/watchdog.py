@@ -1,13 +1,13 @@
-"""The watchdog: says which rank waits for which collective, and which rank is behind, while the run hangs.
+"""The watchdog says, while the run hangs, which rank waits for which collective, and which rank the others wait for.
 
 A thread of each rank looks once a second whether this rank waits too long in a collective. If so it raises an alarm
 through the store; the threads of all ranks answer with what their main thread does, also where that sleeps or loops;
-and the lowest rank that waits puts the answers together (`shardwise.comm.watchdog`) and logs one report. A rank whose
-collective fails asks in the same way, so that its error names the cause.
+and the lowest rank that waits combines the answers and logs one report. A rank whose collective fails asks in the same
+way, so that its error names the cause.
 
-The thread reaches the engine's books and timeline through weak references only, and never waits long for the store:
-where that is silent it says what it knows of its own rank. It ends with the engine, with the interpreter, or quietly
-with the store.
+The thread has only weak references to the engine's comm log and timeline, and never waits long for the store: where
+that is silent it says what it knows of its own rank. It ends with the engine, with the interpreter, or silently with
+the store.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class Watchdog:
 
     Args:
         store: of the engine, the same on all ranks.
-        books: of the engine.
+        comm_log: of the engine.
         timeline: of the engine.
         world_size: how many ranks answer.
-        patience_s: how long a collective may take.
+        patience_s: seconds that a collective may take.
     """
 
     def __init__(
@@ -99,21 +99,21 @@ class Watchdog:
             self._store.close()
 
     def note_failure(self, text: str) -> None:
-        """Let the ranks that will wait for this one in vain know why; an empty text takes that back."""
+        """Note a failure for the ranks that will wait for this one in vain; an empty text removes the note."""
         with suppress(RuntimeError):  # the store may have gone
             self._store.set(f"failed/{self._rank}", f" {text}")  # some stores take what is empty for missing
 
     def _noted_failure(self) -> str | None:
-        """What the first rank that has failed has said."""
+        """Return what the first rank with a failure has noted."""
         for rank in range(self._world_size):
             if self._store.check([key := f"failed/{rank}"]) and (text := self._store.get(key).decode().strip()):
                 return f"rank {rank} has failed: {text}"
         return None
 
     def explain(self, call: Collective) -> str | None:
-        """Ask all ranks why `call` has failed; None where that cannot be told. Takes seconds, unless one has said so.
+        """Ask all ranks why `call` has failed; None if they do not know. It takes seconds, unless a rank has noted it.
 
-        Called on the thread that is in `call`; the watchdog's own thread answers for this rank meanwhile.
+        Call it on the thread that is in `call`; the watchdog's own thread answers for this rank at the same time.
         """
         deadline_s = time.monotonic() + 2 * self._answer_s + 2 * self._poll_s
         self._failed = call
@@ -139,7 +139,7 @@ class Watchdog:
 
     @property
     def _answer_s(self) -> float:
-        """How long after an alarm an answer may come."""
+        """Return for how many seconds after an alarm an answer may come."""
         return self._poll_s + _ANSWER_S
 
     def _end(self) -> None:
@@ -184,9 +184,9 @@ class Watchdog:
                 log.error("shardwise: rank %d is %s: %s\n%s", self._rank, own.state(), error, "\n".join(details(own)))
 
     def _waited_s(self, moment: CollectiveEvent | None) -> float:
-        """For how long this rank has been seen in a collective while this thread was awake.
+        """Return for how many seconds this rank has been seen in a collective while this thread was awake.
 
-        A rank that was stopped itself comes back to a collective that is old by the clock, and well.
+        A rank that was stopped itself wakes in a collective that is old by the clock, and healthy.
         """
         now_s = self._clock.now_s()
         if moment is None or self._seen is None or self._seen[0] != moment:
@@ -194,10 +194,10 @@ class Watchdog:
         return 0.0 if self._seen is None else now_s - self._seen[1]
 
     def _moment(self, comm_log: CommLog) -> CollectiveEvent | None:
-        """The collective that holds this rank up, and since when.
+        """Return the collective that holds this rank up, and since when.
 
-        The host only enqueues collectives on the device: there it is the oldest one that is not done, since it became
-        the oldest, because a host may be far ahead of a device that is only busy.
+        The host only enqueues collectives on the device. There it is the oldest one that is not done, counted from when
+        it became the oldest, because a host may be far ahead of a device that is only busy.
         """
         inside = comm_log.inside
         if not comm_log.enqueued:
@@ -222,7 +222,7 @@ class Watchdog:
         report = self._own_report(comm_log, moment)
         log.info("alarm %d: rank %d is %s\n%s", number, self._rank, report.state(), "\n".join(details(report)))
         self._store.set(f"answer/{number}/{self._rank}", report.to_json())
-        # A rank that has but entered its collective is not held up, and has nothing to report.
+        # A rank that has only just entered its collective is not held up, and has nothing to report.
         if moment is not None and (report.has_failed or waited_s > self._patience_s / 2):
             self._raised.add(_key(moment.call))
             self._pending[number] = time.monotonic() + self._answer_s, moment
@@ -230,13 +230,13 @@ class Watchdog:
         self._store.add(f"num_answers/{number}", 1)
 
     def _lower(self, key: str) -> None:
-        """Make the number under `key` the lowest of those of the ranks that do so."""
+        """Set the number under `key` to the lowest of the ranks that call this."""
         known = ""
         while known == "" or int(known) > self._rank:
             known = self._store.compare_set(key, known, str(self._rank)).decode()
 
     def _report(self, number: int, is_over: bool) -> None:
-        """On one rank: gather the answers, publish the diagnosis and log the report, unless the wait is over."""
+        """Gather the answers on one rank, publish the diagnosis and log the report, unless the wait is over."""
         reports: dict[int, RankReport | None] = {}
         for rank in range(self._world_size):
             key = f"answer/{number}/{rank}"
@@ -250,7 +250,7 @@ class Watchdog:
         for call in failed:
             if call is not None:
                 self._store.set(f"diagnosis/{call.group}/{call.position}", diagnose(reports))
-        # Ranks that fail say so themselves; where the wait is over, the answers are of different moments.
+        # Ranks that fail say so themselves; after the wait is over, the answers are of different moments.
         level = logging.INFO if failed else logging.DEBUG if is_over else logging.ERROR
         log.log(level, "%s", render(reports, self._rank))
 
@@ -282,9 +282,9 @@ def watch(store: dist.Store | None, comm_log: CommLog, timeline: Timeline, run: 
 
     Args:
         store: of the engine; None where there is one rank, which never waits for another.
-        books: of the engine's collectives.
+        comm_log: of the engine's collectives.
         timeline: of its actions.
-        run: the patience; never more than half of the time-out, when it would be too late.
+        run: has the patience; at most half of the time-out counts, as more would be too late.
     """
     if store is None or run.watchdog_s == 0:
         return None
@@ -292,7 +292,7 @@ def watch(store: dist.Store | None, comm_log: CommLog, timeline: Timeline, run: 
 
 
 def watch_patience_s(run: RunConfig) -> float:
-    """Return for how long a rank waits for others before it says so; no end where the watchdog is off."""
+    """Return for how many seconds a rank waits for others before it says so; infinity where the watchdog is off."""
     return min(run.watchdog_s, run.timeout_s / 2) if run.watchdog_s else math.inf
 
 
@@ -301,7 +301,7 @@ def _key(call: Collective) -> str:
 
 
 def _stack_of(thread: int) -> tuple[str, tuple[str, ...]]:
-    """The innermost line of user code on a thread, and its stack without torch's inner frames, innermost last."""
+    """Return the innermost line of user code on a thread, and its stack without torch's frames, innermost last."""
     frame = sys._current_frames().get(thread)
     if frame is None:
         return "the end of its thread", ()
@@ -327,18 +327,18 @@ _SILENT: Final = "it died, was stopped or hangs in native code"
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank says of itself.
+    """Holds what one rank reports of itself.
 
     Attributes:
         rank: of the world.
         host: where it runs.
         pid: of its process.
         inside: the collective it is in, if any.
-        inside_s: for how long.
+        inside_s: for how many seconds.
         members: the ranks of that collective.
         positions: how many collectives each group of ranks has begun here, by the group's key.
         recent: its latest collectives, oldest first.
-        idle_s: since it left the last one, or since its engine began.
+        idle_s: seconds since it left the last one, or since its engine began.
         actions: its latest timed actions, oldest first.
         place: the innermost line of user code that it runs.
         stack: of its main thread, innermost last.
@@ -362,7 +362,7 @@ class RankReport:
     has_left: bool = False
 
     def to_json(self) -> str:
-        """As it travels through the store."""
+        """Return the report as JSON text for the store."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -378,11 +378,11 @@ class RankReport:
 
     @property
     def state_s(self) -> float:
-        """How long it has been inside the collective, or outside any."""
+        """Return for how many seconds it has been inside the collective, or outside any."""
         return self.idle_s if self.inside is None else self.inside_s
 
     def state(self) -> str:
-        """Where the rank is, in words."""
+        """Say in words where the rank is."""
         if self.has_left:
             return "done, its engine closed"
         if self.inside is not None:
@@ -391,7 +391,7 @@ class RankReport:
         return f"at {self.place}, {self.idle_s:.0f} s after {since}"
 
     def kind(self) -> tuple[object, ...]:
-        """What ranks in the same state have in common."""
+        """Return a key that ranks in the same state have in common."""
         return self.has_left, self.inside or (self.place, self.recent[-1:])
 
 
@@ -399,7 +399,7 @@ Reports = Mapping[int, RankReport | None]
 
 
 def diagnose(reports: Reports) -> str:
-    """Say in one line why ranks wait: where they diverged, else who keeps them waiting.
+    """Say in one line why ranks wait: where they diverged, else which rank keeps them waiting.
 
     Args:
         reports: of every rank of the world; None of those that do not answer.
@@ -422,7 +422,7 @@ def diagnose(reports: Reports) -> str:
 
 
 def _first_divergence(reports: Reports) -> str:
-    """Where ranks of one group first went to different collectives, as far as they remember."""
+    """Say where ranks of one group first went to different collectives, within what they remember."""
     notes_at: dict[tuple[str, int], dict[int, CollectiveNote]] = {}
     for rank, report in reports.items():
         for note in report.recent if report is not None else ():
@@ -432,7 +432,7 @@ def _first_divergence(reports: Reports) -> str:
 
 
 def _behind(reports: Reports, waiting: Mapping[int, RankReport]) -> Iterator[str]:
-    """The ranks that are in no collective, or silent, and for which others wait."""
+    """Describe the ranks that are in no collective, or silent, and for which others wait."""
     for rank, report in reports.items():
         awaited = [each for each in waiting.values() if rank in each.members and each.inside is not None]
         calls = [each.inside for each in awaited if each.inside is not None]
@@ -451,7 +451,7 @@ def _behind(reports: Reports, waiting: Mapping[int, RankReport]) -> Iterator[str
 
 
 def render(reports: Reports, reporter: int) -> str:
-    """The whole report: the diagnosis, a line for each group of ranks in one state, and details of a few.
+    """Format the whole report: the diagnosis, a line for each group of ranks in one state, and details of a few.
 
     Args:
         reports: as for `diagnose`.
@@ -469,7 +469,7 @@ def render(reports: Reports, reporter: int) -> str:
     silent = [rank for rank, report in sorted(reports.items()) if report is None]
     if silent:
         lines.append(f"  {listed(silent)}: no answer; {_SILENT}")
-    # One rank for each state, and first those that keep the others waiting.
+    # One rank for each state; first those that keep the others waiting.
     shown = sorted((members[0] for members in alike.values()), key=lambda report: report.inside is not None)
     for report in shown[:_NUM_DETAILED]:
         lines += details(report)
@@ -477,7 +477,7 @@ def render(reports: Reports, reporter: int) -> str:
 
 
 def details(report: RankReport) -> Iterator[str]:
-    """Lines on one rank: its latest collectives and actions, and its stack."""
+    """Yield lines on one rank: its latest collectives and actions, and its stack."""
     if report.has_left:
         return
     yield f"  on rank {report.rank}, process {report.pid} on {report.host}:"
