@@ -212,7 +212,7 @@ def divergence(notes: Mapping[int, CollectiveNote]) -> str:
     >>> reduce = CollectiveNote(12, "reduce_scatter", "blocks.6", "dp_shard", "0.0", 9, 4096, "bf16")
     >>> print(divergence({0: gather, 1: reduce, 2: gather}).partition(";")[0])
     rank 1 is at reduce_scatter #12 of blocks.6 (4096 x bf16 over dp_shard), ranks 0, 2 at all_gather #12 of blocks.7 \
-    (4096 x bf16 over dp_shard)
+(4096 x bf16 over dp_shard)
     >>> divergence({0: gather, 1: gather})
     ''
     """

@@ -51,7 +51,7 @@ def num_cores(root: Path = _ROOT) -> int:
 
 
 def quota_cores(root: Path = _ROOT) -> float | None:
-    """Return how many cores' time this process's cgroup allows; None for no limit, or where the system has no cgroups."""
+    """Return how many cores' time this process's cgroup allows; None for no limit, or where there are no cgroups."""
     quotas = []
     for folder in cgroup_folders(root, "cpu"):
         quota, _, period = (_text(folder / "cpu.max") or "").partition(" ")
