@@ -65,7 +65,7 @@ class Sample:
             raise ValueError(f"{case.id} has no price")
         gpu = dataclasses.replace(price.job.cluster.gpu, fitted=fitted)
         job = dataclasses.replace(price.job, cluster=dataclasses.replace(price.job.cluster, gpu=gpu))
-        model = TimeModel(job, self.folded)
+        model = TimeModel(job, self.compact)
         model.pipelines = self.pipelines
         return model.estimate(price.strategy).step_s / self.measured_s
 

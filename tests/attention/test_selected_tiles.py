@@ -18,8 +18,8 @@ from harness.tiles import require_complete, visits
 from shardwise.attention.backends import AttentionGrads, BackendPlan, SavedForBackward, ScoreModifiers
 from shardwise.attention.block_layout import BlockLayout, pack
 from shardwise.attention.triton import backend
-from shardwise.attention.triton.launch import plan_of
 from shardwise.attention.triton.lut import HeadGroups, Lut, TileSide, TileWidth, best_width, tables_of
+from shardwise.attention.triton.plan import plan_of
 from shardwise.layout.token_ranges import Runs, TokenSplit, contiguous, join, zigzag
 
 pytest.importorskip("triton")

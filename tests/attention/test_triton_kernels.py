@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from harness.attention import reference_attention
-from shardwise.attention import kernels
+from shardwise.attention import triton
 from shardwise.attention.backends import AttentionGrads, BackendPlan, Draw, SavedForBackward, ScoreModifiers
 from shardwise.attention.block_layout import BlockLayout, pack
 from shardwise.attention.triton import backend
-from shardwise.attention.triton.launch import plan_of
 from shardwise.attention.triton.lut import HeadGroups
+from shardwise.attention.triton.plan import plan_of
 from shardwise.config.resolve import ConfigError
 
 pytest.importorskip("triton")
@@ -305,7 +305,7 @@ def test_what_no_kernel_serves_is_refused() -> None:
 
 
 def test_says_that_triton_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(kernels, "launches", raising=False)
+    monkeypatch.delattr(triton, "launch", raising=False)
     monkeypatch.setitem(sys.modules, "shardwise.attention.triton.launch", None)
     case = Case((1, 1), 16, 32)
     tensors = given(case)

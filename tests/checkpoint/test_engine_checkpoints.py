@@ -478,7 +478,7 @@ def test_a_simulated_rank_has_nothing_to_save_or_load(tmp_path: Path, monkeypatc
     with engine_of() as engine:
         engine.save(tmp_path)
         monkeypatch.setattr(engine.comm, "world_size", 4)
-        monkeypatch.setattr(engine._network, "store", None)
+        monkeypatch.setattr(engine._comm_factory, "store", None)
         for act in (engine.save, engine.load, engine.import_weights, engine.export_weights):
             with refused("a simulated rank has no states", "do so on real ranks"):
                 act(tmp_path)

@@ -286,7 +286,7 @@ def test_all_ranks_wait_and_hear_of_a_failure_at_once(ranks: WorkerPool, tmp_pat
     first, second = ranks(2).run(fail_on_one, tmp_path)
     assert first == second
     assert re.match(
-        "checkpoint of step 3 failed on rank 0: w param cannot be read from the file that it rests in: .*No such file",
+        "checkpoint of step 3 failed on rank 0: w param cannot be read from the file that stores it: .*No such file",
         first,
     )
 

@@ -23,13 +23,12 @@ from shardwise.attention.triton.launch import (
     KernelLaunch,
     forward_launches,
     key_launches,
-    plan_of,
     prepare_launch,
     query_launches,
     rows_of,
-    tables_in,
 )
 from shardwise.attention.triton.lut import HeadGroups
+from shardwise.attention.triton.plan import plan_of, tables_in
 
 NUM_TOKENS = 1024
 

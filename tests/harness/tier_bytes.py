@@ -184,5 +184,5 @@ def rests_of(engine: Engine) -> Iterator[Any]:
         yield group.params.master
         if group.grads is not None and group.grads.is_away:
             yield group.grads.rest
-    for streamed in engine._sharded._streamed.values():
+    for streamed in engine._sharded._offloaded.values():
         yield from streamed.states.values()

@@ -14,8 +14,8 @@ from shardwise.planner.candidates import (
     ParallelismCandidate,
     PlacementCandidate,
     SearchSpace,
+    candidates,
     divisors,
-    outlines,
     placements,
     strategy_at,
 )
@@ -79,7 +79,7 @@ def test_every_mesh_that_the_engine_runs_is_an_outline(num_gpus: int, global_bat
             each.micro_size,
             each.num_micro_batches,
         )
-        for each in outlines(job, SearchSpace(pins={**PLAIN, "heads_over": (None,)}))
+        for each in candidates(job, SearchSpace(pins={**PLAIN, "heads_over": (None,)}))
     ]
     assert len(found) == len(set(found))
     assert set(found) == expected
@@ -94,7 +94,7 @@ def test_every_way_to_split_sequences_that_the_engine_runs_is_an_outline() -> No
     every = set()
     for teams in ({}, {"heads_over": (None, 2, 4)}):
         space = SearchSpace(pins={**pins, **teams})
-        every |= {(each.transport, each.heads_over) for each in outlines(job, space) if each.tp == 1}
+        every |= {(each.transport, each.heads_over) for each in candidates(job, space) if each.tp == 1}
     # A team of all is Ulysses, which has a name of its own.
     assert every == {(how, team) for how, team in expected if team != 4}
 
@@ -110,7 +110,7 @@ def test_every_schedule_that_the_engine_runs_is_an_outline() -> None:
     }
     expected -= {("zb-v", 1)}  # 2, by its other name
     space = SearchSpace(pins={"pp": (2,), "micro_size": (1,), "recompute": ("none",)})
-    assert {(each.schedule, each.virtual_stages) for each in outlines(job, space)} == expected
+    assert {(each.schedule, each.virtual_stages) for each in candidates(job, space)} == expected
 
 
 def kind_of(
@@ -129,7 +129,7 @@ def kind_of(
 def test_every_way_to_rest_that_is_another_layout_is_tried_once(pp: int, cp: int) -> None:
     job = job_of(4 * pp * cp, 4)
     pins: dict[str, tuple[Any, ...]] = {"pp": (pp,), "cp": (cp,), "tp": (1,), "micro_size": (1,), **PLAIN}
-    (outline, *_) = outlines(job, SearchSpace(pins={**pins, "heads_over": (None,)}))
+    (outline, *_) = candidates(job, SearchSpace(pins={**pins, "heads_over": (None,)}))
     space, folded = SearchSpace(offloads=False), CompactLayout(job)
     every = {
         kind_of(folded, outline, PlacementCandidate(stage, dp_shard, gather, *["device"] * 4), space.base)

@@ -149,7 +149,7 @@ def test_calls_send_what_the_layout_says(zero_stage: int, axes: dict[str, int], 
             times = call.count * (4 if call.moment in ("forward", "backward") else 1)
             sent = call.num_bytes * (call.num_ranks - 1) // call.num_ranks
             wire[call.op] += times * sent * (2 if call.op == "all_reduce" else 1)
-        assert wire == model.folded.on_wire(strategy, rank)
+        assert wire == model.compact.on_wire(strategy, rank)
 
 
 def test_shards_within_a_node_need_less_of_the_network() -> None:
@@ -303,7 +303,7 @@ def test_replicas_of_a_shard_stand_as_far_apart_as_a_shard_group_reaches() -> No
 
 def test_the_first_gathers_and_the_last_reductions_run_alone() -> None:
     strategy = Strategy(dp_shard=8, zero_stage=3, num_micro_batches=2, reduce="fp32")
-    data, root = MODEL.data(strategy), MODEL.folded.rank(strategy).folds[0].group
+    data, root = MODEL.data(strategy), MODEL.compact.rank(strategy).folds[0].group
     gather_s = SECONDS("all_gather", 2 * root.padded_numel, 8)
     reduce_s = SECONDS("reduce_scatter", 4 * root.padded_numel, 8)
     assert (data.alone_forward_s, data.alone_backward_s) == pytest.approx((gather_s, reduce_s))

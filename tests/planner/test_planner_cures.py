@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from shardwise.models.presets import preset
-from shardwise.planner.candidates import SearchSpace, outlines, placements
+from shardwise.planner.candidates import SearchSpace, candidates, placements
 from shardwise.planner.explain import lacks, why_yours
 from shardwise.planner.hardware import Cluster, Host, find_gpu, parse_cluster
 from shardwise.planner.job import PlanJob, Strategy
@@ -121,7 +121,7 @@ def test_what_lacks_in_both_memories_counts_twice() -> None:
 def test_one_rank_has_one_stage_for_each_way_to_rest(away: str) -> None:
     job = job_of("llama-7b", DESKTOP)
     space = SearchSpace(offloads=True)
-    outline = next(each for each in outlines(job, space) if each.recompute == "full")
+    outline = next(each for each in candidates(job, space) if each.recompute == "full")
     found = [(each.tiers, each.gather) for each in placements(job, space, outline) if getattr(each, away) == "host"]
     assert found
     assert len(set(found)) == len(found)

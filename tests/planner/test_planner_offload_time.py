@@ -52,7 +52,7 @@ def test_moves_are_those_that_the_layout_counts(
             count = move.count * (3 if move.moment in ("forward", "backward") else 1)
             way = (move.source, move.target)
             across[way] = across.get(way, 0) + count * move.num_bytes
-        counted = {way: size for way, size in MODEL.folded.across(strategy, rank).items() if size}
+        counted = {way: size for way, size in MODEL.compact.across(strategy, rank).items() if size}
         assert across == counted
 
 

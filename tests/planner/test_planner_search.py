@@ -18,8 +18,8 @@ from shardwise.planner.candidates import (
     RECOMPUTES,
     PlacementCandidate,
     SearchSpace,
+    candidates,
     is_legal,
-    outlines,
     placements,
     strategy_at,
 )
@@ -145,7 +145,7 @@ def fake_pricer(job: PlanJob, seed: int) -> FakePricer:
 
 def brute_force(job: PlanJob, pricer: FakePricer, space: SearchSpace, margin_share: float) -> Estimate | None:
     found = []
-    for outline in outlines(job, space):
+    for outline in candidates(job, space):
         for rest in placements(job, space, outline):
             strategy = strategy_at(outline, rest, space.base)
             memory = pricer.memory.estimate(strategy)
@@ -201,7 +201,7 @@ def test_fewer_prices_than_strategies_find_it_too() -> None:
     job = job_of(8, 48, 2.0)
     pricer = fake_pricer(job, 7)
     plan = search(job, limits=Limits(num_best=1, max_prices=10**6), pricer=pricer)
-    num_strategies = sum(len(placements(job, SearchSpace(), outline)) for outline in outlines(job, SearchSpace()))
+    num_strategies = sum(len(placements(job, SearchSpace(), outline)) for outline in candidates(job, SearchSpace()))
     assert plan.num_priced < num_strategies / 5
 
 
@@ -280,7 +280,7 @@ def test_all_that_is_written_can_be_trained(num_gpus: int) -> None:
     job = job_of(num_gpus, 2 * num_gpus, 2.0)
     drawn = random.Random(num_gpus)
     space = SearchSpace(offloads=True)
-    every = list(outlines(job, space))
+    every = list(candidates(job, space))
     assert len(every) == len(set(every))
     for outline in drawn.sample(every, min(len(every), 25)):
         options = placements(job, space, outline)
@@ -299,7 +299,7 @@ def test_no_outline_takes_less_than_its_bound(hidden_size: int) -> None:
     """Neither where kernels are long nor where launching them takes longer than they do."""
     job = job_of(8, 16, 80.0, replace(SHAPE, hidden_size=hidden_size, ffn_size=4 * hidden_size))
     model, space, drawn = TimeModel(job), SearchSpace(offloads=False), random.Random(hidden_size)
-    for outline in drawn.sample(list(outlines(job, space)), 60):
+    for outline in drawn.sample(list(candidates(job, space)), 60):
         rest = drawn.choice(
             placements(job, space, outline) or [PlacementCandidate(0, outline.num_data_ranks, "batch", *["device"] * 4)]
         )
@@ -447,7 +447,7 @@ def test_runners_up_are_the_best_of_each_other_mesh_and_schedule() -> None:
 
 
 def test_what_need_not_be_looked_at_is_told_by_what_was() -> None:
-    plain = next(outlines(job_of(4, 8, 80.0), SearchSpace()))._replace(micro_size=2)
+    plain = next(candidates(job_of(4, 8, 80.0), SearchSpace()))._replace(micro_size=2)
     none, selective, every_4, every_2, full = (
         plain._replace(recompute=mode, recompute_every=every) for mode, every in RECOMPUTES
     )
@@ -480,7 +480,7 @@ def test_what_a_strategy_is_known_to_hold_is_no_more_than_it_holds() -> None:
     job = replace(job_of(8, 16, 80.0, shape), seq_len=256)
     space, memory, drawn = SearchSpace(offloads=True), MemoryModel(job), random.Random(0)
     run = Run(job, space, Limits(), Pricer(job))
-    for outline in drawn.sample(list(outlines(job, space)), 80):
+    for outline in drawn.sample(list(candidates(job, space)), 80):
         for rest in drawn.sample(placements(job, space, outline), min(3, len(placements(job, space, outline)))):
             states = run._param_bytes(outline, rest) * run._params_of_rank(outline)
             kept = run._least_activation_bytes(outline) if rest.activations_tier == "device" else 0.0

@@ -238,7 +238,7 @@ def test_the_slowest_of_many_nodes_decides() -> None:
 )
 def test_a_step_is_over_a_rank_s_share_of_the_elements(changes: dict[str, int], shards: int) -> None:
     s = replace(PLAIN, **changes)  # type: ignore[arg-type]
-    numel = MODEL.folded.rank(s, 0).numel
+    numel = MODEL.compact.rank(s, 0).numel
     assert MODEL.estimate(s).parts["step"] == pytest.approx(MODEL.compute.step_s(s, numel / shards))
 
 

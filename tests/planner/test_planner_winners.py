@@ -14,7 +14,7 @@ from shardwise import simulate
 from shardwise.config.resolve import Config
 from shardwise.models import Decoder, DecoderConfig, lm_loss
 from shardwise.models.presets import preset
-from shardwise.planner.candidates import SearchSpace, outlines, placements, strategy_at
+from shardwise.planner.candidates import SearchSpace, candidates, placements, strategy_at
 from shardwise.planner.configs import ALWAYS_WRITTEN, config_of, strategy_of, to_toml
 from shardwise.planner.hardware import Cluster, GpuSpec, find_gpu
 from shardwise.planner.job import PlanJob, Strategy
@@ -159,7 +159,7 @@ def test_nothing_beats_the_winner_by_real_prices(job: PlanJob, pins: dict[str, t
     space, limits, pricer = SearchSpace(pins=pins, offloads=False), Limits(num_best=2, max_prices=100_000), Pricer(job)
     every = [
         strategy_at(outline, rest, space.base)
-        for outline in outlines(job, space)
+        for outline in candidates(job, space)
         for rest in placements(job, space, outline)
     ]
     fitting = [

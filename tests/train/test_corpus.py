@@ -75,7 +75,7 @@ def test_pieces_end_at_lines_where_they_can(tmp_path):
     assert all(piece.text.endswith("\n") for piece in pieces)
 
 
-def test_a_file_is_streamed(tmp_path):
+def test_a_file_is_offloaded(tmp_path):
     """Catches reading the whole file before the first piece."""
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps({"text": "y" * 1000}) + "\n" for _ in range(100)))

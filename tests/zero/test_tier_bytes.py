@@ -104,7 +104,7 @@ def _scalar_bytes(engine: Engine, live: LiveBytes) -> int:
     found = [group.grads._square for group in engine._sharding.groups if group.grads is not None]
     seen = {id(each) for each in live.live_storages()}
     squares = [each for each in found if each is not None and id(each.untyped_storage()) in seen]
-    sums = engine._books._sums
+    sums = engine._losses._sums
     return storage_bytes([*squares, *([] if sums is None else [sums])]) + _counter_bytes(engine)
 
 

@@ -47,8 +47,8 @@ from shardwise.checkpoint.hf import (
     wanted_of,
     write_export,
 )
-from shardwise.checkpoint.load import match
 from shardwise.checkpoint.manifest import CheckpointError, Manifest, StoredTensor
+from shardwise.checkpoint.match import match
 from shardwise.checkpoint.offline import Progress, read_pieces, rewrite
 from shardwise.checkpoint.reader import ChunkReader
 from shardwise.checkpoint.safetensors_io import dtype_name

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.checkpoint.commit import candidates, read_latest, read_manifest, step_folders, step_of
-from shardwise.checkpoint.load import listed_names
 from shardwise.checkpoint.manifest import MANIFEST_NAME, CheckpointError, DamagedError, Manifest
+from shardwise.checkpoint.match import listed_names
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ from rich.text import Text
 
 from shardwise.checkpoint.commit import step_of
 from shardwise.checkpoint.find import Found
-from shardwise.checkpoint.load import listed_names
 from shardwise.checkpoint.manifest import (
     ITEM_BYTES,
     CheckpointError,
@@ -32,6 +31,7 @@ from shardwise.checkpoint.manifest import (
     StoredTensor,
     tensor_to_json,
 )
+from shardwise.checkpoint.match import listed_names
 from shardwise.runtime.state_shards import PARAM
 
 if TYPE_CHECKING:

@@ -22,8 +22,9 @@ from shardwise.checkpoint.hf import (
     open_folder,
     wanted_of,
 )
-from shardwise.checkpoint.load import LoadReport, match
+from shardwise.checkpoint.load import LoadReport
 from shardwise.checkpoint.manifest import CheckpointError, DamagedError, Manifest
+from shardwise.checkpoint.match import match
 from shardwise.checkpoint.safetensors_io import dtype_name
 from shardwise.config.resolve import Dtype
 from shardwise.engine.checkpoint_api import CheckpointApi

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.checkpoint.commit import set_aside, step_folders, step_of
-from shardwise.checkpoint.load import LENIENT_CURE
 from shardwise.checkpoint.manifest import CheckpointError
+from shardwise.checkpoint.match import LENIENT_CURE
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.layout.layout import Layout
 from shardwise.train.loop import Trainer

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from shardwise.attention.backends import AttentionGrads, BackendPlan, Draw, SavedForBackward, ScoreModifiers
 from shardwise.attention.block_layout import BlockLayout
-from shardwise.attention.triton.launch import plan_of, tables_in
 from shardwise.attention.triton.lut import HeadGroups
+from shardwise.attention.triton.plan import plan_of, tables_in
 from shardwise.config.resolve import ConfigError
 
 MOST_HEAD_DIM: Final = 256
@@ -75,7 +75,7 @@ def backward(
     rows = [
         torch.empty(saved.lse.shape, dtype=torch.float32, device=saved.q.device) for _ in range(2)
     ]  # [B, H, Nq] each
-    incoming = make.backward.Incoming(make.rows_of(grad_out), *rows)
+    incoming = make.backward.OutputGrad(make.rows_of(grad_out), *rows)
     queries, keys = tables_in(plan)
     with torch.cuda.device_of(saved.q):
         make.prepare_launch(inputs, (out, saved.lse.contiguous(), grad_lse), incoming).run()

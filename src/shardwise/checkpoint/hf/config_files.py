@@ -27,8 +27,8 @@ from torch import nn
 from shardwise.checkpoint.hf.families import TORCH_NAMES, decoder_names, family_names, hf_config_of
 from shardwise.checkpoint.hf.importer import CONFIG_NAME
 from shardwise.checkpoint.hf.key_map import NameMap
-from shardwise.checkpoint.load import WantedState
 from shardwise.checkpoint.manifest import CheckpointError
+from shardwise.checkpoint.match import WantedState
 from shardwise.models import Decoder, DecoderConfig
 from shardwise.runtime.torch_private import persistent_buffers
 
