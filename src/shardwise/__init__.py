@@ -97,7 +97,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "backward": "engine.multi_backward",
     "block_sparse_attention": "attention.api",
     "build_layout": "layout.layout",
-    "estimate_model_states": "planner.estimators",
+    "estimate_model_states": "planner.model_states",
     "init": "deferred_init.parameters",
     "initialize": "engine.initialize",
     "measure_units": "pipeline.profile_units",

@@ -333,14 +333,14 @@ class Engine(HfApi):
         batches = [batches] if isinstance(batches, Mapping | Tensor) else batches
         training = [module for module in self.model.modules() if module.training]
         self.model.eval()
-        comm_log = LossAccumulator(self._comms)
+        losses = LossAccumulator(self._comms)
         try:
             with torch.no_grad():
-                self._run.evaluate(self, batches, comm_log)
+                self._run.evaluate(self, batches, losses)
         finally:
             for module in training:
                 module.training = True
-        loss_sum, count = comm_log.sum_over_ranks("evaluation")
+        loss_sum, count = losses.sum_over_ranks("evaluation")
         return EvalResult(loss_sum / (count or 1.0), count)
 
     @contextmanager

@@ -127,13 +127,13 @@ class PipelineRunner:
             raise RuntimeError("the schedule has no STEP; add one")
         return step.result
 
-    def evaluate(self, engine: StepEngine, batches: Sequence[Any], comm_log: LossAccumulator) -> None:
+    def evaluate(self, engine: StepEngine, batches: Sequence[Any], losses: LossAccumulator) -> None:
         """Run the forwards as a schedule says.
 
         Args:
             engine: that the runner belongs to.
             batches: one for each micro-batch.
-            comm_log: is given the losses.
+            losses: is given the losses.
         """
         engine._check_usable(params_suffice=True)
         self._check_in_step()
@@ -141,7 +141,7 @@ class PipelineRunner:
             schedule = evaluation_schedule(self._config, self._layout, len(batches))
             self._evaluations[len(batches)] = schedule.ranks[self._pipeline.index]
         row = self._evaluations[len(batches)]
-        work = _StepWork(self._pipeline, self._forward, self._groups, engine, batches, comm_log)
+        work = _StepWork(self._pipeline, self._forward, self._groups, engine, batches, losses)
         self._timeline.is_recording = False
         state = _StateActions(row, self._groups, self._layout, engine, self._compute)
         self._perform(engine, row, work, state)
@@ -202,13 +202,13 @@ class _StepWork:
         groups: PipelineAdapter,
         engine: StepEngine,
         batches: Sequence[Any],
-        comm_log: LossAccumulator,
+        losses: LossAccumulator,
     ) -> None:
         self._last = pipeline.num_stages - 1
         self._stage_forward = forward
         self._groups = groups
         self._engine = engine
-        self._losses = comm_log
+        self._losses = losses
         self.taken: list[RankBatch] = []
         num_samples = 0
         for number, batch in enumerate(batches):

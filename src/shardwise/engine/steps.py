@@ -85,13 +85,13 @@ class StepRunner(Protocol):
     def train(self, engine: StepEngine, batches: Sequence[Any]) -> StepResult:
         """Take a step over micro-batches."""
 
-    def evaluate(self, engine: StepEngine, batches: Sequence[Any], comm_log: LossAccumulator) -> None:
-        """Count the losses of batches into `comm_log`, forward only.
+    def evaluate(self, engine: StepEngine, batches: Sequence[Any], losses: LossAccumulator) -> None:
+        """Count the losses of batches into `losses`, forward only.
 
         Args:
             engine: to compute with.
             batches: each as for `engine(batch)`.
-            comm_log: is given the losses.
+            losses: is given the losses.
         """
 
     def end_step(self) -> None:
@@ -201,18 +201,18 @@ class SequentialRunner:
         # Not `step`: an error of a save, raised there, would leave the gradients of these batches to the next step.
         return engine._step()
 
-    def evaluate(self, engine: StepEngine, batches: Sequence[Any], comm_log: LossAccumulator) -> None:
+    def evaluate(self, engine: StepEngine, batches: Sequence[Any], losses: LossAccumulator) -> None:
         """Run the forwards.
 
         Args:
             engine: to compute with.
             batches: each as for `engine(batch)`.
-            comm_log: is given the losses.
+            losses: is given the losses.
         """
         for batch in batches:
             total = engine._forward(batch)
             assert total is not None, "this run has every loss"
-            comm_log.add(total)
+            losses.add(total)
 
     def end_step(self) -> None:
         """Start counting forwards and samples of the next step."""

@@ -59,7 +59,7 @@ class EngineState:
         sharding: has the groups, and finishes their reductions.
         sharded: has the optimizer's states.
         comms: the engine's groups of ranks.
-        comm_log: accumulates the loss and the count by which gradients are divided.
+        losses: accumulates the loss and the count by which gradients are divided.
         loss_scale: the factor in the accumulated gradients.
         elsewhere: the groups that only other ranks of the pipeline hold.
     """
@@ -67,7 +67,7 @@ class EngineState:
     sharding: ShardingState
     sharded: ShardedOptimizer
     comms: CommGroups
-    comm_log: LossAccumulator
+    losses: LossAccumulator
     loss_scale: float
     elsewhere: tuple[GroupSpec, ...] = ()
 
@@ -360,8 +360,8 @@ def _mean_gradient(states: EngineState, place: ParamLocation) -> tuple[float, bo
     grads, data = place.group.grads, states.comms.data
     is_used = grads is not None and grads.was_used[place.index]
     flag = torch.tensor([float(is_used)], dtype=torch.float64, device=data.device)
-    _, count, num_used = states.comm_log.sum_with(flag, f"gradient of {place.spec.name}")
-    return states.comm_log.normaliser / ((count or 1.0) * states.loss_scale), num_used > 0
+    _, count, num_used = states.losses.sum_with(flag, f"gradient of {place.spec.name}")
+    return states.losses.normaliser / ((count or 1.0) * states.loss_scale), num_used > 0
 
 
 def _write_param(place: ParamLocation, flat: Tensor) -> None:
