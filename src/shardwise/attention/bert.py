@@ -1,4 +1,4 @@
-"""BERT's self-attention as a module of DeepSpeed's shape, for code that puts modules of its own into a model.
+"""BERT's self-attention as a module like DeepSpeed's, for code that puts its own modules into a model.
 
 Models of transformers need none: `shardwise.attention.huggingface.use_sparse_attention` leaves their modules as they
 are.

@@ -198,7 +198,7 @@ class BlockLayout:
 
         Compiled code keeps the result as a constant, and is compiled again for another layout.
         """
-        # Compiled code is guarded by values that it reads, such as a name, and not by whose methods are constants.
+        # Compiled code has guards on values that it reads, such as a name, but none on the owners of constant methods.
         return self._cached(self._name, key, make)
 
     @constant_in_graphs
@@ -432,7 +432,7 @@ def _there(pattern: Pattern) -> tuple[Tensor, Tensor]:
 def _num_seen(seen: Tensor, num_keys: Tensor, block: int) -> Tensor:
     """Count the keys in the blocks that are seen, int64 [..., block rows], of bool [..., block rows, key blocks]."""
     is_whole = num_keys == block
-    few = (~is_whole).nonzero()[:, 0]  # blocks that are cut; of all together, a product would take 8 times the memory
+    few = (~is_whole).nonzero()[:, 0]  # blocks that are cut; a product over all blocks would take 8 times the memory
     return (seen & is_whole).sum(-1) * block + (seen[..., few] * num_keys[few]).sum(-1)
 
 

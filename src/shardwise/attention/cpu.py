@@ -41,8 +41,8 @@ from shardwise.attention.cpu_tiles import (
 from shardwise.attention.reference import Scores, TileGrads
 from shardwise.runtime.torch_private import cpu_flash_attention, cpu_flash_attention_backward, has_cpu_flash_attention
 
-FLASH_SCORES: Final = 1 << 21  # of a call: keys and values of so many stay in a shared cache
-WRITTEN_OUT_SCORES: Final = 1 << 18  # of a call: in the cache of a core
+FLASH_SCORES: Final = 1 << 21  # of a call: its keys and values stay in a shared cache
+WRITTEN_OUT_SCORES: Final = 1 << 18  # of a call: they stay in the cache of a core
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ from shardwise.attention.block_layout import BlockLayout, Pattern, cut, is_there
 MOST_TILE_TOKENS: Final = 256
 ALL_HEADS: Final = -1
 NEVER_SEEN: Final = 2**30  # the position of a slot without a key
-# Seconds of a tile are about keys x (rows + this): what a key costs beside its scores, measured forward and backward.
+# The time of a tile is about keys x (rows + this): the cost of a key besides its scores, measured forward and backward.
 ROWS_OF_A_KEY: Final = 30
-MASK_FACTOR: Final = 1.05  # what a mask adds
+MASK_FACTOR: Final = 1.05  # a mask takes 5 % more time
 
 
 @dataclass(frozen=True, eq=False)

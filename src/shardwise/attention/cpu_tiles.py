@@ -218,7 +218,7 @@ class ScoreSource:
             by_head = by_head.sum(0, keepdim=True)
         heads = slice(None) if grad.shape[1] == 1 else call.heads
         index = (torch.arange(len(by_head))[:, None, None, None], *self._tokens(call))
-        # Of the pairs that meet in one element, as in gaps, all but one are zero: any order of adding gives the same.
+        # Of several pairs that add to one element, as gaps do, all but one are zero: any order gives the same sum.
         grad[call.sample if len(grad) > 1 else 0, heads].index_put_(index, by_head.to(grad.dtype), accumulate=True)
 
     def _bias(self, call: TileBatch, bias: Tensor) -> Tensor:

@@ -119,7 +119,7 @@ _Planned = tuple[tuple[Tensor, ...], tuple[int, ...]]
 def _planned(layout: BlockLayout, q: Tensor, k: Tensor, backend: str) -> _Planned:
     """Return the tensors and numbers of a layout's plan, which the layout keeps."""
     if q.is_meta or (not torch.compiler.is_compiling() and is_fake(q)):
-        return (), ()  # shapes need none
+        return (), ()  # fake tensors need no plan
     sizes = map(operator.index, (q.shape[1], k.shape[1], q.shape[3]))  # compiled code fixes them
     place = (backend, *sizes, q.dtype, q.device)
     return layout.cached(place, functools.partial(_plan, place))
@@ -225,7 +225,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     given = _Extra(*extra)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output, *given[:5])
-    ctx.others = given[5:]  # the plan lives with its layout
+    ctx.others = given[5:]  # the layout keeps the plan
 
 
 def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
@@ -238,7 +238,7 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -
         grad_out, grad_lse, q, k, v, out, lse, *extra, *ctx.others, needs_bias, False
     )
     grad_bias = grads[3] if needs_bias else None
-    # In the structure of the inputs, where torch takes an empty list of numbers for one of tensors.
+    # The result has the structure of the inputs; torch takes an empty list of numbers for a list of tensors.
     lists: tuple[Any, Any] = ([None] * len(plan), None if numbers else [])
     return (*grads[:3], None, grad_bias, None, None, None, *lists, None, None, None)
 

@@ -82,7 +82,7 @@ def flex_options(q: Tensor, k: Tensor, layout: BlockLayout, extras: ScoreModifie
         "scale": extras.scale,
         "enable_gqa": q.shape[1] != k.shape[1],
         "return_aux": AuxRequest(lse=True),
-        # The kernel for few queries takes no layout a head with grouped queries, nor groups of 3, 5, 6 or 7 heads.
+        # The kernel for few queries does not take one layout per head with grouped queries, nor groups of 3, 5, 6, 7.
         "kernel_options": {"FORCE_USE_FLEX_ATTENTION": True},
     }
 
@@ -160,7 +160,7 @@ class _Pieces:
     def __init__(self, pattern: Pattern, first: int, start: int) -> None:
         positions = torch.arange(first, pattern.num_tokens)
         tiles = (positions - first + start) // TILE
-        # Neither number ever falls, so that their sum grows where either does.
+        # Neither number decreases, so their sum grows where either does.
         _, self.sizes = torch.unique_consecutive(positions // pattern.block + tiles, return_counts=True)
         ends = self.sizes.cumsum(0)
         self.first, self.last = positions[ends - self.sizes], positions[ends - 1]

@@ -42,7 +42,7 @@ from shardwise.runtime.torch_private import constant_in_graphs, is_fake
 NAME: Final = "shardwise_block_sparse"
 _GIVEN: Final = "_shardwise_structure"
 _MOST_LAYOUTS: Final = 32
-_MOST_WITH_CACHE: Final = 4  # generation meets every length once
+_MOST_WITH_CACHE: Final = 4  # generation comes with every length once
 _CROSS: Final = re.compile(r"cross_?att|enc_?dec_?att|encoder_att", re.IGNORECASE)
 _OWN_ATTENTION: Final = "leave the model its own attention (mesh.cp=1, attention.kind=dense)"
 
@@ -342,7 +342,7 @@ def sparse_attention_forward(
     if given is None:
         raise ConfigError(f"{type(module).__name__} has no structure; call use_sparse_attention on the whole model")
     size, value_size = query.shape[-1], value.shape[-1]
-    if size != value_size:  # latent attention: zeros change neither scores nor what is read of the values
+    if size != value_size:  # latent attention: padding with zeros changes neither scores nor results
         widest, options["scaling"] = max(size, value_size), options.get("scaling") or size**-0.5
         query, key, value = (F.pad(each, (0, widest - each.shape[-1])) for each in (query, key, value))
         out, _ = sparse_attention_forward(module, query, key, value, attention_mask, **options)

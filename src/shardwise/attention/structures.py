@@ -118,11 +118,11 @@ class SparsityConfig:
         raise NotImplementedError(f"{type(self).__name__} has no blocks; give it a make_layout, or take a structure")
 
     def _new_layout(self, seq_len: int) -> BlockLayout:
-        # A subclass's own `make_layout` counts; that of the library would spread all heads over eight times the bytes.
+        # A subclass's own `make_layout` is called; the library's would store all heads in eight times the bytes.
         if type(self).make_layout is SparsityConfig.make_layout:
             num_blocks = self._num_blocks(seq_len)
             for (pattern,) in (layout.patterns for layout in self._layouts.values()):
-                if pattern.blocks.shape[1] == num_blocks:  # generation meets every length
+                if pattern.blocks.shape[1] == num_blocks:  # generation comes with every length
                     return BlockLayout((replace(pattern, num_tokens=seq_len),))
             blocks = self._heads(num_blocks)
         else:
@@ -148,7 +148,7 @@ class SparsityConfig:
         return made if self._num_made == 1 else made[torch.arange(self.num_layout_heads) % self._num_made]
 
     def _need(self, holds: bool, ours: str, deepspeeds: str | None, kind: type[Exception] = ValueError) -> None:
-        """Unless it holds, raise a ConfigError with the message `ours`, or in strict mode a `kind` with DeepSpeed's."""
+        """Raise unless it holds: a ConfigError with the message `ours`, or in strict mode a `kind` with DeepSpeed's."""
         if holds:
             return
         if not self.strict_deepspeed:

@@ -35,7 +35,7 @@ def probability_hashes(shape: Sequence[int], device: torch.device, first_row: in
         device: of the attention.
         first_row: the position of the first query.
     """
-    # Dropout in compiled blocks is torch's own kind, of keys that are drawn where it runs.
+    # Dropout in compiled blocks is torch's own, and its keys are drawn where it runs.
     if not torch.compiler.is_compiling() and has_torch_function((None,)):
         found: Hashes = handle_torch_function(probability_hashes, (), shape, device, first_row)
         return found
@@ -105,11 +105,11 @@ def _attention(
     Returns:
         [..., H, L, V].
     """
-    is_refused = is_causal and attn_mask is not None  # by torch, which says so
+    is_refused = is_causal and attn_mask is not None  # torch raises the error
     if dropout_p == 0.0 or is_refused or query.is_nested:
         own: Tensor = func(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
         return own
-    if has_torch_function((None,)):  # what acts on torch's attention further out, which may do without probabilities
+    if has_torch_function((None,)):  # an outer mode that replaces torch's attention may not need probabilities
         found: Tensor = handle_torch_function(
             keyed_attention, (), site, query, key, value, attn_mask, dropout_p, is_causal, **kwargs
         )

@@ -41,7 +41,7 @@ def key_dropouts(
     """
     zones = zones or {}
     undo: list[Undo] = []
-    kinds: dict[type[nn.Module], type[nn.Module]] = {}  # shared: blocks of one class share their compiled code
+    kinds: dict[type[nn.Module], type[nn.Module]] = {}  # shared, so that blocks of one class share their compiled code
     for name, module in model.named_modules():
         own = type(module)
         is_plain = own.forward is nn.Dropout.forward

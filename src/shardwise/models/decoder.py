@@ -83,7 +83,7 @@ class DecoderConfig:
             raise ConfigError(
                 f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; nearest legal: {legal}"
             )
-        attend_of(self.attention, self.num_heads)  # refuses what cannot be
+        attend_of(self.attention, self.num_heads)  # raises if there is no such attention
 
     def values(self) -> dict[str, Any]:
         """Return all fields as JSON values, for `from_values`; `attention` is left out where it is dense."""
@@ -152,11 +152,11 @@ class _RMSNormProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
-        # All in fp32 or wider; cast beforehand, since kernels of two dtypes are slow.
+        # All are in fp32 or wider; they are cast first, since kernels of two dtypes are slow.
         grad, wide_weight = grad.to(scale.dtype), weight.to(scale.dtype)
         normed = x.to(scale.dtype) * scale  # [..., E]
         product = (grad * normed).flatten(0, -2)  # [N, E]
-        # Along x itself nothing changes, since the norm is divided out.
+        # The gradient along x itself is 0, since the norm is divided out.
         along = (product @ wide_weight / x.shape[-1]).view_as(scale)  # [..., 1]
         grad_x = (grad * wide_weight).addcmul_(normed, along, value=-1).mul_(scale)
         return grad_x.to(x.dtype), product.sum(0).to(weight.dtype), None
@@ -177,7 +177,7 @@ class DecoderAttention(nn.Module):
 
     def __init__(self, config: DecoderConfig, attend: Attend, **factory: Any) -> None:
         super().__init__()
-        self.attend, self.first_head = attend, 0  # tensor parallelism gives each rank its own first
+        self.attend, self.first_head = attend, 0  # tensor parallelism sets each rank's first head
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         hidden, self.head_dim = config.hidden_size, config.head_dim
         query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -356,7 +356,7 @@ def lm_loss(
 
 
 class _CrossEntropySum(torch.autograd.Function):
-    """Works through a few rows at a time: only the logits and their gradient are of the logits' size."""
+    """Sums a few rows at a time: only the logits and their gradient are of the logits' size."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, smoothing: float, z_loss: float) -> Tensor:  # [N, V], [N]
@@ -434,7 +434,7 @@ def _residual_std(config: DecoderConfig) -> float:
 
 
 def _draw_normal(weight: Tensor, std: float) -> None:
-    if not weight.is_meta:  # there torch would import its compiler, 0.9 s, to draw nothing
+    if not weight.is_meta:  # on meta torch would import its compiler, 0.9 s, without drawing
         nn.init.normal_(weight, std=std)
 
 

@@ -1,4 +1,4 @@
-"""A model written as the list of its layers, each of which takes what the one before it returns.
+"""A model written as the list of its layers, each of which takes the result of the one before it.
 
 Such a model can be cut into pipeline stages anywhere. A language model whose head is its embedding:
 

@@ -1,4 +1,4 @@
-"""Shapes by name: small ones of our own to train, published ones to train or to plan for.
+"""Decoder shapes by name: small ones of the library to train, published ones to train or to plan for.
 
 Not weights: a preset is a shape, and training starts from drawn parameters.
 
@@ -35,7 +35,7 @@ def _small(*, vocab_size: int, num_layers: int, num_heads: int, ffn_size: int, m
     )
 
 
-# 6.0 M parameters, few layers and heads: attention is what a CPU is slowest at.
+# 6.0 M parameters, few layers and heads, since attention is slowest on a CPU.
 _TINY = DecoderConfig(
     vocab_size=4096,
     num_layers=4,
@@ -82,7 +82,7 @@ _LLAMA_3_8B = DecoderConfig(
     rope_theta=500_000.0,
 )
 # Brown et al. 2020, table 2.1: GPT-3's depth, width and heads. Its feed-forward of two matrices, 4 h wide,
-# becomes three of 8 h / 3 in this family: the same parameters a layer.
+# becomes three of 8 h / 3 in this family: a layer has as many parameters.
 _GPT_3_175B = DecoderConfig(
     vocab_size=50_257,
     num_layers=96,

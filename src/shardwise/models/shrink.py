@@ -83,7 +83,7 @@ def shrink_sizes(sizes: ModelSizes, scale: Scale, head_dim: int = _HEAD_DIM) -> 
         num_heads += num_kv_heads
     hidden_size = num_heads * head_dim
     if sizes.hidden_size != sizes.num_heads * sizes.head_dim:
-        # Models whose heads are of a size of their own may still ask for a multiple of their number.
+        # Models with a head size of their own may still need hidden sizes that are a multiple of the number of heads.
         per_head = sizes.hidden_size * head_dim / (sizes.num_heads * sizes.head_dim)
         hidden_size = num_heads * max(1, math.ceil(per_head) if per_head > head_dim else math.floor(per_head))
     return ModelSizes(

@@ -248,7 +248,7 @@ def backward_keys(
                 (k_sums, v_sums), entry, tile, queries_of, (sample, head), tables, True, shape
             )
     k_sums, v_sums = k_sums * numbers.scale, v_sums * numbers.kept_scale
-    if shape.HAS_PADDING:  # padded keys were computed as others: each row here is of one key alone
+    if shape.HAS_PADDING:  # padded keys were computed like others; each row here belongs to one key
         is_token = tl.load(given.padding + sample * numbers.num_keys + keys, mask=is_key, other=0) != 0
         k_sums, v_sums = tl.where(is_token[:, None], k_sums, 0.0), tl.where(is_token[:, None], v_sums, 0.0)
     if shape.IS_SPLIT:  # noqa: SIM102  (`and` would compile both)

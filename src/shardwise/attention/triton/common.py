@@ -108,7 +108,7 @@ class KernelShape(NamedTuple):
 
 @triton.jit
 def dot(a: tl.tensor, b: tl.tensor, shape: tl.constexpr) -> tl.tensor:
-    """Multiply the matrices a [M, K] and b [K, N] into fp32, in fp32 if shape.UPCAST."""
+    """Multiply the matrices a [M, K] and b [K, N]; the result is fp32, and so are the inputs if shape.UPCAST."""
     if shape.UPCAST:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision="ieee", out_dtype=tl.float32)

@@ -192,8 +192,8 @@ Bools: TypeAlias = NDArray[np.bool_]
 
 ITEM_HEAD: Final = 5  # numbers of an item before its ranges: origin, begin, end, shift, slot
 _PROGRAMS: Final = 264  # that run at once: two for each multiprocessor of an H100 or H200
-_FEWEST_ENTRIES: Final = 16  # a part of a split tile has as many, or merging costs more than it gains
-_MOST_SUB_BLOCKS: Final = 16  # of an entry: their bits are those of one int32
+_FEWEST_ENTRIES: Final = 16  # of a part of a split tile; with fewer, merging costs more than it gains
+_MOST_SUB_BLOCKS: Final = 16  # of an entry: their bits fit one int32
 
 
 @dataclass(frozen=True)
@@ -297,7 +297,7 @@ def best_width(layout: BlockLayout, of_queries: bool, entry: int, most_tile: int
     return TileWidth(min(costs, key=lambda tile: costs[tile]), entry)
 
 
-_ENTRY_COST: Final = 24  # what an entry costs beside its products, in tokens of a tile
+_ENTRY_COST: Final = 24  # cost of an entry besides its products, in tokens of a tile
 _NARROW_COST: Final = 1.6  # a tile below 64 cannot use the widest matrix instructions
 
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's helpers around a model, as functions of one class."""
+"""DeepSpeed's helpers for models, as functions of one class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The module, which takes a structure and applies it to queries, keys and values."""
+"""The attention module, which applies a structure to queries, keys and values."""
 
 from shardwise.attention.module import SparseSelfAttention
 
