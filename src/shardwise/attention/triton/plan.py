@@ -1,6 +1,6 @@
 """Turn the tables of a layout into tensors and numbers of a plan and back; choose widths by head size and dtype.
 
-Apart from `launch`, so that planning needs no Triton.
+This module is separate from `launch`, so that planning needs no Triton.
 
 >>> from shardwise.attention.block_layout import BlockLayout
 >>> layout = BlockLayout.from_blocks(torch.eye(2), block=64)
@@ -25,7 +25,7 @@ from shardwise.attention.triton.lut import ITEM_HEAD, HeadGroups, TileSide, best
 
 @dataclass(frozen=True, eq=False)
 class DeviceLut:
-    """One side's tables (`tiles.Tables`) on the device, int32; with a row behind the entries, for a load ahead."""
+    """The tables of one side (`lut.Lut`) on the device, int32; a spare row after the entries allows a load ahead."""
 
     items: Tensor
     full: Tensor
@@ -59,14 +59,14 @@ def plan_of(
     device: torch.device,
     limit: int | None = None,
 ) -> BackendPlan:
-    """The tables of queries, then those of keys.
+    """Make the tables of queries, then those of keys.
 
     Args:
         layout: of the attention.
         heads: of its tensors.
         head_dim: of q, k and v.
         dtype: of q, k and v.
-        device: where the tables go.
+        device: of the tables.
         limit: see `tables_of`.
     """
     tensors: list[Tensor] = []
@@ -82,7 +82,7 @@ def plan_of(
 
 
 def tables_in(plan: BackendPlan) -> tuple[DeviceLut, DeviceLut]:
-    """Of queries, and of keys."""
+    """Return the tables of queries and those of keys."""
     return _table(plan.tensors[:4], plan.numbers[:5]), _table(plan.tensors[4:], plan.numbers[5:])
 
 
@@ -93,7 +93,13 @@ def _table(tensors: tuple[Tensor, ...], numbers: tuple[int, ...]) -> DeviceLut:
 
 
 def widest(head_dim: int, dtype: torch.dtype, of_queries: bool) -> tuple[int, int]:
-    """Tokens of an entry, and at most of a tile: what registers hold without spilling."""
+    """Return the tokens of an entry, and the most tokens of a tile, that registers hold without spilling.
+
+    Args:
+        head_dim: D.
+        dtype: of q, k and v.
+        of_queries: tiles are of queries, else of keys.
+    """
     if dtype == torch.float32:
         return (32, 64) if head_dim <= 64 else (16, 32) if head_dim <= 128 else (16, 16)
     if of_queries:
@@ -102,7 +108,14 @@ def widest(head_dim: int, dtype: torch.dtype, of_queries: bool) -> tuple[int, in
 
 
 def warps_and_stages(tile: int, wide_head_dim: int, dtype: torch.dtype, of_keys: bool = False) -> tuple[int, int]:
-    """How many warps share a tile, and how many entries are in flight: what spills least (`ptxas` for sm_90)."""
+    """Return the warps of a program and the stages of its loop that spill least (`ptxas` for sm_90).
+
+    Args:
+        tile: tokens of a tile.
+        wide_head_dim: the head size, rounded up to a power of two.
+        dtype: of q, k and v.
+        of_keys: tiles are of keys, else of queries.
+    """
     if dtype == torch.float32:  # products without matrix instructions
         return 8, 2
     is_wide = tile >= 128 or wide_head_dim > 128 or (of_keys and tile >= 64 and wide_head_dim > 64)
