@@ -435,7 +435,7 @@ class Engine(HfApi):
         """Regroup where `requires_grad` has changed since the last step; all ranks do so together.
 
         A parameter that has taken a step and is frozen now keeps its place and its states: it may be frozen for a while
-            only.
+        only.
         """
         if self._sharding.is_as_trainable(may_pause=self.num_steps > 0):
             return

@@ -1,1 +1,3 @@
-"""What the parts of the engine need of torch: hooks, class swapping, recomputation, buffers, memory, streams."""
+"""The runtime package has what the parts of the engine need of torch: hooks, class swapping, recomputation, buffers,
+memory, streams.
+"""

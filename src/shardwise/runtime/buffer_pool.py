@@ -1,4 +1,4 @@
-"""Pooled flat buffers: memory for collectives that is reused from one to the next.
+"""A buffer pool reuses flat buffers, the memory for collectives, from one collective to the next.
 
 Not a general allocator: buffers are few and large, come from one device, and are handed out whole, as 1-D
 tensors.
@@ -6,12 +6,12 @@ tensors.
 Reuse: a request takes the smallest idle buffer that fits with at most an eighth wasted, whatever its dtype
 was, else a new one of its size class. Before a new one is made, idle buffers are freed, the longest idle
 first, until the pool holds no more than was once in use at the same time. So `reserved_bytes` stays within
-the peak of `live_bytes`, plus an eighth of it, plus 512 bytes a buffer, and plus the share that is to be spared. The
-price: sizes that alternate and were never in use together are reallocated, unless so much is spared.
+the peak of `live_bytes`, plus an eighth of it, plus 512 bytes a buffer, plus the share `spared`. The price: sizes that
+alternate and were never in use together are reallocated, unless so much is spared.
 
-Streams: storage is allocated and freed in the order of the home stream. Whoever releases a buffer names the
-stream that used it last, and the pool records an event there; whoever acquires it makes its own stream wait
-for that event.
+Streams: storage is allocated and freed in the order of the home stream. `release` names the stream that used
+a buffer last, and the pool records an event there; `acquire` makes the stream that uses it next wait for that
+event.
 
 >>> pool = BufferPool()
 >>> first = pool.acquire(1000, torch.float32)
@@ -52,7 +52,7 @@ class StreamLike(Protocol):
 
 @dataclass(eq=False)
 class _PooledBuffer:
-    """Memory of the pool, 1-D uint8: leased out as `tensor`, or idle since the event `last_use` on `last_stream`."""
+    """Holds memory of the pool, 1-D uint8: leased as `tensor`, or idle since the event `last_use` on `last_stream`."""
 
     memory: Tensor
     capacity_bytes: int
@@ -62,13 +62,13 @@ class _PooledBuffer:
 
 
 class BufferPool:
-    """Reusable flat buffers of one device, for one thread at a time.
+    """Leases reusable flat buffers of one device, to one thread at a time.
 
     Args:
-        device: where the buffers lie.
-        ledger: books every buffer under BUCKETS, and the pool's idle bytes as fragments.
+        device: of the buffers.
+        tracker: counts every buffer under BUCKETS, and the pool's idle bytes as fragments; None to count none.
         home: the stream in whose order storage is allocated and freed; by default the current one on CUDA.
-        allocate: makes the memory of a buffer, 1-D uint8 of at least so many bytes on the device; by default torch.
+        allocate: makes the memory of a buffer, 1-D uint8 of at least so many bytes on the device; None for torch's.
         spared: idle memory that may be kept beyond what was in use at the same time, as a share of that.
     """
 
@@ -88,7 +88,7 @@ class BufferPool:
         self._home = self._current_stream() if home is None else home
         self._leased: dict[torch.UntypedStorage, _PooledBuffer] = {}
         self._idle: list[_PooledBuffer] = []
-        # Capacities, not what was asked for: what the pool's bound counts.
+        # Capacities, not requested bytes: the pool's bound counts those.
         self._leased_bytes = 0
         self._peak_leased_bytes = 0
         self.reserved_bytes = 0
@@ -98,7 +98,7 @@ class BufferPool:
 
     @property
     def fragment_bytes(self) -> int:
-        """Bytes reserved and not in use: idle buffers, and what leased ones have beyond their tensor."""
+        """Return the bytes reserved and not in use: idle buffers, and what leased ones have beyond their tensor."""
         return self.reserved_bytes - self.live_bytes
 
     def acquire(self, numel: int, dtype: torch.dtype, stream: StreamLike | None = None, room_bytes: int = 0) -> Tensor:
@@ -108,7 +108,7 @@ class BufferPool:
             numel: elements, at least 0.
             dtype: of the tensor.
             stream: that will use it first; by default the current one on CUDA.
-            room_bytes: that the buffer must have at least, so that larger tensors can have it later.
+            room_bytes: the least size of the buffer, so that larger tensors can use it later.
 
         Raises:
             ValueError: `numel` is negative.
@@ -131,14 +131,14 @@ class BufferPool:
         return tensor
 
     def release(self, tensor: Tensor, stream: StreamLike | None = None) -> None:
-        """Give back what `acquire` returned; the memory may be handed out again at once.
+        """Return a buffer of `acquire` to the pool; the memory may be leased again at once.
 
         Args:
             tensor: the very tensor that `acquire` returned, not a view of it.
             stream: that used it last; by default the current one on CUDA.
 
         Raises:
-            ValueError: the tensor is not leased from this pool, or no longer.
+            ValueError: the tensor is not, or no longer, leased from this pool.
         """
         storage = tensor.untyped_storage()
         buffer = self._leased.get(storage)
@@ -156,7 +156,7 @@ class BufferPool:
         self.live_bytes -= tensor.numel() * tensor.element_size()
 
     def trim(self) -> None:
-        """Free all idle buffers, and hold no more from now on than is in use now."""
+        """Free all idle buffers, and take what is in use now as the peak from now on."""
         self._peak_leased_bytes = self._leased_bytes
         self._free_idle_until(self._leased_bytes)
 
@@ -197,7 +197,7 @@ class BufferPool:
 
 
 def size_class_bytes(num_bytes: int) -> int:
-    """The capacity of a new buffer for `num_bytes`: eight classes between powers of two, at least 512 bytes.
+    """Return the capacity of a new buffer for `num_bytes`: eight classes between powers of two, at least 512 bytes.
 
     >>> [size_class_bytes(num_bytes) for num_bytes in (0, 513, 1024, 1025)]
     [512, 576, 1024, 1152]

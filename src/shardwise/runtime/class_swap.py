@@ -1,7 +1,6 @@
-"""What modules and parameters wear: classes of the library in place of their own, for as long as an engine has them.
+"""Modules and parameters get classes of the library in place of their own for as long as an engine has them.
 
-A worn class is a subclass of the object's own, so whoever asks what it is gets the same answer, and copies follow.
-And, for proofs alone, casts of torch's that keep float64.
+Such a class is a subclass of the object's own, so `isinstance` gives the same answer, and copies keep it.
 """
 
 from __future__ import annotations
@@ -18,17 +17,22 @@ from shardwise.config.resolve import ConfigError
 def subclass_module(
     module: nn.Module, kind: type[nn.Module], base: type[nn.Module] | None = None
 ) -> Callable[[], None]:
-    """Let a module be of `kind` too: `kind.forward` runs in place of its own, which is `super().forward` there.
+    """Make a module also of `kind`: `kind.forward` runs in place of its own, which is `super().forward` there.
 
     Modules of one class that become of one kind share a class, so that what is compiled for one serves the others.
-    The signature of the forward stays. With a `base`, of which `kind` is a subclass, a module whose class comes after
-    it keeps its own forward: what runs in place of `base.forward`, for whoever calls `super().forward`, is `kind`'s.
+    The signature of the forward stays.
+
+    Args:
+        module: whose class changes.
+        kind: has the forward to run.
+        base: a base class of `kind`. A module whose class is a subclass of it keeps its own forward, and where that
+            calls `super().forward`, `kind.forward` runs in place of `base.forward`. None for no such class.
 
     Returns:
-        what gives the module its own class back; to be called in reverse order where it became several.
+        the function that restores the module's class; call these in reverse order after several swaps.
 
     Raises:
-        ConfigError: the module's forward has been replaced on the object, so that its class has no say.
+        ConfigError: the module's forward has been replaced on the object, so that its class has no effect.
     """
     own = type(module)
     if "forward" in module.__dict__:
@@ -58,16 +62,16 @@ Call = Callable[..., Any]
 """A module's own call: hooks, then the forward."""
 
 Answer = Callable[[nn.Module, Call, tuple[Any, ...], dict[str, Any]], Any]
-"""What a module whose calls are answered returns: given the module, its own call and the arguments."""
+"""Returns what a call of a module returns: it is given the module, its own call and the arguments."""
 
 
 def intercept_forward(module: nn.Module, answer: Answer) -> Callable[[], None]:
     """Let `answer` decide what calls of a module return, and whether its hooks and its forward run at all.
 
-    Modules of one class share the class that they wear.
+    Modules of one class share their new class.
 
     Returns:
-        what gives the module its own class back.
+        the function that restores the module's class.
     """
     own = type(module)
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
@@ -83,7 +87,7 @@ def intercept_forward(module: nn.Module, answer: Answer) -> Callable[[], None]:
 
 
 class _InterceptedForward:
-    """What is joined with a module's class by `intercept_forward`."""
+    """Is joined with a module's class by `intercept_forward`."""
 
     _shardwise_answer: Answer
 
@@ -95,8 +99,13 @@ class _InterceptedForward:
 def set_attribute(module: nn.Module, name: str, value: Any) -> Callable[[], None]:
     """Set an attribute of a module.
 
+    Args:
+        module: to change.
+        name: of the attribute.
+        value: of the attribute.
+
     Returns:
-        what puts back the value it had, or takes it away.
+        the function that puts back the old value, or deletes the attribute.
     """
     had, before = hasattr(module, name), getattr(module, name, None)
     setattr(module, name, value)
@@ -111,10 +120,10 @@ def set_attribute(module: nn.Module, name: str, value: Any) -> Callable[[], None
 
 
 def swap_class(module: nn.Module, kind: type[nn.Module]) -> Callable[[], None]:
-    """Let a module wear another class, a subclass of its own; unlike a replaced forward it is the same in a copy.
+    """Give a module another class, a subclass of its own; a copy keeps it, unlike a replaced forward.
 
     Returns:
-        what puts the old class back.
+        the function that restores the old class.
     """
     own = type(module)
     module.__class__ = kind

@@ -1,4 +1,4 @@
-"""Time as a process sees it that may be stopped, and whether another one is.
+"""The clocks here measure time as seen by a process that may be stopped, and detect whether another process is stopped.
 
 >>> clock = AwakeClock(gap_s=2.0)
 >>> clock.now_s() < 1.0
@@ -12,10 +12,10 @@ from pathlib import Path
 
 
 class AwakeClock:
-    """Counts the seconds in which this process was awake: who slept must not tell others that they were late.
+    """Counts the seconds in which this process was awake: a process that slept must not call others late.
 
     Args:
-        gap_s: the clock is read more often than this; what lies between two readings beyond it was sleep.
+        gap_s: seconds; the clock is read more often than this, and more time between two readings was sleep.
     """
 
     def __init__(self, gap_s: float) -> None:
@@ -32,11 +32,11 @@ class AwakeClock:
 
 
 class StopDetector:
-    """Tells for how long a process has been stopped (SIGSTOP, Ctrl-Z); a debugger's stop is none.
+    """Measures for how long a process has been stopped (SIGSTOP, Ctrl-Z); a debugger's stop does not count.
 
     Args:
         pid: of the process.
-        gap_s: it is looked at more often than this.
+        gap_s: seconds; `stopped_s` is called more often than this.
     """
 
     def __init__(self, pid: int, gap_s: float) -> None:

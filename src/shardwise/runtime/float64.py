@@ -11,11 +11,11 @@ from torch.nn import functional as F
 
 @contextmanager
 def float64_throughout() -> Iterator[None]:
-    """Inside, casts of float64 to float32 do nothing, also where a softmax is asked for one.
+    """Make casts of float64 to float32 do nothing inside the context, also where a softmax is asked for float32.
 
-    For proofs of equality: Hugging Face's models compute norms and softmax in float32 whatever their dtype, which turns
-    a difference of the last bit, as the order of a sum makes it, into one of 1e-7. A mode for functions of torch is not
-    in force while a backward recomputes; so torch's own functions are replaced, for all threads of the process.
+    It serves proofs of equality: Hugging Face's models compute norms and softmax in float32 whatever their dtype, which
+    turns a difference of the last bit, such as from the order of a sum, into one of 1e-7. A mode for functions of torch
+    is not active while a backward recomputes; so torch's own functions are replaced, for all threads of the process.
     """
     replaced: tuple[tuple[Any, str, Any], ...] = (
         (Tensor, "to", _widened(Tensor.to)),

@@ -1,6 +1,6 @@
-"""Keyed randomness: every draw is named, so every layout draws the numbers one process draws.
+"""Keyed randomness names every draw, so that every layout draws the numbers one process draws.
 
-Not a replacement for torch's generators: it says which seed each of them gets. A key is the run's seed and a
+It does not replace torch's generators: it says which seed each of them gets. A key is the run's seed and a
 name (of a module, of a data order, of a step), never the rank or the number of draws made before.
 
 >>> derive_seed(0, "blocks.0"), derive_seed(0, "blocks.1")
@@ -38,13 +38,13 @@ def derive_seed(seed: int, *keys: int | str) -> int:
 
 
 def keyed_generator(seed: int, *keys: int | str, device: torch.device | str = "cpu") -> torch.Generator:
-    """A generator on `device` at the start of the stream that `derive_seed(seed, *keys)` names."""
+    """Make a generator on `device` at the start of the stream that `derive_seed(seed, *keys)` names."""
     return torch.Generator(device).manual_seed(derive_seed(seed, *keys))
 
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Inside the context torch's generators, of the CPU and of `device`, start from `seed`; then they are as before."""
+    """Start torch's generators, of the CPU and of `device`, from `seed` inside the context; restore them at its end."""
     is_cuda = device.type == "cuda"
     with torch.random.fork_rng(devices=[device] if is_cuda else []):
         torch.default_generator.manual_seed(seed)
@@ -58,13 +58,13 @@ def initial_values(module: nn.Module, seed: int, names: Container[str] | None = 
     """Draw the initial value of each parameter without touching it: its memory may be on meta or released.
 
     A module's own `reset_parameters` draws its direct parameters, in fp32 on the CPU, keyed by the seed and
-    the module's name: world size, order of construction, device and dtype have no part in the values. One
+    the module's name: world size, order of construction, device and dtype do not change the values. One
     module's values are alive at a time. A tied parameter is drawn once, under the first of its names.
 
     Args:
         module: the whole model; the names of its modules are the keys.
         seed: the seed of the run.
-        names: the parameters wanted, all when left out; a module with none of them draws nothing.
+        names: the parameters wanted, None for all; a module with none of them draws nothing.
 
     Yields:
         (fully qualified name, fp32 values of the parameter's shape), in the order of `named_parameters()`.
@@ -98,7 +98,7 @@ def init_parameters(module: nn.Module, seed: int) -> None:
 
 
 def find_reset(owner: nn.Module, example: str) -> Callable[[], None]:
-    """What draws a module's own parameters, one of which is `example`.
+    """Return the function that draws a module's own parameters, one of which is `example`.
 
     Raises:
         ConfigError: it has no `reset_parameters`.
@@ -114,7 +114,7 @@ def find_reset(owner: nn.Module, example: str) -> Callable[[], None]:
 
 @torch.no_grad()
 def draw_module(owner: nn.Module, module_name: str, seed: int, example: str) -> dict[str, Tensor]:
-    """The `initial_values` of one module's direct parameters, by their names in it.
+    """Draw the `initial_values` of one module's direct parameters, by their names in it.
 
     Args:
         owner: the module.
@@ -141,7 +141,7 @@ def draw_module(owner: nn.Module, module_name: str, seed: int, example: str) -> 
 
 @contextmanager
 def _stand_ins(owner: nn.Module) -> Iterator[list[str]]:
-    """Let fresh fp32 ones on the CPU, full of NaN, stand in for the direct parameters of `owner`."""
+    """Replace the direct parameters of `owner`, inside the context, by fp32 ones on the CPU, full of NaN."""
     real = dict(owner.named_parameters(recurse=False, remove_duplicate=False))
     try:
         for name, parameter in real.items():

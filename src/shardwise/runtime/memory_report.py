@@ -1,6 +1,6 @@
-"""What the ledger's books say, as values: a snapshot, its table, and the settings that need less memory.
+"""These values report what the memory tracker counts: a snapshot, its table, and the settings that need less memory.
 
-Pure; `shardwise.runtime.memory_tracker` keeps the books and is where these names are imported from.
+The module is pure; `shardwise.runtime.memory_tracker` counts, and these names are imported from there.
 
 >>> from shardwise.config.resolve import Config
 >>> config = Config.from_dict({"zero": {"stage": 2}, "batch": {"micro_size": 4}}).resolve(world_size=2)
@@ -32,7 +32,7 @@ from shardwise.config.resolve import Config
 
 
 class Category(StrEnum):
-    """What a storage holds."""
+    """Says what a storage holds."""
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
@@ -45,16 +45,16 @@ class Category(StrEnum):
 
 @dataclass(frozen=True)
 class MemorySnapshot:
-    """The books of one device at one moment, all in bytes.
+    """Holds the memory of one device at one moment, all in bytes.
 
     Args:
         device_type: "cpu" or "cuda".
         live_bytes: by category, every category present; their sum is `total_bytes`.
-        peak_bytes: the highest total since `Ledger.reset_peak`.
+        peak_bytes: the highest total since `MemoryTracker.reset_peak`.
         peak_live_bytes: by category at that peak; empty on CUDA where no meter was on to see it.
-        reserved_bytes: what the process holds of the device: on CUDA the allocator's, on the CPU the total.
-        fragment_bytes: reserved minus what anybody uses: the allocator's and the pools' idle bytes.
-        metered: whether a meter was on since `Ledger.reset_peak`; the CPU counts activations only under one.
+        reserved_bytes: that the process holds of the device: on CUDA the allocator's, on the CPU the total.
+        fragment_bytes: reserved minus used: the allocator's and the pools' idle bytes.
+        metered: whether a meter was on since `MemoryTracker.reset_peak`; the CPU counts activations only under one.
     """
 
     device_type: str
@@ -67,11 +67,11 @@ class MemorySnapshot:
 
     @property
     def total_bytes(self) -> int:
-        """The sum over the categories."""
+        """Return the sum over the categories."""
         return sum(self.live_bytes.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """The snapshot as plain dicts, for a line of JSON."""
+        """Return the snapshot as plain dicts, for a line of JSON."""
         return {
             "device_type": self.device_type,
             "live_bytes": {category.value: num_bytes for category, num_bytes in self.live_bytes.items()},
@@ -86,12 +86,12 @@ class MemorySnapshot:
 
 @dataclass(frozen=True)
 class MemoryAdvice:
-    """Settings that need less memory.
+    """Holds settings that need less memory.
 
     Args:
         assignments: as `Config.override` takes them.
         reason: what they change.
-        saved_bytes: an estimate, for the order of several.
+        saved_bytes: an estimate, by which several are ordered.
     """
 
     assignments: tuple[str, ...]
@@ -104,7 +104,7 @@ class MemoryAdvice:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """A quantity of memory for people.
+    """Format a quantity of memory for people.
 
     >>> format_bytes(3 * 2**29), format_bytes(5 * 2**20), format_bytes(100)
     ('1.50 GiB', '5.00 MiB', '0.10 KiB')
@@ -116,7 +116,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def format_table(snapshot: MemorySnapshot) -> list[tuple[str, str, str]]:
-    """The rows (category, GiB, share) of an out-of-memory message, largest first.
+    """Make the rows (category, GiB, share) of an out-of-memory message, largest first.
 
     They are those of the peak where its categories are known, else of the moment of the snapshot.
     """
@@ -129,7 +129,7 @@ def format_table(snapshot: MemorySnapshot) -> list[tuple[str, str, str]]:
 
 
 def oom_advice(snapshot: MemorySnapshot, config: Config) -> list[MemoryAdvice]:
-    """The three settings that would save most memory, fewer where fewer are left to change.
+    """Return the three settings that would save most memory, fewer where fewer are left to change.
 
     Args:
         snapshot: at the failure.
@@ -143,14 +143,21 @@ def oom_advice(snapshot: MemorySnapshot, config: Config) -> list[MemoryAdvice]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a failure is one of memory: Python's, the CUDA allocator's or the CPU allocator's."""
+    """Say whether a failure is one of memory: Python's, the CUDA allocator's or the CPU allocator's."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def oom_message(error: BaseException, where: str, snapshot: MemorySnapshot, config: Config) -> str:
-    """What to tell the user of a failure of memory: one line with the cure first, then the table and the settings."""
+    """Make the message for a failure of memory: one line with the fix first, then the table and the settings.
+
+    Args:
+        error: the failure.
+        where: such as `on rank 0 in step 3`.
+        snapshot: at the failure.
+        config: resolved.
+    """
     rows = [f"  {name:<12} {gib:>9} GiB {share:>5}" for name, gib, share in format_table(snapshot)]
     advice = [str(each) for each in oom_advice(snapshot, config)]
     cure = f"try {advice[0].partition(':')[0]}" if advice else "use a smaller model or more ranks"
@@ -164,7 +171,7 @@ def oom_message(error: BaseException, where: str, snapshot: MemorySnapshot, conf
 
 
 def first_line(error: BaseException) -> str:
-    """What a failure says first, without the source line of torch's CPU allocator."""
+    """Return the first line of a failure, without the source line of torch's CPU allocator."""
     lines = re.sub(r"^\[enforce fail[^\]]*\] err == 0\. ", "", str(error).strip()).splitlines()
     return lines[0] if lines else type(error).__name__
 

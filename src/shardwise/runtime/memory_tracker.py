@@ -1,17 +1,17 @@
-"""The ledger: which bytes of one device's memory are live, by category, and what they were at the peak.
+"""The memory tracker counts which bytes of one device's memory are live, by category, and what they were at the peak.
 
-Not an allocator: it watches storages that others make. Each is booked once, whatever views it has, and
-leaves the books when it dies; the ledger keeps nothing alive. On the CPU the books are exact for registered
-storages, and under `MemoryTracker.meter` for all that ops make. On CUDA torch's allocator gives the total, and
-what is not registered counts as activations.
+It is no allocator: it watches storages that others make. Each is counted once, whatever views it has, until it
+is freed; the tracker keeps nothing alive. On the CPU the counts are exact for registered storages, and under
+`MemoryTracker.meter` for all that ops make. On CUDA torch's allocator gives the total, and what is not registered
+counts as activations.
 
->>> ledger = MemoryTracker()
+>>> tracker = MemoryTracker()
 >>> weight = torch.zeros(4, 8)
->>> ledger.track(weight, Category.PARAMETERS)
->>> ledger.track(weight.t(), Category.PARAMETERS)
->>> with ledger.meter():
+>>> tracker.track(weight, Category.PARAMETERS)
+>>> tracker.track(weight.t(), Category.PARAMETERS)
+>>> with tracker.meter():
 ...     product = weight @ torch.ones(8, 2)
-...     snapshot = ledger.snapshot()
+...     snapshot = tracker.snapshot()
 >>> snapshot.live_bytes[Category.PARAMETERS], snapshot.live_bytes[Category.ACTIVATIONS], snapshot.peak_bytes
 (128, 32, 224)
 """
@@ -65,7 +65,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class AllocatorStats:
-    """What a device's allocator says of itself, in bytes; the peak is since its last reset."""
+    """Holds the counters of a device's allocator, in bytes; the peak is since its last reset."""
 
     allocated_bytes: int
     peak_allocated_bytes: int
@@ -73,7 +73,7 @@ class AllocatorStats:
 
 
 class Allocator(Protocol):
-    """The source of a device's totals."""
+    """Gives a device's totals."""
 
     def stats(self) -> AllocatorStats:
         """Read the counters."""
@@ -83,7 +83,7 @@ class Allocator(Protocol):
 
 
 class CudaAllocator:
-    """torch's caching allocator on one CUDA device."""
+    """Reads torch's caching allocator on one CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -102,18 +102,18 @@ class CudaAllocator:
 
 
 class IdleBuffers(Protocol):
-    """A holder of buffers of which some are idle."""
+    """Holds buffers of which some are idle."""
 
     @property
     def fragment_bytes(self) -> int:
-        """Bytes reserved minus bytes in use."""
+        """Return the bytes reserved minus the bytes in use."""
 
 
 class _Record(weakref.ref[torch.UntypedStorage]):
-    """A storage's line in the books; the storage itself is not kept alive.
+    """Records one storage; the storage itself is not kept alive.
 
-    torch keeps one Python object for a storage as long as the storage lives, whoever holds it (the autograd
-    graph too), so identity and weak references of that object are those of the memory
+    torch keeps one Python object for a storage as long as the storage lives, also if only the autograd graph
+    holds it, so identity and weak references of that object are those of the memory
     (`test_a_storage_is_one_object_until_it_dies`).
     """
 
@@ -124,15 +124,15 @@ class _Record(weakref.ref[torch.UntypedStorage]):
 
 
 class MemoryTracker:
-    """Live bytes by category on one device, from its first registered storage to the engine's end.
+    """Counts live bytes by category on one device, from its first registered storage to the engine's end.
 
     Thread-safe: storages may die on any thread, such as those of gloo and of autograd.
 
     Args:
-        device: whose memory is booked; tensors elsewhere are left out, such as AdamW's step counts.
+        device: whose memory is counted; tensors elsewhere are left out, such as AdamW's step counts.
         allocator: the source of totals; by default torch's on CUDA, none on the CPU.
-        limit_bytes: what the device is to hold, for simulations: a storage that would bring the booked ones above it
-            is not booked, and raises `torch.OutOfMemoryError`.
+        limit_bytes: the device's memory, for simulations: a storage that would bring the total above it is not
+            counted, and raises `torch.OutOfMemoryError`. None for no limit.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class MemoryTracker:
         self._allocator = allocator
         self._records: dict[int, _Record] = {}
         # Storages die at any bytecode of any thread, also while the lock is held. So their deaths take no
-        # lock: the records queue up here and leave the books before the next entry; no peak sees dead bytes.
+        # lock: the records queue up here and are removed before the next entry; no peak counts dead bytes.
         self._dead: deque[_Record] = deque()
         self._lock = threading.Lock()
         self._live_bytes = dict.fromkeys(Category, 0)
@@ -160,7 +160,7 @@ class MemoryTracker:
         self._was_metered = False
 
     def track(self, tensor: Tensor | torch.UntypedStorage, category: Category) -> None:
-        """Book the storage of `tensor` until it dies; one that is booked already moves to `category`."""
+        """Count the storage of `tensor` until it is freed; one that is counted already moves to `category`."""
         if not _is_on(tensor.device, self.device):
             return
         storage = _storage(tensor)
@@ -174,10 +174,10 @@ class MemoryTracker:
             self._end(before)
 
     def resize(self, tensor: Tensor | torch.UntypedStorage, num_bytes: int) -> None:
-        """Resize a booked storage, 0 to free it; tensors that view it stay, unusable until it grows back.
+        """Resize a counted storage, 0 to free it; tensors that view it stay, unusable until it grows back.
 
         Raises:
-            ValueError: the storage is not in the books.
+            ValueError: the storage is not counted.
         """
         storage = _storage(tensor)
         with self._lock:
@@ -191,21 +191,21 @@ class MemoryTracker:
             self._end(before)
 
     def category_of(self, storage: torch.UntypedStorage) -> Category | None:
-        """What a storage is booked as; None if it is not in the books."""
+        """Return the category under which a storage is counted; None if it is not counted."""
         record = self._records.get(id(storage))
         return record.category if record is not None and record() is storage else None
 
     @contextmanager
     def meter(self, category: Category = Category.ACTIVATIONS) -> Iterator[None]:
-        """Book every storage that ops make on this thread, or in backwards started from it, until it dies.
+        """Count every storage that ops make on this thread, or in backwards started from it, until it is freed.
 
         On the CPU this slows every op, so turn it on for sampled steps. On CUDA it reads the allocator at
-        every entry of the books, to tell which categories were live at the peak. Not seen: tensors made
+        every change of the counts, to find which categories were live at the peak. Not seen: tensors made
         before (register them), scratch memory inside one op, and what is not a tensor, such as gloo's
         buffers.
 
         Args:
-            category: of what is made, unless somebody registers it otherwise.
+            category: of what is made, unless it is registered under another one.
 
         Raises:
             RuntimeError: a meter is on already.
@@ -239,7 +239,7 @@ class MemoryTracker:
             self._peak_live_bytes = _with_rest(self._live_bytes, total_bytes)
 
     def snapshot(self) -> MemorySnapshot:
-        """The books now."""
+        """Return the counts now."""
         idle_bytes = sum(pool.fragment_bytes for pool in self._pools)
         with self._lock:
             before = dict(self._live_bytes)
@@ -250,7 +250,7 @@ class MemoryTracker:
                 stats = self._allocator.stats()
                 self._note_allocator_peak(stats, before)
                 live_bytes = _with_rest(live_bytes, stats.allocated_bytes)
-                # Registered memory may lie beside the allocator, in a pool of NCCL's for one.
+                # Registered memory may be outside the allocator, such as in a pool of NCCL's.
                 reserved_bytes = max(stats.reserved_bytes, sum(live_bytes.values()))
             return MemorySnapshot(
                 device_type=self.device.type,
@@ -263,9 +263,14 @@ class MemoryTracker:
             )
 
     def observe(self, output: Tensor, inputs: Sequence[Any], category: Category) -> None:
-        """Book an op's output: one that is new under `category`, one that is booked at its size of now.
+        """Count an op's output: a new storage under `category`, a known one at its present size.
 
-        An output that shares the storage of an unbooked input was made elsewhere, and is not booked.
+        An output that shares the storage of an uncounted input was made elsewhere, and is not counted.
+
+        Args:
+            output: of the op.
+            inputs: of the op; lists and tuples may nest.
+            category: of a new storage.
         """
         storage = output.untyped_storage()
         with self._lock:
@@ -283,7 +288,7 @@ class MemoryTracker:
             self._note_peak()
 
     def _begin(self) -> Mapping[Category, int]:
-        """Begin an entry, with the lock held: the dead leave; return the books of before, for `_end`."""
+        """Begin an entry, with the lock held: remove dead storages; return the counts of before, for `_end`."""
         before = dict(self._live_bytes) if self._allocator is not None and self._is_metering else self._live_bytes
         if self._dead:
             self._settle()
@@ -330,7 +335,7 @@ class MemoryTracker:
             self._peak_live_bytes = dict(self._live_bytes)
 
     def _note_allocator_peak(self, stats: AllocatorStats, before: Mapping[Category, int]) -> None:
-        """Attribute the allocator's new peak to the books of now, or else to those since the last entry."""
+        """Attribute the allocator's new peak to the counts of now, or else to those since the last entry."""
         if stats.peak_allocated_bytes <= self._peak_bytes:
             return
         self._peak_bytes = stats.peak_allocated_bytes
@@ -341,16 +346,16 @@ class MemoryTracker:
 
 @contextmanager
 def explain_out_of_memory(tracker: MemoryTracker, config: Config, where: str) -> Iterator[None]:
-    """Raise a failure of memory anew, from the original: with what holds the memory and the settings that need less.
+    """Raise a failure of memory again, with what holds the memory and the settings that need less.
 
     Args:
-        ledger: of the device that runs out.
+        tracker: of the device that runs out.
         config: resolved.
         where: for the message, such as `on rank 0 in step 3`.
 
     Raises:
-        torch.OutOfMemoryError: the device's memory does not hold what runs inside.
-        MemoryError: Python's own.
+        torch.OutOfMemoryError: the device's memory is too small for what runs inside.
+        MemoryError: Python's own error was raised inside.
     """
     try:
         yield
@@ -363,7 +368,7 @@ def explain_out_of_memory(tracker: MemoryTracker, config: Config, where: str) ->
 
 
 class _OutputMeter(OpMode):
-    """Shows a ledger the outputs of every op."""
+    """Shows a memory tracker the outputs of every op."""
 
     def __init__(self, tracker: MemoryTracker, category: Category) -> None:
         super().__init__()
@@ -383,10 +388,10 @@ class _OutputMeter(OpMode):
 
 
 def trim_host_memory() -> None:
-    """Give freed pages of the host back to the system, which the C library keeps where it is glibc; takes some 2 ms.
+    """Return freed pages of the host to the system, which the C library keeps where it is glibc; takes some 2 ms.
 
-    Blocks of less than 32 MiB share one heap. While tensors that go make room between tensors that stay, the next
-    ones seldom fit into it, and the process grows by as much as ever went.
+    Blocks of less than 32 MiB share one heap. Freed tensors leave gaps between tensors that stay, the next ones
+    seldom fit into these, and the process grows by as much as was ever freed.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
@@ -394,7 +399,7 @@ def trim_host_memory() -> None:
 
 
 def _strided(values: Sequence[Any]) -> Iterator[Tensor]:
-    """The tensors with a storage among an op's arguments or results, which nest lists and tuples only."""
+    """Yield the tensors with a storage among an op's arguments or results, which nest lists and tuples only."""
     for value in values:
         if isinstance(value, Tensor):
             if value.layout is torch.strided:
@@ -412,6 +417,6 @@ def _is_on(device: torch.device, tracker_device: torch.device) -> bool:
 
 
 def _with_rest(registered: Mapping[Category, int], total_bytes: int) -> dict[Category, int]:
-    """Registered bytes by category, and what is missing to the total as activations."""
+    """Return registered bytes by category, with what is missing to the total as activations."""
     rest_bytes = max(0, total_bytes - sum(registered.values()))
     return {**registered, Category.ACTIVATIONS: registered[Category.ACTIVATIONS] + rest_bytes}

@@ -1,7 +1,7 @@
-"""Hooks on modules and parameters: the only file that registers them or wraps a forward.
+"""This is the only file that registers hooks on modules and parameters, or wraps a forward.
 
 Hooks sit outside a unit's forward, so that the forward itself stays one plain function that can be recomputed or
-compiled. What they do is the driver's business (`shardwise.zero.sharding_state`); here is only when they fire.
+compiled. `shardwise.zero.sharding_state` says what they do; this module says only when they fire.
 """
 
 from __future__ import annotations
@@ -29,22 +29,28 @@ from shardwise.runtime.torch_private import in_backward, num_recorded, pytree, r
 
 
 class UnitEvents(Protocol):
-    """What happens to a unit, in order."""
+    """Receives what happens to a unit, in order."""
 
     def before_forward(self) -> None:
-        """The module's forward is about to run; in a recomputation too."""
+        """Run before the module's forward, in a recomputation too."""
 
     def after_forward(self, outputs: Sequence[Tensor], backward_follows: bool | None) -> None:
-        """It has run: True if a backward will be reported, False if none can follow, None if one may follow unseen."""
+        """Run after the module's forward.
+
+        Args:
+            outputs: the tensors of its output.
+            backward_follows: True if a backward will be reported, False if none can follow, None if one may follow
+                without a report.
+        """
 
     def expect_input_gradients(self, are_tracked: bool) -> None:
-        """Where they are tracked, `after_input_gradients` will follow, if the backward reaches every input."""
+        """Say whether `after_input_gradients` will follow once the backward has reached every input."""
 
     def before_backward(self) -> None:
-        """An output, or a result left aside, has its gradient: the backward is about to run; once for each."""
+        """Run when an output, or another result of the forward, has its gradient: once each, before the backward."""
 
     def after_input_gradients(self) -> None:
-        """Every input that requires a gradient has it."""
+        """Run when every input that requires a gradient has it."""
 
 
 def hook_unit(module: nn.Module, events: UnitEvents) -> list[RemovableHandle]:
@@ -78,7 +84,7 @@ def hook_unit(module: nn.Module, events: UnitEvents) -> list[RemovableHandle]:
         is_unseen = is_opaque and not made_here
         newest = max(map(record_number, made_here), default=start - 1)
         if num_recorded() > newest + 1:
-            # Autograd runs what was recorded last first: results left aside, before those that were returned.
+            # Autograd runs what was recorded last first: results that were stored elsewhere, before the returned ones.
             aside = _leaves((given, args, kwargs, [vars(each) for each in module.modules()]))
             made_here += _made_since({id(leaf): leaf for leaf in aside if isinstance(leaf, Tensor)}.values(), start)
         given.clear()
@@ -104,7 +110,7 @@ def hook_gradient(parameter: nn.Parameter, on_gradient: Callable[[Tensor], None]
 
     trains = parameter.requires_grad
     try:
-        return parameter.requires_grad_(True).register_post_accumulate_grad_hook(take)  # torch takes it of no other
+        return parameter.requires_grad_(True).register_post_accumulate_grad_hook(take)  # torch hooks no other
     finally:
         parameter.requires_grad_(trains)
 
@@ -113,7 +119,7 @@ def claim(module: nn.Module) -> Callable[[], None]:
     """Mark a model's parameters as an engine's, whose hooks would take the gradients away from a second one.
 
     Returns:
-        what takes the marks off.
+        the function that removes the marks.
 
     Raises:
         ConfigError: one of them has an engine already.
@@ -139,17 +145,22 @@ _CLAIMED: Final = "_shardwise_is_claimed"
 
 
 class InputStore(Protocol):
-    """Keeps the inputs of recomputed blocks elsewhere; `shardwise.offload.activations.ActivationStore`."""
+    """Stores the inputs of recomputed blocks elsewhere; `shardwise.offload.activations.ActivationStore` is one."""
 
     def saving(self, inputs: Sequence[object]) -> AbstractContextManager[None]:
-        """Inside, what autograd saves of a block's inputs is kept there."""
+        """Keep what autograd saves of a block's inputs inside the context in this store."""
 
 
 def recompute_forward(module: nn.Module, mode: str, store: InputStore | None = None) -> Callable[[], None]:
-    """Checkpoint a module's forward; `mode` is as for `run_forward`, and `store` keeps the inputs if it is given.
+    """Checkpoint a module's forward.
+
+    Args:
+        module: whose forward is replaced.
+        mode: as `recompute` of `run_forward`.
+        store: keeps the inputs; None leaves them where they are.
 
     Returns:
-        what puts the module's own forward back.
+        the function that puts the module's own forward back.
     """
     forward = module.forward
     if inspect.ismethod(forward) and forward.__self__ is module:
@@ -174,15 +185,24 @@ def run_stored(
     kwargs: dict[str, Any],
     store: InputStore | None,
 ) -> Any:
-    """Run `run_forward`, or what it was compiled to, with `store` for the inputs that the block keeps."""
+    """Run `run_forward`, or its compiled form, with `store` for the inputs that the block keeps.
+
+    Args:
+        run: `run_forward`, or its compiled form.
+        forward: the block's own.
+        recompute: as for `run_forward`.
+        args: of the forward.
+        kwargs: of the forward.
+        store: keeps the inputs; None leaves them where they are.
+    """
     if store is None or recompute == "none" or not torch.is_grad_enabled():
         return run(forward, recompute, args, kwargs)
     inputs, structure = pytree.tree_flatten((args, kwargs), is_leaf=lambda node: type(node) not in (tuple, list, dict))
-    if run is not run_forward:  # compiled code saves all tensors alike
+    if run is not run_forward:  # compiled code saves all tensors in the same way
         with store.saving(inputs):
             return run(forward, recompute, args, kwargs)
     # A checkpoint saves tensors that are arguments, but holds those in keywords, tuples and dicts as they are.
-    # What a block writes into a list or dict that it is given shall be found there; a recomputation's is of no use.
+    # The caller must find what a block writes into a list or dict that it is given; a recomputation's is of no use.
     given = [(args, kwargs)]
 
     def spread(*leaves: Any) -> Any:
@@ -194,10 +214,15 @@ def run_stored(
 
 
 def run_forward(forward: Callable[..., Any], recompute: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run a forward, keeping all for its backward ("none"), its inputs ("full"), or products and attention too
-    ("selective").
+    """Run a forward and keep for its backward what `recompute` says.
 
-    Torch compiles this function too, so what it calls must be what `torch.compile` knows.
+    Torch compiles this function too, so `torch.compile` must know all that it calls.
+
+    Args:
+        forward: the block's own.
+        recompute: "none" keeps all, "full" its inputs, "selective" products and attention too.
+        args: of the forward.
+        kwargs: of the forward.
     """
     if recompute == "none" or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
@@ -207,33 +232,33 @@ def run_forward(forward: Callable[..., Any], recompute: str, args: tuple[Any, ..
 
 
 def run_in_parts(forward: Callable[[int, Tensor], Any], x: Tensor, num_tokens: int) -> Iterator[Any]:
-    """Run a forward on parts of a tensor, each recomputed in its own backward; of all of them `x` alone is kept.
+    """Run a forward on parts of a tensor, each recomputed in its own backward; only `x` is kept for all of them.
 
-    So too inside a recomputation, of any mode: that one keeps nothing of the parts, and computes none of them where
-    nothing behind them is asked for.
+    This holds inside a recomputation of any mode too: that one keeps nothing of the parts, and computes none of them
+    where nothing after them is needed.
 
     Args:
         forward: is given the number of a part, and the part.
         x: [B, S, ...].
-        num_tokens: of a part, along dim 1; the last may have less.
+        num_tokens: of a part, along dim 1; the last part may have fewer.
 
     Returns:
-        what the forward returns, one by one.
+        the results of the forward, one by one.
     """
     if not torch.is_grad_enabled():
         yield from (forward(index, part) for index, part in enumerate(x.split(num_tokens, dim=1)))
         return
     kept = _KeptInput(x, num_tokens)
     for index, part in enumerate(x.split(num_tokens, dim=1)):
-        # A checkpoint restores the generators of the devices of its arguments. What it saves of them is none of the
-        # business of one around it, which would run all parts in its recomputation to find the last one's.
+        # A checkpoint restores the generators of the devices of its arguments. A checkpoint around it must not see
+        # what it saves of them: that one would run all parts in its recomputation to find the last one's.
         with saved_tensors_hooks(_as_it_is, _as_it_is):
             output = checkpoint(_run_part, x.new_empty(0), forward, kept, index, [part], use_reentrant=False)
         yield output
 
 
 class _KeptInput:
-    """What all parts are computed from, saved once, by whatever autograd saves with."""
+    """Holds the input of all parts, saved once, by the hooks with which autograd saves."""
 
     def __init__(self, x: Tensor, num_tokens: int) -> None:
         anchor = torch.empty(0, device=x.device, requires_grad=True)
@@ -243,8 +268,8 @@ class _KeptInput:
         self._parts: tuple[Tensor, ...] | None = None
 
     def part(self, index: int) -> Tensor:
-        """To be called in a backward."""
-        if self._parts is None:  # a checkpoint around it hands out what it has saved once only
+        """Return a part; call this in a backward."""
+        if self._parts is None:  # a checkpoint around it returns what it has saved only once
             (x,) = self._node.saved_tensors
             self._parts = x.detach().requires_grad_(self._needs_gradient).split(self._num_tokens, dim=1)
         return self._parts[index]
@@ -275,15 +300,15 @@ def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
-# Selective recomputation around it would save the products of all parts, and with them what the parts are not to keep.
+# Selective recomputation around it would save the products of all parts, and with them what the parts must not keep.
 _IN_PART: Final[ContextVar[bool]] = ContextVar("shardwise_in_part", default=False)
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
-    """Have a module run `forward` in place of its own.
+    """Make a module run `forward` in place of its own.
 
     Returns:
-        what puts back the one it had.
+        the function that puts back the one it had.
     """
     own = module.__dict__.get("forward")
     module.forward = forward
@@ -298,7 +323,7 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[
 
 @contextmanager
 def watch_outputs(model: nn.Module, on_output: Callable[[str, list[Tensor]], None]) -> Iterator[None]:
-    """Inside the context, show the tensors of every submodule's output to `on_output`, inner modules first."""
+    """Show the tensors of every submodule's output to `on_output` inside the context, inner modules first."""
 
     def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
         def show(module: nn.Module, args: Any, output: Any) -> None:
@@ -320,9 +345,12 @@ def watch_calls(
     before: Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], None],
     after: Callable[[Any], None],
 ) -> Iterator[None]:
-    """Inside the context, report every call of every module: its name, itself and its arguments; then its output.
+    """Report every call of every module inside the context.
 
-    `after` follows where the forward raises too, with None.
+    Args:
+        model: whose modules are watched.
+        before: is given the name, the module, its positional and its keyword arguments.
+        after: is given the output; None where the forward raises.
     """
 
     def watch(name: str, module: nn.Module) -> list[RemovableHandle]:
@@ -345,7 +373,7 @@ def watch_calls(
 def watch_registrations(
     on_parameter: Callable[[nn.Parameter], None], on_buffer: Callable[[Tensor], Tensor]
 ) -> Iterator[None]:
-    """Inside the context, show what modules of any thread register, parameters to be changed, buffers replaced."""
+    """Show what modules of any thread register inside the context: parameters to be changed, buffers to be replaced."""
 
     def show(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         on_parameter(parameter)
@@ -362,10 +390,10 @@ def watch_registrations(
 
 
 class DeferredTensor(Protocol):
-    """A tensor that stands for a value that is not computed yet, as the logits of a split head do.
+    """A tensor may stand for a value that is not computed yet, as the logits of a split head do.
 
     Attributes:
-        is_deferred: it still is not.
+        is_deferred: the value is still not computed.
         deferred_from: the tensors that computing it reads; those that autograd has recorded hold its graph.
     """
 
@@ -373,21 +401,21 @@ class DeferredTensor(Protocol):
     deferred_from: tuple[Tensor, ...]
 
     def compute(self, for_good: bool = False) -> Tensor:
-        """Its value; with `for_good` it needs what it is computed from no longer."""
+        """Compute its value; with `for_good` the tensors that it is computed from are needed no longer."""
 
 
 def deferred(tensors: Iterable[Tensor]) -> list[DeferredTensor]:
-    """Those that stand for a value that is not computed yet."""
+    """Return the tensors that stand for a value that is not computed yet."""
     return [cast(DeferredTensor, tensor) for tensor in tensors if getattr(tensor, "is_deferred", False)]
 
 
 def read_with(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The tensors that are read where these are."""
+    """Return the tensors that are read where these are read."""
     return [source for tensor in tensors for source in getattr(tensor, "deferred_from", (tensor,))]
 
 
 def _made_since(tensors: Iterable[Tensor], start: int) -> list[Tensor]:
-    """Those that an operation made or changed which autograd has recorded since its count stood at `start`."""
+    """Return the tensors made or changed by operations that autograd has recorded since its count was `start`."""
     return [each for each in tensors if each.grad_fn is not None and record_number(each) >= start]
 
 
@@ -396,7 +424,7 @@ def _differentiable_leaves(tree: Any) -> list[Tensor]:
 
 
 def _leaves(tree: Any) -> list[Any]:
-    """As `pytree.tree_leaves`, which takes a microsecond a node to look at every type it knows."""
+    """Return the leaves as `pytree.tree_leaves` does, which takes a microsecond a node to test every type it knows."""
     kind = type(tree)
     if kind is Tensor:
         return [tree]
@@ -408,10 +436,11 @@ def _leaves(tree: Any) -> list[Any]:
 
 
 def _report_input_gradients(args: tuple[Any, ...], kwargs: dict[str, Any], events: UnitEvents) -> Any:
-    """Watch a unit's inputs; return its arguments anew where it must be given views of some.
+    """Watch a unit's inputs; return changed arguments where it needs views of some, else None.
 
-    A tensor has its gradient once all its users have given theirs. Where several units share an input, as decoder
-    blocks do the encoder's output, all but the first therefore get views, which have theirs as soon as the unit has.
+    A tensor has its gradient once all its users have added theirs. Where several units share an input, as decoder
+    blocks share the encoder's output, all but the first therefore get views; a view has its gradient as soon as its
+    unit has run its backward.
     """
     # A leaf of the graph outlives it, and so would its hooks.
     inputs = [leaf for leaf in _differentiable_leaves((args, kwargs)) if not leaf.is_leaf]
@@ -435,7 +464,7 @@ def _report_input_gradients(args: tuple[Any, ...], kwargs: dict[str, Any], event
 
 
 def _with_views(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Tensor]]:
-    """Arguments in which every tensor that feeds a unit already is a view, and those of them to watch."""
+    """Return arguments in which every tensor that feeds a unit already is a view, and the tensors to watch."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
     inputs = []
     for index, leaf in enumerate(leaves):
@@ -462,7 +491,7 @@ def _save_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoi
     return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-# Collectives, by which sums of products are saved, but not whole sequences: these are what sequence parallelism saves.
+# Collectives are saved, as sums of products are, but not whole sequences, which sequence parallelism exists to save.
 _SAVED_PREFIXES: Final = ("c10d", "_c10d", "shardwise::")
 _RECOMPUTED_PREFIX: Final = "shardwise::gather_sequence"
 _SAVED_PRODUCTS: Final = frozenset(

@@ -1,7 +1,7 @@
-"""Ops registered with torch for as long as an engine lives, so that recomputation, `torch.compile` and fake tensors see
-each as one.
+"""Ops are registered with torch for as long as an engine lives, so that recomputation, `torch.compile` and fake tensors
+see each as one.
 
-Every engine registers its own, whose kernels know its ranks, and takes them back.
+Every engine registers its own, whose kernels know its ranks, and removes them at its end.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ Op = Callable[..., Any]
 
 
 class OpRegistry:
-    """Registers ops under names of which no other library alive has one.
+    """Registers ops under names that no other live library has.
 
     Args:
-        runs_on_fakes: the kernel is also what fake tensors get.
+        runs_on_fakes: the kernel runs on fake tensors too.
     """
 
     def __init__(self, runs_on_fakes: bool) -> None:
@@ -29,7 +29,7 @@ class OpRegistry:
         self._runs_on_fakes = runs_on_fakes
 
     def close(self) -> None:
-        """Take the ops back."""
+        """Remove the ops."""
         self.is_open, self._library = False, None
         self._kernels.clear()
 
@@ -38,11 +38,11 @@ class OpRegistry:
 
         Args:
             schema: such as `all_reduce(Tensor x, str name) -> Tensor`.
-            kernel: what it does.
-            shape_only: what fake tensors get, of the same shapes, dtypes and strides.
+            kernel: computes the result.
+            shape_only: makes the result for fake tensors, of the same shapes, dtypes and strides.
 
         Returns:
-            what calls it, and raises once it is taken back.
+            the function that calls the op, and raises once it is removed.
         """
         plain, _, signature = schema.partition("(")
         name = f"{plain}_{id(self._library):x}"
@@ -62,10 +62,10 @@ class OpRegistry:
         return call
 
     def _lend(self, kernel: Op) -> Op:
-        """What calls the kernel without holding it.
+        """Return a function that calls the kernel without keeping it alive.
 
-        torch keeps for ever what it was given for an op, and a kernel leads to its engine's process groups, of which
-        each has threads that never rest.
+        torch keeps for ever what it was given for an op, and a kernel refers to its engine's process groups, each of
+        which has threads that never end.
         """
         self._kernels.append(kernel)
         lent = weakref.ref(kernel)

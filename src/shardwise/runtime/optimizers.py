@@ -1,4 +1,4 @@
-"""Element-wise optimizers and learning-rate schedules by name.
+"""This module has element-wise optimizers and learning-rate schedules by name.
 
 The optimizer sees 1-D pieces of parameters, so only those whose update of an element depends on that element alone are
 right; the others are refused by name.
@@ -22,21 +22,21 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from shardwise.config.resolve import Config, ConfigError, OptimizerConfig, SchedulerConfig, shown_value
 
-# What torch's own classes do to a whole matrix, or need a closure for; on pieces they would be silently wrong.
+# These classes of torch's work on a whole matrix, or need a closure; on pieces they would be silently wrong.
 _NOT_ELEMENT_WISE: Final = frozenset({"lbfgs", "adafactor", "muon", "sparseadam"})
 
 ParamGroups = Sequence[dict[str, Any]]
 
 
 def optimizer_names() -> Mapping[str, type[Optimizer]]:
-    """The element-wise optimizers of `torch.optim`, and Lion, by lower-case name."""
+    """Return the element-wise optimizers of `torch.optim`, and Lion, by lower-case name."""
     classes = inspect.getmembers(torch.optim, lambda value: inspect.isclass(value) and issubclass(value, Optimizer))
     names = {"lion": Lion} | {name.lower(): kind for name, kind in classes if kind is not Optimizer}
     return MappingProxyType({name: kind for name, kind in names.items() if name not in _NOT_ELEMENT_WISE})
 
 
 def refuse_unless_element_wise(optimizer: Optimizer) -> None:
-    """Raise for torch's optimizers that work on whole matrices; others are taken at their word."""
+    """Raise for torch's optimizers that work on whole matrices; others are taken to be element-wise."""
     name = type(optimizer).__name__
     if name.lower() in _NOT_ELEMENT_WISE:
         raise ConfigError(
@@ -45,7 +45,7 @@ def refuse_unless_element_wise(optimizer: Optimizer) -> None:
 
 
 def optimizer_kind(name: str) -> type[Optimizer]:
-    """The optimizer of a name, in whatever case it is written.
+    """Return the optimizer class of a name, in upper or lower case.
 
     Raises:
         ConfigError: no element-wise optimizer has that name.
@@ -78,7 +78,7 @@ def build_optimizer(config: OptimizerConfig, groups: ParamGroups) -> Optimizer:
 
 
 def learning_rate_factor(config: SchedulerConfig, total_steps: int) -> Callable[[int], float]:
-    """The learning rate at a step as a fraction of the peak: linear warm-up, then the named decay.
+    """Return the learning rate at a step as a fraction of the peak: linear warm-up, then the named decay.
 
     >>> factor = learning_rate_factor(SchedulerConfig(name="linear", warmup_steps=2, final_ratio=0.0), total_steps=6)
     >>> [round(factor(step), 2) for step in range(7)]
@@ -97,7 +97,7 @@ def learning_rate_factor(config: SchedulerConfig, total_steps: int) -> Callable[
 
 
 def schedule_of(config: Config) -> Callable[[int], float]:
-    """The schedule that the config names: constant where it names none, and never over a length that nobody gave.
+    """Return the schedule that the config names: constant where it names none; a decay needs a length.
 
     >>> schedule_of(Config())(10_000)
     1.0
@@ -118,7 +118,7 @@ def schedule_of(config: Config) -> Callable[[int], float]:
 
 
 def own_scheduler(config: Config, optimizer: Optimizer) -> LambdaLR:
-    """The config's schedule over all of the optimizer's parameter groups."""
+    """Make the config's schedule over all of the optimizer's parameter groups."""
     return LambdaLR(optimizer, schedule_of(config))
 
 
@@ -142,10 +142,10 @@ def lion(
     Args:
         params: of any shapes.
         grads: of the same shapes and dtypes.
-        exp_avgs: likewise; zeros before the first step.
+        exp_avgs: of the same shapes and dtypes; zeros before the first step.
         lr: the size of the update of each element; a tensor of one element is read.
         betas: how much of the momentum goes into the update, and how much of it stays.
-        weight_decay: times `lr`, what share of a parameter is taken from it.
+        weight_decay: times `lr`, the share of a parameter that is subtracted from it.
         maximize: go up instead of down.
     """
     rate = float(lr)
@@ -159,7 +159,7 @@ def lion(
 
 
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The tensors whole, or on the CPU their parts, which stay in the cache from one pass to the next."""
+    """Return the tensors whole, or on the CPU their parts, which stay in the cache from one pass to the next."""
     is_cut = tensors[0].numel() > _BLOCK_NUMEL and all(each.is_cpu and each.is_contiguous() for each in tensors)
     if is_cut:
         return zip(*(each.view(-1).split(_BLOCK_NUMEL) for each in tensors), strict=True)
@@ -203,7 +203,7 @@ class Lion(Optimizer):
         """Update the parameters that have a gradient.
 
         Args:
-            closure: computes the loss anew, with gradients; its result is returned.
+            closure: computes the loss again, with gradients; its result is returned.
         """
         loss = None
         if closure is not None:

@@ -14,7 +14,7 @@ class ReleasedParameterError(RuntimeError):
 
 
 class _WatchedParameter:
-    """A parameter whose gradient is not in `grad`: whoever reads it there is told first."""
+    """A parameter whose gradient is not in `grad`: reading `grad` calls `on_read` first."""
 
     on_read: Callable[[], None] = staticmethod(lambda: None)
 
@@ -32,7 +32,7 @@ class _WatchedParameter:
         _GRAD.__delete__(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A plain parameter with the same values: torch's own copy would be of this class."""
+        """Return a plain parameter with the same values: torch's own copy would be of this class."""
         this = cast(nn.Parameter, self)
         with plain_torch_functions():
             copied = nn.Parameter(this.detach().clone(), this.requires_grad)
@@ -44,7 +44,7 @@ _GRAD: Final[Any] = torch.Tensor.grad
 
 
 def watched_type(on_read: Callable[[], None]) -> type[nn.Parameter]:
-    """A class that a present parameter wears while its gradient is elsewhere; reading `grad` calls `on_read` first."""
+    """Make the class of a present parameter whose gradient is elsewhere; reading `grad` calls `on_read` first."""
     return type("Parameter", (_WatchedParameter, nn.Parameter), {"on_read": staticmethod(on_read)})
 
 
@@ -53,17 +53,17 @@ def released_type(
     present: type[nn.Parameter] = nn.Parameter,
     on_read: Callable[[], None] = lambda: None,
 ) -> type[nn.Parameter]:
-    """A class that a parameter wears while its storage is released: its shape and dtype can be read, its data cannot.
+    """Make the class of a parameter while its storage is released: its shape and dtype can be read, its data cannot.
 
     On the CPU an element-wise operation on a freed storage is a segmentation fault, and elsewhere it is garbage, so
     every other use first calls `on_use`, which makes the data present or raises. `set_parameter_class` changes the
     class, as torch's own lazy parameters do; a parameter whose data is present is a plain `nn.Parameter`, at no cost.
-    `torch.tensor` and `torch.vmap` ask no class before they read, so those two are not guarded.
+    `torch.tensor` and `torch.vmap` do not call the class before they read, so those two are not guarded.
 
     Args:
         on_use: is given the parameter.
         present: the class of parameters whose data is present.
-        on_read: of `grad`, which is not there.
+        on_read: is called when `grad` is read, whose gradient is stored elsewhere.
     """
     reason = "a block uses a parameter of another block, which is released"
     guard = torch.compiler.disable(on_use, reason=reason)
@@ -72,7 +72,9 @@ def released_type(
 
 
 class _GuardedParameter(_WatchedParameter):
-    """What the classes of all engines share, so that an operation on parameters of several asks each."""
+    """Is the base of the released classes of all engines, so that an operation on parameters of several calls each
+    `on_use`.
+    """
 
     on_use: Callable[[Any], None]
 
@@ -113,7 +115,7 @@ _READABLE_METHODS: Final = (
 )
 
 
-# What may be asked of a parameter without touching its data.
+# What can be read of a parameter without touching its data.
 _READABLE: Final = frozenset(
     {
         *(getattr(torch.Tensor, name).__get__ for name in _READABLE_PROPERTIES),

@@ -1,4 +1,4 @@
-"""Memory of the host as the system hands it out: whole pages to read files into and to copy from a GPU, and raw bytes.
+"""This module takes host memory from the system: whole pages to read files into and to copy from a GPU, and raw bytes.
 
 >>> pages = host_pages(5000)
 >>> pages.numel(), pages.data_ptr() % ALIGNMENT_BYTES, len(memory_of(pages))
@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-# What files are read and written by past the page cache: offset, length and address are multiples of this.
+# Direct reads and writes of files, past the page cache, need multiples of this: offset, length and address.
 ALIGNMENT_BYTES: Final = 4096
 _HUGE_PAGE_BYTES: Final = 2**21
 # Every context of this process sees the memory as pinned: cudaHostRegisterPortable.
@@ -25,7 +25,7 @@ _PORTABLE: Final = 1
 
 
 class _Pages(mmap.mmap):
-    """Private memory of this process; `unpin` is called before it goes, where a weak reference would be told after."""
+    """Private memory of this process; `unpin` runs before it is freed, where a weak reference's callback runs after."""
 
     unpin: Callable[[], object] | None = None
 
@@ -35,17 +35,17 @@ class _Pages(mmap.mmap):
 
 
 def host_pages(num_bytes: int, pin_memory: bool = False) -> Tensor:
-    """Memory in whole pages, which goes back to the system with the last tensor that shows it.
+    """Allocate memory in whole pages, which goes back to the system with the last tensor that views it.
 
     `torch.empty` keeps what is freed, below 32 MiB in the C library and where it is pinned in torch, which also rounds
     that up to a power of two.
 
     Args:
         num_bytes: at least 0.
-        pin_memory: for copies from and to a CUDA device beside its work.
+        pin_memory: for copies from and to a CUDA device that overlap its work.
 
     Returns:
-        1-D uint8, `num_bytes` rounded up to a multiple of `ALIGNMENT_BYTES` (at least one). Under fake tensors a fake.
+        1-D uint8, `num_bytes` rounded up to a multiple of `ALIGNMENT_BYTES` (at least one). Fake under fake tensors.
 
     Raises:
         MemoryError: the host has no more, or lets no more be pinned.
@@ -57,12 +57,12 @@ def host_pages(num_bytes: int, pin_memory: bool = False) -> Tensor:
 
 
 def host_zeros(numel: int, dtype: torch.dtype, pin_memory: bool = False) -> Tensor:
-    """Zeros in pages of their own, as `host_pages` makes them: 1-D, with a storage of no more than its elements.
+    """Make zeros in pages of their own, as `host_pages` does: 1-D, with a storage of no more than its elements.
 
     Args:
         numel: elements, at least 0.
-        dtype: of them.
-        pin_memory: for copies from and to a CUDA device beside its work.
+        dtype: of the elements.
+        pin_memory: for copies from and to a CUDA device that overlap its work.
 
     Raises:
         MemoryError: the host has no more, or lets no more be pinned.
@@ -74,7 +74,13 @@ def host_zeros(numel: int, dtype: torch.dtype, pin_memory: bool = False) -> Tens
 
 
 def _map(num_bytes: int, num_shown_bytes: int, pin_memory: bool) -> Tensor:
-    """New pages, of which a 1-D uint8 tensor shows the first bytes."""
+    """Map new pages, and return a 1-D uint8 tensor of the first bytes.
+
+    Args:
+        num_bytes: of the pages.
+        num_shown_bytes: of the tensor.
+        pin_memory: as for `host_pages`.
+    """
     try:
         pages = _Pages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -85,7 +91,7 @@ def _map(num_bytes: int, num_shown_bytes: int, pin_memory: bool) -> Tensor:
         with suppress(OSError):  # a kernel built without them; reads and writes of files gain some 5 percent by them
             pages.madvise(mmap.MADV_HUGEPAGE)
     if hasattr(mmap, "MADV_DONTFORK"):
-        # A fork would leave the copies of a disk or a GPU under way in pages that are the child's from then on.
+        # After a fork a disk or a GPU would copy into pages that are the child's from then on.
         pages.madvise(mmap.MADV_DONTFORK)
     tensor = torch.frombuffer(pages, dtype=torch.uint8, count=num_shown_bytes)
     if pin_memory:
@@ -105,11 +111,12 @@ def _pin(pages: _Pages, address: int) -> None:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, to read or to write; they keep the tensor alive.
+    """Return the bytes of a contiguous tensor on the CPU, to read or to write; they keep the tensor alive.
 
-    Not by `Tensor.numpy`: torch never again resizes a storage that NumPy has seen, and so no parameter's is released.
+    It does not use `Tensor.numpy`: torch never again resizes a storage that NumPy has seen, so no parameter could be
+    released.
     """
     num_bytes = tensor.numel() * tensor.element_size()
     memory: Any = (ctypes.c_ubyte * num_bytes).from_address(tensor.data_ptr())
-    memory.owner = tensor  # else a copy made for the call, such as of what is on a GPU, is gone before it is read
+    memory.owner = tensor  # else a copy made for the call, such as of a tensor on a GPU, is freed before it is read
     return memoryview(memory).cast("B")

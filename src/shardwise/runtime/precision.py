@@ -1,4 +1,4 @@
-"""Casting and loss scaling by the precision policy.
+"""These functions cast and scale by the precision policy.
 
 >>> total = torch.zeros(3)
 >>> add_widened(total, torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16))
@@ -28,7 +28,7 @@ _MAX_ROWS: Final = 64
 
 
 def torch_dtype(name: Dtype) -> torch.dtype:
-    """The torch dtype of a config's dtype name."""
+    """Return the torch dtype of a config's dtype name."""
     return TORCH_DTYPES[name]
 
 
@@ -39,7 +39,7 @@ def add_widened(total: Tensor, addend: Tensor) -> None:
         return
     scratch = torch.empty(min(SCRATCH_NUMEL, total.numel()), dtype=total.dtype)
     if is_fake(total):
-        total.add_(addend)  # beside the scratch that a ledger sees: thousands of blocks would be all of a simulation
+        total.add_(addend)  # after the scratch, which a memory tracker counts; thousands of blocks would be slow
         return
     for total_block, addend_block in zip(total.split(SCRATCH_NUMEL), addend.split(SCRATCH_NUMEL), strict=True):
         widened = scratch[: total_block.numel()]
@@ -50,11 +50,11 @@ def add_widened(total: Tensor, addend: Tensor) -> None:
 def sum_chunks(total: Tensor, chunks: Tensor, accumulate: bool) -> None:
     """Sum the rows of `chunks` [n, s] into `total` [s] in fp32 or wider, whatever the dtypes.
 
-    The order is the same in every call, and that of the ranks where these are few. The rows are summed before what
-    `total` held is added: so the bits are those of a sum that is made here and added elsewhere.
+    The order is the same in every call: that of the ranks where these are few. The rows are summed first, and then the
+    old value of `total` is added: so the bits are those of a sum that is made here and added elsewhere.
 
     Args:
-        total: the sum, in place; what it held before is added too where `accumulate` is set.
+        total: the sum, in place; its old value is added too where `accumulate` is set.
         chunks: one row a rank.
         accumulate: whether `total` holds a sum already.
     """
@@ -92,6 +92,11 @@ def to_device(tree: Any, device: torch.device, dtype: torch.dtype | None = None)
     """Move the tensors of a pytree to `device`, the floating ones to `dtype` too where one is given.
 
     Any mapping counts as a dict, such as the batches of Hugging Face's tokenizers.
+
+    Args:
+        tree: a pytree; leaves that are no tensors stay.
+        device: to move to.
+        dtype: of floating tensors; None keeps theirs.
     """
 
     def move(leaf: Any) -> Any:
@@ -106,7 +111,13 @@ def to_device(tree: Any, device: torch.device, dtype: torch.dtype | None = None)
 
 
 def explain_dtypes(error: BaseException, model: nn.Module, dtype: torch.dtype) -> None:
-    """Add the cure to a forward's error about dtypes where a buffer is not of the parameters' `dtype`."""
+    """Add the fix to a forward's error about dtypes where a buffer is not of the parameters' dtype.
+
+    Args:
+        error: of the forward; other errors stay as they are.
+        model: whose buffers are checked.
+        dtype: of the parameters.
+    """
     if not isinstance(error, RuntimeError) or re.search(r"dtype|scalar type", str(error)) is None:
         return
     kept = ((name, each.dtype) for name, each in model.named_buffers() if each.is_floating_point())
@@ -119,7 +130,7 @@ def explain_dtypes(error: BaseException, model: nn.Module, dtype: torch.dtype) -
 
 
 class LossScaler:
-    """The factor that keeps fp16 gradients representable; 1 for every other dtype.
+    """Holds the factor that keeps fp16 gradients representable; 1 for every other dtype.
 
     Dynamic scaling halves the factor at an overflow, whose step is skipped, and doubles it after
     `precision.loss_scale_window` steps without one (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2).
@@ -136,7 +147,7 @@ class LossScaler:
 
     @property
     def can_shrink(self) -> bool:
-        """Whether an overflow may be the scale's fault, so that a smaller one can mend it."""
+        """Say whether an overflow may come from the scale, so that a smaller one can help."""
         return self.is_dynamic and self.scale > self._config.min_loss_scale
 
     def update(self, overflowed: bool) -> None:
@@ -153,11 +164,11 @@ class LossScaler:
             self._num_good_steps = 0
 
     def state_dict(self) -> dict[str, float]:
-        """What a resumed run needs; nothing where the config alone says the scale."""
+        """Return what a resumed run needs; nothing where the config alone says the scale."""
         return {"scale": self.scale, "num_good_steps": self._num_good_steps} if self.is_dynamic else {}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore what `state_dict` returned, if both scales are dynamic: 1, of another precision, is none for fp16."""
+        """Restore what `state_dict` returned, if both scales are dynamic; a fixed scale of another run is not taken."""
         if self.is_dynamic and state:
             self.scale = state["scale"]
             self._num_good_steps = int(state["num_good_steps"])

@@ -1,8 +1,9 @@
-"""What runs in the place of a block's own forward: recomputed, compiled, or both; and without a cache where recomputed.
+"""The functions here replace a block's own forward: recomputed, compiled, or both; and without a cache where
+recomputed.
 
-Not the hooks, which stay outside. Compiled is the whole of `run_forward`, checkpoint included: there the recomputation
-is part of the compiled backward, which saves what the policy of selective recomputation says. A checkpoint around
-compiled code would see one opaque operation and recompute all of it.
+The hooks stay outside. The whole of `run_forward` is compiled, checkpoint included: there the recomputation is part of
+the compiled backward, which saves what the policy of selective recomputation says. A checkpoint around compiled code
+would see one opaque operation and recompute all of it.
 
 Blocks of one class whose parameters have the same shapes share their compiled code, so the number of compilations does
 not grow with the number of blocks. Parameters are inputs of that code; it knows neither their storage nor their engine.
@@ -45,7 +46,7 @@ def replace_forwards(
         store: keeps the inputs of recomputed blocks; None leaves them where they are.
 
     Returns:
-        what puts their own back; to be called in reverse order.
+        the functions that put their own back; call them in reverse order.
 
     Raises:
         ConfigError: torch has no such backend, or it cannot work in this mode.
@@ -72,21 +73,21 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
     return model(*inputs) if isinstance(inputs, list | tuple) else model(inputs)
 
 
-# What Hugging Face's blocks call the cache that they write into.
+# Names of the cache into which Hugging Face's blocks write.
 _CACHE_ARGUMENTS: Final = ("past_key_values", "past_key_value", "layer_past", "cache_params")
 
 
 def _cache_arguments(forward: Run) -> list[tuple[int, str]]:
-    """Position and name of the arguments of a block's forward that are caches."""
+    """Return position and name of the arguments of a block's forward that are caches."""
     names = list(inspect.signature(forward).parameters)
     return [(names.index(name), name) for name in _CACHE_ARGUMENTS if name in names]
 
 
 def _leave_out_cache(module: nn.Module, plain: Run, places: Sequence[tuple[int, str]]) -> Callable[[], None]:
-    """Hand a recomputed block no cache of keys and values: the recomputation would write into it once more.
+    """Give a recomputed block no cache of keys and values: the recomputation would write into it once more.
 
-    In training nobody reads what the block writes. In evaluation with gradients somebody may, and a cache that holds
-    something already is read by the block itself: there it runs plainly.
+    In training no code reads what the block writes. In evaluation with gradients some may, and a cache that is not
+    empty is read by the block itself: there it runs plainly.
 
     Args:
         module: its forward is the recomputed one.
@@ -94,7 +95,7 @@ def _leave_out_cache(module: nn.Module, plain: Run, places: Sequence[tuple[int, 
         places: of the caches in its arguments.
 
     Returns:
-        what puts the recomputed forward back.
+        the function that puts the recomputed forward back.
     """
     forward = module.forward
 
@@ -117,13 +118,13 @@ def _leave_out_cache(module: nn.Module, plain: Run, places: Sequence[tuple[int, 
 
 
 def _is_empty(cache: Any) -> bool:
-    """Whether a cache holds nothing yet; one that cannot be asked is taken to hold something."""
+    """Say whether a cache is empty; one that has no `get_seq_length` is taken to hold something."""
     measure = getattr(cache, "get_seq_length", None)
     return measure is not None and measure() == 0
 
 
 class _BlockCompiler:
-    """Compiles blocks; remembers the code that blocks of each kind share.
+    """Compiles blocks, and keeps the code that blocks of each kind share.
 
     Args:
         config: the section.
@@ -139,9 +140,10 @@ class _BlockCompiler:
         self._num_compiled = 0
 
     def compiled(self, unit: str, module: nn.Module, recompute: str) -> Callable[..., Any]:
-        """A block's forward, compiled when it is first called.
+        """Return a block's forward, which is compiled when it is first called.
 
-        It runs plainly inside an op mode: under `Ledger.meter` on the CPU a block is measured as if not compiled.
+        It runs plainly inside an op mode: under `MemoryTracker.meter` on the CPU a block is measured as if not
+        compiled.
         """
         forward = module.forward
         kind = _kind(module, recompute)
@@ -168,7 +170,7 @@ class _BlockCompiler:
         return compiled
 
     def _compile(self, name: str) -> Run:
-        """`run_forward` compiled, with code of its own: torch counts compilations, and learns sizes, by code."""
+        """Compile `run_forward` with code of its own: torch counts compilations, and learns sizes, by code."""
         self._num_compiled += 1
         name = f"{name}_{self._num_compiled}"
         own = FunctionType(run_forward.__code__.replace(co_name=name), run_forward.__globals__, name)
@@ -185,7 +187,7 @@ def check_backend(config: CompileConfig) -> None:
     """Refuse a backend that torch does not have; torch's compiler is imported for that.
 
     Raises:
-        ConfigError: it names one that is meant, or those there are.
+        ConfigError: it names one that is close, or those there are.
     """
     backends = torch.compiler.list_backends(exclude_tags=None)
     if config.backend not in backends:
@@ -209,7 +211,7 @@ def _check(config: CompileConfig, layout: Layout) -> None:
 
 
 def _explain(error: Exception, unit: str, backend: str) -> str:
-    """One line of the several that torch writes: what, why and where."""
+    """Make one line of the several that torch writes: what, why and where."""
     inner = getattr(error, "inner_exception", None)
     if inner is not None:
         return (

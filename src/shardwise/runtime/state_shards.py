@@ -1,6 +1,7 @@
-"""What a rank holds of the states that a checkpoint keeps, and which part of it this rank is the one to write.
+"""A state shard is what a rank holds of a state that a checkpoint keeps, and says which part of it this rank writes.
 
-The engine lists its holdings; a checkpoint writes from them and reads into them, and knows nothing else of an engine.
+The engine lists its state shards; a checkpoint writes from them and reads into them, and knows nothing else of an
+engine.
 
 A weight of 3 x 4 under ZeRO-3 over two ranks: rank 1 holds, and writes, its last 4 elements.
 
@@ -33,17 +34,17 @@ Kind = Literal["parameter", "buffer", "rank"]
 
 @dataclass(frozen=True)
 class StateShard:
-    """One state of one parameter or buffer on this rank.
+    """Describes one state of one parameter or buffer on this rank.
 
     Attributes:
         name: the first of its fully qualified names, as the unmodified model has it.
         aliases: the others, where it is tied.
         state: `param`, or the optimizer's name of it, such as `exp_avg`.
         global_shape: of the whole tensor.
-        flat: the state where it rests, on any device, in the memory of the host or in a file; a load writes into it.
+        flat: the state where it is stored: on any device, in host memory or in a file; a load writes into it.
         pieces: rectangles of the whole tensor in `flat`; what no piece covers is padding.
         written: the pieces that this rank writes in a save. Over all ranks they cover the whole tensor once.
-        kind: a parameter; a buffer of the model; or what is this rank's alone, such as the state of its generators.
+        kind: a parameter; a buffer of the model; or a state of this rank alone, such as that of its generators.
         trainable: whether the parameter has gradients.
     """
 
@@ -59,7 +60,7 @@ class StateShard:
 
     @property
     def num_written_bytes(self) -> int:
-        """Bytes that this rank writes of it."""
+        """Return the bytes that this rank writes of it."""
         return sum(piece.rect.numel for piece in self.written) * self.flat.dtype.itemsize
 
 
@@ -70,8 +71,8 @@ class ScalarState:
     Attributes:
         name: of the parameter.
         state: the optimizer's name of it.
-        value: of it.
-        dtype: of its 0-d tensor, such as `float32`; `int` or `float` of a Python number.
+        value: the number.
+        dtype: of its 0-d tensor, such as `float32`; `int` or `float` for a Python number.
     """
 
     name: str
@@ -81,48 +82,48 @@ class ScalarState:
 
 
 class FlatState(Protocol):
-    """A 1-D state of which parts are read and written."""
+    """A flat state is 1-D, and parts of it are read and written."""
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Return the number of elements."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its elements."""
+        """Return the dtype of the elements."""
 
     @property
     def tensor(self) -> Tensor | None:
-        """All of it, where it lies in the memory of the device or of the host; None for a file's."""
+        """Return all of it, if it is stored on the device or in host memory; None for a file's."""
 
     def read(self, start: int, stop: int) -> Tensor:
-        """The elements [start, stop), 1-D: a view where they lie in memory, a copy in host memory of a file's."""
+        """Return the elements [start, stop), 1-D: a view if they are in memory, a copy in host memory of a file's."""
 
     def write(self, start: int, values: Tensor) -> None:
         """Replace the elements from `start` on by `values`, 1-D, on any device and of any dtype."""
 
     def part(self, start: int, stop: int) -> FlatState:
-        """The elements [start, stop) as a flat state of their own, without a copy."""
+        """Return the elements [start, stop) as a flat state of their own, without a copy."""
 
 
 class TensorFlatState:
-    """A 1-D tensor as a `FlatState`."""
+    """Makes a 1-D tensor a `FlatState`."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Return the number of elements."""
         return self.tensor.numel()
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its elements."""
+        """Return the dtype of the elements."""
         return self.tensor.dtype
 
     def read(self, start: int, stop: int) -> Tensor:
-        """The elements [start, stop), a view."""
+        """Return the elements [start, stop), a view."""
         return self.tensor[start:stop]
 
     def write(self, start: int, values: Tensor) -> None:
@@ -130,13 +131,13 @@ class TensorFlatState:
         self.tensor[start : start + values.numel()].copy_(values)
 
     def part(self, start: int, stop: int) -> FlatState:
-        """The elements [start, stop), over the same memory."""
+        """Return the elements [start, stop), over the same memory."""
         return TensorFlatState(self.tensor[start:stop])
 
 
 @dataclass(frozen=True)
 class FlatSlice:
-    """The elements [start, stop) of a `FlatState`, for those that cannot be sliced in memory."""
+    """Is the elements [start, stop) of a `FlatState`, for states that cannot be sliced in memory."""
 
     whole: FlatState
     start: int
@@ -144,22 +145,22 @@ class FlatSlice:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Return the number of elements."""
         return self.stop - self.start
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its elements."""
+        """Return the dtype of the elements."""
         return self.whole.dtype
 
     @property
     def tensor(self) -> Tensor | None:
-        """The part in memory, if the whole lies there."""
+        """Return the part, if the whole is in memory."""
         whole = self.whole.tensor
         return None if whole is None else whole[self.start : self.stop]
 
     def read(self, start: int, stop: int) -> Tensor:
-        """The elements [start, stop) of the part."""
+        """Return the elements [start, stop) of the part."""
         return self.whole.read(self.start + start, self.start + stop)
 
     def write(self, start: int, values: Tensor) -> None:
@@ -167,10 +168,10 @@ class FlatSlice:
         self.whole.write(self.start + start, values)
 
     def part(self, start: int, stop: int) -> FlatState:
-        """The elements [start, stop) of the part."""
+        """Return the elements [start, stop) of the part."""
         return FlatSlice(self.whole, self.start + start, self.start + stop)
 
 
 def is_flat(value: object) -> TypeGuard[FlatState]:
-    """Whether a state is flat: neither a number nor a plain tensor."""
+    """Say whether a state is flat: neither a number nor a plain tensor."""
     return isinstance(value, TensorFlatState | FlatSlice)

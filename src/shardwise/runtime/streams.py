@@ -1,8 +1,8 @@
-"""CUDA streams beside the compute stream, and the one rule by which buffers pass between them.
+"""CUDA streams run work beside the compute stream, and one rule says how buffers pass between them.
 
-The rule: storage is allocated and freed in compute-stream order only. Whoever hands a buffer to another stream records
-an event behind its last use (`Event.record`), and the receiver waits for that event before its first use. On the CPU
-every lane is the calling thread and events are nothing, so the same code runs.
+The rule: storage is allocated and freed in compute-stream order only. The stream that hands a buffer to another one
+records an event after its last use (`Event.record`), and the receiver waits for that event before its first use. On
+the CPU all work runs on the calling thread and events do nothing, so the same code runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LaneName = Literal["gather", "reduce", "tensor", "context", "offload", "reload"]
 
 @dataclass(frozen=True)
 class P2PStreamKey:
-    """The lane of messages to or from one other rank: behind those of another rank they might wait in a circle."""
+    """Names the stream of messages to or from one other rank: after those of another they might wait in a circle."""
 
     end: Literal["send", "receive"]
     peer: int
@@ -27,7 +27,7 @@ class P2PStreamKey:
 
 @dataclass(frozen=True)
 class Event:
-    """A point in a stream's work; nothing on the CPU."""
+    """Marks a point in a stream's work; does nothing on the CPU."""
 
     cuda_event: torch.cuda.Event | None
 
@@ -42,17 +42,17 @@ class Event:
             self.cuda_event.wait()
 
     def wait_on_host(self) -> None:
-        """Hold up the calling thread until the device has come there."""
+        """Block the calling thread until the device has reached the point."""
         if self.cuda_event is not None:
             self.cuda_event.synchronize()
 
     def is_reached(self) -> bool:
-        """Whether the device has come there; never waits."""
+        """Say whether the device has reached the point; never wait."""
         return self.cuda_event is None or self.cuda_event.query()
 
 
 class Streams:
-    """An engine's side streams: for gathers, reductions, what runs beside a split layer or travels between the ranks of
+    """Holds an engine's side streams: for unshards, reductions, transfers beside a split layer or between the ranks of
     a sequence, copies to the host and back.
 
     On the CPU there are none.
@@ -66,13 +66,13 @@ class Streams:
         self.device = device
         self._lanes: dict[LaneName | P2PStreamKey, torch.cuda.Stream] = {}
         if device.type == "cuda" and overlap:
-            # Reductions alone are not on the critical path of the computation, and nothing shall queue behind them.
+            # Only reductions are not on the critical path of the computation, and no other work may queue after them.
             self._lanes = {
                 "gather": torch.cuda.Stream(device, priority=-1),
                 "reduce": torch.cuda.Stream(device),
                 "tensor": torch.cuda.Stream(device, priority=-1),
                 "context": torch.cuda.Stream(device, priority=-1),
-                # A bus carries as much in each direction as in one.
+                # A bus carries as much in both directions at once as in one.
                 "offload": torch.cuda.Stream(device),
                 "reload": torch.cuda.Stream(device),
             }
@@ -81,7 +81,7 @@ class Streams:
     def side_stream(self, name: LaneName | P2PStreamKey | None, after: Event | None = None) -> Iterator[None]:
         """Enqueue what follows on the named stream, or on the current one for None.
 
-        It runs behind all that the current stream holds so far; or behind `after`, where that is given.
+        It runs after all that the current stream holds so far; or after the event `after`, where that is given.
         """
         # Without overlap too: a receive that the computation waits for may wait for what that computes.
         if isinstance(name, P2PStreamKey) and self.device.type == "cuda" and name not in self._lanes:

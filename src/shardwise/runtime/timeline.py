@@ -1,10 +1,11 @@
-"""The record of a real run: timed actions of the current step, in the schedule's own words.
+"""A timeline records a real run: timed actions of the current step, in the schedule's own words.
 
-A recorded run and a simulated one are the same kind of value, so they can be laid over each other. Times are the
-host's; on CUDA they are when work was enqueued, not when the device did it.
+A recorded run and a simulated one are the same kind of value, so they can be compared. Times are the host's; on CUDA
+they are when work was enqueued, not when the device did it.
 
-Without a pipeline, hooks tell what was done to which group (`add`). In a pipeline whoever executes the schedule tells
-what it does (`perform`), and what hooks tell is left out: a record has the actions of the schedule, in its order.
+Without a pipeline, hooks report what was done to which param group (`add`). In a pipeline the executor of the schedule
+reports what it does (`perform`), and calls of `add` are ignored: a record has the actions of the schedule, in its
+order.
 
 >>> timeline = Timeline(rank=0)
 >>> timeline.is_scheduled = True
@@ -27,7 +28,7 @@ _Entry = tuple[ActionKind, int, str | None, float, float]  # kind, micro-batch, 
 
 
 class _Performed:
-    """An action of a schedule, under way until it is ended."""
+    """Holds an action of a schedule, under way until it is ended."""
 
     def __init__(self, action: Action) -> None:
         self.action = action
@@ -39,7 +40,7 @@ class _Performed:
 
 
 class Timeline:
-    """Collects the actions of one step; `close_step` hands them over and starts the next.
+    """Collects the actions of one step; `close_step` keeps them as the last step and starts the next.
 
     Args:
         rank: of this process in the world.
@@ -50,18 +51,24 @@ class Timeline:
         self.is_recording = True
         self.is_scheduled = False
         self._rank = rank
-        # As plain values: building actions takes longer than some of them, and most steps' are never looked at.
+        # As plain values: to build an action takes longer than some actions, and most steps' are never read.
         self._open: list[_Entry | _Performed] = []
         self._closed: list[_Entry | _Performed] = []
         self._current: _Performed | None = None
 
     @property
     def last_step(self) -> tuple[TimedAction, ...]:
-        """The actions of the last step that was closed."""
+        """Return the actions of the last step that was closed."""
         return tuple(map(self._timed, self._closed))
 
     def add(self, kind: ActionKind, group: str | None, start_s: float) -> None:
-        """Record an action that began at `start_s` (of `now`) and has just ended."""
+        """Record an action that has just ended.
+
+        Args:
+            kind: of the action.
+            group: the param group's name; None for an action without one.
+            start_s: when it began, on the clock of `now`.
+        """
         if self.is_recording and not self.is_scheduled:
             self._open.append((kind, self.micro_batch, group, start_s, time.perf_counter()))
 
@@ -90,12 +97,12 @@ class Timeline:
             self._current = None
 
     def restart(self) -> None:
-        """The action that is performed begins only now: until here it has waited for others."""
+        """Let the action under way begin only now: until here it has waited for others."""
         if self._current is not None:
             self._current.start_s = time.perf_counter()
 
     def leave_open(self) -> Callable[[], None]:
-        """The action that is performed goes on in the background; returns what is to be called when it has ended."""
+        """Let the action under way go on in the background; return the function to call when it has ended."""
         current = self._current
         if current is None:
             return lambda: None
@@ -103,17 +110,19 @@ class Timeline:
         return current.end
 
     def latest(self, count: int) -> tuple[TimedAction, ...]:
-        """The last actions, of this step and before; another thread may ask."""
+        """Return the last actions, of this step and before; another thread may call it."""
         entries = [*self._closed, *self._open]
         return tuple(map(self._timed, entries[-count:]))
 
     @staticmethod
     def now() -> float:
-        """Seconds on the clock that all actions share."""
+        """Return the seconds on the clock that all actions share."""
         return time.perf_counter()
 
     def close_step(self) -> None:
-        """Finish the step's record; amid an action of a schedule that is left to whoever executes it, at its end."""
+        """Finish the step's record; do nothing within an action of a schedule, whose executor closes the step at its
+        end.
+        """
         if self._current is not None:
             return
         self._closed, self._open = self._open, []

@@ -1,4 +1,4 @@
-"""The private names of torch that Shardwise needs, each with its reason; no other file holds any.
+"""This file holds the private names of torch that Shardwise needs, each with its reason; no other file holds any.
 
 Every function here is tested in `tests/test_torch_private.py`, so that a torch release that moves a name fails there
 first.
@@ -63,7 +63,7 @@ __all__ = [
 
 
 def in_backward() -> bool:
-    """Whether the autograd engine is running on this thread: true in recomputation, false in a plain forward.
+    """Say whether the autograd engine is running on this thread: true in recomputation, false in a plain forward.
 
     Public torch has no such query; hooks need it, because a forward that runs inside a backward must not reshard.
     """
@@ -71,7 +71,8 @@ def in_backward() -> bool:
 
 
 def in_op_mode() -> bool:
-    """Whether ops of this thread are shown to a mode, such as a meter's, fake tensors' or selective checkpointing's.
+    """Say whether ops of this thread are shown to a mode, such as that of a meter, fake tensors or selective
+    checkpointing.
 
     Such a mode sees no op of compiled code, and under one `torch.compile(fullgraph=True)` refuses to run.
     """
@@ -80,10 +81,10 @@ def in_op_mode() -> bool:
 
 @contextmanager
 def unseen_by_op_modes(is_real: bool = False) -> Iterator[None]:
-    """Show the ops inside to no op mode: selective checkpointing refuses a recomputation with ops its forward lacked.
+    """Hide the ops inside from op modes: selective checkpointing refuses a recomputation with ops its forward lacked.
 
-    So what is computed once and kept, but may be computed anew in a recomputation, must be out of its sight. Fake
-    tensors are made all the same where the code around makes such ones, unless `is_real`.
+    So a value that is computed once and kept, but may be computed again in a recomputation, must be hidden from it.
+    Fake tensors are still made where the code around makes them, unless `is_real`.
     """
     fakes = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     with _disable_current_modes(), nullcontext() if fakes is None or is_real else fakes:
@@ -91,7 +92,8 @@ def unseen_by_op_modes(is_real: bool = False) -> Iterator[None]:
 
 
 def compiler_errors() -> tuple[type[Exception], type[Exception]]:
-    """What `torch.compile` raises where it cannot compile, and where it has compiled too often; imports the compiler.
+    """Return what `torch.compile` raises where it cannot compile, and where it has compiled too often; imports the
+    compiler.
 
     Public torch names neither, and they share no base but `Exception`.
     """
@@ -101,7 +103,8 @@ def compiler_errors() -> tuple[type[Exception], type[Exception]]:
 
 
 def constant_in_graphs(function: AnyFunction) -> AnyFunction:
-    """`torch.compiler.assume_constant_result`: compiled code runs it when it is compiled, and keeps what it returns.
+    """Do what `torch.compiler.assume_constant_result` does: compiled code runs it when it is compiled, and keeps its
+    result.
 
     The public name imports all of dynamo, which takes a second, to set this one attribute.
     """
@@ -110,7 +113,7 @@ def constant_in_graphs(function: AnyFunction) -> AnyFunction:
 
 
 def on_backward_end(callback: Callable[[], None]) -> None:
-    """Run `callback` when the current backward has finished; to be called from within it.
+    """Run `callback` when the current backward has finished; call this from within it.
 
     Parameters that got no gradient fire no hook, so the end of the backward is the only place to close their group.
     """
@@ -118,12 +121,12 @@ def on_backward_end(callback: Callable[[], None]) -> None:
 
 
 def num_recorded() -> int:
-    """How many operations autograd has recorded on this thread; a backward runs the newest that is ready first."""
+    """Return how many operations autograd has recorded on this thread; a backward runs the newest ready one first."""
     return torch._C._autograd._get_sequence_nr()
 
 
 def record_number(tensor: Tensor) -> int:
-    """The number, from 0, of the recorded operation that made `tensor`, which must have a `grad_fn`."""
+    """Return the number, from 0, of the recorded operation that made `tensor`, which must have a `grad_fn`."""
     return tensor.grad_fn._sequence_nr()  # type: ignore[union-attr]
 
 
@@ -136,9 +139,9 @@ def set_unsharded_storage(storage: torch.UntypedStorage, num_bytes: int) -> None
 
 
 def set_data(parameter: nn.Parameter, data: Tensor) -> None:
-    """Let a parameter hold other data, also from or to the meta device, which `.data = ` refuses.
+    """Give a parameter other data, also from or to the meta device, which `.data = ` refuses.
 
-    As `torch.utils.swap_tensors`, but weak references to the parameter, such as those of `nn.LSTM`, do no harm: the
+    It works as `torch.utils.swap_tensors`, but allows weak references to the parameter, such as those of `nn.LSTM`: the
     object stays. Nothing but the object may refer to the tensor, so a graph through it must be gone.
     """
     if parameter.is_meta == data.is_meta:
@@ -148,7 +151,13 @@ def set_data(parameter: nn.Parameter, data: Tensor) -> None:
 
 
 def written_tensors(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The arguments that an op writes, by its schema."""
+    """Return the arguments that an op writes, by its schema.
+
+    Args:
+        func: the op.
+        args: positional ones.
+        kwargs: by name.
+    """
     values = [
         args[index] if index < len(args) else kwargs.get(argument.name)
         for index, argument in enumerate(func._schema.arguments)
@@ -158,7 +167,13 @@ def written_tensors(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def named_arguments(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of an op by their names in its schema, those at their defaults too."""
+    """Return the arguments of an op by their names in its schema, those at their defaults too.
+
+    Args:
+        func: the op.
+        args: positional ones.
+        kwargs: by name.
+    """
     return {
         argument.name: args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
         for index, argument in enumerate(func._schema.arguments)
@@ -166,22 +181,22 @@ def named_arguments(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def returned(func: OpOverload, written: Sequence[Tensor]) -> Any:
-    """What an op that writes `written` in place returns: nothing, the one tensor, or all."""
+    """Return the result of an op that writes `written` in place: nothing, the one tensor, or all."""
     if not func._schema.returns:
         return None
     return written[0] if len(func._schema.returns) == 1 else tuple(written)
 
 
 def plain_torch_functions() -> AbstractContextManager[None]:
-    """Run what follows without calling any tensor subclass's `__torch_function__`, as torch's subclass guide does."""
+    """Run the body without calling any tensor subclass's `__torch_function__`, as torch's subclass guide does."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
 class OpMode(TorchDispatchMode):
-    """Base of the modes whose `__torch_dispatch__` is shown every op of its thread; public torch has no such view.
+    """Is the base of the modes whose `__torch_dispatch__` gets every op of its thread; public torch has no such view.
 
     torch wraps that method so that dynamo never compiles it, and its wrapper imports all of dynamo, which takes a
-    second, at the first op. Nothing here is compiled from within a mode, so the wrapper is declined.
+    second, at the first op. Nothing here is compiled from within a mode, so this class refuses the wrapper.
     """
 
     @classmethod
@@ -190,22 +205,30 @@ class OpMode(TorchDispatchMode):
 
 
 def version(tensor: Tensor) -> int:
-    """How often a tensor has been written in place; writes through `.data` do not count."""
+    """Return how often a tensor has been written in place; writes through `.data` do not count."""
     return tensor._version
 
 
 def view_base(tensor: Tensor) -> Tensor | None:
-    """The tensor that this one is a view of, as autograd knows it; public torch says only that there is one."""
+    """Return the tensor that this one is a view of, as autograd knows it; public torch says only that there is one."""
     return tensor._base
 
 
 def wrapper_like(kind: type[AnyTensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> AnyTensor:
-    """A tensor of class `kind` that has no data; all authors of tensor subclasses make theirs by this name."""
+    """Make a tensor of class `kind` that has no data; all authors of tensor subclasses make theirs by this name.
+
+    Args:
+        kind: a subclass of `Tensor`.
+        shape: of the tensor.
+        dtype: of the tensor.
+        device: that it claims to be on.
+    """
     return Tensor._make_wrapper_subclass(kind, tuple(shape), dtype=dtype, device=device)
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.compiler.disable`, but free where nothing is compiled around the call, as mostly for hooks outside blocks.
+    """Do what `torch.compiler.disable` does, at no cost where nothing is compiled around the call, as for most hooks
+    outside blocks.
 
     Public torch sets and resets the interpreter's frame hook at every call, a microsecond or two.
     """
@@ -222,12 +245,12 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return skip(call)
 
 
-# What a fake tensor raises where its values are asked for: for a number, or for a shape that follows from them.
+# A fake tensor raises these where its values are needed: for a number, or for a shape that follows from them.
 NO_VALUE_ERRORS: Final = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 def fake_tensors() -> AbstractContextManager[Any]:
-    """Inside the context, tensors have shapes, dtypes, storages and graphs but no memory.
+    """Give the tensors made inside the context shapes, dtypes, storages and graphs but no memory.
 
     Public torch has the meta device only, on which ops choose other kernels than on the device that is meant.
     """
@@ -236,7 +259,7 @@ def fake_tensors() -> AbstractContextManager[Any]:
 
 @contextmanager
 def quiet_fakes() -> Iterator[None]:
-    """Inside the context torch does not log what fails on fake tensors, which it does although it raises too."""
+    """Stop torch from logging what fails on fake tensors inside the context, which it does although it raises too."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
@@ -246,27 +269,28 @@ def quiet_fakes() -> Iterator[None]:
 
 
 def fake_copy(tensor: Tensor) -> Tensor:
-    """A fake tensor on the CPU like `tensor`, which may be real or on meta; itself where it is such a one.
+    """Return a fake tensor on the CPU like `tensor`, which may be real or on meta; `tensor` itself if it is one
+    already.
 
-    To be called inside `fake_tensors`.
+    Call it inside `fake_tensors`.
     """
     return tensor if isinstance(tensor, FakeTensor) and tensor.device.type == "cpu" else fake_like(tensor)
 
 
 def fake_like(tensor: Tensor) -> Tensor:
-    """As `fake_copy`, but always another tensor."""
+    """Return a fake tensor as `fake_copy` does, but always another tensor."""
     fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
 
 class PlaceholderTensors:
-    """Makes tensors of a shape, dtype and device without values, which mix with real ones: what is computed from one is
-    one too.
+    """Makes placeholders: tensors of a shape, dtype and device without values. They mix with real tensors: a result
+    computed from one is one too.
 
     Args:
-        device: of them.
-        is_simulated: all tensors are fake already, in the context of `fake_tensors`: then none can be told apart.
-        dtypes: of the tensors whose likes are to be of another dtype, by their identities.
+        device: of the placeholders.
+        is_simulated: all tensors are fake already, in the context of `fake_tensors`: then `is_one` is always False.
+        dtypes: the placeholder's dtype where it differs from the tensor's, by the `id` of the tensor; None for none.
     """
 
     def __init__(
@@ -277,37 +301,37 @@ class PlaceholderTensors:
         self._mode = None if is_simulated else FakeTensorMode(allow_non_fake_inputs=True)
 
     def like(self, tensor: Tensor) -> Tensor:
-        """One like `tensor`; parameters stay parameters."""
+        """Make a placeholder like `tensor`; parameters stay parameters."""
         with plain_torch_functions(), self.only():
             dtype = self._dtypes.get(id(tensor), tensor.dtype)
             placeholder = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=self._device)
             return nn.Parameter(placeholder, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else placeholder
 
     def only(self) -> AbstractContextManager[Any]:
-        """Inside, all that is made is one."""
+        """Make every tensor that is made inside the context a placeholder."""
         return nullcontext() if self._mode is None else self._mode
 
     def is_one(self, value: object) -> bool:
-        """Whether a value is such a tensor."""
+        """Say whether a value is such a placeholder."""
         return self._mode is not None and isinstance(value, FakeTensor) and value.fake_mode is self._mode
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor has a shape but no memory: then one op says as much as many over its parts."""
+    """Say whether a tensor has a shape but no memory: then one op stands for as many as there are parts."""
     return isinstance(tensor, FakeTensor)
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is memory of its shape and strides and no more: no parameter, no subclass, nothing lazy."""
+    """Say whether a tensor is memory of its shape and strides and no more: no parameter, no subclass, nothing lazy."""
     is_strided = type(tensor) in (Tensor, FakeTensor) and tensor.layout is torch.strided
     return is_strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
 def is_transformed(tensor: Tensor) -> bool:
-    """Whether one of `torch.func`'s transforms follows a tensor, or it has a tangent.
+    """Say whether one of `torch.func`'s transforms tracks a tensor, or it has a tangent.
 
-    An op with no rule for them fails with words about torch's inside, and forward-mode derivatives of it are 0 without
-    a word. Public torch has the query for the latter only, while outer transforms hide it.
+    An op with no rule for them fails with a message about torch's internals, and its forward-mode derivatives are 0
+    without a warning. Public torch has the query for the latter only, while outer transforms hide it.
     """
     functorch = torch._C._functorch
     return (
@@ -318,14 +342,16 @@ def is_transformed(tensor: Tensor) -> bool:
 
 
 def parameter_class(parameter: nn.Parameter) -> type[nn.Parameter]:
-    """What a parameter is when its data is present: a fake one must stay a `FakeTensor`, which dispatches for it."""
+    """Return the class of a parameter when its data is present: a fake one must stay a `FakeTensor`, which dispatches
+    for it.
+    """
     return cast(type[nn.Parameter], FakeTensor if isinstance(parameter, FakeTensor) else type(parameter))
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that `state_dict` has, under all of their names.
+    """Yield the buffers that `state_dict` has, under all of their names.
 
-    Not by `state_dict`, which runs the user's hooks, and these may read parameters.
+    It does not call `state_dict`, which runs the user's hooks, and these may read parameters.
     """
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
@@ -334,20 +360,20 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def container_types() -> list[type]:
-    """The types that torch's pytree takes apart, named tuples that nobody has registered apart."""
+    """Return the types that torch's pytree flattens, except named tuples that are not registered."""
     return [*pytree.SUPPORTED_NODES]
 
 
 def pytree_node(kind: type) -> Any:
-    """How torch's pytree takes a type apart (`flatten_fn`) and puts it together (`unflatten_fn`); None for a leaf.
+    """Return how torch's pytree flattens a type (`flatten_fn`) and rebuilds it (`unflatten_fn`); None for a leaf.
 
-    One level at a time, because a `TreeSpec` can only be rebuilt from text by importing what the text names.
+    It works one level at a time, because a `TreeSpec` can only be rebuilt from text by importing what the text names.
     """
     return pytree.SUPPORTED_NODES.get(kind)
 
 
 def has_cpu_flash_attention() -> bool:
-    """Whether this torch has the ops of the two functions below."""
+    """Say whether this torch has the ops of the two functions below."""
     names = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward")
     return all(hasattr(torch.ops.aten, name) for name in names)
 
@@ -355,14 +381,14 @@ def has_cpu_flash_attention() -> bool:
 def cpu_flash_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Literal["causal"] | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp; the public `scaled_dot_product_attention` gives no log-sum-exp.
+    """Compute output and log-sum-exp; the public `scaled_dot_product_attention` gives no log-sum-exp.
 
     Args:
         q: [B, H, Nq, D].
         k: [B, H, Nk, D].
         v: [B, H, Nk, D].
-        mask: added to the scaled scores, in the dtype of q; [1 or B, 1 or H, Nq, Nk]. Or that the i-th query sees the
-            first i keys alone.
+        mask: added to the scaled scores, in the dtype of q; [1 or B, 1 or H, Nq, Nk]. "causal": the i-th query sees
+            the first i keys alone. None: every query sees every key.
         scale: of q k^T.
     """
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -380,7 +406,18 @@ def cpu_flash_attention_backward(
     mask: Tensor | Literal["causal"] | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, from an output and log-sum-exp that may be of more keys; shapes as above."""
+    """Compute the gradients of q, k and v, from an output and log-sum-exp that may be of more keys.
+
+    Args:
+        grad_out: [B, H, Nq, D].
+        q: [B, H, Nq, D].
+        k: [B, H, Nk, D].
+        v: [B, H, Nk, D].
+        out: [B, H, Nq, D].
+        lse: log-sum-exp, [B, H, Nq].
+        mask: as for `cpu_flash_attention`.
+        scale: of q k^T.
+    """
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     is_causal, mask = isinstance(mask, str), _mask_tensor(mask)
     grad_q, grad_k, grad_v = op(grad_out, q, k, v, out, lse, 0.0, is_causal, attn_mask=mask, scale=scale)

@@ -1,8 +1,8 @@
-"""Where a backward leaves gradients of weights that are to be computed later, as zero-bubble schedules want them.
+"""A backward leaves gradients of weights that are computed later in a sink, as zero-bubble schedules need it.
 
-A layer with an autograd function of its own asks for the sink in its forward, and in its backward defers to it what it
-would compute for its weight. It then gives the function a detached weight: an edge to the parameter without a gradient
-still fires the parameter's hooks.
+A layer with an autograd function of its own asks for the sink in its forward. In its backward it defers to the sink
+what it would compute for its weight. It then gives the function a detached weight: an edge to the parameter without a
+gradient still fires the parameter's hooks.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from shardwise.runtime.torch_private import view_base
 
 
 class WeightGradSink(Protocol):
-    """Takes gradients that are to be computed later; `shardwise.pipeline.split_backward.WeightGradQueue`."""
+    """Takes gradients to be computed later; `shardwise.pipeline.split_backward.WeightGradQueue` is one."""
 
     def defer(
         self, parameters: Sequence[Tensor], compute: Callable[[], Sequence[Tensor]], held: Sequence[Tensor]
     ) -> None:
-        """Compute the gradients of some parameters later; to be called in a backward.
+        """Compute the gradients of some parameters later; call this in a backward.
 
         Args:
             parameters: leaves.
-            compute: their gradients, each of its parameter's shape.
+            compute: returns their gradients, each of its parameter's shape.
             held: the tensors that `compute` reads, which must not be changed until then.
         """
 
 
 def weight_sink(x: Tensor) -> WeightGradSink | None:
-    """The sink of the forward that runs, or None where gradients are computed at once.
+    """Return the sink of the forward that runs, or None where gradients are computed at once.
 
     Args:
         x: any argument of the forward.
@@ -45,7 +45,7 @@ def weight_sink(x: Tensor) -> WeightGradSink | None:
 
 
 def parameter_of_weight(weight: Any) -> tuple[nn.Parameter, bool] | None:
-    """The parameter that a product's weight is, and whether it is its transpose; None where it is neither.
+    """Return the parameter that a product's weight is, and whether it is its transpose; None where it is neither.
 
     Args:
         weight: 2-D, or anything.
