@@ -491,7 +491,7 @@ def _save_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoi
     return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-# Collectives are saved, as sums of products are, but not whole sequences, which sequence parallelism exists to save.
+# Results of collectives are saved, which sum products; gathered sequences are not: sequence parallelism avoids them.
 _SAVED_PREFIXES: Final = ("c10d", "_c10d", "shardwise::")
 _RECOMPUTED_PREFIX: Final = "shardwise::gather_sequence"
 _SAVED_PRODUCTS: Final = frozenset(
