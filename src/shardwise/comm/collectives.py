@@ -1,6 +1,6 @@
-"""A collective here is counted by axis and carries a number and a name; `shardwise.comm.backends` alone calls torch's.
+"""Collectives are counted by axis, and each has a number and a name; `shardwise.comm.backends` alone calls torch's.
 
-Gradients are summed in fp32 or wider, whatever the wire dtype is. gloo sums in the dtype on the wire, and moves twice a
+Gradients are summed in fp32 or wider for any wire dtype. gloo sums in the dtype on the wire, and moves twice a
 reduce-scatter's bytes; NCCL sums in the dtype on the wire too. So a reduction whose wire is narrower than fp32, and any
 reduction on gloo, is an all-to-all with a local sum; NCCL's native collectives carry the others. gloo's all-gather is
 slower than the same bytes point to point (`benchmarks/primitives.py`), so there it is sends and receives; and so is a

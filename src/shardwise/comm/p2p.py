@@ -3,10 +3,10 @@
 A pipe carries messages from one rank to one other, in one order. On gloo its tag distinguishes it from the other pipes
 of those ranks, and the host waits for its messages. On NCCL there are no tags; the pipes from one rank to another share
 a communicator, which no other ranks and no messages of the other direction use, and a stream: so they wait for each
-other alone, and run beside the computation. torch makes such a communicator of two ranks for `isend` and `irecv`, one
-for each process group, where the default group was made without a `device_id`. A batch of them would run over the
-communicator of the whole group, in which all work waits in one line. With one communicator for each direction between
-two ranks, no order of sends and receives deadlocks, so none need be posted together.
+other alone, and run at the same time as the computation. torch makes such a communicator of two ranks for `isend` and
+`irecv`, one for each process group, where the default group was made without a `device_id`. A batch of them would run
+over the communicator of the whole group, in which all work waits in one line. With one communicator for each direction
+between two ranks, no order of sends and receives deadlocks, so none need be posted together.
 """
 
 from __future__ import annotations

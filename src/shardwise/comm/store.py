@@ -1,5 +1,5 @@
 """The requests of a `PatientStore` end. torch bounds how long a key is waited for, not how long the store's host may be
-silent: if that is stopped or its machine freezes, a request of torch's never returns, whatever its time-out is.
+silent: if that is stopped or its machine freezes, a request of torch's never returns, for any time-out.
 
 >>> store = PatientStore(dist.HashStore(), timeout_s=5.0, prefix="part")
 >>> store.set("key", "value")

@@ -71,7 +71,7 @@ class CheckpointApi(StateApi):
     _num_backwards: int
     _num_agreements: int
     _follows_config: bool
-    _has_mixed_states: bool  # half loaded; a load of weights alone cannot mend it
+    _has_mixed_states: bool  # half loaded; a load of weights alone cannot repair it
     zero_grad: Callable[[], None]
     _follow_freezing: Callable[[], None]
     _has_warned: bool

@@ -228,7 +228,7 @@ class Engine(HfApi):
 
         Raises:
             ValueError: `engine(batch)` did not return it, so how much counts in it is not known.
-            torch.OutOfMemoryError: with the table of what holds the memory; so too `engine(batch)` and `step`.
+            torch.OutOfMemoryError: with the table of what holds the memory; `engine(batch)` and `step` raise it too.
         """
         self._run.check_direct("engine.backward")
         self._check_usable()
@@ -354,7 +354,7 @@ class Engine(HfApi):
             self._syncs = True
 
     def close(self, keep_values: bool = True) -> None:
-        """Return the model: hooks go, parameters become whole tensors of their own, all other states are dropped.
+        """Release the model: hooks go, parameters become whole tensors of their own, all other states are dropped.
 
         All ranks call it; a second call does nothing. An optimizer that was given holds the model's parameters again.
 
@@ -382,7 +382,7 @@ class Engine(HfApi):
             for undo in self._undo:
                 stack.callback(undo)
             self._undo.clear()
-            # Parameters become whole whatever they hold; a failure that spoilt them is raised once.
+            # Parameters become whole even if their values are spoilt; the failure that spoilt them is raised once.
             untold = self.tiers.recover().untold
             self._sharding.close(keep_values)
             if untold is not None:

@@ -170,7 +170,7 @@ def with_own_cores(
     if not tiers.bind_cores:
         return config
     place, num_sharing = _meet(config, store, rank, usable)
-    if tiers.cores is not None:  # the others have met this rank all the same
+    if tiers.cores is not None:  # after the meeting, which the other ranks need
         return config
     share = share_of_cores(usable, num_sharing, place, read_places(usable))
     num_allowed = len(share) if quota is None else max(1, int(quota / num_sharing))

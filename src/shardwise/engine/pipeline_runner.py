@@ -34,7 +34,7 @@ from shardwise.zero.pipeline_adapter import PipelineAdapter
 
 
 def make_stages(model: nn.Module, layout: Layout, device: torch.device, is_simulated: bool) -> StageForward | None:
-    """Make what computes one stage of a model; call it while the model's modules are as the user built them.
+    """Make the object that runs one stage of a model; call it while the model's modules are as the user built them.
 
     Args:
         model: with all its stages.
@@ -288,9 +288,7 @@ class _StateActions:
         }
 
     def _unshard(self, action: Action) -> None:
-        """Unshard a stage, if one gather serves the whole step; not after the step has begun. Otherwise units unshard
-        themselves.
-        """
+        """Unshard a stage where one gather serves the whole step; otherwise its units unshard themselves."""
         if self._keeps:
             self._groups.unshard(action.stage)
 

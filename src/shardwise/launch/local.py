@@ -356,7 +356,7 @@ def _restore_terminal() -> None:
 
 
 def _say(message: str) -> None:
-    # After SIGHUP the terminal may be gone; the ranks must be stopped all the same.
+    # After SIGHUP the terminal may be gone; the ranks must still be stopped.
     with contextlib.suppress(OSError, ValueError):
         print(message, file=sys.stderr, flush=True)
 

@@ -37,7 +37,7 @@ class StopFlag:
     over the ranks), or one waits in a collective that the others never enter.
 
     Args:
-        in_steps: signals that only ask to stop while the flag is `armed`, and kill at all other times. Python hears a
+        in_steps: signals that only ask to stop while the flag is `armed`, and kill at all other times. Python handles a
             signal between two lines of its own, so never while it waits for a rank that has died; and before the first
             step there is nothing to lose.
     """

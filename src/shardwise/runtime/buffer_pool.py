@@ -3,8 +3,8 @@
 Not a general allocator: buffers are few and large, come from one device, and are handed out whole, as 1-D
 tensors.
 
-Reuse: a request takes the smallest idle buffer that fits with at most an eighth wasted, whatever its dtype
-was, else a new one of its size class. Before a new one is made, idle buffers are freed, the longest idle
+Reuse: a request takes the smallest idle buffer that fits with at most an eighth wasted, of any former
+dtype, else a new one of its size class. Before a new one is made, idle buffers are freed, the longest idle
 first, until the pool holds no more than was once in use at the same time. So `reserved_bytes` stays within
 the peak of `live_bytes`, plus an eighth of it, plus 512 bytes a buffer, plus the share `spared`. The price: sizes that
 alternate and were never in use together are reallocated, unless so much is spared.

@@ -1,4 +1,4 @@
-"""Modules and parameters get classes of the library in place of their own for as long as an engine has them.
+"""Modules and parameters get classes of the library in place of their own as long as an engine has them.
 
 Such a class is a subclass of the object's own, so `isinstance` gives the same answer, and copies keep it.
 """

@@ -1,7 +1,7 @@
 """The memory tracker counts which bytes of one device's memory are live, by category, and what they were at the peak.
 
-It is no allocator: it watches storages that others make. Each is counted once, whatever views it has, until it
-is freed; the tracker keeps nothing alive. On the CPU the counts are exact for registered storages, and under
+It is no allocator: it watches storages that others make. Each is counted once, with any number of views, until
+it is freed; the tracker keeps nothing alive. On the CPU the counts are exact for registered storages, and under
 `MemoryTracker.meter` for all that ops make. On CUDA torch's allocator gives the total, and what is not registered
 counts as activations.
 

@@ -48,7 +48,7 @@ def add_widened(total: Tensor, addend: Tensor) -> None:
 
 
 def sum_chunks(total: Tensor, chunks: Tensor, accumulate: bool) -> None:
-    """Sum the rows of `chunks` [n, s] into `total` [s] in fp32 or wider, whatever the dtypes.
+    """Sum the rows of `chunks` [n, s] into `total` [s] in fp32 or wider for any dtypes.
 
     The order is the same in every call: that of the ranks where these are few. The rows are summed first, and then the
     old value of `total` is added: so the bits are those of a sum that is made here and added elsewhere.

@@ -52,8 +52,8 @@ class Event:
 
 
 class Streams:
-    """Holds an engine's side streams: for unshards, reductions, transfers beside a split layer or between the ranks of
-    a sequence, copies to the host and back.
+    """Holds an engine's side streams: for unshards, reductions, transfers of split layers and between the ranks of a
+    sequence, copies to the host and back.
 
     On the CPU there are none.
 
