@@ -29,7 +29,6 @@ meant?); unexpected up.weight; load with strict=False to take what fits
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +38,8 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.file_ranges import windows_of
-from shardwise.checkpoint.manifest import CheckpointError, Manifest, StoredState, StoredTensor
+from shardwise.checkpoint.manifest import Manifest, StoredState, StoredTensor
+from shardwise.checkpoint.match import StateMatch, WantedState, match
 from shardwise.checkpoint.reader import ChunkReader
 from shardwise.checkpoint.safetensors_io import named_dtype
 from shardwise.runtime.state_shards import PARAM, ScalarState, StateShard
@@ -221,94 +221,3 @@ def rank_name(rank: int, name: str) -> str:
 LENIENT_CURE: Final = "; load with strict=False to take what fits"
 _NUM_NAMED = 8
 _MAX_COMPARED = 1000
-
-
-@dataclass(frozen=True)
-class WantedState:
-    """A parameter or buffer of the model: its names and its whole shape."""
-
-    name: str
-    aliases: tuple[str, ...]
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class StateMatch:
-    """The result of `match`: which stored tensors fit the model, and which names do not.
-
-    Attributes:
-        found: stored tensors by the model's name.
-        missing: names of the model that the checkpoint lacks.
-        unexpected: names of the checkpoint that the model lacks, or has tied to another.
-        misshapen: a line for each tensor that both have in different shapes.
-    """
-
-    found: Mapping[str, StoredTensor]
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    misshapen: tuple[str, ...]
-
-    def check(self, where: str, others: Sequence[str] = (), cure: str = "") -> None:
-        """Raise unless everything fits.
-
-        Args:
-            where: the checkpoint, for the message.
-            others: other parts of it that do not fit, a text each.
-            cure: what helps against these.
-
-        Raises:
-            CheckpointError: something does not fit; the message lists it.
-        """
-        parts = []
-        if self.missing:
-            close = difflib.get_close_matches(self.missing[0], self.unexpected[:_MAX_COMPARED], n=1)
-            parts.append(f"missing {listed_names(self.missing)}" + (f" (is {close[0]} meant?)" if close else ""))
-        if self.unexpected:
-            parts.append(f"unexpected {listed_names(self.unexpected)}")
-        if self.misshapen:
-            parts.append(f"of another shape {listed_names(self.misshapen)}")
-        parts += others
-        if parts:
-            raise CheckpointError(f"{where} does not fit the model: {'; '.join(parts)}{LENIENT_CURE}{cure}")
-
-
-def match(stored: Sequence[StoredTensor], wanted: Sequence[WantedState]) -> StateMatch:
-    """Find the stored tensor of each wanted one.
-
-    Args:
-        stored: parameters and buffers of a checkpoint.
-        wanted: all that the checkpoint should have of the model.
-    """
-    by_name = {name: tensor for tensor in stored for name in (tensor.name, *tensor.aliases)}
-    found: dict[str, StoredTensor] = {}
-    missing, misshapen = [], []
-    used: set[str] = set()
-    tied: dict[str, str] = {}
-    for each in wanted:
-        name = next((name for name in (each.name, *each.aliases) if name in by_name), None)
-        if name is None:
-            missing.append(each.name)
-            continue
-        tensor = by_name[name]
-        used.add(tensor.name)
-        tied.update(dict.fromkeys((each.name, *each.aliases), each.name))
-        if tensor.shape == each.shape:
-            found[each.name] = tensor
-        else:
-            misshapen.append(f"{each.name} ({tensor.shape} there, {each.shape} in the model)")
-    unexpected = tuple(
-        f"{tensor.name} (tied to {tied[tensor.name]} in the model)" if tensor.name in tied else tensor.name
-        for tensor in stored
-        if tensor.name not in used
-    )
-    return StateMatch(found, tuple(missing), unexpected, tuple(misshapen))
-
-
-def listed_names(names: Sequence[str]) -> str:
-    """Return a text of the first of some names, and how many more there are.
-
-    >>> listed_names(["up", "down"])
-    'up, down'
-    """
-    more = len(names) - _NUM_NAMED
-    return ", ".join(names[:_NUM_NAMED]) + (f" and {more} more" if more > 0 else "")
