@@ -136,7 +136,7 @@ def check_exchange(
 
 
 class AsyncWork:
-    """A collective under way; `wait` makes its result usable on the current stream, and may be called again.
+    """Is a collective under way; `wait` makes its result usable on the current stream, and may be called again.
 
     Args:
         wait: waits for the collective; None where there is nothing to wait for.

@@ -109,7 +109,7 @@ class CheckpointApi(StateApi):
 
         Args:
             path: a folder that all ranks share; it is made where it is missing.
-            contents: "all" that a run needs to go on; "trainable", without frozen parameters (adapters alone); or
+            contents: "all", what a run needs to go on; "trainable", without frozen parameters (adapters alone); or
                 "weights", parameters and buffers only.
             extra: any JSON value; that of rank 0 is saved, and `load` returns it.
             wait: return once it is written. Otherwise the states are copied, and written while training goes on; an

@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 
 class StepEngine(Protocol):
-    """The part of an engine that its runner works with; `shardwise.engine.engine.Engine` is one."""
+    """Names the part of an engine that its runner uses; `shardwise.engine.engine.Engine` is one."""
 
     model: nn.Module
     layout: Layout

@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Scheduler(Protocol):
-    """A learning-rate schedule has this in common with torch's."""
+    """Names what a learning-rate schedule has in common with torch's."""
 
     def step(self) -> None:
         """Advance by one optimizer step."""
@@ -15,7 +15,7 @@ class Scheduler(Protocol):
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of one optimizer step holds these facts over all ranks.
+    """Holds the result of one optimizer step, over all ranks.
 
     Attributes:
         step: its number, from 1.
@@ -38,9 +38,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """The result of an evaluation holds the mean loss over everything that counts, over ranks and batches, and the
-    count.
-    """
+    """Holds the mean loss over everything that counts, over ranks and batches, and the count."""
 
     loss: float
     count: float

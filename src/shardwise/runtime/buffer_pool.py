@@ -41,7 +41,7 @@ _CLASSES_PER_DOUBLING: Final = 8
 
 
 class StreamLike(Protocol):
-    """The part of `torch.cuda.Stream` that the pool uses."""
+    """Names the part of `torch.cuda.Stream` that the pool uses."""
 
     def record_event(self) -> Any:
         """Mark the end of what is enqueued so far."""

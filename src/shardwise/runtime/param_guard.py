@@ -14,7 +14,7 @@ class ReleasedParameterError(RuntimeError):
 
 
 class _WatchedParameter:
-    """A parameter whose gradient is not in `grad`: reading `grad` calls `on_read` first."""
+    """Is a parameter whose gradient is not in `grad`: reading `grad` calls `on_read` first."""
 
     on_read: Callable[[], None] = staticmethod(lambda: None)
 

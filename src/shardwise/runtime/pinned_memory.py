@@ -25,7 +25,9 @@ _PORTABLE: Final = 1
 
 
 class _Pages(mmap.mmap):
-    """Private memory of this process; `unpin` runs before it is freed, where a weak reference's callback runs after."""
+    """Holds private memory of this process; `unpin` runs before it is freed, where a weak reference's callback runs
+    after.
+    """
 
     unpin: Callable[[], object] | None = None
 

@@ -66,7 +66,7 @@ class StateShard:
 
 @dataclass(frozen=True)
 class ScalarState:
-    """A state of a parameter that is one number, such as Adam's `step`, the same on every rank that holds it.
+    """Holds a state of a parameter that is one number, such as Adam's `step`, the same on every rank that holds it.
 
     Attributes:
         name: of the parameter.
