@@ -345,7 +345,7 @@ def tilings() -> list[Tiling]:
 def tiled(tiling: Tiling, of_queries: bool) -> Iterator[None]:
     """Launch the kernels of one side so; plans are the layout's, so that a tiling needs a layout of its own."""
     from shardwise.attention.triton import launch as launches
-    from shardwise.attention.triton import launch as plans
+    from shardwise.attention.triton import plan as plans
 
     widest, others = plans.widest, launches.warps_and_stages
 

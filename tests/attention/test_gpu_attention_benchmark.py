@@ -93,7 +93,7 @@ def test_options(script: ModuleType) -> None:
 def test_a_tiling_reaches_the_plan_of_its_side_and_the_launch(script: ModuleType) -> None:
     pytest.importorskip("triton")
     from shardwise.attention.triton import launch as launches
-    from shardwise.attention.triton import launch as plans
+    from shardwise.attention.triton import plan as plans
     from shardwise.attention.triton.lut import HeadGroups
 
     def numbers() -> tuple[int, ...]:
