@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not hasattr(arguments, "run"):
         parser.print_help(sys.stderr)
         return 2
-    # argparse does not take up positional arguments again behind an option.
+    # argparse does not take up positional arguments again after an option.
     if rest and not hasattr(arguments, "settings"):
         parser.error(f"{' '.join(rest)} is more than the command takes")
     if rest:
@@ -116,7 +116,7 @@ class _Parser(argparse.ArgumentParser):
         self.error(f"{self.prog.removeprefix('shardwise ')} has no flag {name}{hint}")
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
-        """As argparse does, but that unknown flags are refused here, where the known ones are."""
+        """Parse as argparse does, but refuse unknown flags here, where the known ones are."""
         known, rest = super().parse_known_args(args, namespace)
         for text in rest:
             if text.startswith("-"):
@@ -227,7 +227,7 @@ def _start(arguments: argparse.Namespace) -> int:
 
 
 def _job(arguments: argparse.Namespace, console: Console | None) -> tuple[Config, Path | None]:
-    """The run's config, and the checkpoint that it goes on from; on the console, that there is none."""
+    """Return the config of the run, and the checkpoint that it goes on from; on the console, that there is none."""
     from shardwise.train.setup import job_config
 
     path, assignments = _split(arguments.settings)
@@ -428,7 +428,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 
 
 def _refuse_unwritable(folder: Path) -> None:
-    """Found out before minutes of measuring, not behind them."""
+    """Find this out before minutes of measuring, not after them."""
     place = next(each for each in (folder, *folder.parents) if each.exists())
     if not place.is_dir() or not os.access(place, os.W_OK):
         raise ConfigError(f"the profile cannot be kept in {folder}; set XDG_CACHE_HOME to a writable folder")
@@ -456,7 +456,7 @@ def _be_calibrator(folder: str, device_kind: str, disk: str, extent: str) -> int
 
 
 def _split(settings: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The config file, if there is one, and the assignments."""
+    """Return the config file, if there is one, and the assignments."""
     files = [text for text in settings if "=" not in text]
     if missing := next((text for text in files if text in all_keys()), None):
         raise ConfigError(f"{missing} has no value; write {missing}=...")
@@ -471,5 +471,5 @@ def _refuse(error: ConfigError) -> int:
 
 
 def _toml(value: object) -> str:
-    """A value as TOML writes it; for strings, numbers, booleans and lists of these that is how JSON does."""
+    """Return a value as TOML writes it; for strings, numbers, booleans and lists of these that is how JSON does."""
     return json.dumps(value, ensure_ascii=False)

@@ -138,7 +138,7 @@ class PrecisionConfig(Section):
 
 
 class ZeroConfig(Section):
-    """What is sharded over the data-parallel ranks; `shardwise.layout.zero_stages` has the table."""
+    """Say what is sharded over the data-parallel ranks; `shardwise.layout.zero_stages` has the table."""
 
     stage: Annotated[int, Field(ge=0, le=3)] = 2
     """0 shards nothing, 1 the optimizer, 2 gradients too, 3 parameters too. 2 costs no traffic over plain data
@@ -226,7 +226,7 @@ class ContextConfig(Section):
 
 
 class AttentionConfig(Section):
-    """Which keys each query sees, in `shardwise train`'s decoder and models of transformers: all, or a structure's.
+    """Choose which keys each query sees, in the decoder and in models of transformers: all, or those of a structure.
 
     The keys are the structures' parameters, by DeepSpeed's names; `shardwise.attention.structures` says what each is
     where it is left out.
@@ -318,7 +318,7 @@ class CompileConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """How `shardwise train` saves."""
+    """Say when and where `shardwise train` saves."""
 
     path: str | None = None
     """Folder that all ranks share; `checkpoints` in the run's folder where it is not given."""
