@@ -1,4 +1,4 @@
-"""The plan that the README shows is today's answer, and its commands are files of this repository."""
+"""The plan that the planner's page shows is today's answer, and its commands are files of this repository."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def test_the_picture_of_a_plan_is_todays_answer() -> None:
     assert numbers[0] == pytest.approx(numbers[1], rel=0.1, abs=0.1), cure
 
 
-def test_the_readme_shows_what_the_picture_does() -> None:
-    readme = (ROOT / "README.md").read_text()
-    assert "docs/images/plan.svg" in readme
+def test_the_planners_page_shows_what_the_picture_does() -> None:
+    page = (ROOT / "docs" / "planner.md").read_text()
+    assert "images/plan.svg" in page
     command = "shardwise plan --model llama-7b --compare examples/ds_config.json --cluster a100-40:8"
-    assert command in readme
+    assert command in page
     assert command in MAKE.read_text()

@@ -111,7 +111,8 @@ def close(
     with LiveBytes() as live, HostPages() as pages:
         live.mark(tensor for batch in batches for tensor in batch.values())
         baseline = collected_bytes(live)
-        others = registered_products()  # of engines that other tests have dropped and nobody has collected
+        # Of engines that other tests have dropped and nobody has collected.
+        others, other_threads = registered_products(), set(threading.enumerate())
         engine = make_engine(stage, **overrides)
         model = engine.model
         engine.train_step(batches)
@@ -124,7 +125,9 @@ def close(
         gc.collect()
         found = {
             "host": engine.tiers.memory.snapshot().total_bytes + pages.live_bytes,
-            "threads": [each.name for each in threading.enumerate() if "shardwise" in each.name],
+            "threads": [
+                each.name for each in threading.enumerate() if "shardwise" in each.name and each not in other_threads
+            ],
             "closed": collected_bytes(live) - baseline - storage_bytes(model.parameters()),
             "own": [parameter.untyped_storage().nbytes() == parameter.nbytes for parameter in model.parameters()],
             "plain": all(type(parameter) is nn.Parameter for parameter in model.parameters()),
