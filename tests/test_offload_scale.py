@@ -16,6 +16,8 @@ from shardwise.config.resolve import Tier
 from shardwise.models import Decoder, DecoderConfig, lm_loss, num_params, preset
 from shardwise.runtime.memory_tracker import Category, format_bytes
 
+pytestmark = pytest.mark.begin
+
 SEQ_LEN = 1024
 DEVICE_GIB = 32
 HOST = {"grads": "host", "optimizer": "host"}

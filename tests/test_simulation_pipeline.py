@@ -16,6 +16,8 @@ from shardwise import ConfigError, Simulation, initialize, simulate
 from shardwise.runtime.memory_tracker import Category
 from shardwise.schedule import RECIPES, max_in_flight
 
+pytestmark = pytest.mark.begin
+
 NUM_STEPS = 3
 PP = 4
 

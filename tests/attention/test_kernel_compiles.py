@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.begin
+
 pytest.importorskip("triton")
 HARNESS = Path(__file__).parents[1] / "harness" / "compiled_kernels.py"
 

@@ -15,6 +15,8 @@ from shardwise.doctor import collective_bench as peers
 from shardwise.doctor.collective_bench import OPS, RESULTS, SIZES_BYTES, measure_collectives
 from shardwise.doctor.measure import CollectiveSpeed
 
+pytestmark = pytest.mark.begin
+
 RESULT = CollectiveSpeed("gloo", 2, "all_gather", 4096, 1e-4, 2e7)
 
 # A launcher whose ranks note their process ids; then rank 1 does as `fault` says.

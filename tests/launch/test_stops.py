@@ -23,6 +23,8 @@ from harness.stops import (
 )
 from shardwise.checkpoint.manifest import StoredTensor
 
+pytestmark = pytest.mark.begin
+
 # Signals to the launcher, and its own stop, are quick in `test_local`.
 QUICK = (Stop("STOP", "0", "save"), Stop("TERM", "0", "steady step"))
 # What a busy machine adds: of processes that end, not of those that wait.

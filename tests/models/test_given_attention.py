@@ -13,6 +13,8 @@ from shardwise import initialize
 from shardwise.config.resolve import AttentionConfig, ConfigError
 from shardwise.models.apply_attention import apply_attention, check_attention
 
+pytestmark = pytest.mark.begin
+
 pytest.importorskip("transformers")
 WINDOW = AttentionConfig(kind="sliding-window", block=2, num_sliding_window_blocks=1)
 

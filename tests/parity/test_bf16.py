@@ -12,6 +12,8 @@ from harness.pool import WorkerPool
 from harness.training import make_config, make_optimizer
 from shardwise import initialize
 
+pytestmark = pytest.mark.begin
+
 CASE = "untied-transformer"
 NUM_STEPS = 8
 TOLERANCE = 1e-3

@@ -21,6 +21,8 @@ from harness.reference import Trace, check_parity, train_reference
 from harness.training import make_config, make_optimizer
 from shardwise import initialize
 
+pytestmark = pytest.mark.begin
+
 STEP_LENGTHS = (SEQ_LEN, SEQ_LEN, 7, SEQ_LEN, 5)
 EVAL_LENGTHS = (SEQ_LEN, 7, 5, 7, SEQ_LEN)
 

@@ -23,6 +23,8 @@ from harness.training import make_config, merge_ranks
 from harness.waiting import PATIENCE_S
 from shardwise import Engine, initialize
 
+pytestmark = pytest.mark.begin
+
 TIMEOUT_S, SHORT_S = 60.0, 5.0
 
 

@@ -26,6 +26,8 @@ from shardwise.offload import tiers
 from shardwise.zero import offloaded_step as streamed
 from shardwise.zero import param_group as params
 
+pytestmark = pytest.mark.begin
+
 OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
     "adamw": {"name": "adamw"},
     "momentum": {"name": "sgd", "momentum": 0.9},

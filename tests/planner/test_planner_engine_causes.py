@@ -11,6 +11,8 @@ from harness.engine_memory import Sample
 from shardwise.models import DecoderConfig
 from shardwise.planner.job import Strategy
 
+pytestmark = pytest.mark.begin
+
 SMALL: Final = DecoderConfig(
     vocab_size=64, num_layers=2, hidden_size=128, num_heads=4, num_kv_heads=4, head_dim=32, ffn_size=128, max_seq_len=64
 )

@@ -18,6 +18,8 @@ from shardwise import Simulation, initialize, simulate
 from shardwise.models import Decoder, DecoderConfig, lm_loss
 from shardwise.runtime.memory_tracker import Category
 
+pytestmark = pytest.mark.begin
+
 NUM_MEASURED_STEPS = 3
 
 

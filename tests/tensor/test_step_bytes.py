@@ -36,6 +36,8 @@ from shardwise.comm.collectives import Collective
 from shardwise.layout.zero_stages import Placement
 from shardwise.models import Decoder, DecoderConfig, lm_loss, num_params
 
+pytestmark = pytest.mark.begin
+
 MICRO_SIZE, LENGTH = 2, 16
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FEATURES = 37, 48, 4, 2, 8, 40
 DTYPE_BYTES = {"bf16": 2, "fp32": 4}

@@ -23,6 +23,8 @@ import shardwise
 from shardwise.models import Decoder, DecoderConfig, lm_loss
 from shardwise.runtime.pinned_memory import host_pages
 
+pytestmark = pytest.mark.begin
+
 MIB = 2**20
 STATES = ("params", "grads", "optimizer")
 NUM_STEPS = 3

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.begin
+
 # Prints, as JSON, what each thread of a process may run on and how many threads kernels use, by who asks.
 PROGRAM = """
 import json, os, sys, threading

@@ -24,6 +24,8 @@ from shardwise.offload import worker as lane
 from shardwise.offload.nvme_storage import NvmeStorage, _NvmeView
 from shardwise.offload.storage import DeviceStorage, HostStorage
 
+pytestmark = pytest.mark.begin
+
 CASE = CASES["residual-mlp"]
 NUM_STEPS, NUM_MICRO_BATCHES = 4, 2
 MOST_SLEEP_S = 0.08
