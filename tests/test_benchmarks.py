@@ -102,6 +102,7 @@ def test_attention_is_measured(tmp_path: Path) -> None:
             assert 0.4 < row["density"] <= 1
 
 
+@pytest.mark.full
 def test_split_sequences_are_measured(tmp_path: Path) -> None:
     kept = tmp_path / "measured.json"
     options = ["--quick", "--lengths", "128", "--systems", "hand,ring", "--json", str(kept)]

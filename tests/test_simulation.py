@@ -102,7 +102,7 @@ def simulate_case(
     )
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     "options",
     cover(
@@ -129,7 +129,7 @@ def test_simulated_ranks_are_real_ones(ranks: WorkerPool, options: dict[str, Any
         assert simulated(simulate_case(*arguments, rank, world_size)) == real
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("case_name", "overrides"),
     [

@@ -121,7 +121,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("extras", ["", "padding", "bias", "padding, bias a head"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_uncompiled_flex_equals_the_reference(name: str, extras: str) -> None:

@@ -98,7 +98,7 @@ FORGERIES: dict[str, Callable[[dict[str, Any], Any], object]] = {
 }
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", FORGERIES)
 def test_values_of_other_types_are_refused(folder: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = (folder / MANIFEST_NAME).read_text()

@@ -104,7 +104,7 @@ VARIANTS: dict[str, tuple[str, Options]] = {
 }
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variant_equals_one_process(ranks: WorkerPool, variant: str, stage: int) -> None:

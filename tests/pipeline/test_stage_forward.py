@@ -262,7 +262,7 @@ FAMILIES: dict[str, Case] = {
 }
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_that_run_out_of_order_equal_one_process(name: str) -> None:
     pytest.importorskip("transformers")

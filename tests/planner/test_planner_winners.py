@@ -86,7 +86,7 @@ def words(job: PlanJob) -> str:
     return f"{job.shape.name} on {cluster.num_gpus} x {cluster.gpu.memory_bytes / 2**30:.2f} GiB"
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("job", [*LARGE, *SMALL_JOBS], ids=words)
 def test_what_wins_and_what_loses_can_be_trained_by_their_files(job: PlanJob) -> None:
     pins = {"tp": (8,), "cp": (1,), "pp": (8, 16)} if job.cluster.num_gpus > 64 else {}
@@ -101,7 +101,7 @@ def test_what_wins_and_what_loses_can_be_trained_by_their_files(job: PlanJob) ->
         assert price.margin_bytes > 0
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("job", SMALL_JOBS, ids=words)
 def test_the_engine_holds_what_the_winner_was_said_to_hold(job: PlanJob) -> None:
     for price in first_two(job, SearchSpace(offloads=False)):

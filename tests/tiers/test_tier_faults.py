@@ -92,7 +92,7 @@ def error_of(action: Callable[[], object]) -> Exception | None:
     return None
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("same_engine", [True, False])
 @pytest.mark.parametrize(
     ("call", "nth", "fault"),

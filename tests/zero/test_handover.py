@@ -107,7 +107,7 @@ def parameter_groups(engine: Engine) -> list[Any]:
     return [group.params for group in engine._sharding.groups]
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("options", cover({"stage": STAGES, "param": ["fp32", "bf16"]}))
 def test_training_goes_on_bit_for_bit(ranks: WorkerPool, options: dict[str, Any]) -> None:
     plain, handed_over = (ranks(2).run(train, options["stage"], options["param"], each) for each in (False, True))
@@ -346,7 +346,7 @@ def train_with_tiers(
     return found
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("options", cover({"tiers": list(TIERS), "param": ["bf16", "fp32"], "to": ["nvme", "host"]}))
 def test_training_goes_on_bit_for_bit_with_every_tier(
     ranks: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
