@@ -11,7 +11,7 @@ mkdir -p "$out"
 export PYTHONPATH=src${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 status=0
 if [[ $parts == *tests* ]]; then
-  python3 -m pytest tests/gpu tests/test_pool.py tests/test_memory.py -p no:cacheprovider 2>&1 | tee "$out/gpu_tests.txt" || status=1
+  python3 -m pytest tests/gpu tests/unit/runtime/test_buffer_pool.py tests/unit/runtime/test_memory_tracker.py -p no:cacheprovider 2>&1 | tee "$out/gpu_tests.txt" || status=1
 fi
 if [[ $parts == *step* ]]; then
   python3 benchmarks/gpu_step.py --json "$out/gpu_step.json" 2>&1 | tee "$out/gpu_step.txt" || status=1

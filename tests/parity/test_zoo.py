@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.paths import ROOT
 from harness.pool import WorkerPool
 from harness.zoo import ZOO
 from harness.zoo_cells import CELLS, Outcome, run_cells
@@ -16,7 +17,7 @@ from harness.zoo_expected import CURES, EXPECTED, cure, make_cell, quick_cells, 
 
 pytest.importorskip("transformers")
 
-DOCS = Path(__file__).parents[2] / "docs" / "models.md"
+DOCS = ROOT / "docs" / "models.md"
 
 
 def check(ranks: WorkerPool, family: str, names: list[str], folder: Path) -> None:

@@ -1,7 +1,7 @@
 """This file holds the private names of torch that Shardwise needs, each with its reason; no other file holds any.
 
-Every function here is tested in `tests/test_torch_private.py`, so that a torch release that moves a name fails there
-first.
+`tests/unit/runtime/test_torch_private.py` tests every function here, so that a torch release that moves a name fails
+there first.
 """
 
 from __future__ import annotations

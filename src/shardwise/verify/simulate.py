@@ -2,8 +2,8 @@
 
 Nothing is modelled. Hooks, collectives, buffers, recomputation and the optimizer's step are those of a real run; only
 the tensors are fake and there are no peers. So the bytes at rest, at the peak and on the wire, and the order of the
-collectives and of the actions, are a real rank's (`tests/test_simulation.py` compares them). Times mean nothing. Values
-mean nothing either: all ranks take the same path through the model, and a model that decides on values is refused.
+collectives and of the actions, are a real rank's (`tests/parity/test_simulation.py` compares them). Times and values
+mean nothing: all ranks take the same path through the model, and a model that decides on values is refused.
 
 >>> from torch import nn
 >>> config = Config.from_dict({"zero": {"stage": 3, "blocks": ["Linear"]}, "precision": {"param": "bf16"}})

@@ -1,0 +1,124 @@
+"""The catalogue: devices found by the names that drivers, papers and people use, each figure with a source."""
+
+import json
+import pickle
+
+import pytest
+
+from harness.paths import DATA
+from shardwise.config.resolve import ConfigError
+from shardwise.planner.hardware import ENTRIES, GPUS, FittedConstants, find_gpu, known_gpu
+
+CASES = json.loads((DATA / "planner_cases.json").read_text())["cases"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("h100", "h100"),
+        ("H100", "h100"),
+        ("H100-SXM5-80GB", "h100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("H100-96GB-HBM2e(2.4TB/s,500W)", "h100-96"),
+        ("H100 SXM 96GB", "h100-96"),
+        ("NVIDIA H200", "h200"),
+        ("H200-SXM-141GB", "h200"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA GH200 144G HBM3e", "gh200-144"),
+        ("GH200-96GB", "gh200"),
+        ("GB200-NVL72", "gb200"),
+        ("NVIDIA GB300", "gb300"),
+        ("B200-180GB", "b200"),
+        ("B300", "b300"),
+        ("A100", "a100-80"),
+        ("8xA100", "a100-80"),
+        ("a100-40", "a100-40"),
+        ("A100-40GB", "a100-40"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("A100-SXM4-64GB", "a100-64"),
+        ("NVIDIA A100 80GB PCIe", "a100-80-pcie"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40-pcie"),
+        ("A800-SXM4-80GB", "a800"),
+        ("Tesla V100-SXM2-32GB", "v100-32"),
+        ("V100-SXM3-32GB", "v100-32"),
+        ("Tesla V100-SXM2-16GB", "v100-16"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA A10G", "a10g"),
+        ("NVIDIA RTX A6000", "a6000"),
+        ("RTX4090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 3090", "rtx-3090"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
+        ("Titan-RTX", "titan-rtx"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("MI250X", "mi250x"),
+    ],
+)
+def test_names_of_drivers_papers_and_people(name, expected):
+    assert find_gpu(name).name == expected
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["any", "NVIDIA RTX A4000", "NVIDIA GeForce RTX 3090 Ti", "RTX-3090+Titan-RTX (heterogeneous)", "80GB", "", "L400"],
+)
+def test_a_device_is_never_taken_for_another(name):
+    assert known_gpu(name) is None
+    with pytest.raises(ConfigError, match=f"^{name.partition('+')[0]}"):
+        find_gpu(name)
+
+
+def test_an_error_names_what_was_meant():
+    with pytest.raises(ConfigError, match=r"did you mean h100\?"):
+        find_gpu("h1000")
+
+
+def test_every_device_of_the_published_runs_is_known():
+    names = {case["hardware"]["gpu"] for case in CASES}
+    assert {name for name in names if known_gpu(name) is None} == {
+        "any",
+        "RTX-2080+RTX-3090+Titan-RTX (heterogeneous)",
+        "RTX-3090+Titan-RTX (heterogeneous)",
+    }
+
+
+def test_every_figure_has_a_source():
+    for name, entry in ENTRIES.items():
+        device = entry.gpu
+        figures = {"memory_gib", "memory_gb_per_s", "peak_tflops", "host_gb_per_s", "nic_gb_per_s", "num_cores"}
+        figures |= {"ceiling_tflops"} if device.ceiling_flops_per_s else set()
+        figures |= {"link_gb_per_s"} if device.link_bytes_per_s else set()
+        figures |= {"price_per_hour"} if device.price_per_hour else set()
+        assert set(entry.sources) == figures, name
+        assert all(entry.sources.values())
+
+
+@pytest.mark.parametrize("device", GPUS.values(), ids=list(GPUS))
+def test_figures_agree_with_each_other(device):
+    peaks = device.peak_flops_per_s
+    assert all(device.ceiling_flops_per_s[dtype] < peaks[dtype] for dtype in device.ceiling_flops_per_s)
+    assert peaks.get("bf16", peaks["fp16"]) == peaks["fp16"]
+    assert peaks["fp32"] <= peaks.get("tf32", peaks["fp16"]) <= peaks["fp16"]
+    assert device.memory_bytes <= ENTRIES[device.name].sold_gb * 2**30
+    assert device.link_bytes_per_s == 0 or device.link_bytes_per_s > device.nic_bytes_per_s
+    assert (device.link_domain > 1) == (device.link_bytes_per_s > 0)
+    assert find_gpu(device.name) is device
+
+
+def test_a_device_travels_to_other_processes():
+    assert pickle.loads(pickle.dumps(find_gpu("h100"))) == find_gpu("h100")
+
+
+def test_figures_are_those_of_the_data_sheets():
+    """NVIDIA H100 SXM: 3.35 TB/s, 989 TFLOPS dense, NVLink of 900 GB/s both ways; 400 Gb/s a device."""
+    device = find_gpu("h100")
+    assert device.memory_bytes == pytest.approx(79.1 * 2**30)
+    assert (device.memory_bytes_per_s, device.link_bytes_per_s, device.nic_bytes_per_s) == (3.35e12, 450e9, 50e9)
+    assert device.peak_flops_per_s == {"fp32": 67e12, "tf32": 494.5e12, "fp16": 989e12, "bf16": 989e12, "fp8": 1979e12}
+    assert device.host_bytes_per_s == pytest.approx(55.4e9)  # of PCIe 5's 64 over 16 lanes
+    assert (device.num_cores, device.link_domain, device.has_pairwise_links) == (132, 8, False)
+    assert device.fitted != FittedConstants()
+    assert find_gpu("mi300x").has_pairwise_links

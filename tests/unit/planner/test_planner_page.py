@@ -1,0 +1,37 @@
+"""The plan that the planner's page shows is today's answer, and its commands are files of this repository."""
+
+from __future__ import annotations
+
+import html
+import re
+import runpy
+
+import pytest
+
+from harness.paths import ROOT
+
+MAKE = ROOT / "docs" / "images" / "make.py"
+
+
+def words_of(svg: str) -> list[str]:
+    """Words and numbers; bars and frames are neither."""
+    text = " ".join(html.unescape(each) for each in re.findall(r"<text[^>]*>([^<]*)</text>", svg))
+    return re.findall(r"[A-Za-z][\w/+-]*|\d[\d,.]*\d|\d", text)
+
+
+def test_the_picture_of_a_plan_is_todays_answer() -> None:
+    kept = words_of((ROOT / "docs" / "images" / "plan.svg").read_text())
+    made = words_of(runpy.run_path(str(MAKE))["plan_picture"]())
+    cure = "docs/images/plan.svg is of another day; python docs/images/make.py plan draws it anew"
+    assert [each for each in kept if each[0].isalpha()] == [each for each in made if each[0].isalpha()], cure
+    numbers = [[float(each.replace(",", "")) for each in words if not each[0].isalpha()] for words in (kept, made)]
+    # Differences of times move more than the times.
+    assert numbers[0] == pytest.approx(numbers[1], rel=0.1, abs=0.1), cure
+
+
+def test_the_planners_page_shows_what_the_picture_does() -> None:
+    page = (ROOT / "docs" / "planner.md").read_text()
+    assert "images/plan.svg" in page
+    command = "shardwise plan --model llama-7b --compare examples/ds_config.json --cluster a100-40:8"
+    assert command in page
+    assert command in MAKE.read_text()

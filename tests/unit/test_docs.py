@@ -1,0 +1,65 @@
+"""Each page's Python runs as it stands, block after block, and each link of the pages leads to a file."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.paths import ROOT
+
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+
+
+def python_of(page: Path) -> str:
+    """The fenced blocks of a page; of the README, its indented example."""
+    text = page.read_text()
+    fenced = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    indented = re.findall(r"^    import torch, shardwise\n(?:(?:    .*)?\n)*", text, re.M)
+    return "\n".join([*fenced, *(re.sub("^    ", "", each, flags=re.M) for each in indented)])
+
+
+def write_inputs(folder: Path) -> None:
+    """Write what the examples read: a folder of a tiny Llama with its tokenizer, and a DeepSpeed config."""
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    words = ["[UNK]", "[PAD]", "a", "one", "another", "text", "to", "learn"]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    raw = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    raw.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="[UNK]", pad_token="[PAD]")
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    for each in (tokenizer, transformers.LlamaForCausalLM(config)):
+        each.save_pretrained(folder / "my-llama")
+    shutil.copy(ROOT / "examples" / "ds_config.json", folder)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "README.md",
+        pytest.param("docs/start.md", marks=pytest.mark.full),
+        pytest.param("docs/concepts.md", marks=pytest.mark.full),
+        pytest.param("docs/moving-in.md", marks=pytest.mark.full),
+    ],
+)
+def test_the_python_of_a_page_runs(tmp_path: Path, page: str) -> None:
+    write_inputs(tmp_path)
+    script = python_of(ROOT / page)
+    assert "shardwise" in script
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-c", script]
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-2000:]
+
+
+def test_links_lead_to_files() -> None:
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+            assert link.startswith("http") or (page.parent / link).exists(), f"{page.name} links to {link}"

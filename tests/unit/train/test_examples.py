@@ -1,0 +1,37 @@
+"""The configs in `examples/`: each key is known, the job is one that this machine can start, and the docs name them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness.paths import ROOT
+from shardwise.planner.hardware import parse_cluster
+from shardwise.train.console_notes import schedule_line, tiers_line
+from shardwise.train.setup import check_job, job_config
+
+CLUSTER = ROOT / "examples" / "cluster.toml"
+EXAMPLES = sorted(set((ROOT / "examples").glob("*.toml")) - {CLUSTER})
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_an_example_is_a_job(path: Path) -> None:
+    assert f"shardwise train examples/{path.name}" in path.read_text()
+    config = job_config(path, ["run.device=cpu"])
+    resolved, layout = check_job(config, world_size=config.run.num_procs or 2)
+    splits = resolved.mesh.pp > 1 or resolved.mesh.cp > 1
+    shown = tiers_line(layout) or splits or resolved.attention.kind != "dense"
+    assert shown, "these show states off the device, stages, split sequences, or sparse attention"
+    if resolved.mesh.pp > 1:
+        assert "bubble" in schedule_line(resolved)
+
+
+def test_the_example_of_a_cluster_is_one() -> None:
+    assert "examples/cluster.toml" in CLUSTER.read_text()
+    assert parse_cluster(str(CLUSTER)).num_gpus > 1
+
+
+def test_there_are_some() -> None:
+    expected = {"offload.toml", "nvme.toml", "pipeline.toml", "3d.toml", "long_context.toml", "context.toml"}
+    assert expected <= {path.name for path in EXAMPLES}
