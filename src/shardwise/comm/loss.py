@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.collectives import Comm, CommGroups
+from shardwise.config.errors import CodedError
 from shardwise.config.resolve import ConfigError
 from shardwise.runtime.module_hooks import watch_outputs
 
@@ -26,7 +27,7 @@ LossFn = Callable[[Any, Any], Any]
 _LOG: Final = logging.getLogger("shardwise")
 
 
-class NonFiniteLossError(ArithmeticError, ValueError):
+class NonFiniteLossError(CodedError, ArithmeticError, ValueError):
     """A loss or gradient is NaN or infinite; the message names the first module that produced such a value."""
 
 

@@ -27,6 +27,7 @@ from typing import Final, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from shardwise.config.errors import CodedError
 from shardwise.runtime.precision import TORCH_DTYPES
 from shardwise.runtime.streams import Event
 
@@ -44,7 +45,7 @@ MESSAGE: Final = "message"
 EXCHANGE: Final = "exchange"
 
 
-class CommError(RuntimeError):
+class CommError(CodedError, RuntimeError):
     """A collective failed, or ranks began different ones; the message says which rank was in which one, and why."""
 
 

@@ -21,6 +21,7 @@ from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 
+from shardwise.config.errors import CodedError
 from shardwise.runtime.clock import AwakeClock
 
 Answer = TypeVar("Answer")
@@ -32,7 +33,7 @@ _AGAIN_S: Final = 1.0
 _Request = tuple[Future[Any], Callable[[], Any]] | None
 
 
-class StoreSilentError(RuntimeError):
+class StoreSilentError(CodedError, RuntimeError):
     """The process that holds the store does not answer; it has not closed the connection either."""
 
 

@@ -29,6 +29,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from shardwise.config.errors import CodedError
+
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
@@ -50,7 +52,7 @@ _STEERING: Final = re.compile("[\x00-\x1f\x7f-\x9f\xad\u200b\u200e\u200f\u2028-\
 _DOTTED_KEY: Final = re.compile(rf"(?<![\w'\"-])(?:[\w'\"-]++[ \t]*+\.[ \t]*+){{{MAX_DEPTH}}}")
 
 
-class OneLineError(ValueError):
+class OneLineError(CodedError, ValueError):
     """An error whose message has one line, and nothing in it steers a terminal, whatever a foreign file contains."""
 
     # Not in __init__: torch's compiler reads errors that are raised while it traces, and follows no constructor.

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.store import PatientStore, StoreSilentError, ask_in_time
+from shardwise.config.errors import CodedError
 from shardwise.config.resolve import ConfigError
 from shardwise.launch.environment import RankEnv, detect, lone_rank
 
@@ -37,7 +38,7 @@ _COMPLETE = "complete"
 _NUM_NAMED = 16
 
 
-class LaunchError(RuntimeError):
+class LaunchError(CodedError, RuntimeError):
     """The ranks did not meet; the message says who is missing, or where to look."""
 
 

@@ -33,6 +33,7 @@ from typing import Final, NamedTuple
 
 from torch import Tensor
 
+from shardwise.config.errors import CodedError
 from shardwise.runtime.pinned_memory import ALIGNMENT_BYTES, memory_of
 
 # Measured on ext4: 4 MiB by four threads reads and writes as much a second as more of either.
@@ -58,7 +59,7 @@ _CURES: Final[Mapping[int, str]] = MappingProxyType(
 )
 
 
-class SwapError(RuntimeError):
+class SwapError(CodedError, RuntimeError):
     """A swap file or its folder cannot be made, read or written."""
 
 

@@ -20,11 +20,12 @@ from typing import Final
 
 import torch
 
+from shardwise.config.errors import CodedError
 from shardwise.offload.cpu_optimizer import bind_this_thread
 from shardwise.runtime.torch_private import unseen_by_op_modes
 
 
-class HostWorkError(RuntimeError):
+class HostWorkError(CodedError, RuntimeError):
     """Work on the host has failed midway, so states are mixed; the message says what failed. `recover` forgets it."""
 
 

@@ -6,10 +6,11 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 
+from shardwise.config.errors import CodedError
 from shardwise.runtime.torch_private import plain_torch_functions, pytree
 
 
-class ReleasedParameterError(RuntimeError):
+class ReleasedParameterError(CodedError, RuntimeError):
     """A parameter was used while its data is sharded away."""
 
 

@@ -22,6 +22,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from shardwise.config.errors import CodedError
 from shardwise.config.resolve import CompileConfig, Config, ConfigError
 from shardwise.layout.layout import Layout
 from shardwise.runtime.module_hooks import InputStore, recompute_forward, replace_forward, run_forward, run_stored
@@ -30,7 +31,7 @@ from shardwise.runtime.torch_private import compiler_errors, in_op_mode
 Run = Callable[..., Any]
 
 
-class CompileError(RuntimeError):
+class CompileError(CodedError, RuntimeError):
     """A block cannot be compiled as one graph; the message names it and the reason."""
 
 

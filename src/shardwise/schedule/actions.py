@@ -23,8 +23,10 @@ from types import MappingProxyType
 from typing import Self
 from urllib.parse import quote, unquote
 
+from shardwise.config.errors import CodedError
 
-class ScheduleError(ValueError):
+
+class ScheduleError(CodedError, ValueError):
     """Report a schedule that cannot run, or a text that is not one; the first line states value, rule and cure."""
 
 

@@ -22,10 +22,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from shardwise.config.errors import CodedError
+
 Names = Sequence[str]
 
 
-class LockstepError(RuntimeError):
+class LockstepError(CodedError, RuntimeError):
     """A block ran out of module order, or twice, under `zero.lockstep`."""
 
 

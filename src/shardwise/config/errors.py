@@ -1,0 +1,26 @@
+"""Errors that carry a code: it names the broken rule, and stays when the message is worded better."""
+
+from __future__ import annotations
+
+
+class CodedError(Exception):
+    """An error whose `code` names the rule that was broken; `str` gives the message alone.
+
+    Args:
+        code: lower-case words with hyphens between them, such as `tp-divides-heads`; each stands for one rule.
+        message: what was found, the rule, and what helps.
+
+    >>> error = CodedError("tp-divides-heads", "tp=3 does not divide num_heads=32; nearest legal: 2, 4")
+    >>> error.code, str(error)
+    ('tp-divides-heads', 'tp=3 does not divide num_heads=32; nearest legal: 2, 4')
+    """
+
+    # No __init__: torch's compiler reads errors that are raised while it traces, and follows no constructor.
+
+    @property
+    def code(self) -> str:
+        """Return the code; empty where the error was made without one."""
+        return str(self.args[0]) if len(self.args) > 1 else ""
+
+    def __str__(self) -> str:
+        return str(self.args[-1]) if self.args else ""
