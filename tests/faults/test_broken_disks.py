@@ -169,7 +169,7 @@ def check_failed(
     check_tidy(root)
 
 
-ROOM = "free some room, keep fewer checkpoints"
+ROOM = "free some space, keep fewer checkpoints"
 MOUNT = "mount it for writing"
 NO_SPACE, READ_ONLY = "No space left on device", "Read-only file system"
 FULL = [

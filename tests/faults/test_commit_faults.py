@@ -17,13 +17,13 @@ from harness.small_disk import MS_RDONLY, MS_REMOUNT, mount, mount_alone
 from shardwise.checkpoint import commit as folder
 from shardwise.checkpoint.commit import (
     begin,
-    check_room,
+    check_free_space,
     clean,
     commit,
     discard,
     read_manifest,
+    rename_later,
     retain,
-    set_aside,
     step_folders,
     step_name,
 )
@@ -138,9 +138,9 @@ def test_killed_in_deleting(tmp_path: Path) -> None:
 
 def test_killed_in_setting_aside(tmp_path: Path) -> None:
     seen = set()
-    for root in kill_everywhere(tmp_path, save_three, lambda root: set_aside(root, 10)):
+    for root in kill_everywhere(tmp_path, save_three, lambda root: rename_later(root, 10)):
         seen.add((tuple(check_all(root)), latest(root).strip()))
-        set_aside(root, 10)
+        rename_later(root, 10)
         assert check_all(root) == [10]
         assert sum(".aside-" in each.name for each in root.iterdir()) == 2
         recover(root, 40)
@@ -220,15 +220,15 @@ def on_small_disk(tmp_path: Path, num_bytes: int, function: Callable[[Path], obj
 def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
     def fill_up(root: Path) -> None:
         save(root, 10, num_bytes=40_000)
-        with refused(f"{root} has ", "MiB free and the checkpoint needs 2.00 GiB; free some room, keep fewer"):
-            check_room(root, 2 * 2**30)
+        with refused(f"{root} has ", "MiB free and the checkpoint needs 2.00 GiB; free some space, keep fewer"):
+            check_free_space(root, 2 * 2**30)
         room = os.statvfs(root)
-        check_room(root / "new", room.f_bavail * room.f_bsize)
+        check_free_space(root / "new", room.f_bavail * room.f_bsize)
         with refused("MiB free and the checkpoint needs"):
-            check_room(root / "new", room.f_bavail * room.f_bsize + 1)
+            check_free_space(root / "new", room.f_bavail * room.f_bsize + 1)
         temporary = begin(root, 20)
         write_files(temporary, 20, 40_000)
-        with refused(f"cannot write {temporary}/manifest.json: No space left on device; free some room, keep fewer"):
+        with refused(f"cannot write {temporary}/manifest.json: No space left on device; free some space, keep fewer"):
             commit(temporary, root, manifest_of(20, 40_000, extra="long" * 50_000))
         assert check_all(root) == [10]
         # Its room is there again.
@@ -258,7 +258,7 @@ def test_a_disk_that_fills_up_at_any_moment(tmp_path: Path) -> None:
             except CheckpointError as error:
                 message = str(error)
             seen.add(message.split(str(root))[0].replace(step_name(step), "step"))
-            assert ("No space left on device; free some room" in message) == message.startswith("cannot")
+            assert ("No space left on device; free some space" in message) == message.startswith("cannot")
             assert message or latest(root).strip() == step_name(step)
             discard(temporary)
             assert check_all(root) in (before, [step, *before])
@@ -286,7 +286,7 @@ def test_a_read_only_disk(tmp_path: Path) -> None:
         with refused(f"cannot delete {root}/{step_name(10)}: {why}"):
             retain(root, 1, None)
         with refused(f"cannot name {step_name(10)}, which is whole, in {root}/latest: {why}"):
-            set_aside(root, 10)
+            rename_later(root, 10)
         with refused(f"cannot remove {temporary}: {why}"):
             clean(root)
         discard(temporary)

@@ -138,7 +138,7 @@ def test_training_goes_on_from_the_checkpoint(
 def test_a_failure_of_the_last_step_is_raised_by_close(tmp_path: Path) -> None:
     engine = make_engine(tmp_path, optimizer="nvme")
     go_on(engine, 0, 1, 1)
-    engine.tiers.settle()
+    engine.tiers.wait_idle()
     with failing("preadv", 0, "EIO"):
         go_on(engine, 0, 1, 2)
         engine.tiers.worker.submit(lambda: None).end()
@@ -216,7 +216,7 @@ def test_where_one_rank_has_no_room_none_starts(ranks: WorkerPool, tmp_path: Pat
     with small_disk(tmp_path / "small", 48 * 1024) as disk:
         first, second = ranks(2).run(start_beside_another, [other, disk.root])
         said = r"CommError: rank 1 failed in shardwise.initialize: SwapError: cannot"
-        assert re.match(rf"{said} allocate .*; free some room there", first)
+        assert re.match(rf"{said} allocate .*; free some space there", first)
         assert re.match(r"SwapError: cannot allocate [\d.]+ \w+ in \S+-rank-1/\d+-\S+: No space left on device", second)
         assert list(other.iterdir()) == list(disk.root.iterdir()) == []
     (tmp_path / "enough").mkdir()

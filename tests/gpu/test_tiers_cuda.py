@@ -139,7 +139,7 @@ def test_a_step_waits_for_the_norm_alone(
         with no_waits():
             for step in batches[2:]:
                 engine.train_step(step[0])
-            engine.tiers.settle()
+            engine.tiers.wait_idle()
 
 
 def test_nothing_is_left_when_an_engine_is_closed(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from shardwise import Engine, initialize
 from shardwise.checkpoint import commit as folder
 from shardwise.checkpoint.async_saver import StagingMemory
-from shardwise.checkpoint.commit import LATEST_NAME, candidates, read_manifest, set_aside, step_folders, step_of
+from shardwise.checkpoint.commit import LATEST_NAME, candidates, read_manifest, rename_later, step_folders, step_of
 from shardwise.checkpoint.manifest import MANIFEST_NAME, CheckpointError, Manifest, StoredTensor
 
 NUM_STEPS, SAVE_EVERY, KEEP_LAST = 10, 2, 2
@@ -149,7 +149,7 @@ def resume(engine: Engine, rank: int, root: Path) -> tuple[str, ...]:
     """Load the newest whole checkpoint and set later ones aside; returns what was said of these."""
     report = engine.load(root)
     if rank == 0:
-        set_aside(root, report.step)
+        rename_later(root, report.step)
     return report.damaged
 
 

@@ -157,7 +157,7 @@ class _Watch(TorchDispatchMode):
 def settle(engine: Engine) -> None:
     """Return once nothing is under way between tiers, the files' writes included."""
     engine._sharding.settle()
-    engine.tiers.settle()
+    engine.tiers.wait_idle()
     for rest in rests_of(engine):
         if rest.tier == "nvme":
             rest.flush()

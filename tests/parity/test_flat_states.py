@@ -237,7 +237,7 @@ def test_a_save_in_the_background_is_written_before_the_states_change(
     assert torch.equal(whole_of(target.flat), values.view(-1))
     assert saver._staging.num_bytes == 0
     assert [record.message for record in caplog.records] == [
-        "states rest on NVMe, and host memory for a copy is not assumed: every save holds up training"
+        "states are stored on NVMe, and host memory for a copy is not assumed: every save holds up training"
     ]
 
 
@@ -258,7 +258,9 @@ def test_a_full_disk_leaves_the_states_as_they_were(tmp_path: Path, monkeypatch:
     values, saver = torch.randn(2000, 2000), make_saver()  # 16 MB: four writes behind that of the header
     held = holding_of(values, (LocalTensor.whole((2000, 2000)).pieces, 4_000_000), make_files(tmp_path / "swap"))
     monkeypatch.setattr(os, "writev", fill_disk(call, [], os.writev))
-    with pytest.raises(CheckpointError, match=r"No space left on device, after \d+ of the \d+ bytes .*make room there"):
+    with pytest.raises(
+        CheckpointError, match=r"No space left on device, after \d+ of the \d+ bytes .*free some space there"
+    ):
         saver.start(make_request(tmp_path / "saved", held), wait=False)
     assert held.flat.book.writes == []
     assert torch.equal(whole_of(held.flat), values.view(-1))

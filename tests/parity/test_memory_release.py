@@ -317,7 +317,7 @@ def train_with_tiers(
     def hand_over(include: tuple[str, ...] | None = None) -> None:
         if to is None:
             return
-        engine.tiers.settle()
+        engine.tiers.wait_idle()
         engine.tiers.trim()
         engine._pool.trim()
         live_bytes = device_bytes(engine) + host_bytes(engine)
@@ -480,7 +480,7 @@ def watch_resident(rank: int, world_size: int, tiers: Mapping[str, Any], swap: P
     model = nn.Linear(2048, 2048, bias=False)
     engine = initialize(model, config, loss_fn=lambda output, batch: output.square().mean())
     engine.train_step([torch.ones(1, 2048)])
-    engine.tiers.settle()
+    engine.tiers.wait_idle()
     found = [resident_bytes()]
     first_bytes = 0
     for _ in range(2):

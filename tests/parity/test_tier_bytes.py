@@ -67,7 +67,7 @@ def measure(rank: int, world_size: int, case_name: str, num_micro_batches: int, 
         with Crossings(engine, pages) as seen:
             for batch in batches[2][rank]:
                 engine.backward(engine(batch))
-            engine.tiers.settle()
+            engine.tiers.wait_idle()
             hosts = host_tensors(engine)
             settled_bytes(live)
             device_bytes = _device_bytes(live, hosts, pages) - _scalar_bytes(engine, live) - batch_bytes

@@ -307,7 +307,7 @@ def measure_buffers(rank: int, world_size: int, root: Path, swap: Path) -> tuple
     ):
         engine.train_step([torch.ones(1, 512)])
         for work in (lambda: engine.save(root), lambda: engine.load(root)):
-            engine.tiers.settle()
+            engine.tiers.wait_idle()
             engine.tiers.trim()
             engine.tiers.memory.reset_peak()
             before_bytes = sum(engine.tiers.memory.snapshot().live_bytes.values())

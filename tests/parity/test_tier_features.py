@@ -225,7 +225,7 @@ def test_an_engine_that_is_dropped_leaves_nothing(tmp_path: Path, where: str) ->
     config = make_config(1, {"zero": {"stage": int(where[-1])}, "tiers": {**TIERS[where], **path}})
     engine = initialize(CASE.build(torch.float64), config, loss_fn=CASE.loss)
     engine.train_step(batches_of(0, 0))
-    engine.tiers.settle()
+    engine.tiers.wait_idle()
     left = weakref.ref(engine.tiers)
     del engine
     gc.collect()

@@ -165,7 +165,7 @@ class Saver:
                 self._save(number, *prepared)
                 return
             thread = threading.Thread(
-                target=self._save_aside, args=(number, *prepared), name="shardwise-saver", daemon=True
+                target=self._save_in_background, args=(number, *prepared), name="shardwise-saver", daemon=True
             )
             thread.start()
             self._background.thread = thread
@@ -219,7 +219,9 @@ class Saver:
             return False
         if not self._has_said_so:
             self._has_said_so = True
-            log.warning("states rest on NVMe, and host memory for a copy is not assumed: every save holds up training")
+            log.warning(
+                "states are stored on NVMe, and host memory for a copy is not assumed: every save holds up training"
+            )
         return True
 
     def _prepare(self, request: SaveRequest, stage: bool) -> tuple[SaveRequest, Exception | None]:
@@ -230,7 +232,7 @@ class Saver:
         except Exception as error:
             return replace(request, state_shards=()), error
 
-    def _save_aside(self, number: int, request: SaveRequest, failure: Exception | None) -> None:
+    def _save_in_background(self, number: int, request: SaveRequest, failure: Exception | None) -> None:
         try:
             self._save(number, request, failure)
         except CheckpointError as error:
@@ -291,9 +293,9 @@ class _Save:
             raise CheckpointError(
                 f"{listed(odd)} saves step {plans[odd[0]][0]}, not {step}; save on every rank at the same step"
             )
-        folder.check_room(root, sum(num_bytes for _, num_bytes in plans.values()))
+        folder.check_free_space(root, sum(num_bytes for _, num_bytes in plans.values()))
         if self.request.is_damaged:
-            folder.set_aside_step(root, step)
+            folder.rename_step(root, step)
         return folder.begin(root, step).name
 
     def _write(self, temporary: Path) -> str:

@@ -49,15 +49,15 @@ __all__ = [
     "MAX_MANIFEST_BYTES",
     "begin",
     "candidates",
-    "check_room",
+    "check_free_space",
     "clean",
     "commit",
     "discard",
     "read_latest",
     "read_manifest",
+    "rename_later",
+    "rename_step",
     "retain",
-    "set_aside",
-    "set_aside_step",
     "step_folders",
     "step_name",
     "step_of",
@@ -66,7 +66,7 @@ __all__ = [
 
 LATEST_NAME: Final = "latest"
 _STEP: Final = re.compile(r"step-([0-9]{8,})")
-_PARTIAL, _DELETED, _ASIDE = ".partial", ".deleted", ".aside-"
+_PARTIAL, _DELETED, _RENAMED = ".partial", ".deleted", ".aside-"
 _LEFTOVER: Final = re.compile(r"(step-[0-9]{8,}|latest)\.[0-9a-f]+\.(partial|deleted)")
 # The errors of a file system that cannot read what it has stored, or has another kind of entry under the name.
 _DAMAGE: Final = (
@@ -267,7 +267,7 @@ def retain(root: Path, keep_last: int | None, keep_every: int | None) -> list[Pa
     return going
 
 
-def set_aside(root: Path, after_step: int) -> list[Path]:
+def rename_later(root: Path, after_step: int) -> list[Path]:
     """Rename the checkpoints of later steps, so that a run resumed from this one can save these steps again.
 
     Args:
@@ -289,13 +289,13 @@ def set_aside(root: Path, after_step: int) -> list[Path]:
     moved = []
     with named_errors("rename checkpoints in", root):
         for folder in later:
-            moved.append(_next_aside(folder))
+            moved.append(_next_renamed(folder))
             os.rename(folder, moved[-1])
         sync_folder(root)
     return moved
 
 
-def set_aside_step(root: Path, step: int) -> None:
+def rename_step(root: Path, step: int) -> None:
     """Rename the checkpoint of this step, if there is one; it is damaged and is about to be saved again.
 
     Raises:
@@ -304,7 +304,7 @@ def set_aside_step(root: Path, step: int) -> None:
     folder = root / step_name(step)
     with named_errors("rename", folder):
         if folder.is_dir():
-            os.rename(folder, _next_aside(folder))
+            os.rename(folder, _next_renamed(folder))
             sync_folder(root)
 
 
@@ -319,10 +319,8 @@ def _missing(path: Path) -> str:
     close = difflib.get_close_matches(wanted, names, n=3)
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     there = f"has {', '.join(names[:5])}{more}" if names else "is empty"
-    cure = (
-        f"did you mean {' or '.join(close)}?" if close else "give the folder of a checkpoint, or the one these are in"
-    )
-    return f"{path} does not exist, {parent.absolute()} {there}; {cure}"
+    fix = f"did you mean {' or '.join(close)}?" if close else "give the folder of a checkpoint, or the one these are in"
+    return f"{path} does not exist, {parent.absolute()} {there}; {fix}"
 
 
 def _make_root(root: Path) -> None:
@@ -404,11 +402,11 @@ def _move_latest(root: Path, name: str) -> None:
         sync_folder(root)
 
 
-def _next_aside(folder: Path) -> Path:
+def _next_renamed(folder: Path) -> Path:
     number = 1
-    while os.path.lexists(aside := folder.with_name(f"{folder.name}{_ASIDE}{number}")):
+    while os.path.lexists(renamed := folder.with_name(f"{folder.name}{_RENAMED}{number}")):
         number += 1
-    return aside
+    return renamed
 
 
 def _delete(folder: Path) -> None:
@@ -422,11 +420,11 @@ def _delete(folder: Path) -> None:
 _FOLDER_S: Final = 30.0
 _POLL_S: Final = 0.05
 ELSEWHERE: Final = "use another folder"
-_MORE_ROOM: Final = f"free some room, keep fewer checkpoints (keep_last), or {ELSEWHERE}"
-_CURES: Final[Mapping[int, str]] = MappingProxyType(
+_MORE_SPACE: Final = f"free some space, keep fewer checkpoints (keep_last), or {ELSEWHERE}"
+_FIXES: Final[Mapping[int, str]] = MappingProxyType(
     {
-        errno.ENOSPC: _MORE_ROOM,
-        errno.EDQUOT: _MORE_ROOM,
+        errno.ENOSPC: _MORE_SPACE,
+        errno.EDQUOT: _MORE_SPACE,
         errno.EROFS: f"mount it for writing, or {ELSEWHERE}",
         errno.EACCES: f"give this user the right to, or {ELSEWHERE}",
         errno.EPERM: f"give this user the right to, or {ELSEWHERE}",
@@ -451,8 +449,8 @@ writing, or use another folder
     try:
         yield
     except OSError as error:
-        cure = _CURES.get(error.errno or 0, f"mend that, or {ELSEWHERE}")
-        raise CheckpointError(f"cannot {doing} {path}: {error.strerror or error}; {cure}") from error
+        fix = _FIXES.get(error.errno or 0, f"mend that, or {ELSEWHERE}")
+        raise CheckpointError(f"cannot {doing} {path}: {error.strerror or error}; {fix}") from error
 
 
 def sync_folder(path: Path) -> None:
@@ -525,23 +523,23 @@ def remove(path: Path) -> bool:
     return not os.path.lexists(path)
 
 
-def check_room(root: Path, num_bytes: int) -> None:
-    """Check, before anything is written, that there is room for a checkpoint.
+def check_free_space(root: Path, num_bytes: int) -> None:
+    """Check, before anything is written, that there is space for a checkpoint.
 
     Args:
         root: where it is to be written; it need not exist yet.
         num_bytes: of all files of all ranks together.
 
     Raises:
-        CheckpointError: the file system has less room than that.
+        CheckpointError: the file system has less free space than that.
     """
-    with named_errors("ask for the room in", root):
-        room = os.statvfs(next(each for each in (root, *root.parents) if each.exists()))
-    free_bytes = room.f_bavail * room.f_frsize
-    # A file system that counts no blocks does not know its free room.
-    if room.f_blocks and num_bytes > free_bytes:
+    with named_errors("ask for the free space of", root):
+        system = os.statvfs(next(each for each in (root, *root.parents) if each.exists()))
+    free_bytes = system.f_bavail * system.f_frsize
+    # A file system that counts no blocks does not know its free space.
+    if system.f_blocks and num_bytes > free_bytes:
         needed, free = _in_words(num_bytes), _in_words(free_bytes)
-        raise CheckpointError(f"{root} has {free} free and the checkpoint needs {needed}; {_MORE_ROOM}")
+        raise CheckpointError(f"{root} has {free} free and the checkpoint needs {needed}; {_MORE_SPACE}")
 
 
 def _in_words(num_bytes: int) -> str:

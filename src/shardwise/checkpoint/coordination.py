@@ -68,7 +68,7 @@ class StoreBarrier:
         self._store = None if store is None else PatientStore(store, timeout_s, f"save/{number}")
         self._rank, self._ranks = rank, range(world_size)
         self._timeout_s, self._patience_s = timeout_s, patience_s
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
         self._subject = subject
         self._progress_s = min(_PROGRESS_S, timeout_s / 4)
         self._next_progress_s = 0.0
@@ -185,8 +185,8 @@ class StoreBarrier:
         if count != seen[rank][0]:
             seen[rank] = count, now_s
         silent_s = now_s - seen[rank][1]
-        if silent_s > self._patience_s and rank not in self._told:
-            self._told.add(rank)
+        if silent_s > self._patience_s and rank not in self._reported:
+            self._reported.add(rank)
             log.error(
                 "%s: rank %d waits for rank %d, which has shown no progress for %.0f s; see its log",
                 self._subject,

@@ -102,5 +102,5 @@ def _without_checkpoints(path: Path) -> str:
     names = sorted(each.name for each in path.iterdir())
     below = [str(path / name) for name in names if (path / name).is_dir() and step_folders(path / name)]
     there = f"it has {listed_names(names)}" if names else "it is empty"
-    cure = f"; did you mean {' or '.join(below[:3])}?" if below else ""
-    return f"{path} has no checkpoint, a folder such as step-00000100; {there}{cure}"
+    fix = f"; did you mean {' or '.join(below[:3])}?" if below else ""
+    return f"{path} has no checkpoint, a folder such as step-00000100; {there}{fix}"

@@ -185,8 +185,8 @@ def plan_load(
     with_states = not weights_only and manifest.contents != "weights"
     misfits = misfits if with_states else {}
     if strict:
-        cure = "; weights_only=True takes no optimizer and no schedule" if misfits else ""
-        result.check(where, [*misfits.values()], cure)
+        fix = "; weights_only=True takes no optimizer and no schedule" if misfits else ""
+        result.check(where, [*misfits.values()], fix)
     skipped = [f"unexpected {name}" for name in result.unexpected]
     skipped += [f"of another shape: {line}" for line in result.misshapen]
     skipped += misfits.values()
@@ -218,6 +218,6 @@ def rank_name(rank: int, name: str) -> str:
 
 
 # The remedy for a caller of `Engine.load`; `shardwise train` puts its own in this place.
-LENIENT_CURE: Final = "; load with strict=False to take what fits"
+LENIENT_FIX: Final = "; load with strict=False to take what fits"
 _NUM_NAMED = 8
 _MAX_COMPARED = 1000

@@ -188,23 +188,23 @@ class Manifest:
             CheckpointError: a newer version has written it.
         """
         data = text.encode() if isinstance(text, str) else text
-        cure = "use an older checkpoint"
+        fix = "use an older checkpoint"
         head = len(_PREFIX) + 8 + len(_MIDDLE)
         body = memoryview(data)[head : len(data) - len(_SUFFIX)]
         if data[:head] != f"{_PREFIX}{zlib.crc32(body):08x}{_MIDDLE}".encode() or not data.endswith(_SUFFIX.encode()):
-            raise DamagedError(f"{where} does not match its checksum; {cure}")
+            raise DamagedError(f"{where} does not match its checksum; {fix}")
         try:
             with _without_collection():
                 content = str(body, "utf-8")
-                check_nesting(content, where, cure)
+                check_nesting(content, where, fix)
                 values = json.loads(content)
             written_by = values["format"], int(values["version"])
         except UntrustedFileError as error:
             raise DamagedError(error) from None
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise DamagedError(f"{where} is no manifest of a {FORMAT}; {cure}") from None
+            raise DamagedError(f"{where} is no manifest of a {FORMAT}; {fix}") from None
         if written_by[0] != FORMAT:
-            raise DamagedError(f"{where} is no manifest of a {FORMAT}; {cure}")
+            raise DamagedError(f"{where} is no manifest of a {FORMAT}; {fix}")
         if written_by[1] > VERSION:
             raise CheckpointError(
                 f"{where} is of {FORMAT} version {written_by[1]}, this library reads up to {VERSION}; "
@@ -221,7 +221,7 @@ class Manifest:
             what = str(error)
         else:
             return manifest
-        raise DamagedError(f"{where} is not what version {VERSION} writes: {what}; {cure}")
+        raise DamagedError(f"{where} is not what version {VERSION} writes: {what}; {fix}")
 
 
 @dataclass(frozen=True)

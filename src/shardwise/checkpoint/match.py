@@ -28,7 +28,7 @@ from typing import Final
 from shardwise.checkpoint.manifest import CheckpointError, StoredTensor
 
 # How a caller of `Engine.load` goes on; `shardwise train` says what its user can do instead.
-LENIENT_CURE: Final = "; load with strict=False to take what fits"
+LENIENT_FIX: Final = "; load with strict=False to take what fits"
 
 
 _NUM_NAMED = 8
@@ -62,13 +62,13 @@ class StateMatch:
     unexpected: tuple[str, ...]
     misshapen: tuple[str, ...]
 
-    def check(self, where: str, others: Sequence[str] = (), cure: str = "") -> None:
+    def check(self, where: str, others: Sequence[str] = (), fix: str = "") -> None:
         """Raise unless everything fits.
 
         Args:
             where: the checkpoint, for the message.
             others: other parts of it that do not fit, a text each.
-            cure: what helps against these.
+            fix: what helps against these.
 
         Raises:
             CheckpointError: something does not fit; the message lists it.
@@ -83,7 +83,7 @@ class StateMatch:
             parts.append(f"of another shape {listed_names(self.misshapen)}")
         parts += others
         if parts:
-            raise CheckpointError(f"{where} does not fit the model: {'; '.join(parts)}{LENIENT_CURE}{cure}")
+            raise CheckpointError(f"{where} does not fit the model: {'; '.join(parts)}{LENIENT_FIX}{fix}")
 
 
 def match(stored: Sequence[StoredTensor], wanted: Sequence[WantedState]) -> StateMatch:

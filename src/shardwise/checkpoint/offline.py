@@ -22,7 +22,7 @@ from torch import Tensor
 from shardwise.checkpoint.commit import (
     MAX_MANIFEST_BYTES,
     begin,
-    check_room,
+    check_free_space,
     commit,
     discard,
     named_errors,
@@ -303,7 +303,7 @@ def reshard(
         The new step folder, and the bytes of each of its files.
 
     Raises:
-        CheckpointError: the root has that step already, or too little room for it.
+        CheckpointError: the root has that step already, or too little space for it.
         DamagedError: the source is damaged.
     """
     return rewrite(read_manifest(source), source, root, num_files, progress)
@@ -329,7 +329,7 @@ def rewrite(
     parts[0] += [(tensor, Rect.whole(tensor.shape)) for tensor in manifest.tensors if tensor.kind == "rank"]
     num_bytes = sum(Rect.whole(tensor.shape).numel * _item_bytes(tensor) for tensor in manifest.tensors)
     meter = _ReadMeter(num_bytes, progress)
-    check_room(root, num_bytes)
+    check_free_space(root, num_bytes)
     temporary = begin(root, manifest.step)
     try:
         files: dict[str, int] = {}

@@ -48,7 +48,7 @@ from shardwise.layout.slicing import Chunk, Rect, flat_range_to_rects, overlap, 
 from shardwise.runtime.pinned_memory import memory_of
 
 # The file may also come from elsewhere, such as a download.
-_CURE: Final = "use an older checkpoint, or get the file again"
+_FIX: Final = "use an older checkpoint, or get the file again"
 # The most that one call reads, and the size of the buffer.
 _CHUNK_BYTES: Final = 4 * BLOCK_BYTES
 # Without checksums, gaps of up to this size between wanted bytes are read and dropped rather than skipped.
@@ -181,12 +181,12 @@ class ChunkReader:
                 num_more = os.preadv(descriptor, [memory[num_read:]], at)
             except OSError as error:
                 raise DamagedError(
-                    f"{where}: {source.label} cannot be read at byte {at}: {error.strerror}; {_CURE}"
+                    f"{where}: {source.label} cannot be read at byte {at}: {error.strerror}; {_FIX}"
                 ) from error
             if not num_more:
                 raise DamagedError(
                     f"{where} ends at byte {at}, within {source.label}, which goes on to byte "
-                    f"{source.piece.offset + source.num_bytes}; {_CURE}"
+                    f"{source.piece.offset + source.num_bytes}; {_FIX}"
                 )
             num_read += num_more
         self.num_read_bytes += num_read
@@ -197,7 +197,7 @@ class ChunkReader:
             if zlib.crc32(block) != source.piece.crcs[(start + low) // BLOCK_BYTES]:
                 at = source.piece.offset + start + low
                 raise DamagedError(
-                    f"{where}: {source.label} does not match its checksum at bytes {at} to {at + len(block)}; {_CURE}"
+                    f"{where}: {source.label} does not match its checksum at bytes {at} to {at + len(block)}; {_FIX}"
                 )
 
     def _open(self, file: str) -> int:
@@ -207,7 +207,7 @@ class ChunkReader:
             try:
                 self._files[file] = open_regular(self._folder / file, self._folder)
             except OSError as error:
-                raise DamagedError(f"{self._folder.name}/{file} cannot be opened: {error.strerror}; {_CURE}") from error
+                raise DamagedError(f"{self._folder.name}/{file} cannot be opened: {error.strerror}; {_FIX}") from error
         return self._files[file]
 
 
@@ -232,8 +232,8 @@ def _boxes(rect: Rect, parts: Sequence[Chunk], target: Tensor) -> list[_Box]:
     steps = {after.local_offset - before.local_offset for before, after in pairwise(parts)}
     # The pieces follow one another along the first `num_dims`: each has one index of these, and all of the other dims.
     num_dims = next(dim for dim in range(len(shape) + 1) if part[dim:] == shape[dim:])
-    are_alike = {each.rect.shape for each in parts} == {part} and math.prod(part[:num_dims]) == 1
-    if len(steps) == 1 and are_alike and (step := min(steps)) > 0:
+    are_equal = {each.rect.shape for each in parts} == {part} and math.prod(part[:num_dims]) == 1
+    if len(steps) == 1 and are_equal and (step := min(steps)) > 0:
         strides = [step * math.prod(shape[dim + 1 : num_dims]) for dim in range(num_dims)]
         strides += [math.prod(shape[dim + 1 :]) for dim in range(num_dims, len(shape))]
         offset = target.storage_offset() + parts[0].local_offset

@@ -159,11 +159,11 @@ def read_header(path: Path, num_known: int = 0) -> tuple[FileTensor, ...]:
             longest = max(_MAX_HEADER_BYTES, num_known * _MAX_ENTRY_BYTES)
             if num_bytes < 8 or length > min(num_bytes - 8, longest):
                 raise DamagedError(
-                    f"{where} has {num_bytes} bytes, which a header of {length} does not fit; fetch or write it anew"
+                    f"{where} has {num_bytes} bytes, which a header of {length} does not fit; fetch or write it again"
                 )
             text = file.read(length)
     except OSError as error:
-        raise DamagedError(f"{where} cannot be read: {error.strerror}; fetch or write it anew") from error
+        raise DamagedError(f"{where} cannot be read: {error.strerror}; fetch or write it again") from error
     try:
         tensors = list(_file_tensors(text))
     except CheckpointError:
@@ -171,7 +171,7 @@ def read_header(path: Path, num_known: int = 0) -> tuple[FileTensor, ...]:
     except ValueError as error:
         what = mismatch(error) if isinstance(error, ValidationError) else error
         raise DamagedError(
-            f"{where} has a header that is not of safetensors: {what}; fetch or write it anew"
+            f"{where} has a header that is not of safetensors: {what}; fetch or write it again"
         ) from error
     tensors.sort(key=lambda tensor: (tensor.start, tensor.stop))
     _check_layout(tensors, 8 + length, num_bytes, where)
@@ -204,9 +204,9 @@ def _check_layout(tensors: Sequence[FileTensor], data_start: int, num_bytes: int
         needed = math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
         if tensor.start != end or tensor.stop - tensor.start != needed or min(tensor.shape, default=0) < 0:
             raise DamagedError(
-                f"{where}: {tensor.name} lies at bytes {tensor.start} to {tensor.stop}, but must start "
-                f"at {end} and have {needed} by its shape; fetch or write it anew"
+                f"{where}: {tensor.name} is at bytes {tensor.start} to {tensor.stop}, but must start "
+                f"at {end} and have {needed} by its shape; fetch or write it again"
             )
         end = tensor.stop
     if end != num_bytes:
-        raise DamagedError(f"{where} has {num_bytes} bytes, its header says {end}; fetch or write it anew")
+        raise DamagedError(f"{where} has {num_bytes} bytes, its header says {end}; fetch or write it again")

@@ -111,8 +111,8 @@ def matching(tensors: Sequence[StoredTensor], pattern: str) -> list[StoredTensor
     if not found:
         names = [tensor.name for tensor in tensors]
         close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.5)
-        cure = f"did you mean {' or '.join(close)}?" if close else f"names are such as {', '.join(names[:3])}"
-        raise CheckpointError(f"no tensor's name matches {pattern!r}; {cure}")
+        fix = f"did you mean {' or '.join(close)}?" if close else f"names are such as {', '.join(names[:3])}"
+        raise CheckpointError(f"no tensor's name matches {pattern!r}; {fix}")
     return found
 
 
@@ -201,7 +201,7 @@ def render_verification(folder: Path, found: Verification, took_s: float) -> Ren
         took_s: seconds that it took.
     """
     lines: list[RenderableType] = [Text(f"{damage}") for damage in found.damages[:MAX_SHOWN]]
-    lines += _rest(len(found.damages), "damages")
+    lines += _more(len(found.damages), "damages")
     read = f"{_speed(found.num_read_bytes, took_s, 'read ')}"
     if found.manifest is None or found.damages:
         files = len({damage.file for damage in found.damages})
@@ -229,14 +229,14 @@ def render_difference(a: Path, b: Path, found: StateDifference, show_all: bool =
     for title, names in (("only in A", found.only_a), ("only in B", found.only_b)):
         if names:
             blocks += ["", Text(f"{title}: {len(names):,}", style="bold"), *map(Text, names[:limit])]
-            blocks += _rest(len(names), "names", limit)
-    kinds = found.kinds if show_all else _alike(found.kinds)
+            blocks += _more(len(names), "names", limit)
+    kinds = found.kinds if show_all else _merged(found.kinds)
     for title, changes in (("kind", kinds), ("config", found.config), ("run", found.run)):
         if changes:
-            blocks += ["", _changes_table(title, changes[:limit]), *_rest(len(changes), "changes", limit)]
+            blocks += ["", _changes_table(title, changes[:limit]), *_more(len(changes), "changes", limit)]
     if found.values:
         blocks += ["", _values_by_state(found.values), "", _values_table(found.values, limit)]
-        blocks += _rest(len(found.values), "states", limit)
+        blocks += _more(len(found.values), "states", limit)
     blocks.append("")
     if not found:
         blocks.append(Text(f"equal: {_count(found.num_states, 'state')}, bit for bit", style="green"))
@@ -312,13 +312,13 @@ def _facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
     parameters = [tensor for tensor in manifest.tensors if tensor.kind == "parameter"]
     num_frozen = sum(not tensor.trainable for tensor in parameters)
     num_tied = sum(bool(tensor.aliases) for tensor in parameters)
-    asides = [f"{number:,} {what}" for number, what in ((num_frozen, "frozen"), (num_tied, "tied")) if number]
-    aside = f", of which {' and '.join(asides)}" if asides else ""
+    parts = [f"{number:,} {what}" for number, what in ((num_frozen, "frozen"), (num_tied, "tied")) if number]
+    of_which = f", of which {' and '.join(parts)}" if parts else ""
     name = f"{manifest.model['class']}, " if "class" in manifest.model else ""
     num_buffers = sum(tensor.kind == "buffer" for tensor in manifest.tensors)
     buffers = f", {_count(num_buffers, 'buffer')}" if num_buffers else ""
     numel = _num_elements(manifest, "parameter")
-    yield "model", f"{name}{_count(numel, 'parameter')} in {_count(len(parameters), 'tensor')}{aside}{buffers}"
+    yield "model", f"{name}{_count(numel, 'parameter')} in {_count(len(parameters), 'tensor')}{of_which}{buffers}"
     yield "written by", describe_layout(manifest)
     if optimizer := _optimizer(manifest):
         yield "optimizer", optimizer
@@ -359,9 +359,11 @@ def _file_table(manifest: Manifest) -> RenderableType:
     for file, num_bytes in list(manifest.files.items())[:_MAX_FILES]:
         table.add_row(file, decimal(num_bytes), f"{counts[file]:,}")
     if len(counts) > _MAX_FILES:
-        rest = list(manifest.files)[_MAX_FILES:]
-        num_pieces = sum(counts[file] for file in rest)
-        table.add_row(f"and {len(rest):,} more", decimal(sum(manifest.files[file] for file in rest)), f"{num_pieces:,}")
+        others = list(manifest.files)[_MAX_FILES:]
+        num_pieces = sum(counts[file] for file in others)
+        table.add_row(
+            f"and {len(others):,} more", decimal(sum(manifest.files[file] for file in others)), f"{num_pieces:,}"
+        )
     if len(counts) > 1:
         table.add_row("in all", decimal(sum(manifest.files.values())), f"{sum(counts.values()):,}", style="bold")
     return table
@@ -386,7 +388,7 @@ def _state_json(state: StoredState) -> dict[str, Any]:
     return {"dtype": state.dtype} | extent
 
 
-def _alike(changes: Sequence[ChangedState]) -> list[ChangedState]:
+def _merged(changes: Sequence[ChangedState]) -> list[ChangedState]:
     """Merge equal changes of several tensors into one, such as those of a number of steps."""
     groups: dict[tuple[str, str, str], list[ChangedState]] = {}
     for change in changes:
@@ -439,7 +441,7 @@ def _table(*names: str, right: Sequence[str] = (), fold: Sequence[str] = ()) -> 
     return table
 
 
-def _rest(number: int, what: str, limit: int | None = MAX_SHOWN) -> list[Text]:
+def _more(number: int, what: str, limit: int | None = MAX_SHOWN) -> list[Text]:
     return [Text(f"and {number - limit:,} more {what}", style="dim")] if limit and number > limit else []
 
 

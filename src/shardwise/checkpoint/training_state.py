@@ -45,7 +45,7 @@ _ITEMS: Final = "__items__"
 # Words of the Mersenne Twister's state.
 _NUMPY_KEYS: Final = 624
 _SCALER: Final = MappingProxyType({"scale": 1.0, "num_good_steps": 0})
-_CURE: Final = "weights_only=True, which takes no optimizer and no schedule"
+_FIX: Final = "weights_only=True, which takes no optimizer and no schedule"
 
 log = logging.getLogger("shardwise")
 
@@ -73,7 +73,7 @@ def restore_options(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
 def scheduler_state(scheduler: Any) -> dict[str, Any] | None:
     """Return the schedule's class and state; None if it has no `state_dict`: a resumed run starts it again."""
     if not hasattr(scheduler, "state_dict"):
-        log.warning("%s has no state_dict(), so a resumed run starts it anew", type(scheduler).__name__)
+        log.warning("%s has no state_dict(), so a resumed run starts it again", type(scheduler).__name__)
         return None
     name = type(scheduler).__name__
     state = scheduler.state_dict()
@@ -160,7 +160,7 @@ def check_whole(saved: Mapping[str, Any]) -> None:
     wrong += [f"no {key} of the loss" for key in _SCALER if key not in scaler]
     wrong += _strange({"normaliser": 0.0}, saved) + _strange(_SCALER, scaler)
     if wrong:
-        raise CheckpointError(f"the state of the run is not whole: {wrong[0]}; use an older checkpoint, or {_CURE}")
+        raise CheckpointError(f"the state of the run is not whole: {wrong[0]}; use an older checkpoint, or {_FIX}")
 
 
 def _refusal(optimizer: Optimizer, options: Mapping[str, Any]) -> str:
@@ -199,8 +199,8 @@ def _fits(current: Any, plain: Any) -> bool:
         is_bounded = not isinstance(current, float) or math.isfinite(current)
         return is_number and (abs(plain) <= sys.float_info.max or not is_bounded)
     if isinstance(current, list | tuple):
-        is_alike = isinstance(plain, list) and (isinstance(current, list) or len(plain) == len(current))
-        return is_alike and all(map(_fits, current, plain))
+        is_same_kind = isinstance(plain, list) and (isinstance(current, list) or len(plain) == len(current))
+        return is_same_kind and all(map(_fits, current, plain))
     if isinstance(current, Mapping):
         return isinstance(plain, dict) and (plain.keys() == {_ITEMS} or not _strange(current, plain))
     return not isinstance(current, str) or isinstance(plain, str)
@@ -230,7 +230,7 @@ def restore_generators(states: Mapping[str, Tensor], device: torch.device) -> No
         _restore_generators(states, device)
     except (RuntimeError, ValueError, TypeError, OverflowError) as error:
         raise CheckpointError(
-            f"the state of a generator is none: {error}; use an older checkpoint, or {_CURE}"
+            f"the state of a generator is none: {error}; use an older checkpoint, or {_FIX}"
         ) from None
 
 
@@ -286,8 +286,8 @@ def _like(current: Any, plain: Any) -> Any:
         same.update(values)
         return same
     if isinstance(plain, list):
-        is_alike = isinstance(current, list | tuple) and len(current) == len(plain)
-        members = [_like(current[at] if is_alike else None, value) for at, value in enumerate(plain)]
+        is_same_kind = isinstance(current, list | tuple) and len(current) == len(plain)
+        members = [_like(current[at] if is_same_kind else None, value) for at, value in enumerate(plain)]
         return tuple(members) if isinstance(current, tuple) else members
     if isinstance(current, float) and isinstance(plain, int):
         return float(plain)
@@ -322,7 +322,7 @@ class SavedBuffer:
         return self.state_shard.flat.read(0, self.state_shard.flat.numel)
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def restore(self) -> None:
         """Give the buffer the values that were read into its state shard."""
         values = self.values.view(self.buffer.shape)
         if any(not step and size > 1 for step, size in zip(self.buffer.stride(), self.buffer.shape, strict=True)):

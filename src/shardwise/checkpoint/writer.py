@@ -53,10 +53,10 @@ _BATCH_BYTES: Final = 4 * BLOCK_BYTES
 _BATCH_BUFFERS: Final = 512
 # Pages are written back to the disk in steps of this size while the next ones are written, not all in the fsync.
 _WRITE_BACK_BYTES: Final = 32 * BLOCK_BYTES
-_CURES: Final = MappingProxyType(
+_FIXES: Final = MappingProxyType(
     {
-        errno.ENOSPC: "make room there, or save elsewhere",
-        errno.EDQUOT: "make room within the quota, or save elsewhere",
+        errno.ENOSPC: "free some space there, or save elsewhere",
+        errno.EDQUOT: "free some space within the quota, or save elsewhere",
         errno.EFBIG: "save on a file system, or under a limit, that allows files so large",
         errno.EROFS: "make the folder writable, or save elsewhere",
         errno.EACCES: "make the folder writable, or save elsewhere",
@@ -121,7 +121,7 @@ def _stored_numbers(state_shards: Sequence[StateShard], numbers: Sequence[Scalar
     for number in numbers:
         if number.name not in by_name:
             raise CheckpointError(
-                f"{number.name}/{number.state} is a state of no parameter here; list its holding, too"
+                f"{number.name}/{number.state} is a state of no parameter here; list its state shard, too"
             )
         is_python = number.dtype in ("int", "float")
         dtype = number.dtype if is_python else dtype_name(getattr(torch, number.dtype))
@@ -164,14 +164,14 @@ class _WriteJob:
     def blocks(self) -> Iterator[list[tuple[int, int]]]:
         """Yield the spans of each `BLOCK_BYTES` of the entry."""
         block: list[tuple[int, int]] = []
-        room = BLOCK_BYTES
+        free_bytes = BLOCK_BYTES
         for start, stop in self.spans:
-            while stop - start >= room:
-                yield [*block, (start, start + room)]
-                block, start, room = [], start + room, BLOCK_BYTES
+            while stop - start >= free_bytes:
+                yield [*block, (start, start + free_bytes)]
+                block, start, free_bytes = [], start + free_bytes, BLOCK_BYTES
             if start < stop:
                 block.append((start, stop))
-                room -= stop - start
+                free_bytes -= stop - start
         if block:
             yield block
 
@@ -281,9 +281,9 @@ def _write_file(
                     written_back = end
             os.fsync(descriptor)
     except OSError as error:
-        cure = _CURES.get(error.errno or 0, "look at that disk, or save elsewhere")
+        fix = _FIXES.get(error.errno or 0, "look at that disk, or save elsewhere")
         raise CheckpointError(
-            f"{path}: {error.strerror}, after {end} of the {num_bytes} bytes that this rank saves; {cure}"
+            f"{path}: {error.strerror}, after {end} of the {num_bytes} bytes that this rank saves; {fix}"
         ) from error
 
 

@@ -249,7 +249,7 @@ class CheckpointApi(StateApi):
                 states += [each for each in all_states if isinstance(each, StateShard)]
             num_bytes = loaded.read(folder, [*targets, *states], progress)
             for each in buffers:
-                each.settle()
+                each.restore()
             self._read_own(folder, loaded, buffers)
 
         self._is_half_loaded = True
@@ -431,7 +431,7 @@ class CheckpointApi(StateApi):
                     reader.read(stored, PARAM, pieces, state)
                 elif buffer is not None and buffer.state_shard.global_shape == stored.shape:
                     reader.read(stored, PARAM, pieces, buffer.values)
-                    buffer.settle()
+                    buffer.restore()
         trajectory.restore_generators(generators, self.device)
 
     def _manifest(self, contents: Contents, extra: Any) -> Manifest:

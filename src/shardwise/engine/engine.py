@@ -383,10 +383,10 @@ class Engine(HfApi):
                 stack.callback(undo)
             self._undo.clear()
             # Parameters become whole even if their values are spoilt; the failure that spoilt them is raised once.
-            untold = self.tiers.recover().untold
+            unreported = self.tiers.recover().unreported
             self._sharding.close(keep_values)
-            if untold is not None:
-                raise untold
+            if unreported is not None:
+                raise unreported
 
     def __enter__(self) -> Self:
         return self

@@ -221,7 +221,7 @@ class StateApi:
 
     def _states(self) -> access.EngineState:
         self._sharding.settle()
-        self.tiers.settle()
+        self.tiers.wait_idle()
         return access.EngineState(
             self._sharding, self._sharded, self._comms, self._losses, self._scaler.scale, self.layout.elsewhere
         )

@@ -265,18 +265,18 @@ def step_pieces(
         threads: share the blocks between them; None lets torch's own threads share each operation.
     """
     num_takers = threads.num_threads if threads else 1
-    for alike in _alike(pieces):
-        num_padded = sum(_padded(piece.master.numel()) for piece in alike)
-        room = min(BLOCK_NUMEL, _padded(-(-num_padded // num_takers)))
+    for together in _by_kernel_call(pieces):
+        num_padded = sum(_padded(piece.master.numel()) for piece in together)
+        capacity = min(BLOCK_NUMEL, _padded(-(-num_padded // num_takers)))
         # The iterator of a list may be shared by threads; that of a function may not.
-        work = partial(_work_off, iter(list(_blocks(alike, room))), rule, room, factor)
+        work = partial(_work_off, iter(list(_blocks(together, capacity))), rule, capacity, factor)
         if threads:
             threads.run(work)
         else:
             work()
 
 
-def _alike(pieces: Sequence[StepPiece]) -> list[list[StepPiece]]:
+def _by_kernel_call(pieces: Sequence[StepPiece]) -> list[list[StepPiece]]:
     """Group the pieces that one call of a kernel can step."""
     found: dict[tuple[Any, ...], list[StepPiece]] = {}
     for piece in pieces:
@@ -286,10 +286,10 @@ def _alike(pieces: Sequence[StepPiece]) -> list[list[StepPiece]]:
     return list(found.values())
 
 
-def _blocks(pieces: Sequence[StepPiece], room: int) -> Iterator[list[StepPiece]]:
-    """Yield parts of the pieces, in order, as many at a time as there is room for, in elements."""
+def _blocks(pieces: Sequence[StepPiece], capacity: int) -> Iterator[list[StepPiece]]:
+    """Yield parts of the pieces, in order, as many at a time as fit into `capacity` elements."""
     block: list[StepPiece] = []
-    free = room
+    free = capacity
     for piece in pieces:
         start, length = 0, piece.master.numel()
         while start < length:
@@ -299,17 +299,17 @@ def _blocks(pieces: Sequence[StepPiece], room: int) -> Iterator[list[StepPiece]]
             start = stop
             if free == 0:
                 yield block
-                block, free = [], room
+                block, free = [], capacity
     if block:
         yield block
 
 
 @torch.no_grad()
-def _work_off(rest: Iterator[Sequence[StepPiece]], rule: CpuOptimizer, room: int, factor: float) -> None:
+def _work_off(blocks: Iterator[Sequence[StepPiece]], rule: CpuOptimizer, capacity: int, factor: float) -> None:
     scratch = None
-    for block in rest:
+    for block in blocks:
         if scratch is None:
-            scratch = torch.empty(room, dtype=block[0].master.dtype)
+            scratch = torch.empty(capacity, dtype=block[0].master.dtype)
         _step_block(rule, block, scratch, factor)
 
 

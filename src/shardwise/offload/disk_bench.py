@@ -43,7 +43,7 @@ class SwapSpeed:
         num_bytes: of the file that was read and written.
         direct: whether the page cache was bypassed; otherwise the speed may be that of memory.
         read_bytes_per_s: while nothing is written.
-        write_bytes_per_s: while nothing is read, into room that the file had already.
+        write_bytes_per_s: while nothing is read, into blocks that the file had already.
     """
 
     path: str
@@ -67,8 +67,8 @@ def measure_swap(root: Path, rank: int = 0, budget_s: float = 0.6, num_bytes: in
     """
     folder = SwapFolder.open(root, rank)
     try:
-        room_bytes = shutil.disk_usage(folder.path).free // 10
-        num_bytes = max(min(num_bytes, _CHUNK_BYTES), min(num_bytes, room_bytes // _CHUNK_BYTES * _CHUNK_BYTES))
+        free_bytes = shutil.disk_usage(folder.path).free // 10
+        num_bytes = max(min(num_bytes, _CHUNK_BYTES), min(num_bytes, free_bytes // _CHUNK_BYTES * _CHUNK_BYTES))
         file = folder.allocate("speed", num_bytes)
         chunk = host_pages(min(num_bytes, _CHUNK_BYTES))
         chunk.view(torch.int64).random_(generator=torch.Generator())  # no file system makes it shorter
@@ -98,7 +98,7 @@ def _move(
     return moved_bytes, time.perf_counter() - start_s
 
 
-def sweep_s(layout: Layout, read_bytes_s: float, write_bytes_s: float) -> float:
+def step_s(layout: Layout, read_bytes_s: float, write_bytes_s: float) -> float:
     """Return the seconds that one rank's disk works for a step of the optimizer over all groups: bytes by bandwidth.
 
     read bytes / read bandwidth + written bytes / write bandwidth (Rajbhandari et al. 2021, arXiv 2104.07857, section 4:
@@ -120,8 +120,8 @@ def passes_s(layout: Layout, num_micro_batches: int, read_bytes_s: float, write_
     Args:
         layout: of the run.
         num_micro_batches: micro-batches a step.
-        read_bytes_s: as for `sweep_s`.
-        write_bytes_s: as for `sweep_s`.
+        read_bytes_s: as for `step_s`.
+        write_bytes_s: as for `step_s`.
     """
     both = _disk_s(layout, num_micro_batches, read_bytes_s, write_bytes_s)
     return both - _disk_s(layout, 0, read_bytes_s, write_bytes_s)

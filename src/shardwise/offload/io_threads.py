@@ -41,11 +41,11 @@ BLOCK_BYTES: Final = 4 * 2**20
 NUM_THREADS: Final = 4
 _O_DIRECT: Final = getattr(os, "O_DIRECT", 0)
 _ELSEWHERE: Final = "set tiers.nvme_path to a folder on another disk"
-_MORE_ROOM: Final = f"free some room there, or {_ELSEWHERE}; the last checkpoint can be loaded"
-_CURES: Final[Mapping[int, str]] = MappingProxyType(
+_MORE_SPACE: Final = f"free some space there, or {_ELSEWHERE}; the last checkpoint can be loaded"
+_FIXES: Final[Mapping[int, str]] = MappingProxyType(
     {
-        errno.ENOSPC: _MORE_ROOM,
-        errno.EDQUOT: _MORE_ROOM,
+        errno.ENOSPC: _MORE_SPACE,
+        errno.EDQUOT: _MORE_SPACE,
         errno.EFBIG: f"raise the limit on the size of files (ulimit -f), or {_ELSEWHERE}",
         errno.EIO: f"check the disk, or {_ELSEWHERE}; the last checkpoint can be loaded",
         errno.EROFS: f"mount it for writing, or {_ELSEWHERE}",
@@ -77,8 +77,8 @@ set tiers.nvme_path to a folder on another disk
     try:
         yield
     except OSError as error:
-        cure = _CURES.get(error.errno or 0, f"mend that, or {_ELSEWHERE}")
-        raise SwapError(f"cannot {doing} {path}: {error.strerror or error}; {cure}") from error
+        fix = _FIXES.get(error.errno or 0, f"mend that, or {_ELSEWHERE}")
+        raise SwapError(f"cannot {doing} {path}: {error.strerror or error}; {fix}") from error
 
 
 def takes_direct_io(folder: Path) -> bool:

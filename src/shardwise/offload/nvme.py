@@ -87,36 +87,36 @@ class SwapFolder:
         return cls(path, lock, is_direct, IoThreads(num_threads))
 
     @staticmethod
-    def check_room(root: Path, num_bytes: int) -> None:
-        """Raise if a folder has less room than is needed. It removes the files of dead runs first, and writes nothing.
+    def check_free_space(root: Path, num_bytes: int) -> None:
+        """Raise if a folder has less free space than is needed, once the files of dead runs are removed; write nothing.
 
         Args:
             root: the user's folder, which need not exist yet.
             num_bytes: that all ranks which share its file system need together, beside what they have allocated.
 
         Raises:
-            SwapError: there is too little room, or it cannot be found out.
+            SwapError: there is too little space, or it cannot be found out.
         """
-        with named_errors("ask for the room in", root):
+        with named_errors("ask for the free space of", root):
             _remove_dead(root)
-            room = os.statvfs(next(each for each in (root, *root.absolute().parents) if each.exists()))
-        free_bytes = room.f_bavail * room.f_frsize
+            system = os.statvfs(next(each for each in (root, *root.absolute().parents) if each.exists()))
+        free_bytes = system.f_bavail * system.f_frsize
         # A file system without blocks does not know.
-        if room.f_blocks and num_bytes > free_bytes:
+        if system.f_blocks and num_bytes > free_bytes:
             raise SwapError(
                 f"{root} has {format_bytes(free_bytes)} free and the states on nvme need {format_bytes(num_bytes)}; "
-                "free some room there, set tiers.nvme_path to a folder on another disk, or rest less on nvme"
+                "free some space there, set tiers.nvme_path to a folder on another disk, or store less on nvme"
             )
 
     def allocate(self, name: str, num_bytes: int) -> SwapFile:
-        """Make a file that has its room on the disk and reads as zeros until it is written.
+        """Make a file whose blocks on the disk are reserved; it reads as zeros until it is written.
 
         Args:
             name: of what it holds, for the file's name.
             num_bytes: of it.
 
         Raises:
-            SwapError: there is no room for it, or no file can be made.
+            SwapError: there is no space for it, or no file can be made.
         """
         if not self._remover.alive:
             raise SwapError(f"{self.path} is closed and holds no {name}; open a new swap folder")
@@ -285,7 +285,7 @@ def _remove(path: Path, lock: int) -> None:
 
 
 def _reserve(descriptor: int, num_bytes: int) -> None:
-    """Give a new file its size, and its room on the disk where the file system can promise that.
+    """Give a new file its size, and its blocks on the disk where the file system can promise that.
 
     It uses the system's own call: `posix_fallocate` of the C library writes to every block where there is none.
     """

@@ -46,7 +46,7 @@ class SwapFileLike(Protocol):
 class _FileBuffer:
     """Holds the bytes [start, stop) of the file in memory, valid once `ready`; not to be changed before `written`.
 
-    `is_told` says that a failed write has been reported.
+    `is_reported` says that a failed write has been reported.
     """
 
     start: int
@@ -54,7 +54,7 @@ class _FileBuffer:
     memory: Tensor
     ready: Future[None] | None = None
     written: Future[None] | None = None
-    is_told: bool = False
+    is_reported: bool = False
 
 
 class BufferCache:
@@ -254,7 +254,7 @@ class NvmeStorage:
         for buffer in writing:
             failure = None if buffer.written is None else buffer.written.exception()
             if failure is not None:
-                outcome = WorkerOutcome(failure, outcome.is_told or buffer.is_told)
+                outcome = WorkerOutcome(failure, outcome.is_reported or buffer.is_reported)
         for buffer in list(self._idle):
             if self._kept.take(buffer):
                 self._release_kept(buffer)
@@ -334,14 +334,14 @@ class NvmeStorage:
         self._transfers.buffers.release(buffer.memory)
 
     def _write_staged(self, memory: Tensor, there: Event) -> None:
-        """Write from the buffer into which the tensor was copied, which has room for whole blocks."""
+        """Write from the buffer into which the tensor was copied, which has space for whole blocks."""
         there.wait_on_host()
         self._write_back(_FileBuffer(0, memory.numel(), memory))
 
 
 class _NvmeView:
-    def __init__(self, rest: NvmeStorage, buffer: _FileBuffer, offset_bytes: int, num_bytes: int) -> None:
-        self._rest = rest
+    def __init__(self, storage: NvmeStorage, buffer: _FileBuffer, offset_bytes: int, num_bytes: int) -> None:
+        self._storage = storage
         self._buffer = buffer
         self._offset_bytes = offset_bytes
         self._num_bytes = num_bytes
@@ -351,16 +351,16 @@ class _NvmeView:
             self._buffer.ready.result()
             self._buffer.ready = None
         own = self._buffer.memory[self._offset_bytes : self._offset_bytes + self._num_bytes]
-        return own.view(self._rest.dtype)
+        return own.view(self._storage.dtype)
 
     def close(self, write: bool = False) -> None:
         if self._buffer.ready is not None:  # it was not waited for
             with suppress(Exception):
                 self._buffer.ready.result()
         if write:
-            self._rest._write_back(self._buffer)
+            self._storage._write_back(self._buffer)
         else:
-            self._rest._release(self._buffer)
+            self._storage._release(self._buffer)
 
 
 def padded_bytes(numel: int, dtype: torch.dtype) -> int:
@@ -370,7 +370,7 @@ def padded_bytes(numel: int, dtype: torch.dtype) -> int:
 
 def _end(buffer: _FileBuffer) -> None:
     if buffer.written is not None:
-        buffer.is_told = buffer.written.exception() is not None
+        buffer.is_reported = buffer.written.exception() is not None
         buffer.written.result()
 
 

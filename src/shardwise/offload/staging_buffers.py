@@ -71,9 +71,9 @@ class StagingBuffers:
         """
         # A meter of the device must not count them, in a simulation either, where pages are made by an op.
         with self._lock, unseen_by_op_modes():
-            return self._pool.acquire(num_bytes, torch.uint8, room_bytes=self._room_bytes(num_bytes))
+            return self._pool.acquire(num_bytes, torch.uint8, capacity_bytes=self._capacity_bytes(num_bytes))
 
-    def _room_bytes(self, num_bytes: int) -> int:
+    def _capacity_bytes(self, num_bytes: int) -> int:
         return next((size for size in self._sizes if num_bytes <= size <= 2 * num_bytes), num_bytes)
 
     def release(self, tensor: Tensor) -> None:

@@ -46,7 +46,7 @@ def even_chunk_numel(numel: int, most: int) -> int:
 class ChunkInput:
     """Says what a chunk does with its part of one state."""
 
-    rest: StateStorage
+    storage: StateStorage
     is_read: bool = True
     is_written: bool = True
 
@@ -74,8 +74,8 @@ class StepChunk:
     @property
     def is_at_hand(self) -> bool:
         """Say whether it is still in memory from the last step."""
-        rests = [part.rest for part in self.parts.values() if part.is_read and part.is_written]
-        return any(isinstance(rest, NvmeStorage) and rest.keeps(self.start, self.stop) for rest in rests)
+        storages = [part.storage for part in self.parts.values() if part.is_read and part.is_written]
+        return any(isinstance(storage, NvmeStorage) and storage.keeps(self.start, self.stop) for storage in storages)
 
 
 class StepPipeline:
@@ -127,7 +127,7 @@ class StepPipeline:
             windows: dict[str, StagedView] = {}
             self._open.append((chunk, windows))
             for name, part in chunk.parts.items():
-                windows[name] = part.rest.open(chunk.start, chunk.stop, part.is_read, chunk.after)
+                windows[name] = part.storage.open(chunk.start, chunk.stop, part.is_read, chunk.after)
 
 
 def _close(windows: Mapping[str, StagedView]) -> None:

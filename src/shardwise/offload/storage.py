@@ -11,7 +11,7 @@ On the CPU, device and host are one memory, but states on the host have storage 
 that transfers are copied and counted as on a GPU.
 
 The engine's thread calls `fetch`, `put` and `take`, its worker thread `open` and `close`. Either may call `read` and
-`write`, once the worker is settled.
+`write`, once the worker is idle.
 """
 
 from __future__ import annotations
@@ -143,17 +143,17 @@ class TransferContext:
             copied.wait_on_host()
             window.close()
 
-    def stage(self, source: Tensor, room_bytes: int = 0) -> tuple[Tensor, Event]:
+    def stage(self, source: Tensor, capacity_bytes: int = 0) -> tuple[Tensor, Event]:
         """Start to copy a tensor of the device into a host buffer; return the buffer's bytes and the copy's end.
 
         The caller's stream may reuse `source` at once.
 
         Args:
             source: 1-D.
-            room_bytes: the least size of the buffer; what comes after the copy is undefined.
+            capacity_bytes: the least size of the buffer; what comes after the copy is undefined.
         """
         num_bytes = source.numel() * source.element_size()
-        memory = self.buffers.acquire(max(num_bytes, room_bytes))
+        memory = self.buffers.acquire(max(num_bytes, capacity_bytes))
         memory[:num_bytes].view(source.dtype).copy_(source, non_blocking=True)
         self.traffic.add("device", "host", num_bytes)
         return memory, Event.record(self.streams.device)
@@ -227,7 +227,7 @@ class DeviceStorage(TensorFlatState):
         self._arriving.append((event, memory))
         self._await_arriving(MOST_ARRIVING)
 
-    def settle(self) -> None:
+    def wait_arrived(self) -> None:
         """Return once all that windows have written is on the device; the worker thread calls it."""
         self._await_arriving(0)
 
@@ -247,10 +247,10 @@ class DeviceStorage(TensorFlatState):
 
 
 class _DeviceView:
-    def __init__(self, rest: DeviceStorage, tensor: Tensor, read: bool, after: Event | None) -> None:
-        self._rest = rest
+    def __init__(self, storage: DeviceStorage, tensor: Tensor, read: bool, after: Event | None) -> None:
+        self._storage = storage
         self._tensor = tensor
-        self._transfers = transfers = rest._transfers
+        self._transfers = transfers = storage._transfers
         self._after = after
         self._memory = transfers.buffers.acquire(tensor.numel() * tensor.element_size())
         self._there: Event | None = None
@@ -275,7 +275,7 @@ class _DeviceView:
             self._tensor.copy_(self._memory.view(self._tensor.dtype), non_blocking=True)
             written = Event.record(self._transfers.streams.device)
         self._transfers.traffic.add("host", "device", self._memory.numel())
-        self._rest.note_arriving(written, self._memory)
+        self._storage.note_arriving(written, self._memory)
 
 
 class HostStorage:

@@ -67,7 +67,7 @@ class Tiers:
         self.buffers = StagingBuffers(self._pins, self.memory, _window_sizes(layout))
         self._transfers = TransferContext(streams, self.buffers, self.worker, self.traffic)
         self._folder: SwapFolder | None = None
-        self._file_rests: weakref.WeakSet[NvmeStorage] = weakref.WeakSet()
+        self._nvme_storages: weakref.WeakSet[NvmeStorage] = weakref.WeakSet()
         self._kept = BufferCache(NUM_KEPT * _chunk_bytes(layout))
         self._passing = BufferCache(NUM_KEPT * _largest_bytes(layout))
 
@@ -77,7 +77,7 @@ class Tiers:
         return self.streams.device
 
     def reserve(self) -> None:
-        """Make the files for all that the layout puts on NVMe, so that too little room is found before training.
+        """Make the files for all that the layout puts on NVMe, so that too little space is found before training.
 
         Raises:
             SwapError: a file cannot be made.
@@ -118,21 +118,21 @@ class Tiers:
 
             return HostStorage(make, self._transfers)
         kept = self._kept if category is Category.OPTIMIZER else self._passing
-        rest = NvmeStorage(self._file(name, padded_bytes(numel, dtype)), numel, dtype, self._transfers, kept)
-        self._file_rests.add(rest)
-        return rest
+        storage = NvmeStorage(self._file(name, padded_bytes(numel, dtype)), numel, dtype, self._transfers, kept)
+        self._nvme_storages.add(storage)
+        return storage
 
     def on_device(self, tensor: torch.Tensor) -> DeviceStorage:
         """Wrap a tensor of the device that the caller has allocated and tracked."""
         return DeviceStorage(tensor, self._transfers)
 
-    def settle(self) -> None:
+    def wait_idle(self) -> None:
         """Return once nothing is under way on the host.
 
         Raises:
             HostWorkError: work on the host has failed.
         """
-        self.worker.settle()
+        self.worker.wait_idle()
 
     def recover(self) -> WorkerOutcome:
         """Wait for all work, and return what has failed and forget it: all states must be written again.
@@ -141,9 +141,9 @@ class Tiers:
         """
         outcome = self.worker.recover()
         self.step_pipeline.drop()
-        for rest in self._file_rests:
-            of_rest = rest.recover()
-            outcome = of_rest if outcome.failure is None else outcome
+        for storage in self._nvme_storages:
+            found = storage.recover()
+            outcome = found if outcome.failure is None else outcome
         return outcome
 
     def open_folder(self, path: Path | None = None) -> SwapFolder:

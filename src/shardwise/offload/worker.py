@@ -34,7 +34,7 @@ class WorkerOutcome:
     """Holds the first failure on a worker, if there is one, and whether it has been reported."""
 
     failure: BaseException | None = None
-    is_told: bool = False
+    is_reported: bool = False
 
     def check(self) -> None:
         """Raise if something has failed.
@@ -43,13 +43,13 @@ class WorkerOutcome:
             HostWorkError: with the failure as its cause.
         """
         if self.failure is not None:
-            self.is_told = True
+            self.is_reported = True
             raise _explained(self.failure)
 
     @property
-    def untold(self) -> HostWorkError | None:
+    def unreported(self) -> HostWorkError | None:
         """Return the failure as an error if it has not been reported."""
-        return None if self.failure is None or self.is_told else _explained(self.failure)
+        return None if self.failure is None or self.is_reported else _explained(self.failure)
 
 
 def _explained(failure: BaseException) -> HostWorkError:
@@ -125,7 +125,7 @@ class HostWorker:
         """
         self._outcome.check()
 
-    def settle(self) -> None:
+    def wait_idle(self) -> None:
         """Return once all is done.
 
         Raises:
@@ -139,7 +139,7 @@ class HostWorker:
         if self._last is not None:
             self._last.end()
         outcome = replace(self._outcome)
-        self._outcome.failure, self._outcome.is_told = None, False
+        self._outcome.failure, self._outcome.is_reported = None, False
         return outcome
 
     def close(self) -> None:

@@ -101,14 +101,16 @@ class BufferPool:
         """Return the bytes reserved and not in use: idle buffers, and what leased ones have beyond their tensor."""
         return self.reserved_bytes - self.live_bytes
 
-    def acquire(self, numel: int, dtype: torch.dtype, stream: StreamLike | None = None, room_bytes: int = 0) -> Tensor:
+    def acquire(
+        self, numel: int, dtype: torch.dtype, stream: StreamLike | None = None, capacity_bytes: int = 0
+    ) -> Tensor:
         """Lease a buffer of `numel` elements with undefined content, until `release`.
 
         Args:
             numel: elements, at least 0.
             dtype: of the tensor.
             stream: that will use it first; by default the current one on CUDA.
-            room_bytes: the least size of the buffer, so that larger tensors can use it later.
+            capacity_bytes: the least size of the buffer, so that larger tensors can use it later.
 
         Raises:
             ValueError: `numel` is negative.
@@ -118,8 +120,8 @@ class BufferPool:
         if stream is None:
             stream = self._current_stream()
         num_bytes = numel * dtype.itemsize
-        room_bytes = max(num_bytes, room_bytes)
-        buffer = self._take_idle(room_bytes) or self._allocate(room_bytes)
+        capacity_bytes = max(num_bytes, capacity_bytes)
+        buffer = self._take_idle(capacity_bytes) or self._allocate(capacity_bytes)
         if stream is not None and buffer.last_use is not None and buffer.last_stream != stream:
             stream.wait_event(buffer.last_use)
         tensor = buffer.memory[:num_bytes].view(dtype)

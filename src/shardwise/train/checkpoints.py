@@ -7,9 +7,9 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.checkpoint.commit import set_aside, step_folders, step_of
+from shardwise.checkpoint.commit import rename_later, step_folders, step_of
 from shardwise.checkpoint.manifest import CheckpointError
-from shardwise.checkpoint.match import LENIENT_CURE
+from shardwise.checkpoint.match import LENIENT_FIX
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.layout.layout import Layout
 from shardwise.train.loop import Trainer
@@ -73,7 +73,7 @@ class RunCheckpoints:
         try:
             report = self._trainer.engine.load(source)
         except CheckpointError as error:
-            what, is_misfit, _ = str(error).partition(LENIENT_CURE)
+            what, is_misfit, _ = str(error).partition(LENIENT_FIX)
             if not is_misfit:
                 raise
             raise CheckpointError(
@@ -83,7 +83,7 @@ class RunCheckpoints:
         self._saved_step = report.step
         notes = [f"not whole, so not used: {line}" for line in report.damaged]
         if self._trainer.engine.comm.rank == 0 and self.root.is_dir():
-            notes += [f"set aside {folder}, of a later step" for folder in set_aside(self.root, report.step)]
+            notes += [f"set aside {folder}, of a later step" for folder in rename_later(self.root, report.step)]
         for note in notes:
             log.warning("%s", note)
         return Resumed(report.path, report.step, tuple(notes))

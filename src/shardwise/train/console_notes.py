@@ -17,7 +17,7 @@ from shardwise.engine.engine import Engine
 from shardwise.layout.layout import Layout
 from shardwise.layout.stage_partition import find_cut
 from shardwise.models import Decoder
-from shardwise.offload.disk_bench import USEFUL_BYTES_PER_S, SwapSpeed, measure_swap, passes_s, sweep_s
+from shardwise.offload.disk_bench import USEFUL_BYTES_PER_S, SwapSpeed, measure_swap, passes_s, step_s
 from shardwise.offload.nvme import SwapError
 from shardwise.runtime.memory_tracker import format_bytes
 from shardwise.schedule import ScheduleError, TimedAction, bubble_s, placement_of, rank_bubble_s, rank_span_s
@@ -73,7 +73,7 @@ def measure_disk(engine: Engine, rank: int) -> str:
     num_micro_batches = engine.config.batch.accumulation or 1
     return speed_line(
         speed,
-        sweep_s(engine.layout, *rates),
+        step_s(engine.layout, *rates),
         passes_s(engine.layout, num_micro_batches, *rates),
         engine.device.type == "cuda",
     )

@@ -173,7 +173,7 @@ def _refuse_too_large(layout: Layout, config: Config, num_local_ranks: int) -> N
     )
     if config.tiers.nvme_path is not None and nvme_bytes:
         try:
-            SwapFolder.check_room(Path(config.tiers.nvme_path), num_local_ranks * nvme_bytes)
+            SwapFolder.check_free_space(Path(config.tiers.nvme_path), num_local_ranks * nvme_bytes)
         except SwapError as error:
             raise ConfigError(str(error)) from None
 

@@ -238,7 +238,7 @@ class MemoryRelease:
                 group.wait()
             elif group.params.state is not ParamState.SHARDED:
                 raise RuntimeError("states cannot be offloaded inside engine.gathered(); leave it first")
-        self._tiers.settle()
+        self._tiers.wait_idle()
         if self._tracker.device.type == "cuda":
             torch.cuda.synchronize(self._tracker.device)
         for group in self._sharding.groups:

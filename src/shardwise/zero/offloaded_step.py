@@ -144,7 +144,7 @@ class OffloadedStep:
     def end(self, last: Task) -> Task:
         """Return the task that ends when all of an update is stored; `last` is the task of its last chunk."""
         written = self.group.params.shard
-        return self.tiers.worker.submit(written.settle) if isinstance(written, DeviceStorage) else last
+        return self.tiers.worker.submit(written.wait_arrived) if isinstance(written, DeviceStorage) else last
 
     def states_of(self, piece: ParamPiece) -> dict[str, FlatState | Tensor]:
         """Return the states of a piece: flat states, and the number of steps; nothing before the first step."""

@@ -26,13 +26,13 @@ from shardwise.checkpoint import commit as folder
 from shardwise.checkpoint.commit import (
     begin,
     candidates,
-    check_room,
+    check_free_space,
     clean,
     commit,
     discard,
     read_manifest,
+    rename_later,
     retain,
-    set_aside,
     step_folders,
     step_name,
     steps_to_delete,
@@ -81,7 +81,7 @@ def test_a_checkpoint_under_another_name_is_one(tmp_path: Path) -> None:
 def test_a_root_without_checkpoints_has_no_candidates(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     assert candidates(tmp_path) == []
-    assert step_folders(tmp_path / "none") == clean(tmp_path / "none") == set_aside(tmp_path / "none", 0) == []
+    assert step_folders(tmp_path / "none") == clean(tmp_path / "none") == rename_later(tmp_path / "none", 0) == []
 
 
 def test_a_path_that_is_not_there_says_what_is(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_path_that_is_not_there_says_what_is(tmp_path: Path) -> None:
 
 def test_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    check_room(Path("runs/a"), 1)
+    check_free_space(Path("runs/a"), 1)
     save(Path("runs/a"), 100)
     assert check_all(Path("runs/a")) == [100]
     with pytest.raises(CheckpointError, match=f"runz does not exist, {tmp_path} has runs; did you mean runs"):
@@ -351,13 +351,13 @@ def test_a_run_resumed_from_before_saves_these_steps_again(tmp_path: Path) -> No
     for step in (50, 100, 150):
         save(tmp_path, step)
     aside = ["step-00000150.aside-1", "step-00000100.aside-1"]
-    assert [each.name for each in set_aside(tmp_path, 50)] == aside
+    assert [each.name for each in rename_later(tmp_path, 50)] == aside
     assert check_all(tmp_path) == [50]
     assert latest(tmp_path) == "step-00000050\n"
     save(tmp_path, 100)
     assert check_all(tmp_path) == [100, 50]
-    assert [each.name for each in set_aside(tmp_path, 50)] == ["step-00000100.aside-2"]
-    assert set_aside(tmp_path, 50) == []
+    assert [each.name for each in rename_later(tmp_path, 50)] == ["step-00000100.aside-2"]
+    assert rename_later(tmp_path, 50) == []
     assert read_manifest(tmp_path / "step-00000100.aside-1") == manifest_of(100)
     assert retain(tmp_path, 1, None) == clean(tmp_path) == []
 
@@ -366,7 +366,7 @@ def test_setting_all_aside_leaves_no_latest(tmp_path: Path) -> None:
     for step in (50, 100):
         save(tmp_path, step)
     (tmp_path / step_name(50) / FILES[0]).unlink()
-    set_aside(tmp_path, 50)
+    rename_later(tmp_path, 50)
     assert not (tmp_path / "latest").exists()  # for what is left is damaged
     assert steps_of(candidates(tmp_path)) == [50]
 

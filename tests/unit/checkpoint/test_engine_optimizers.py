@@ -261,7 +261,7 @@ def test_a_schedule_without_a_state_starts_anew(tmp_path: Path, caplog: pytest.L
     with engine_of(arguments=with_groups(2, Counted)) as engine:
         take_steps(engine, 2)
         engine.save(tmp_path)
-    assert "Counted has no state_dict(), so a resumed run starts it anew" in caplog.messages
+    assert "Counted has no state_dict(), so a resumed run starts it again" in caplog.messages
     with engine_of(arguments=with_groups(2, Counted)) as engine:
         assert engine.load(tmp_path).skipped == ()
         assert engine.scheduler.num_steps == 0

@@ -336,7 +336,7 @@ def test_a_full_disk_says_what_and_where(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, call, full)
-    match = r"rank-00000\.safetensors: No space left on device, after \d+ of the 4\d\d bytes .*; make room there"
+    match = r"rank-00000\.safetensors: No space left on device, after \d+ of the 4\d\d bytes .*; free some space there"
     with pytest.raises(CheckpointError, match=match):
         written_whole(tmp_path, torch.ones(80))
 

@@ -227,7 +227,7 @@ def test_what_no_file_takes_is_refused(folder: SwapFolder) -> None:
 
 @pytest.mark.parametrize(
     ("code", "cure"),
-    [(errno.EIO, "check the disk"), (errno.ENOSPC, "free some room there"), (errno.EDQUOT, "free some room there")],
+    [(errno.EIO, "check the disk"), (errno.ENOSPC, "free some space there"), (errno.EDQUOT, "free some space there")],
 )
 def test_an_error_names_the_file_and_a_cure(
     folder: SwapFolder, monkeypatch: pytest.MonkeyPatch, code: int, cure: str
@@ -310,9 +310,9 @@ def test_a_disk_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     place = tmp_path / "disk"
     place.mkdir()
     with small_disk(place, 2**20) as disk:
-        SwapFolder.check_room(disk.root / "new" / "folder", 2**19)
-        with pytest.raises(SwapError, match=r"has 1.00 MiB free and the states on nvme need 2.00 MiB; free some room"):
-            SwapFolder.check_room(disk.root / "new" / "folder", 2**21)
+        SwapFolder.check_free_space(disk.root / "new" / "folder", 2**19)
+        with pytest.raises(SwapError, match=r"has 1.00 MiB free and the states on nvme need 2.00 MiB; free some space"):
+            SwapFolder.check_free_space(disk.root / "new" / "folder", 2**21)
         assert list(disk.root.iterdir()) == []
         folder = SwapFolder.open(disk.root, rank=0)
         folder.allocate("fits", 2**18)

@@ -58,7 +58,7 @@ def test_a_killed_runs_folder_goes_and_a_living_ones_stays(tmp_path: Path) -> No
         beside.close()
     finally:
         kill(living)
-    SwapFolder.check_room(tmp_path, 1)  # counts what dead runs hold as free
+    SwapFolder.check_free_space(tmp_path, 1)  # counts what dead runs hold as free
     assert list(tmp_path.iterdir()) == []
 
 

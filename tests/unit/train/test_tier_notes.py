@@ -94,7 +94,7 @@ def resolved(num_local_ranks: int = 2, **tiers: object) -> Config:
 
 def test_memory_and_disk_are_each_asked_for_what_rests_there(tmp_path, monkeypatch) -> None:
     asked: list[tuple[Path, int]] = []
-    monkeypatch.setattr(job.SwapFolder, "check_room", lambda root, num_bytes: asked.append((root, num_bytes)))
+    monkeypatch.setattr(job.SwapFolder, "check_free_space", lambda root, num_bytes: asked.append((root, num_bytes)))
     nvme = {"optimizer": "nvme", "nvme_path": str(tmp_path)}
     by_tier = check_job(resolved(**nvme), 2)[1].bytes_by_tier()
     assert asked == [(tmp_path, 2 * sum(by_tier["nvme"].values()))]

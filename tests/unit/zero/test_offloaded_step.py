@@ -39,7 +39,7 @@ def test_a_sweep_over_files_begins_with_what_is_in_memory_and_goes_on_in_the_ord
         kept_bytes = []
         for _ in range(3):
             engine.train_step([torch.ones(2, 96)])
-            engine.tiers.settle()
+            engine.tiers.wait_idle()
             kept_bytes.append(engine.tiers.traffic.kept_bytes)
             engine.tiers.traffic.reset()
     assert begun == [0, 1, 2, 3, 4, 5, *[4, 5, 0, 1, 2, 3], *[2, 3, 0, 1, 4, 5]]

@@ -35,7 +35,7 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.commit import await_folder, check_room, named_errors, sync_folder
+from shardwise.checkpoint.commit import await_folder, check_free_space, named_errors, sync_folder
 from shardwise.checkpoint.coordination import StoreBarrier
 from shardwise.checkpoint.file_ranges import written_parts
 from shardwise.checkpoint.hf.importer import INDEX_NAME, WEIGHTS_NAME
@@ -161,14 +161,14 @@ def begin_export(plan: ExportPlan, folder: Path, others: Mapping[str, bytes | Pa
             `generation_config.json`, those of the tokenizer.
 
     Raises:
-        CheckpointError: there is such a folder, too little room, or the system refuses.
+        CheckpointError: there is such a folder, too little space, or the system refuses.
     """
     _refuse_taken(folder)
     temporary = temporary_folder(folder)
     with named_errors("export to", temporary):
         if temporary.exists():
             shutil.rmtree(temporary)
-        check_room(temporary, sum(plan.num_file_bytes.values()))
+        check_free_space(temporary, sum(plan.num_file_bytes.values()))
         temporary.mkdir(parents=True)
         for file, header in plan.headers.items():
             with (temporary / file).open("xb") as stream:
@@ -390,10 +390,10 @@ class _RunWriter:
             return
         if self._file not in self._handles:
             self._handles[self._file] = os.open(self._folder / self._file, os.O_WRONLY)
-        with memoryview(self._pending) as rest:
+        with memoryview(self._pending) as pending:
             written = 0
-            while written < len(rest):
-                written += os.pwrite(self._handles[self._file], rest[written:], self._offset + written)
+            while written < len(pending):
+                written += os.pwrite(self._handles[self._file], pending[written:], self._offset + written)
         self._pending.clear()
 
 

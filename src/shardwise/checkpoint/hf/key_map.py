@@ -221,8 +221,8 @@ def _parts(rule: Rule, stored: Sequence[str], name: str, shape: Shape, lengths: 
 
 def _share_out(rule: Rule, name: str, shape: Shape) -> tuple[int, ...]:
     length, shares = _length(rule, name, shape), rule.shares or (1,) * len(rule.stored)
-    unit, rest = divmod(length, sum(shares))
-    if rest:
+    unit, remainder = divmod(length, sum(shares))
+    if remainder:
         raise CheckpointError(
             f"{name} {shape} is {length} long in dim={rule.dim}, which shares {shares} do not divide; "
             f"give name rule {rule.model!r} shares whose sum divides {length}"
