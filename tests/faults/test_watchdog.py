@@ -77,9 +77,9 @@ class Stack(nn.Module):
 
 @contextmanager
 def entered(books: CommLog, call: Collective) -> Iterator[None]:
-    books.enter(call)
+    books.begin(call)
     yield
-    books.leave()
+    books.end()
 
 
 def make(model: nn.Module, stage: int = 3, num_shards: int | None = None, **run: Any) -> Engine:

@@ -101,7 +101,7 @@ def test_what_crosses_is_pinned_and_what_does_not_is_not() -> None:
         for group in engine._sharding.groups:
             assert group.params.shard.tensor is not None
             assert group.params.shard.tensor.is_pinned()
-            assert group.grads is None or group.grads.rest.tensor.is_pinned()
+            assert group.grads is None or group.grads.storage.tensor.is_pinned()
             assert not group.params.master.tensor.is_pinned()
         assert engine.tiers.buffers.acquire(100).is_pinned()
 

@@ -23,7 +23,7 @@ from shardwise.offload.staging_buffers import StagingBuffers
 from shardwise.runtime.buffer_pool import BufferPool
 from shardwise.runtime.memory_tracker import MemoryTracker
 from shardwise.runtime.pinned_memory import host_pages
-from shardwise.runtime.streams import Event, LaneName, Streams
+from shardwise.runtime.streams import Event, StreamName, Streams
 
 SPOILT = 0xFF  # as any floating dtype it is a nan
 
@@ -159,7 +159,7 @@ class LateDevice:
     @property
     def _side_stream(self) -> Callable[..., Any]:
         @contextmanager
-        def lane(streams: Streams, name: LaneName | None, after: Event | None = None) -> Iterator[None]:
+        def lane(streams: Streams, name: StreamName | None, after: Event | None = None) -> Iterator[None]:
             before = self.current
             if name is None:
                 if after is not None:

@@ -119,9 +119,8 @@ class Stopped:
         if victim == "launcher":
             who = "the launcher (died|has been stopped)|SIG(TERM|INT|HUP): the ranks stop"
         else:
-            who = (
-                rf"rank {victim} (was stopped|was told to|killed by|exited with|does not answer|has shown no progress)"
-            )
+            how = "was stopped|was (told|asked) to|killed by|exited with|does not answer|has shown no progress"
+            who = rf"rank {victim} ({how})"
         return re.search(who, self.said) is not None
 
 

@@ -156,7 +156,7 @@ class _Watch(TorchDispatchMode):
 
 def settle(engine: Engine) -> None:
     """Return once nothing is under way between tiers, the files' writes included."""
-    engine._sharding.settle()
+    engine._sharding.drain()
     engine.tiers.wait_idle()
     for rest in rests_of(engine):
         if rest.tier == "nvme":
@@ -183,6 +183,6 @@ def rests_of(engine: Engine) -> Iterator[Any]:
         yield group.params.shard
         yield group.params.master
         if group.grads is not None and group.grads.is_away:
-            yield group.grads.rest
+            yield group.grads.storage
     for streamed in engine._sharded._offloaded.values():
         yield from streamed.states.values()

@@ -31,7 +31,7 @@ from shardwise.pipeline.boundary import (
     SameRankChannel,
     leaves_with_gradient,
 )
-from shardwise.pipeline.boundary_messages import MAX_PACKINGS
+from shardwise.pipeline.boundary_messages import MAX_SPECS
 from shardwise.pipeline.pytree_codec import put_together, take_apart
 from shardwise.runtime.streams import Streams
 from shardwise.runtime.torch_private import fake_tensors
@@ -306,7 +306,7 @@ def use_many_packings(rank: int, world_size: int) -> bool:
     """More than are kept, one of which stays agreed until the one that pushes out the oldest comes."""
     pipes, _ = make_pipes(world_size)
     channel = BoundaryChannel(pipes, Boundary(0, (0, 1), "cut"))
-    sizes = [*range(MAX_PACKINGS), 0, 0, MAX_PACKINGS, 0, 1, 2, 2, 2, 1]
+    sizes = [*range(MAX_SPECS), 0, 0, MAX_SPECS, 0, 1, 2, 2, 2, 1]
     if rank == 0:
         for each in [channel.send(torch.full((size + 1,), size)) for size in sizes]:
             each.wait()

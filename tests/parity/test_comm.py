@@ -108,8 +108,8 @@ def sum_activations(
     source = torch.arange(world_size * 2, dtype=dtype).add(10 * rank)
     buffer, out, own = source.clone(), torch.full_like(source, -1), torch.full((2,), -1, dtype=dtype)
     comm.sum_in_place(buffer, "test")
-    comm.start_sum(source, out, "test", lane=None).wait()
-    comm.scatter_sum(source, own, "test", lane=None).wait()
+    comm.start_sum(source, out, "test", stream=None).wait()
+    comm.scatter_sum(source, own, "test", stream=None).wait()
     return buffer.tolist(), out.tolist(), own.tolist(), source.tolist(), comm._pool.live_bytes
 
 

@@ -16,7 +16,7 @@ from harness.split_model import make_comm
 from shardwise.comm.backends import SimulatedBackend
 from shardwise.comm.collectives import Comm
 from shardwise.runtime.buffer_pool import BufferPool
-from shardwise.runtime.streams import LaneName, Streams
+from shardwise.runtime.streams import StreamName, Streams
 from shardwise.runtime.torch_private import fake_copy, fake_tensors
 from shardwise.tensor import collectives
 from shardwise.tensor.mappings import TpMappings
@@ -194,7 +194,7 @@ class ListedLanes(Streams):
         super().__init__(torch.device("cpu"))
         self.asked: list[str | None] = []
 
-    def side_stream(self, name: LaneName | None) -> AbstractContextManager[None]:
+    def side_stream(self, name: StreamName | None) -> AbstractContextManager[None]:
         self.asked.append(name)
         return super().side_stream(name)
 

@@ -36,7 +36,7 @@ from shardwise.layout.mesh_shape import (
 )
 from shardwise.runtime.buffer_pool import BufferPool
 from shardwise.runtime.precision import sum_chunks
-from shardwise.runtime.streams import Event, LaneName, Streams
+from shardwise.runtime.streams import Event, StreamName, Streams
 
 
 class ProcessGroupFactory:
@@ -113,19 +113,19 @@ class Comm:
         self._streams = streams
         self._pool = pool
 
-    def all_gather(self, full: Tensor, name: str, lane: LaneName | None = "gather") -> AsyncWork:
+    def all_gather(self, full: Tensor, name: str, stream: StreamName | None = "gather") -> AsyncWork:
         """Fill `full` [n * s] with every rank's slice; this rank's own slice is in it already.
 
         Args:
             full: of any dtype.
             name: for counts and messages.
-            lane: the side stream on which it runs on NCCL; None for the current stream.
+            stream: the side stream on which it runs on NCCL; None for the current stream.
         """
         if self.world_size == 1:
             return AsyncWork(None)
         call = self._count("all_gather", name, full, passes=1)
         start = partial(self._backend.all_gather, full)
-        return self._start(call, start) if self._backend.waits_on_host else self._enqueue(lane, call, start)
+        return self._start(call, start) if self._backend.waits_on_host else self._enqueue(stream, call, start)
 
     def reduce_scatter(self, source: Tensor, out: Tensor, *, accumulate: bool, name: str) -> AsyncWork:
         """Sum `source` [n * s] over the ranks and leave this rank's slice in `out` [s].
@@ -183,16 +183,16 @@ class Comm:
 
     def sum_in_place(self, buffer: Tensor, name: str) -> None:
         """Sum `buffer` [n] over the ranks, sent in its dtype: equal bits on all; on gloo it sums in fp32 or wider."""
-        self.start_sum(buffer, buffer, name, lane=None).wait()
+        self.start_sum(buffer, buffer, name, stream=None).wait()
 
-    def start_sum(self, source: Tensor, out: Tensor, name: str, lane: LaneName | None) -> AsyncWork:
+    def start_sum(self, source: Tensor, out: Tensor, name: str, stream: StreamName | None) -> AsyncWork:
         """Start to put into `out` [n] the sum of `source` [n] over the ranks; it sums as `sum_in_place` does.
 
         Args:
             source: must not change until the collective is waited for.
             out: of the same dtype; may be `source` itself.
             name: for counts and messages.
-            lane: as for `all_gather`.
+            stream: as for `all_gather`.
         """
         is_small = out.numel() * out.element_size() < RING_BYTES or out.dtype.itemsize < 4
         if is_small and self.world_size == 2 and self._backend.waits_on_host:
@@ -202,7 +202,7 @@ class Comm:
         if self.world_size == 1:
             return AsyncWork(None)
         if out.dtype.itemsize >= 4 or not self._backend.waits_on_host:
-            return self._start_in_place(out, dist.ReduceOp.SUM, name, lane)
+            return self._start_in_place(out, dist.ReduceOp.SUM, name, stream)
         wide = self._pool.acquire(-(-out.numel() // self.world_size) * self.world_size, torch.float32)
         wide[: out.numel()].copy_(out)
         wide[out.numel() :].zero_()
@@ -230,20 +230,20 @@ class Comm:
 
         return self._start(call, partial(self._backend.exchange, received, source), finish)
 
-    def scatter_sum(self, source: Tensor, out: Tensor, name: str, lane: LaneName | None) -> AsyncWork:
+    def scatter_sum(self, source: Tensor, out: Tensor, name: str, stream: StreamName | None) -> AsyncWork:
         """Start to put into `out` [s] this rank's slice of the sum of `source` [n * s]; it sums as `sum_in_place` does.
 
         Args:
             source: must not change until the collective is waited for.
             out: of the same dtype, and other storage.
             name: for counts and messages.
-            lane: as for `all_gather`.
+            stream: as for `all_gather`.
         """
         if self._backend.waits_on_host and self.world_size != 2:
             return self.reduce_scatter(source, out, accumulate=False, name=name)
         call = self._count("reduce_scatter", name, source, passes=1)
         if not self._backend.waits_on_host:
-            return self._enqueue(lane, call, partial(self._backend.reduce_scatter, out, source))
+            return self._enqueue(stream, call, partial(self._backend.reduce_scatter, out, source))
         slices = source.chunk(2)
         start = partial(self._backend.exchange, out, slices[1 - self.rank])
         return self._start(call, start, partial(out.add_, slices[self.rank]))
@@ -253,7 +253,7 @@ class Comm:
         sends: Mapping[int, Sequence[Tensor]],
         receives: Mapping[int, Sequence[Tensor]],
         name: str,
-        lane: LaneName | None = "context",
+        stream: StreamName | None = "context",
     ) -> AsyncWork:
         """Start to send tensors to other ranks and to receive from them; all ranks call it, those too with nothing.
 
@@ -262,7 +262,7 @@ class Comm:
                 must not change until the exchange is waited for.
             receives: tensors to fill, by the rank that sends them: as many, as large and in the same order.
             name: for counts and messages.
-            lane: as for `all_gather`.
+            stream: as for `all_gather`.
 
         Raises:
             ValueError: a tensor has no element, is not contiguous, or belongs to no other rank of the group.
@@ -275,7 +275,7 @@ class Comm:
         start = partial(self._backend.exchange_all, sends, receives)
         if self._backend.waits_on_host:
             return self._start(call, start)
-        moved = self._enqueue(lane, call, start)
+        moved = self._enqueue(stream, call, start)
         held = [each for tensors in (*sends.values(), *receives.values()) for each in tensors]
 
         def finish() -> None:
@@ -287,14 +287,14 @@ class Comm:
     def max_in_place(self, buffer: Tensor, name: str) -> None:
         """Replace `buffer` [n] by the element-wise maximum over the ranks."""
         if self.world_size > 1:
-            self._start_in_place(buffer, dist.ReduceOp.MAX, name, lane=None).wait()
+            self._start_in_place(buffer, dist.ReduceOp.MAX, name, stream=None).wait()
 
     def _start_in_place(
-        self, buffer: Tensor, op: dist.ReduceOp.RedOpType, name: str, lane: LaneName | None
+        self, buffer: Tensor, op: dist.ReduceOp.RedOpType, name: str, stream: StreamName | None
     ) -> AsyncWork:
         call = self._count("all_reduce", name, buffer, passes=2)
         start = partial(self._backend.all_reduce, buffer, op)
-        return self._start(call, start) if self._backend.waits_on_host else self._enqueue(lane, call, start)
+        return self._start(call, start) if self._backend.waits_on_host else self._enqueue(stream, call, start)
 
     def sum_scalars(self, values: Tensor, name: str, known: Sequence[float] = ()) -> list[float]:
         """Sum a small fp64 vector over the ranks and return it on the host.
@@ -362,12 +362,12 @@ class Comm:
 
         def read() -> list[float]:
             reduced.wait()
-            self.comm_log.enter(call)  # on CUDA, here the host waits
+            self.comm_log.begin(call)  # on CUDA, here the host waits
             try:
                 there.wait_on_host()
                 return self._backend.read(found, known)
             finally:
-                self.comm_log.leave()
+                self.comm_log.end()
 
         return read
 
@@ -376,13 +376,13 @@ class Comm:
 
     def _checked(self, call: Collective) -> Collective:
         if self.comm_log.check is not None and self.world_size > 1:
-            self.comm_log.enter(call)
+            self.comm_log.begin(call)
             try:
                 self.comm_log.check(call)
             except MissingRankError as error:
                 raise CommError(f"{error}; {self.comm_log.cause(call)}") from None
             finally:
-                self.comm_log.leave()
+                self.comm_log.end()
         return call
 
     def _start(
@@ -402,15 +402,15 @@ class Comm:
         for work in works:
             work.wait(self._timeout)
 
-    def _enqueue(self, lane: LaneName | None, call: Collective, run: Callable[[], object]) -> AsyncWork:
+    def _enqueue(self, stream: StreamName | None, call: Collective, run: Callable[[], object]) -> AsyncWork:
         """Enqueue a collective and what follows it (NCCL); the host never waits."""
-        with self._streams.side_stream(lane):
+        with self._streams.side_stream(stream):
             self.comm_log.guarded(call, run)
-            if lane is None and not self.comm_log.is_watched:
+            if stream is None and not self.comm_log.is_watched:
                 return AsyncWork(None)
             done = Event.record(self.device)
         self.comm_log.enqueue(call, done)
-        return AsyncWork(None if lane is None else done.wait)
+        return AsyncWork(None if stream is None else done.wait)
 
 
 @dataclass(frozen=True)

@@ -226,12 +226,12 @@ def divergence(notes: Mapping[int, CollectiveNote]) -> str:
     texts = [f"{listed(ranks)}{' is' if len(ranks) == 1 else ' are'} at {notes[ranks[0]]}" for ranks in camps[:1]]
     texts += [f"{listed(ranks)} at {notes[ranks[0]]}" for ranks in camps[1:]]
     same_names = len({signature[:2] for signature in ranks_of}) == 1
-    cure = (
+    fix = (
         "build the same model under the same config on every rank"
         if same_names
         else "let every rank run the same blocks in the same order, or set zero.lockstep=true"
     )
-    return f"{', '.join(texts)}; {cure}"
+    return f"{', '.join(texts)}; {fix}"
 
 
 def _judge_calls(notes: Mapping[int, str]) -> str:
@@ -361,11 +361,11 @@ def _judge_digests(notes: Mapping[int, str]) -> str:
 def _judge_setups(notes: Mapping[int, str]) -> str:
     first, *_ = sorted(notes)
     odd = next(rank for rank in sorted(notes) if notes[rank] != notes[first])
-    alike = [rank for rank in sorted(notes) if notes[rank] == notes[odd]]
+    same = [rank for rank in sorted(notes) if notes[rank] == notes[odd]]
     setups = [RankFacts(**json.loads(notes[rank])) for rank in (odd, first)]
     theirs, its = setups[0].difference(setups[1]) or ("another setup", "its own")
     return (
-        f"{listed(alike)} {'has' if len(alike) == 1 else 'have'} {theirs}, rank {first} {its}; "
+        f"{listed(same)} {'has' if len(same) == 1 else 'have'} {theirs}, rank {first} {its}; "
         "build the same model under the same config on every rank"
     )
 

@@ -124,7 +124,7 @@ class LossAccumulator:
     def __init__(self, comms: CommGroups) -> None:
         self.normaliser = 0.0
         self._comms = comms
-        self._has_told = False
+        self._has_warned = False
         self._sums: Tensor | None = None
         self._open: list[tuple[weakref.ref[Tensor], LossSum]] = []
 
@@ -159,8 +159,8 @@ class LossAccumulator:
         """Count a loss in and return the weight of its mean's gradient, a 0-d tensor."""
         meets_others = self._sums is not None or self._comms.data.world_size > 1
         self.add(total)
-        if meets_others and not total.is_counted and not self._has_told:
-            self._has_told = True
+        if meets_others and not total.is_counted and not self._has_warned:
+            self._has_warned = True
             if self.is_first:
                 _LOG.warning(
                     "the loss is one number without a count, so every micro-batch of every rank weighs the same; where "

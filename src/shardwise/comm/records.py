@@ -269,11 +269,11 @@ class CommLog:
         if self.is_watched:
             self.enqueued.append((call, done))
 
-    def enter(self, call: Collective) -> None:
+    def begin(self, call: Collective) -> None:
         """Record that the host starts `call`, or begins to wait for it."""
         self.inside = CollectiveEvent(call, time.monotonic(), threading.get_ident())
 
-    def leave(self) -> None:
+    def end(self) -> None:
         """Record that the host goes on."""
         inside, self.inside = self.inside, None
         if inside is not None:
@@ -285,7 +285,7 @@ class CommLog:
         Raises:
             CommError: it failed; the message says in which call, and why as far as the ranks know.
         """
-        self.enter(call)
+        self.begin(call)
         try:
             return run()
         except (torch.OutOfMemoryError, CommError):
@@ -294,7 +294,7 @@ class CommLog:
             self.has_failed = True
             raise CommError(f"rank {self.rank} failed in {call}: {self.cause(call)} ({_reason(error)})") from error
         finally:
-            self.leave()
+            self.end()
 
     def cause(self, call: Collective) -> str:
         """Say why other ranks do not take part."""

@@ -77,7 +77,7 @@ class Watchdog:
         self._seen: tuple[CollectiveEvent, float] | None = None
         self._failed: Collective | None = None
         self._raised: set[str] = set()
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._num_alarms = 0
         self._pending: dict[int, tuple[float, CollectiveEvent]] = {}
         self._wake = threading.Event()
@@ -178,8 +178,8 @@ class Watchdog:
                     if self._store.get(f"lowest/{number}").decode() == str(self._rank):
                         self._report(number, is_over=self._moment(comm_log) != answered)
         except StoreSilentError as error:
-            if moment is not None and waited_s > self._patience_s and (key := _key(moment.call)) not in self._told:
-                self._told.add(key)
+            if moment is not None and waited_s > self._patience_s and (key := _key(moment.call)) not in self._reported:
+                self._reported.add(key)
                 own = self._own_report(comm_log, moment)
                 log.error("shardwise: rank %d is %s: %s\n%s", self._rank, own.state(), error, "\n".join(details(own)))
 
@@ -410,10 +410,10 @@ def diagnose(reports: Reports) -> str:
     diverged = _first_divergence(reports)
     if diverged:
         return diverged
-    behind = list(dict.fromkeys(_behind(reports, waiting)))
-    if behind:
-        more = f"; and {len(behind) - _NUM_DETAILED} more ranks" if len(behind) > _NUM_DETAILED else ""
-        return "; ".join(behind[:_NUM_DETAILED]) + more
+    late = list(dict.fromkeys(_late_ranks(reports, waiting)))
+    if late:
+        more = f"; and {len(late) - _NUM_DETAILED} more ranks" if len(late) > _NUM_DETAILED else ""
+        return "; ".join(late[:_NUM_DETAILED]) + more
     calls = {(report.inside.group, report.inside.position) for report in waiting.values() if report.inside}
     if len(calls) == 1:
         report = next(iter(waiting.values()))
@@ -431,7 +431,7 @@ def _first_divergence(reports: Reports) -> str:
     return next((text for text in texts if text), "")
 
 
-def _behind(reports: Reports, waiting: Mapping[int, RankReport]) -> Iterator[str]:
+def _late_ranks(reports: Reports, waiting: Mapping[int, RankReport]) -> Iterator[str]:
     """Describe the ranks that are in no collective, or silent, and for which others wait."""
     for rank, report in reports.items():
         awaited = [each for each in waiting.values() if rank in each.members and each.inside is not None]
@@ -459,18 +459,18 @@ def render(reports: Reports, reporter: int) -> str:
     """
     own = reports[reporter]
     lines = [f"shardwise: rank {reporter} is {own.state() if own is not None else 'waiting'}: {diagnose(reports)}"]
-    alike: dict[tuple[object, ...], list[RankReport]] = {}
+    by_state: dict[tuple[object, ...], list[RankReport]] = {}
     for _, report in sorted(reports.items()):
         if report is not None:
-            alike.setdefault(report.kind(), []).append(report)
-    for members in alike.values():
+            by_state.setdefault(report.kind(), []).append(report)
+    for members in by_state.values():
         longest = max(members, key=lambda report: report.state_s)
         lines.append(f"  {listed([report.rank for report in members])}: {longest.state()}")
     silent = [rank for rank, report in sorted(reports.items()) if report is None]
     if silent:
         lines.append(f"  {listed(silent)}: no answer; {_SILENT}")
     # One rank for each state; first those that keep the others waiting.
-    shown = sorted((members[0] for members in alike.values()), key=lambda report: report.inside is not None)
+    shown = sorted((members[0] for members in by_state.values()), key=lambda report: report.inside is not None)
     for report in shown[:_NUM_DETAILED]:
         lines += details(report)
     return "\n".join(lines)

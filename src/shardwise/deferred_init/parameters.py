@@ -86,7 +86,7 @@ def init(seed: int | None = None) -> Iterator[None]:
         try:
             yield
         finally:
-            recorder.settle()
+            recorder.finish()
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class _OpRecorder(OpMode):
         """Return the values of a released tensor."""
         return self._replay(RecordedView.of(tensor, self))
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Move the parameters to meta, each with its recipe; every other released tensor gets its memory back."""
         self._is_recording = False
         parameters = {id(parameter): parameter for each in self._parameters if (parameter := each()) is not None}

@@ -195,9 +195,9 @@ class CheckpointApi(StateApi):
             log.warning("%s", damaged[-1])
         if not damaged:
             is_hf = any(Path(path).glob("*.safetensors"))
-            cure = "; engine.import_weights takes the weights of a Hugging Face folder" if is_hf else ""
+            fix = "; engine.import_weights takes the weights of a Hugging Face folder" if is_hf else ""
             raise CheckpointError(
-                f"{path} holds no checkpoint; give a folder of step-... folders, or one of these{cure}"
+                f"{path} holds no checkpoint; give a folder of step-... folders, or one of these{fix}"
             )
         raise DamagedError(f"no checkpoint in {path} is whole: {'; '.join(damaged)}")
 

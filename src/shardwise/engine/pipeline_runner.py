@@ -169,7 +169,7 @@ class PipelineRunner:
         if self._is_out_of_step:
             raise RuntimeError(
                 "an exception has ended a step or an evaluation amid its schedule, so the stages are no longer at the "
-                "same message; call engine.close() on every rank, or start anew from a checkpoint"
+                "same message; call engine.close() on every rank, or start again from a checkpoint"
             )
 
     def _perform(self, engine: StepEngine, row: Sequence[Action], work: _StepWork, state: _StateActions) -> None:
@@ -217,24 +217,24 @@ class _StepWork:
 
     def forward(self, stage: int, micro_batch: int) -> Any:
         """Run the model's forward on a micro-batch; on the last stage return the mean loss."""
-        self._groups.enter(stage)
+        self._groups.select_stage(stage)
         self._groups.wait(stage)
         taken = self.taken[micro_batch]
         output = run_model(self._engine, taken, lambda output: self._read(output, taken, stage))
         if torch.is_grad_enabled():
-            self._groups.set_aside(stage, micro_batch)
+            self._groups.save_record(stage, micro_batch)
         return output
 
     def before_backward(self, stage: int, micro_batch: int) -> None:
         """Make the states ready for a backward."""
-        self._groups.enter(stage)
+        self._groups.select_stage(stage)
         self._groups.wait(stage)
-        self._groups.take_up(stage, micro_batch)
+        self._groups.restore_record(stage, micro_batch)
         self._engine._begin_backward()
 
     def before_weight_gradients(self, stage: int, micro_batch: int) -> None:
         """Expect gradients; no parameter is needed for them."""
-        self._groups.enter(stage)
+        self._groups.select_stage(stage)
         self._engine._sharding.is_expecting_gradients = True
 
     def after_backward(self, stage: int, micro_batch: int) -> None:

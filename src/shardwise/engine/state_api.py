@@ -77,7 +77,7 @@ class StateApi:
         self.tiers.worker.check()
         if write:
             self._refuse_if_away()
-        self._check_room_to_gather()
+        self._check_memory_to_gather()
         was_held, num_before = self._sharding.is_held, num_recorded()
         with self._failures_explained():
             self._sharding.unshard_all()
@@ -154,8 +154,8 @@ class StateApi:
             RuntimeError: inside `gathered`, or states are away already.
         """
         self._check_usable()
-        aside = memory_release.ReleaseTarget(to, None if path is None else Path(path), pin_memory)
-        away = memory_release.MemoryRelease(self._sharding, self._sharded, self.memory, self._pool, self.tiers, aside)
+        target = memory_release.ReleaseTarget(to, None if path is None else Path(path), pin_memory)
+        away = memory_release.MemoryRelease(self._sharding, self._sharded, self.memory, self._pool, self.tiers, target)
         freed_bytes: Mapping[str, int] = {}
         failure: Exception | None = None
         try:
@@ -220,7 +220,7 @@ class StateApi:
             raise
 
     def _states(self) -> access.EngineState:
-        self._sharding.settle()
+        self._sharding.drain()
         self.tiers.wait_idle()
         return access.EngineState(
             self._sharding, self._sharded, self._comms, self._losses, self._scaler.scale, self.layout.elsewhere
@@ -242,7 +242,7 @@ class StateApi:
             )
         self.tiers.worker.check()
 
-    def _check_room_to_gather(self) -> None:
+    def _check_memory_to_gather(self) -> None:
         if self.device.type != "cuda" or not self.layout.stage.unshard_for_use:
             return
         layout = self.layout
@@ -252,7 +252,7 @@ class StateApi:
         free_bytes, _ = torch.cuda.mem_get_info(self.device)
         free_bytes += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         lacks = torch.tensor([float(missing_bytes > free_bytes)], dtype=torch.float64, device=self.device)
-        if self.comm.max_scalars(lacks, "room to gather") > [0.0]:  # the same on all ranks: the gather needs them all
+        if self.comm.max_scalars(lacks, "memory to gather") > [0.0]:  # the same on all ranks: the gather needs them all
             raise MemoryError(
                 f"gathering all parameters takes {missing_bytes / 2**30:.1f} GiB of {free_bytes / 2**30:.1f} GiB free; "
                 "generate with the forward alone, which gathers block by block, or on more memory"

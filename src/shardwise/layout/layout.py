@@ -276,7 +276,7 @@ class Layout:
 
         In a pipeline, other micro-batches come between a forward and its backward, so no group stays.
         """
-        if not self.stage.unshard_for_use or group.rests_whole:
+        if not self.stage.unshard_for_use or group.is_stored_whole:
             return 0
         if self.pipeline is not None:
             num_uses = 2 * num_micro_batches * len(self.pipeline.held.intersection(group.stages))

@@ -134,7 +134,7 @@ class GroupSpec:
     is_wide: bool = False
 
     @property
-    def rests_whole(self) -> bool:
+    def is_stored_whole(self) -> bool:
         """Say whether the device stores the parameters whole in every stage: no other rank or tier holds a part."""
         return self.is_replicated or (self.num_shards == 1 and self.tiers.params == "device")
 

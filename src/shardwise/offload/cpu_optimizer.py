@@ -35,7 +35,7 @@ States = Sequence[Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
-class StepChunks:
+class PieceTensors:
     """Holds what one call of a kernel updates: tensors that share their options and the number of steps taken.
 
     Attributes:
@@ -75,7 +75,7 @@ class CpuOptimizer:
     name: str
     tensor_states: Callable[[Options], Mapping[str, float]]
     has_counter: bool
-    kernel: Callable[[Options, StepChunks], None]
+    kernel: Callable[[Options, PieceTensors], None]
 
     def update(
         self,
@@ -96,7 +96,7 @@ class CpuOptimizer:
             step: how many steps they have taken before.
             is_first: whether they have no state yet.
         """
-        self.kernel(_on_host(options), StepChunks(list(params), list(grads), states, step, is_first))
+        self.kernel(_on_host(options), PieceTensors(list(params), list(grads), states, step, is_first))
 
 
 def rule_of(optimizer: Optimizer) -> CpuOptimizer:
@@ -146,7 +146,7 @@ def _implementation(options: Options) -> dict[str, Any]:
     return {"fused": fused, "foreach": bool(foreach) and not fused, "lr": float(lr) if fused or foreach else lr}
 
 
-def _step_adam(options: Options, parts: StepChunks) -> None:
+def _step_adam(options: Options, parts: PieceTensors) -> None:
     beta1, beta2 = options["betas"]
     adam(
         parts.params,
@@ -166,7 +166,7 @@ def _step_adam(options: Options, parts: StepChunks) -> None:
     )
 
 
-def _step_sgd(options: Options, parts: StepChunks) -> None:
+def _step_sgd(options: Options, parts: PieceTensors) -> None:
     has_momentum = options["momentum"] != 0
     kept = parts.all("momentum_buffer") if has_momentum and not parts.is_first else []
     buffers: list[Tensor | None] = [*kept] if kept else [None] * len(parts.params)
@@ -178,13 +178,13 @@ def _step_sgd(options: Options, parts: StepChunks) -> None:
                 kept_buffer.copy_(first)
 
 
-def _step_adagrad(options: Options, parts: StepChunks) -> None:
+def _step_adagrad(options: Options, parts: PieceTensors) -> None:
     names = ("weight_decay", "lr_decay", "eps", "maximize")
     chosen = {name: options[name] for name in names}
     adagrad(parts.params, parts.grads, parts.all("sum"), parts.counters(), **_implementation(options), **chosen)
 
 
-def _step_lion(options: Options, parts: StepChunks) -> None:
+def _step_lion(options: Options, parts: PieceTensors) -> None:
     names = ("lr", "betas", "weight_decay", "maximize")
     lion(parts.params, parts.grads, parts.all("exp_avg"), **{name: options[name] for name in names})
 

@@ -334,13 +334,13 @@ def open_boundaries(
         is_local = ends[0] == ends[1]
         source = None if describe is None else _example(describe, stage + 1)
         boundary = Boundary(stage, ends, f"stage {stage} to {stage + 1}")
-        port = StageBoundary(
+        stage_boundary = StageBoundary(
             SameRankChannel() if is_local else BoundaryChannel(pipes, boundary, types, source), is_local
         )
         if stage in held:
-            outlets[stage] = port
+            outlets[stage] = stage_boundary
         if stage + 1 in held:
-            inlets[stage + 1] = port
+            inlets[stage + 1] = stage_boundary
     return inlets, outlets
 
 

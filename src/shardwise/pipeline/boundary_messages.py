@@ -3,7 +3,7 @@
 A message is a header, perhaps a text, and tensors. The header (40 bytes) and the text are sent from host to host, so
 that no device is waited for. The header names the message's spec (`PytreeSpec`) by number and says how long the text
 is. The text holds the spec where it is new, and the plain values where they differ from the last with this spec. Both
-ends keep the latest `MAX_PACKINGS` specs by number.
+ends keep the latest `MAX_SPECS` specs by number.
 
 A receiver that knows the spec need not wait for the header to receive the tensors. So both ends know from the messages
 so far, and from nothing else, in which of two states the next message is:
@@ -37,7 +37,7 @@ from shardwise.comm.p2p import P2PChannel, P2PChannels, P2PTransfer
 from shardwise.comm.records import CommError
 from shardwise.pipeline.pytree_codec import PytreeSpec, plain_from_json, plain_to_json, put_together, take_apart
 
-MAX_PACKINGS: Final = 64
+MAX_SPECS: Final = 64
 PIPES_PER_WAY: Final = 3
 # message, spec, bytes of the spec's text, bytes of the plain values' text, whether tensors as agreed come first
 _HEADER_FIELDS: Final = 5
@@ -75,34 +75,34 @@ class SpecMemory:
     """The specs of a direction that were used last, by number; the same on both ends, which see the same messages.
 
     Attributes:
-        packings: by number; the one used last is the last entry.
-        numbers: the number of each spec in `packings`.
-        num_packings: how many specs there have been in all.
+        specs: by number; the one used last is the last entry.
+        numbers: the number of each spec in `specs`.
+        num_specs: how many specs there have been in all.
     """
 
-    packings: OrderedDict[int, KnownSpec] = field(default_factory=OrderedDict)
+    specs: OrderedDict[int, KnownSpec] = field(default_factory=OrderedDict)
     numbers: dict[PytreeSpec, int] = field(default_factory=dict)
-    num_packings: int = 0
+    num_specs: int = 0
 
     def add(self, spec: PytreeSpec) -> int:
         """Give a new spec its number, and forget the least recently used one if there are too many."""
-        number, self.num_packings = self.num_packings, self.num_packings + 1
-        self.packings[number] = KnownSpec(spec)
+        number, self.num_specs = self.num_specs, self.num_specs + 1
+        self.specs[number] = KnownSpec(spec)
         self.numbers[spec] = number
-        if len(self.packings) > MAX_PACKINGS:
-            del self.numbers[self.packings.popitem(last=False)[1].spec]
+        if len(self.specs) > MAX_SPECS:
+            del self.numbers[self.specs.popitem(last=False)[1].spec]
         return number
 
     def use(self, number: int) -> KnownSpec:
         """Return the spec of this number, and mark it as used last."""
-        self.packings.move_to_end(number)
-        return self.packings[number]
+        self.specs.move_to_end(number)
+        return self.specs[number]
 
     def texts(self, spec: PytreeSpec, plain: Sequence[Any]) -> tuple[int, list[str]]:
         """Return a spec's number and the texts that a message with these plain values needs; call `use` next."""
         plain_text = plain_to_json(plain)
         if (number := self.numbers.get(spec)) is not None:
-            return number, ["", "" if self.packings[number].plain == plain_text else plain_text]
+            return number, ["", "" if self.specs[number].plain == plain_text else plain_text]
         return self.add(spec), [spec.to_json(), plain_text]
 
 
@@ -179,7 +179,7 @@ class Sender:
         transfers = [direction.header.send([torch.tensor(header, dtype=torch.int64)], f"{direction.name} header")]
         transfers += [direction.text.send([self._bytes(text)], f"{direction.name} text") for text in texts if text]
         if agreed is not None and is_changed:
-            stale = [part.allocate(device).zero_() for part in self._memory.packings[agreed].spec.tensors]
+            stale = [part.allocate(device).zero_() for part in self._memory.specs[agreed].spec.tensors]
             transfers.append(direction.tensors.send(stale, direction.name))
         transfers.append(direction.tensors.send([_for_wire(tensor, device) for tensor in tensors], direction.name))
         known = self._memory.use(number)
@@ -271,17 +271,17 @@ class PendingRecv:
         agreed = self._receiver.agreement.agreed
         if agreed is not None and not self._is_early:
             self._is_early = True
-            self._receive(self._receiver.memory.packings[agreed].spec)
+            self._receive(self._receiver.memory.specs[agreed].spec)
 
     def read(self) -> None:
         """Read the header, and receive what was not received early; this must be the first message in its line."""
         receiver, agreed = self._receiver, self._receiver.agreement.agreed
         number, is_changed, texts = self._imagine() if receiver.make_value is not None else self._read_header()
-        if is_changed != (agreed is not None and agreed != number) or number > receiver.memory.num_packings:
+        if is_changed != (agreed is not None and agreed != number) or number > receiver.memory.num_specs:
             raise CommError(
                 f"{receiver.direction.name}: message {self._number} is not as agreed; run the same code on all ranks"
             )
-        if number == receiver.memory.num_packings:
+        if number == receiver.memory.num_specs:
             receiver.memory.add(PytreeSpec.from_json(texts[0]))
         known = receiver.memory.use(number)
         known.plain = texts[1] or known.plain

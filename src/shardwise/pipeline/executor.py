@@ -120,15 +120,15 @@ class StageCompute:
                 output = events.forward(stage, micro_batch)
         finally:
             self._forward.end()
-        flight = _MicrobatchState(leaves_with_gradient(received), [], output)
+        record = _MicrobatchState(leaves_with_gradient(received), [], output)
         if torch.is_grad_enabled():
-            self._in_flight[stage, micro_batch] = flight
+            self._in_flight[stage, micro_batch] = record
             if stage == self._last:
-                flight.roots = [output]
+                record.roots = [output]
             else:
-                flight.roots = [get_gradient_edge(leaf) for leaf in leaves_with_gradient(output)]
+                record.roots = [get_gradient_edge(leaf) for leaf in leaves_with_gradient(output)]
         elif stage != self._last:
-            self._in_flight[stage, micro_batch] = flight  # kept until the output is sent
+            self._in_flight[stage, micro_batch] = record  # kept until the output is sent
         if outlet is not None and outlet.is_local:
             self._send_output(stage, micro_batch, outlet)
 
@@ -140,20 +140,20 @@ class StageCompute:
             micro_batch: its number in the step; its forward has run.
             events: called before and after, and for the gradient of the loss.
         """
-        flight, inlet, outlet = self._in_flight[stage, micro_batch], self._inlets.get(stage), self._outlets.get(stage)
+        record, inlet, outlet = self._in_flight[stage, micro_batch], self._inlets.get(stage), self._outlets.get(stage)
         gradients: Sequence[Tensor | None] = ()
         if outlet is not None:
             gradients = outlet.take_gradients(micro_batch)
             self._timeline.restart()
         events.before_backward(stage, micro_batch)
         if outlet is None:
-            (loss,) = flight.roots
+            (loss,) = record.roots
             assert isinstance(loss, Tensor), "of the last stage"
             gradients = [events.loss_weight(loss).to(loss.dtype).reshape(loss.shape)]
         given = [
-            (root, gradient) for root, gradient in zip(flight.roots, gradients, strict=True) if gradient is not None
+            (root, gradient) for root, gradient in zip(record.roots, gradients, strict=True) if gradient is not None
         ]
-        flight.roots = []
+        record.roots = []
         if given:
             with self._splitting():
                 torch.autograd.backward([root for root, _ in given], [gradient for _, gradient in given])
@@ -161,8 +161,8 @@ class StageCompute:
         events.after_backward(stage, micro_batch)
         if self._queue is not None:
             self._queue.collect((stage, micro_batch))
-        flight.gradients = [leaf.grad for leaf in flight.received]
-        flight.received = []
+        record.gradients = [leaf.grad for leaf in record.received]
+        record.received = []
         if inlet is None:
             del self._in_flight[stage, micro_batch]
         elif inlet.is_local:
@@ -209,14 +209,14 @@ class StageCompute:
 
     def finish(self) -> None:
         """Wait until all that was sent has arrived."""
-        for port in (*self._inlets.values(), *self._outlets.values()):
-            port.finish()
+        for boundary in (*self._inlets.values(), *self._outlets.values()):
+            boundary.finish()
 
     def close(self) -> None:
         """Abandon the step and close the channels."""
         self.abandon()
-        for port in (*self._inlets.values(), *self._outlets.values()):
-            port.close()
+        for boundary in (*self._inlets.values(), *self._outlets.values()):
+            boundary.close()
 
     def abandon(self) -> None:
         """Forget the micro-batches in flight and the deferred gradients."""
@@ -226,9 +226,9 @@ class StageCompute:
             self._queue.clear()
 
     def _send_output(self, stage: int, micro_batch: int, outlet: StageBoundary) -> None:
-        flight = self._in_flight[stage, micro_batch]
-        outlet.send(micro_batch, flight.output)
-        flight.output = None
+        record = self._in_flight[stage, micro_batch]
+        outlet.send(micro_batch, record.output)
+        record.output = None
         if not torch.is_grad_enabled():
             del self._in_flight[stage, micro_batch]
 

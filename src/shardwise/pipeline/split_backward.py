@@ -78,7 +78,7 @@ class WeightGradQueue:
         """
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "create_graph=True inside WeightQueue.splitting: gradients that are computed later have no graph; "
+                "create_graph=True in a backward that computes weight gradients later: those have no graph; "
                 "use a schedule that is not a zero-bubble one, or no gradients of gradients"
             )
         self._queued.append(_QueuedGrad(tuple(parameters), compute, tuple(held), tuple(map(version, held))))

@@ -34,7 +34,7 @@ from shardwise.runtime.module_hooks import replace_forward
 from shardwise.runtime.torch_private import NO_VALUE_ERRORS, PlaceholderTensors, pytree
 
 _NO_PIPELINE: Final = "use mesh.dp_shard with zero.stage=3 in place of mesh.pp"
-_CURE: Final = f"name the modules that compute it from the inputs alone in pipeline.replicate, or {_NO_PIPELINE}"
+_FIX: Final = f"name the modules that compute it from the inputs alone in pipeline.replicate, or {_NO_PIPELINE}"
 
 
 class CutError(ConfigError):
@@ -87,8 +87,8 @@ class StageForward:
         self._kinds = [_kind_of(module) for module in self._modules]
         self._is_simulated = is_simulated
         self._placeholders = PlaceholderTensors(device, is_simulated, dtypes)
-        self._ghostly = self._make_placeholder(held)
-        self._traces = SkippedOutputs([] if is_simulated else self._modules, self._placeholders)
+        self._placeholder_modules = self._make_placeholder(held)
+        self._skipped_outputs = SkippedOutputs([] if is_simulated else self._modules, self._placeholders)
         self._answers: dict[Hashable, Any] = {}
         self._answer_of_class: dict[type, Any] = {}
         self._start, self._stop = 0, len(self._names)
@@ -115,7 +115,7 @@ class StageForward:
     def end(self) -> None:
         """Make forwards the model's own again."""
         self._received, self._is_on = None, False
-        self._traces.remove()
+        self._skipped_outputs.remove()
 
     def read_loss(self, compute: Callable[[], LossSum]) -> LossSum:
         """Compute the loss of the model's output, which may have placeholders in it.
@@ -165,7 +165,7 @@ class StageForward:
         if self._stop < len(self._names):
             missing = f"{self._names[self._stop - 1]}, with which its stage ends"
         elif self._start and id(self._modules[self._start - 1]) not in self._num_calls:
-            missing = f"{self._names[self._start - 1]}, behind which its stage begins"
+            missing = f"{self._names[self._start - 1]}, after which its stage begins"
         if missing:
             raise CutError(
                 f"the forward ended without {missing}; cut between units that run in every forward (pipeline.cut), or "
@@ -176,7 +176,7 @@ class StageForward:
         named = f" such as what {self._guessed} returns" if self._guessed else ""
         return CutError(
             f"the code of {type(self._model).__name__} between its units needs values that another stage has{named} "
-            f"({type(error).__name__}: {next(iter(str(error).splitlines()), '')}); {_CURE}"
+            f"({type(error).__name__}: {next(iter(str(error).splitlines()), '')}); {_FIX}"
         )
 
     def _answer(self, module: nn.Module, own: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -187,7 +187,7 @@ class StageForward:
         self._num_calls[id(module)] = num_calls + 1
         if self._start <= index < self._stop:
             return self._run(index, own, args, kwargs)
-        self._traces.leave(module, self._kinds[index][0], args, kwargs)
+        self._skipped_outputs.set_on(module, self._kinds[index][0], args, kwargs)
         if index != self._start - 1:
             return self._placeholder_of(index, args, kwargs)
         if num_calls >= len(positions):
@@ -225,7 +225,7 @@ class StageForward:
         )
         return CutError(
             f"{what} is computed from a value of another stage, which is {sent}; return it from there, move "
-            f"pipeline.cut, {_CURE}"
+            f"pipeline.cut, {_FIX}"
         )
 
     def _placeholder_of(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -239,15 +239,15 @@ class StageForward:
         key = (kind, structure, tuple(map(_fingerprint, leaves)))
         if key in self._answers:
             return self._answers[key]
-        ghostly = pytree.tree_map(self._like, example)
+        given = pytree.tree_map(self._like, example)
         if is_like_received:
-            self._answers[key] = ghostly
-            return ghostly
+            self._answers[key] = given
+            return given
         with suppress(Exception), torch.no_grad(), self._placeholders.only():
-            self._answers[key] = self._answer_of_class[kind[0]] = self._ghostly[kind](*ghostly[0], **ghostly[1])
+            self._answers[key] = self._answer_of_class[kind[0]] = self._placeholder_modules[kind](*given[0], **given[1])
             return self._answers[key]
         with suppress(Exception), torch.no_grad():  # values of the batch may say how large it is
-            return self._ghostly[kind](*args, **kwargs)
+            return self._placeholder_modules[kind](*args, **kwargs)
         self._guessed = self._names[index]  # it depends on values of parameters, as where tokens are routed to experts
         return self._answer_of_class.get(kind[0], pytree.tree_map(self._like, without_recorded(self._received)))
 
@@ -305,7 +305,7 @@ class SkippedOutputs:
                         module, {id(each): placeholders.like(each) for each in tensors}
                     )
 
-    def leave(self, module: nn.Module, kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def set_on(self, module: nn.Module, kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Set on a skipped unit the attributes that units of its class leave on themselves.
 
         Args:
@@ -325,16 +325,16 @@ class SkippedOutputs:
         while self._undo:
             self._undo.pop()()
 
-    def _run(self, ghostly: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    def _run(self, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
         """Yield what a copy leaves on itself: the submodule's name, the attribute's name and its value."""
-        before = {id(leaf) for *_, value in _attributes(ghostly) for leaf in self._placeholders_in(value)}
+        before = {id(leaf) for *_, value in _attributes(unit) for leaf in self._placeholders_in(value)}
         own_args, own_kwargs = pytree.tree_map(
             lambda leaf: self._placeholders.like(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
         )
         # Where it fails, what it has left until then counts.
         with suppress(Exception), torch.no_grad(), self._placeholders.only():
-            ghostly(*own_args, **own_kwargs)
-        for path, name, value in _attributes(ghostly):
+            unit(*own_args, **own_kwargs)
+        for path, name, value in _attributes(unit):
             if any(id(leaf) not in before for leaf in self._placeholders_in(value)):
                 yield path, name, value
 

@@ -84,7 +84,7 @@ class GatheredUnits:
             index: the stage's index among the rank's own.
         """
         is_gathered = folds.layout.stage.params is Placement.SHARD
-        is_gathered &= not all(fold.group.rests_whole for fold in folds.folds)
+        is_gathered &= not all(fold.group.is_stored_whole for fold in folds.folds)
         is_whole = strategy.pp > 1 and strategy.gather == "batch"
         used: Sequence[LayerCount] = folds.folds
         if folds.layout.pipeline is not None and not is_whole:

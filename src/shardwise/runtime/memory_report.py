@@ -160,8 +160,8 @@ def oom_message(error: BaseException, where: str, snapshot: MemorySnapshot, conf
     """
     rows = [f"  {name:<12} {gib:>9} GiB {share:>5}" for name, gib, share in format_table(snapshot)]
     advice = [str(each) for each in oom_advice(snapshot, config)]
-    cure = f"try {advice[0].partition(':')[0]}" if advice else "use a smaller model or more ranks"
-    lines = [f"out of memory {where}: {first_line(error)}; {cure}", "what it holds:", *rows]
+    fix = f"try {advice[0].partition(':')[0]}" if advice else "use a smaller model or more ranks"
+    lines = [f"out of memory {where}: {first_line(error)}; {fix}", "what it holds:", *rows]
     if snapshot.device_type == "cuda" and snapshot.fragment_bytes > snapshot.reserved_bytes // 10:
         idle = f"{format_bytes(snapshot.fragment_bytes)} of {format_bytes(snapshot.reserved_bytes)}"
         lines.append(f"  reserved but idle: {idle}; PYTORCH_ALLOC_CONF=expandable_segments:True leaves less of it")

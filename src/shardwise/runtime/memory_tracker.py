@@ -184,7 +184,7 @@ class MemoryTracker:
             before = self._begin()
             record = self._records.get(id(storage))
             if record is None:
-                raise ValueError(f"a storage of {storage.nbytes()} bytes is not in the ledger; track it first")
+                raise ValueError(f"a storage of {storage.nbytes()} bytes is not tracked; track it first")
             self._refuse_above_limit(num_bytes - record.num_bytes)
             set_unsharded_storage(storage, num_bytes)
             self._book(record, record.category, num_bytes)
@@ -211,7 +211,7 @@ class MemoryTracker:
             RuntimeError: a meter is on already.
         """
         if self._is_metering:
-            raise RuntimeError("this ledger's meter is on already; leave it before you enter it again")
+            raise RuntimeError("this tracker's meter is on already; end it before the next one")
         self._is_metering = self._was_metered = True
         try:
             if self._allocator is not None:
@@ -236,7 +236,7 @@ class MemoryTracker:
                 self._allocator.reset_peak()
                 total_bytes = self._allocator.stats().allocated_bytes
             self._peak_bytes = total_bytes
-            self._peak_live_bytes = _with_rest(self._live_bytes, total_bytes)
+            self._peak_live_bytes = _with_remainder(self._live_bytes, total_bytes)
 
     def snapshot(self) -> MemorySnapshot:
         """Return the counts now."""
@@ -249,7 +249,7 @@ class MemoryTracker:
             if self._allocator is not None:
                 stats = self._allocator.stats()
                 self._note_allocator_peak(stats, before)
-                live_bytes = _with_rest(live_bytes, stats.allocated_bytes)
+                live_bytes = _with_remainder(live_bytes, stats.allocated_bytes)
                 # Registered memory may be outside the allocator, such as in a pool of NCCL's.
                 reserved_bytes = max(stats.reserved_bytes, sum(live_bytes.values()))
             return MemorySnapshot(
@@ -341,7 +341,7 @@ class MemoryTracker:
         self._peak_bytes = stats.peak_allocated_bytes
         is_now = stats.allocated_bytes == stats.peak_allocated_bytes
         registered = self._live_bytes if is_now else before
-        self._peak_live_bytes = _with_rest(registered, self._peak_bytes) if self._is_metering else {}
+        self._peak_live_bytes = _with_remainder(registered, self._peak_bytes) if self._is_metering else {}
 
 
 @contextmanager
@@ -416,7 +416,7 @@ def _is_on(device: torch.device, tracker_device: torch.device) -> bool:
     return device.type == tracker_device.type and tracker_device.index in (None, device.index)
 
 
-def _with_rest(registered: Mapping[Category, int], total_bytes: int) -> dict[Category, int]:
+def _with_remainder(registered: Mapping[Category, int], total_bytes: int) -> dict[Category, int]:
     """Return registered bytes by category, with what is missing to the total as activations."""
-    rest_bytes = max(0, total_bytes - sum(registered.values()))
-    return {**registered, Category.ACTIVATIONS: registered[Category.ACTIVATIONS] + rest_bytes}
+    remaining_bytes = max(0, total_bytes - sum(registered.values()))
+    return {**registered, Category.ACTIVATIONS: registered[Category.ACTIVATIONS] + remaining_bytes}

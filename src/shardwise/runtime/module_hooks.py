@@ -85,8 +85,8 @@ def hook_unit(module: nn.Module, events: UnitEvents) -> list[RemovableHandle]:
         newest = max(map(record_number, made_here), default=start - 1)
         if num_recorded() > newest + 1:
             # Autograd runs what was recorded last first: results that were stored elsewhere, before the returned ones.
-            aside = _leaves((given, args, kwargs, [vars(each) for each in module.modules()]))
-            made_here += _made_since({id(leaf): leaf for leaf in aside if isinstance(leaf, Tensor)}.values(), start)
+            others = _leaves((given, args, kwargs, [vars(each) for each in module.modules()]))
+            made_here += _made_since({id(leaf): leaf for leaf in others if isinstance(leaf, Tensor)}.values(), start)
         given.clear()
         for tensor in made_here:
             tensor.register_hook(lambda grad: events.before_backward())

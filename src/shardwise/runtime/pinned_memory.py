@@ -87,7 +87,7 @@ def _map(num_bytes: int, num_shown_bytes: int, pin_memory: bool) -> Tensor:
         pages = _Pages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(
-            f"the host gives no {num_bytes} bytes: {error.strerror}; let fewer ranks share it, or rest more on nvme"
+            f"the host gives no {num_bytes} bytes: {error.strerror}; let fewer ranks share it, or keep more on nvme"
         ) from error
     if num_bytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel built without them; reads and writes of files gain some 5 percent by them
@@ -106,7 +106,7 @@ def _pin(pages: _Pages, address: int) -> None:
     error = int(runtime.cudaHostRegister(address, len(pages), _PORTABLE))
     if error:
         raise MemoryError(
-            f"CUDA pins no {len(pages)} bytes of the host (error {error}); let fewer ranks share it, or rest more on "
+            f"CUDA pins no {len(pages)} bytes of the host (error {error}); let fewer ranks share it, or keep more on "
             "nvme"
         )
     pages.unpin = partial(runtime.cudaHostUnregister, address)

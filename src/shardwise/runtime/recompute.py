@@ -193,8 +193,8 @@ def check_backend(config: CompileConfig) -> None:
     backends = torch.compiler.list_backends(exclude_tags=None)
     if config.backend not in backends:
         close = difflib.get_close_matches(config.backend, backends, n=1)
-        cure = f"did you mean {close[0]}?" if close else f"use one of {', '.join(torch.compiler.list_backends())}"
-        raise ConfigError(f"compile.backend={config.backend!r} is no backend of torch.compile; {cure}")
+        fix = f"did you mean {close[0]}?" if close else f"use one of {', '.join(torch.compiler.list_backends())}"
+        raise ConfigError(f"compile.backend={config.backend!r} is no backend of torch.compile; {fix}")
 
 
 def _check(config: CompileConfig, layout: Layout) -> None:
@@ -207,7 +207,7 @@ def _check(config: CompileConfig, layout: Layout) -> None:
     if config.mode in ("reduce-overhead", "max-autotune") and layout.stage.unshard_for_use:
         raise ConfigError(
             f"compile.mode={config.mode} replays CUDA graphs, which need parameters at fixed addresses, but stage 3 "
-            "gathers them anew for each use; use compile.mode=max-autotune-no-cudagraphs or zero.stage=2"
+            "gathers them again for each use; use compile.mode=max-autotune-no-cudagraphs or zero.stage=2"
         )
 
 

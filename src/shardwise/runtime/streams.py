@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-LaneName = Literal["gather", "reduce", "tensor", "context", "offload", "reload"]
+StreamName = Literal["gather", "reduce", "tensor", "context", "offload", "reload"]
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,10 @@ class Streams:
 
     def __init__(self, device: torch.device, overlap: bool = True) -> None:
         self.device = device
-        self._lanes: dict[LaneName | P2PStreamKey, torch.cuda.Stream] = {}
+        self._side_streams: dict[StreamName | P2PStreamKey, torch.cuda.Stream] = {}
         if device.type == "cuda" and overlap:
             # Only reductions are not on the critical path of the computation, and no other work may queue after them.
-            self._lanes = {
+            self._side_streams = {
                 "gather": torch.cuda.Stream(device, priority=-1),
                 "reduce": torch.cuda.Stream(device),
                 "tensor": torch.cuda.Stream(device, priority=-1),
@@ -78,15 +78,15 @@ class Streams:
             }
 
     @contextmanager
-    def side_stream(self, name: LaneName | P2PStreamKey | None, after: Event | None = None) -> Iterator[None]:
+    def side_stream(self, name: StreamName | P2PStreamKey | None, after: Event | None = None) -> Iterator[None]:
         """Enqueue what follows on the named stream, or on the current one for None.
 
         It runs after all that the current stream holds so far; or after the event `after`, where that is given.
         """
         # Without overlap too: a receive that the computation waits for may wait for what that computes.
-        if isinstance(name, P2PStreamKey) and self.device.type == "cuda" and name not in self._lanes:
-            self._lanes[name] = torch.cuda.Stream(self.device, priority=-1)
-        stream = None if name is None else self._lanes.get(name)
+        if isinstance(name, P2PStreamKey) and self.device.type == "cuda" and name not in self._side_streams:
+            self._side_streams[name] = torch.cuda.Stream(self.device, priority=-1)
+        stream = None if name is None else self._side_streams.get(name)
         if stream is None:
             if after is not None:
                 after.wait()

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.collectives import Comm
-from shardwise.runtime.streams import LaneName
+from shardwise.runtime.streams import StreamName
 
 
 def all_reduce(comm: Comm, x: Tensor, name: str) -> Tensor:
     """Return the sum of `x` over `comm`, counted as `name`: equal bits on all ranks; gloo sums in fp32 or wider."""
     x = x.contiguous()
     summed = torch.empty_like(x)
-    comm.start_sum(x.view(-1), summed.view(-1), name, lane=None).wait()
+    comm.start_sum(x.view(-1), summed.view(-1), name, stream=None).wait()
     return summed
 
 
@@ -36,11 +36,11 @@ def maximum(comm: Comm, x: Tensor, name: str) -> Tensor:
 
 def all_gather(comm: Comm, x: Tensor, dim: int, name: str) -> Tensor:
     """Return the tensors `x` of the ranks of `comm`, concatenated along `dim` in rank order; counted as `name`."""
-    return start_all_gather(comm, x, dim, name, lane=None)()
+    return start_all_gather(comm, x, dim, name, stream=None)()
 
 
 def start_all_gather(
-    comm: Comm, x: Tensor, dim: int, name: str, lane: LaneName | None = "tensor"
+    comm: Comm, x: Tensor, dim: int, name: str, stream: StreamName | None = "tensor"
 ) -> Callable[[], Tensor]:
     """Start `all_gather` and return a function that waits for it and returns the result.
 
@@ -49,7 +49,7 @@ def start_all_gather(
         x: this rank's slice.
         dim: along which the slices are concatenated.
         name: for counts and messages.
-        lane: the side stream on NCCL; None for the current stream.
+        stream: the side stream on NCCL; None for the current stream.
     """
     n, dim = comm.world_size, dim % x.dim()
     shape = (*x.shape[:dim], n * x.shape[dim], *x.shape[dim + 1 :])
@@ -57,7 +57,7 @@ def start_all_gather(
     arrives_in_place = math.prod(x.shape[:dim]) == 1
     gathered = x.new_empty(shape if arrives_in_place else (n, *x.shape))
     gathered.view(n, *x.shape)[comm.rank].copy_(x)
-    pending = comm.all_gather(gathered.view(-1), name, lane)
+    pending = comm.all_gather(gathered.view(-1), name, stream)
 
     def finish() -> Tensor:
         pending.wait()
@@ -84,5 +84,5 @@ def reduce_scatter(comm: Comm, x: Tensor, dim: int, name: str) -> Tensor:
         raise ValueError(f"{name}: length {x.shape[dim]} does not divide by tp={n}; nearest: {below}, {below + n}")
     slices = x.unflatten(dim, (n, -1)).movedim(dim, 0).contiguous()  # [n, ..., length / n, ...]
     out = torch.empty_like(slices[0])
-    comm.scatter_sum(slices.view(-1), out.view(-1), name, lane=None).wait()
+    comm.scatter_sum(slices.view(-1), out.view(-1), name, stream=None).wait()
     return out

@@ -42,7 +42,7 @@ from torch.nn import functional as F
 from shardwise.comm.collectives import AsyncWork, Comm
 from shardwise.layout.tp_sharding import check_length
 from shardwise.runtime.op_registry import OpRegistry
-from shardwise.runtime.streams import LaneName
+from shardwise.runtime.streams import StreamName
 from shardwise.runtime.torch_private import in_backward, on_backward_end, version
 from shardwise.runtime.weight_grad_queue import WeightGradSink, parameter_of_weight, weight_sink
 from shardwise.tensor import collectives
@@ -315,7 +315,7 @@ def _column_function(gather_sequence: Callable[..., Tensor]) -> Callable[..., Te
     return Column.apply
 
 
-def _lane(chunks: int) -> LaneName | None:
+def _stream_of(chunks: int) -> StreamName | None:
     """Return the side stream for sums that overlap the products of further chunks; None where there is one chunk."""
     return "tensor" if chunks > 1 else None
 
@@ -323,11 +323,11 @@ def _lane(chunks: int) -> LaneName | None:
 def _sum_product(comm: Comm, x: Tensor, weight: Tensor, out: Tensor, chunks: int, name: str) -> None:
     """Write to `out` [tokens, out] the sum over the ranks of `x` [tokens, in / tp] times `weight` [out, in / tp]."""
     pending: list[AsyncWork] = []
-    lane = _lane(chunks)
+    stream = _stream_of(chunks)
     for rows, out_rows in zip(x.chunk(chunks), out.chunk(chunks), strict=True):
         torch.mm(rows, weight.t(), out=out_rows)
         flat = out_rows.view(-1)
-        pending.append(comm.start_sum(flat, flat, name, lane))
+        pending.append(comm.start_sum(flat, flat, name, stream))
     for each in pending:
         each.wait()
 
@@ -342,7 +342,7 @@ def _scattered_product(comm: Comm, x: Tensor, weight: Tensor, chunks: int, name:
     for part in slices.chunk(chunks, dim=2):
         source = F.linear(part, weight).movedim(1, 0).contiguous()  # [tp, b, part, out]
         out = torch.empty_like(source[0])
-        collective = comm.scatter_sum(source.view(-1), out.view(-1), name, _lane(chunks))
+        collective = comm.scatter_sum(source.view(-1), out.view(-1), name, _stream_of(chunks))
         outs.append(out)
         pending.append((collective, source))
     for collective, _ in pending:

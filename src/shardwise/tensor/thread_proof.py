@@ -157,15 +157,15 @@ class _ThreadComm:
         world.barrier.wait()
         return found
 
-    def start_sum(self, source: Tensor, out: Tensor, name: str, lane: Any) -> AsyncWork:
+    def start_sum(self, source: Tensor, out: Tensor, name: str, stream: Any) -> AsyncWork:
         out.copy_(torch.stack(self._exchange(source)).sum(0))
         return AsyncWork(None)
 
-    def all_gather(self, full: Tensor, name: str, lane: Any = None) -> AsyncWork:
+    def all_gather(self, full: Tensor, name: str, stream: Any = None) -> AsyncWork:
         full.copy_(torch.cat(self._exchange(full.chunk(self.world_size)[self.rank])))
         return AsyncWork(None)
 
-    def scatter_sum(self, source: Tensor, out: Tensor, name: str, lane: Any) -> AsyncWork:
+    def scatter_sum(self, source: Tensor, out: Tensor, name: str, stream: Any) -> AsyncWork:
         out.copy_(torch.stack(self._exchange(source)).sum(0).chunk(self.world_size)[self.rank])
         return AsyncWork(None)
 

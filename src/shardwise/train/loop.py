@@ -72,14 +72,14 @@ class Trainer:
 
     Attributes:
         peak: the memory of the last step that was metered.
-        told_rank: the highest rank that was asked to stop; None if none was.
+        asking_rank: the highest rank that was asked to stop; None if none was.
     """
 
     def __init__(self, engine: Engine, data: PreparedData) -> None:
         self.engine = engine
         self.data = data
         self.peak: MemorySnapshot | None = None
-        self.told_rank: int | None = None
+        self.asking_rank: int | None = None
         self._rank = engine.comm.rank
         self._was_stopped = False
         self._first_step = self._num_samples_before = 0
@@ -126,8 +126,8 @@ class Trainer:
         run = self.config.run
         while self.engine.num_steps < run.steps and not self._was_stopped:
             record = self._take_step()
-            self.told_rank = self._told_rank(should_stop())
-            self._was_stopped = self.told_rank is not None and record.step < run.steps
+            self.asking_rank = self._find_asking_rank(should_stop())
+            self._was_stopped = self.asking_rank is not None and record.step < run.steps
             after_step(record.step)
             is_due = record.step == run.steps or (run.eval_every is not None and record.step % run.eval_every == 0)
             eval_loss = None
@@ -253,9 +253,9 @@ class Trainer:
             seq_len=self.config.data.seq_len,
         )
 
-    def _told_rank(self, is_told: bool) -> int | None:
+    def _find_asking_rank(self, is_asked: bool) -> int | None:
         """Return the highest rank that was asked to stop, the same on all ranks; None where none was."""
-        own = self._rank + 1 if is_told else 0
+        own = self._rank + 1 if is_asked else 0
         value = torch.tensor([float(own)], dtype=torch.float64, device=self.engine.device)
         (highest,) = self.engine.comm.max_scalars(value, "stop")
         return int(highest) - 1 if highest else None

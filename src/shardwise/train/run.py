@@ -272,7 +272,7 @@ def _train(
         except CheckpointError as error:
             saved, failure = None, failure or error
     if trainer.was_stopped:  # the last line of a log, which the local launcher quotes if it stopped no rank itself
-        log.info("stopped after step %d, as rank %d was told to", trainer.engine.num_steps, trainer.told_rank)
+        log.info("stopped after step %d, as rank %d was asked to", trainer.engine.num_steps, trainer.asking_rank)
     return replace(ending, saved=saved, failure=failure, pipeline=measured_note(trainer))
 
 

@@ -150,7 +150,7 @@ def check_optimizer_states(
         kept, wrong = sharded.states_of(piece), []
         if needed is not None:
             wrong += [f"has no {state}" for state in sorted(needed - names.keys()) if names]
-            lacking = needed - sharded.room_of(piece) if sharded.is_offloaded(piece) else ()
+            lacking = needed - sharded.stored_names(piece) if sharded.is_offloaded(piece) else ()
             wrong += [f"has a {state}, for which tiers.optimizer has no room" for state in sorted(lacking)]
         for state, each in names.items():
             is_number = isinstance(each, ScalarState)

@@ -50,7 +50,7 @@ class GroupGrads:
         self._pool = resources.pool
         self._tracker = resources.tracker
         self._tiers = resources.tiers
-        self._rests_whole = stage.grads is Placement.PARTIAL
+        self._is_stored_whole = stage.grads is Placement.PARTIAL
         self._is_replicated = stage.optimizer is Placement.REPLICATE
         self._wire_dtype = torch_dtype(policy.reduce)
         self._dtype = torch_dtype(policy.accumulate)
@@ -136,10 +136,12 @@ class GroupGrads:
         name = f"reduce {self.spec.name}"
         if self._is_replicated:
             summed = self._comms.data.all_reduce(bucket, self._wire_dtype, name)
-            self._pending = AsyncWork(summed.advance, lambda: AsyncWork(lambda: self._settle(summed, is_partial=False)))
+            self._pending = AsyncWork(
+                summed.advance, lambda: AsyncWork(lambda: self._finish_sum(summed, is_partial=False))
+            )
             return
         borrowed = []
-        if not self._rests_whole:
+        if not self._is_stored_whole:
             self._bucket = None
             borrowed.append(bucket)
         wire = bucket
@@ -153,15 +155,15 @@ class GroupGrads:
             return
         if has_replicas and self._holds_sum and not self._is_partial:
             self._carry(self._open_accumulator())
-        accumulate = self._holds_sum and not self._rests_whole
+        accumulate = self._holds_sum and not self._is_stored_whole
         summed = self._comms.reductions.reduce_scatter(wire, self._open_accumulator(), accumulate=accumulate, name=name)
 
-        def settle() -> None:
-            self._settle(summed, is_partial=has_replicas)
+        def finish() -> None:
+            self._finish_sum(summed, is_partial=has_replicas)
             for buffer in borrowed:
                 self._pool.release(buffer)
 
-        self._pending = AsyncWork(settle, self._sum_replicas if has_replicas and is_last else None)
+        self._pending = AsyncWork(finish, self._sum_replicas if has_replicas and is_last else None)
 
     def _reduce_away(self, wire: Tensor, borrowed: list[Tensor], is_last: bool) -> AsyncWork:
         """Sum over the shard group, then over the replicas, and move the sum off the device."""
@@ -169,7 +171,7 @@ class GroupGrads:
         landing = self._pool.acquire(self.spec.shard_numel, self._dtype)
         summed = self._comms.reductions.reduce_scatter(wire, landing, accumulate=False, name=name)
 
-        def leave() -> None:
+        def finish_scatter() -> None:
             summed.wait()
             for buffer in borrowed:
                 self._pool.release(buffer)
@@ -178,7 +180,7 @@ class GroupGrads:
             total = replicas.all_reduce(landing, self._wire_dtype, f"{name} over replicas")
             return AsyncWork(total.advance, lambda: AsyncWork(lambda: self._evict(total, landing, is_last)))
 
-        return AsyncWork(leave, sum_replicas)
+        return AsyncWork(finish_scatter, sum_replicas)
 
     def _evict(self, total: AsyncWork, landing: Tensor, is_last: bool) -> None:
         total.wait()
@@ -200,7 +202,7 @@ class GroupGrads:
         self.taking = self._away.take(landing, self._pool, note if is_counted else None, adds)
 
     @property
-    def rest(self) -> StateStorage:
+    def storage(self) -> StateStorage:
         """Return the storage of this rank's summed gradients, 1-D."""
         return self._away or self._tiers.on_device(self._open_accumulator())
 
@@ -234,7 +236,7 @@ class GroupGrads:
         if self._square is None or not self._is_squared_at_once:
             self.await_taken()
         if self._square is None:
-            with self.rest.loaded() as gradient:
+            with self.storage.loaded() as gradient:
                 self._square = square_sum(self._sharing, gradient.to(self._master_dtype))
         return self._square
 
@@ -272,14 +274,14 @@ class GroupGrads:
         """Return the stored sum itself, in its own dtype; None as for `gradient`. What is written to it counts."""
         self.await_taken()
         self._square = None
-        return self.rest if self._holds_sum else None
+        return self.storage if self._holds_sum else None
 
     def mark_used(self, index: int) -> None:
         """Count a parameter as one that got a gradient."""
         self._was_used[index] = True
 
     @property
-    def is_holding(self) -> bool:
+    def has_gradients(self) -> bool:
         """Say whether the buffers hold gradients."""
         return self._holds_sum or self._carried is not None or any(self._is_written)
 
@@ -301,7 +303,7 @@ class GroupGrads:
         self._carried = self._square = None
         self._is_written = [False] * len(self.spec.params)
         self._was_used = [False] * len(self.spec.params)
-        if not self._rests_whole and self._bucket is not None:
+        if not self._is_stored_whole and self._bucket is not None:
             self._pool.release(self._bucket)
             self._bucket = None
 
@@ -313,9 +315,9 @@ class GroupGrads:
     def _sum_replicas(self) -> AsyncWork:
         name = f"reduce {self.spec.name} over replicas"
         summed = self._comms.replicas.all_reduce(self._open_accumulator(), self._wire_dtype, name)
-        return AsyncWork(summed.advance, lambda: AsyncWork(lambda: self._settle(summed, is_partial=False)))
+        return AsyncWork(summed.advance, lambda: AsyncWork(lambda: self._finish_sum(summed, is_partial=False)))
 
-    def _settle(self, summed: AsyncWork, is_partial: bool) -> None:
+    def _finish_sum(self, summed: AsyncWork, is_partial: bool) -> None:
         summed.wait()
         self._holds_sum, self._is_partial = True, is_partial
         if self._carried is not None and not is_partial:
@@ -330,12 +332,12 @@ class GroupGrads:
 
     def _open_bucket(self, will_reduce: bool) -> Tensor:
         """Return the bucket to write into; a persistent one that holds the sum so far moves that out first."""
-        if not self._rests_whole:
+        if not self._is_stored_whole:
             if self._bucket is None:
                 dtype = self._wire_dtype if will_reduce else self._dtype
                 self._bucket = self._pool.acquire(self.spec.padded_numel, dtype)
             return self._bucket
-        bucket = self._resting_bucket()
+        bucket = self._persistent_bucket()
         if not any(self._is_written):
             self.finish_reduce()
             if self._holds_sum:
@@ -343,15 +345,15 @@ class GroupGrads:
                 self._carry(bucket[self._own])
         return bucket
 
-    def _resting_bucket(self) -> Tensor:
+    def _persistent_bucket(self) -> Tensor:
         if self._bucket is None:
             self._bucket = self._allocate(self.spec.padded_numel)
         return self._bucket
 
     def _open_accumulator(self) -> Tensor:
         if self._accumulator is None:
-            whole = self._rests_whole
-            self._accumulator = self._resting_bucket()[self._own] if whole else self._allocate(self.spec.shard_numel)
+            whole = self._is_stored_whole
+            self._accumulator = self._persistent_bucket()[self._own] if whole else self._allocate(self.spec.shard_numel)
         return self._accumulator
 
     def _allocate(self, numel: int) -> Tensor:

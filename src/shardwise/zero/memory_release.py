@@ -63,12 +63,12 @@ class ReleaseTarget:
     """Says where released states are stored.
 
     Attributes:
-        target: host memory or a file.
+        place: host memory or a file.
         path: the folder for the file; None for `tiers.nvme_path`.
         pin_memory: whether to pin host memory, on CUDA: copies are several times as fast, and torch keeps it for later.
     """
 
-    target: Target = "host"
+    place: Target = "host"
     path: Path | None = None
     pin_memory: bool = True
 
@@ -112,18 +112,18 @@ class _ReleasedStorage:
 class _OnHost:
     """Frees a state that is stored in host memory."""
 
-    def __init__(self, rest: HostStorage) -> None:
-        self.num_bytes = rest.numel * rest.dtype.itemsize
-        self._rest = rest
+    def __init__(self, storage: HostStorage) -> None:
+        self.num_bytes = storage.numel * storage.dtype.itemsize
+        self._storage = storage
 
     def bytes(self) -> Tensor:
-        return self._rest.tensor.view(torch.uint8)
+        return self._storage.tensor.view(torch.uint8)
 
     def free(self) -> None:
-        self._rest.free()
+        self._storage.free()
 
     def allocate(self) -> None:
-        self._rest.allocate()
+        self._storage.allocate()
 
 
 class MemoryRelease:
@@ -135,7 +135,7 @@ class MemoryRelease:
         tracker: the device's memory tracker; learns of every move.
         pool: the device's buffer pool; its idle buffers are freed too.
         tiers: has the host's memory tracker and buffers.
-        aside: where released states are stored.
+        target: where released states are stored.
     """
 
     def __init__(
@@ -145,14 +145,14 @@ class MemoryRelease:
         tracker: MemoryTracker,
         pool: BufferPool,
         tiers: Tiers,
-        aside: ReleaseTarget,
+        target: ReleaseTarget,
     ) -> None:
         self._sharding = sharding
         self._sharded = sharded
         self._tracker = tracker
         self._pool = pool
         self._tiers = tiers
-        self._aside = aside
+        self._target = target
         self._spill_buffer: SpillBuffer = HostSpillBuffer(0, pin_memory=False)
         self._freed: deque[_ReleasedMemory] = deque()
         self._given_up: list[_ReleasedMemory] = []  # without content
@@ -169,21 +169,21 @@ class MemoryRelease:
         Raises:
             ConfigError: a name in `include` is none of STATES, there is no such target, or no folder for it.
             RuntimeError: it is called inside `engine.gathered()`.
-            SwapError: the folder has no room for the states, or cannot be written.
+            SwapError: the folder has no space for the states, or cannot be written.
             MemoryError: the host has no memory for them.
         """
-        check_choices(include, self._aside)
-        self._settle()
+        check_choices(include, self._target)
+        self._drain()
         self._names = tuple(name for name in STATES if name in include)
         found: dict[int, tuple[str, _ReleasedMemory]] = {}
         for name in self._names:
             for tensor in self._on_device(name):
                 found.setdefault(id(tensor.untyped_storage()), (name, _ReleasedStorage(tensor, self._tracker)))
-            for rest in self._on_host(name):
-                found.setdefault(id(rest), (name, _OnHost(rest)))
+            for storage in self._on_host(name):
+                found.setdefault(id(storage), (name, _OnHost(storage)))
         freed_bytes = dict.fromkeys(self._names, 0)
         try:
-            self._put_aside([memory for _, memory in found.values()])
+            self._move_out([memory for _, memory in found.values()])
         except BaseException:  # such as too little host memory
             self.restore()
             raise
@@ -197,7 +197,7 @@ class MemoryRelease:
         return freed_bytes
 
     def restore(self) -> None:
-        """Bring back what is away; if the device lacks room it may be called again later.
+        """Bring back what is away; if the device lacks memory it may be called again later.
 
         Raises:
             SwapError: the file cannot be read.
@@ -228,36 +228,36 @@ class MemoryRelease:
         if self._names and not (params_suffice and "params" not in self._names):
             raise RuntimeError(f"{', '.join(self._names)} are offloaded; call engine.reload() first")
 
-    def _settle(self) -> None:
+    def _drain(self) -> None:
         """Finish what is under way, and release the gathered parameters."""
-        self._sharding.settle()
+        self._sharding.drain()
         self._sharding.reshard_all()
         for group in self._sharding.groups:
             group.finish_reduce()
             if not group.params.is_released_between_uses:
                 group.wait()
             elif group.params.state is not ParamState.SHARDED:
-                raise RuntimeError("states cannot be offloaded inside engine.gathered(); leave it first")
+                raise RuntimeError("states cannot be offloaded inside engine.gathered(); call it outside")
         self._tiers.wait_idle()
         if self._tracker.device.type == "cuda":
             torch.cuda.synchronize(self._tracker.device)
         for group in self._sharding.groups:
             group.params.shard.forget()
 
-    def _put_aside(self, memories: Sequence[_ReleasedMemory]) -> None:
+    def _move_out(self, memories: Sequence[_ReleasedMemory]) -> None:
         num_bytes = sum(memory.num_bytes for memory in memories)
-        if self._aside.target == "host":
+        if self._target.place == "host":
             self._spill_buffer = HostSpillBuffer(
-                num_bytes, self._aside.pin_memory and self._tracker.device.type == "cuda"
+                num_bytes, self._target.pin_memory and self._tracker.device.type == "cuda"
             )
-            for memory in memories:  # each is freed before the next takes room on the host
+            for memory in memories:  # each is freed before the next takes host memory
                 self._spill_buffer.write(memory.bytes())
                 self._freed.append(memory)
                 memory.free()
             return
         if num_bytes:
             self._spill_buffer = FileSpillBuffer(
-                self._tiers.open_folder(self._aside.path), num_bytes, self._tiers.buffers
+                self._tiers.open_folder(self._target.path), num_bytes, self._tiers.buffers
             )
             for memory in memories:
                 self._spill_buffer.write(memory.bytes())
@@ -268,11 +268,11 @@ class MemoryRelease:
 
     def _on_device(self, name: str) -> Iterator[Tensor]:
         """Yield the tensors on the device that belong to a state."""
-        yield from (rest.tensor for rest in self._rests(name) if isinstance(rest, DeviceStorage))
+        yield from (each.tensor for each in self._storages(name) if isinstance(each, DeviceStorage))
         for group in self._sharding.groups:
             if name == "params":
                 yield group.params.full
-            elif name == "grads" and group.grads is not None and group.grads.is_holding:
+            elif name == "grads" and group.grads is not None and group.grads.has_gradients:
                 yield from group.grads.buffers()
         for state in self._sharded.optimizer.state.values() if name == "optimizer" else ():
             for value in state.values():
@@ -282,26 +282,26 @@ class MemoryRelease:
 
     def _on_host(self, name: str) -> Iterator[HostStorage]:
         """Yield the host storages that go into the file."""
-        if self._aside.target == "nvme":
-            yield from (rest for rest in self._rests(name) if isinstance(rest, HostStorage))
+        if self._target.place == "nvme":
+            yield from (each for each in self._storages(name) if isinstance(each, HostStorage))
 
-    def _rests(self, name: str) -> Iterator[StateStorage]:
+    def _storages(self, name: str) -> Iterator[StateStorage]:
         for group in self._sharding.groups:
             params, grads = group.params, group.grads
             if name == "params":
                 yield params.shard
             elif name == "master" and params.master is not params.shard:
                 yield params.master
-            elif name == "grads" and grads is not None and grads.is_away and grads.is_holding:
-                yield grads.rest
+            elif name == "grads" and grads is not None and grads.is_away and grads.has_gradients:
+                yield grads.storage
         if name == "optimizer":
             yield from self._sharded.streamed_states()
 
     def _drop_idle_gradients(self) -> int:
         """Free memory that holds no gradients; return its bytes."""
-        idle = [each.grads for each in self._sharding.groups if each.grads is not None and not each.grads.is_holding]
-        rests = [grads.rest for grads in idle if grads.is_away and self._aside.target == "nvme"]
-        on_host = [_OnHost(rest) for rest in rests if isinstance(rest, HostStorage)]
+        idle = [each.grads for each in self._sharding.groups if each.grads is not None and not each.grads.has_gradients]
+        storages = [grads.storage for grads in idle if grads.is_away and self._target.place == "nvme"]
+        on_host = [_OnHost(each) for each in storages if isinstance(each, HostStorage)]
         for memory in on_host:
             memory.free()
             self._given_up.append(memory)
@@ -328,7 +328,7 @@ class MemoryRelease:
         trim_host_memory()
 
 
-def check_choices(include: Sequence[str], aside: ReleaseTarget) -> None:
+def check_choices(include: Sequence[str], target: ReleaseTarget) -> None:
     """Raise if states or a target are named that do not exist.
 
     Raises:
@@ -337,10 +337,10 @@ def check_choices(include: Sequence[str], aside: ReleaseTarget) -> None:
     unknown = [name for name in include if name not in STATES]
     if unknown:
         raise ConfigError(f"include has no state {unknown[0]!r}; there are {', '.join(STATES)}")
-    if aside.target not in ("host", "nvme"):
-        raise ConfigError(f"to={aside.target!r} is no place for states; choose host or nvme")
-    if aside.path is not None and aside.target == "host":
-        raise ConfigError(f"path={str(aside.path)!r} is for files, and to='host' makes none; set to='nvme'")
+    if target.place not in ("host", "nvme"):
+        raise ConfigError(f"to={target.place!r} is no place for states; choose host or nvme")
+    if target.path is not None and target.place == "host":
+        raise ConfigError(f"path={str(target.path)!r} is for files, and to='host' makes none; set to='nvme'")
 
 
 def _refuse_use(names: Mapping[int, str]) -> Callable[[nn.Parameter], None]:
@@ -431,7 +431,7 @@ class HostSpillBuffer:
 class FileSpillBuffer:
     """Keeps bytes in one file of a folder, and moves them through a few buffers of the host.
 
-    The file has all of its room from the start, so a disk that is too full is known before anything is written.
+    The file has all of its space from the start, so a disk that is too full is known before anything is written.
 
     Args:
         folder: used by this buffer alone, and closed with it.
@@ -439,7 +439,7 @@ class FileSpillBuffer:
         buffers: the host's staging buffers.
 
     Raises:
-        SwapError: the folder has no room for so much.
+        SwapError: the folder has no space for so much.
     """
 
     def __init__(self, folder: SwapFolder, num_bytes: int, buffers: StagingBuffers) -> None:
@@ -451,7 +451,7 @@ class FileSpillBuffer:
         self._position = 0  # of the next chunk
         self._num_done = 0  # of the chunk that is filled, or read
         try:
-            self._file = folder.allocate("aside", num_bytes)
+            self._file = folder.allocate("released", num_bytes)
         except BaseException:
             folder.close()
             raise

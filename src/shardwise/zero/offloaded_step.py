@@ -127,10 +127,10 @@ class OffloadedStep:
             counts = self._counts[piece.name]
             plans.append((piece, snapshot, counts.num_steps, not counts.is_present))
             counts.num_steps, counts.is_present = counts.num_steps + 1, True
-        parts = {_GRAD: ChunkInput(grads.rest, is_written=False), _MASTER: ChunkInput(params.master)}
+        parts = {_GRAD: ChunkInput(grads.storage, is_written=False), _MASTER: ChunkInput(params.master)}
         if params.master is not params.shard:
             parts[_PARAM] = ChunkInput(params.shard, is_read=False)
-        parts |= {name: ChunkInput(rest) for name, rest in self.states.items()}
+        parts |= {name: ChunkInput(storage) for name, storage in self.states.items()}
         after = Event.record(self.tiers.device)
         found = []
         numel = params.master.numel
@@ -152,7 +152,7 @@ class OffloadedStep:
         if not counts.is_present:
             return {}
         found: dict[str, FlatState | Tensor] = {"step": torch.tensor(counts.num_steps)} if self.rule.has_counter else {}
-        return found | {name: rest.part(piece.start, piece.stop) for name, rest in self.states.items()}
+        return found | {name: storage.part(piece.start, piece.stop) for name, storage in self.states.items()}
 
     def write_state(self, piece: ParamPiece, state: str, value: Tensor | float) -> None:
         """Write one state of a piece, which has states from then on.
@@ -186,8 +186,8 @@ class OffloadedStep:
 
     def close(self) -> None:
         """Free the states."""
-        for rest in self.states.values():
-            rest.close()
+        for storage in self.states.values():
+            storage.close()
         self.states.clear()
 
     def _step_chunk(
@@ -226,12 +226,12 @@ class OffloadedStep:
         if _PARAM in tensors and low < high:
             tensors[_PARAM][low:high].copy_(tensors[_MASTER][low:high])
 
-    def _fill(self, rest: StateStorage, start: int, stop: int, value: float, is_new: bool = False) -> None:
+    def _fill(self, storage: StateStorage, start: int, stop: int, value: float, is_new: bool = False) -> None:
         if value == 0 and is_new:
             return
         for low in range(start, stop, CHUNK_NUMEL):
             high = min(low + CHUNK_NUMEL, stop)
-            rest.write(low, torch.full((high - low,), value, dtype=rest.dtype))
+            storage.write(low, torch.full((high - low,), value, dtype=storage.dtype))
 
 
 def _snapshot(options: Options) -> Options:

@@ -149,13 +149,13 @@ class ShardedOptimizer:
         """Say whether the piece's optimizer is stored off the device."""
         return piece.group in self._offloaded
 
-    def room_of(self, piece: ParamPiece) -> frozenset[str]:
+    def stored_names(self, piece: ParamPiece) -> frozenset[str]:
         """Return the names of the states that have storage, of a piece whose optimizer is off the device."""
         return frozenset(["step", *self._offloaded[piece.group].states])
 
     def streamed_states(self) -> list[StateStorage]:
         """Return the optimizer's states that are stored off the device."""
-        return [rest for streamed in self._offloaded.values() for rest in streamed.states.values()]
+        return [storage for streamed in self._offloaded.values() for storage in streamed.states.values()]
 
     def track_states(self) -> None:
         """Report new states to the memory tracker."""
@@ -245,7 +245,7 @@ class ShardedOptimizer:
         """Return a group's gradients, final and where they are now."""
         grads.await_taken()
         whole = self._gradients.get(group)
-        return grads.rest if whole is None else TensorFlatState(whole)
+        return grads.storage if whole is None else TensorFlatState(whole)
 
     def step(self, factor: float, used: Mapping[str, bool], timeline: Timeline) -> dict[ParamGroup, Task]:
         """Update the masters with `factor` times the gradients; off the device this happens in the background.

@@ -52,7 +52,7 @@ class ParamGroup:
         self.is_pinned = False
         self.is_ahead = False  # stepped in the backward that is under way
         self._stepping: Task | None = None
-        self._catch_up: Callable[[], None] | None = None
+        self._gather_updates: Callable[[], None] | None = None
         self._overlap = resources.overlap
         self._timeline = resources.timeline
         self._unshard_start_s = 0.0
@@ -60,7 +60,7 @@ class ParamGroup:
 
     def unshard(self) -> None:
         """Start to gather the parameters where they are sharded."""
-        self.catch_up()
+        self.finish_update()
         self._refuse_if_ahead()
         self._unshard_start_s = self._timeline.now()
         self.params.unshard()
@@ -69,7 +69,7 @@ class ParamGroup:
 
     def wait(self) -> None:
         """Make the parameters present; unshard them now if that was not started ahead."""
-        self.catch_up()
+        self.finish_update()
         self._refuse_if_ahead()
         start_s = self._unshard_start_s if self.params.is_unsharding else self._timeline.now()
         if self.params.wait():
@@ -111,17 +111,17 @@ class ParamGroup:
             self.unshard()
         self._show_if_pinned()
 
-    def refresh_in_background(self, stepping: Task, catch_up: Callable[[], None] | None) -> None:
+    def refresh_in_background(self, stepping: Task, gather_updates: Callable[[], None] | None) -> None:
         """Take over an update that is under way on the host; the next use of the parameters waits for it.
 
         Args:
             stepping: the update.
-            catch_up: called before the parameters are used, if they are stored whole: gathers groups up to this one in
-                the order of all ranks.
+            gather_updates: called before the parameters are used, if they are stored whole: gathers groups up to this
+                one in the order of all ranks.
         """
         self._stepping, self.is_ahead = stepping, False
         if self.params.refresh(is_narrowed=True):
-            self._catch_up = catch_up
+            self._gather_updates = gather_updates
         self._show_if_pinned()
 
     def await_step(self) -> None:
@@ -133,14 +133,14 @@ class ParamGroup:
     def gather_update(self) -> None:
         """Start to gather an update from the host; does nothing where parameters are not stored whole."""
         self.await_step()
-        if self._catch_up is not None:
-            self._catch_up = None
+        if self._gather_updates is not None:
+            self._gather_updates = None
             self.unshard()
 
-    def catch_up(self) -> None:
+    def finish_update(self) -> None:
         """Finish the last update of the parameters, and start its gather where they are stored whole."""
-        if self._catch_up is not None:
-            self._catch_up()
+        if self._gather_updates is not None:
+            self._gather_updates()
         self.await_step()
 
     def _refuse_if_ahead(self) -> None:
@@ -157,7 +157,7 @@ class ParamGroup:
 
     def adopt_master(self) -> None:
         """Take over values that were written into the master on every rank. All ranks call it."""
-        self.catch_up()
+        self.finish_update()
         self.params.adopt_master()
         self._show_if_pinned()
 
@@ -220,7 +220,7 @@ class ParamGroup:
             keep_values: False leaves the parameters on meta, and gathers nothing.
         """
         if keep_values:
-            self.catch_up()
+            self.finish_update()
         else:
             self.await_step()
         self.params.release(keep_values)
@@ -234,10 +234,10 @@ class ParamState(Enum):
     SHARDED -> UNSHARDING -> UNSHARDED -> SHARDED is legal, and so are changes from and to OFFLOADED.
     """
 
-    SHARDED = "only this rank's slice is valid; where parameters rest as shards, the storage is freed"
+    SHARDED = "only this rank's slice is valid; where parameters are stored as shards, the storage is freed"
     UNSHARDING = "the all-gather is under way"
     UNSHARDED = "all of it is valid"
-    OFFLOADED = "nothing is: what rests on this rank has been put aside"
+    OFFLOADED = "nothing is: what this rank stores has been moved out"
 
 
 class GroupParams:
@@ -268,7 +268,7 @@ class GroupParams:
         tracker = resources.tracker
         self.spec = spec
         self.parameters = tuple(parameters)
-        self.is_released_between_uses = stage.unshard_for_use and not spec.rests_whole
+        self.is_released_between_uses = stage.unshard_for_use and not spec.is_stored_whole
         self.state = ParamState.UNSHARDED
         self._is_gathered_after_step = stage.unshard_after_step and spec.trainable
         self._comms = comms
@@ -307,10 +307,10 @@ class GroupParams:
         own = self.spec.slots(self.shard_start, self.shard_stop)
         with ExitStack() as stack:
             if self.is_released_between_uses:
-                rest = stack.enter_context(self.shard.loaded(write=True)), own
+                resident = stack.enter_context(self.shard.loaded(write=True)), own
             else:
-                rest = self.full, self.spec.slots(0, self.spec.padded_numel)
-            targets = [rest]
+                resident = self.full, self.spec.slots(0, self.spec.padded_numel)
+            targets = [resident]
             if self.master is not self.shard:
                 targets.append((stack.enter_context(self.master.loaded(write=True)), own))
             for place in (each for each in self.spec.params if not values.is_blank(each.name)):
@@ -499,5 +499,5 @@ class GroupParams:
             else:
                 set_data(parameter, torch.empty(place.global_shape, dtype=self.full.dtype, device="meta"))
         self._tracker.resize(self.full, 0)
-        for rest in {self.shard, self.master}:
-            rest.close()
+        for storage in {self.shard, self.master}:
+            storage.close()

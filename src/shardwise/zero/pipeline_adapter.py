@@ -34,7 +34,7 @@ class PipelineAdapter:
             stage: [unit for unit in layout.held_units if stage_of_unit.get(unit) == stage] for stage in self._held
         }
         self._orders: Mapping[int, PrefetchOrder] = {stage: RecordedOrder(names) for stage, names in units.items()}
-        self._aside: dict[tuple[int, int], list[tuple[int, bool]]] = {}
+        self._records: dict[tuple[int, int], list[tuple[int, bool]]] = {}
 
     def unshard(self, stage: int) -> None:
         """Start to gather a stage's parameters, which stay whole until `reshard`."""
@@ -77,23 +77,23 @@ class PipelineAdapter:
         ]
         self._sharding.reduce(groups, is_last)
 
-    def enter(self, stage: int) -> None:
+    def select_stage(self, stage: int) -> None:
         """Prepare a stage's computation: select its order of blocks, and the root's parameters that it uses."""
         self._sharding.order = self._orders[stage]
         self._sharding.units[0].stage = stage
 
-    def set_aside(self, stage: int, micro_batch: int) -> None:
+    def save_record(self, stage: int, micro_batch: int) -> None:
         """Keep what units remember of a forward whose backward comes after those of other forwards."""
-        self._aside[stage, micro_batch] = [unit.set_aside() for unit in self._sharding.units]
+        self._records[stage, micro_batch] = [unit.save_record() for unit in self._sharding.units]
 
-    def take_up(self, stage: int, micro_batch: int) -> None:
-        """Restore what `set_aside` has kept, before the backward of that forward."""
-        for unit, aside in zip(self._sharding.units, self._aside.pop((stage, micro_batch), ()), strict=False):
-            unit.take_up(aside)  # but for a second half of the backward
+    def restore_record(self, stage: int, micro_batch: int) -> None:
+        """Restore what `save_record` has kept, before the backward of that forward."""
+        for unit, record in zip(self._sharding.units, self._records.pop((stage, micro_batch), ()), strict=False):
+            unit.restore_record(record)  # but for a second half of the backward
 
     def end_step(self) -> None:
         """Forget what was under way."""
-        self._aside.clear()
+        self._records.clear()
         self._reduced_stages.clear()
         self._kept_for.clear()
         self._sharding.units[0].stage = None

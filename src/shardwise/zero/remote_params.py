@@ -81,9 +81,9 @@ def check_members(model: nn.Module, known: Mapping[int, str]) -> None:
         there = {id(parameter): name for name, parameter in model.named_parameters()}
     if there.keys() == known.keys():
         return
-    cure = "call engine.close(), change the model, then initialize again"
+    fix = "call engine.close(), change the model, then initialize again"
     added = [name for key, name in there.items() if key not in known]
     if added:
-        raise ValueError(f"parameter {added[0]} was added or replaced after initialize, so no engine trains it; {cure}")
+        raise ValueError(f"parameter {added[0]} was added or replaced after initialize, so no engine trains it; {fix}")
     removed = [name for key, name in known.items() if key not in there]
-    raise ValueError(f"parameter {removed[0]} was removed from the model after initialize; {cure}")
+    raise ValueError(f"parameter {removed[0]} was removed from the model after initialize; {fix}")

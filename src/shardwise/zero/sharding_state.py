@@ -79,7 +79,7 @@ class ShardingState:
         self.kept: set[ParamGroup] = set()  # whole until a schedule reshards them
         self._final: set[ParamGroup] = set()  # whose gradients a schedule has reduced for the last time before the step
         self._reducing: deque[ParamGroup] = deque()
-        self._behind: deque[ParamGroup] = deque()  # their last update is not gathered yet; the same order on all ranks
+        self._ungathered: deque[ParamGroup] = deque()  # after an update; the same order on all ranks
         self.on_reduced: Callable[[ParamGroup], None] | None = None
         self.ever_late: set[ParamGroup] = set()
         self._handles: list[RemovableHandle] = []
@@ -203,7 +203,7 @@ class ShardingState:
             backward_follows: True if hooks will report one, False if none can follow, None if one may follow unseen.
         """
         if unit is self.units[0]:
-            self._catch_up()  # before the backward's reductions, whose place among the gathers is the same on all ranks
+            self._gather_updates()  # before the backward's reductions: the same order of collectives on all ranks
             for name in self.order.unused():
                 self._unit_of[name].reshard()
             self._pass(self.order.end_forward())
@@ -273,20 +273,20 @@ class ShardingState:
         """
         for group in self.groups:
             if group in stepping:
-                self._behind.append(group)
-                group.refresh_in_background(stepping[group], partial(self._catch_up, group))
+                self._ungathered.append(group)
+                group.refresh_in_background(stepping[group], partial(self._gather_updates, group))
             elif group.grads is not None:
                 group.refresh()
 
-    def _catch_up(self, last: ParamGroup | None = None) -> None:
+    def _gather_updates(self, last: ParamGroup | None = None) -> None:
         """Gather what updates on the host have changed, in the order of all ranks, up to `last` or all."""
-        while self._behind and (last is None or last in self._behind):
-            self._behind[0].gather_update()
-            self._behind.popleft()
+        while self._ungathered and (last is None or last in self._ungathered):
+            self._ungathered[0].gather_update()
+            self._ungathered.popleft()
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Return once no update is under way, and every rank has it."""
-        self._catch_up()
+        self._gather_updates()
         for group in self.groups:
             group.await_step()
 
@@ -376,7 +376,7 @@ class ShardingState:
         self._gradient_handles.clear()
         self._place_of.clear()
         self._unannounced.clear()
-        self._behind.clear()
+        self._ungathered.clear()
         self.ever_late.clear()
         self._release_claim()
 

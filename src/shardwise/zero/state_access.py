@@ -44,7 +44,7 @@ from shardwise.zero.offloaded_step import ParamPiece
 from shardwise.zero.optimizer import ShardedOptimizer
 from shardwise.zero.param_group import ParamGroup, ParamState
 from shardwise.zero.sharding_state import ShardingState
-from shardwise.zero.tp_params import gather_param, owned_part, settle, shard_param
+from shardwise.zero.tp_params import gather_param, owned_part, shard_param, synchronize_shares
 
 PARAM: Final = "param"
 MASTER: Final = "master"
@@ -282,8 +282,8 @@ def spec_of(states: EngineState, name: str) -> ParamSpec:
         return found
     names = [each for spec in specs for each in (spec.name, *spec.aliases)]
     close = difflib.get_close_matches(name, names, n=3)
-    cure = f"did you mean {' or '.join(close)}?" if close else f"names are such as {', '.join(names[:3])}"
-    raise ConfigError(f"the model has no parameter {name!r}; {cure}")
+    fix = f"did you mean {' or '.join(close)}?" if close else f"names are such as {', '.join(names[:3])}"
+    raise ConfigError(f"the model has no parameter {name!r}; {fix}")
 
 
 def _of_holder(
@@ -348,8 +348,8 @@ def _write_grad(states: EngineState, place: ParamLocation, flat: Tensor) -> None
     to_mean, _ = (0.0, False) if grads is None else _mean_gradient(states, place)
     accumulated = None if grads is None else grads.accumulated()
     if grads is None or accumulated is None:
-        cure = "call engine.backward(loss) first" if grads is not None else "it is frozen"
-        raise ConfigError(f"{place.spec.name} has no gradient to replace; {cure}")
+        fix = "call engine.backward(loss) first" if grads is not None else "it is frozen"
+        raise ConfigError(f"{place.spec.name} has no gradient to replace; {fix}")
     _copy_range(place.own_part(accumulated), flat.to(place.group.params.master.dtype) / to_mean, place)
     grads.mark_used(place.index)
 
@@ -538,7 +538,7 @@ def take_over(states: EngineState) -> None:
             data.broadcast(params.full, f"written parameters of {group.spec.name}")
         for place in group.spec.params:
             written = params.full[place.offset : place.offset + place.numel].view(place.shape)
-            settle(place.split, written, states.comms.tensor, f"written {place.name}")
+            synchronize_shares(place.split, written, states.comms.tensor, f"written {place.name}")
         tied = states.comms.tied.get(group.holders)
         if tied is not None:
             tied.broadcast(params.full, f"written parameters of {group.spec.name} on stages {group.spec.stages}")

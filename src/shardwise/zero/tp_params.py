@@ -63,7 +63,7 @@ def gather_param(split: ParamSplit, local: Tensor, comm: Comm, name: str, *, is_
     return whole if whole.nbytes == words.nbytes else whole.clone()  # with a storage of its own size
 
 
-def settle(split: ParamSplit, local: Tensor, comm: Comm, name: str) -> None:
+def synchronize_shares(split: ParamSplit, local: Tensor, comm: Comm, name: str) -> None:
     """Make a local tensor that was written consistent across the group, in place. All ranks of the group call it.
 
     What ranks share becomes what its owner has, and padding becomes zero.

@@ -104,7 +104,7 @@ class Unit:
         """Release the parameters unless the backward follows at once."""
         self._sharding.timeline.add(ActionKind.FORWARD, self.name, self._forward_start_s)
         if backward_follows is False:
-            backward_follows = self._settle(deferred(outputs))
+            backward_follows = self._compute_deferred(deferred(outputs))
         read = read_with(outputs)
         for group in self.groups:
             if group.params.is_viewed_by(read):
@@ -112,7 +112,7 @@ class Unit:
             group.guard()
         self._sharding.on_forward_end(self, backward_follows)
 
-    def _settle(self, outputs: Sequence[DeferredTensor]) -> bool | None:
+    def _compute_deferred(self, outputs: Sequence[DeferredTensor]) -> bool | None:
         """Compute deferred outputs while the parameters are present; within an engine's call leave them to the loss.
 
         Returns:
@@ -129,15 +129,15 @@ class Unit:
         self._num_awaited_inputs += are_tracked
         self._has_untracked_forward |= not are_tracked
 
-    def set_aside(self) -> tuple[int, bool]:
-        """Forget the forwards so far, whose backwards come later; return what `take_up` needs before them."""
-        aside = self._num_awaited_inputs, self._has_untracked_forward
+    def save_record(self) -> tuple[int, bool]:
+        """Forget the forwards so far, whose backwards come later; return what `restore_record` needs before them."""
+        record = self._num_awaited_inputs, self._has_untracked_forward
         self._num_awaited_inputs, self._has_untracked_forward = 0, False
-        return aside
+        return record
 
-    def take_up(self, aside: tuple[int, bool]) -> None:
-        """Expect the backward of the forwards that were set aside."""
-        self._num_awaited_inputs, self._has_untracked_forward = aside
+    def restore_record(self, record: tuple[int, bool]) -> None:
+        """Expect the backward of the forwards whose record was saved."""
+        self._num_awaited_inputs, self._has_untracked_forward = record
 
     def before_backward(self) -> None:
         """Make the parameters available, and start to gather the previous unit's."""

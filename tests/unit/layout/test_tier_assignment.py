@@ -126,10 +126,10 @@ def test_frozen_groups_have_parameters_only_and_replicated_ones_stay() -> None:
 
 def test_what_rests_whole_has_nothing_to_be_brought_back() -> None:
     alone = group("a", 8)
-    assert alone.rests_whole
-    assert not assign_tiers([alone], TiersConfig(params="host"))[0].rests_whole
-    assert assign_tiers([alone], TiersConfig(optimizer="host"))[0].rests_whole
-    assert not GroupSpec("a", "a", alone.params, True, num_ranks=2, num_shards=2).rests_whole
+    assert alone.is_stored_whole
+    assert not assign_tiers([alone], TiersConfig(params="host"))[0].is_stored_whole
+    assert assign_tiers([alone], TiersConfig(optimizer="host"))[0].is_stored_whole
+    assert not GroupSpec("a", "a", alone.params, True, num_ranks=2, num_shards=2).is_stored_whole
 
 
 # Stages

@@ -89,7 +89,7 @@ def test_resizing_is_followed_exactly() -> None:
 
 
 def test_resizing_an_unknown_storage_is_refused() -> None:
-    with pytest.raises(ValueError, match="a storage of 12 bytes is not in the ledger; track it first"):
+    with pytest.raises(ValueError, match="a storage of 12 bytes is not tracked; track it first"):
         MemoryTracker().resize(torch.zeros(3), 0)
 
 
