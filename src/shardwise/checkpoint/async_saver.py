@@ -42,6 +42,7 @@ from shardwise.checkpoint.commit import await_folder
 from shardwise.checkpoint.coordination import StoreBarrier
 from shardwise.checkpoint.manifest import CheckpointError, Manifest, RankManifest, merge_parts
 from shardwise.comm.consistency import listed
+from shardwise.config.errors import code_of
 from shardwise.layout.slicing import Chunk
 from shardwise.runtime.state_shards import ScalarState, StateShard, TensorFlatState
 
@@ -238,7 +239,9 @@ class Saver:
         except CheckpointError as error:
             self._background.failure = error
         except BaseException as error:
-            unforeseen = CheckpointError(f"{_subject(request)} failed: {type(error).__name__}: {error}")
+            unforeseen = CheckpointError(
+                code_of(error, "save-failed"), f"{_subject(request)} failed: {type(error).__name__}: {error}"
+            )
             unforeseen.__cause__ = error
             self._background.failure = unforeseen
 
@@ -291,7 +294,8 @@ class _Save:
         plans: dict[int, list[int]] = {rank: json.loads(text) for rank, text in said.items()}
         if odd := [rank for rank, plan in plans.items() if plan[0] != step]:
             raise CheckpointError(
-                f"{listed(odd)} saves step {plans[odd[0]][0]}, not {step}; save on every rank at the same step"
+                "save-steps-differ",
+                f"{listed(odd)} saves step {plans[odd[0]][0]}, not {step}; save on every rank at the same step",
             )
         folder.check_free_space(root, sum(num_bytes for _, num_bytes in plans.values()))
         if self.request.is_damaged:
@@ -327,7 +331,8 @@ def _copied(manifest: Manifest) -> Manifest:
         text = manifest.to_text()
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"the manifest cannot be written as JSON: {error}; let `extra` be of numbers, texts, lists and dicts"
+            "extra-not-json",
+            f"the manifest cannot be written as JSON: {error}; let `extra` be of numbers, texts, lists and dicts",
         ) from error
     return Manifest.from_text(text, "the manifest")
 
@@ -419,8 +424,9 @@ class StagingMemory:
             buffer = torch.empty(num_bytes, dtype=torch.uint8)
         except RuntimeError as error:
             raise CheckpointError(
+                "no-copy-memory",
                 f"there is no host memory for a copy of the {num_bytes} bytes that this rank writes; "
-                "wait for the save, which then needs none"
+                "wait for the save, which then needs none",
             ) from error
         if self._device.type == "cuda":
             runtime = torch.cuda.cudart()

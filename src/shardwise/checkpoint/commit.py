@@ -42,6 +42,7 @@ from types import MappingProxyType
 from typing import Final
 
 from shardwise.checkpoint.manifest import MANIFEST_NAME, CheckpointError, DamagedError, Manifest
+from shardwise.config.errors import system_code
 from shardwise.config.untrusted_files import open_regular, read_bytes
 
 __all__ = [
@@ -112,7 +113,7 @@ def candidates(path: Path) -> list[Path]:
     """
     with named_errors("look into", path):
         if not path.is_dir():
-            raise CheckpointError(_missing(path))
+            raise CheckpointError("checkpoint-path", _missing(path))
         is_step = step_of(path) is not None or (path / MANIFEST_NAME).is_file()
     return [path] if is_step else step_folders(path)
 
@@ -150,7 +151,10 @@ def commit(temporary: Path, root: Path, manifest: Manifest) -> Path:
     with named_errors("read what was written in", temporary):
         wrong = _wrong_file(temporary, manifest)
     if wrong:
-        raise CheckpointError(f"{wrong}; save to one folder that all ranks share, not to a disk of each machine's own")
+        raise CheckpointError(
+            "folder-not-shared",
+            f"{wrong}; save to one folder that all ranks share, not to a disk of each machine's own",
+        )
     with named_errors("write", temporary / MANIFEST_NAME):
         write_text(temporary / MANIFEST_NAME, manifest.to_text())
         sync_folder(temporary)
@@ -199,20 +203,21 @@ def read_manifest(step_folder: Path) -> Manifest:
     path = step_folder / MANIFEST_NAME
     try:
         manifest = Manifest.from_text(read_bytes(path, MAX_MANIFEST_BYTES, step_folder), str(path))
-        wrong = _wrong_file(step_folder, manifest)
+        code, wrong = "file-torn", _wrong_file(step_folder, manifest)
     except FileNotFoundError:
-        wrong = f"{step_folder} is no whole checkpoint: it has no {MANIFEST_NAME}"
+        code, wrong = "no-manifest", f"{step_folder} is no whole checkpoint: it has no {MANIFEST_NAME}"
     except OSError as error:
         where = f"cannot read {error.filename or path}: {error.strerror}"
         if error.errno not in _DAMAGE:
-            raise CheckpointError(f"{where}; mend that, or use another checkpoint") from error
-        wrong = where
+            raise CheckpointError("read-refused", f"{where}; mend that, or use another checkpoint") from error
+        code, wrong = "file-unreadable", where
     if wrong:
-        raise DamagedError(f"{wrong}; use an older checkpoint")
+        raise DamagedError(code, f"{wrong}; use an older checkpoint")
     if step_of(step_folder) not in (None, manifest.step):
         raise DamagedError(
+            "folder-step-differs",
             f"{path} is of step {manifest.step}, which is not what its folder's name says; name it "
-            f"{step_name(manifest.step)}, or use an older checkpoint"
+            f"{step_name(manifest.step)}, or use an older checkpoint",
         )
     return manifest
 
@@ -230,7 +235,7 @@ def steps_to_delete(steps: Iterable[int], keep_last: int | None, keep_every: int
     """
     for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
         if value is not None and value < 1:
-            raise CheckpointError(f"{name}={value} is less than 1; give a positive number, or None")
+            raise CheckpointError("keep-positive", f"{name}={value} is less than 1; give a positive number, or None")
     if keep_last is None:
         return []
     return [step for step in sorted(steps)[:-keep_last] if not _is_milestone(step, keep_every)]
@@ -334,7 +339,8 @@ def _make_root(root: Path) -> None:
 def _refuse_taken(final: Path) -> None:
     if os.path.lexists(final):
         raise CheckpointError(
-            f"{final} exists and a checkpoint is never overwritten; resume from it, move it away, or {ELSEWHERE}"
+            "checkpoint-exists",
+            f"{final} exists and a checkpoint is never overwritten; resume from it, move it away, or {ELSEWHERE}",
         )
 
 
@@ -450,7 +456,8 @@ writing, or use another folder
         yield
     except OSError as error:
         fix = _FIXES.get(error.errno or 0, f"mend that, or {ELSEWHERE}")
-        raise CheckpointError(f"cannot {doing} {path}: {error.strerror or error}; {fix}") from error
+        code = system_code(error, "folder-refused")
+        raise CheckpointError(code, f"cannot {doing} {path}: {error.strerror or error}; {fix}") from error
 
 
 def sync_folder(path: Path) -> None:
@@ -494,7 +501,9 @@ def await_folder(path: Path, timeout_s: float) -> None:
     deadline_s = time.monotonic() + min(_FOLDER_S, timeout_s)
     while not path.is_dir():
         if time.monotonic() > deadline_s:
-            raise CheckpointError(f"{path}, made by rank 0, is not there; save to a folder that all ranks share")
+            raise CheckpointError(
+                "folder-not-shared", f"{path}, made by rank 0, is not there; save to a folder that all ranks share"
+            )
         time.sleep(_POLL_S)
 
 
@@ -539,7 +548,9 @@ def check_free_space(root: Path, num_bytes: int) -> None:
     # A file system that counts no blocks does not know its free space.
     if system.f_blocks and num_bytes > free_bytes:
         needed, free = _in_words(num_bytes), _in_words(free_bytes)
-        raise CheckpointError(f"{root} has {free} free and the checkpoint needs {needed}; {_MORE_SPACE}")
+        raise CheckpointError(
+            "too-little-space", f"{root} has {free} free and the checkpoint needs {needed}; {_MORE_SPACE}"
+        )
 
 
 def _in_words(num_bytes: int) -> str:

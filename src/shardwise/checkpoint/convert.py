@@ -102,7 +102,8 @@ def export_checkpoint(
     manifest = read_manifest(source)
     if manifest.contents == "trainable":
         raise CheckpointError(
-            f"{source} has the trainable parameters alone; load it beside its base, and use engine.export_weights"
+            "trainable-weights-only",
+            f"{source} has the trainable parameters alone; load it beside its base, and use engine.export_weights",
         )
     tensors = [tensor for tensor in manifest.tensors if tensor.kind != "rank" and PARAM in tensor.states]
     wanted = dtype or manifest.layout.get("precision", {}).get("param")
@@ -169,8 +170,9 @@ def _described(
         others = config_files(manifest.model, dtype)
         if not others:
             raise CheckpointError(
+                "model-class-unknown",
                 f"{source} is of {manifest.model.get('class', 'a model')}, and does not say how transformers would "
-                "build it; give the config.json of that model: --hf-config"
+                "build it; give the config.json of that model: --hf-config",
             )
         return dict(others), names
     values = _read_config_file(hf_config)
@@ -183,7 +185,7 @@ def _tokenizer_files(folder: Path | None) -> dict[str, Path]:
         return {}
     files = {name: folder / name for name in _TOKENIZER_NAMES if (folder / name).is_file()}
     if not files:
-        raise CheckpointError(f"{folder} has no tokenizer.json; give a folder that AutoTokenizer loads")
+        raise CheckpointError("no-tokenizer", f"{folder} has no tokenizer.json; give a folder that AutoTokenizer loads")
     return files
 
 
@@ -191,9 +193,9 @@ def _read_config_file(path: Path) -> dict[str, Any]:
     try:
         values = read_json(path, "give a config.json of transformers")
     except UntrustedFileError as error:
-        raise CheckpointError(error) from None
+        raise CheckpointError(error.code, str(error)) from None
     if not isinstance(values, dict) or "model_type" not in values:
-        raise CheckpointError(f"{path} has no model_type; give a config.json of transformers")
+        raise CheckpointError("no-model-type", f"{path} has no model_type; give a config.json of transformers")
     return values
 
 
@@ -211,7 +213,9 @@ def _write(
     with ChunkReader(source) as reader, torch.no_grad():
         num_bytes = write_export(plan, folder, _parts(reader, tensors), advance)
     if num_bytes != plan.num_tensor_bytes:
-        raise CheckpointError(f"{source} has {num_bytes} bytes of {plan.num_tensor_bytes}; use another checkpoint")
+        raise CheckpointError(
+            "weights-incomplete", f"{source} has {num_bytes} bytes of {plan.num_tensor_bytes}; use another checkpoint"
+        )
 
 
 def _parts(reader: ChunkReader, tensors: list[StoredTensor]) -> Iterator[StateShard]:
@@ -238,12 +242,15 @@ def _decoder_tensors(folder: Path) -> tuple[tuple[StoredTensor, ...], dict[str, 
     config = decoder_config_of(read_config(folder), str(folder / "config.json"))
     if config.num_layers > (num_tensors := len(open_folder(folder, {}))):
         raise CheckpointError(
-            f"{folder} has {num_tensors} tensors, too few for num_hidden_layers={config.num_layers}; fetch it again"
+            "too-few-tensors",
+            f"{folder} has {num_tensors} tensors, too few for num_hidden_layers={config.num_layers}; fetch it again",
         )
     try:
         wanted = wanted_of(Decoder(config, device="meta"))
     except (RuntimeError, OverflowError) as error:
-        raise CheckpointError(f"{folder / 'config.json'} is of no model that can be: {error}; fetch it again") from None
+        raise CheckpointError(
+            "impossible-model", f"{folder / 'config.json'} is of no model that can be: {error}; fetch it again"
+        ) from None
     stored = open_folder(folder, {each.name: each.aliases for each in wanted}, decoder_names())
     match(stored, wanted).check(str(folder))
     return stored, describe_decoder(config)

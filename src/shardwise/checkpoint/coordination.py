@@ -28,6 +28,7 @@ import torch.distributed as dist
 from shardwise.checkpoint.manifest import AbsentRankError, CheckpointError
 from shardwise.comm.consistency import listed
 from shardwise.comm.store import PatientStore
+from shardwise.config.errors import code_of
 from shardwise.runtime.clock import AwakeClock
 
 _PROGRESS_S: Final = 1.0
@@ -36,7 +37,8 @@ _MIN_SLEEP_S, _MAX_SLEEP_S = 1e-3, 5e-2
 _READ_S: Final = 5.0
 # torch's store closes the connection over a value of more than 8 MiB; a character has up to 4 bytes.
 _CHUNK: Final = 2**20
-# The first character of a report: so it is never empty, which some stores take for missing.
+# The first character of a report: so it is never empty, which some stores take for missing. After `f` and `a` follow
+# the error's code, a space and its message.
 _DONE, _FAILED, _ABSENT = "d", "f", "a"
 
 log = logging.getLogger("shardwise")
@@ -98,12 +100,14 @@ class StoreBarrier:
                 verdict = self._await_verdict(f"{name}/verdict")
         except RuntimeError as error:
             raise AbsentRankError(
+                "store-gone",
                 f"{self._subject} failed: the store does not answer ({_one_line(error)}); the process that holds it, "
-                "mostly rank 0's or the launcher's, has died or is stopped"
+                "mostly rank 0's or the launcher's, has died or is stopped",
             ) from error
         self._verdicts.append(f"{name}/verdict")
         if verdict[0] != _DONE:
-            raise (AbsentRankError if verdict[0] == _ABSENT else CheckpointError)(verdict[1:]) from cause
+            code, _, text = verdict[1:].partition(" ")
+            raise (AbsentRankError if verdict[0] == _ABSENT else CheckpointError)(code, text) from cause
         return verdict[1:]
 
     def show_progress(self) -> None:
@@ -202,13 +206,14 @@ class StoreBarrier:
             return _DONE + work(), None
         except Exception as error:
             name = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
-            return self._failed(self._rank, f"{name}{_one_line(error)}"), error
+            return self._failed(self._rank, code_of(error, "rank-failed"), f"{name}{_one_line(error)}"), error
 
     def _absent_note(self, rank: int) -> str:
-        return self._failed(rank, f"it has shown no progress for {self._timeout_s:g} s; see its log", _ABSENT)
+        text = f"it has shown no progress for {self._timeout_s:g} s; see its log"
+        return self._failed(rank, "rank-absent", text, _ABSENT)
 
-    def _failed(self, rank: int, text: str, kind: str = _FAILED) -> str:
-        return f"{kind}{self._subject} failed on rank {rank}: {text}"
+    def _failed(self, rank: int, code: str, text: str, kind: str = _FAILED) -> str:
+        return f"{kind}{code} {self._subject} failed on rank {rank}: {text}"
 
     def _has(self, key: str) -> bool:
         return self._store is not None and self._store.check([key])

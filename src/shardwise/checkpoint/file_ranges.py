@@ -72,8 +72,9 @@ def _read(state_shard: StateShard, start: int, stop: int) -> Tensor:
         return state_shard.flat.read(start, stop)
     except OSError as error:  # otherwise it would look like an error of the disk that is written to
         raise CheckpointError(
+            "state-file-unreadable",
             f"{state_shard.name} {state_shard.state} cannot be read from the file that stores it: {error}; go on from "
-            "the last checkpoint"
+            "the last checkpoint",
         ) from error
 
 

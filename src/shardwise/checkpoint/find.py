@@ -60,13 +60,13 @@ def find(path: Path, step: int | None = None) -> list[Path]:
     """
     folders = candidates(path)
     if not folders:
-        raise CheckpointError(_without_checkpoints(path))
+        raise CheckpointError("no-checkpoint", _without_checkpoints(path))
     if step is None:
         return folders
     wanted = [folder for folder in folders if step_of(folder) == step]
     if not wanted:
         steps = [str(step_of(folder)) for folder in folders]
-        raise CheckpointError(f"{path} has no step {step}; it has {listed_names(steps)}")
+        raise CheckpointError("no-such-step", f"{path} has no step {step}; it has {listed_names(steps)}")
     return wanted
 
 
@@ -83,7 +83,7 @@ def newest_whole(path: Path, step: int | None = None) -> tuple[Path, Manifest]:
             return folder, read_manifest(folder)
         except DamagedError as error:
             damaged = damaged or error
-    raise damaged or CheckpointError(f"{path} has no checkpoint")
+    raise damaged or CheckpointError("no-checkpoint", f"{path} has no checkpoint")
 
 
 def survey(root: Path) -> list[Found]:

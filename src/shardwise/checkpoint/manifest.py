@@ -192,7 +192,7 @@ class Manifest:
         head = len(_PREFIX) + 8 + len(_MIDDLE)
         body = memoryview(data)[head : len(data) - len(_SUFFIX)]
         if data[:head] != f"{_PREFIX}{zlib.crc32(body):08x}{_MIDDLE}".encode() or not data.endswith(_SUFFIX.encode()):
-            raise DamagedError(f"{where} does not match its checksum; {fix}")
+            raise DamagedError("manifest-torn", f"{where} does not match its checksum; {fix}")
         try:
             with _without_collection():
                 content = str(body, "utf-8")
@@ -200,15 +200,16 @@ class Manifest:
                 values = json.loads(content)
             written_by = values["format"], int(values["version"])
         except UntrustedFileError as error:
-            raise DamagedError(error) from None
+            raise DamagedError(error.code, str(error)) from None
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise DamagedError(f"{where} is no manifest of a {FORMAT}; {fix}") from None
+            raise DamagedError("not-a-manifest", f"{where} is no manifest of a {FORMAT}; {fix}") from None
         if written_by[0] != FORMAT:
-            raise DamagedError(f"{where} is no manifest of a {FORMAT}; {fix}")
+            raise DamagedError("not-a-manifest", f"{where} is no manifest of a {FORMAT}; {fix}")
         if written_by[1] > VERSION:
             raise CheckpointError(
+                "newer-version",
                 f"{where} is of {FORMAT} version {written_by[1]}, this library reads up to {VERSION}; "
-                "install a newer shardwise"
+                "install a newer shardwise",
             )
         try:
             with _without_collection():
@@ -221,7 +222,7 @@ class Manifest:
             what = str(error)
         else:
             return manifest
-        raise DamagedError(f"{where} is not what version {VERSION} writes: {what}; {fix}")
+        raise DamagedError("manifest-malformed", f"{where} is not what version {VERSION} writes: {what}; {fix}")
 
 
 @dataclass(frozen=True)

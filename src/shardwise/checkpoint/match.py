@@ -83,7 +83,9 @@ class StateMatch:
             parts.append(f"of another shape {listed_names(self.misshapen)}")
         parts += others
         if parts:
-            raise CheckpointError(f"{where} does not fit the model: {'; '.join(parts)}{LENIENT_FIX}{fix}")
+            raise CheckpointError(
+                "model-misfit", f"{where} does not fit the model: {'; '.join(parts)}{LENIENT_FIX}{fix}"
+            )
 
 
 def match(stored: Sequence[StoredTensor], wanted: Sequence[WantedState]) -> StateMatch:

@@ -107,8 +107,9 @@ class ChunkReader:
         for box, num_elements in zip(wanted, missing, strict=True):
             if num_elements:
                 raise CheckpointError(
+                    "elements-missing",
                     f"{self._folder.name} lacks {num_elements} elements of {box.rect} of {label}, which has shape "
-                    f"{tensor.shape}; load a checkpoint that has all of it"
+                    f"{tensor.shape}; load a checkpoint that has all of it",
                 )
         for rect in sorted(meet, key=lambda rect: (sources[rect].file, sources[rect].offset)):
             self._read_source(_ChunkSource.of(sources[rect], stored.dtype, label), meet[rect])
@@ -117,9 +118,13 @@ class ChunkReader:
         stored = tensor.states.get(state)
         if stored is None:
             known = ", ".join(tensor.states) or "nothing"
-            raise CheckpointError(f"{self._folder.name} has no {label}; it has {known} of {tensor.name}")
+            raise CheckpointError(
+                "no-such-state", f"{self._folder.name} has no {label}; it has {known} of {tensor.name}"
+            )
         if stored.value is not None:
-            raise CheckpointError(f"{self._folder.name} has {label} as one number, not as a tensor; load its value")
+            raise CheckpointError(
+                "state-is-number", f"{self._folder.name} has {label} as one number, not as a tensor; load its value"
+            )
         return stored
 
     def _read_source(self, source: _ChunkSource, boxes: list[_Box]) -> None:
@@ -181,12 +186,13 @@ class ChunkReader:
                 num_more = os.preadv(descriptor, [memory[num_read:]], at)
             except OSError as error:
                 raise DamagedError(
-                    f"{where}: {source.label} cannot be read at byte {at}: {error.strerror}; {_FIX}"
+                    "file-unreadable", f"{where}: {source.label} cannot be read at byte {at}: {error.strerror}; {_FIX}"
                 ) from error
             if not num_more:
                 raise DamagedError(
+                    "file-ends-early",
                     f"{where} ends at byte {at}, within {source.label}, which goes on to byte "
-                    f"{source.piece.offset + source.num_bytes}; {_FIX}"
+                    f"{source.piece.offset + source.num_bytes}; {_FIX}",
                 )
             num_read += num_more
         self.num_read_bytes += num_read
@@ -197,7 +203,8 @@ class ChunkReader:
             if zlib.crc32(block) != source.piece.crcs[(start + low) // BLOCK_BYTES]:
                 at = source.piece.offset + start + low
                 raise DamagedError(
-                    f"{where}: {source.label} does not match its checksum at bytes {at} to {at + len(block)}; {_FIX}"
+                    "checksum-differs",
+                    f"{where}: {source.label} does not match its checksum at bytes {at} to {at + len(block)}; {_FIX}",
                 )
 
     def _open(self, file: str) -> int:
@@ -207,7 +214,9 @@ class ChunkReader:
             try:
                 self._files[file] = open_regular(self._folder / file, self._folder)
             except OSError as error:
-                raise DamagedError(f"{self._folder.name}/{file} cannot be opened: {error.strerror}; {_FIX}") from error
+                raise DamagedError(
+                    "file-unreadable", f"{self._folder.name}/{file} cannot be opened: {error.strerror}; {_FIX}"
+                ) from error
         return self._files[file]
 
 

@@ -85,7 +85,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     """
     if dtype not in _NAMES:
         raise CheckpointError(
-            f"{dtype} has no name in safetensors files; keep this state in one of {', '.join(_DTYPES)}"
+            "dtype-has-no-name",
+            f"{dtype} has no name in safetensors files; keep this state in one of {', '.join(_DTYPES)}",
         )
     return _NAMES[dtype]
 
@@ -98,7 +99,8 @@ def named_dtype(name: str) -> torch.dtype:
     """
     if name not in _DTYPES:
         raise CheckpointError(
-            f"dtype {name} is none of {', '.join(_DTYPES)}; convert this tensor with a tool that knows it"
+            "unknown-dtype",
+            f"dtype {name} is none of {', '.join(_DTYPES)}; convert this tensor with a tool that knows it",
         )
     return _DTYPES[name]
 
@@ -122,7 +124,7 @@ def encode_header(entries: Sequence[TensorHeader]) -> tuple[bytes, tuple[int, ..
     for place in places:
         name, dtype, shape = entries[place]
         if name in header:
-            raise CheckpointError(f"{name} would stand twice in one file; give each piece once")
+            raise CheckpointError("piece-twice", f"{name} would stand twice in one file; give each piece once")
         starts[place], end = end, end + math.prod(shape) * ITEM_BYTES[dtype]
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [starts[place], end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
@@ -159,11 +161,14 @@ def read_header(path: Path, num_known: int = 0) -> tuple[FileTensor, ...]:
             longest = max(_MAX_HEADER_BYTES, num_known * _MAX_ENTRY_BYTES)
             if num_bytes < 8 or length > min(num_bytes - 8, longest):
                 raise DamagedError(
-                    f"{where} has {num_bytes} bytes, which a header of {length} does not fit; fetch or write it again"
+                    "file-size-differs",
+                    f"{where} has {num_bytes} bytes, which a header of {length} does not fit; fetch or write it again",
                 )
             text = file.read(length)
     except OSError as error:
-        raise DamagedError(f"{where} cannot be read: {error.strerror}; fetch or write it again") from error
+        raise DamagedError(
+            "file-unreadable", f"{where} cannot be read: {error.strerror}; fetch or write it again"
+        ) from error
     try:
         tensors = list(_file_tensors(text))
     except CheckpointError:
@@ -171,7 +176,7 @@ def read_header(path: Path, num_known: int = 0) -> tuple[FileTensor, ...]:
     except ValueError as error:
         what = mismatch(error) if isinstance(error, ValidationError) else error
         raise DamagedError(
-            f"{where} has a header that is not of safetensors: {what}; fetch or write it again"
+            "header-malformed", f"{where} has a header that is not of safetensors: {what}; fetch or write it again"
         ) from error
     tensors.sort(key=lambda tensor: (tensor.start, tensor.stop))
     _check_layout(tensors, 8 + length, num_bytes, where)
@@ -204,9 +209,12 @@ def _check_layout(tensors: Sequence[FileTensor], data_start: int, num_bytes: int
         needed = math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
         if tensor.start != end or tensor.stop - tensor.start != needed or min(tensor.shape, default=0) < 0:
             raise DamagedError(
+                "tensor-misplaced",
                 f"{where}: {tensor.name} is at bytes {tensor.start} to {tensor.stop}, but must start "
-                f"at {end} and have {needed} by its shape; fetch or write it again"
+                f"at {end} and have {needed} by its shape; fetch or write it again",
             )
         end = tensor.stop
     if end != num_bytes:
-        raise DamagedError(f"{where} has {num_bytes} bytes, its header says {end}; fetch or write it again")
+        raise DamagedError(
+            "file-size-differs", f"{where} has {num_bytes} bytes, its header says {end}; fetch or write it again"
+        )

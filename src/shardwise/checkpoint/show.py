@@ -112,7 +112,7 @@ def matching(tensors: Sequence[StoredTensor], pattern: str) -> list[StoredTensor
         names = [tensor.name for tensor in tensors]
         close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.5)
         fix = f"did you mean {' or '.join(close)}?" if close else f"names are such as {', '.join(names[:3])}"
-        raise CheckpointError(f"no tensor's name matches {pattern!r}; {fix}")
+        raise CheckpointError("no-such-tensor", f"no tensor's name matches {pattern!r}; {fix}")
     return found
 
 

@@ -160,7 +160,9 @@ def check_whole(saved: Mapping[str, Any]) -> None:
     wrong += [f"no {key} of the loss" for key in _SCALER if key not in scaler]
     wrong += _strange({"normaliser": 0.0}, saved) + _strange(_SCALER, scaler)
     if wrong:
-        raise CheckpointError(f"the state of the run is not whole: {wrong[0]}; use an older checkpoint, or {_FIX}")
+        raise CheckpointError(
+            "run-state-incomplete", f"the state of the run is not whole: {wrong[0]}; use an older checkpoint, or {_FIX}"
+        )
 
 
 def _refusal(optimizer: Optimizer, options: Mapping[str, Any]) -> str:
@@ -230,7 +232,8 @@ def restore_generators(states: Mapping[str, Tensor], device: torch.device) -> No
         _restore_generators(states, device)
     except (RuntimeError, ValueError, TypeError, OverflowError) as error:
         raise CheckpointError(
-            f"the state of a generator is none: {error}; use an older checkpoint, or {_FIX}"
+            "generator-state-malformed",
+            f"the state of a generator is none: {error}; use an older checkpoint, or {_FIX}",
         ) from None
 
 
@@ -264,8 +267,9 @@ def _plain(value: Any, what: str) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise CheckpointError(
+        "value-not-plain",
         f"{what} is a {type(value).__name__}, but a checkpoint keeps numbers, text, lists and dicts of them; keep it "
-        "out of the state, or save it by yourself"
+        "out of the state, or save it by yourself",
     )
 
 

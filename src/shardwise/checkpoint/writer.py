@@ -44,6 +44,7 @@ from shardwise.checkpoint.manifest import (
     merge_parts,
 )
 from shardwise.checkpoint.safetensors_io import TensorHeader, dtype_name, encode_header
+from shardwise.config.errors import system_code
 from shardwise.layout.slicing import Chunk, Rect, stack
 from shardwise.runtime.pinned_memory import memory_of
 from shardwise.runtime.state_shards import ScalarState, StateShard
@@ -121,7 +122,8 @@ def _stored_numbers(state_shards: Sequence[StateShard], numbers: Sequence[Scalar
     for number in numbers:
         if number.name not in by_name:
             raise CheckpointError(
-                f"{number.name}/{number.state} is a state of no parameter here; list its state shard, too"
+                "state-without-parameter",
+                f"{number.name}/{number.state} is a state of no parameter here; list its state shard, too",
             )
         is_python = number.dtype in ("int", "float")
         dtype = number.dtype if is_python else dtype_name(getattr(torch, number.dtype))
@@ -283,7 +285,8 @@ def _write_file(
     except OSError as error:
         fix = _FIXES.get(error.errno or 0, "look at that disk, or save elsewhere")
         raise CheckpointError(
-            f"{path}: {error.strerror}, after {end} of the {num_bytes} bytes that this rank saves; {fix}"
+            system_code(error, "write-refused"),
+            f"{path}: {error.strerror}, after {end} of the {num_bytes} bytes that this rank saves; {fix}",
         ) from error
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 
 class CodedError(Exception):
     """An error whose `code` names the rule that was broken; `str` gives the message alone.
@@ -24,3 +26,13 @@ class CodedError(Exception):
 
     def __str__(self) -> str:
         return str(self.args[-1]) if self.args else ""
+
+
+def code_of(error: BaseException, otherwise: str) -> str:
+    """Return an error's code; `otherwise` for an error that has none."""
+    return (error.code if isinstance(error, CodedError) else "") or otherwise
+
+
+def system_code(error: OSError, otherwise: str) -> str:
+    """Return the code for an error of the file system: `disk-full`, or `otherwise` for any other."""
+    return "disk-full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else otherwise

@@ -108,8 +108,9 @@ def rule_of(optimizer: Optimizer) -> CpuOptimizer:
     kind = type(optimizer)
     if kind not in _RULES:
         raise ConfigError(
+            "host-step-optimizer",
             "tiers.optimizer off the device steps Adam, AdamW, SGD, Adagrad and Lion; "
-            f"got {kind.__name__}; use one of these, or tiers.optimizer=device"
+            f"got {kind.__name__}; use one of these, or tiers.optimizer=device",
         )
     return _RULES[kind]
 

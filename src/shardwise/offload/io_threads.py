@@ -33,7 +33,7 @@ from typing import Final, NamedTuple
 
 from torch import Tensor
 
-from shardwise.config.errors import CodedError
+from shardwise.config.errors import CodedError, system_code
 from shardwise.runtime.pinned_memory import ALIGNMENT_BYTES, memory_of
 
 # Measured on ext4: 4 MiB by four threads reads and writes as much a second as more of either.
@@ -78,7 +78,8 @@ set tiers.nvme_path to a folder on another disk
         yield
     except OSError as error:
         fix = _FIXES.get(error.errno or 0, f"mend that, or {_ELSEWHERE}")
-        raise SwapError(f"cannot {doing} {path}: {error.strerror or error}; {fix}") from error
+        code = system_code(error, "swap-refused")
+        raise SwapError(code, f"cannot {doing} {path}: {error.strerror or error}; {fix}") from error
 
 
 def takes_direct_io(folder: Path) -> bool:
@@ -195,8 +196,9 @@ class _IoTransfer:
                 moved_bytes -= moved_bytes % ALIGNMENT_BYTES  # the next call must start aligned, as the first did
             if not moved_bytes:
                 raise SwapError(
+                    "swap-file-cut",
                     f"cannot {doing} {self._file.path}: it ends after {done_bytes} of them; something has cut it: keep "
-                    "other programs off the folder, and start again"
+                    "other programs off the folder, and start again",
                 )
             done_bytes += moved_bytes
 

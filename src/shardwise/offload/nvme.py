@@ -104,8 +104,9 @@ class SwapFolder:
         # A file system without blocks does not know.
         if system.f_blocks and num_bytes > free_bytes:
             raise SwapError(
+                "too-little-space",
                 f"{root} has {format_bytes(free_bytes)} free and the states on nvme need {format_bytes(num_bytes)}; "
-                "free some space there, set tiers.nvme_path to a folder on another disk, or store less on nvme"
+                "free some space there, set tiers.nvme_path to a folder on another disk, or store less on nvme",
             )
 
     def allocate(self, name: str, num_bytes: int) -> SwapFile:
@@ -119,7 +120,7 @@ class SwapFolder:
             SwapError: there is no space for it, or no file can be made.
         """
         if not self._remover.alive:
-            raise SwapError(f"{self.path} is closed and holds no {name}; open a new swap folder")
+            raise SwapError("swap-folder-closed", f"{self.path} is closed and holds no {name}; open a new swap folder")
         file_name = re.sub(r"[^\w.-]+", "_", name)[:80]
         path = self.path / f"{next(self._numbers):05d}-{file_name}"
         with named_errors(f"allocate {format_bytes(num_bytes)} in", path):

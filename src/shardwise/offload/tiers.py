@@ -155,7 +155,7 @@ class Tiers:
         """
         root = path or self._path
         if root is None:
-            raise ConfigError("to='nvme' needs a folder; give path=..., or set tiers.nvme_path")
+            raise ConfigError("no-swap-folder", "to='nvme' needs a folder; give path=..., or set tiers.nvme_path")
         return SwapFolder.open(Path(root), self._rank)
 
     def trim(self) -> None:

@@ -20,7 +20,7 @@ from typing import Final
 
 import torch
 
-from shardwise.config.errors import CodedError
+from shardwise.config.errors import CodedError, code_of
 from shardwise.offload.cpu_optimizer import bind_this_thread
 from shardwise.runtime.torch_private import unseen_by_op_modes
 
@@ -53,7 +53,8 @@ class WorkerOutcome:
 
 
 def _explained(failure: BaseException) -> HostWorkError:
-    error = HostWorkError(f"{str(failure) or type(failure).__name__}; states are mixed: load the last checkpoint")
+    code = code_of(failure, "host-work-failed")
+    error = HostWorkError(code, f"{str(failure) or type(failure).__name__}; states are mixed: load the last checkpoint")
     error.__cause__ = failure
     return error
 

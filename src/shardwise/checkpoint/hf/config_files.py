@@ -109,7 +109,9 @@ def decoder_config(described: Mapping[str, Any]) -> DecoderConfig | None:
     try:
         return DecoderConfig.from_values(values)
     except (ValueError, TypeError) as error:
-        raise CheckpointError(f"the model's config is none of our decoder's: {error}; use another checkpoint") from None
+        raise CheckpointError(
+            "decoder-config-malformed", f"the model's config is none of our decoder's: {error}; use another checkpoint"
+        ) from None
 
 
 def _values_of(config: Any) -> Any:

@@ -180,7 +180,8 @@ def begin_export(plan: ExportPlan, folder: Path, others: Mapping[str, bytes | Pa
         for name, content in (others or {}).items():
             if name in weights or Path(name).name != name:
                 raise CheckpointError(
-                    f"{name} cannot stand beside the weights of {folder}; give another plain file name"
+                    "export-file-name",
+                    f"{name} cannot stand beside the weights of {folder}; give another plain file name",
                 )
             if isinstance(content, Path):
                 with named_errors("copy", content):
@@ -251,7 +252,9 @@ def discard_export(folder: Path) -> None:
 def _refuse_taken(folder: Path) -> None:
     with named_errors("export to", folder):
         if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
-            raise CheckpointError(f"{folder} is there already, and is not overwritten; give another, or remove it")
+            raise CheckpointError(
+                "export-exists", f"{folder} is there already, and is not overwritten; give another, or remove it"
+            )
 
 
 def _check_names(tensors: Iterable[ExportTensor], rules: NameMap, parts: Mapping[str, Sequence[WeightPart]]) -> None:
@@ -262,7 +265,8 @@ def _check_names(tensors: Iterable[ExportTensor], rules: NameMap, parts: Mapping
         for name in itertools.chain(stored, *map(rules.stored_names, tensor.aliases)):
             if owners.setdefault(name, tensor.name) != tensor.name:
                 raise CheckpointError(
-                    f"{owners[name]} and {tensor.name} are both {name} in the folder; mend the name rules"
+                    "export-names-clash",
+                    f"{owners[name]} and {tensor.name} are both {name} in the folder; mend the name rules",
                 )
 
 
@@ -487,7 +491,8 @@ def export_jointly(request: ExportRequest, rounds: StoreBarrier, rank: int, time
         odd = [each for each, digest in said.items() if digest != said[0]]
         if odd:
             raise CheckpointError(
-                f"{listed(odd)} would export other tensors than rank 0; call it with the same dtype and names on all"
+                "exports-differ",
+                f"{listed(odd)} would export other tensors than rank 0; call it with the same dtype and names on all",
             )
         begin_export(request.plan, folder, request.others)
         return ""
@@ -499,7 +504,10 @@ def export_jointly(request: ExportRequest, rounds: StoreBarrier, rank: int, time
     def finish(said: Mapping[int, str]) -> str:
         written, planned = sum(map(int, said.values())), request.plan.num_tensor_bytes
         if written != planned:
-            raise CheckpointError(f"the ranks have written {written} bytes of {planned}; this is a defect of shardwise")
+            raise CheckpointError(
+                "export-incomplete",
+                f"the ranks have written {written} bytes of {planned}; this is a defect of shardwise",
+            )
         finish_export(folder)
         return ""
 

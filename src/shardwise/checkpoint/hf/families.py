@@ -134,22 +134,29 @@ def decoder_config_of(config: Mapping[str, Any], where: str = "config.json") -> 
     if family not in _DEFAULTS:
         lacks = {"qwen2": ": its biases of query, key and value", "qwen3": ": its norms of query and key"}.get(family)
         raise CheckpointError(
+            "decoder-family",
             f"{where} is of a {family!r}, which our decoder cannot be{lacks or ''}; train the model of transformers, "
-            f"or give a folder of one of: {', '.join(_DEFAULTS)}"
+            f"or give a folder of one of: {', '.join(_DEFAULTS)}",
         )
     values = {**_DEFAULTS[family], **config}
     try:
         _LLAMA.validate_python(values, strict=True)
     except ValidationError as error:
-        raise CheckpointError(f"{where} has {mismatch(error)}; take the config.json of the model") from None
+        raise CheckpointError(
+            "hf-config-malformed", f"{where} has {mismatch(error)}; take the config.json of the model"
+        ) from None
     rope = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
     lacking = [key for key, is_met in _conditions(values, rope).items() if not is_met]
     if lacking:
         found = ", ".join(f"{key}={rope.get(key, values.get(key))!r}" for key in lacking)
-        raise CheckpointError(f"{where} has {found}, which our decoder lacks; train the model of transformers")
+        raise CheckpointError(
+            "decoder-lacks-option", f"{where} has {found}, which our decoder lacks; train the model of transformers"
+        )
     missing = [key for key in _NEEDED if key not in values]
     if missing:
-        raise CheckpointError(f"{where} does not give {', '.join(missing)}; take the config.json of the model")
+        raise CheckpointError(
+            "hf-config-incomplete", f"{where} does not give {', '.join(missing)}; take the config.json of the model"
+        )
     num_heads = values["num_attention_heads"]
     return DecoderConfig(
         vocab_size=values["vocab_size"],

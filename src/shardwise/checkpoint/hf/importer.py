@@ -69,7 +69,10 @@ def open_folder(
     quantization = config.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method")
-        raise CheckpointError(f"{folder} has weights quantized by {method}, which cannot be trained; give one without")
+        raise CheckpointError(
+            "weights-quantized",
+            f"{folder} has weights quantized by {method}, which cannot be trained; give one without",
+        )
     rules = NameMap.of(names).then(family_names(config))
     wanted = {
         kind for name, aliases in model_names.items() for each in (name, *aliases) for kind in _kinds(rules, each)
@@ -112,20 +115,28 @@ def _entries(folder: Path) -> Iterator[tuple[str, _WeightEntry]]:
         yield from ((tensor.name, _WeightEntry(WEIGHTS_NAME, tensor)) for tensor in read_header(folder / WEIGHTS_NAME))
         return
     if not (folder / INDEX_NAME).is_file():
-        raise CheckpointError(_no_weights(folder))
+        raise CheckpointError("no-safetensors", _no_weights(folder))
     weight_map = _typed(_IndexJson, _read_json(folder / INDEX_NAME), folder / INDEX_NAME)["weight_map"]
     listed = set(weight_map)
     for file, num_known in Counter(weight_map.values()).items():
         if Path(file).name != file or file == ".." or len(file.encode(errors="replace")) > 255:
-            raise CheckpointError(f"{folder / INDEX_NAME} names the file {file!r} of another folder; put all into one")
+            raise CheckpointError(
+                "index-names-foreign-file",
+                f"{folder / INDEX_NAME} names the file {file!r} of another folder; put all into one",
+            )
         if not (folder / file).is_file():
-            raise DamagedError(f"{folder / file} is missing, {INDEX_NAME} names it; fetch the folder again")
+            raise DamagedError(
+                "index-names-absent-file", f"{folder / file} is missing, {INDEX_NAME} names it; fetch the folder again"
+            )
         for tensor in read_header(folder / file, num_known):
             if weight_map.get(tensor.name, file) == file:
                 listed.discard(tensor.name)
                 yield tensor.name, _WeightEntry(file, tensor)
     for name in sorted(listed):
-        raise DamagedError(f"{folder / weight_map[name]} lacks {name}, which {INDEX_NAME} has there; fetch it again")
+        raise DamagedError(
+            "index-names-absent-tensor",
+            f"{folder / weight_map[name]} lacks {name}, which {INDEX_NAME} has there; fetch it again",
+        )
 
 
 def _no_weights(folder: Path) -> str:
@@ -144,9 +155,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = read_json(path, "fetch the file again", max_bytes=_MAX_INDEX_BYTES, folder=path.parent)
     except UntrustedFileError as error:
-        raise DamagedError(error) from error.__cause__
+        raise DamagedError(error.code, str(error)) from error.__cause__
     if not isinstance(values, dict):
-        raise DamagedError(f"{path} has no table of values; fetch the file again")
+        raise DamagedError("hf-json-malformed", f"{path} has no table of values; fetch the file again")
     return values
 
 
@@ -165,7 +176,9 @@ def _typed(schema: type[Any], values: dict[str, Any], path: Path) -> dict[str, A
     try:
         TypeAdapter(schema).validate_python(values, strict=True)
     except ValidationError as error:
-        raise DamagedError(f"{path} is not what transformers writes: {mismatch(error)}; fetch the file again") from None
+        raise DamagedError(
+            "hf-json-malformed", f"{path} is not what transformers writes: {mismatch(error)}; fetch the file again"
+        ) from None
     return values
 
 
@@ -230,7 +243,9 @@ def _tensor(
     dtypes = {entry.tensor.dtype for _, entry in parts}
     if len(dtypes) > 1:
         found = ", ".join(f"{part.stored} {entry.tensor.dtype}" for part, entry in parts[:4])
-        raise CheckpointError(f"{name} is made of tensors of different dtypes ({found}); convert them to one")
+        raise CheckpointError(
+            "mixed-dtypes", f"{name} is made of tensors of different dtypes ({found}); convert them to one"
+        )
     pieces = tuple(
         StoredChunk(part.rect, entry.file, entry.tensor.start, is_transposed=part.is_transposed)
         for part, entry in parts
@@ -246,8 +261,9 @@ def _check_tied(folder: Path, name: str, entries: list[_WeightEntry], others: li
         is_same_shape = entry.tensor.shape == other.tensor.shape
         if not is_same_shape or list(_sample(folder, entry)) != list(_sample(folder, other)):
             raise CheckpointError(
+                "tied-weights-differ",
                 f"{folder / other.file} has {other.tensor.name} other than {entry.tensor.name}, but the model has them "
-                f"as one tensor, {name}; build the model untied (tie_word_embeddings=False)"
+                f"as one tensor, {name}; build the model untied (tie_word_embeddings=False)",
             )
 
 

@@ -82,21 +82,30 @@ class Rule:
     def __post_init__(self) -> None:
         where = f"name rule {self.model!r}"
         if not self.stored:
-            raise CheckpointError(f"{where} names no tensor of the folder; give one name or several")
+            raise CheckpointError(
+                "rule-names-nothing", f"{where} names no tensor of the folder; give one name or several"
+            )
         for pattern in self.stored:
             if _WILDCARD.findall(pattern) != _WILDCARD.findall(self.model):
-                raise CheckpointError(f"{where} has other wildcards than {pattern!r}; give both the same, in order")
+                raise CheckpointError(
+                    "rule-wildcards", f"{where} has other wildcards than {pattern!r}; give both the same, in order"
+                )
             if (_COUNTER in pattern) != self.is_stacked or pattern.count(_COUNTER) > 1:
-                raise CheckpointError(f"{where}: {self.stored} do not all have one {_COUNTER}; give all one, or none")
+                raise CheckpointError(
+                    "rule-counters", f"{where}: {self.stored} do not all have one {_COUNTER}; give all one, or none"
+                )
         if self.shares and (len(self.shares) != len(self.stored) or min(self.shares) < 1):
-            raise CheckpointError(f"{where} has shares={self.shares}; give {len(self.stored)} positive integers")
+            raise CheckpointError(
+                "rule-shares", f"{where} has shares={self.shares}; give {len(self.stored)} positive integers"
+            )
         if self.transpose and self.is_stacked:
             raise CheckpointError(
-                f"{where} transposes what {_COUNTER} stacks, which is not supported; drop one of them"
+                "rule-transposes-stack",
+                f"{where} transposes what {_COUNTER} stacks, which is not supported; drop one of them",
             )
         lowest = int(self.is_stacked and len(self.stored) > 1)
         if self.dim < lowest:
-            raise CheckpointError(f"{where} has dim={self.dim}; give at least {lowest}")
+            raise CheckpointError("rule-dim", f"{where} has dim={self.dim}; give at least {lowest}")
 
     @property
     def is_stacked(self) -> bool:
@@ -188,8 +197,9 @@ class NameMap:
                 return None
             if shapes[part.stored] != part.stored_shape:
                 raise CheckpointError(
+                    "rule-shape-differs",
                     f"{name} {shape} would need {part.stored} of shape {part.stored_shape}, the folder has "
-                    f"{shapes[part.stored]}; mend the name rule {rule.model!r}"
+                    f"{shapes[part.stored]}; mend the name rule {rule.model!r}",
                 )
         return shape, parts
 
@@ -206,7 +216,10 @@ _SAME: Final = Rule("**", ("**",))
 
 def _parts(rule: Rule, stored: Sequence[str], name: str, shape: Shape, lengths: Sequence[int]) -> Iterator[WeightPart]:
     if rule.transpose and len(shape) != 2:
-        raise CheckpointError(f"{name} {shape} has {len(shape)} dims, name rule {rule.model!r} transposes 2; drop that")
+        raise CheckpointError(
+            "rule-transposes-matrix",
+            f"{name} {shape} has {len(shape)} dims, name rule {rule.model!r} transposes 2; drop that",
+        )
     ends = list(itertools.accumulate(lengths, initial=0))
     for index in range(shape[0]) if rule.is_stacked else (None,):
         for number, pattern in enumerate(stored):
@@ -224,8 +237,9 @@ def _share_out(rule: Rule, name: str, shape: Shape) -> tuple[int, ...]:
     unit, remainder = divmod(length, sum(shares))
     if remainder:
         raise CheckpointError(
+            "rule-shares-divide",
             f"{name} {shape} is {length} long in dim={rule.dim}, which shares {shares} do not divide; "
-            f"give name rule {rule.model!r} shares whose sum divides {length}"
+            f"give name rule {rule.model!r} shares whose sum divides {length}",
         )
     return tuple(unit * share for share in shares)
 
@@ -233,8 +247,9 @@ def _share_out(rule: Rule, name: str, shape: Shape) -> tuple[int, ...]:
 def _length(rule: Rule, name: str, shape: Shape) -> int:
     if rule.dim >= len(shape):
         raise CheckpointError(
+            "rule-dim-exists",
             f"{name} {shape} has no dim={rule.dim}, along which name rule {rule.model!r} concatenates; "
-            f"give dim below {len(shape)}"
+            f"give dim below {len(shape)}",
         )
     return shape[rule.dim]
 
@@ -258,7 +273,8 @@ def _rule(model: str, value: Any) -> Rule:
         if key not in known:
             close = difflib.get_close_matches(str(key), known, n=1) or known
             raise CheckpointError(
-                f"name rule {model!r} has an unknown {key}={options[key]!r}; did you mean {close[0]}?"
+                "rule-unknown-key",
+                f"name rule {model!r} has an unknown {key}={options[key]!r}; did you mean {close[0]}?",
             )
     stored, shares = options.get("stored", ()), tuple(options.get("shares", ()))
     stored = (stored,) if isinstance(stored, str) else tuple(stored)
