@@ -306,7 +306,9 @@ def _bytes_of(buffer: Tensor) -> Tensor:
 
 def _works(work: dist.Work | None) -> list[dist.Work]:
     if work is None:
-        raise CommError("this process is not in the group of the collective; build the mesh on every rank")
+        raise CommError(
+            "rank-outside-group", "this process is not in the group of the collective; build the mesh on every rank"
+        )
     return [work]
 
 

@@ -59,8 +59,9 @@ class ProcessGroupFactory:
         bound = getattr(dist.group.WORLD, "bound_device_id", None)
         if bound is not None and use in (DOWN, UP) and self._mesh.shape.size_along(axes) > 2:
             raise ConfigError(
+                "process-group-device-id",
                 f"device_id={bound} of the process group lets all messages among the ranks of a pipeline wait in one "
-                "line, where they deadlock; call init_process_group without device_id, or let shardwise start it"
+                "line, where they deadlock; call init_process_group without device_id, or let shardwise start it",
             )
         return ProcessGroupBackend(self._mesh.group(axes, use), torch.device("cpu") if use == HOST else self._device)
 
@@ -380,7 +381,7 @@ class Comm:
             try:
                 self.comm_log.check(call)
             except MissingRankError as error:
-                raise CommError(f"{error}; {self.comm_log.cause(call)}") from None
+                raise CommError(error.code, f"{error}; {self.comm_log.cause(call)}") from None
             finally:
                 self.comm_log.end()
         return call

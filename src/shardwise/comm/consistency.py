@@ -82,7 +82,7 @@ class RankExchange:
         try:
             return self._verdict(key, note, judge, subject)
         except StoreSilentError as error:
-            raise MissingRankError(f"{error}; {listed(self.ranks)} were to come to {subject}") from None
+            raise MissingRankError(error.code, f"{error}; {listed(self.ranks)} were to come to {subject}") from None
 
     def _verdict(self, key: str, note: str, judge: Callable[[Mapping[int, str]], str], subject: str) -> str:
         first, verdict_key = self.ranks[0], f"{key}/verdict"
@@ -90,13 +90,15 @@ class RankExchange:
         if self.rank == first:
             self.store.set(verdict_key, self._judge(key, judge, subject))
         elif not self._await([verdict_key], self.timeout_s + _VERDICT_S):
-            raise MissingRankError(f"rank {first} did not come to {subject} within {self.timeout_s:g} s")
+            raise MissingRankError(
+                "rank-missing", f"rank {first} did not come to {subject} within {self.timeout_s:g} s"
+            )
         kind, text = (verdict := self.store.get(verdict_key).decode())[0], verdict[1:]
         if self.store.add(f"{key}/read", 1) == len(self.ranks):
             for name in (*self.ranks, "verdict", "read"):
                 self.store.delete_key(f"{key}/{name}")
         if kind == _ABSENT:
-            raise MissingRankError(text)
+            raise MissingRankError("rank-missing", text)
         return text
 
     def _judge(self, key: str, judge: Callable[[Mapping[int, str]], str], subject: str) -> str:
@@ -144,7 +146,7 @@ class CallCheck:
             f"calls/{note.group}/{note.position}", json.dumps(asdict(note)), _judge_calls, subject=note.title
         )
         if text:
-            raise CommError(text)
+            raise CommError("collectives-differ", text)
 
 
 class BatchCheck:
@@ -180,11 +182,12 @@ class BatchCheck:
         try:
             text = meeting.verdict(key, _batch_digest(batch), _judge_batches, "the same forward")
         except MissingRankError as error:
-            raise CommError(f"{error}; see its log, or allow more time with run.timeout_s") from None
+            raise CommError(error.code, f"{error}; see its log, or allow more time with run.timeout_s") from None
         if text:
             raise ConfigError(
+                "batches-differ",
                 f"{text} in one forward, whose layers they share; give {listed(meeting.ranks)} "
-                "the same batches: read data by engine.layout.mesh.data_index(rank), not by rank"
+                "the same batches: read data by engine.layout.mesh.data_index(rank), not by rank",
             )
 
 
@@ -313,9 +316,10 @@ def agree_on_setup(store: dist.Store | None, rank: int, setup: RankFacts, timeou
     digest = hashlib.sha256(setup.to_json().encode()).hexdigest()
     try:
         if meeting.verdict("setup", digest, _judge_digests, "shardwise.initialize") == _DIFFERENT:
-            raise ConfigError(meeting.verdict("setup in full", setup.to_json(), _judge_setups, "its description"))
+            text = meeting.verdict("setup in full", setup.to_json(), _judge_setups, "its description")
+            raise ConfigError("setups-differ", text)
     except MissingRankError as error:
-        raise CommError(f"{error}; see its log, or allow more time with run.timeout_s") from None
+        raise CommError(error.code, f"{error}; see its log, or allow more time with run.timeout_s") from None
 
 
 @contextmanager
@@ -344,7 +348,7 @@ def all_or_none(store: dist.Store | None, rank: int, timeout_s: float, part: str
         except MissingRankError as error:
             text = str(error)
         if text and failure is None:
-            raise CommError(text)
+            raise CommError("other-rank-start", text)
     if failure is not None:
         raise failure
 

@@ -84,7 +84,9 @@ def read_loss(
     if not isinstance(total, Tensor) or total.numel() != 1:
         source = "the model's output" if loss_fn is None else "what loss_fn returned"
         found = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else f"a {type(loss).__name__}"
-        raise ConfigError(f"{source} is {found} and no scalar loss; pass a loss_fn that returns (sum, count)")
+        raise ConfigError(
+            "no-scalar-loss", f"{source} is {found} and no scalar loss; pass a loss_fn that returns (sum, count)"
+        )
     if num_parts > 1 and not _is_sum_and_count(loss):
         total = total / num_parts if loss_fn is not None or own_weight is None else total * own_weight
     is_counted = _is_sum_and_count(loss)
@@ -172,15 +174,16 @@ class LossAccumulator:
         """Count in a loss that `open` returned, and return the weight of its gradient, a 0-d tensor.
 
         Raises:
-            ValueError: `mean` is not such a loss.
+            ConfigError: `mean` is not such a loss.
         """
         for position, (reference, total) in enumerate(self._open):
             if reference() is mean:
                 del self._open[position]
                 return self.count_in(total)
-        raise ValueError(
+        raise ConfigError(
+            "loss-not-from-engine",
             "backward got a tensor that engine(batch) did not return, or the same one twice, so how much counts in it "
-            "is unknown; compute the loss in loss_fn and pass on what engine(batch) returns"
+            "is unknown; compute the loss in loss_fn and pass on what engine(batch) returns",
         )
 
     def sum_with(self, values: Tensor, name: str, known: Sequence[float] = ()) -> list[float]:

@@ -37,8 +37,9 @@ class Mesh:
     def __init__(self, shape: MeshShape, timeout_s: float) -> None:
         if shape.world_size != dist.get_world_size():
             raise ConfigError(
+                "mesh-world-size",
                 f"the mesh holds {shape.world_size} ranks but the world {dist.get_world_size()}; "
-                f"start {shape.world_size}"
+                f"start {shape.world_size}",
             )
         self.shape = shape
         self.rank = dist.get_rank()

@@ -292,7 +292,9 @@ class CommLog:
             raise
         except RuntimeError as error:
             self.has_failed = True
-            raise CommError(f"rank {self.rank} failed in {call}: {self.cause(call)} ({_reason(error)})") from error
+            raise CommError(
+                "collective-failed", f"rank {self.rank} failed in {call}: {self.cause(call)} ({_reason(error)})"
+            ) from error
         finally:
             self.end()
 

@@ -100,8 +100,9 @@ class PatientStore(dist.Store):
         answer.cancel()
         self._is_silent = True
         raise StoreSilentError(
+            "store-silent",
             f"the store has not answered for {patience_s:g} s: the process that holds it, mostly rank 0's or the "
-            "launcher's, is stopped or its machine hangs"
+            "launcher's, is stopped or its machine hangs",
         )
 
 

@@ -28,6 +28,10 @@ class CodedError(Exception):
         return str(self.args[-1]) if self.args else ""
 
 
+class EngineError(CodedError, RuntimeError):
+    """An engine cannot do now what was asked of it; the message says what must come first."""
+
+
 def code_of(error: BaseException, otherwise: str) -> str:
     """Return an error's code; `otherwise` for an error that has none."""
     return (error.code if isinstance(error, CodedError) else "") or otherwise

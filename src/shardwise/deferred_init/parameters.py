@@ -354,8 +354,9 @@ class ParamInitializer:
         for name, buffer in model.named_buffers():
             if buffer.is_meta:
                 raise ConfigError(
+                    "buffer-on-meta",
                     f"buffer {name} is on meta and its values are not known; build the model inside "
-                    "`with shardwise.init():`, which keeps buffers real"
+                    "`with shardwise.init():`, which keeps buffers real",
                 )
         self._blank = {name for name, parameter in self._parameters.items() if hasattr(parameter, _BLANK)}
         for name, parameter in self._parameters.items():
@@ -414,8 +415,9 @@ class ParamInitializer:
     def _prepare(self, name: str, parameter: nn.Parameter, recipe: _Recipe) -> None:
         if version(parameter) != recipe.version:
             raise ConfigError(
+                "written-after-init",
                 f"{name} was written after the `with shardwise.init():` block that built it, where nothing records "
-                "what is written; write it inside the block"
+                "what is written; write it inside the block",
             )
         name_draws(recipe.view, ((name, index) for index in count()))
 

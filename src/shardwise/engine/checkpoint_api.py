@@ -43,6 +43,7 @@ from shardwise.checkpoint.training_state import Role, SavedBuffer, differing, di
 from shardwise.comm.collectives import CommFactory
 from shardwise.comm.store import PatientStore
 from shardwise.comm.watchdog import watch_patience_s
+from shardwise.config.errors import EngineError, code_of
 from shardwise.config.untrusted_files import check_nesting
 from shardwise.engine.state_api import StateApi
 from shardwise.layout.mesh_shape import DATA_AXES, PIPELINE_AXES, MeshShape
@@ -121,7 +122,7 @@ class CheckpointApi(StateApi):
         Raises:
             CheckpointError: on every rank: it cannot be written, the checkpoint of that step exists already, or a
                 parameter was moved or written outside the engine.
-            RuntimeError: gradients are accumulated, which a checkpoint does not keep.
+            EngineError: gradients are accumulated, which a checkpoint does not keep.
             CommError: not all ranks call it within `run.timeout_s`; `load` raises it for the same reason.
         """
         self._check_can_save()
@@ -183,7 +184,7 @@ class CheckpointApi(StateApi):
         self.zero_grad()
         self._follow_freezing()
         verdict = self._do_on_all(lambda _: json.dumps(_names(path)), "the load of a checkpoint")
-        damaged: list[str] = []
+        damaged: list[DamagedError] = []
         for folder in (Path(path) / name for name in json.loads(verdict[1:])):
             report = self._load_one(folder, read_manifest, damaged, strict=strict, weights_only=weights_only)
             if report is not None:
@@ -197,9 +198,9 @@ class CheckpointApi(StateApi):
             is_hf = any(Path(path).glob("*.safetensors"))
             fix = "; engine.import_weights takes the weights of a Hugging Face folder" if is_hf else ""
             raise CheckpointError(
-                f"{path} holds no checkpoint; give a folder of step-... folders, or one of these{fix}"
+                "no-checkpoint", f"{path} holds no checkpoint; give a folder of step-... folders, or one of these{fix}"
             )
-        raise DamagedError(f"no checkpoint in {path} is whole: {'; '.join(damaged)}")
+        raise DamagedError("no-whole-checkpoint", f"no checkpoint in {path} is whole: {'; '.join(map(str, damaged))}")
 
     def _recover(self) -> None:
         """Prepare a load after a failure of the host or of NVMe.
@@ -211,15 +212,16 @@ class CheckpointApi(StateApi):
             self._is_half_loaded = self._has_mixed_states = True
         if self.comm.comm_log.has_failed:
             raise CheckpointError(
+                "connections-lost",
                 "a collective of this engine has failed, and with it the connections between the ranks; start all "
-                "ranks again and load there"
+                "ranks again and load there",
             )
 
     def _load_one(
         self,
         folder: Path,
         describe_stored: Callable[[Path], Manifest],
-        damaged: list[str],
+        damaged: list[DamagedError],
         *,
         strict: bool,
         weights_only: bool,
@@ -265,7 +267,7 @@ class CheckpointApi(StateApi):
         self._is_half_loaded = self._has_mixed_states
         manifest, result = loaded.manifest, loaded.match
         return LoadReport(
-            folder, manifest.step, result.missing, loaded.skipped, tuple(damaged), manifest.extra, num_bytes
+            folder, manifest.step, result.missing, loaded.skipped, tuple(map(str, damaged)), manifest.extra, num_bytes
         )
 
     def _plan_load(
@@ -282,7 +284,7 @@ class CheckpointApi(StateApi):
             held.check_optimizer_states(self._states(), plan.optimizer_states(), options)
         return plan
 
-    def _all_well(self, work: Callable[[Progress], None], damaged: list[str]) -> bool:
+    def _all_well(self, work: Callable[[Progress], None], damaged: list[DamagedError]) -> bool:
         """Run `work` on every rank; say whether it went well on all, else add to `damaged` what did not.
 
         Raises:
@@ -295,13 +297,14 @@ class CheckpointApi(StateApi):
 
         verdict = self._do_on_all(do, "the end of a load")
         if verdict.startswith(_DAMAGED):
-            damaged.append(verdict[1:])
+            code, _, text = verdict[1:].partition(" ")
+            damaged.append(DamagedError(code, text))
         return verdict == _WELL
 
     def _do_on_all(
         self, work: Callable[[Progress], str], subject: str, judge: Callable[[Mapping[int, str]], str] | None = None
     ) -> str:
-        """Run `work` on every rank; return `_WELL` and what it returned on rank 0, or `_DAMAGED` and what is damaged.
+        """Run `work` on every rank; return `_WELL` and what it returned on rank 0, or `_DAMAGED`, code and message.
 
         Args:
             work: is given a function to call at each progress; returns a text for `judge`.
@@ -319,19 +322,20 @@ class CheckpointApi(StateApi):
             try:
                 return _WELL + work(rounds.show_progress)
             except DamagedError as error:
-                return f"{_DAMAGED}{error}"
+                return f"{_DAMAGED}{error.code} {error}"
             except (ValueError, OSError) as error:
-                return f"{_UNFIT}{error}"
+                return f"{_UNFIT}{code_of(error, 'rank-failed')} {error}"
             except Exception as error:  # an unforeseen one
                 failure = error
-                return f"{_UNFIT}rank {self.comm.rank} failed: {type(error).__name__}: {error}"
+                return f"{_UNFIT}rank-failed rank {self.comm.rank} failed: {type(error).__name__}: {error}"
 
         verdict = rounds.run("outcome", attempt, judge or _worst)
         rounds.finish()
         if failure is not None:
             raise failure
         if verdict.startswith(_UNFIT):
-            raise CheckpointError(verdict[1:])
+            code, _, text = verdict[1:].partition(" ")
+            raise CheckpointError(code, text)
         return verdict
 
     def _new_rounds(self, subject: str) -> StoreBarrier:
@@ -348,13 +352,16 @@ class CheckpointApi(StateApi):
         self._check_usable()
         self._refuse_if_simulated()
         if self._num_backwards > 0:
-            raise RuntimeError(
-                "gradients since the last step are in no checkpoint; save after engine.step() or engine.zero_grad()"
+            raise EngineError(
+                "save-before-step",
+                "gradients since the last step are in no checkpoint; save after engine.step() or engine.zero_grad()",
             )
 
     def _refuse_if_simulated(self) -> None:
         if self._comm_factory.store is None and self.comm.world_size > 1:
-            raise CheckpointError("a simulated rank has no states to save or load; do so on real ranks")
+            raise CheckpointError(
+                "simulated-rank", "a simulated rank has no states to save or load; do so on real ranks"
+            )
 
     @property
     def _has_states_in_files(self) -> bool:
@@ -489,7 +496,9 @@ class CheckpointApi(StateApi):
 
 def _check_choices(contents: str, keep_last: int | None, keep_every: int | None) -> None:
     if contents not in (known := get_args(Contents)):
-        raise CheckpointError(f"contents={contents!r} is not known; choose one of {', '.join(known)}")
+        raise CheckpointError(
+            "checkpoint-contents", f"contents={contents!r} is not known; choose one of {', '.join(known)}"
+        )
     steps_to_delete((), keep_last, keep_every)  # it refuses values out of range
 
 
@@ -499,7 +508,9 @@ def _checked(extra: Any) -> Any:
         check_nesting(f"[{text}]", "it", "keep it flatter")
         return json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"extra must be what JSON keeps: {error}; give numbers, text, lists and dicts") from None
+        raise CheckpointError(
+            "extra-not-json", f"extra must be what JSON keeps: {error}; give numbers, text, lists and dicts"
+        ) from None
 
 
 def _names(path: str | Path) -> list[str]:

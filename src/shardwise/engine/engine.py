@@ -20,6 +20,7 @@ from shardwise.comm.consistency import BatchCheck, all_or_none
 from shardwise.comm.loss import LossAccumulator, LossFn, LossSum, NonFiniteLossError, first_nonfinite_module
 from shardwise.comm.p2p import P2PChannels
 from shardwise.comm.watchdog import watch
+from shardwise.config.errors import EngineError
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.context.apply import apply_context_parallel
 from shardwise.deferred_init.parameters import ParamInitializer
@@ -227,7 +228,7 @@ class Engine(HfApi):
             loss: what `engine(batch)` returned.
 
         Raises:
-            ValueError: `engine(batch)` did not return it, so how much counts in it is not known.
+            ConfigError: `engine(batch)` did not return it, so how much counts in it is not known.
             torch.OutOfMemoryError: with the table of what holds the memory; `engine(batch)` and `step` raise it too.
         """
         self._run.check_direct("engine.backward")
@@ -243,7 +244,7 @@ class Engine(HfApi):
             partial: step after fewer backwards than `batch.accumulation` too, such as at the end of an epoch.
 
         Raises:
-            RuntimeError: there were fewer backwards than `batch.accumulation`; the gradients stay.
+            EngineError: there were fewer backwards than `batch.accumulation`; the gradients stay.
             NonFiniteLossError: loss or gradients are not finite; parameters and optimizer stay as they were.
             CheckpointError: a save in the background has failed; call it again to take the step.
         """
@@ -251,9 +252,10 @@ class Engine(HfApi):
         self._check_usable()
         expected = self.config.batch.accumulation or 1
         if 0 < self._num_backwards < expected and not partial:
-            raise RuntimeError(
+            raise EngineError(
+                "accumulation-unfinished",
                 f"engine.step() after {self._num_backwards} of batch.accumulation={expected} backwards; call it after "
-                "the last one, or engine.step(partial=True) to step with fewer"
+                "the last one, or engine.step(partial=True) to step with fewer",
             )
         self._saver.poll()
         return self._step()
@@ -262,14 +264,20 @@ class Engine(HfApi):
         self._refuse_unless_trainable()
         self._sharding.check_model()
         if self._sharding.has_foreign_gradients:
-            raise ValueError(
+            raise ConfigError(
+                "backward-outside-engine",
                 "gradients came from a backward outside engine.backward(loss), so how much counts in them is unknown; "
-                "use engine.backward or shardwise.backward, or drop them with engine.zero_grad()"
+                "use engine.backward or shardwise.backward, or drop them with engine.zero_grad()",
             )
         if not self._sharding.is_as_trainable(may_pause=True):
-            raise ValueError("requires_grad was set between a step's backwards; unfreeze between steps")
+            raise ConfigError(
+                "frozen-within-step", "requires_grad was set between a step's backwards; unfreeze between steps"
+            )
         if self._num_backwards == 0:
-            raise RuntimeError("engine.step() without a backward since the last step; call engine.backward(loss) first")
+            raise EngineError(
+                "step-without-backward",
+                "engine.step() without a backward since the last step; call engine.backward(loss) first",
+            )
         self._sharding.finish()
         self._ahead.end()
         loss_sum, count, square_sum, used, is_ahead = self._agree(self._sharded.square_sums())
@@ -322,8 +330,9 @@ class Engine(HfApi):
             batches = [batches]
         if len(batches) != expected:
             raise ConfigError(
+                "micro-batch-count",
                 f"train_step takes a list of batch.accumulation={expected} micro-batches and got {len(batches)}; "
-                f"give {expected} or set batch.accumulation={len(batches)}"
+                f"give {expected} or set batch.accumulation={len(batches)}",
             )
         return self._run.train(self, batches)
 
@@ -440,8 +449,9 @@ class Engine(HfApi):
         if self._sharding.is_as_trainable(may_pause=self.num_steps > 0):
             return
         if self._losses.has_open:
-            raise ValueError(
-                "requires_grad changed between a forward and its backward; freeze and unfreeze between steps"
+            raise ConfigError(
+                "frozen-within-step",
+                "requires_grad changed between a forward and its backward; freeze and unfreeze between steps",
             )
         trained = frozenset(self.layout.trained_names if self.num_steps > 0 else ())
         layout = build_layout(self.model, self.config, self.layout.tensor, self.layout.pipeline, trained)
@@ -450,7 +460,9 @@ class Engine(HfApi):
 
     def _refuse_unless_trainable(self) -> None:
         if not self.layout.trained_names:
-            raise ConfigError("every parameter of the model is frozen; set requires_grad on those to train")
+            raise ConfigError(
+                "all-frozen", "every parameter of the model is frozen; set requires_grad on those to train"
+            )
 
     def _agree(self, squares: list[Tensor]) -> tuple[float, float, float, dict[str, bool], bool]:
         """Sum over the ranks what all of them must know.
@@ -494,8 +506,9 @@ class Engine(HfApi):
             left = f"{module}; parameters and optimizer are as before the step"
         self.zero_grad()
         raise NonFiniteLossError(
+            "loss-not-finite",
             f"step {self.num_steps + 1}: loss {loss_sum} and gradient norm {grad_norm} must be finite; {left}: "
-            "lower optimizer.lr, clip (optimizer.clip_norm) or drop the batch"
+            "lower optimizer.lr, clip (optimizer.clip_norm) or drop the batch",
         )
 
 

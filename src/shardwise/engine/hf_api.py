@@ -69,10 +69,10 @@ class HfApi(CheckpointApi):
             stored = open_folder(path, {each.name: each.aliases for each in self._weights()}, rules)
             return Manifest(self.num_steps, stored, {}, "weights")
 
-        damaged: list[str] = []
+        damaged: list[DamagedError] = []
         report = self._load_one(Path(folder), describe_folder, damaged, strict=strict, weights_only=True)
         if report is None:
-            raise DamagedError(damaged[0])
+            raise damaged[0]
         return report
 
     def export_weights(
@@ -108,9 +108,10 @@ class HfApi(CheckpointApi):
         self._refuse_if_simulated()
         if hasattr(self.model, "peft_config"):
             raise CheckpointError(
+                "export-adapters",
                 "export_weights writes whole models, and this one has PEFT's adapters, under names that "
                 "from_pretrained does not know; in `with engine.gathered() as model:` call "
-                "model.save_pretrained(folder) on rank 0"
+                "model.save_pretrained(folder) on rank 0",
             )
         stored_dtype = dtype_name(TORCH_DTYPES[_checked(dtype or self.layout.precision.param)])
         kept = {name for name, _ in persistent_buffers(self.model)} | {
@@ -162,5 +163,5 @@ def _rules(model: nn.Module, names: Names | None) -> NameMap:
 
 def _checked(dtype: str) -> str:
     if dtype not in TORCH_DTYPES:
-        raise CheckpointError(f"dtype={dtype!r} is none of {', '.join(TORCH_DTYPES)}; give one of them")
+        raise CheckpointError("export-dtype", f"dtype={dtype!r} is none of {', '.join(TORCH_DTYPES)}; give one of them")
     return dtype

@@ -141,13 +141,17 @@ def check_nvme_path(tiers: TiersConfig) -> None:
     """
     for state in ("params", "grads", "optimizer"):
         if getattr(tiers, state) == "nvme" and tiers.nvme_path is None:
-            raise ConfigError(f"tiers.{state}=nvme needs a folder; set tiers.nvme_path to one on a local NVMe disk")
+            raise ConfigError(
+                "nvme-path", f"tiers.{state}=nvme needs a folder; set tiers.nvme_path to one on a local NVMe disk"
+            )
 
 
 def _device_kind(config: Config) -> Literal["cpu", "cuda"]:
     kind = config.run.device
     if kind == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("run.device=cuda but torch sees no GPU; use run.device=cpu or install a CUDA build of torch")
+        raise ConfigError(
+            "no-gpu", "run.device=cuda but torch sees no GPU; use run.device=cpu or install a CUDA build of torch"
+        )
     return "cuda" if kind != "cpu" and torch.cuda.is_available() else "cpu"
 
 
@@ -197,6 +201,6 @@ def _meet(config: Config, store: dist.Store | None, rank: int, usable: Sequence[
     try:
         text = meeting.verdict("cores", note, lambda notes: json.dumps(places_among_sharers(notes)), "share cores")
     except MissingRankError as error:
-        raise CommError(f"{error}; see its log, or allow more time with run.timeout_s") from None
+        raise CommError(error.code, f"{error}; see its log, or allow more time with run.timeout_s") from None
     place, num_sharing = json.loads(text)[str(rank)]
     return place, num_sharing

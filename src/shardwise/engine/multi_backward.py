@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.loss import LossSum
+from shardwise.config.resolve import ConfigError
 from shardwise.engine.engine import Engine, backpropagate
 
 
@@ -31,11 +32,12 @@ def backward(loss: Tensor, engines: Sequence[Engine], *, count: float = 1.0) -> 
         count: what `loss` is the mean of, such as target tokens, against the step's other losses.
 
     Raises:
-        ValueError: `loss` is no scalar, no engine is given, or one scales its gradients differently from the others.
+        ConfigError: `loss` is no scalar, no engine is given, or one scales its gradients differently from the others.
     """
     if loss.numel() != 1 or not engines or len(set(map(id, engines))) < len(engines):
-        raise ValueError(
-            f"backward takes a scalar loss and engines, each once; got shape {tuple(loss.shape)} and {len(engines)}"
+        raise ConfigError(
+            "backward-arguments",
+            f"backward takes a scalar loss and engines, each once; got shape {tuple(loss.shape)} and {len(engines)}",
         )
     for engine in engines:
         engine._run.check_direct("shardwise.backward")
@@ -43,9 +45,10 @@ def backward(loss: Tensor, engines: Sequence[Engine], *, count: float = 1.0) -> 
     # An engine without gradients so far can still take the others' normaliser.
     taken = {engine._losses.normaliser for engine in engines if not engine._losses.is_empty}
     if len(taken) > 1 or len({engine._scaler.scale for engine in engines}) > 1:
-        raise ValueError(
+        raise ConfigError(
+            "gradient-scales-differ",
             "the engines scale their gradients differently, so one backward cannot serve them; let each take its step "
-            "before the common loss, and under fp16 set precision.loss_scale to one number"
+            "before the common loss, and under fp16 set precision.loss_scale to one number",
         )
     total = LossSum(loss.detach().reshape(()) * count, torch.full((), count, device=loss.device))
     normaliser = next(iter(taken or {engine._losses.normaliser for engine in engines}))

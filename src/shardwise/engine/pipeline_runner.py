@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from shardwise.comm.loss import LossAccumulator, LossSum
 from shardwise.comm.p2p import P2PChannels
 from shardwise.comm.records import CommError
+from shardwise.config.errors import EngineError
 from shardwise.config.resolve import Config
 from shardwise.engine.steps import RankBatch, StepEngine, run_model
 from shardwise.engine.types import StepResult
@@ -102,11 +103,12 @@ class PipelineRunner:
         """Raise, because a rank has some of the layers only.
 
         Raises:
-            RuntimeError: always.
+            EngineError: always.
         """
-        raise RuntimeError(
+        raise EngineError(
+            "pipeline-rank-alone",
             f"{call} cannot run alone under mesh.pp={self._layout.mesh.pp}, where each rank has some of the layers; "
-            "call engine.train_step(batches) or engine.eval_step(batches)"
+            "call engine.train_step(batches) or engine.eval_step(batches)",
         )
 
     def train(self, engine: StepEngine, batches: Sequence[Any]) -> StepResult:
@@ -164,12 +166,13 @@ class PipelineRunner:
         """Raise where messages between stages may be left over from a schedule that has not reached its end.
 
         Raises:
-            RuntimeError: they may.
+            EngineError: they may.
         """
         if self._is_out_of_step:
-            raise RuntimeError(
+            raise EngineError(
+                "stages-out-of-step",
                 "an exception has ended a step or an evaluation amid its schedule, so the stages are no longer at the "
-                "same message; call engine.close() on every rank, or start again from a checkpoint"
+                "same message; call engine.close() on every rank, or start again from a checkpoint",
             )
 
     def _perform(self, engine: StepEngine, row: Sequence[Action], work: _StepWork, state: _StateActions) -> None:

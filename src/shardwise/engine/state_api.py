@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from shardwise.comm.collectives import Comm, CommError, CommGroups
 from shardwise.comm.loss import LossAccumulator
 from shardwise.comm.watchdog import Watchdog
+from shardwise.config.errors import EngineError
 from shardwise.config.resolve import Config
 from shardwise.layout.layout import Layout
 from shardwise.layout.precision import DTYPE_BYTES
@@ -151,7 +152,7 @@ class StateApi:
             SwapError: the disk is full, or the folder cannot be written. After any error all states are as they were.
             MemoryError: the host has too little memory.
             CommError: another rank has failed in this way.
-            RuntimeError: inside `gathered`, or states are away already.
+            EngineError: inside `gathered`, or states are away already.
         """
         self._check_usable()
         target = memory_release.ReleaseTarget(to, None if path is None else Path(path), pin_memory)
@@ -166,7 +167,9 @@ class StateApi:
         if self.comm.max_scalars(failed, "the end of engine.offload") > [0.0]:
             if failure is None:
                 away.restore()
-            raise failure or CommError("another rank could not offload its states and says why; nothing is offloaded")
+            raise failure or CommError(
+                "other-rank-offload", "another rank could not offload its states and says why; nothing is offloaded"
+            )
         self._away = away
         return freed_bytes
 
@@ -228,17 +231,21 @@ class StateApi:
 
     def _refuse_if_away(self, params_suffice: bool = False) -> None:
         if self._is_closed:
-            raise RuntimeError("the engine is closed; call shardwise.initialize for a new one")
+            raise EngineError("engine-closed", "the engine is closed; call shardwise.initialize for a new one")
         if self._away is not None:
             self._away.refuse(params_suffice)
 
     def _check_usable(self, params_suffice: bool = False) -> None:
         self._refuse_if_away(params_suffice)
         if self._is_broken:
-            raise RuntimeError("the last backward raised and left gradients incomplete; call engine.zero_grad() first")
+            raise EngineError(
+                "gradients-incomplete",
+                "the last backward raised and left gradients incomplete; call engine.zero_grad() first",
+            )
         if self._is_half_loaded:
-            raise RuntimeError(
-                "states are mixed, since the last load or step was cut off midway; load a checkpoint that is whole"
+            raise EngineError(
+                "states-mixed",
+                "states are mixed, since the last load or step was cut off midway; load a checkpoint that is whole",
             )
         self.tiers.worker.check()
 

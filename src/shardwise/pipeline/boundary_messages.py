@@ -279,7 +279,8 @@ class PendingRecv:
         number, is_changed, texts = self._imagine() if receiver.make_value is not None else self._read_header()
         if is_changed != (agreed is not None and agreed != number) or number > receiver.memory.num_specs:
             raise CommError(
-                f"{receiver.direction.name}: message {self._number} is not as agreed; run the same code on all ranks"
+                "boundary-message-spec",
+                f"{receiver.direction.name}: message {self._number} is not as agreed; run the same code on all ranks",
             )
         if number == receiver.memory.num_specs:
             receiver.memory.add(PytreeSpec.from_json(texts[0]))
@@ -303,8 +304,9 @@ class PendingRecv:
         message, number, *num_bytes, is_changed = self._header.tolist()
         if message != self._number:
             raise CommError(
+                "boundary-message-order",
                 f"{self._receiver.direction.name}: message {message} came where {self._number} was awaited; "
-                "run the same code on all ranks"
+                "run the same code on all ranks",
             )
         return number, bool(is_changed), [self._read_text(num) for num in num_bytes]
 

@@ -60,7 +60,9 @@ def measure_units(
         seconds[unit.name] = 0.0
         for name in {id(model.get_submodule(name)): name for name in unit.modules}.values():
             if name not in calls:
-                raise ConfigError(f"unit {name} does not run in the model's forward; name others in pipeline.units")
+                raise ConfigError(
+                    "unit-not-run", f"unit {name} does not run in the model's forward; name others in pipeline.units"
+                )
             module = model.get_submodule(name)
             key = type(module), _shapes(dict(module.named_parameters())), _shapes(calls[name])
             if key not in known:

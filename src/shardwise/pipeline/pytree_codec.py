@@ -132,8 +132,9 @@ def _flatten(value: Any, path: str, tensors: list[Tensor], plain: list[Any]) -> 
     if isinstance(value, Tensor):
         if value.layout is not torch.strided or value.is_quantized or value.is_nested:
             raise ConfigError(
+                "boundary-tensor-layout",
                 f"{path}, which stages of the pipeline pass on, is a tensor of layout {value.layout}; "
-                "cut the model where dense tensors pass"
+                "cut the model where dense tensors pass",
             )
         tensors.append(value)
         return _TENSOR
@@ -189,8 +190,9 @@ def _encode(value: Any, path: str) -> Any:
     if isinstance(value, type):
         return ["type", _name_of(value)]
     raise ConfigError(
+        "boundary-value-type",
         f"{path}, which stages of the pipeline pass on, is a {_name_of(type(value))}; pass tensors, plain values, and "
-        "containers that torch's pytree knows, or register the type there"
+        "containers that torch's pytree knows, or register the type there",
     )
 
 
@@ -217,8 +219,9 @@ def _look_up(name: str, types: tuple[type, ...]) -> type:
 
 def _unknown(name: str) -> ConfigError:
     return ConfigError(
+        "boundary-type-unknown",
         f"a stage of the pipeline has sent a {name}, which this rank does not know; register it with torch's pytree "
-        "on every rank, or let the block return a tuple or a dict"
+        "on every rank, or let the block return a tuple or a dict",
     )
 
 
@@ -233,5 +236,8 @@ def _is_named_tuple(kind: type) -> bool:
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise ConfigError(f"a stage of the pipeline has sent dtype {name!r}, unknown here; run one torch on all ranks")
+        raise ConfigError(
+            "boundary-dtype-unknown",
+            f"a stage of the pipeline has sent dtype {name!r}, unknown here; run one torch on all ranks",
+        )
     return found

@@ -34,6 +34,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from shardwise.config.errors import EngineError
 from shardwise.runtime.torch_private import is_plain, version
 from shardwise.runtime.weight_grad_queue import parameter_of_weight, weight_sink
 
@@ -74,12 +75,13 @@ class WeightGradQueue:
             held: the tensors that `compute` reads; they must not change until then.
 
         Raises:
-            RuntimeError: the backward is to be differentiated again.
+            EngineError: the backward is to be differentiated again.
         """
         if torch.is_grad_enabled():
-            raise RuntimeError(
+            raise EngineError(
+                "create-graph-split-backward",
                 "create_graph=True in a backward that computes weight gradients later: those have no graph; "
-                "use a schedule that is not a zero-bubble one, or no gradients of gradients"
+                "use a schedule that is not a zero-bubble one, or no gradients of gradients",
             )
         self._queued.append(_QueuedGrad(tuple(parameters), compute, tuple(held), tuple(map(version, held))))
 
@@ -156,9 +158,10 @@ class _QueuedGrad:
         if compute is None:
             raise RuntimeError("weight gradients were computed already; do not retain the graph of a drain")
         if tuple(map(version, self.held)) != self.versions:
-            raise RuntimeError(
+            raise EngineError(
+                "input-changed-in-place",
                 f"an input or an output's gradient of shape {tuple(self.held[0].shape)} was changed in place before the"
-                " gradient of its weight was computed from it; change a copy"
+                " gradient of its weight was computed from it; change a copy",
             )
         gradients = compute()
         self.held = ()
@@ -221,8 +224,9 @@ class _Split(Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         (x,) = ctx.saved_tensors
         if version(ctx.right) != ctx.version:
-            raise RuntimeError(
-                f"a weight of shape {tuple(ctx.weight.shape)} was changed in place between forward and backward"
+            raise EngineError(
+                "weight-changed-in-place",
+                f"a weight of shape {tuple(ctx.weight.shape)} was changed in place between forward and backward",
             )
         parameters = (ctx.weight,) if ctx.bias is None else (ctx.weight, ctx.bias)
         compute = partial(_weight_gradients, x, grad, ctx.right, ctx.is_transposed, ctx.bias is not None)

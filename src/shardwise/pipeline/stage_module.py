@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.loss import LossSum
+from shardwise.config.errors import EngineError
 from shardwise.config.resolve import ConfigError
 from shardwise.pipeline.pytree_codec import named_tuples_of
 from shardwise.runtime.class_swap import Call, intercept_forward, set_attribute
@@ -138,10 +139,11 @@ class StageForward:
         @functools.wraps(forward)
         def staged(*args: Any, **kwargs: Any) -> Any:
             if not self._is_on and not self._is_simulated:
-                raise RuntimeError(
+                raise EngineError(
+                    "pipeline-rank-alone",
                     "the model cannot run alone under mesh.pp, where each rank has some of the layers, also inside "
                     "engine.gathered(); call engine.train_step(batches) or engine.eval_step(batches), or, to generate, "
-                    "engine.export_weights(folder) and load it without mesh.pp"
+                    "engine.export_weights(folder) and load it without mesh.pp",
                 )
             try:
                 output = forward(*args, **kwargs)
@@ -168,15 +170,17 @@ class StageForward:
             missing = f"{self._names[self._start - 1]}, after which its stage begins"
         if missing:
             raise CutError(
+                "cut-unit-not-run",
                 f"the forward ended without {missing}; cut between units that run in every forward (pipeline.cut), or "
-                f"{_NO_PIPELINE}"
+                f"{_NO_PIPELINE}",
             )
 
     def _reads_values(self, error: Exception) -> CutError:
         named = f" such as what {self._guessed} returns" if self._guessed else ""
         return CutError(
+            "cut-reads-values",
             f"the code of {type(self._model).__name__} between its units needs values that another stage has{named} "
-            f"({type(error).__name__}: {next(iter(str(error).splitlines()), '')}); {_FIX}"
+            f"({type(error).__name__}: {next(iter(str(error).splitlines()), '')}); {_FIX}",
         )
 
     def _answer(self, module: nn.Module, own: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -192,8 +196,9 @@ class StageForward:
             return self._placeholder_of(index, args, kwargs)
         if num_calls >= len(positions):
             raise CutError(
+                "cut-unit-repeats",
                 f"{self._names[index]} runs more than once in one forward, so no stage can end with it; move "
-                f"pipeline.cut, or name a module that holds it and the loop in pipeline.units, or {_NO_PIPELINE}"
+                f"pipeline.cut, or name a module that holds it and the loop in pipeline.units, or {_NO_PIPELINE}",
             )
         put_recorded(self._received)
         return without_recorded(self._received)
@@ -224,8 +229,9 @@ class StageForward:
             f"not the output of {self._names[self._start - 1]} and so is not sent" if self._start else "not there yet"
         )
         return CutError(
+            "cut-value-not-sent",
             f"{what} is computed from a value of another stage, which is {sent}; return it from there, move "
-            f"pipeline.cut, {_FIX}"
+            f"pipeline.cut, {_FIX}",
         )
 
     def _placeholder_of(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -37,8 +37,9 @@ def subclass_module(
     own = type(module)
     if "forward" in module.__dict__:
         raise ConfigError(
+            "forward-replaced",
             f"the forward of this {own.__name__} was replaced on the object, and a class cannot wrap it; take it back, "
-            "or wrap it after initialize"
+            "or wrap it after initialize",
         )
     return swap_class(module, _joined(kind, own, base))
 

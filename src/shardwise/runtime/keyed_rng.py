@@ -92,7 +92,9 @@ def init_parameters(module: nn.Module, seed: int) -> None:
     for name, values in initial_values(module, seed):
         parameter = module.get_parameter(name)
         if parameter.is_meta:
-            raise ConfigError(f"{name} is on meta and holds no values; call to_empty(device=...) first")
+            raise ConfigError(
+                "parameter-on-meta", f"{name} is on meta and holds no values; call to_empty(device=...) first"
+            )
         with torch.no_grad():
             parameter.copy_(values)
 
@@ -106,8 +108,9 @@ def find_reset(owner: nn.Module, example: str) -> Callable[[], None]:
     reset: Callable[[], None] | None = getattr(owner, "reset_parameters", None)
     if reset is None:
         raise ConfigError(
+            "no-reset-parameters",
             f"{example} has no initial value: {type(owner).__name__} has no reset_parameters(); "
-            "build the model inside `with shardwise.init():`, or write one that fills the module's own parameters"
+            "build the model inside `with shardwise.init():`, or write one that fills the module's own parameters",
         )
     return reset
 
@@ -133,8 +136,9 @@ def draw_module(owner: nn.Module, module_name: str, seed: int, example: str) -> 
     for name, values in drawn.items():
         if values.isnan().any():
             raise ConfigError(
+                "reset-leaves-nan",
                 f"{type(owner).__name__}.reset_parameters() left NaN in its {name}; "
-                "it must fill every parameter of its own"
+                "it must fill every parameter of its own",
             )
     return drawn
 

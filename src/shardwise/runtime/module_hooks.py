@@ -128,8 +128,9 @@ def claim(module: nn.Module) -> Callable[[], None]:
     for name, parameter in parameters.items():
         if _CLAIMED in parameter.__dict__:
             raise ConfigError(
+                "model-has-engine",
                 f"parameter {name} of this {type(module).__name__} has an engine already; "
-                "call engine.close() on that one first"
+                "call engine.close() on that one first",
             )
     for parameter in parameters.values():
         parameter.__dict__[_CLAIMED] = True

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from shardwise.config.errors import EngineError
+
 Op = Callable[..., Any]
 
 
@@ -56,7 +58,9 @@ class OpRegistry:
         def call(*args: Any) -> Any:
             # torch does not ask whether an op is still registered: it reads freed memory.
             if not self.is_open:
-                raise RuntimeError(f"{plain} of an engine that is closed; run backwards before engine.close()")
+                raise EngineError(
+                    "engine-closed", f"{plain} of an engine that is closed; run backwards before engine.close()"
+                )
             return op(*args)
 
         return call

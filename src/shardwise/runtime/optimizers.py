@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from shardwise.config.errors import EngineError
 from shardwise.config.resolve import Config, ConfigError, OptimizerConfig, SchedulerConfig, shown_value
 
 # These classes of torch's work on a whole matrix, or need a closure; on pieces they would be silently wrong.
@@ -40,7 +41,8 @@ def refuse_unless_element_wise(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     if name.lower() in _NOT_ELEMENT_WISE:
         raise ConfigError(
-            f"optimizer {name} is not element-wise but sees 1-D pieces of parameters; use AdamW, SGD or another"
+            "optimizer-element-wise",
+            f"optimizer {name} is not element-wise but sees 1-D pieces of parameters; use AdamW, SGD or another",
         )
 
 
@@ -54,7 +56,9 @@ def optimizer_kind(name: str) -> type[Optimizer]:
     kind = kinds.get(name.lower())
     if kind is None:
         rule = "is not element-wise" if name.lower() in _NOT_ELEMENT_WISE else "is unknown"
-        raise ConfigError(f"optimizer.name={shown_value(name)} {rule}; choose one of {', '.join(sorted(kinds))}")
+        raise ConfigError(
+            "unknown-optimizer", f"optimizer.name={shown_value(name)} {rule}; choose one of {', '.join(sorted(kinds))}"
+        )
     return kind
 
 
@@ -111,8 +115,9 @@ def schedule_of(config: Config) -> Callable[[int], float]:
         section = section.model_copy(update={"name": "cosine"})
     if total_steps is None and section.name in ("linear", "cosine"):
         raise ConfigError(
+            "scheduler-length",
             f"scheduler.name={section.name} decays over a length that is not given; set scheduler.total_steps to the "
-            "number of steps, or leave scheduler.name out for a constant rate"
+            "number of steps, or leave scheduler.name out for a constant rate",
         )
     return learning_rate_factor(section, total_steps or 1)
 
@@ -177,8 +182,8 @@ class Lion(Optimizer):
         maximize: go up instead of down.
 
     Raises:
-        ValueError: an option is out of its range.
-        RuntimeError: from `step`: a gradient is sparse.
+        ConfigError: an option is out of its range.
+        EngineError: from `step`: a gradient is sparse.
     """
 
     def __init__(
@@ -191,12 +196,15 @@ class Lion(Optimizer):
         maximize: bool = False,
     ) -> None:
         if isinstance(lr, Tensor) and lr.numel() != 1:
-            raise ValueError(f"lr has {lr.numel()} elements but one rate holds for all parameters; give one element")
+            raise ConfigError(
+                "lr-one-element",
+                f"lr has {lr.numel()} elements but one rate holds for all parameters; give one element",
+            )
         for name, value in (("lr", float(lr)), ("weight_decay", weight_decay)):
             if not value >= 0:
-                raise ValueError(f"{name}={value} is negative; choose 0 or more")
+                raise ConfigError("optimizer-option-negative", f"{name}={value} is negative; choose 0 or more")
         if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas={betas} are not both in [0, 1); the paper's are (0.9, 0.99)")
+            raise ConfigError("betas-range", f"betas={betas} are not both in [0, 1); the paper's are (0.9, 0.99)")
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -217,8 +225,9 @@ class Lion(Optimizer):
     def _step_group(self, group: Options) -> None:
         params = [param for param in group["params"] if param.grad is not None]
         if any(param.grad.is_sparse for param in params):
-            raise RuntimeError(
-                "Lion got a sparse gradient but steps dense ones only; build the layer with sparse=False"
+            raise EngineError(
+                "sparse-gradient",
+                "Lion got a sparse gradient but steps dense ones only; build the layer with sparse=False",
             )
         for param in params:
             if not self.state[param]:

@@ -166,7 +166,7 @@ class _BlockCompiler:
                 # Blocks of this kind differ in what torch compiles for, such as a rate that grows with the depth.
                 run, is_shared = self._compile(type(module).__name__), False
                 return compiled(*args, **kwargs)
-            raise CompileError(_explain(failure, unit, self._config.backend)) from failure
+            raise _explained(failure, unit, self._config.backend) from failure
 
         return compiled
 
@@ -194,30 +194,35 @@ def check_backend(config: CompileConfig) -> None:
     if config.backend not in backends:
         close = difflib.get_close_matches(config.backend, backends, n=1)
         fix = f"did you mean {close[0]}?" if close else f"use one of {', '.join(torch.compiler.list_backends())}"
-        raise ConfigError(f"compile.backend={config.backend!r} is no backend of torch.compile; {fix}")
+        raise ConfigError(
+            "compile-backend", f"compile.backend={config.backend!r} is no backend of torch.compile; {fix}"
+        )
 
 
 def _check(config: CompileConfig, layout: Layout) -> None:
     check_backend(config)
     if config.mode is not None and config.backend != "inductor":
         raise ConfigError(
+            "compile-mode-backend",
             f"compile.mode={config.mode} is inductor's, and compile.backend={config.backend} ignores it; "
-            "leave compile.mode out"
+            "leave compile.mode out",
         )
     if config.mode in ("reduce-overhead", "max-autotune") and layout.stage.unshard_for_use:
         raise ConfigError(
+            "compile-mode-stage",
             f"compile.mode={config.mode} replays CUDA graphs, which need parameters at fixed addresses, but stage 3 "
-            "gathers them again for each use; use compile.mode=max-autotune-no-cudagraphs or zero.stage=2"
+            "gathers them again for each use; use compile.mode=max-autotune-no-cudagraphs or zero.stage=2",
         )
 
 
-def _explain(error: Exception, unit: str, backend: str) -> str:
-    """Make one line of the several that torch writes: what, why and where."""
+def _explained(error: Exception, unit: str, backend: str) -> CompileError:
+    """Make an error of one line from the several that torch writes: what, why and where."""
     inner = getattr(error, "inner_exception", None)
     if inner is not None:
-        return (
+        return CompileError(
+            "compile-backend-failed",
             f"block {unit}: compile.backend={backend} failed with {type(inner).__name__}: {_first_line(inner)}; "
-            "install what it lacks, choose another backend or set compile.enabled=false"
+            "install what it lacks, choose another backend or set compile.enabled=false",
         )
     text = str(error)
     explanation = re.search(r"^\s*Explanation: (.+)$", text, re.MULTILINE)
@@ -226,7 +231,10 @@ def _explain(error: Exception, unit: str, backend: str) -> str:
     if isinstance(error.__cause__, Exception):
         reason += f" ({_first_line(error.__cause__)})"
     where = f", at {places[-1][0]}:{places[-1][1]}" if places else ""
-    return f"block {unit} cannot be compiled as one graph: {reason}{where}; mend the block or set compile.enabled=false"
+    return CompileError(
+        "compile-one-graph",
+        f"block {unit} cannot be compiled as one graph: {reason}{where}; mend the block or set compile.enabled=false",
+    )
 
 
 def _first_line(error: Exception) -> str:

@@ -160,7 +160,9 @@ def check_optimizer_states(
                 wrong.append(f"has {'one number' if is_number else 'elements'} for {state}")
         if wrong:
             raise ConfigError(
-                f"{piece.name} {wrong[0]}, which {kind} cannot step with; use an older checkpoint, or weights_only=True"
+                "optimizer-states-unfit",
+                f"{piece.name} {wrong[0]}, which {kind} cannot step with; use an older checkpoint, or "
+                "weights_only=True",
             )
 
 
@@ -226,8 +228,9 @@ def _in_flats(values: Mapping[str, Any], part: StateShardPart) -> dict[str, Flat
         elif value is not None:
             found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ConfigError(
+                "optimizer-state-shape",
                 f"the optimizer's state {state} of {name} is {found}; a checkpoint keeps numbers, and tensors as long "
-                "as the parameter: use an element-wise optimizer"
+                "as the parameter: use an element-wise optimizer",
             )
     return flats
 

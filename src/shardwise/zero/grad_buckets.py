@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.collectives import AsyncWork, Comm
+from shardwise.config.resolve import ConfigError
 from shardwise.layout.layout import Layout
 from shardwise.layout.param_groups import GroupSpec
 from shardwise.layout.tp_sharding import TpShard
@@ -101,13 +102,15 @@ class GroupGrads:
         """
         place = self.spec.params[index]
         if gradient.is_sparse:
-            raise ValueError(
-                f"the gradient of {place.name} is sparse but shards are dense; build the embedding with sparse=False"
+            raise ConfigError(
+                "sparse-gradient",
+                f"the gradient of {place.name} is sparse but shards are dense; build the embedding with sparse=False",
             )
         if self._has_arrived[index]:
-            raise ValueError(
+            raise ConfigError(
+                "gradient-twice",
                 f"the gradient of {place.name} came twice in one backward, as reentrant checkpointing does; "
-                "pass use_reentrant=False to torch.utils.checkpoint"
+                "pass use_reentrant=False to torch.utils.checkpoint",
             )
         target = self._open_bucket(will_reduce)[place.offset : place.offset + place.numel]
         if self._is_written[index]:

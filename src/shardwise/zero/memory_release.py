@@ -22,7 +22,7 @@ This is not a tier: nothing streams, and nothing can be computed with what is aw
 >>> engine.train_step([torch.ones(1, 2)])
 Traceback (most recent call last):
     ...
-RuntimeError: optimizer, master, grads, params are offloaded; call engine.reload() first
+shardwise.config.errors.EngineError: optimizer, master, grads, params are offloaded; call engine.reload() first
 >>> engine.reload()
 >>> engine.train_step([torch.ones(1, 2)]).step
 2
@@ -41,6 +41,7 @@ from typing import Final, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from shardwise.config.errors import EngineError
 from shardwise.config.resolve import ConfigError
 from shardwise.offload.nvme import SwapFolder
 from shardwise.offload.staging_buffers import StagingBuffers
@@ -168,7 +169,7 @@ class MemoryRelease:
 
         Raises:
             ConfigError: a name in `include` is none of STATES, there is no such target, or no folder for it.
-            RuntimeError: it is called inside `engine.gathered()`.
+            EngineError: it is called inside `engine.gathered()`.
             SwapError: the folder has no space for the states, or cannot be written.
             MemoryError: the host has no memory for them.
         """
@@ -223,10 +224,10 @@ class MemoryRelease:
         """Raise, unless only what an evaluation does not need is away and `params_suffice`.
 
         Raises:
-            RuntimeError: names what is away.
+            EngineError: names what is away.
         """
         if self._names and not (params_suffice and "params" not in self._names):
-            raise RuntimeError(f"{', '.join(self._names)} are offloaded; call engine.reload() first")
+            raise EngineError("states-offloaded", f"{', '.join(self._names)} are offloaded; call engine.reload() first")
 
     def _drain(self) -> None:
         """Finish what is under way, and release the gathered parameters."""
@@ -237,7 +238,9 @@ class MemoryRelease:
             if not group.params.is_released_between_uses:
                 group.wait()
             elif group.params.state is not ParamState.SHARDED:
-                raise RuntimeError("states cannot be offloaded inside engine.gathered(); call it outside")
+                raise EngineError(
+                    "offload-inside-gathered", "states cannot be offloaded inside engine.gathered(); call it outside"
+                )
         self._tiers.wait_idle()
         if self._tracker.device.type == "cuda":
             torch.cuda.synchronize(self._tracker.device)
@@ -336,16 +339,22 @@ def check_choices(include: Sequence[str], target: ReleaseTarget) -> None:
     """
     unknown = [name for name in include if name not in STATES]
     if unknown:
-        raise ConfigError(f"include has no state {unknown[0]!r}; there are {', '.join(STATES)}")
+        raise ConfigError(
+            "unknown-release-state", f"include has no state {unknown[0]!r}; there are {', '.join(STATES)}"
+        )
     if target.place not in ("host", "nvme"):
-        raise ConfigError(f"to={target.place!r} is no place for states; choose host or nvme")
+        raise ConfigError("release-target", f"to={target.place!r} is no place for states; choose host or nvme")
     if target.path is not None and target.place == "host":
-        raise ConfigError(f"path={str(target.path)!r} is for files, and to='host' makes none; set to='nvme'")
+        raise ConfigError(
+            "release-path-for-host", f"path={str(target.path)!r} is for files, and to='host' makes none; set to='nvme'"
+        )
 
 
 def _refuse_use(names: Mapping[int, str]) -> Callable[[nn.Parameter], None]:
     def refuse(parameter: nn.Parameter) -> None:
-        raise ReleasedParameterError(f"parameter {names[id(parameter)]} is offloaded; call engine.reload() first")
+        raise ReleasedParameterError(
+            "states-offloaded", f"parameter {names[id(parameter)]} is offloaded; call engine.reload() first"
+        )
 
     return refuse
 

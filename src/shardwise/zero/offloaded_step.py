@@ -169,7 +169,9 @@ class OffloadedStep:
             self.states[state].write(piece.start, torch.as_tensor(value))
         elif state != "step":
             known = ", ".join(["step", *self.states])
-            raise ConfigError(f"{self.rule.name} keeps no state {state} of {piece.name}; there are {known}")
+            raise ConfigError(
+                "unknown-state", f"{self.rule.name} keeps no state {state} of {piece.name}; there are {known}"
+            )
         self.expect_states(piece, {state: float(value)} if state == "step" else {})
 
     def expect_states(self, piece: ParamPiece, numbers: Mapping[str, float]) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.config.errors import EngineError
 from shardwise.config.resolve import Config
 from shardwise.layout.layout import Layout
 from shardwise.offload.cpu_optimizer import rule_of
@@ -371,7 +372,10 @@ class ShardedOptimizer:
 
 def _refuse_own_step(sharded: ShardedOptimizer | None) -> None:
     if sharded is not None and not sharded._is_stepping:
-        raise RuntimeError("optimizer.step() has no gradients, which the engine keeps; call engine.step() instead")
+        raise EngineError(
+            "optimizer-step-direct",
+            "optimizer.step() has no gradients, which the engine keeps; call engine.step() instead",
+        )
 
 
 def _pieces(group: ParamGroup) -> list[ParamPiece]:

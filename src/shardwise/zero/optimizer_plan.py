@@ -74,13 +74,16 @@ def _adopt(optimizer: Optimizer, model: nn.Module) -> OptimizerPlan:
     """Take over an optimizer built on the model's own parameters: the same object, its groups over pieces."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     if any(state.get("step", 1) != 0 for state in optimizer.state.values()):
-        raise ConfigError("the optimizer has state already; pass it to initialize before its first step")
+        raise ConfigError(
+            "optimizer-has-state", "the optimizer has state already; pass it to initialize before its first step"
+        )
     named_groups = []
     for group in optimizer.param_groups:
         unknown = [tuple(parameter.shape) for parameter in group["params"] if id(parameter) not in names]
         if unknown:
             raise ConfigError(
-                f"the optimizer holds a tensor of shape {unknown[0]} that is no parameter of the model; leave it out"
+                "optimizer-foreign-tensor",
+                f"the optimizer holds a tensor of shape {unknown[0]} that is no parameter of the model; leave it out",
             )
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         named_groups.append(NamedGroup(tuple(names[id(parameter)] for parameter in group["params"]), options))
@@ -92,8 +95,9 @@ def _adopt(optimizer: Optimizer, model: nn.Module) -> OptimizerPlan:
         unknown = sorted(set(_trainable_names(layout)) - known - left_out)
         if unknown:
             raise ConfigError(
+                "parameter-without-optimizer",
                 f"parameter {unknown[0]} became trainable but the given optimizer was built without it; "
-                "give frozen parameters to the optimizer too where they are to be trained later"
+                "give frozen parameters to the optimizer too where they are to be trained later",
             )
         return named_groups
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.collectives import AsyncWork
+from shardwise.config.errors import EngineError
+from shardwise.config.resolve import ConfigError
 from shardwise.deferred_init.parameters import ParamInitializer
 from shardwise.layout.layout import Layout
 from shardwise.layout.param_groups import GroupSpec, ParamSpec
@@ -145,9 +147,10 @@ class ParamGroup:
 
     def _refuse_if_ahead(self) -> None:
         if self.is_ahead and self.params.is_released:
-            raise RuntimeError(
+            raise EngineError(
+                "parameters-after-step",
                 f"the parameters of {self.spec.name} are needed again in a backward that has stepped them already; "
-                "set tiers.step_in_backward=false"
+                "set tiers.step_in_backward=false",
             )
 
     def _show_if_pinned(self) -> None:
@@ -353,21 +356,23 @@ class GroupParams:
         """Raise if a parameter was moved, or written, by other code since the engine was made.
 
         Raises:
-            ValueError: names the parameter.
+            ConfigError: names the parameter.
         """
         storage = self.full.untyped_storage()
         with plain_torch_functions():
             for parameter, place, seen in zip(self.parameters, self.spec.params, self._versions, strict=True):
                 if parameter.untyped_storage() is not storage:
-                    raise ValueError(
+                    raise ConfigError(
+                        "parameter-moved",
                         f"parameter {place.name} was moved or converted after initialize (model.to, model.half, "
                         "p.data = ...), but the engine keeps it in a buffer of its own; convert the model before "
-                        "initialize, and set precision.param"
+                        "initialize, and set precision.param",
                     )
                 if version(parameter) != seen:
-                    raise ValueError(
+                    raise ConfigError(
+                        "parameter-written",
                         f"parameter {place.name} was written after initialize, but the engine trains a master of its "
-                        "own; write before initialize, or inside `with engine.gathered(write=True):`"
+                        "own; write before initialize, or inside `with engine.gathered(write=True):`",
                     )
 
     def trains(self) -> list[bool]:
@@ -387,7 +392,7 @@ class GroupParams:
         """
         if self.state is ParamState.OFFLOADED:
             raise ReleasedParameterError(
-                f"the parameters of {self.spec.name} are offloaded; call engine.reload() first"
+                "states-offloaded", f"the parameters of {self.spec.name} are offloaded; call engine.reload() first"
             )
         if self.state is not ParamState.SHARDED:
             return

@@ -202,9 +202,10 @@ class StaticOrder:
         position = self._path.index(name)
         if position < self._position:
             raise LockstepError(
+                "block-order",
                 f"the {what} of block {name} came after that of {self._path[self._position - 1]}, or twice, but "
                 "zero.lockstep=true gathers every block once, in module order; let blocks run in that order, or set "
-                "zero.lockstep=false where all ranks run the same blocks"
+                "zero.lockstep=false where all ranks run the same blocks",
             )
         skipped = self._path[self._position : position]
         self._position, self._has_ahead = position + 1, True

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
+from shardwise.config.resolve import ConfigError
 from shardwise.layout.layout import Layout
 from shardwise.layout.param_groups import GroupSpec
 from shardwise.runtime.param_guard import ReleasedParameterError, released_type, set_parameter_class
@@ -35,9 +36,10 @@ class RemoteParams:
             spec, place = places[id(parameter)]
             stages = ", ".join(map(str, spec.stages))
             raise ReleasedParameterError(
+                "parameter-used-off-stage",
                 f"parameter {place.name} is of pipeline stage {stages}, but used on a rank with stage {here}; "
                 "use it in a module of its own stage, tie it to a parameter of a module that runs here, or name its "
-                "module in pipeline.replicate"
+                "module in pipeline.replicate",
             )
 
         for parameter, kind in zip(self._parameters, self._kinds, strict=True):
@@ -75,7 +77,7 @@ def check_members(model: nn.Module, known: Mapping[int, str]) -> None:
     """Raise if a model's parameters are not those that an engine knows, by their identities.
 
     Raises:
-        ValueError: names the parameter.
+        ConfigError: names the parameter.
     """
     with plain_torch_functions():
         there = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -84,6 +86,11 @@ def check_members(model: nn.Module, known: Mapping[int, str]) -> None:
     fix = "call engine.close(), change the model, then initialize again"
     added = [name for key, name in there.items() if key not in known]
     if added:
-        raise ValueError(f"parameter {added[0]} was added or replaced after initialize, so no engine trains it; {fix}")
+        raise ConfigError(
+            "model-parameters-changed",
+            f"parameter {added[0]} was added or replaced after initialize, so no engine trains it; {fix}",
+        )
     removed = [name for key, name in known.items() if key not in there]
-    raise ValueError(f"parameter {removed[0]} was removed from the model after initialize; {fix}")
+    raise ConfigError(
+        "model-parameters-changed", f"parameter {removed[0]} was removed from the model after initialize; {fix}"
+    )

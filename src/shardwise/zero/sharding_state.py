@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from shardwise.config.errors import EngineError
 from shardwise.layout.layout import Layout
 from shardwise.layout.param_groups import ROOT, GroupSpec
 from shardwise.offload.sizing import NUM_PREFETCHED
@@ -140,7 +141,7 @@ class ShardingState:
         """Raise if the model's parameters are not those it had, or have been moved or written.
 
         Raises:
-            ValueError: names the parameter.
+            ConfigError: names the parameter.
         """
         known = {key: name for key, (_, name) in self._place_of.items()} | self.absent.names
         check_members(self._model, known)
@@ -438,9 +439,10 @@ class ShardingState:
             self._late.append(group)
             self.ever_late.add(group)
             if group.is_ahead:
-                raise RuntimeError(
+                raise EngineError(
+                    "gradient-after-step",
                     f"a parameter of {group.spec.name} got a gradient after its step in this backward, because it is "
-                    "used outside its block; set tiers.step_in_backward=false"
+                    "used outside its block; set tiers.step_in_backward=false",
                 )
         if group.add_gradient(index, gradient, self.will_reduce):
             unit.close_if_done()
@@ -542,8 +544,9 @@ class ShardingState:
                     self.keep_until_backward(group)
                 return
             raise ReleasedParameterError(
+                "parameter-released",
                 f"parameter {name} is released: under ZeRO-3 it is whole only inside the model's forward; "
-                "read it inside `with engine.gathered():`"
+                "read it inside `with engine.gathered():`",
             )
         group.wait()
         self.keep_until_backward(group)
@@ -558,7 +561,8 @@ def _read_gradient(sharding: ShardingState | None) -> None:
 def _use_released(sharding: ShardingState | None, parameter: nn.Parameter) -> None:
     if sharding is None:
         raise ReleasedParameterError(
+            "parameter-without-engine",
             f"a parameter of shape {tuple(parameter.shape)} is released and its engine is gone; "
-            "call engine.close() before the engine is dropped, so that parameters become whole"
+            "call engine.close() before the engine is dropped, so that parameters become whole",
         )
     sharding.on_released_use(parameter)

@@ -264,7 +264,10 @@ def find_held(states: EngineState, name: str) -> ParamLocation:
     """
     place = find(states, name)
     if place is None:
-        raise ConfigError(f"{name} is of another stage of the pipeline; engine.read gives it on every rank")
+        raise ConfigError(
+            "parameter-on-other-stage",
+            f"{name} is of another stage of the pipeline; engine.read gives it on every rank",
+        )
     return place
 
 
@@ -283,7 +286,7 @@ def spec_of(states: EngineState, name: str) -> ParamSpec:
     names = [each for spec in specs for each in (spec.name, *spec.aliases)]
     close = difflib.get_close_matches(name, names, n=3)
     fix = f"did you mean {' or '.join(close)}?" if close else f"names are such as {', '.join(names[:3])}"
-    raise ConfigError(f"the model has no parameter {name!r}; {fix}")
+    raise ConfigError("unknown-parameter", f"the model has no parameter {name!r}; {fix}")
 
 
 def _of_holder(
@@ -301,11 +304,11 @@ def _of_holder(
         try:
             note = make(place)
         except ConfigError as error:
-            note = {"error": str(error)}
+            note = {"code": error.code, "error": str(error)}
     notes = [json.loads(text) for text in exchange_texts(states.comms.pipeline, json.dumps(note), what)]
     found: dict[str, Any] = next(each for each in notes if each)
     if "error" in found:
-        raise ConfigError(found["error"])
+        raise ConfigError(found["code"], found["error"])
     return found
 
 
@@ -349,7 +352,7 @@ def _write_grad(states: EngineState, place: ParamLocation, flat: Tensor) -> None
     accumulated = None if grads is None else grads.accumulated()
     if grads is None or accumulated is None:
         fix = "call engine.backward(loss) first" if grads is not None else "it is frozen"
-        raise ConfigError(f"{place.spec.name} has no gradient to replace; {fix}")
+        raise ConfigError("no-gradient", f"{place.spec.name} has no gradient to replace; {fix}")
     _copy_range(place.own_part(accumulated), flat.to(place.group.params.master.dtype) / to_mean, place)
     grads.mark_used(place.index)
 
@@ -425,7 +428,7 @@ def _pick(kinds: Mapping[str, _StateKind], place: ParamLocation, state: str) -> 
         return kinds[state]
     there = ", ".join((*_fixed(place), *kinds))
     later = "" if kinds or place.group.grads is None else ", and the optimizer's after its first step"
-    raise ConfigError(f"{place.spec.name} has no state {state!r}; there are {there}{later}")
+    raise ConfigError("unknown-state", f"{place.spec.name} has no state {state!r}; there are {there}{later}")
 
 
 def _fixed(place: ParamLocation) -> tuple[str, ...]:
@@ -464,7 +467,9 @@ def _receive(
         found = found if is_giver else "another"
     if is_wrong:
         giver = ranks.rank if from_rank is None else from_rank
-        raise ConfigError(f"{what} has shape {tuple(shape)}, but rank {giver} gave {found}; give that shape")
+        raise ConfigError(
+            "written-shape", f"{what} has shape {tuple(shape)}, but rank {giver} gave {found}; give that shape"
+        )
     if given is not None and from_rank is None:
         return given.to(ranks.device)
     part = given.to(ranks.device) if given is not None and is_giver else None
@@ -483,7 +488,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def _check_rank(states: EngineState, argument: str, rank: int | None) -> None:
     num_ranks = states.comms.all.world_size
     if rank is not None and not 0 <= rank < num_ranks:
-        raise ConfigError(f"{argument}={rank} is no rank; there are 0 to {num_ranks - 1}")
+        raise ConfigError("no-such-rank", f"{argument}={rank} is no rank; there are 0 to {num_ranks - 1}")
 
 
 def merge_parts(comm: Comm, part: Tensor | None, start: int, numel: int, dtype: torch.dtype, name: str) -> Tensor:
