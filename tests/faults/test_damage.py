@@ -228,7 +228,7 @@ def test_a_damaged_checkpoint_that_is_asked_for(ranks: WorkerPool, root: Path, d
     assert re.search(pattern, load)
     if damage in OF_DATA:
         why = "states are mixed, since the last load or step was cut off midway"
-        mixed = f"RuntimeError: {why}; load a checkpoint that is whole"
+        mixed = f"EngineError: {why}; load a checkpoint that is whole"
         assert (step, save) == (mixed, mixed)
         assert not root.with_name("mixed").exists()
 
