@@ -107,7 +107,7 @@ class CommFactory(Protocol):
     def backend(self, axes: tuple[str, ...], use: str) -> CommBackend:
         """Make the back end of the ranks that differ from this one along `axes` only; each use has its communicator."""
 
-    def backend_among(self, axes: tuple[str, ...], indices: tuple[int, ...]) -> CommBackend | None:
+    def backend_among(self, axes: tuple[str, ...], indices: tuple[int, ...], use: str) -> CommBackend | None:
         """Make a back end for some of those ranks, by their indices there; None where this rank is none of them."""
 
     def close(self) -> None:
@@ -398,8 +398,8 @@ class SimulatedFactory:
         """Make a back end along `axes`, for any use."""
         return SimulatedBackend(self._mesh.index_along(axes, self.rank), self._mesh.size_along(axes), self._backend)
 
-    def backend_among(self, axes: tuple[str, ...], indices: tuple[int, ...]) -> SimulatedBackend | None:
-        """Make a back end for some of the ranks along `axes`."""
+    def backend_among(self, axes: tuple[str, ...], indices: tuple[int, ...], use: str) -> SimulatedBackend | None:
+        """Make a back end for some of the ranks along `axes`, for any use."""
         index = self._mesh.index_along(axes, self.rank)
         return SimulatedBackend(indices.index(index), len(indices), self._backend) if index in indices else None
 

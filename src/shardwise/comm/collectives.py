@@ -65,9 +65,9 @@ class ProcessGroupFactory:
             )
         return ProcessGroupBackend(self._mesh.group(axes, use), torch.device("cpu") if use == HOST else self._device)
 
-    def backend_among(self, axes: tuple[str, ...], indices: tuple[int, ...]) -> CommBackend | None:
+    def backend_among(self, axes: tuple[str, ...], indices: tuple[int, ...], use: str) -> CommBackend | None:
         """Make a back end over the process group of some of the ranks along `axes`."""
-        group = self._mesh.group_among(axes, indices)
+        group = self._mesh.group_among(axes, indices, use)
         return None if group is None else ProcessGroupBackend(group, self._device)
 
     def close(self) -> None:
@@ -489,7 +489,7 @@ def connect(
         if len(holders) == len(stages):
             tied[holders] = over(PIPELINE_AXES)
         else:  # all ranks make these groups, in this order
-            backend = comm_factory.backend_among(PIPELINE_AXES, holders)
+            backend = comm_factory.backend_among(PIPELINE_AXES, holders, "tied")
             if backend is not None:
                 tied[holders] = connect_over(backend, PIPELINE_AXES, tuple(stages[index] for index in holders))
     cell = (*GRADIENT_AXES, *TENSOR_AXES)

@@ -67,18 +67,24 @@ class Mesh:
                     self._groups[ranks, use] = group
         return self._groups[ranks, use]
 
-    def group_among(self, axes: tuple[str, ...], indices: tuple[int, ...]) -> dist.ProcessGroup | None:
+    def group_among(self, axes: tuple[str, ...], indices: tuple[int, ...], use: str) -> dist.ProcessGroup | None:
         """Return the process group of some of the ranks along `axes`, by their indices there; None if this is none of
         them.
 
-        All ranks of the world call it together, and once.
+        All ranks of the world call it together, in the same order, and once for the same `indices` and `use`: each call
+        makes its groups. It takes the same indices along each line of ranks.
+
+        Args:
+            axes: of the mesh.
+            indices: of the ranks along `axes`.
+            use: what the group is for; it is a part of torch's description of it.
         """
         own = None
         for along in self.shape.groups_along(axes):
             members = tuple(along[index] for index in indices)
-            group = dist.new_group(list(members), timeout=self._timeout, group_desc="shardwise tied")
+            group = dist.new_group(list(members), timeout=self._timeout, group_desc=f"shardwise {use}")
             if self.rank in members:
-                own = self._groups[members, "tied"] = group
+                own = self._groups[members, use] = group
         return own
 
     def close(self) -> None:

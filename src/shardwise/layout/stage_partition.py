@@ -23,6 +23,7 @@ from __future__ import annotations
 import difflib
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -34,11 +35,11 @@ from typing import Final, Literal
 from torch import nn
 
 from shardwise.config.resolve import Config, ConfigError
-from shardwise.layout.layout import optimizer_states
+from shardwise.layout.layout import states_of
 from shardwise.layout.mesh_shape import SHARD_AXES, MeshShape
 from shardwise.layout.param_groups import ParamEntry, wide_parameters
 from shardwise.layout.pipeline_layout import PipelineLayout
-from shardwise.layout.precision import DTYPE_BYTES, precision_policy
+from shardwise.layout.precision import DTYPE_BYTES, PrecisionPolicy, precision_policy
 from shardwise.layout.stage_units import StageUnit, UnitCost, estimate_costs, find_stage_units
 from shardwise.layout.zero_stages import Placement, effective_stage
 from shardwise.schedule.registry import placement_of
@@ -486,16 +487,18 @@ def _bytes_per_element(model: nn.Module, config: Config) -> Callable[[ParamEntry
     """Return a function: parameter -> bytes stored for each of its elements (Rajbhandari et al. 2020, figure 1)."""
     num_shards = MeshShape.from_config(config.mesh).size_along(SHARD_AXES)
     stage = effective_stage(config.zero.stage, num_shards, config.tiers, is_scheduled=True)
-    narrow, wide = precision_policy(config.precision), wide_parameters(model, config.precision)
+    policy, wide = precision_policy(config.precision), wide_parameters(model, config.precision)
+
+    def sizes(policy: PrecisionPolicy) -> dict[str, float]:
+        found: Counter[tuple[str, Placement]] = Counter()
+        for state in states_of(stage, policy, config.optimizer, ()):
+            found[state.role, state.placement] += DTYPE_BYTES[state.dtype]
+        return {role: size / num_shards if at is Placement.SHARD else size for (role, at), size in found.items()}
+
+    narrow_sizes, wide_sizes = sizes(policy), sizes(policy.widened)
 
     def num_bytes(entry: ParamEntry) -> float:
-        policy = narrow if wide.isdisjoint((entry.name, *entry.aliases)) else narrow.widened
-        num_states = len(optimizer_states(config.optimizer)) + policy.keeps_master
-        sizes = (
-            (stage.params, DTYPE_BYTES[policy.param]),
-            (stage.grads, DTYPE_BYTES[policy.accumulate] * entry.requires_grad),
-            (stage.optimizer, DTYPE_BYTES[policy.master] * num_states * entry.requires_grad),
-        )
-        return sum(size / num_shards if place is Placement.SHARD else size for place, size in sizes)
+        own = narrow_sizes if wide.isdisjoint((entry.name, *entry.aliases)) else wide_sizes
+        return sum(size for role, size in own.items() if entry.requires_grad or role == "param")
 
     return num_bytes

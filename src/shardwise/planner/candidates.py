@@ -321,7 +321,7 @@ def _schedules(job: PlanJob, space: SearchSpace, pp: int) -> Iterator[tuple[str,
         if recipe.splits_backward and not splits_weights:
             continue
         most = (num_layers + 2) // pp
-        if schedule == "interleaved":
+        if recipe.is_interleaved:
             whole = [v for v in range(2, most + 1) if num_layers % (pp * v) == 0 or (num_layers + 2) % (pp * v) == 0]
             numbers = sorted({*whole, *(v for v in (2, 4) if v <= most)})
         else:

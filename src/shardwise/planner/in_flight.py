@@ -143,15 +143,15 @@ class InFlightTable:
 
     def _counted(self, row: _Row, most_sent: int | None) -> InFlight:
         name, num_ranks, virtual_stages, num_micro_batches, rank = row
-        placement = placement_of(name, num_ranks, virtual_stages)
-        if placement.stages_per_rank == 1 and not recipe_of(name).splits_backward:
+        recipe, placement = recipe_of(name), placement_of(name, num_ranks, virtual_stages)
+        if placement.stages_per_rank == 1 and not recipe.splits_backward:
             num = max_in_flight(name, num_ranks, num_micro_batches, virtual_stages, rank)
             awaits_gradient, awaits_input = num > 1 and rank < num_ranks - 1, num < num_micro_batches and rank > 0
             # Where gradients do not arrive, nothing does as the last is sent: one less was sent as the last input does.
             num_sent = num_micro_batches - num - (awaits_input and not awaits_gradient) if rank else 0
             num_arrived = int(awaits_gradient or awaits_input)
             return InFlight(((InFlightCounts((num,), (0,), num_arrived, _at_most(num_sent, most_sent)),),))
-        num = _as_telling(num_ranks, num_micro_batches) if name not in ("gpipe", "naive") else num_micro_batches
+        num = _as_telling(num_ranks, num_micro_batches) if recipe.repeats_by_rounds else num_micro_batches
         if num < num_micro_batches and most_sent is not None:
             return self._of(row._replace(num_micro_batches=num), most_sent)
         actions = pipeline_rows(name, num_ranks, num, virtual_stages).of(rank)

@@ -22,7 +22,7 @@ from shardwise.config.resolve import ConfigError
 from shardwise.schedule.actions import Action, ActionKind, Schedule
 from shardwise.schedule.pipelines import interleaved_rounds
 from shardwise.schedule.placement import StagePlacement
-from shardwise.schedule.registry import pipeline_rows, placement_of
+from shardwise.schedule.registry import pipeline_rows, placement_of, recipe_of
 
 _KIND_INDEX: Final[Mapping[ActionKind, int]] = MappingProxyType(
     {ActionKind.FORWARD: 0, ActionKind.BACKWARD: 1, ActionKind.BACKWARD_INPUT: 2, ActionKind.BACKWARD_WEIGHT: 3}
@@ -185,7 +185,7 @@ class PipelineTimes:
 
 def _num_first(recipe_name: str, placement: StagePlacement, num_micro_batches: int) -> int:
     """Count the micro-batches of rounds longer than p, which come before the rounds that repeat."""
-    if recipe_name != "interleaved":
+    if not recipe_of(recipe_name).is_interleaved:
         return num_micro_batches % placement.num_ranks
     rounds = interleaved_rounds(placement.num_ranks, num_micro_batches)
     return sum(length for length in rounds if length != placement.num_ranks)

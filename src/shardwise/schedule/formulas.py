@@ -16,9 +16,14 @@ for one micro-batch's forward, gradient of the input and gradient of the weights
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TypeVar
+
 from shardwise.schedule.actions import ScheduleError
 from shardwise.schedule.pipelines import interleaved_rounds
 from shardwise.schedule.registry import placement_of
+
+Number = TypeVar("Number", int, float)
 
 _UNKNOWN = "has no closed form; simulate the schedule"
 
@@ -74,12 +79,13 @@ def bubble_s(
     if recipe_name == "zb-v" and not weight <= forward <= backward:
         raise ScheduleError(f"{costs} without W <= F <= B, where the bubble of {recipe_name} {_UNKNOWN}")
     whole = forward + backward + weight
-    return {
+    known = {
         "naive": m * (p - 1) * whole,
         "zb-h1": (p - 1) * (whole - 2 * weight),
         "zb-h2": (p - 1) * (whole - 3 * weight),
         "zb-v": (p - 1) * (backward - weight),
-    }.get(recipe_name, (p - 1) * whole / v)
+    }
+    return _of_name(recipe_name, {**dict.fromkeys(("gpipe", "1f1b", "interleaved"), (p - 1) * whole / v), **known})
 
 
 def max_in_flight(recipe_name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int, rank: int) -> int:
@@ -112,10 +118,19 @@ def max_in_flight(recipe_name: str, num_ranks: int, num_micro_batches: int, virt
     placement.stages_of(rank)  # raises where there is no such rank
     v = placement.stages_per_rank
     longest_round = max(interleaved_rounds(p, m))
-    return {
+    known = {
         "naive": v,
         "gpipe": m * v,
+        "1f1b": min(m, p - rank),
+        "zb-h1": min(m, p - rank),
         "interleaved": min(m * v, 2 * (p - 1 - rank) + (v - 1) * longest_round + 1),
         "zb-h2": min(m, 2 * (p - rank) - 1),
         "zb-v": min(2 * m, m + rank + 1, 2 * p),
-    }.get(recipe_name, min(m, p - rank))
+    }
+    return _of_name(recipe_name, known)
+
+
+def _of_name(recipe_name: str, known: Mapping[str, Number]) -> Number:
+    if recipe_name not in known:
+        raise ScheduleError("no-closed-form", f"schedule {recipe_name} has no closed form; add it to formulas.py")
+    return known[recipe_name]

@@ -35,15 +35,23 @@ class ScheduleRecipe:
     `rows` takes the numbers of ranks, micro-batches and virtual stages. `splits_backward` says that it
     writes BACKWARD_INPUT and BACKWARD_WEIGHT instead of BACKWARD. A rank has `min_virtual_stages` to
     `max_virtual_stages` stages (None: any number); `rule` says so in error messages, with alternatives.
+    `repeats_by_rounds` says that what a rank holds repeats itself after a few rounds of micro-batches, of the lengths
+    of `interleaved_rounds`; the planner then counts those rounds only.
     """
 
     name: str
     rows: Callable[[int, int, int], ScheduleRows]
     splits_backward: bool = False
     is_v_shaped: bool = False
+    repeats_by_rounds: bool = False
     min_virtual_stages: int = 1
     max_virtual_stages: int | None = None
     rule: str = "which has a stage or more on every rank; use 1 or more"
+
+    @property
+    def is_interleaved(self) -> bool:
+        """Say whether a rank has two stages or more, as many as the user wants."""
+        return self.min_virtual_stages > 1 and self.max_virtual_stages is None
 
     def placement(self, num_ranks: int, virtual_stages: int = 1) -> StagePlacement:
         """Return where the stages are; 1 virtual stage, the default of the config, means 2 in a V.
@@ -68,11 +76,14 @@ RECIPES: Mapping[str, ScheduleRecipe] = MappingProxyType(
             ScheduleRecipe("naive", naive_rows),
             ScheduleRecipe("gpipe", gpipe_rows),
             ScheduleRecipe("1f1b", lambda p, m, v: one_f_one_b_rows(p, m), max_virtual_stages=1, rule=_ONE_STAGE),
-            ScheduleRecipe("interleaved", interleaved_rows, min_virtual_stages=2, rule=_SEVERAL_STAGES),
+            ScheduleRecipe(
+                "interleaved", interleaved_rows, repeats_by_rounds=True, min_virtual_stages=2, rule=_SEVERAL_STAGES
+            ),
             ScheduleRecipe(
                 "zb-h1",
                 lambda p, m, v: zero_bubble_h1_rows(p, m),
                 splits_backward=True,
+                repeats_by_rounds=True,
                 max_virtual_stages=1,
                 rule=_ONE_STAGE,
             ),
@@ -80,6 +91,7 @@ RECIPES: Mapping[str, ScheduleRecipe] = MappingProxyType(
                 "zb-h2",
                 lambda p, m, v: zero_bubble_h2_rows(p, m),
                 splits_backward=True,
+                repeats_by_rounds=True,
                 max_virtual_stages=1,
                 rule=_ONE_STAGE,
             ),
@@ -87,6 +99,7 @@ RECIPES: Mapping[str, ScheduleRecipe] = MappingProxyType(
                 "zb-v",
                 lambda p, m, v: zero_bubble_v_rows(p, m),
                 splits_backward=True,
+                repeats_by_rounds=True,
                 is_v_shaped=True,
                 min_virtual_stages=2,
                 max_virtual_stages=2,
