@@ -51,8 +51,8 @@ The rest is physics, or a constant for all devices whose reason is beside it in 
 and the cost of overlap in `collectives.py` and `comm_time.py`, the shape of a kernel's efficiency in
 `compute_time.py`, stragglers ({straggling:.1%} of the step's time, times sqrt(2 ln nodes)) in `step_time.py`.
 
-Some rules that read a row (`cases.py` and `traits.py` in `benchmarks/planner_eval/`) were chosen with these rows in
-sight, and other sources may not confirm them: which loss was computed where a row does not say it, whether a code that
+Some rules that read a row (`cases.py` and `traits.py` in `benchmarks/planner_eval/`) were chosen while looking at these
+rows, and other sources may not confirm them: which loss was computed where a row does not say it, whether a code that
 names its attention kernel computes the loss of all logits, that a bare "flash" is the first FlashAttention, what a bare
 "InfiniBand" is before H100, and which early codes overlap nothing. These rules make "fits" look better for held-out
 rows and for sources like them.

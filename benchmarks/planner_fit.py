@@ -124,12 +124,12 @@ def leave_one_out(
         inside, outside = [], []
         for family, all_rows in by_family.items():
             own = [each for each in all_rows if each.scored.case.group == source]
-            rest = [each for each in all_rows if each.scored.case.group != source]
+            others = [each for each in all_rows if each.scored.case.group != source]
             if not own:
                 continue
             refit = (
-                fit(rest, fits.get(family, FittedConstants()), rounds=(0,))
-                if len(rest) >= MIN_ROWS
+                fit(others, fits.get(family, FittedConstants()), rounds=(0,))
+                if len(others) >= MIN_ROWS
                 else FittedConstants()
             )
             inside += [each.ratio(fits.get(family, FittedConstants())) for each in own]

@@ -3,7 +3,7 @@
 Twelve configs on CPU processes over gloo, one thread each: ZeRO stages 0 to 3, tensor and pipeline parallelism, states
 on the host and on disk, recomputation. The machine is calibrated first (`shardwise doctor --calibrate`), by as many
 ranks as a config has, unless profiles are given; nothing of the runs themselves goes into the predictions. The configs
-take turns in an order that rotates; of five turns the median counts. Memory is the library's own ledger.
+take turns in an order that rotates; of five turns the median counts. Memory is the library's own memory tracker.
 
     python benchmarks/planner_machine.py --quick
     python benchmarks/planner_machine.py --json machine.json --markdown machine.md
@@ -65,7 +65,7 @@ class Case:
     sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def values(self, folder: str) -> dict[str, Any]:
-        """Of the whole config; `folder` is for what rests on NVMe."""
+        """Return the whole config; `folder` is for what is stored on NVMe."""
         workload = Workload(self.model, self.dtype, self.seq_len, self.micro_size)
         sections: dict[str, dict[str, Any]] = {
             "model": {"preset": self.model},
@@ -248,7 +248,7 @@ def row_of(name: str, measured: Measured, price: Estimate) -> dict[str, Any]:
     }
     if measured.failure is None:
         ranks = price.memory.ranks
-        # The ledger sees the device and the host, not files.
+        # The memory tracker sees the device and the host, not files.
         at_rest = max(sum(each.at_rest.values()) - each.elsewhere.get("nvme", 0) for each in ranks)
         peak = max(each.peak_bytes for each in ranks)
         row |= {

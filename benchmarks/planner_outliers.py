@@ -163,7 +163,7 @@ OUTLIERS = (
     ),
     Outlier(
         "nemotron4_15b", "",
-        "Presumably tensor-parallel collectives run beside products, and gradients travel in bf16; neither is said.",
+        "Presumably tensor-parallel collectives run beside products, and gradients are sent in bf16; neither is said.",
     ),
 )  # fmt: skip
 

@@ -100,7 +100,7 @@ def errors(ratios: Iterable[float | None]) -> dict[str, float]:
 
 
 def out_of_memory(rows: Iterable[Scored]) -> dict[str, float]:
-    """How well it is told which runs do not fit; out of memory is what is looked for."""
+    """Return how well runs that do not fit are recognised; out of memory is what is looked for."""
     pairs = [
         (not each.outputs["feasible"], not each.prediction.feasible)
         for each in rows

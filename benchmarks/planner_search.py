@@ -36,7 +36,7 @@ found = plan(question["model"], question["cluster"], global_batch=question["glob
 wall_s, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
 print(json.dumps({
     "torch_s": torch_s, "import_s": import_s, "wall_s": wall_s, "search_s": found.result.elapsed_s, "cpu_s": cpu_s,
-    "num_outlines": found.result.num_outlines, "num_priced": found.result.num_priced,
+    "num_outlines": found.result.num_candidates, "num_priced": found.result.num_priced,
     "is_proven": found.result.is_proven, "best": repr(found.best), "wins": found.reasons.wins,
 }))
 """
@@ -78,7 +78,7 @@ def ask(question: Question) -> dict[str, Any]:
 def show(console: Console, answers: Sequence[dict[str, Any]]) -> None:
     """Print a table, and below it each answer."""
     table = Table("model", "cluster", "batch", title="seconds of a whole answer, imports apart")
-    for heading in ("outlines", "priced", "wall s", "search alone", "CPU s", "aim", "proven"):
+    for heading in ("candidates", "priced", "wall s", "search alone", "CPU s", "aim", "proven"):
         table.add_column(heading, justify="right")
     for answer in answers:
         aim_s = answer["aim_s"]

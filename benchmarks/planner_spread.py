@@ -1,4 +1,4 @@
-"""How far measured step times lie from predicted ones, by what a prediction rests on."""
+"""How far measured step times are from predicted ones, by what a prediction comes from."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from shardwise.planner.step_time import SHARES, Kind, kind_of
 
 
 def within_interval(rows: Sequence[Scored]) -> float:
-    """The share of runs whose measured time lies in the interval that was predicted."""
+    """Return the share of runs whose measured time is in the interval that was predicted."""
     off = [_off(each) <= SHARES[kind] for kind, some in kinds(rows).items() for each in some]
     return sum(off) / len(off) if off else math.nan
 
 
 def kinds(rows: Sequence[Scored]) -> dict[Kind, list[Scored]]:
-    """Rows whose time was measured, by what their prediction rests on."""
+    """Group rows whose time was measured by what their prediction comes from."""
     found: dict[Kind, list[Scored]] = {kind: [] for kind in SHARES}
     for each in rows:
         if each.time_ratio is not None and each.prediction.price is not None:

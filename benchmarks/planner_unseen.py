@@ -30,9 +30,9 @@ def unseen_section(
     rows: Sequence[Scored], first_priced: Mapping[str, float | None], now: Mapping[str, float | None]
 ) -> str:
     """Return the section: both figures, errors by source, and what is far off."""
-    told = [name for name in first_priced if now.get(name) is not None]
+    names = [name for name in first_priced if now.get(name) is not None]
     lines = ["| figure | first priced | now |", "|---|---|---|"]
-    lines += [f"| {name} | {_share(first_priced[name])} | {_share(now[name])} |" for name in told]
+    lines += [f"| {name} | {_share(first_priced[name])} | {_share(now[name])} |" for name in names]
     words = WORDS.format(rows=len(rows), sources=len({each.case.group for each in rows}))
     return "\n".join(
         [

@@ -1,4 +1,4 @@
-"""Say why a row of a file of cases cannot be priced: its value, the rule, and the cure, in one line.
+"""Say why a row of a file of cases cannot be priced: its value, the rule, and the fix, in one line.
 
 >>> row = {"model": {"layers": 32, "hidden": 4096, "seq": 4096}, "hardware": {"gpu": "abacus", "num_gpus": 8}}
 >>> refusal(row).split(";")[0]

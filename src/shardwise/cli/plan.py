@@ -370,7 +370,7 @@ def _explain(arguments: argparse.Namespace, cluster: Cluster, model: str | None,
         from shardwise.planner.memory_limit import shortfall
         from shardwise.planner.plan_view import explain_view, job_dict, price_dict
         from shardwise.planner.pricer import Pricer
-        from shardwise.planner.suggestions import cures
+        from shardwise.planner.suggestions import suggest
         from shardwise.train.imported_plan import read_explained
 
         batch = arguments.global_batch
@@ -380,9 +380,11 @@ def _explain(arguments: argparse.Namespace, cluster: Cluster, model: str | None,
         pricer = Pricer(asked.job)
         price = pricer.price(asked.strategy)
         missing = shortfall(price.memory, cluster, arguments.margin)
-        found = () if missing is None else tuple(cures(price, missing, pricer, Pricer, arguments.margin))
+        found = () if missing is None else tuple(suggest(price, missing, pricer, Pricer, arguments.margin))
     is_coloured, margin = _is_coloured(Terminal()), arguments.margin
-    view = explain_view(price, pricer, is_coloured=is_coloured, margin_share=margin, notes=asked.notes, cures=found)
+    view = explain_view(
+        price, pricer, is_coloured=is_coloured, margin_share=margin, notes=asked.notes, suggestions=found
+    )
     _give(arguments, view, {"job": job_dict(price.job), **price_dict(price), "cures": list(found)})
     return 0 if shortfall(price.memory, cluster, 0.0) is None else 1
 

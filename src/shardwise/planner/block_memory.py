@@ -67,7 +67,7 @@ class HeadBytes:
         given: the head's input, where it is kept.
         kept: between the loss's forward and its backward, in addition to `given`.
         loss: made by the loss besides, at its highest.
-        behind: after the loss's backward: what it leaves and what the head's backward makes.
+        after: after the loss's backward: what it leaves and what the head's backward makes.
         weight: the gradient of the head's weight; that of the embedding's is as large.
         deferred: kept for the gradient of the weight, where that comes later.
     """
@@ -75,7 +75,7 @@ class HeadBytes:
     given: float
     kept: float
     loss: float
-    behind: float
+    after: float
     weight: float
     deferred: float
 
@@ -337,7 +337,7 @@ def head_bytes(job: PlanJob, strategy: Strategy) -> HeadBytes:
         given=0.0,
         kept=stream + FP32_BYTES * vocab * hidden,
         loss=stream + max(widened * at_a_time * vocab, summed),
-        behind=stream,
+        after=stream,
         weight=weight,
         deferred=0.0,
     )

@@ -38,7 +38,7 @@ class Buffers:
     """Hold the bytes of a rank's buffers at the moments of a step.
 
     Attributes:
-        resting: those that exist when no gradient has come.
+        idle: those that exist when no gradient has come.
         with_root: when gradients of what is in no block have come.
         opening: before a block's gradients come; by the number of blocks that are done, the last entry for all further.
         filling: while they come; indexed as `opening`.
@@ -48,7 +48,7 @@ class Buffers:
         scratch: outside the pool, in which a reduction sums.
     """
 
-    resting: float
+    idle: float
     with_root: float
     opening: tuple[float, ...]
     filling: tuple[float, ...]
@@ -198,7 +198,7 @@ def _unpipelined(
 ) -> Buffers:
     walk = _Walk(rules, backward_bytes)
     walk.touch(sums_bytes)
-    resting = walk.num_bytes
+    idle = walk.num_bytes
     of_root = walk.bucket(units.root)
     with_root = walk.num_bytes
     opening, filling, reducing = [], [], []
@@ -213,7 +213,7 @@ def _unpipelined(
     last = max(walk.num_bytes, reducing[-1] if reducing else 0.0)
     opened, filled, reduced = (tuple(each) or (with_root,) for each in (opening, filling, reducing))
     # After a backward that reduces, the engine's pool frees idle buffers.
-    return Buffers(resting, with_root, opened, filled, reduced, last, 0.0, scratch_bytes)
+    return Buffers(idle, with_root, opened, filled, reduced, last, 0.0, scratch_bytes)
 
 
 class _Counted:
@@ -276,7 +276,7 @@ class _Rules:
     is_replicated: bool
     num_shards: int
     wire_bytes: int
-    rest_bytes: int
+    accumulate_bytes: int
     bucket_bytes: int
     copies: bool
     receives: bool
@@ -296,9 +296,9 @@ class _Rules:
         num_shards = mesh.dp_shard * mesh.cp
         num_ranks = num_shards * (mesh.dp_replicate if is_replicated else 1)
         is_split = num_ranks > 1 and traits.trains_all
-        wire_bytes, rest_bytes = DTYPE_BYTES[precision.reduce], DTYPE_BYTES[precision.accumulate]
-        bucket_bytes = rest_bytes if s.pp > 1 else wire_bytes
-        is_same = (bucket_bytes if is_sharded else rest_bytes) == wire_bytes
+        wire_bytes, accumulate_bytes = DTYPE_BYTES[precision.reduce], DTYPE_BYTES[precision.accumulate]
+        bucket_bytes = accumulate_bytes if s.pp > 1 else wire_bytes
+        is_same = (bucket_bytes if is_sharded else accumulate_bytes) == wire_bytes
         in_place = traits.reduces_in_place or (is_replicated and is_same)
         is_summed_again = mesh.dp_replicate > 1 and not is_replicated and traits.is_own
         is_once = s.gather == "batch"
@@ -308,11 +308,11 @@ class _Rules:
             is_replicated=is_replicated,
             num_shards=num_shards,
             wire_bytes=wire_bytes,
-            rest_bytes=rest_bytes,
+            accumulate_bytes=accumulate_bytes,
             bucket_bytes=bucket_bytes,
             copies=is_split and not is_same and not traits.reduces_in_place,
             receives=is_split and (is_sharded or not in_place),
-            widens_sums=is_summed_again and rest_bytes != wire_bytes,
+            widens_sums=is_summed_again and accumulate_bytes != wire_bytes,
             # What NCCL sums arrives as a slice; others copy all gradients of a group together before they send them.
             sums_on_arrival=traits.is_own and not job.cluster.gpu.is_cpu and wire_bytes >= FP32_BYTES,
             is_on_host=job.cluster.gpu.is_cpu,
@@ -375,7 +375,7 @@ class _Walk:
             if self._rules.is_replicated:
                 kept.append(held.pop())
         if self._rules.lands:
-            kept.append(self._take(numel // self._rules.num_shards, self._rules.rest_bytes))
+            kept.append(self._take(numel // self._rules.num_shards, self._rules.accumulate_bytes))
         if self._rules.receives:
             is_slice = self._rules.sums_on_arrival
             received = self._take(numel // self._rules.num_shards if is_slice else numel, self._rules.wire_bytes)
@@ -429,8 +429,8 @@ class _Walk:
         for num_bytes in tables_bytes:
             self.touch((num_bytes,))
         self.touch(sums_bytes)
-        resting = self.num_bytes
-        before, full, last = [resting] * len(stages), [resting] * len(stages), resting
+        idle = self.num_bytes
+        before, full, last = [idle] * len(stages), [idle] * len(stages), idle
         for stage, opened, filled, reduced in self._step(stages, order):
             before[stage], full[stage] = max(before[stage], opened), max(full[stage], filled)
             last = max(last, filled, reduced)
@@ -438,7 +438,7 @@ class _Walk:
         stepping, more = self.num_bytes, self._unseen(stages)
         return [
             Buffers(
-                resting=resting + more,
+                idle=idle + more,
                 with_root=filled + more,
                 opening=(opened + more, filled + more),
                 filling=(filled + more,),

@@ -172,8 +172,8 @@ def why_none(job: PlanJob, space: SearchSpace) -> str:
             values = ",".join(str(each).lower() for each in space.pins[name])
             beside = " beside what else is pinned" if len(space.pins) > 1 else ""
             return f"{none} {key}={values}{beside}; give another value, or leave it out"
-    cure = "give a batch that more numbers divide, or pin less"
-    return f"{none} a global batch of {job.global_batch} and what is pinned; {cure}"
+    fix = "give a batch that more numbers divide, or pin less"
+    return f"{none} a global batch of {job.global_batch} and what is pinned; {fix}"
 
 
 def placements(job: PlanJob, space: SearchSpace, candidate: ParallelismCandidate) -> tuple[PlacementCandidate, ...]:
@@ -190,24 +190,24 @@ def placements(job: PlanJob, space: SearchSpace, candidate: ParallelismCandidate
         for stage in space.of("zero_stage", (0, 1, 2, 3)):
             for gather in _gathers(space, candidate, stage):
                 for dp_shard in _shard_sizes(job, space, candidate, stage, is_away):
-                    rest = PlacementCandidate(stage, dp_shard, gather, *tiers)
-                    if _is_legal(space, candidate, rest):
-                        found.append(rest)
+                    placement = PlacementCandidate(stage, dp_shard, gather, *tiers)
+                    if _is_legal(space, candidate, placement):
+                        found.append(placement)
     return tuple(found)
 
 
-def strategy_at(candidate: ParallelismCandidate, rest: PlacementCandidate, base: Strategy) -> Strategy:
+def strategy_at(candidate: ParallelismCandidate, placement: PlacementCandidate, base: Strategy) -> Strategy:
     """Return the strategy of a parallelism candidate and a placement.
 
     Args:
         candidate: how the work is split.
-        rest: where its states are stored.
+        placement: where its states are stored.
         base: its precision, chunk of tokens and expert ranks are taken.
     """
-    values = candidate._asdict() | rest._asdict()
+    values = candidate._asdict() | placement._asdict()
     num_data_ranks = values.pop("num_data_ranks")
     taken = {name: getattr(base, name) for name in ("param", "reduce", "accumulate", "matmul", "chunk_tokens", "ep")}
-    return Strategy(**values, **taken, dp_replicate=num_data_ranks // rest.dp_shard)
+    return Strategy(**values, **taken, dp_replicate=num_data_ranks // placement.dp_shard)
 
 
 def divisors(number: int) -> list[int]:
@@ -327,8 +327,8 @@ def _schedules(job: PlanJob, space: SearchSpace, pp: int) -> Iterator[tuple[str,
         else:
             numbers = [recipe.min_virtual_stages]
         for virtual_stages in space.of("virtual_stages", numbers):
-            has_room = virtual_stages <= most and virtual_stages >= recipe.min_virtual_stages
-            if has_room and (recipe.max_virtual_stages is None or virtual_stages <= recipe.max_virtual_stages):
+            is_possible = virtual_stages <= most and virtual_stages >= recipe.min_virtual_stages
+            if is_possible and (recipe.max_virtual_stages is None or virtual_stages <= recipe.max_virtual_stages):
                 yield schedule, virtual_stages
 
 
@@ -390,20 +390,21 @@ def _shard_sizes(
     ]
 
 
-def _is_legal(space: SearchSpace, candidate: ParallelismCandidate, rest: PlacementCandidate) -> bool:
+def _is_legal(space: SearchSpace, candidate: ParallelismCandidate, placement: PlacementCandidate) -> bool:
     """Say no to what the engine refuses, and to what it runs as another stage's strategy."""
-    is_away = rest.tiers[:3] != ("device", "device", "device")
-    if is_away and rest.zero_stage == 0:
+    is_away = placement.tiers[:3] != ("device", "device", "device")
+    if is_away and placement.zero_stage == 0:
         return False
-    if rest.params_tier != "device" and rest.zero_stage != 3:
+    if placement.params_tier != "device" and placement.zero_stage != 3:
         return False
-    if rest.activations_tier != "device" and candidate.recompute == "none":
+    if placement.activations_tier != "device" and candidate.recompute == "none":
         return False  # only the inputs of blocks that run again are moved
     if "zero_stage" in space.pins:
         return True
     if is_away and candidate.num_data_ranks * candidate.cp == 1:  # nothing is split: stages differ in what may be away
-        return rest.zero_stage == (3 if rest.params_tier != "device" else 2 if rest.grads_tier != "device" else 1)
-    is_stage_1 = candidate.pp > 1 and rest.grads_tier == "device"
-    if rest.zero_stage == 2 and is_stage_1:
+        least = 3 if placement.params_tier != "device" else 2 if placement.grads_tier != "device" else 1
+        return placement.zero_stage == least
+    is_stage_1 = candidate.pp > 1 and placement.grads_tier == "device"
+    if placement.zero_stage == 2 and is_stage_1:
         return False
-    return not (rest.zero_stage == 1 and rest.grads_tier != "device")
+    return not (placement.zero_stage == 1 and placement.grads_tier != "device")

@@ -46,7 +46,7 @@ PCIE_SHARE: Final = 0.5
 """Share of the way to the host that devices without links reach through its memory: each byte goes up and down."""
 PLAIN_NIC_BYTES_PER_S: Final = 1.25e9
 PLAIN_HOST_BYTES_PER_S: Final = 16e9
-"""Bandwidths where the data sheet names none: Ethernet of 10 Gb/s, PCIe 3 of 16 lanes."""
+"""Bandwidths where the data sheet names none: Ethernet of 10 Gb/s, PCIe 3 x16."""
 
 _TRAVERSALS: Final[Mapping[str, int]] = MappingProxyType({"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1})
 

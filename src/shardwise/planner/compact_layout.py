@@ -164,7 +164,7 @@ class CompactLayout:
             LayerCount(self._placed(fold.group, mesh, s.ep), fold.count)
             for fold in self._held(s, stages, pipeline_rank)
         ]
-        folds = tuple(self._rested(s, tiers, held, pipeline_rank))
+        folds = tuple(self._tiered(s, tiers, held, pipeline_rank))
         groups = tuple(fold.group for fold in folds)
         states = states_of(stage, policy, OptimizerConfig(name=self.job.optimizer), groups)
         pipeline = None
@@ -181,7 +181,7 @@ class CompactLayout:
         num_shards = max(1, mesh.size_along(SHARD_AXES) // share)
         return replace(group, num_ranks=num_ranks, num_shards=num_shards)
 
-    def _rested(
+    def _tiered(
         self, strategy: Strategy, tiers: TiersConfig, held: Sequence[LayerCount], pipeline_rank: int
     ) -> Iterator[LayerCount]:
         """Yield the folds with the tiers of their states; a fold of which a share stays on the device becomes several.
@@ -204,7 +204,7 @@ class CompactLayout:
                 yield LayerCount(replace(fold.group, tiers=first.group.tiers), fold.count)
                 continue
             counts = Counter(group.tiers for group in islice(assigned, fold.count))
-            yield from (LayerCount(replace(fold.group, tiers=rested), count) for rested, count in counts.items())
+            yield from (LayerCount(replace(fold.group, tiers=tiers_of), count) for tiers_of, count in counts.items())
 
     def _held(self, strategy: Strategy, stages: StageLayouts, pipeline_rank: int) -> Iterable[LayerCount]:
         """Yield the templates of what a pipeline rank holds: the root's first, the last block at the end."""

@@ -211,8 +211,8 @@ def pins_of(assignments: Sequence[str]) -> dict[str, tuple[Any, ...]]:
         key, _, text = assignment.partition("=")
         if key not in KEYS:
             close = difflib.get_close_matches(key, KEYS, n=1)
-            cure = f"did you mean {close[0]}?" if close else f"it chooses {', '.join(KEYS)}"
-            raise ConfigError(f"{key} is nothing that the planner chooses; {cure}")
+            fix = f"did you mean {close[0]}?" if close else f"it chooses {', '.join(KEYS)}"
+            raise ConfigError(f"{key} is nothing that the planner chooses; {fix}")
         if key.endswith("_on_device"):
             raise ConfigError(f"{key} is chosen last, as large as fits; leave it out, or price yours by --explain")
         section, _, leaf = key.partition(".")

@@ -19,7 +19,7 @@ from shardwise.planner.neighbours import Change, price_changes
 from shardwise.planner.pricer import Pricer, Pricing
 from shardwise.planner.results import TIME_PARTS, Estimate, RankMemory
 from shardwise.planner.search import SearchResult
-from shardwise.planner.suggestions import cures, smallest_cure, would_fit
+from shardwise.planner.suggestions import smallest_change, suggest, would_fit
 from shardwise.planner.tie_break import extras_words, num_extras
 
 _PART_WORDS: Final[Mapping[str, str]] = MappingProxyType(
@@ -69,7 +69,7 @@ class Reasons:
         runners_up: why each loses, in the order of `SearchResult.runners_up`.
         defaults: why popular layouts lose.
         changes: what one change of the winner does; those that fit come first.
-        misses, cures: where nothing fits: what the nearest lacks, and what would make it fit.
+        misses, suggestions: where nothing fits: what the nearest lacks, and what would make it fit.
         yours: how the user's own strategy does; empty where there is none.
     """
 
@@ -78,7 +78,7 @@ class Reasons:
     defaults: tuple[DefaultChoice, ...]
     changes: tuple[Change, ...] = ()
     misses: str = ""
-    cures: tuple[str, ...] = ()
+    suggestions: tuple[str, ...] = ()
     yours: str = ""
 
 
@@ -105,9 +105,9 @@ def reasons_of(
         if plan.nearest is None:
             return Reasons(wins="", runners_up=(), defaults=usual, yours=own)
         price, missing = plan.nearest
-        found = tuple(cures(price, missing, pricing, make, margin_share))
+        found = tuple(suggest(price, missing, pricing, make, margin_share))
         misses = lacks(price, missing)
-        return Reasons(wins="", runners_up=(), defaults=usual, misses=misses, cures=found, yours=own)
+        return Reasons(wins="", runners_up=(), defaults=usual, misses=misses, suggestions=found, yours=own)
     return Reasons(
         wins=why_faster(winner, plan.runners_up[0]) if plan.runners_up else "no other mesh or schedule fits",
         runners_up=tuple(why_slower(each, winner) for each in plan.runners_up),
@@ -152,7 +152,7 @@ def why_yours(yours: Estimate, winner: Estimate | None, pricing: Pricing, margin
     """
     missing = shortfall(yours.memory, yours.job.cluster, margin_share)
     if missing is not None:
-        return why_not(yours, missing, smallest_cure(yours.job, yours.strategy, pricing, margin_share))
+        return why_not(yours, missing, smallest_change(yours.job, yours.strategy, pricing, margin_share))
     if winner is None:
         return "fits, though the search found nothing that does: keep it"
     gained = winner.time.step_s - yours.time.step_s
@@ -173,18 +173,18 @@ def parts_words(differences: Mapping[str, float]) -> str:
     )
 
 
-def why_not(price: Estimate, missing: Shortfall, cure: Change | None) -> str:
+def why_not(price: Estimate, missing: Shortfall, change: Change | None) -> str:
     """Say how much memory a strategy lacks, and the smallest change that makes it fit.
 
     Args:
         price: the price of the strategy.
         missing: what does not fit.
-        cure: the change; None where no single change makes it fit.
+        change: the change; None where no single change makes it fit.
     """
     words = lacks(price, missing)
-    if cure is None:
+    if change is None:
         return f"{words}; nothing less of it fits"
-    return f"{words}; {would_fit(cure)}"
+    return f"{words}; {would_fit(change)}"
 
 
 def defaults(plan: SearchResult, pricing: Pricing) -> Iterator[DefaultChoice]:
@@ -221,8 +221,8 @@ def _default(name: str, strategies: list[Strategy], plan: SearchResult, pricing:
     missing = shortfall(memory, job.cluster, margin_share)
     if missing is None:
         raise RuntimeError(f"{strategy} fits and does not")
-    cure = smallest_cure(job, strategy, pricing, margin_share)
-    return DefaultChoice(name=name, price=price, missing=missing, sentence=why_not(price, missing, cure))
+    change = smallest_change(job, strategy, pricing, margin_share)
+    return DefaultChoice(name=name, price=price, missing=missing, sentence=why_not(price, missing, change))
 
 
 def _default_strategies(job: PlanJob, plan: SearchResult) -> Iterator[tuple[str, list[Strategy]]]:
@@ -247,8 +247,8 @@ def _default_strategies(job: PlanJob, plan: SearchResult) -> Iterator[tuple[str,
 
 
 def _with_batches(job: PlanJob, strategy: Strategy) -> list[Strategy]:
-    each_batch, rest = divmod(job.global_batch, strategy.num_data_ranks)
-    if rest:
+    each_batch, left = divmod(job.global_batch, strategy.num_data_ranks)
+    if left:
         return []
     sizes = [size for size in _MICRO_SIZES if each_batch % size == 0]
     return [replace(strategy, micro_size=size, num_micro_batches=each_batch // size) for size in sizes]

@@ -39,14 +39,14 @@ def _layout_parts(s: Strategy) -> Iterator[str]:
     if s.recompute != "none":
         every = f" every {s.recompute_every}" if s.recompute_every > 1 else ""
         yield f"recompute {s.recompute}{every}"
-    rests = (
+    placed = (
         ("params", s.params_tier, s.params_on_device),
         ("grads", s.grads_tier, s.grads_on_device),
         ("optimizer", s.optimizer_tier, s.optimizer_on_device),
         ("activations", s.activations_tier, 0.0),
     )
     for tier in ("host", "nvme"):
-        states = [f"{name} but {100 * share:.0f} %" if share else name for name, of, share in rests if of == tier]
+        states = [f"{name} but {100 * share:.0f} %" if share else name for name, of, share in placed if of == tier]
         if states:
             yield f"{' and '.join(states)} on {tier}"
 
@@ -68,9 +68,9 @@ def count_words(number: float) -> str:
     >>> count_words(69_000_000_000), count_words(8_388_608), count_words(950)
     ('69.0 B', '8.39 M', '950')
     """
-    for unit, letter in _COUNTS:
+    for unit, suffix in _COUNTS:
         if number >= unit:
-            return f"{_three_digits(number / unit)} {letter}"
+            return f"{_three_digits(number / unit)} {suffix}"
     return f"{number:.0f}"
 
 

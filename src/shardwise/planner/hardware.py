@@ -161,8 +161,8 @@ def find_gpu(name: str) -> GpuSpec:
     if found is not None:
         return found
     close = difflib.get_close_matches(name.lower(), GPUS, n=1, cutoff=0.5)
-    cure = f"did you mean {close[0]}?" if close else f"use one of {', '.join(GPUS)}"
-    raise ConfigError(f"{name} is no device that the planner knows; {cure}")
+    fix = f"did you mean {close[0]}?" if close else f"use one of {', '.join(GPUS)}"
+    raise ConfigError(f"{name} is no device that the planner knows; {fix}")
 
 
 def known_gpu(name: str) -> GpuSpec | None:
@@ -174,8 +174,8 @@ def known_gpu(name: str) -> GpuSpec | None:
     if name in ENTRIES:
         return ENTRIES[name].gpu
     words = _words_of(name)
-    alike = [entry for entry in ENTRIES.values() if entry.model == words.model]
-    return min(alike, key=lambda entry: _distance(entry, words)).gpu if alike else None
+    of_model = [entry for entry in ENTRIES.values() if entry.model == words.model]
+    return min(of_model, key=lambda entry: _distance(entry, words)).gpu if of_model else None
 
 
 def _distance(entry: CatalogueEntry, words: _Words) -> tuple[float, bool, int]:
@@ -323,8 +323,8 @@ def _read_cluster(path: Path) -> Cluster:
     for key, value in values.items():
         if key not in KEYS:
             close = difflib.get_close_matches(key, KEYS, n=1)
-            cure = f"did you mean {close[0]}?" if close else f"keys are {', '.join(KEYS)}"
-            raise ConfigError(f"{path.name}: {key} is no key of a cluster; {cure}")
+            fix = f"did you mean {close[0]}?" if close else f"keys are {', '.join(KEYS)}"
+            raise ConfigError(f"{path.name}: {key} is no key of a cluster; {fix}")
         if key == "gpu":
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:

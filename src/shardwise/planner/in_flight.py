@@ -3,7 +3,7 @@
 Where a rank's stages have different sizes, the most stages at once need not be the most bytes, so the counts name the
 stages. Moments at which a backward runs are separate, since it makes its own tensors.
 
->>> flight = InFlightTable().of("interleaved", 2, 2, 4, rank=0)
+>>> in_flight = InFlightTable().of("interleaved", 2, 2, 4, rank=0)
 >>> [[held.whole for held in moments] for moments in flight.backwards]
 [[(4, 1), (3, 2)], [(3, 2), (4, 1)]]
 >>> InFlightTable().of("zb-h1", 4, 1, 1000, rank=2).between
@@ -137,8 +137,8 @@ class InFlightTable:
     def _of(self, row: _Row, most_sent: int | None) -> InFlight:
         key = (row, most_sent)
         if key not in self._known:
-            flight = self._counted(row, most_sent)
-            self._known[key] = self._same.setdefault(flight, flight)
+            in_flight = self._counted(row, most_sent)
+            self._known[key] = self._same.setdefault(in_flight, in_flight)
         return self._known[key]
 
     def _counted(self, row: _Row, most_sent: int | None) -> InFlight:
@@ -156,7 +156,7 @@ class InFlightTable:
             return self._of(row._replace(num_micro_batches=num), most_sent)
         actions = pipeline_rows(name, num_ranks, num, virtual_stages).of(rank)
         return _with_rounds(
-            _flight(actions, placement, rank, most_sent), (num_micro_batches - num) * _num_inlets(placement, rank)
+            _counts_of(actions, placement, rank, most_sent), (num_micro_batches - num) * _num_inlets(placement, rank)
         )
 
     def reductions(
@@ -213,15 +213,15 @@ def _at_most(number: int, most: int | None) -> int:
     return number if most is None else min(number, most)
 
 
-def _with_rounds(flight: InFlight, num_more: int) -> InFlight:
+def _with_rounds(in_flight: InFlight, num_more: int) -> InFlight:
     """Add the gradients that were sent in rounds that were left out."""
     if not num_more:
-        return flight
+        return in_flight
 
     def with_more(moments: tuple[InFlightCounts, ...]) -> tuple[InFlightCounts, ...]:
         return tuple(replace(each, num_sent=each.num_sent + num_more * (each.num_sent > 0)) for each in moments)
 
-    return InFlight(tuple(map(with_more, flight.backwards)), with_more(flight.between))
+    return InFlight(tuple(map(with_more, in_flight.backwards)), with_more(in_flight.between))
 
 
 def is_remote(placement: StagePlacement, stage: int, neighbour: int) -> bool:
@@ -240,7 +240,7 @@ def _num_inlets(placement: StagePlacement, rank: int) -> int:
     return sum(is_remote(placement, stage, stage - 1) for stage in placement.stages_of(rank))
 
 
-def _flight(
+def _counts_of(
     row: Sequence[tuple[ActionKind, int, int]], placement: StagePlacement, rank: int, most_sent: int | None
 ) -> InFlight:
     moments = _Moments.of(row, placement, placement.stages_of(rank), most_sent)

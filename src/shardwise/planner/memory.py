@@ -104,7 +104,7 @@ class MemoryModel:
     def __init__(self, job: PlanJob, compact: CompactLayout | None = None) -> None:
         self.job = job
         self.compact = compact or CompactLayout(job)
-        self._flights = InFlightTable()
+        self._counts = InFlightTable()
         self._blocks: dict[tuple[object, ...], BlockBytes] = {}
         self._heads: dict[tuple[object, ...], HeadBytes] = {}
         self._buffer_table = BufferTable(job)
@@ -124,7 +124,7 @@ class MemoryModel:
             firsts = tuple(
                 stages.starts[stage] % strategy.recompute_every for stage in stages.placement.stages_of(rank)
             )
-            key = (*stages.held_by(rank), firsts, self._flight(strategy, rank))
+            key = (*stages.held_by(rank), firsts, self._in_flight(strategy, rank))
             if key not in found:
                 found[key] = self._of_rank(strategy, stages, rank)
             ranks.append(replace(found[key], pipeline_rank=rank))
@@ -136,14 +136,14 @@ class MemoryModel:
         at_rest = self.compact.at_rest(strategy, rank)
         by_tier = self.compact.by_tier(strategy, rank)
         here = by_tier.get("device", {"param": 0, "grad": 0, "optimizer": 0})
-        rest = {"params": here["param"] * self.job.traits.params_share, "grads": 0.0, "optimizer": 0.0}
+        states = {"params": here["param"] * self.job.traits.params_share, "grads": 0.0, "optimizer": 0.0}
         if self.job.traits.trains_all:
-            rest["grads"] = here["grad"] + self._extra_grads(strategy, rank)
-            rest["optimizer"] = here["optimizer"] * self.job.traits.optimizer_share
+            states["grads"] = here["grad"] + self._extra_grads(strategy, rank)
+            states["optimizer"] = here["optimizer"] * self.job.traits.optimizer_share
         else:  # the adapters' own are too few to count
             at_rest = {**at_rest, "grad": 0, "optimizer": 0}
         moments = self._moments(strategy, stages, rank)
-        peak = rest | max(moments, key=lambda moment: sum(moment.values()))
+        peak = states | max(moments, key=lambda moment: sum(moment.values()))
         elsewhere = {tier: float(sum(by_tier[tier].values())) for tier in TIERS[1:] if tier in by_tier}
         if strategy.activations_tier == "host":
             elsewhere["host"] = elsewhere.get("host", 0.0) + self._offloaded(strategy, stages, rank)
@@ -191,14 +191,14 @@ class MemoryModel:
                 return kept + stream * (min(NUM_ON_THE_WAY, s.num_micro_batches) if s.pp > 1 else 0)
             return kept + moment.num_arrived * passing + _sent_bytes(moment, inlets, s.num_micro_batches)
 
-        flight = self._flight(s, rank)
+        in_flight = self._in_flight(s, rank)
         # Whatever else a moment has is the same for all of its kind: the one before which most is kept is the highest.
-        for index, moments in enumerate(flight.backwards):
+        for index, moments in enumerate(in_flight.backwards):
             bases = [base(moment) for moment in moments]
             kept, stage = max(bases), each[index]
             # A stage that holds all micro-batches has run no backward, so no gradients wait in buckets.
-            rest = zip(bases, moments, strict=True) if s.pp > 1 and s.gather == "batch" else ()
-            waiting = [one for one, moment in rest if moment.whole[index] < s.num_micro_batches]
+            both = zip(bases, moments, strict=True) if s.pp > 1 and s.gather == "batch" else ()
+            waiting = [one for one, moment in both if moment.whole[index] < s.num_micro_batches]
             again = max(waiting, default=-math.inf) - kept
             yield from self._backward(s, stage, kept, gathered[index], buffers[index], held[index] == 0, again)
             if self._reduces_after(s):
@@ -210,10 +210,10 @@ class MemoryModel:
                     "buckets": buffers[index].last,
                 }
         for is_deferred in (False, True):
-            alike = [base(moment) for moment in flight.between if any(moment.deferred) is is_deferred]
-            if alike:
+            bases = [base(moment) for moment in in_flight.between if any(moment.deferred) is is_deferred]
+            if bases:
                 yield {
-                    "activations": max(alike) + stream,
+                    "activations": max(bases) + stream,
                     "workspace": max(self._largest_weight(s, stage) for stage in each) if is_deferred else 0.0,
                     "gathered": max(one.num_bytes(2) for one in gathered),
                     "buckets": max(one.filling[-1] for one in buffers),
@@ -247,14 +247,14 @@ class MemoryModel:
         left, widened = base - stage.sent + stage.taken, self._widened_bytes(s, head)
         if stage.has_head:
             num_gathered = int(s.pp == 1)  # what the forward was gathered for; in a pipeline none stays
-            of_loss = {"gathered": gathered.num_bytes(num_gathered), "buckets": buffers.resting}
+            of_loss = {"gathered": gathered.num_bytes(num_gathered), "buckets": buffers.idle}
             yield {"activations": left - head.kept, "logits": head.kept + head.loss, **of_loss}
-            yield {"activations": left + head.behind, "workspace": head.weight, **of_loss}
+            yield {"activations": left + head.after, "workspace": head.weight, **of_loss}
             left += stage.head_deferred - head.given - head.kept
             if s.pp == 1 and self.job.shape.is_tied:
                 left += head.weight  # it waits for what the embedding adds to it
             of_root = {"gathered": gathered.num_bytes(num_gathered), "buckets": buffers.with_root}
-            yield {"activations": left + head.behind, "workspace": head.weight + widened, **of_root}
+            yield {"activations": left + head.after, "workspace": head.weight + widened, **of_root}
         if stage.has_norm:
             if self.job.cluster.gpu.is_cpu:
                 wide = norm_bytes(DTYPE_BYTES[s.param]) / DTYPE_BYTES[s.param]
@@ -293,7 +293,7 @@ class MemoryModel:
         """Yield the moments of the backward of a stage's blocks, where a rank also keeps `left`."""
         s, block = strategy, self._block(strategy, has_experts=stage.has_experts)
         num_blocks, blocks = stage.num_blocks, stage.blocks
-        behind = self._reduces_after(s)
+        is_later = self._reduces_after(s)
         for done in _telling(num_blocks, NUM_TELLING if s.pp == 1 else s.recompute_every, is_last=deferred > 0):
             here = num_blocks - done
             of_block = {"gathered": gathered.num_bytes(min(2, here))}
@@ -306,8 +306,8 @@ class MemoryModel:
                     yield {"activations": kept + more, "workspace": block.early, "buckets": buckets, **of_block}
             yield {
                 "activations": left + blocks[here - 1] + (done + 1) * deferred + block.stream,
-                "buckets": filling if behind else _at(buffers.reducing, done),
-                "workspace": 0.0 if behind else float(buffers.scratch),
+                "buckets": filling if is_later else _at(buffers.reducing, done),
+                "workspace": 0.0 if is_later else float(buffers.scratch),
                 **of_block,
             }
 
@@ -342,7 +342,7 @@ class MemoryModel:
             whole_bytes = self._block(s, has_experts=False).stream * (s.tp if s.sequence_parallel else 1)
         reductions: tuple[tuple[int, bool], ...] = ()
         if s.pp > 1 and s.gather == "micro-batch":
-            reductions = self._flights.reductions(s.schedule, s.pp, s.virtual_stages, s.num_micro_batches, rank=rank)
+            reductions = self._counts.reductions(s.schedule, s.pp, s.virtual_stages, s.num_micro_batches, rank=rank)
         folds, share = self.compact.rank(s, rank), self._largest_share() if traits.moves_tensors else 1.0
         sums = sums_of(s, whole_bytes, folds) if whole_bytes else ()
         again = sums_in_backward(s, whole_bytes, folds) if whole_bytes else ()
@@ -383,14 +383,14 @@ class MemoryModel:
         num_inputs = stages.layers_on(rank) // strategy.recompute_every - NUM_INPUTS_ON_DEVICE
         return max(0, num_inputs) * _input_bytes(strategy, block)
 
-    def _flight(self, strategy: Strategy, rank: int) -> InFlight:
+    def _in_flight(self, strategy: Strategy, rank: int) -> InFlight:
         """Return the moments of a rank's schedule at which it holds most."""
         s = strategy
         if s.pp == 1:
             return InFlight(((InFlightCounts((1,), (0,)),),))
         # On a GPU a gradient that was sent is freed when the next is sent; on a CPU when all sends are waited for.
         most_sent = None if self.job.cluster.gpu.is_cpu else 1
-        return self._flights.of(s.schedule, s.pp, s.virtual_stages, s.num_micro_batches, rank=rank, most_sent=most_sent)
+        return self._counts.of(s.schedule, s.pp, s.virtual_stages, s.num_micro_batches, rank=rank, most_sent=most_sent)
 
     def _stage(self, strategy: Strategy, stages: StageLayouts, stage: int) -> StageBytes:
         """Count what one stage keeps of one micro-batch."""

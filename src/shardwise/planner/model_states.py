@@ -96,7 +96,7 @@ def estimate_model_states(
         ConfigError: a number below 1, a block larger than the model, or what the config refuses.
     """
     if num_gpus < 1:
-        raise ConfigError(f"num_gpus={num_gpus} is below 1; states rest on one at least")
+        raise ConfigError(f"num_gpus={num_gpus} is below 1; states are stored on one at least")
     sized = model if isinstance(model, nn.Module) else _model_of(model, largest_block or 0)
     given = dict(config or {})
     given["precision"] = {"param": "bf16", **given.get("precision", {})}
@@ -147,7 +147,7 @@ def _model_of(num_params: int, largest_block: int) -> nn.Module:
     if largest_block:
         model.blocks = nn.ModuleList([_vector(largest_block)])
     if num_params > largest_block:
-        model.rest = _vector(num_params - largest_block)
+        model.other = _vector(num_params - largest_block)
     return model
 
 

@@ -82,8 +82,8 @@ class Plan:
             ConfigError: nothing fits; the message names what would.
         """
         if not self.choices:
-            cure = next(iter(self.reasons.cures), "give a larger cluster")
-            raise ConfigError(f"nothing fits on {self.asked.job.cluster.num_gpus} GPUs; {cure}")
+            fix = next(iter(self.reasons.suggestions), "give a larger cluster")
+            raise ConfigError(f"nothing fits on {self.asked.job.cluster.num_gpus} GPUs; {fix}")
         return self.choices[0]
 
     def __repr__(self) -> str:

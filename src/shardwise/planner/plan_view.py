@@ -152,7 +152,7 @@ def _no_winner(plan: SearchResult, reasons: Reasons, is_coloured: bool) -> Itera
     if plan.nearest is not None:
         rows = price_rows(plan.nearest[0], is_coloured=is_coloured, label="nearest")
         rows.append(("misses", reasons.misses))
-        yield facts([*rows, *(("cure", words) for words in reasons.cures)])
+        yield facts([*rows, *(("fix", words) for words in reasons.suggestions)])
     if reasons.yours:
         yield facts([(YOURS, reasons.yours)])
 
@@ -184,7 +184,7 @@ def _spread(prices: Sequence[Estimate], most: int) -> list[Estimate]:
 
 
 def _counts(plan: SearchResult) -> Iterator[str]:
-    yield f"{plan.num_outlines:,} outlines, {plan.num_priced:,} strategies priced in {plan.elapsed_s:.1f} s;"
+    yield f"{plan.num_candidates:,} candidates, {plan.num_priced:,} strategies priced in {plan.elapsed_s:.1f} s;"
     reasons = sorted(plan.rejected.items(), key=lambda each: -each[1])
     yield "left out: " + ", ".join(f"{count:,} {reason}" for reason, count in reasons) + "."
     margin = plan.limits.margin_share
@@ -200,7 +200,7 @@ def explain_view(
     is_coloured: bool,
     margin_share: float = USUAL_MARGIN,
     notes: Sequence[str] = (),
-    cures: Sequence[str] = (),
+    suggestions: Sequence[str] = (),
 ) -> RenderableType:
     """Show one strategy in detail: memory of each pipeline rank, parts of the time, what is sent, what to look at.
 
@@ -210,14 +210,14 @@ def explain_view(
         is_coloured: whether the terminal shows colours.
         margin_share: share of a device's memory that should stay free.
         notes: on how the config was read.
-        cures: where it does not fit: what would make it fit.
+        suggestions: where it does not fit: what would make it fit.
     """
     rows = price_rows(price, is_coloured=is_coloured, label="layout")
     rows += time_rows(price, is_coloured=is_coloured)
     if sent := _sent_words(price, pricer.time.compact):
         rows.append(("sent", sent))
     rows += [("look at", Text(line, style="yellow")) for line in cautions(price, pricer.time.compute, margin_share)]
-    rows += [("cure", line) for line in cures]
+    rows += [("fix", line) for line in suggestions]
     stages = [stage_table(price, is_coloured=is_coloured)] if price.strategy.pp > 1 else []
     return blocks(facts(job_rows(price.job, notes)), facts(rows), *stages)
 
@@ -313,10 +313,11 @@ def plan_dict(plan: SearchResult, reasons: Reasons, yours: Estimate | None = Non
         "why_not": list(reasons.runners_up),
         "defaults": {each.name: each.sentence for each in reasons.defaults},
         "misses": reasons.misses,
-        "cures": list(reasons.cures),
+        # `cures` (what would make it fit) and `num_outlines` (the number of candidates) stay, since programs read them.
+        "cures": list(reasons.suggestions),
         "why_yours": reasons.yours,
         "rejected": dict(plan.rejected),
-        "num_outlines": plan.num_outlines,
+        "num_outlines": plan.num_candidates,
         "num_priced": plan.num_priced,
         "is_proven": plan.is_proven,
         "elapsed_s": plan.elapsed_s,
@@ -367,7 +368,7 @@ def price_dict(price: Estimate) -> dict[str, Any]:
 
 # Share of a step from which on a part is mentioned.
 _LARGE_SHARE: Final = 0.15
-_CURES: Mapping[str, str] = MappingProxyType(
+_FIXES: Mapping[str, str] = MappingProxyType(
     {
         "tensor": "try a smaller mesh.tp, or tensor.overlap_chunks",
         "context": "try a smaller mesh.cp, or another context.transport",
@@ -411,9 +412,9 @@ def cautions(price: Estimate, compute: ComputeTimeModel, margin_share: float) ->
     if strategy.tp > max(job.cluster.gpus_per_node, job.cluster.gpu.link_domain):
         yield f"mesh.tp={strategy.tp} reaches beyond a node of {job.cluster.gpus_per_node}, over the network"
     if compute.waits_for_launches(strategy):
-        cure = "fewer GPUs or larger micro-batches take as long; try compile.enabled=true"
-        yield f"kernels are shorter than the host takes to launch them, so {cure}"
-    for part, cure in _CURES.items():
+        fix = "fewer GPUs or larger micro-batches take as long; try compile.enabled=true"
+        yield f"kernels are shorter than the host takes to launch them, so {fix}"
+    for part, fix in _FIXES.items():
         share = price.time.parts.get(part, 0.0) / price.time.step_s
         if share >= _LARGE_SHARE:
-            yield f"{100 * share:.0f} % of a step is {_WHAT[part]}; {cure}"
+            yield f"{100 * share:.0f} % of a step is {_WHAT[part]}; {fix}"

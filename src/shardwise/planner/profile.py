@@ -25,7 +25,7 @@ from shardwise.config.untrusted_files import UntrustedFileError, parse_json, rea
 
 SCHEMA: Final = 1
 """The version of the file's format; it changes when a key goes or changes its meaning."""
-_CURE: Final = "run shardwise doctor --calibrate"
+_FIX: Final = "run shardwise doctor --calibrate"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,19 +142,19 @@ class Profile:
             ConfigError: it is no profile, or one of another schema.
         """
         try:
-            values = parse_json(text, "the profile", _CURE)
+            values = parse_json(text, "the profile", _FIX)
             schema = values.pop("schema", None)
         except (ValueError, AttributeError, TypeError) as error:
-            raise ConfigError(f"a profile must be a JSON object; {_CURE}") from error
+            raise ConfigError(f"a profile must be a JSON object; {_FIX}") from error
         if schema != SCHEMA:
-            raise ConfigError(f"the profile has schema {schema} and must have {SCHEMA}; {_CURE}")
+            raise ConfigError(f"the profile has schema {schema} and must have {SCHEMA}; {_FIX}")
         try:
             for key, kind in TABLES.items():
                 values[key] = tuple(kind(**row) for row in values.get(key, ()))
             values["copies_bytes_per_s"] = tuple((name, speed) for name, speed in values.get("copies_bytes_per_s", ()))
             return cls(**values)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"the profile is damaged ({error}); {_CURE}") from error
+            raise ConfigError(f"the profile is damaged ({error}); {_FIX}") from error
 
     def copy_bytes_per_s(self, source: str, target: str) -> float:
         """Return the speed of a copy between two memories; 0 where it was not measured."""
@@ -196,15 +196,15 @@ def write_profile(profile: Profile, folder: Path) -> Path:
     """
     path = profile_path(folder, profile.device, profile.num_ranks)
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        with aside.open("w", encoding="utf-8") as file:
+        with temporary.open("w", encoding="utf-8") as file:
             file.write(profile.to_json())
             file.flush()
             os.fsync(file.fileno())
-        aside.replace(path)
+        temporary.replace(path)
     finally:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
     return path
 
 
@@ -228,7 +228,7 @@ def find_profile(folder: Path, device: str, num_ranks: int) -> Profile | None:
     nearest = min(counts, key=lambda count: (abs(count - num_ranks), count))
     found = profile_path(folder, device, nearest)
     try:
-        return Profile.from_json(read_text(found, _CURE))
+        return Profile.from_json(read_text(found, _FIX))
     except (ConfigError, UntrustedFileError) as error:
         raise ConfigError(f"{found}: {error}") from error
 

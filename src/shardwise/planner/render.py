@@ -36,7 +36,7 @@ _DAY_S: Final = 86_400.0
 _MANY_TOKENS: Final = 1e12
 _MOST_STAGES: Final = 8
 _NARROW: Final = 100
-# As many as 80 columns have room for.
+# As many as 80 columns can show.
 _STAGE_COLUMNS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "params": ("params",),
@@ -128,9 +128,9 @@ def _elsewhere_words(price: Estimate, tier: Tier) -> str:
     """Write what a node's ranks hold of a shared memory, and whether the size of that memory is an assumption."""
     host = price.job.cluster.host
     held = held_on_node(price.memory, price.job.cluster, tier)
-    room = {"host": host.memory_bytes, "nvme": host.nvme_bytes}
+    sizes = {"host": host.memory_bytes, "nvme": host.nvme_bytes}
     is_assumed = host == Host() and tier == "host"
-    words = f"{gib_words(held)} of {'an assumed ' if is_assumed else ''}{gib_words(room[tier])} on {tier}"
+    words = f"{gib_words(held)} of {'an assumed ' if is_assumed else ''}{gib_words(sizes[tier])} on {tier}"
     if price.job.cluster.gpus_per_node > 1:
         words += ", all ranks of a node"
     return f"{words} (host_memory_gib in a cluster's file)" if is_assumed else words
@@ -169,8 +169,8 @@ def legend_line(
 
     Args:
         sizes: of the parts, by name.
-        marks: letter and colour of each part, by name.
-        is_coloured: whether parts differ by colour and not by letter.
+        marks: sign and colour of each part, by name.
+        is_coloured: whether parts differ by colour and not by sign.
         digits: after the point.
     """
     return Columns(legend(sizes, marks, is_coloured=is_coloured, digits=digits), padding=(0, 2))
@@ -260,7 +260,7 @@ def blocks(*parts: RenderableType) -> RenderableType:
     return Group(*(Padding(part, (1, 1, 0, 1), expand=False) for part in parts))
 
 
-# A letter for each, and a colour that the eight of every terminal have, or near to one.
+# A sign for each, and a colour that the eight of every terminal have, or near to one.
 MEMORY_MARKS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "params": ("p", "blue"),
@@ -301,7 +301,7 @@ def memory_bar(rank: RankMemory, capacity_bytes: float, width: int, *, is_colour
         rank: its bytes by category.
         capacity_bytes: of the device.
         width: of the whole bar, in characters.
-        is_coloured: whether categories differ by colour and not by letter.
+        is_coloured: whether categories differ by colour and not by sign.
     """
     peak = rank.peak_bytes
     bar = _bar([(name, rank.peak.get(name, 0.0)) for name in MEMORY_CATEGORIES], MEMORY_MARKS, is_coloured)
@@ -319,7 +319,7 @@ def time_bar(parts: Mapping[str, float], width: int, *, is_coloured: bool = Fals
     Args:
         parts: seconds by part, as `TIME_PARTS`.
         width: of the whole bar, in characters.
-        is_coloured: whether parts differ by colour and not by letter.
+        is_coloured: whether parts differ by colour and not by sign.
     """
     return _filled(_bar([(name, parts.get(name, 0.0)) for name in TIME_PARTS], TIME_MARKS, is_coloured), width)
 
@@ -335,15 +335,15 @@ def legend(
 
     Args:
         sizes: of the parts, by name.
-        marks: letter and colour of each part, by name.
-        is_coloured: whether parts differ by colour and not by letter.
+        marks: sign and colour of each part, by name.
+        is_coloured: whether parts differ by colour and not by sign.
         digits: after the point.
     """
     items = []
-    for name, (letter, colour) in marks.items():
+    for name, (mark, colour) in marks.items():
         size = sizes.get(name, 0.0)
         if round(size, digits) > 0:
-            sign = ("■", colour) if is_coloured else (letter, "bold")
+            sign = ("■", colour) if is_coloured else (mark, "bold")
             items.append(Text.assemble(sign, f" {name} {size:,.{digits}f}"))
     return items
 

@@ -150,8 +150,8 @@ def model_of(model: object) -> ModelSource:
 def _of_json(path: Path) -> ModelSource:
     if is_deepspeed(read_json(path)):
         raise ConfigError(
-            f"{path.name} is a config of DeepSpeed's, which names no model; give it behind --explain, and the model "
-            "behind --model"
+            f"{path.name} is a config of DeepSpeed's, which names no model; give it after --explain, and the model "
+            "after --model"
         )
     imported = read_huggingface(path)
     return of_imported(replace(imported, seq_len=None), imported.seq_len)
@@ -164,7 +164,7 @@ def of_imported(imported: ImportedJob, longest: int | None = None) -> ModelSourc
         ConfigError: it names none.
     """
     if imported.shape is None:
-        raise ConfigError("the file names no model; give one behind --model")
+        raise ConfigError("the file names no model; give one after --model")
     return ModelSource(
         shape=imported.shape,
         seq_len=imported.seq_len,

@@ -79,7 +79,7 @@ class SearchResult:
         front: those that fit and that no other beats in both time and memory.
         nearest: where nothing fits, what misses by least, and by how much.
         rejected: how many candidates or strategies were left out, by reason.
-        num_outlines: number of candidates.
+        num_candidates: how many candidates there are.
         num_priced: number of priced strategies.
         is_proven: whether by their bounds no better one is left.
     """
@@ -91,7 +91,7 @@ class SearchResult:
     front: tuple[Estimate, ...]
     nearest: tuple[Estimate, Shortfall] | None
     rejected: Mapping[str, int]
-    num_outlines: int
+    num_candidates: int
     num_priced: int
     is_proven: bool
     elapsed_s: float
@@ -119,7 +119,7 @@ def search(
     began = time.perf_counter()
     run = _Search(job, space or SearchSpace(), limits or Limits(), pricer or Pricer(job))
     run.work()
-    if not run.num_outlines:
+    if not run.num_candidates:
         raise ConfigError(why_none(job, run.space))
     if not run.is_proven:
         run.look_at_usual_ones()
@@ -132,7 +132,7 @@ def search(
         front=front(fitting),
         nearest=None if fitting else run.nearest(),
         rejected=dict(run.rejected),
-        num_outlines=run.num_outlines,
+        num_candidates=run.num_candidates,
         num_priced=run.num_prices,
         is_proven=run.is_proven,
         elapsed_s=time.perf_counter() - began,
@@ -158,13 +158,13 @@ class _Search:
         self.job, self.space, self.limits, self.pricer = job, space, limits, pricer
         self.fitting: list[Estimate] = []
         self.rejected: Counter[str] = Counter()
-        self.num_outlines = self.num_prices = 0
+        self.num_candidates = self.num_prices = 0
         self._memory_cost = 0.0
         self.is_proven = True
         self._usable_bytes = usable_bytes(job.cluster, limits.margin_share)
         self._times: list[float] = []
         self._inner_s: dict[tuple[Any, ...], float] = {}
-        self._rests: dict[tuple[Any, ...], tuple[tuple[PlacementCandidate, ...], tuple[float, ...], bool]] = {}
+        self._placements: dict[tuple[Any, ...], tuple[tuple[PlacementCandidate, ...], tuple[float, ...], bool]] = {}
         self._kept: dict[tuple[Any, ...], list[ParallelismCandidate]] = {}
         self._too_large: dict[tuple[Any, ...], list[ParallelismCandidate]] = {}
         self._missed: tuple[float, Strategy] | None = None
@@ -194,8 +194,8 @@ class _Search:
     def _list(self) -> list[tuple[float, int, ParallelismCandidate]]:
         heap = []
         for index, candidate in enumerate(candidates(self.job, self.space)):
-            self.num_outlines += 1
-            if self._has_room(candidate):
+            self.num_candidates += 1
+            if self._may_fit_at_best(candidate):
                 heap.append((self._bound_s(candidate), index, candidate))
             else:
                 self.rejected["out of memory even at best"] += 1
@@ -223,8 +223,8 @@ class _Search:
         if inner_s is None:
             # Where gradients are not stored whole none are added to others, so the highest stage computes least.
             stage = max(self.space.of("zero_stage", (3,)))
-            rest = PlacementCandidate(stage, candidate.num_data_ranks, "batch", *["device"] * 4)
-            inner_s = self.pricer.time.busy_s(strategy_at(candidate, rest, self.space.base))
+            placement = PlacementCandidate(stage, candidate.num_data_ranks, "batch", *["device"] * 4)
+            inner_s = self.pricer.time.busy_s(strategy_at(candidate, placement, self.space.base))
             self._inner_s[candidate.inner] = inner_s
         return inner_s * (1 + bubble_share(*pipeline_of(candidate)))
 
@@ -235,13 +235,14 @@ class _Search:
         activations.
         """
         key = (candidate.num_data_ranks, candidate.cp, candidate.tp, candidate.pp > 1, candidate.recompute)
-        if key not in self._rests:
+        if key not in self._placements:
             every = placements(self.job, self.space, candidate)
-            moves_activations = any(rest.activations_tier != "device" for rest in every)
-            self._rests[key] = every, tuple(self._param_bytes(candidate, rest) for rest in every), moves_activations
-        return self._rests[key]
+            moves_activations = any(placement.activations_tier != "device" for placement in every)
+            sizes = tuple(self._param_bytes(candidate, placement) for placement in every)
+            self._placements[key] = every, sizes, moves_activations
+        return self._placements[key]
 
-    def _has_room(self, candidate: ParallelismCandidate) -> bool:
+    def _may_fit_at_best(self, candidate: ParallelismCandidate) -> bool:
         """Say whether any placement may fit, by the least that it holds."""
         _, sizes, moves_activations = self._known_placements(candidate)
         kept = 0.0 if moves_activations else self._least_activation_bytes(candidate)
@@ -251,22 +252,24 @@ class _Search:
         """Return the mean parameters of a pipeline rank, which is no more than the fullest rank has."""
         return self._num_params / (candidate.tp * candidate.pp * self.space.base.ep)
 
-    def _param_bytes(self, candidate: ParallelismCandidate, rest: PlacementCandidate) -> float:
+    def _param_bytes(self, candidate: ParallelismCandidate, placement: PlacementCandidate) -> float:
         """Return the least bytes of one parameter's states that are stored on the device."""
         base = self.space.base
         param_bytes = DTYPE_BYTES[base.param]
         grad_bytes = param_bytes if base.accumulate == "param" else max(4, param_bytes)
         states = 2 if self.job.optimizer.startswith("adam") else 0
         optimizer_bytes = max(4, param_bytes) * (states + (param_bytes < 4))
-        shards = rest.dp_shard * candidate.cp
+        shards = placement.dp_shard * candidate.cp
         sharded_grads = 3 if candidate.pp > 1 else 2
         states_of = (
-            (rest.params_tier, param_bytes, 3),
-            (rest.grads_tier, grad_bytes, sharded_grads),
-            (rest.optimizer_tier, optimizer_bytes, 1),
+            (placement.params_tier, param_bytes, 3),
+            (placement.grads_tier, grad_bytes, sharded_grads),
+            (placement.optimizer_tier, optimizer_bytes, 1),
         )
         return sum(
-            size / (shards if rest.zero_stage >= stage else 1) for tier, size, stage in states_of if tier == "device"
+            size / (shards if placement.zero_stage >= stage else 1)
+            for tier, size, stage in states_of
+            if tier == "device"
         )
 
     def _least_activation_bytes(self, candidate: ParallelismCandidate) -> float:
@@ -292,15 +295,15 @@ class _Search:
         fits_elsewhere = self._may_fit(candidate, [each for each in every if not each.is_on_device], "elsewhere")
         done: dict[tuple[Any, ...], list[tuple[str, ...]]] = {}
         num_known = len(self.fitting)
-        for rest in every:
-            if not (fits_on_device if rest.is_on_device else fits_elsewhere):
+        for placement in every:
+            if not (fits_on_device if placement.is_on_device else fits_elsewhere):
                 self.rejected["out of memory"] += 1
                 continue
-            here = done.setdefault((rest.zero_stage, rest.dp_shard, rest.gather), [])
-            if any(_moves_less(each, rest.tiers) for each in here):
+            here = done.setdefault((placement.zero_stage, placement.dp_shard, placement.gather), [])
+            if any(_moves_less(each, placement.tiers) for each in here):
                 self.rejected["that move what fits on the device"] += 1
-            elif self._price(candidate, rest):
-                here.append(rest.tiers)
+            elif self._price(candidate, placement):
+                here.append(placement.tiers)
         if times := [each.time.step_s for each in self.fitting[num_known:]]:
             beyond_s = max(0.0, min(times) - self._bound_s(candidate))
             mesh = _mesh_of(candidate)
@@ -315,7 +318,7 @@ class _Search:
         """
         if not every:
             return False
-        rest = max(every, key=_saving)
+        placement = max(every, key=_saving)
         pipeline = candidate._replace(micro_size=0, num_micro_batches=0, recompute="", recompute_every=0)
         too_large = self._too_large.setdefault((pipeline, where), [])
         if any(_holds_more(candidate, each) for each in too_large):
@@ -325,23 +328,23 @@ class _Search:
         )
         tried = [candidate] if too_large else [least._replace(recompute_every=1), candidate]
         for each in tried:
-            memory = self._memory_of(strategy_at(each, rest, self.space.base))
+            memory = self._memory_of(strategy_at(each, placement, self.space.base))
             if memory.worst.peak_bytes > self._usable_bytes:
                 too_large.append(each)
                 return False
         return True
 
-    def _price(self, candidate: ParallelismCandidate, rest: PlacementCandidate) -> bool:
+    def _price(self, candidate: ParallelismCandidate, placement: PlacementCandidate) -> bool:
         """Say whether it fits, or need not be tried since something that recomputes less fits."""
-        like = (candidate._replace(recompute="", recompute_every=0), rest._replace(activations_tier="device"))
+        like = (candidate._replace(recompute="", recompute_every=0), placement._replace(activations_tier="device"))
         kept = self._kept.setdefault(like, [])
         if any(_recomputes_less(each, candidate) for each in kept):
             self.rejected["that compute twice what fits kept"] += 1
             return True
-        if self._param_bytes(candidate, rest) * self._params_of_rank(candidate) > self._usable_bytes:
+        if self._param_bytes(candidate, placement) * self._params_of_rank(candidate) > self._usable_bytes:
             self.rejected["out of memory"] += 1
             return False
-        if not self._add(strategy_at(candidate, rest, self.space.base)):
+        if not self._add(strategy_at(candidate, placement, self.space.base)):
             return False
         kept.append(candidate)
         return True
@@ -469,10 +472,10 @@ def _mesh_of(candidate: ParallelismCandidate) -> tuple[int, int, int]:
     return candidate.pp, candidate.tp, candidate.num_micro_batches
 
 
-def _saving(rest: PlacementCandidate) -> tuple[int, int, bool, int]:
+def _saving(placement: PlacementCandidate) -> tuple[int, int, bool, int]:
     """Return a key that is largest for the placement that holds least on the device."""
-    num_away = sum(_FAR[tier] > 0 for tier in rest.tiers)
-    return num_away, rest.zero_stage, rest.gather == "micro-batch", rest.dp_shard
+    num_away = sum(_FAR[tier] > 0 for tier in placement.tiers)
+    return num_away, placement.zero_stage, placement.gather == "micro-batch", placement.dp_shard
 
 
 def _holds_more(candidate: ParallelismCandidate, known: ParallelismCandidate) -> bool:

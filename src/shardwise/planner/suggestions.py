@@ -44,7 +44,7 @@ _ON_DISKS: Final[tuple[dict[str, Any], ...]] = (
 )
 
 
-def smallest_cure(job: PlanJob, strategy: Strategy, pricing: Pricing, margin_share: float) -> Change | None:
+def smallest_change(job: PlanJob, strategy: Strategy, pricing: Pricing, margin_share: float) -> Change | None:
     """Return the single change that makes a strategy fit and leaves it fastest, else the fewest changes that do; else
     None.
 
@@ -93,7 +93,7 @@ def made_to_fit(job: PlanJob, strategy: Strategy, pricing: Pricing, margin_share
     return Change(words=" ".join(words for words, _ in enough), price=price, missing=None)
 
 
-def cures(
+def suggest(
     price: Estimate, missing: Shortfall, pricing: Pricing, pricing_of: Callable[[PlanJob], Pricing], margin_share: float
 ) -> Iterator[str]:
     """Yield what would make it fit, one sentence each; disks and adapters only where no config would.
@@ -106,7 +106,7 @@ def cures(
         margin_share: share of a device's memory that is to stay free.
     """
     job, strategy = price.job, price.strategy
-    change = smallest_cure(job, strategy, pricing, margin_share)
+    change = smallest_change(job, strategy, pricing, margin_share)
     if change is not None:
         yield would_fit(change)
     seq_len = shorter(job, strategy, pricing_of, margin_share)

@@ -120,9 +120,9 @@ def test_files_of_no_cases_are_refused_in_one_line(
     with pytest.raises(SystemExit) as ended:
         accuracy.main([str(cases)])
     assert ended.value.code == 2
-    told = capsys.readouterr().err
-    assert len(told.splitlines()) == 1
-    assert "cases.json" in told
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1
+    assert "cases.json" in said
 
 
 def test_the_script_runs_by_itself(tmp_path: Path) -> None:

@@ -72,12 +72,12 @@ def test_gradients_that_rest_as_shards_have_a_bucket_and_what_is_received() -> N
     hand.start(hand.take(root, NARROW), of_root)
     (found,) = BufferTable(JOB).of(strategy, folds)
     last = max(hand.pool.reserved_bytes, reducing[-1])
-    assert (found.resting, found.with_root, found.last) == (0, with_root, last)
+    assert (found.idle, found.with_root, found.last) == (0, with_root, last)
     assert (found.filling, found.reducing) == (tuple(filling), tuple(reducing))
 
 
 def test_wide_sums_of_narrow_messages_have_a_copy_to_send() -> None:
-    strategy = Strategy(dp_shard=2, zero_stage=1)  # gradients rest whole, in fp32
+    strategy = Strategy(dp_shard=2, zero_stage=1)  # gradients are stored whole, in fp32
     folds, hand = folds_of(strategy), Hand()
     reducing = []
     for _ in range(3):
@@ -85,7 +85,7 @@ def test_wide_sums_of_narrow_messages_have_a_copy_to_send() -> None:
         hand.start(hand.take(block, NARROW), hand.take(block, NARROW))
         reducing.append(hand.pool.reserved_bytes)
     (found,) = BufferTable(JOB).of(strategy, folds)
-    assert (found.resting, found.with_root) == (0, 0)
+    assert (found.idle, found.with_root) == (0, 0)
     assert found.reducing == tuple(reducing)
     assert found.filling == (0, *reducing[:-1])
 
@@ -95,14 +95,14 @@ def test_a_pipeline_keeps_what_its_first_step_has_made() -> None:
     folds, hand = folds_of(strategy), Hand()
     order = [fold.group.padded_numel for fold in folds.folds if fold.group.unit != "root" for _ in range(fold.count)]
     order.append(numels(folds)["root@0"])
-    resting = []
+    idle = []
     for _ in range(2):
         for numel in order:
             hand.start(hand.take(numel, NARROW), hand.take(numel, NARROW))
         hand.finish()
-        resting.append(hand.pool.reserved_bytes)
+        idle.append(hand.pool.reserved_bytes)
     (found,) = BufferTable(JOB).of(strategy, folds)
-    assert (found.resting, found.last) == (resting[0], hand.highest)
+    assert (found.idle, found.last) == (idle[0], hand.highest)
 
 
 def test_where_each_micro_batch_is_reduced_all_buckets_of_a_stage_wait_for_it() -> None:
@@ -110,7 +110,7 @@ def test_where_each_micro_batch_is_reduced_all_buckets_of_a_stage_wait_for_it() 
     folds, hand = folds_of(strategy), Hand()
     order = [fold.group.padded_numel for fold in folds.folds if fold.group.unit != "root" for _ in range(fold.count)]
     order.append(numels(folds)["root@0"])
-    resting = 0
+    idle = 0
     for step in range(2):
         for _ in range(NUM_ROUNDS):
             buckets = [hand.take(numel, WIDE) for numel in order]
@@ -118,9 +118,9 @@ def test_where_each_micro_batch_is_reduced_all_buckets_of_a_stage_wait_for_it() 
                 wire, received = hand.take(numel, NARROW), hand.take(numel, NARROW)
                 hand.start(received, bucket, wire)
         hand.finish()
-        resting = hand.pool.reserved_bytes if step == 0 else resting
+        idle = hand.pool.reserved_bytes if step == 0 else idle
     (found,) = BufferTable(JOB).of(strategy, folds, reductions=((0, False), (0, True)) * NUM_ROUNDS)
-    assert (found.resting, found.last) == (resting, hand.highest)
+    assert (found.idle, found.last) == (idle, hand.highest)
 
 
 def test_a_sum_leaves_its_buffers_in_the_pool() -> None:
@@ -130,7 +130,7 @@ def test_a_sum_leaves_its_buffers_in_the_pool() -> None:
     hand.start(*together)
     hand.finish()
     (found,) = BufferTable(JOB).of(strategy, folds, (40_000, 20_000, 20_000))
-    assert found.resting == hand.pool.reserved_bytes
+    assert found.idle == hand.pool.reserved_bytes
 
 
 @pytest.mark.parametrize(

@@ -60,8 +60,8 @@ def test_every_mesh_that_the_engine_runs_is_an_outline(num_gpus: int, global_bat
     job = job_of(num_gpus, global_batch)
     expected = set()
     for tp, cp, pp in product(divisors(num_gpus), repeat=3):
-        num_data_ranks, rest = divmod(num_gpus, tp * cp * pp)
-        if rest or num_data_ranks == 0 or global_batch % num_data_ranks:
+        num_data_ranks, left = divmod(num_gpus, tp * cp * pp)
+        if left or num_data_ranks == 0 or global_batch % num_data_ranks:
             continue
         each_batch = global_batch // num_data_ranks
         split = Strategy(pp=pp, dp_shard=num_data_ranks, cp=cp, tp=tp, sequence_parallel=tp > 1)
@@ -114,28 +114,28 @@ def test_every_schedule_that_the_engine_runs_is_an_outline() -> None:
 
 
 def kind_of(
-    folded: CompactLayout, outline: ParallelismCandidate, rest: PlacementCandidate, base: Strategy
+    folded: CompactLayout, candidate: ParallelismCandidate, placement: PlacementCandidate, base: Strategy
 ) -> tuple[object, ...]:
     """What makes the engine's layout another one."""
-    strategy = strategy_at(outline, rest, base)
+    strategy = strategy_at(candidate, placement, base)
     layout = folded.rank(strategy).layout
     roles = (layout.stage.params, layout.stage.grads, layout.stage.optimizer)
     gathers_once = layout.pipeline is None or roles[0] is not Placement.SHARD or layout.pipeline.gathers_once
-    is_split = Placement.SHARD in roles and rest.dp_shard * outline.cp > 1
-    return (roles if is_split else None), (rest.dp_shard if is_split else 0), gathers_once or not is_split
+    is_split = Placement.SHARD in roles and placement.dp_shard * candidate.cp > 1
+    return (roles if is_split else None), (placement.dp_shard if is_split else 0), gathers_once or not is_split
 
 
 @pytest.mark.parametrize(("pp", "cp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_every_way_to_rest_that_is_another_layout_is_tried_once(pp: int, cp: int) -> None:
     job = job_of(4 * pp * cp, 4)
     pins: dict[str, tuple[Any, ...]] = {"pp": (pp,), "cp": (cp,), "tp": (1,), "micro_size": (1,), **PLAIN}
-    (outline, *_) = candidates(job, SearchSpace(pins={**pins, "heads_over": (None,)}))
+    (candidate, *_) = candidates(job, SearchSpace(pins={**pins, "heads_over": (None,)}))
     space, folded = SearchSpace(offloads=False), CompactLayout(job)
     every = {
-        kind_of(folded, outline, PlacementCandidate(stage, dp_shard, gather, *["device"] * 4), space.base)
+        kind_of(folded, candidate, PlacementCandidate(stage, dp_shard, gather, *["device"] * 4), space.base)
         for stage, dp_shard, gather in product(range(4), (1, 2, 4), ("batch", "micro-batch"))
     }
-    found = [kind_of(folded, outline, rest, space.base) for rest in placements(job, space, outline)]
+    found = [kind_of(folded, candidate, placement, space.base) for placement in placements(job, space, candidate)]
     assert set(found) == every
     assert len(found) == len(every)
 

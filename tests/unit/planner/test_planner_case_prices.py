@@ -190,7 +190,7 @@ def test_bubbles_are_of_measured_times_or_of_priced_ones_where_they_are_asked_fo
     assert predict(case).bubble_rate == bubble_rate("1f1b", 2, 16, 1, times) != measured.bubble_rate
     searched = case_of(op_times_ms={"T_F": 1, "T_B": 1, "T_W": 1}, global_batch=64, schedule="zb-2p")
     assert searched.searched_schedule == "zb-2p"
-    assert predict(searched).bubble_rate == pytest.approx(0)  # with room for all, none is left
+    assert predict(searched).bubble_rate == pytest.approx(0)  # with memory for all, none is left
 
 
 @pytest.mark.parametrize(

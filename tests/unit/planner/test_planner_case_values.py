@@ -45,7 +45,7 @@ def strategy_of(**parallel: Any) -> Strategy:
     return known(written(LLAMA, parallel.pop("gpu", "H100"), parallel.pop("num_gpus", 32), **parallel))[2]
 
 
-def told(value: Strategy | FrameworkTraits) -> dict[str, Any]:
+def facts_of(value: Strategy | FrameworkTraits) -> dict[str, Any]:
     """What is not as usual."""
     found = {each.name: getattr(value, each.name) for each in fields(value)}
     usual = {each.name: each.default for each in fields(value)}
@@ -63,12 +63,12 @@ def test_a_run_of_interleaved_stages_in_fp16() -> None:
     gpu = find_gpu("a100-80")
     assert (job.cluster.gpu, job.cluster.num_gpus, job.cluster.gpus_per_node) == (gpu, 64, 8)
     assert job.cluster.nic_bytes_per_s == gpu.nic_bytes_per_s / 4  # 400 Gb/s a node, where no speed is named
-    assert told(strategy) == {
+    assert facts_of(strategy) == {
         "pp": 4, "tp": 2, "dp_shard": 8, "zero_stage": 1, "micro_size": 2, "num_micro_batches": 16,
         "schedule": "interleaved", "virtual_stages": 2, "stage_layers": (3, 4, 4, 4, 4, 4, 4, 3), "recompute": "full",
         "param": "fp16",
     }  # fmt: skip
-    assert told(job.traits) == OTHERS | {
+    assert facts_of(job.traits) == OTHERS | {
         "attention": "fused-softmax", "logits_bytes": 10.0, "is_compiled": True, "overlaps_data": False,
         "defers_gathers": False, "has_dropout": True, "frees_outputs": True,
     }  # fmt: skip
@@ -83,10 +83,10 @@ def test_a_run_of_compiled_blocks_in_fp8_with_replicas_of_a_node() -> None:
     assert case.guesses == ("global_batch",)
     assert job.shape == LLAMA_SHAPE
     assert (job.global_batch, job.cluster.nic_bytes_per_s) == (64, find_gpu("h100").nic_bytes_per_s)
-    assert told(strategy) == {
+    assert facts_of(strategy) == {
         "dp_replicate": 4, "dp_shard": 8, "zero_stage": 3, "micro_size": 2, "recompute": "selective", "matmul": "fp8",
     }  # fmt: skip
-    assert told(job.traits) == OTHERS | {
+    assert facts_of(job.traits) == OTHERS | {
         "logits_bytes": 12.0, "cached_logits_share": 2 / 12, "is_compiled": True, "is_graphed": True,
         "has_tuned_attention": True, "selective": "half", "fuses_gate": True, "widens_grads": False,
         "unsharded_grad_bytes": 2.0,
@@ -104,12 +104,12 @@ def test_a_run_of_sharded_parameters_on_disks() -> None:
     assert (job.shape.is_tied, job.shape.has_biases, job.shape.num_positions) == (False, False, 0)
     assert (job.cluster.gpus_per_node, job.cluster.nic_bytes_per_s) == (16, 8 * 12.5e9 / 16)
     assert job.cluster.gpu.link_domain == 16
-    assert told(strategy) == {
+    assert facts_of(strategy) == {
         "dp_replicate": 2, "dp_shard": 16, "zero_stage": 3, "micro_size": 2, "num_micro_batches": 2,
         "recompute": "full", "params_tier": "nvme", "grads_tier": "host", "optimizer_tier": "nvme",
         "activations_tier": "host", "param": "fp16", "accumulate": "param",
     }  # fmt: skip
-    assert told(job.traits) == OTHERS | {
+    assert facts_of(job.traits) == OTHERS | {
         "attention": "fused-softmax", "logits_bytes": 12.0, "cached_logits_share": 2 / 12, "defers_gathers": False,
         "moves_tensors": True, "has_dropout": True, "overlaps_data": False,
     }  # fmt: skip
@@ -131,11 +131,11 @@ def test_a_run_of_experts_in_two_pipelines() -> None:
         num_layers=27, hidden_size=2048, num_heads=16, num_kv_heads=1, head_dim=192, ffn_size=10944, vocab_size=102400,
         experts=experts, name="model",
     )  # fmt: skip
-    assert told(strategy) == {
+    assert facts_of(strategy) == {
         "pp": 4, "ep": 16, "dp_shard": 16, "zero_stage": 1, "num_micro_batches": 32, "schedule": "zb-v",
         "virtual_stages": 2, "stage_layers": (4, 4, 4, 3, 3, 3, 3, 3), "accumulate": "param", "matmul": "fp8",
     }  # fmt: skip
-    assert told(job.traits) == OTHERS | {
+    assert facts_of(job.traits) == OTHERS | {
         "logits_bytes": 10.0, "is_compiled": True, "fuses_gate": True, "widens_grads": False,
     }  # fmt: skip
 
@@ -149,12 +149,12 @@ def test_a_run_of_long_sequences_in_chunks_with_adapters() -> None:
     case, job, strategy = known(row)
     assert (case.guesses, case.trained_share, case.tokens_scale) == (("micro_batch",), 2 / 3, 1.0)
     assert job.seq_len == 65536
-    assert told(strategy) == {
+    assert facts_of(strategy) == {
         "tp": 2, "cp": 4, "dp_shard": 2, "zero_stage": 2, "micro_size": 2, "num_micro_batches": 2,
         "sequence_parallel": True, "transport": "ulysses", "chunk_tokens": 16384, "activations_tier": "host",
         "recompute": "full", "recompute_every": 4, "accumulate": "param",
     }  # fmt: skip
-    assert told(job.traits) == OTHERS | {
+    assert facts_of(job.traits) == OTHERS | {
         "logits_bytes": 10.0, "optimizer_shards": 2, "unsharded_grad_bytes": 4.0, "defers_gathers": False,
         "reduces_once": True,
         "saves_norm_in_fp32": True, "trains_all": False, "has_first_flash": True,
@@ -169,11 +169,11 @@ def test_a_run_in_fp8_on_one_domain_of_links() -> None:
     case, job, strategy = known(row)
     assert case.guesses == ()
     assert (job.cluster.gpus_per_node, job.cluster.gpu.link_domain) == (4, 72)
-    assert told(strategy) == {
+    assert facts_of(strategy) == {
         "tp": 4, "dp_shard": 18, "zero_stage": 1, "num_micro_batches": 2, "sequence_parallel": True,
         "accumulate": "param", "matmul": "fp8",
     }  # fmt: skip
-    assert told(job.traits) == OTHERS | {
+    assert facts_of(job.traits) == OTHERS | {
         "logits_bytes": 10.0, "is_compiled": True, "overlaps_tensor": True, "has_tuned_attention": True,
         "fuses_gate": True, "widens_grads": False, "params_share": 0.5, "saves_norm_in_fp32": True,
     }  # fmt: skip

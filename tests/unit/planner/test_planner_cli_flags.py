@@ -136,7 +136,7 @@ def test_places_that_cannot_be_written_are_refused_before_the_search(
     assert asked == [Path("."), Path("mine.toml")]  # the folder of what is not there yet
 
 
-def test_a_config_that_fits_with_less_free_is_explained_with_cures_and_no_error(
+def test_a_config_that_fits_with_less_free_is_explained_with_fixes_and_no_error(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "ds.json").write_text(json.dumps({"train_batch_size": 16, "zero_optimization": {"stage": 1}}))

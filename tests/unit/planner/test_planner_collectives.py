@@ -165,7 +165,7 @@ def test_what_was_measured_is_asked_first() -> None:
     assert network.collective_s("all_gather", 10, 2) == pytest.approx(1.0)
     assert network.collective_s("all_gather", 200000, 2) == pytest.approx(8.0)
     assert network.collective_s("all_gather", 1000, 4) == pytest.approx(1.5)  # (3/4) / (1/2)
-    assert network.collective_s("all_gather", 1000, 4, stride=2) < 0.1  # over nodes, which nobody measured
+    assert network.collective_s("all_gather", 1000, 4, stride=2) < 0.1  # over nodes, which were never measured
     assert network.collective_s("reduce_scatter", 1000, 2) < 0.1
 
 

@@ -1,4 +1,4 @@
-"""Of strategies drawn at random, the planner says what the engine's ledger counts, at rest and at the peak."""
+"""Of strategies drawn at random, the planner says what the engine's memory tracker counts, at rest and at the peak."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROLES: Final = {"param": "params", "grad": "grads", "optimizer": "optimizer"}
 
 
 def errors_of(sample: Sample) -> Iterator[float]:
-    """Of the peak of each rank, which rests with what the planner says to the byte."""
+    """Yield the relative error of each rank's peak; its states agree to the byte."""
     print(sample)
     for estimated in sample.estimated().ranks:
         simulation = sample.simulated(estimated.pipeline_rank)

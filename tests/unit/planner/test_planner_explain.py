@@ -16,7 +16,7 @@ from shardwise.planner.neighbours import neighbours, price_changes
 from shardwise.planner.results import Estimate, MemoryEstimate, RankMemory, TimeEstimate
 from shardwise.planner.search import Limits, cost_per_step, search
 from shardwise.planner.shape import ModelShape
-from shardwise.planner.suggestions import smallest_cure
+from shardwise.planner.suggestions import smallest_change
 from shardwise.planner.tie_break import num_extras, simplest
 
 GIB = 2**30
@@ -136,15 +136,15 @@ def test_neighbours_are_legal_and_differ_in_what_they_say() -> None:
 def test_the_fastest_change_that_fits_is_the_cure() -> None:
     # 32 + 16 GiB a sample; two samples are 21 GiB too many, of which chunks save 32 at no time.
     strategy = Strategy(dp_shard=16, zero_stage=1, micro_size=2, num_micro_batches=2)
-    cure = smallest_cure(JOB, strategy, Prices(), 0.06)
-    assert cure is not None
-    assert cure.words == "context.chunk_tokens=1024"
+    change = smallest_change(JOB, strategy, Prices(), 0.06)
+    assert change is not None
+    assert change.words == "context.chunk_tokens=1024"
     # Whole states on every rank are too many, until they are shared.
-    alone = smallest_cure(JOB, Strategy(dp_shard=16, num_micro_batches=4), Prices(), 0.06)
+    alone = smallest_change(JOB, Strategy(dp_shard=16, num_micro_batches=4), Prices(), 0.06)
     assert alone is not None
     assert alone.words == "zero.stage=1"
     # Of 8 samples neither is enough; less of them at a time and all recomputed.
-    both = smallest_cure(JOB, Strategy(dp_shard=8, tp=2, micro_size=8, sequence_parallel=True), Prices(), 0.06)
+    both = smallest_change(JOB, Strategy(dp_shard=8, tp=2, micro_size=8, sequence_parallel=True), Prices(), 0.06)
     assert both is not None
     assert both.missing is None
 
@@ -171,7 +171,7 @@ def test_reasons_of_a_plan() -> None:
     assert "more exposed tensor exchange" in by_name["Megatron (TP 8 + PP)"].sentence
     assert len(reasons.runners_up) == len(plan.runners_up)
     assert reasons.wins
-    assert reasons.cures == ()
+    assert reasons.suggestions == ()
 
 
 def test_where_nothing_fits_it_is_said_what_would_do() -> None:

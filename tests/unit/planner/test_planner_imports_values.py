@@ -196,8 +196,8 @@ def test_what_deepspeed_says_that_has_no_counterpart_is_noted() -> None:
     )  # fmt: skip
     assert imported.global_batch == 8
     assert settings_of({"train_batch_size": None}, "ds.json").global_batch is None
-    alike = settings_of({"train_batch": 1, "zero_optimization": {"zero_hpz_partition_size": 0}}, "ds.json")
-    assert alike.notes == ("not needed here, and left out: train_batch",)
+    settings = settings_of({"train_batch": 1, "zero_optimization": {"zero_hpz_partition_size": 0}}, "ds.json")
+    assert settings.notes == ("not needed here, and left out: train_batch",)
     assert settings_of({}, "ds.json") == ImportedJob(settings={"zero.stage": 0, "precision.param": "fp32"})
     for stage in (True, 4, "2", 1.5):
         with pytest.raises(ConfigError, match=r"zero_optimization.stage=.* must be 0, 1, 2 or 3"):

@@ -35,9 +35,9 @@ def most(moments: tuple[InFlightCounts, ...], deferred: float) -> float:
 def test_most_is_that_of_the_whole_schedule(name: str, num_ranks: int, num_micro_batches: int, deferred: float) -> None:
     schedule = pipeline_step(name, num_ranks, num_micro_batches, VIRTUAL[name])
     expected = peak_held_bytes(schedule, 1.0, deferred)
-    flights = InFlightTable()
+    table = InFlightTable()
     for rank in range(num_ranks):
-        moments = flights.of(name, num_ranks, VIRTUAL[name], num_micro_batches, rank=rank).moments
+        moments = table.of(name, num_ranks, VIRTUAL[name], num_micro_batches, rank=rank).moments
         assert most(moments, deferred) == pytest.approx(expected[rank])
         assert max(sum(moment.whole) for moment in moments) <= max_in_flight(
             name, num_ranks, num_micro_batches, VIRTUAL[name], rank
@@ -79,9 +79,9 @@ def test_each_backward_begins_with_no_more_than_a_moment_says(
     name: str, num_ranks: int, num_micro_batches: int, place: int
 ) -> None:
     rank = place % num_ranks
-    flight = flight_of(name, num_ranks, num_micro_batches, rank)
+    in_flight = flight_of(name, num_ranks, num_micro_batches, rank)
     held = list(held_as_backwards_begin(name, num_ranks, num_micro_batches, rank))
-    for index, moments in enumerate(flight.backwards):
+    for index, moments in enumerate(in_flight.backwards):
         begun = [each for of, each in held if of == index]
         assert all(any(moment.covers(each) for moment in moments) for each in begun)
         for moment in moments:
@@ -91,16 +91,16 @@ def test_each_backward_begins_with_no_more_than_a_moment_says(
 
 
 def test_a_stage_that_runs_later_is_held_less_often() -> None:
-    flight = flight_of("gpipe", 2, 3, 0)
-    assert [moment.whole for moment in flight.backwards[0]] == [(3, 0)]
-    assert [moment.whole for moment in flight.backwards[1]] == [(3, 3)]
-    assert flight.between == ()
+    in_flight = flight_of("gpipe", 2, 3, 0)
+    assert [moment.whole for moment in in_flight.backwards[0]] == [(3, 0)]
+    assert [moment.whole for moment in in_flight.backwards[1]] == [(3, 3)]
+    assert in_flight.between == ()
 
 
 def test_what_comes_next_has_arrived() -> None:
     first, last = (flight_of("1f1b", 2, 4, rank).backwards[0][0] for rank in (0, 1))
     assert (first.num_arrived, first.num_sent) == (1, 0)  # nothing is sent back by the first stage
-    assert (last.num_arrived, last.num_sent) == (1, 2)  # before the last forward; behind it nothing arrives
+    assert (last.num_arrived, last.num_sent) == (1, 2)  # before the last forward: after it nothing arrives
     assert flight_of("1f1b", 1, 4, 0).backwards[0][0].num_arrived == 0
     (end,) = flight_of("zb-h1", 2, 4, 1).between
     assert end.deferred == (2,)
@@ -108,6 +108,6 @@ def test_what_comes_next_has_arrived() -> None:
 
 def test_no_moment_covers_another_of_its_kind() -> None:
     for name in VIRTUAL:
-        flight = flight_of(name, 4, 9, 1)
-        for moments in (*flight.backwards, flight.between):
+        in_flight = flight_of(name, 4, 9, 1)
+        for moments in (*in_flight.backwards, in_flight.between):
             assert not any(one.covers(other) for one in moments for other in moments if one is not other)

@@ -1,4 +1,4 @@
-"""Rows of runs that nobody published are predicted plausibly, or not at all; none raises."""
+"""Rows of runs that were never published are predicted plausibly, or not at all; none raises."""
 
 from __future__ import annotations
 

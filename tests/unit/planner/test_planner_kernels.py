@@ -17,7 +17,7 @@ from shardwise.planner.shape import Experts, ModelShape
 
 RATE, FREE = 1e9, 1e30
 TOKENS = 128
-# Of a block: 64 x 128 for queries, 64 x 32 for keys and for values, 128 x 64 behind them, and 3 x 64 x 96.
+# Of a block: 64 x 128 for queries, 64 x 32 for keys and for values, 128 x 64 after them, and 3 x 64 x 96.
 ATTENTION_PARAMS, FFN_PARAMS, HEAD_PARAMS = 20_480, 18_432, 64_000
 SHAPE = ModelShape(
     num_layers=4, hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=16, ffn_size=96, vocab_size=1000
@@ -211,7 +211,7 @@ def test_short_kernels_take_as_long_as_their_launches() -> None:
 
 
 def test_a_product_takes_its_flops_at_what_its_tiles_reach_and_a_kernel_s_start() -> None:
-    # Two tiles of 256 x 128 one after the other, each 192 deep behind 96 in which it fills: two thirds of the rate.
+    # Two tiles of 256 x 128 one after the other, each 192 deep after 96 in which it fills: two thirds of the rate.
     assert shape_share(256, 256, 192, 1) == pytest.approx(2 / 3)
     # On three cores they leave one empty, however deep.
     assert shape_share(256, 256, 10**9, 3) == pytest.approx(2 / 3, rel=1e-6)

@@ -22,11 +22,11 @@ def words_of(svg: str) -> list[str]:
 def test_the_picture_of_a_plan_is_todays_answer() -> None:
     kept = words_of((ROOT / "docs" / "images" / "plan.svg").read_text())
     made = words_of(runpy.run_path(str(MAKE))["plan_picture"]())
-    cure = "docs/images/plan.svg is of another day; python docs/images/make.py plan draws it anew"
-    assert [each for each in kept if each[0].isalpha()] == [each for each in made if each[0].isalpha()], cure
+    fix = "docs/images/plan.svg is of another day; python docs/images/make.py plan draws it again"
+    assert [each for each in kept if each[0].isalpha()] == [each for each in made if each[0].isalpha()], fix
     numbers = [[float(each.replace(",", "")) for each in words if not each[0].isalpha()] for words in (kept, made)]
     # Differences of times move more than the times.
-    assert numbers[0] == pytest.approx(numbers[1], rel=0.1, abs=0.1), cure
+    assert numbers[0] == pytest.approx(numbers[1], rel=0.1, abs=0.1), fix
 
 
 def test_the_planners_page_shows_what_the_picture_does() -> None:

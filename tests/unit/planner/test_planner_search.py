@@ -145,9 +145,9 @@ def fake_pricer(job: PlanJob, seed: int) -> FakePricer:
 
 def brute_force(job: PlanJob, pricer: FakePricer, space: SearchSpace, margin_share: float) -> Estimate | None:
     found = []
-    for outline in candidates(job, space):
-        for rest in placements(job, space, outline):
-            strategy = strategy_at(outline, rest, space.base)
+    for candidate in candidates(job, space):
+        for placement in placements(job, space, candidate):
+            strategy = strategy_at(candidate, placement, space.base)
             memory = pricer.memory.estimate(strategy)
             if shortfall(memory, job.cluster, margin_share) is None:
                 time = pricer.time.estimate(strategy)
@@ -201,7 +201,7 @@ def test_fewer_prices_than_strategies_find_it_too() -> None:
     job = job_of(8, 48, 2.0)
     pricer = fake_pricer(job, 7)
     plan = search(job, limits=Limits(num_best=1, max_prices=10**6), pricer=pricer)
-    num_strategies = sum(len(placements(job, SearchSpace(), outline)) for outline in candidates(job, SearchSpace()))
+    num_strategies = sum(len(placements(job, SearchSpace(), candidate)) for candidate in candidates(job, SearchSpace()))
     assert plan.num_priced < num_strategies / 5
 
 
@@ -282,10 +282,10 @@ def test_all_that_is_written_can_be_trained(num_gpus: int) -> None:
     space = SearchSpace(offloads=True)
     every = list(candidates(job, space))
     assert len(every) == len(set(every))
-    for outline in drawn.sample(every, min(len(every), 25)):
-        options = placements(job, space, outline)
+    for candidate in drawn.sample(every, min(len(every), 25)):
+        options = placements(job, space, candidate)
         assert len(options) == len(set(options))
-        strategy = strategy_at(outline, drawn.choice(options), space.base)
+        strategy = strategy_at(candidate, drawn.choice(options), space.base)
         assert strategy.num_ranks == num_gpus
         assert strategy.global_batch == job.global_batch
         assert is_legal(job, strategy)
@@ -299,15 +299,16 @@ def test_no_outline_takes_less_than_its_bound(hidden_size: int) -> None:
     """Neither where kernels are long nor where launching them takes longer than they do."""
     job = job_of(8, 16, 80.0, replace(SHAPE, hidden_size=hidden_size, ffn_size=4 * hidden_size))
     model, space, drawn = TimeModel(job), SearchSpace(offloads=False), random.Random(hidden_size)
-    for outline in drawn.sample(list(candidates(job, space)), 60):
-        rest = drawn.choice(
-            placements(job, space, outline) or [PlacementCandidate(0, outline.num_data_ranks, "batch", *["device"] * 4)]
+    for candidate in drawn.sample(list(candidates(job, space)), 60):
+        placement = drawn.choice(
+            placements(job, space, candidate)
+            or [PlacementCandidate(0, candidate.num_data_ranks, "batch", *["device"] * 4)]
         )
-        least_s = model.busy_s(strategy_at(outline, rest._replace(zero_stage=3), space.base))
-        strategy = strategy_at(outline, rest, space.base)
-        assert least_s * (1 + bubble_share(*pipeline_of(outline))) <= model.estimate(strategy, is_quick=True).step_s * (
-            1 + 1e-9
-        ), strategy
+        least_s = model.busy_s(strategy_at(candidate, placement._replace(zero_stage=3), space.base))
+        strategy = strategy_at(candidate, placement, space.base)
+        assert least_s * (1 + bubble_share(*pipeline_of(candidate))) <= model.estimate(
+            strategy, is_quick=True
+        ).step_s * (1 + 1e-9), strategy
 
 
 @given(
@@ -480,12 +481,14 @@ def test_what_a_strategy_is_known_to_hold_is_no_more_than_it_holds() -> None:
     job = replace(job_of(8, 16, 80.0, shape), seq_len=256)
     space, memory, drawn = SearchSpace(offloads=True), MemoryModel(job), random.Random(0)
     run = Run(job, space, Limits(), Pricer(job))
-    for outline in drawn.sample(list(candidates(job, space)), 80):
-        for rest in drawn.sample(placements(job, space, outline), min(3, len(placements(job, space, outline)))):
-            states = run._param_bytes(outline, rest) * run._params_of_rank(outline)
-            kept = run._least_activation_bytes(outline) if rest.activations_tier == "device" else 0.0
-            held = memory.estimate(strategy_at(outline, rest, space.base))
-            assert states + kept <= held.worst.peak_bytes, (outline, rest)
+    for candidate in drawn.sample(list(candidates(job, space)), 80):
+        for placement in drawn.sample(
+            placements(job, space, candidate), min(3, len(placements(job, space, candidate)))
+        ):
+            states = run._param_bytes(candidate, placement) * run._params_of_rank(candidate)
+            kept = run._least_activation_bytes(candidate) if placement.activations_tier == "device" else 0.0
+            held = memory.estimate(strategy_at(candidate, placement, space.base))
+            assert states + kept <= held.worst.peak_bytes, (candidate, placement)
 
 
 def test_a_neighbour_is_taken_only_from_the_space() -> None:

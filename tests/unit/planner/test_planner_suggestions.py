@@ -17,7 +17,7 @@ from shardwise.planner.pricer import Pricer
 from shardwise.planner.results import Estimate, MemoryEstimate, RankMemory, TimeEstimate
 from shardwise.planner.search import search
 from shardwise.planner.shape import ModelShape
-from shardwise.planner.suggestions import cures, made_to_fit, more_gpus, shorter
+from shardwise.planner.suggestions import made_to_fit, more_gpus, shorter, suggest
 
 GIB = 2**30
 DESKTOP = replace(parse_cluster("rtx-4090:1"), host=Host(memory_bytes=128 * GIB))
@@ -76,7 +76,7 @@ def test_more_gpus_fill_the_node_first() -> None:
     alone = job_of("llama-7b", replace(parse_cluster("a100-80:1"), host=Host(memory_bytes=0.0)), global_batch=1)
     # 113 GiB of states and little else.
     assert more_gpus(alone, Strategy(recompute="full"), Pricer, 0.06) == 2
-    # Eight devices share one host: two hosts of 128 GiB have room, one has not.
+    # Eight devices share one host: two hosts of 128 GiB have enough, one has not.
     job = job_of("llama-13b", DESKTOP, global_batch=1)
     away = Strategy(zero_stage=3, recompute="full", params_tier="host", grads_tier="host", optimizer_tier="host")
     assert more_gpus(job, away, Pricer, 0.06) == 16
@@ -90,7 +90,7 @@ def test_each_cure_is_said_with_what_makes_it_so() -> None:
     price, missing = found.nearest
     held = price.memory.worst.elsewhere["host"]
     assert missing.tier == "host"
-    said = list(cures(price, missing, Pricer(job), Pricer, 0.06))
+    said = list(suggest(price, missing, Pricer(job), Pricer, 0.06))
     assert said[0] == f"host memory of {held / GIB:.1f} GiB a node would fit (host_memory_gib in the cluster's file)"
     assert any(each.startswith("disks of 145.5 GiB a node") for each in said)  # 12 bytes of each of 13.0 B parameters
     assert any("adapters alone (LoRA) with tiers.params=host" in each for each in said)
@@ -121,8 +121,8 @@ def test_what_lacks_in_both_memories_counts_twice() -> None:
 def test_one_rank_has_one_stage_for_each_way_to_rest(away: str) -> None:
     job = job_of("llama-7b", DESKTOP)
     space = SearchSpace(offloads=True)
-    outline = next(each for each in candidates(job, space) if each.recompute == "full")
-    found = [(each.tiers, each.gather) for each in placements(job, space, outline) if getattr(each, away) == "host"]
+    candidate = next(each for each in candidates(job, space) if each.recompute == "full")
+    found = [(each.tiers, each.gather) for each in placements(job, space, candidate) if getattr(each, away) == "host"]
     assert found
     assert len(set(found)) == len(found)
 
@@ -149,7 +149,7 @@ def test_where_a_config_would_do_nobody_buys_disks() -> None:
     price = pricer.price(Strategy(dp_shard=8, zero_stage=2))
     missing = shortfall(price.memory, job.cluster, 0.06)
     assert missing is not None
-    said = list(cures(price, missing, pricer, Pricer, 0.06))
+    said = list(suggest(price, missing, pricer, Pricer, 0.06))
     assert " would fit, at " in said[0]
     assert said[-1].endswith(" GPUs would fit it, with a batch in proportion")
     assert not any("disks" in each or "LoRA" in each for each in said)

@@ -214,7 +214,7 @@ def plan_of(*prices: Estimate, **facts: Any) -> SearchResult:
         "front": front(prices),
         "nearest": None,
         "rejected": {"slower": 1},
-        "num_outlines": 7,
+        "num_candidates": 7,
         "num_priced": 9,
         "is_proven": True,
         "elapsed_s": 0.5,
@@ -223,7 +223,7 @@ def plan_of(*prices: Estimate, **facts: Any) -> SearchResult:
 
 
 def view_of(plan: SearchResult, is_whole: bool = False, **reasons: Any) -> str:
-    empty: dict[str, Any] = {"wins": "", "runners_up": (), "defaults": (), "changes": (), "cures": ()}
+    empty: dict[str, Any] = {"wins": "", "runners_up": (), "defaults": (), "changes": (), "suggestions": ()}
     said = Reasons(**(empty | reasons))
     return printed(plan_view(plan, said, width=120, is_coloured=False, is_whole=is_whole))
 
@@ -264,7 +264,7 @@ def test_a_plan_is_written_in_gib_and_with_what_is_nearest() -> None:
     found = price_dict(PRICES[0])
     assert (found["peak_gib"], found["margin_gib"], found["mfu"]) == (70.0, 10.0, 0.5)
     missing = Shortfall("device", 1.0, 0)
-    said = Reasons(wins="", runners_up=(), defaults=(), changes=(), cures=())
+    said = Reasons(wins="", runners_up=(), defaults=(), changes=(), suggestions=())
     assert plan_dict(plan_of(nearest=(PRICES[1], missing)), said)["nearest"] == price_dict(PRICES[1])
 
 

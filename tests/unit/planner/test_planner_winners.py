@@ -158,9 +158,9 @@ def medium_job(num_gpus: int, global_batch: int, memory_gib: float) -> PlanJob:
 def test_nothing_beats_the_winner_by_real_prices(job: PlanJob, pins: dict[str, tuple[Any, ...]]) -> None:
     space, limits, pricer = SearchSpace(pins=pins, offloads=False), Limits(num_best=2, max_prices=100_000), Pricer(job)
     every = [
-        strategy_at(outline, rest, space.base)
-        for outline in candidates(job, space)
-        for rest in placements(job, space, outline)
+        strategy_at(candidate, placement, space.base)
+        for candidate in candidates(job, space)
+        for placement in placements(job, space, candidate)
     ]
     fitting = [
         each for each in every if shortfall(pricer.memory.estimate(each), job.cluster, limits.margin_share) is None

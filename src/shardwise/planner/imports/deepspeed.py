@@ -183,8 +183,8 @@ def _optimizer(given: Mapping[str, Any], source: str) -> dict[str, object]:
 
 def _notes(given: Mapping[str, Any], zero: Mapping[str, Any]) -> tuple[str, ...]:
     of_zero = (f"zero_optimization.{key}" for key in zero if key not in _READ_OF_ZERO)
-    rest = [*(key for key in given if key not in _READ), *of_zero]
-    notes = [f"not needed here, and left out: {', '.join(rest)}"] if rest else []
+    unread = [*(key for key in given if key not in _READ), *of_zero]
+    notes = [f"not needed here, and left out: {', '.join(unread)}"] if unread else []
     if zero.get("zero_hpz_partition_size", 1) not in (0, 1):
         notes.append("zero_hpz_partition_size has no counterpart; mesh.dp_shard with replicas is nearest")
     return tuple(notes)

@@ -83,7 +83,7 @@ def whole_number(
         return value
     if default is not None:
         return default
-    raise ConfigError(f"{source} misses {names[0]}; {_cure(values, names)}")
+    raise ConfigError(f"{source} misses {names[0]}; {_fix(values, names)}")
 
 
 def short(value: object) -> str:
@@ -92,7 +92,7 @@ def short(value: object) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
-def _cure(values: Mapping[str, object], names: tuple[str, ...]) -> str:
+def _fix(values: Mapping[str, object], names: tuple[str, ...]) -> str:
     known = list(values)[:MAX_KEYS]
     close = [each for name in names for each in difflib.get_close_matches(name, known, n=1, cutoff=0.75)]
     others = f" (or {', '.join(names[1:])})" if len(names) > 1 else ""

@@ -83,7 +83,7 @@ _TRANSPORTS: Final = MappingProxyType({"p2p": "ring", "all-gather": "all-gather"
 _PADDED: Final = 128
 _MAX_BYTES: Final = 2**18
 _MAX_DIGITS: Final = 12
-_CURE: Final = "give our TOML, another tool's JSON, or a script or YAML file of Megatron's flags"
+_FIX: Final = "give our TOML, another tool's JSON, or a script or YAML file of Megatron's flags"
 _FLAG_SHARE: Final = 0.93
 
 
@@ -101,12 +101,12 @@ def read_megatron(source: str | Path) -> ImportedJob:
         return job_of_flags(flags_in(text), "the flags")
     path = Path(source)
     try:
-        text = read_text(path, _CURE, max_bytes=_MAX_BYTES)
+        text = read_text(path, _FIX, max_bytes=_MAX_BYTES)
     except UntrustedFileError as error:
         raise ConfigError(error) from None
     flags = yaml_flags(text) if path.suffix in (".yaml", ".yml") else flags_in(text)
     if not flags:
-        raise ConfigError(f"{path} holds no flags of Megatron's; {_CURE}")
+        raise ConfigError(f"{path} holds no flags of Megatron's; {_FIX}")
     return job_of_flags(flags, path.name)
 
 
@@ -145,8 +145,8 @@ def _number(flags: Flags, name: str, source: str, default: int | None = None) ->
         if default is not None:
             return default
         close = difflib.get_close_matches(name, list(flags), n=1, cutoff=0.7)
-        cure = f"did you mean it by --{close[0]}?" if close else f"add --{name} N"
-        raise ConfigError(f"{source} misses --{name}; {cure}")
+        fix = f"did you mean it by --{close[0]}?" if close else f"add --{name} N"
+        raise ConfigError(f"{source} misses --{name}; {fix}")
     refuse_unset(name, value)
     least = 0 if name in _MAY_BE_NONE else 1
     if isinstance(value, bool) or not value.isascii() or not value.isdigit() or not _is_count(value, least):

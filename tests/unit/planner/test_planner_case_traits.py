@@ -49,9 +49,9 @@ def known(row: dict[str, Any]) -> tuple[Strategy, FrameworkTraits]:
     ],
 )
 def test_copies_of_a_logit_are_those_of_its_loss(parallel: dict[str, Any], num_bytes: int, is_split: bool) -> None:
-    _, practice = known(row(LLAMA, **parallel))
-    assert (practice.logits_bytes, practice.splits_logits) == (num_bytes, is_split)
-    assert practice.cached_logits_share == (2 / 12 if num_bytes == 12 else 0)
+    _, traits = known(row(LLAMA, **parallel))
+    assert (traits.logits_bytes, traits.splits_logits) == (num_bytes, is_split)
+    assert traits.cached_logits_share == (2 / 12 if num_bytes == 12 else 0)
 
 
 def test_losses_are_compiled_with_blocks_on_what_came_after_h100() -> None:
@@ -167,13 +167,13 @@ def test_stages_that_are_interleaved_let_go_what_they_sent() -> None:
     ("precision", "attention", "has_dropout"), [("fp16", "fused-softmax", True), ("fp32", "unfused", False)]
 )
 def test_scores_that_fp32_keeps_say_nothing_of_the_codes_age(precision: str, attention: str, has_dropout: bool) -> None:
-    practice = known(row(GPT, "A100", tp=4, precision=precision))[1]
-    assert (practice.attention, practice.has_dropout) == (attention, has_dropout)
+    traits = known(row(GPT, "A100", tp=4, precision=precision))[1]
+    assert (traits.attention, traits.has_dropout) == (attention, has_dropout)
 
 
 def test_torchs_own_code_recomputes_every_other_product_where_it_does_not_say() -> None:
-    strategy, practice = known(row(LLAMA, zero_stage=3, compile=True))
-    assert (strategy.recompute, practice.selective) == ("selective", "half")
+    strategy, traits = known(row(LLAMA, zero_stage=3, compile=True))
+    assert (strategy.recompute, traits.selective) == ("selective", "half")
     strategy, _ = known(row(LLAMA, zero_stage=3, compile=True, recompute="none"))
     assert strategy.recompute == "none"
     assert [read_case(row(LLAMA, zero_stage=3, compile=each)).guesses for each in (True, False)] == [
