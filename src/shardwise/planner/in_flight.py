@@ -4,7 +4,7 @@ Where a rank's stages have different sizes, the most stages at once need not be 
 stages. Moments at which a backward runs are separate, since it makes its own tensors.
 
 >>> in_flight = InFlightTable().of("interleaved", 2, 2, 4, rank=0)
->>> [[held.whole for held in moments] for moments in flight.backwards]
+>>> [[held.whole for held in moments] for moments in in_flight.backwards]
 [[(4, 1), (3, 2)], [(3, 2), (4, 1)]]
 >>> InFlightTable().of("zb-h1", 4, 1, 1000, rank=2).between
 (InFlightCounts(whole=(1,), deferred=(3,), num_arrived=0, num_sent=999),)
@@ -143,15 +143,15 @@ class InFlightTable:
 
     def _counted(self, row: _Row, most_sent: int | None) -> InFlight:
         name, num_ranks, virtual_stages, num_micro_batches, rank = row
-        recipe, placement = recipe_of(name), placement_of(name, num_ranks, virtual_stages)
-        if placement.stages_per_rank == 1 and not recipe.splits_backward:
+        placement = placement_of(name, num_ranks, virtual_stages)
+        if placement.stages_per_rank == 1 and not recipe_of(name).splits_backward:
             num = max_in_flight(name, num_ranks, num_micro_batches, virtual_stages, rank)
             awaits_gradient, awaits_input = num > 1 and rank < num_ranks - 1, num < num_micro_batches and rank > 0
             # Where gradients do not arrive, nothing does as the last is sent: one less was sent as the last input does.
             num_sent = num_micro_batches - num - (awaits_input and not awaits_gradient) if rank else 0
             num_arrived = int(awaits_gradient or awaits_input)
             return InFlight(((InFlightCounts((num,), (0,), num_arrived, _at_most(num_sent, most_sent)),),))
-        num = _as_telling(num_ranks, num_micro_batches) if recipe.repeats_by_rounds else num_micro_batches
+        num = _as_telling(name, num_ranks, num_micro_batches)
         if num < num_micro_batches and most_sent is not None:
             return self._of(row._replace(num_micro_batches=num), most_sent)
         actions = pipeline_rows(name, num_ranks, num, virtual_stages).of(rank)
@@ -200,10 +200,11 @@ def _reductions(row: Sequence[tuple[ActionKind, int, int]], stages: Sequence[int
     return found
 
 
-def _as_telling(num_ranks: int, num_micro_batches: int) -> int:
+def _as_telling(recipe_name: str, num_ranks: int, num_micro_batches: int) -> int:
     """Return the fewest micro-batches with equal counts, with rounds as long as those of `interleaved_rounds`."""
     num_rounds, left = divmod(num_micro_batches, num_ranks)
-    if num_rounds <= _NUM_ROUNDS:
+    has_unequal_rounds = recipe_name == "interleaved" and left % max(1, num_rounds) > 0
+    if num_rounds <= _NUM_ROUNDS or has_unequal_rounds or recipe_name in ("gpipe", "naive"):
         return num_micro_batches
     longer = _NUM_ROUNDS * -(-left // num_rounds)
     return _NUM_ROUNDS * num_ranks + longer if longer < num_ranks else num_micro_batches
