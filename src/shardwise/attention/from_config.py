@@ -47,8 +47,8 @@ def structure_of(section: AttentionConfig, num_heads: int, *, causal: bool = Tru
     Raises:
         ConfigError: the kind has no such key, or its values do not go together.
     """
-    for message in wrong_attention(section):
-        raise ConfigError(message)
+    for code, message in wrong_attention(section):
+        raise ConfigError(code, message)
     if section.kind == "dense":
         return None
     given = {key: getattr(section, key) for key in ATTENTION_KEYS[section.kind]}

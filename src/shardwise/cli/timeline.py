@@ -112,8 +112,8 @@ def planned(config: Config, op_times: OpTimes) -> TerminalPanel:
         ScheduleError: the schedule cannot take these ranks, stages or micro-batches.
     """
     recipe, num_ranks, num_micro_batches = config.pipeline.schedule, config.mesh.pp, num_micro_batches_of(config)
-    for message in wrong_schedule_size(num_micro_batches, config.pipeline, config.mesh, _MAX_CELLS):
-        raise ConfigError(message)
+    for code, message in wrong_schedule_size(num_micro_batches, config.pipeline, config.mesh, _MAX_CELLS):
+        raise ConfigError(code, message)
     schedule = pipeline_step(recipe, num_ranks, num_micro_batches, config.pipeline.virtual_stages)
     num_stages = placement_of(recipe, num_ranks, config.pipeline.virtual_stages).stages_per_rank
     actions = simulate(insert_transfers(schedule), op_times.cost(num_stages))

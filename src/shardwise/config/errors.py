@@ -9,12 +9,12 @@ class CodedError(Exception):
     """An error whose `code` names the rule that was broken; `str` gives the message alone.
 
     Args:
-        code: lower-case words with hyphens between them, such as `tp-divides-heads`; each stands for one rule.
+        code: lower-case words with hyphens between them, such as `tp-divides-units`; each stands for one rule.
         message: what was found, the rule, and what helps.
 
-    >>> error = CodedError("tp-divides-heads", "tp=3 does not divide num_heads=32; nearest legal: 2, 4")
+    >>> error = CodedError("tp-divides-units", "tp=3 does not divide num_heads=32; nearest legal: 2, 4")
     >>> error.code, str(error)
-    ('tp-divides-heads', 'tp=3 does not divide num_heads=32; nearest legal: 2, 4')
+    ('tp-divides-units', 'tp=3 does not divide num_heads=32; nearest legal: 2, 4')
     """
 
     # No __init__: torch's compiler reads errors that are raised while it traces, and follows no constructor.

@@ -20,7 +20,8 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, get_args
+from types import MappingProxyType
+from typing import Any, Final, Self, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -98,8 +99,18 @@ __all__ = [
 ]
 
 
+# The code of a wrong value by what pydantic calls it; of any other, a value has the wrong type.
+_KINDS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
+    {
+        "out-of-range": frozenset(
+            {"greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number"}
+        ),
+        "wrong-length": frozenset({"too_short", "too_long", "missing"}),
+        "unknown-choice": frozenset({"literal_error"}),
+    }
+)
 _MAX_SHOWN = 120
-_MAX_TOLD = 100
+_MAX_NAMED = 100
 
 
 class ConfigError(OneLineError):
@@ -135,14 +146,18 @@ class Config(Section):
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Build a config from nested mappings, as parsed from TOML or JSON."""
         if not isinstance(values, Mapping):
-            raise ConfigError(f"{shown_value(values)} is not a config; give a table of sections, such as zero")
+            raise ConfigError(
+                "not-a-config", f"{shown_value(values)} is not a config; give a table of sections, such as zero"
+            )
         _refuse_unknown_keys(cls, values, prefix="")
         written = {name: dict(section) if isinstance(section, Mapping) else section for name, section in values.items()}
         try:
             return cls.model_validate(written)
         except ValidationError as error:
             section, leaf = map(str, error.errors()[0]["loc"][:2])
-            raise ConfigError(_explain(section, leaf, values[section][leaf])) from None
+            kinds = {each["type"] for each in error.errors() if each["loc"][:2] == (section, leaf)}
+            code = next((code for code, its in _KINDS.items() if not kinds.isdisjoint(its)), "wrong-type")
+            raise ConfigError(code, _explain(section, leaf, values[section][leaf])) from None
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Self:
@@ -155,7 +170,7 @@ class Config(Section):
         try:
             return cls.from_dict(parse_json(text, "the config", "give what to_json wrote"))
         except UntrustedFileError as error:
-            raise ConfigError(error) from None
+            raise ConfigError(error.code, str(error)) from None
 
     def to_json(self) -> str:
         """Write every field, defaults included, as indented JSON."""
@@ -172,43 +187,48 @@ class Config(Section):
         for assignment in assignments:
             key, separator, text = assignment.partition("=")
             if not separator:
-                raise ConfigError(f"{shown_value(assignment)} is not an assignment; write section.key=value")
+                raise ConfigError(
+                    "not-an-assignment", f"{shown_value(assignment)} is not an assignment; write section.key=value"
+                )
             set_key(values, key.strip(), _parse_value(key.strip(), text.strip()))
         return self.from_dict(values)
 
     def resolve(self, world_size: int) -> Self:
         """Fill in what follows from the world size: the mesh, then the batch; refuse what cannot be."""
         if world_size < 1:
-            raise ConfigError(f"world size {world_size} holds no rank; start at least 1")
+            raise ConfigError("world-size-range", f"world size {world_size} holds no rank; start at least 1")
         if world_size > MAX_RANKS:
-            raise ConfigError(f"world size {world_size:,} is more than a mesh may have; start at most {MAX_RANKS:,}")
-        for message in (
+            raise ConfigError(
+                "world-size-range",
+                f"world size {world_size:,} is more than a mesh may have; start at most {MAX_RANKS:,}",
+            )
+        for code, message in (
             *wrong_tiers(self.tiers, self.zero, self.recompute),
             *wrong_pipeline(self.pipeline, self.mesh, self.zero, self.compile),
             *wrong_context(self.context, self.mesh),
             *wrong_attention(self.attention),
             *wrong_chunks(self.context, self.pipeline, self.compile),
         ):
-            raise ConfigError(message)
+            raise ConfigError(code, message)
         mesh = _resolve_mesh(self.mesh, world_size)
         num_data_ranks = _known(mesh.dp_replicate) * _known(mesh.dp_shard)
         batch = resolve_batch(self.batch, num_data_ranks)
-        for message in wrong_schedule_size(_known(batch.accumulation), self.pipeline, mesh):
-            raise ConfigError(message)
+        for code, message in wrong_schedule_size(_known(batch.accumulation), self.pipeline, mesh):
+            raise ConfigError(code, message)
         return self.model_copy(update={"mesh": mesh, "batch": batch})
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
     """Parse a TOML file, or a JSON file without its nulls; a ConfigError names a file that cannot be read."""
-    cure = "give the path of a TOML file"
+    fix = "give the path of a TOML file"
     try:
         if Path(path).suffix != ".json":
-            return read_foreign_toml(path, cure)
-        values = read_json(path, cure)
+            return read_foreign_toml(path, fix)
+        values = read_json(path, fix)
     except UntrustedFileError as error:
-        raise ConfigError(error) from None
+        raise ConfigError(error.code, str(error)) from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} is not a config; {cure}, or of the config.json of a run")
+        raise ConfigError("not-a-config", f"{path} is not a config; {fix}, or of the config.json of a run")
     return {
         section: {key: value for key, value in keys.items() if value is not None} if isinstance(keys, dict) else keys
         for section, keys in values.items()
@@ -232,7 +252,7 @@ def set_key(values: dict[str, Any], key: str, value: Any) -> None:
     for section in sections:
         values = values.setdefault(section, {})
         if not isinstance(values, dict):
-            raise ConfigError(f"{_shown(key)} is not a config key; {_shown(section)} takes no subkeys")
+            raise ConfigError("unknown-key", f"{_shown(key)} is not a config key; {_shown(section)} takes no subkeys")
     values[leaf] = value
 
 
@@ -258,13 +278,15 @@ nearest: 8, 16
         accumulation = _divide_batch(total, f"micro_size {micro}", micro, num_data_ranks)
     elif (product := micro * accumulation * num_data_ranks) != total:
         raise ConfigError(
+            "batch-equation",
             f"batch.global_size={total} but micro_size {micro} x accumulation {accumulation} x {num_data_ranks} "
-            f"data-parallel ranks = {product}; give {product}, or leave one of the three out and it is derived"
+            f"data-parallel ranks = {product}; give {product}, or leave one of the three out and it is derived",
         )
     if max(micro, accumulation, total // MAX_MICRO_BATCHES) > MAX_MICRO_BATCHES:
         raise ConfigError(
+            "batch-too-large",
             f"batch.global_size={total:,} over {num_data_ranks:,} data-parallel ranks makes micro_size {micro:,} x "
-            f"accumulation {accumulation:,}, of which neither may be more than {MAX_MICRO_BATCHES:,}; use fewer samples"
+            f"accumulation {accumulation:,}; neither may be more than {MAX_MICRO_BATCHES:,}; use fewer samples",
         )
     return BatchConfig(global_size=total, micro_size=micro, accumulation=accumulation)
 
@@ -292,8 +314,9 @@ def _divide_batch(total: int, factor_text: str, factor: int, num_data_ranks: int
     if total % unit:
         legal = sorted({max(unit, total // unit * unit), (total // unit + 1) * unit})
         raise ConfigError(
+            "batch-multiple",
             f"batch.global_size={total} is not a multiple of {unit} = {factor_text} x {num_data_ranks} ranks; "
-            f"nearest: {', '.join(map(str, legal))}"
+            f"nearest: {', '.join(map(str, legal))}",
         )
     return total // unit
 
@@ -308,12 +331,14 @@ def _resolve_mesh(mesh: MeshConfig, world_size: int) -> MeshConfig:
     if len(axes) == len(MeshConfig.model_fields):
         if fixed != world_size:
             raise ConfigError(
-                f"world size {world_size} is not {equation} = {fixed}; start {fixed} ranks or leave mesh.dp_shard out"
+                "mesh-size",
+                f"world size {world_size} is not {equation} = {fixed}; start {fixed} ranks or leave mesh.dp_shard out",
             )
         return mesh
     if world_size % fixed:
         raise ConfigError(
-            f"world size {world_size} is not a multiple of {equation} = {fixed}; start a multiple of {fixed} ranks"
+            "mesh-size",
+            f"world size {world_size} is not a multiple of {equation} = {fixed}; start a multiple of {fixed} ranks",
         )
     missing = "dp_shard" if mesh.dp_shard is None else "dp_replicate"
     return mesh.model_copy(update={missing: world_size // fixed})
@@ -324,19 +349,23 @@ def _refuse_unknown_keys(section: type[BaseModel], values: Mapping[str, Any], pr
         path = f"{prefix}{key}"
         field = section.model_fields.get(key)
         if field is None:
-            raise ConfigError(f"{_shown(path)} is not a config key; {_suggestion(path)}")
+            raise ConfigError("unknown-key", f"{_shown(path)} is not a config key; {_suggestion(path)}")
         nested = field.annotation
         if isinstance(nested, type) and issubclass(nested, BaseModel):
             if not isinstance(value, Mapping | nested):
                 example = f"{path}.{next(iter(nested.model_fields))}"
                 raise ConfigError(
-                    f"{path}={shown_value(value)} is not a section; set one of its keys, such as {example}"
+                    "not-a-section",
+                    f"{path}={shown_value(value)} is not a section; set one of its keys, such as {example}",
                 )
             if isinstance(value, Mapping):
                 _refuse_unknown_keys(nested, value, prefix=f"{path}.")
         for text in value if isinstance(value, list | tuple) else [value]:
             if isinstance(text, str) and (wrong := steering(text)):
-                raise ConfigError(f"{path}={shown_value(text)} holds the control character {wrong!r}; leave it out")
+                raise ConfigError(
+                    "control-character",
+                    f"{path}={shown_value(text)} holds the control character {wrong!r}; leave it out",
+                )
 
 
 def _shown(path: str) -> str:
@@ -381,8 +410,8 @@ def _explain(section: str, leaf: str, value: Any) -> str:
     word = value.lower() if isinstance(value, str) and len(value) <= _MAX_SHOWN else ""
     close = difflib.get_close_matches(word, _words(schema), n=1, cutoff=0.5)
     default = "" if schema["default"] is None else f" for the default {json.dumps(schema['default'])}"
-    cure = f"did you mean {close[0]}?" if close else f"leave it out{default}"
-    return f"{section}.{leaf}={shown_value(value)} must be {_rule(schema, value)}; {cure}"
+    fix = f"did you mean {close[0]}?" if close else f"leave it out{default}"
+    return f"{section}.{leaf}={shown_value(value)} must be {_rule(schema, value)}; {fix}"
 
 
 def _rule(schema: Mapping[str, Any], value: Any = None) -> str:
@@ -399,10 +428,10 @@ def _rule(schema: Mapping[str, Any], value: Any = None) -> str:
         return f"a table of names, each {_rule(schema['additionalProperties'])}"
     kinds = {"integer": "an integer", "number": "a finite number", "boolean": "true or false", "string": "a string"}
     signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-    told = {bound: sign for bound, sign in signs.items() if bound in schema}
-    if schema.get("maximum", 0) > _MAX_TOLD and not (isinstance(value, int | float) and value > schema["maximum"]):
-        del told["maximum"]
-    bounds = " and ".join(f"{sign} {_number(schema[bound])}" for bound, sign in told.items())
+    named = {bound: sign for bound, sign in signs.items() if bound in schema}
+    if schema.get("maximum", 0) > _MAX_NAMED and not (isinstance(value, int | float) and value > schema["maximum"]):
+        del named["maximum"]
+    bounds = " and ".join(f"{sign} {_number(schema[bound])}" for bound, sign in named.items())
     return f"{kinds[schema['type']]} {bounds}".rstrip()
 
 
@@ -432,5 +461,5 @@ def _parse_value(key: str, text: str) -> Any:
 
 def _known(value: int | None) -> int:
     if value is None:
-        raise ConfigError("the config is not resolved; call config.resolve(world_size) first")
+        raise ConfigError("config-not-resolved", "the config is not resolved; call config.resolve(world_size) first")
     return value

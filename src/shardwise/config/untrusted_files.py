@@ -125,12 +125,12 @@ def read_bytes(path: str | Path, max_bytes: int = MAX_BYTES, folder: str | Path 
         return file.read()
 
 
-def read_text(path: str | Path, cure: str, *, max_bytes: int = MAX_BYTES, folder: str | Path | None = None) -> str:
+def read_text(path: str | Path, fix: str, *, max_bytes: int = MAX_BYTES, folder: str | Path | None = None) -> str:
     """Read a regular file of UTF-8 text.
 
     Args:
         path: of the file.
-        cure: what would help, for messages.
+        fix: what would help, for messages.
         max_bytes: that it may have.
         folder: as in `open_regular`.
 
@@ -140,44 +140,44 @@ def read_text(path: str | Path, cure: str, *, max_bytes: int = MAX_BYTES, folder
     try:
         return read_bytes(path, max_bytes, folder).decode()
     except OSError as error:
-        raise UntrustedFileError(f"cannot read {path}: {error.strerror or error}; {cure}") from error
+        raise UntrustedFileError("file-unreadable", f"cannot read {path}: {error.strerror or error}; {fix}") from error
     except UnicodeDecodeError:
-        raise UntrustedFileError(f"{path} is not UTF-8 text; {cure}") from None
+        raise UntrustedFileError("not-utf8", f"{path} is not UTF-8 text; {fix}") from None
 
 
-def read_json(path: str | Path, cure: str, *, max_bytes: int = MAX_BYTES, folder: str | Path | None = None) -> Any:
-    """Read and parse a JSON file: `path`, `max_bytes` and `folder` as in `read_text`, `cure` as in `parse_json`."""
-    return parse_json(read_text(path, cure, max_bytes=max_bytes, folder=folder), str(path), cure)
+def read_json(path: str | Path, fix: str, *, max_bytes: int = MAX_BYTES, folder: str | Path | None = None) -> Any:
+    """Read and parse a JSON file: `path`, `max_bytes` and `folder` as in `read_text`, `fix` as in `parse_json`."""
+    return parse_json(read_text(path, fix, max_bytes=max_bytes, folder=folder), str(path), fix)
 
 
-def parse_json(text: str, where: str, cure: str) -> Any:
+def parse_json(text: str, where: str, fix: str) -> Any:
     """Parse JSON.
 
     Args:
         text: of a file.
         where: its path, for messages.
-        cure: what would help, for messages.
+        fix: what would help, for messages.
 
     Raises:
         UntrustedFileError: it is not JSON, is nested too deeply, names a key twice, or has integers of too many digits.
     """
-    return _parsed(lambda: json.loads(text, object_pairs_hook=_table), "JSON", text, where, cure)
+    return _parsed(lambda: json.loads(text, object_pairs_hook=_table), "JSON", text, where, fix)
 
 
-def read_toml(path: str | Path, cure: str) -> dict[str, Any]:
+def read_toml(path: str | Path, fix: str) -> dict[str, Any]:
     """Read and parse a TOML file; see `read_text` and `parse_toml`."""
-    return parse_toml(read_text(path, cure, max_bytes=_MAX_TOML_BYTES), str(path), cure)
+    return parse_toml(read_text(path, fix, max_bytes=_MAX_TOML_BYTES), str(path), fix)
 
 
-def parse_toml(text: str, where: str, cure: str) -> dict[str, Any]:
-    """Parse TOML; `text`, `where` and `cure` are as in `parse_json`.
+def parse_toml(text: str, where: str, fix: str) -> dict[str, Any]:
+    """Parse TOML; `text`, `where` and `fix` are as in `parse_json`.
 
     Raises:
         UntrustedFileError: as `parse_json`.
     """
     if _DOTTED_KEY.search(text):
-        raise UntrustedFileError(f"{where} is nested deeper than {MAX_DEPTH} levels; {cure}")
-    values: dict[str, Any] = _parsed(lambda: tomllib.loads(text), "TOML", text, where, cure)
+        raise UntrustedFileError("nested-too-deep", f"{where} is nested deeper than {MAX_DEPTH} levels; {fix}")
+    values: dict[str, Any] = _parsed(lambda: tomllib.loads(text), "TOML", text, where, fix)
     return values
 
 
@@ -187,13 +187,13 @@ def mismatch(error: ValidationError) -> str:
     return f"{'.'.join(map(str, first['loc']))[:200]}: {first['msg']}"
 
 
-def check_nesting(text: str, where: str, cure: str) -> None:
+def check_nesting(text: str, where: str, fix: str) -> None:
     """Refuse text whose brackets are too deep, or too many, to be parsed in about as much memory as the text takes.
 
     Args:
         text: of a file.
         where: its path, for messages.
-        cure: what would help, for messages.
+        fix: what would help, for messages.
 
     Raises:
         UntrustedFileError: the brackets are too deep or too many.
@@ -201,24 +201,24 @@ def check_nesting(text: str, where: str, cure: str) -> None:
     num_opened = text.count("[") + text.count("{")
     if num_opened > _MANY_LISTS + len(text) // _BYTES_A_LIST:
         raise UntrustedFileError(
-            f"{where} is made of {num_opened:,} lists and tables, with next to nothing in them; {cure}"
+            "too-many-lists", f"{where} is made of {num_opened:,} lists and tables, with next to nothing in them; {fix}"
         )
     depth = 0
     for sign in _NO_BRACKETS.sub("", text) if num_opened > MAX_DEPTH else "":
         depth += 1 if sign in "[{" else -1 if sign in "]}" else 0
         if depth > MAX_DEPTH:
-            raise UntrustedFileError(f"{where} is nested deeper than {MAX_DEPTH} levels; {cure}")
+            raise UntrustedFileError("nested-too-deep", f"{where} is nested deeper than {MAX_DEPTH} levels; {fix}")
 
 
-def _parsed(parse: Callable[[], Any], kind: str, text: str, where: str, cure: str) -> Any:
-    check_nesting(text, where, cure)
+def _parsed(parse: Callable[[], Any], kind: str, text: str, where: str, fix: str) -> Any:
+    check_nesting(text, where, fix)
     try:
         return parse()
     except RecursionError:
-        raise UntrustedFileError(f"{where} is nested too deeply; {cure}") from None
+        raise UntrustedFileError("nested-too-deep", f"{where} is nested too deeply; {fix}") from None
     except ValueError as error:  # of its syntax, and of integers that are too long
         what = str(error).partition("; use sys.")[0]
-        raise UntrustedFileError(f"{where} is not valid {kind}: {what}; {cure}") from None
+        raise UntrustedFileError(f"not-{kind.lower()}", f"{where} is not valid {kind}: {what}; {fix}") from None
 
 
 def _table(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,11 +1,12 @@
-"""Check which values of different sections do not fit together. Each check yields messages, which
-`shardwise.config.resolve` raises.
+"""Check which values of different sections do not fit together. Each check yields error codes and messages,
+which `shardwise.config.resolve` raises.
 
 >>> from shardwise.config.sections import RecomputeConfig, TiersConfig, ZeroConfig
 >>> list(wrong_tiers(TiersConfig(optimizer="host"), ZeroConfig(stage=2), RecomputeConfig()))
 []
->>> for message in wrong_tiers(TiersConfig(params="host"), ZeroConfig(stage=2), RecomputeConfig()):
-...     print(message)
+>>> for code, message in wrong_tiers(TiersConfig(params="host"), ZeroConfig(stage=2), RecomputeConfig()):
+...     print(code, message, sep="\\n")
+tier-needs-stage-3
 tiers.params=host needs zero.stage=3, which gathers parameters for their use, not 2; set zero.stage=3
 """
 
@@ -28,8 +29,8 @@ from shardwise.config.sections import (
 )
 
 
-def wrong_tiers(tiers: TiersConfig, zero: ZeroConfig, recompute: RecomputeConfig) -> Iterator[str]:
-    """Yield a message (value, rule and fix on one line) for each tier that cannot be or would do nothing.
+def wrong_tiers(tiers: TiersConfig, zero: ZeroConfig, recompute: RecomputeConfig) -> Iterator[tuple[str, str]]:
+    """Yield a code and a message (value, rule and fix on one line) for each tier that cannot be or would do nothing.
 
     Args:
         tiers: where each state is stored.
@@ -46,34 +47,40 @@ def wrong_tiers(tiers: TiersConfig, zero: ZeroConfig, recompute: RecomputeConfig
     for state, tier in away.items():
         if zero.stage == 0:
             rule = "needs zero.stage=1 or more, in which each rank has a slice to move, not 0"
-            yield f"tiers.{state}={tier} {rule}; set zero.stage={3 if 'params' in away else 2}"
+            yield "tier-needs-shards", f"tiers.{state}={tier} {rule}; set zero.stage={3 if 'params' in away else 2}"
     if "params" in away and zero.stage in (1, 2):
         rule = f"needs zero.stage=3, which gathers parameters for their use, not {zero.stage}"
-        yield f"tiers.params={tiers.params} {rule}; set zero.stage=3"
+        yield "tier-needs-stage-3", f"tiers.params={tiers.params} {rule}; set zero.stage=3"
     for state, share in shares.items():
         if share > 0 and state not in away:
-            rule = f"is a share of what rests elsewhere, and all {state} rest on the device"
-            yield f"tiers.{state}_on_device={share} {rule}; set tiers.{state}=host or leave the share out"
+            rule = f"is a share of what another tier stores, and the device stores all {state}"
+            yield (
+                "share-without-tier",
+                f"tiers.{state}_on_device={share} {rule}; set tiers.{state}=host or leave the share out",
+            )
     on_nvme = [state for state, tier in away.items() if tier == "nvme"]
     if on_nvme and not tiers.nvme_path:
-        cure = "set tiers.nvme_path to one on a local disk"
-        yield f"tiers.{on_nvme[0]}=nvme needs a folder for the files that states rest in; {cure}"
+        fix = "set tiers.nvme_path to one on a local disk"
+        yield "nvme-needs-path", f"tiers.{on_nvme[0]}=nvme needs a folder for the files of the states; {fix}"
     if tiers.nvme_path is not None and not on_nvme:
-        cure = "set tiers.optimizer=nvme or leave the path out"
-        yield f"tiers.nvme_path={tiers.nvme_path} is the folder of states on NVMe, and none rest there; {cure}"
+        fix = "set tiers.optimizer=nvme or leave the path out"
+        yield (
+            "path-without-nvme",
+            f"tiers.nvme_path={tiers.nvme_path} is the folder of states on NVMe, and none is stored there; {fix}",
+        )
     if tiers.activations != "device" and recompute.mode == "none":
         rule = "moves the inputs of recomputed blocks, and recompute.mode=none recomputes none"
-        yield f"tiers.activations={tiers.activations} {rule}; set recompute.mode=full"
+        yield "activations-need-recompute", f"tiers.activations={tiers.activations} {rule}; set recompute.mode=full"
 
 
 def wrong_pipeline(
     pipeline: PipelineConfig, mesh: MeshConfig, zero: ZeroConfig, compile_config: CompileConfig
-) -> Iterator[str]:
-    """Yield a message for each setting of the stages' cut and schedule that cannot be or would do nothing.
+) -> Iterator[tuple[str, str]]:
+    """Yield a code and a message for each pipeline setting that cannot be or would do nothing.
 
     >>> from shardwise.config.sections import CompileConfig, MeshConfig, PipelineConfig
     >>> zb, compiled = PipelineConfig(schedule="zb-h1"), CompileConfig(enabled=True)
-    >>> next(wrong_pipeline(zb, MeshConfig(pp=2), ZeroConfig(), compiled)).partition(";")[2]
+    >>> next(wrong_pipeline(zb, MeshConfig(pp=2), ZeroConfig(), compiled))[1].partition(";")[2]
     ' set compile.enabled=false, or pipeline.schedule=1f1b'
 
     Args:
@@ -86,27 +93,35 @@ def wrong_pipeline(
         defaults = PipelineConfig()
         for key, value in pipeline:
             if value != getattr(defaults, key):
-                rule = "says how stages lie on the ranks of a pipeline, and mesh.pp=1 has none"
-                yield f"pipeline.{key}={value} {rule}; set mesh.pp to 2 or more, or leave the key out"
+                rule = "says how stages are laid over the ranks of a pipeline, and mesh.pp=1 has none"
+                yield (
+                    "pipeline-needs-stages",
+                    f"pipeline.{key}={value} {rule}; set mesh.pp to 2 or more, or leave the key out",
+                )
         return
     if zero.lockstep:
         rule = "gathers every block once a forward, and in a pipeline each rank has some of them"
-        yield f"zero.lockstep=true {rule}; set zero.lockstep=false"
+        yield "lockstep-in-pipeline", f"zero.lockstep=true {rule}; set zero.lockstep=false"
     if compile_config.enabled and pipeline.schedule.startswith("zb-"):
         rule = f"compiles backwards whole, and pipeline.schedule={pipeline.schedule} splits them"
-        yield f"compile.enabled=true {rule}; set compile.enabled=false, or pipeline.schedule=1f1b"
+        yield (
+            "compile-with-zero-bubble",
+            f"compile.enabled=true {rule}; set compile.enabled=false, or pipeline.schedule=1f1b",
+        )
     if pipeline.gather == "micro-batch" and zero.stage < 3:
-        rule = f"is how parameters that rest as shards are gathered, and in zero.stage={zero.stage} they rest whole"
-        yield f"pipeline.gather=micro-batch {rule}; set zero.stage=3, or leave the key out"
+        rule = (
+            f"is how parameters that are stored as shards are gathered, and in zero.stage={zero.stage} they are whole"
+        )
+        yield "gather-needs-stage-3", f"pipeline.gather=micro-batch {rule}; set zero.stage=3, or leave the key out"
 
 
 def wrong_schedule_size(
     num_micro_batches: int, pipeline: PipelineConfig, mesh: MeshConfig, max_cells: int = MAX_PIPELINE_CELLS
-) -> Iterator[str]:
-    """Yield a message where a schedule has more forwards than `max_cells`: it would take minutes to build.
+) -> Iterator[tuple[str, str]]:
+    """Yield a code and a message where a schedule has more forwards than `max_cells`: it would take minutes to build.
 
     >>> from shardwise.config.sections import MeshConfig, PipelineConfig
-    >>> next(wrong_schedule_size(10**6, PipelineConfig(), MeshConfig(pp=2))).partition(";")[2]
+    >>> next(wrong_schedule_size(10**6, PipelineConfig(), MeshConfig(pp=2)))[1].partition(";")[2]
     ' use batch.accumulation=200,000 or less'
 
     Args:
@@ -118,17 +133,19 @@ def wrong_schedule_size(
     num_cells = mesh.pp * pipeline.virtual_stages * num_micro_batches
     if mesh.pp > 1 and num_cells > max_cells:
         most = max_cells // mesh.pp // pipeline.virtual_stages
-        cure = f"use batch.accumulation={most:,} or less" if most else f"use mesh.pp={max_cells:,} or less"
+        fix = f"use batch.accumulation={most:,} or less" if most else f"use mesh.pp={max_cells:,} or less"
         rule = f"make a schedule of {num_cells:,} forwards, more than {max_cells:,}"
-        yield f"mesh.pp={mesh.pp} and {num_micro_batches:,} micro-batches {rule}; {cure}"
+        yield "schedule-too-large", f"mesh.pp={mesh.pp} and {num_micro_batches:,} micro-batches {rule}; {fix}"
 
 
-def wrong_chunks(context: ContextConfig, pipeline: PipelineConfig, compile_config: CompileConfig) -> Iterator[str]:
-    """Yield a message for each setting that would keep whole what `context.chunk_tokens` is to keep in parts.
+def wrong_chunks(
+    context: ContextConfig, pipeline: PipelineConfig, compile_config: CompileConfig
+) -> Iterator[tuple[str, str]]:
+    """Yield a code and a message for each setting that would undo what `context.chunk_tokens` does.
 
     >>> from shardwise.config.sections import CompileConfig, ContextConfig, PipelineConfig
     >>> chunks, compiled = ContextConfig(chunk_tokens=8), CompileConfig(enabled=True)
-    >>> next(wrong_chunks(chunks, PipelineConfig(), compiled)).partition(";")[2]
+    >>> next(wrong_chunks(chunks, PipelineConfig(), compiled))[1].partition(";")[2]
     ' set compile.enabled=false or leave context.chunk_tokens out'
 
     Args:
@@ -141,29 +158,32 @@ def wrong_chunks(context: ContextConfig, pipeline: PipelineConfig, compile_confi
     key = f"context.chunk_tokens={context.chunk_tokens}"
     if compile_config.enabled:
         rule = "recomputes parts of a block, and compiled blocks decide what they keep"
-        yield f"{key} {rule}; set compile.enabled=false or leave context.chunk_tokens out"
+        yield "chunks-with-compile", f"{key} {rule}; set compile.enabled=false or leave context.chunk_tokens out"
     if pipeline.schedule.startswith("zb-"):
         rule = f"keeps no inner states, and pipeline.schedule={pipeline.schedule} holds them for gradients of weights"
-        yield f"{key} {rule}; set pipeline.schedule=1f1b or leave context.chunk_tokens out"
+        yield "chunks-with-zero-bubble", f"{key} {rule}; set pipeline.schedule=1f1b or leave context.chunk_tokens out"
 
 
 # Keys of `context` that also apply on one rank.
 _OF_LONG_SEQUENCES: Final = frozenset({"chunk_tokens"})
 
 
-def wrong_context(context: ContextConfig, mesh: MeshConfig) -> Iterator[str]:
-    """Yield a message for each setting of how sequences are split that cannot be or would do nothing.
+def wrong_context(context: ContextConfig, mesh: MeshConfig) -> Iterator[tuple[str, str]]:
+    """Yield a code and a message for each setting of how sequences are split that cannot be or would do nothing.
 
     >>> from shardwise.config.sections import ContextConfig, MeshConfig
     >>> next(wrong_context(ContextConfig(heads_over=4), MeshConfig(cp=6)))
-    'context.heads_over=4 does not divide mesh.cp=6; nearest legal: 3, 6'
+    ('heads-over-divides-cp', 'context.heads_over=4 does not divide mesh.cp=6; nearest legal: 3, 6')
     """
     if mesh.cp == 1:
         defaults = ContextConfig()
         for key, value in context:
             if value != getattr(defaults, key) and key not in _OF_LONG_SEQUENCES:
                 rule = "says how sequences are split over ranks, and mesh.cp=1 splits none"
-                yield f"context.{key}={value} {rule}; set mesh.cp to 2 or more, or leave the key out"
+                yield (
+                    "context-needs-cp",
+                    f"context.{key}={value} {rule}; set mesh.cp to 2 or more, or leave the key out",
+                )
         return
     if context.heads_over is None:
         return
@@ -172,13 +192,22 @@ def wrong_context(context: ContextConfig, mesh: MeshConfig) -> Iterator[str]:
         below = [each for each in divisors if each < context.heads_over][-1:]
         above = [each for each in divisors if each > context.heads_over][:1]
         legal = ", ".join(map(str, below + above))
-        yield f"context.heads_over={context.heads_over} does not divide mesh.cp={mesh.cp}; nearest legal: {legal}"
+        yield (
+            "heads-over-divides-cp",
+            f"context.heads_over={context.heads_over} does not divide mesh.cp={mesh.cp}; nearest legal: {legal}",
+        )
     elif context.transport == "ulysses" and context.heads_over != mesh.cp:
         rule = f"is less than mesh.cp={mesh.cp}, and context.transport=ulysses exchanges heads over all ranks"
-        yield f"context.heads_over={context.heads_over} {rule}; leave it out, or set context.transport=ring"
+        yield (
+            "heads-over-in-ulysses",
+            f"context.heads_over={context.heads_over} {rule}; leave it out, or set context.transport=ring",
+        )
     elif context.transport != "ulysses" and context.heads_over == mesh.cp:
         rule = f"leaves context.transport={context.transport} nothing to carry, as mesh.cp={mesh.cp}"
-        yield f"context.heads_over={context.heads_over} {rule}; set context.transport=ulysses, or fewer ranks"
+        yield (
+            "heads-over-all-ranks",
+            f"context.heads_over={context.heads_over} {rule}; set context.transport=ulysses, or fewer ranks",
+        )
 
 
 _OF_HEADS: Final = ("block", "different_layout_per_head")
@@ -214,11 +243,11 @@ ATTENTION_KEYS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 """The keys of `attention` that each of its kinds has."""
 
 
-def wrong_attention(attention: AttentionConfig) -> Iterator[str]:
-    """Yield a message for each key that this kind of attention does not have.
+def wrong_attention(attention: AttentionConfig) -> Iterator[tuple[str, str]]:
+    """Yield a code and a message for each key that this kind of attention does not have.
 
     >>> from shardwise.config.sections import AttentionConfig
-    >>> next(wrong_attention(AttentionConfig(seed=2))).partition(";")[0]
+    >>> next(wrong_attention(AttentionConfig(seed=2)))[1].partition(";")[0]
     'attention.seed=2 is a key of variable, bigbird, and attention.kind=dense has none'
     """
     keys, defaults = ATTENTION_KEYS[attention.kind], AttentionConfig()
@@ -227,4 +256,7 @@ def wrong_attention(attention: AttentionConfig) -> Iterator[str]:
             continue
         kinds = [kind for kind, its in ATTENTION_KEYS.items() if key in its]
         rule = f"is a key of {', '.join(kinds)}, and attention.kind={attention.kind} has {', '.join(keys) or 'none'}"
-        yield f"attention.{key}={value} {rule}; set attention.kind={kinds[0]} or leave the key out"
+        yield (
+            "attention-key-of-kind",
+            f"attention.{key}={value} {rule}; set attention.kind={kinds[0]} or leave the key out",
+        )

@@ -350,12 +350,16 @@ def build_layout(
     """
     mesh = MeshShape.from_config(config.mesh)
     if mesh.tp != (1 if tensor is None else tensor.degree):
-        raise ConfigError(f"mesh.tp={mesh.tp} needs a plan of how layers are split; use shardwise.plan_layout")
+        raise ConfigError(
+            "tp-needs-plan", f"mesh.tp={mesh.tp} needs a plan of how layers are split; use shardwise.plan_layout"
+        )
     units = find_units(model, config.zero.blocks)
     read = read_parameters(model, units, wide_parameters(model, config.precision))
     entries = tuple(replace(each, requires_grad=True) if each.name in trained else each for each in read)
     if not entries:
-        raise ConfigError(f"{type(model).__name__} has no parameters; there is nothing to train or shard")
+        raise ConfigError(
+            "no-parameters", f"{type(model).__name__} has no parameters; there is nothing to train or shard"
+        )
     num_ranks, num_shards = mesh.size_along(GRADIENT_AXES), mesh.size_along(SHARD_AXES)
     stage = effective_stage(config.zero.stage, num_shards, config.tiers, is_scheduled=pipeline is not None)
     policy = precision_policy(config.precision)
@@ -445,10 +449,10 @@ def assign_tiers_by_rank(
 
 def _chosen(groups: Sequence[GroupSpec], tier: Tier, share: float) -> Callable[[GroupSpec], Tier]:
     away: set[str] = set()
-    room = round(share * sum(group.padded_numel for group in groups))
+    budget = round(share * sum(group.padded_numel for group in groups))
     for group in groups:
-        if group.padded_numel <= room:
-            room -= group.padded_numel
+        if group.padded_numel <= budget:
+            budget -= group.padded_numel
         else:
             away.add(group.name)
     return lambda group: tier if group.name in away else "device"

@@ -66,7 +66,7 @@ class MeshShape:
     def __post_init__(self) -> None:
         for axis, size in zip(AXES, self.sizes, strict=True):
             if size < 1:
-                raise ConfigError(f"mesh.{axis}={size} holds no rank; every axis holds at least 1")
+                raise ConfigError("mesh-axis-empty", f"mesh.{axis}={size} holds no rank; every axis holds at least 1")
 
     @classmethod
     def from_config(cls, config: MeshConfig) -> MeshShape:
@@ -76,7 +76,10 @@ class MeshShape:
             ConfigError: the config is not resolved.
         """
         if config.dp_shard is None or config.dp_replicate is None:
-            raise ConfigError("mesh.dp_shard and dp_replicate are not known yet; call config.resolve(world_size) first")
+            raise ConfigError(
+                "config-not-resolved",
+                "mesh.dp_shard and dp_replicate are not known yet; call config.resolve(world_size) first",
+            )
         return cls(config.pp, config.dp_replicate, config.dp_shard, config.cp, config.tp)
 
     @property

@@ -229,8 +229,9 @@ def build_groups(
         if unit != ROOT and groups and groups[-1].unit == unit and groups[-1].stages != held_by:
             both = " and ".join(str(stage) for stage in sorted({*groups[-1].stages, *held_by}))
             raise ConfigError(
-                f"block {unit} lies on stages {both}, but its parameters are gathered together; name modules within "
-                "one stage in zero.blocks, or move pipeline.cut"
+                "block-on-two-stages",
+                f"block {unit} is on stages {both}, but its parameters are gathered together; name modules within "
+                "one stage in zero.blocks, or move pipeline.cut",
             )
         place = unit if unit != ROOT or stages_of is None else f"{unit}@{'+'.join(map(str, held_by))}"
         name = place + ":fp32" * is_wide + ":frozen" * is_frozen
@@ -295,11 +296,15 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None, key: str = "zer
     for pattern in patterns:
         if not any(_matches(name, model.get_submodule(name), (pattern,)) for name in names):
             kinds = sorted({type(module).__name__ for module in model.modules()})
-            raise ConfigError(f"{key}={pattern!r} matches no module; classes in this model: {', '.join(kinds)}")
+            raise ConfigError(
+                "no-module-matches", f"{key}={pattern!r} matches no module; classes in this model: {', '.join(kinds)}"
+            )
     for name in names:
         for other in names:
             if name.startswith(other + "."):
-                raise ConfigError(f"{key}: block {name} lies inside block {other}; name only one of the two")
+                raise ConfigError(
+                    "block-in-block", f"{key}: block {name} is inside block {other}; name only one of the two"
+                )
     return names
 
 
@@ -338,10 +343,14 @@ def read_parameters(model: nn.Module, units: Sequence[str], wide: Set[str] = fro
     names_of: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters():
         if parameter.layout is not torch.strided:
-            raise ConfigError(f"parameter {name} is {parameter.layout} but shards are dense; use its to_dense()")
+            raise ConfigError(
+                "sparse-parameter", f"parameter {name} is {parameter.layout} but shards are dense; use its to_dense()"
+            )
         if not parameter.is_floating_point():
-            cure = "keep its torch.view_as_real" if parameter.is_complex() else "register it as a buffer"
-            raise ConfigError(f"parameter {name} is {parameter.dtype} but shards are floating; {cure}")
+            fix = "keep its torch.view_as_real" if parameter.is_complex() else "register it as a buffer"
+            raise ConfigError(
+                "parameter-dtype", f"parameter {name} is {parameter.dtype} but shards are floating; {fix}"
+            )
     parameter_of: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_of.setdefault(id(parameter), []).append(name)
@@ -371,8 +380,9 @@ def _refuse_shared_storage(parameters: Iterable[nn.Parameter], names_of: Mapping
         place = (str(parameter.device), parameter.data_ptr())
         if place in name_at:
             raise ConfigError(
+                "shared-storage",
                 f"parameters {name_at[place]} and {name} are two over one memory, so they would be trained apart; tie "
-                "them by assigning the one to the other's module"
+                "them by assigning the one to the other's module",
             )
         name_at[place] = name
 

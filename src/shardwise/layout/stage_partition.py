@@ -92,8 +92,8 @@ class StageCut:
         """
         if name not in self._stages_by_name:
             close = difflib.get_close_matches(name, self._stages_by_name, n=1)
-            cure = f"did you mean {close[0]}?" if close else f"names are such as {next(iter(self._stages_by_name))}"
-            raise ConfigError(f"the model has no parameter {name!r}; {cure}")
+            fix = f"did you mean {close[0]}?" if close else f"names are such as {next(iter(self._stages_by_name))}"
+            raise ConfigError("unknown-parameter", f"the model has no parameter {name!r}; {fix}")
         return self._stages_by_name[name]
 
     @cached_property
@@ -189,8 +189,9 @@ def cut_stages(
     most = _most_stages(units)
     if not 1 <= num_stages <= most:
         raise ConfigError(
+            "too-many-stages",
             f"{num_stages} pipeline stages, but the model has {most} units with parameters that may begin one, from "
-            f"{units[0].name} to {units[-1].name}; pp x virtual_stages may be {_up_to(most)}"
+            f"{units[0].name} to {units[-1].name}; pp x virtual_stages may be {_up_to(most)}",
         )
     if pinned is not None:
         starts = _read_pinned(units, num_stages, pinned)
@@ -391,8 +392,9 @@ def _read_pinned(units: Sequence[StageUnit], num_stages: int, pinned: Sequence[s
     legal = [unit.name for unit in units[1:] if unit.is_cut_allowed_before]
     if len(pinned) != num_stages - 1:
         raise ConfigError(
+            "cut-count",
             f"pipeline.cut names {len(pinned)} units, but of {num_stages} stages {num_stages - 1} begin with a named "
-            f"one, the first with {units[0].name}; name {num_stages - 1}"
+            f"one, the first with {units[0].name}; name {num_stages - 1}",
         )
     index_of = {unit.name: index for index, unit in enumerate(units)}
     for name in pinned:
@@ -401,22 +403,26 @@ def _read_pinned(units: Sequence[StageUnit], num_stages: int, pinned: Sequence[s
         if name in index_of:
             later = next((each for each in legal if index_of[each] > index_of[name]), legal[-1])
             why = "the first stage begins there" if index_of[name] == 0 else "it is not parted from the one before it"
-            raise ConfigError(f"pipeline.cut={name!r} is no place to cut: {why}; the next is {later}")
+            raise ConfigError(
+                "cut-not-allowed", f"pipeline.cut={name!r} is no place to cut: {why}; the next is {later}"
+            )
         close = difflib.get_close_matches(name, legal, n=1)
-        cure = f"did you mean {close[0]}?" if close else f"units are such as {', '.join(legal[:3])}"
-        raise ConfigError(f"pipeline.cut={name!r} is no unit of the model; {cure}")
+        fix = f"did you mean {close[0]}?" if close else f"units are such as {', '.join(legal[:3])}"
+        raise ConfigError("unknown-unit", f"pipeline.cut={name!r} is no unit of the model; {fix}")
     starts = (0, *(index_of[name] for name in pinned))
     for one, other in pairwise(starts[1:]):
         if one >= other:
             raise ConfigError(
-                f"pipeline.cut names {units[other].name} behind {units[one].name}, which does not run before it; "
-                "name each unit once, in the order in which they run"
+                "cut-order",
+                f"pipeline.cut names {units[other].name} after {units[one].name}, which does not run before it; "
+                "name each unit once, in the order in which they run",
             )
     for index, (start, stop) in enumerate(pairwise((*starts, len(units)))):
         if not any(unit.params for unit in units[start:stop]):
             raise ConfigError(
+                "stage-without-parameters",
                 f"pipeline.cut: stage {index} ({units[start].name} to {units[stop - 1].name}) would have no "
-                "parameters; move a cut so that every stage has some"
+                "parameters; move a cut so that every stage has some",
             )
     return starts
 

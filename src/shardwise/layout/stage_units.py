@@ -38,7 +38,7 @@ from shardwise.layout.param_groups import ParamEntry, find_units, read_parameter
 _RUNS_LAST: Final = re.compile(r"(^|_)(final|head|out|f)(_|$)")
 _RUNS_FIRST: Final = re.compile(r"(^|_)embed(ding|dings)?(_|$)")
 _LIBRARIES: Final = (nn.Module.__module__, "transformers.modeling_utils")  # whose methods run no child by name
-_CURE: Final = "name it in pipeline.replicate, so that every stage runs it, or name the units in pipeline.units"
+_FIX: Final = "name it in pipeline.replicate, so that every stage runs it, or name the units in pipeline.units"
 
 
 @dataclass(frozen=True)
@@ -94,12 +94,12 @@ def find_stage_units(
     chain = _find_chain(model, modules, patterns)
     _refuse_repeats(chain, modules)
     replicated = find_units(model, replicate, key="pipeline.replicate")
-    before, behind = _split_rest(modules, chain.names, replicated)
+    before, after = _split_outside(modules, chain.names, replicated)
     num_glued = _num_glued(before, chain, modules)
     groups = [(tuple(before), True)] if before else []
     groups += [((name,), index >= num_glued) for index, name in enumerate(chain.names)]
-    for index, name in enumerate(behind):
-        is_allowed = index == 0 or (index == 1 and "norm" in type(modules[behind[0]]).__name__.lower())
+    for index, name in enumerate(after):
+        is_allowed = index == 0 or (index == 1 and "norm" in type(modules[after[0]]).__name__.lower())
         groups.append(((name,), is_allowed))
     params = _share_out(model, [names for names, _ in groups])
     return tuple(
@@ -111,7 +111,9 @@ def _find_chain(model: nn.Module, modules: Mapping[str, nn.Module], patterns: Se
     if patterns is not None:
         names = find_units(model, patterns, key="pipeline.units")
         if not names:
-            raise ConfigError("pipeline.units=[] names no module; leave it out, or name those between which to cut")
+            raise ConfigError(
+                "no-units-named", "pipeline.units=[] names no module; leave it out, or name those between which to cut"
+            )
         return _Chain(names)
     planned = _planned_chain(modules)
     if planned is not None:
@@ -124,8 +126,9 @@ def _find_chain(model: nn.Module, modules: Mapping[str, nn.Module], patterns: Se
         lists = [names for names in lists if "encoder" in names[0].split(".")] or lists
     if not lists:
         raise ConfigError(
+            "no-block-list",
             f"{type(model).__name__} has no ModuleList or Sequential of like blocks to be cut between; name the "
-            "modules it runs one behind the other in pipeline.units, or build it as a shardwise.LayerList"
+            "modules it runs one after the other in pipeline.units, or build it as a shardwise.LayerList",
         )
     return _Chain(max(lists, key=len))
 
@@ -152,7 +155,7 @@ def _planned_chain(modules: Mapping[str, nn.Module]) -> _Chain | None:
 def _outermost_lists(modules: Mapping[str, nn.Module]) -> list[tuple[str, ...]]:
     """Return the children of each outermost list; if lists with blocks of one class exist, only of those."""
     last = None
-    alike: list[tuple[str, ...]] = []
+    of_one_kind: list[tuple[str, ...]] = []
     others: list[tuple[str, ...]] = []
     for name, module in modules.items():
         if last is not None and name.startswith(last + "."):
@@ -162,8 +165,8 @@ def _outermost_lists(modules: Mapping[str, nn.Module]) -> list[tuple[str, ...]]:
             names = tuple(_run_children(name, modules))
             kinds = {type(modules[child]) for child in names if _has_parameters(modules[child])}
             if kinds:
-                (others if len(kinds) > 1 else alike).append(names)
-    return alike or [names for names in others if len(names) > 1]
+                (others if len(kinds) > 1 else of_one_kind).append(names)
+    return of_one_kind or [names for names in others if len(names) > 1]
 
 
 def _run_children(parent: str, modules: Mapping[str, nn.Module]) -> Iterator[str]:
@@ -180,18 +183,19 @@ def _refuse_repeats(chain: _Chain, modules: Mapping[str, nn.Module]) -> None:
     repeated = [name for name in chain.names if count[id(modules[name])] > 1]
     if repeated:
         raise ConfigError(
+            "unit-repeated",
             f"{repeated[0]} and {repeated[1]} are one module, but a pipeline runs each of its units once a forward; "
-            "make them two modules that share parameters (shardwise.LayerSpec with tied)"
+            "make them two modules that share parameters (shardwise.LayerSpec with tied)",
         )
 
 
-def _split_rest(
+def _split_outside(
     modules: Mapping[str, nn.Module], chain: Sequence[str], replicated: Collection[str]
 ) -> tuple[list[str], list[str]]:
     """Split the outermost modules with parameters outside the chain into those before it and those after it."""
     in_chain = set(chain)
     above = {name[:end] for name in chain for end in [0, *(found.start() for found in re.finditer(r"\.", name))]}
-    rest: list[tuple[float, str]] = []  # below 0: before the chain
+    outside: list[tuple[float, str]] = []  # below 0: before the chain
     left_out: set[str] = set()
     num_passed = 0
     inside = None
@@ -207,18 +211,20 @@ def _split_rest(
             continue
         elif 0 < num_passed < len(chain):
             raise ConfigError(
-                f"module {name} has parameters and stands between the units of the pipeline, but is none; {_CURE}"
+                "module-between-units",
+                f"module {name} has parameters and stands between the units of the pipeline, but is none; {_FIX}",
             )
         else:
-            rest.append((_place_beside(name, chain[0], modules, num_passed == 0), name))
+            outside.append((_place_beside(name, chain[0], modules, num_passed == 0), name))
     for name in replicated:
         if name not in left_out:
             raise ConfigError(
-                f"pipeline.replicate: {name} is one of the pipeline's blocks, or holds or lies inside a unit of it; "
-                f"name modules beside the blocks, such as {', '.join(sorted(left_out) or [each for _, each in rest])}"
+                "replicate-in-units",
+                f"pipeline.replicate: {name} is one of the pipeline's blocks, or holds or is inside a unit of it; name "
+                f"modules beside the blocks, such as {', '.join(sorted(left_out) or [each for _, each in outside])}",
             )
-    rest.sort(key=lambda each: each[0])
-    return [name for place, name in rest if place < 0], [name for place, name in rest if place >= 0]
+    outside.sort(key=lambda each: each[0])
+    return [name for place, name in outside if place < 0], [name for place, name in outside if place >= 0]
 
 
 def _place_beside(name: str, first: str, modules: Mapping[str, nn.Module], is_registered_before: bool) -> float:
@@ -408,18 +414,25 @@ def _with_measured(estimates: Sequence[UnitCost], measured: Mapping[str, float])
     for pattern, seconds in measured.items():
         if not any(fnmatch.fnmatchcase(each.name, pattern) for each in estimates):
             names = ", ".join(each.name for each in (estimates[0], estimates[-1]))
-            raise ConfigError(f"measured times: {pattern!r} matches no unit; units are named such as {names}")
+            raise ConfigError(
+                "no-unit-matches", f"measured times: {pattern!r} matches no unit; units are named such as {names}"
+            )
         if not (math.isfinite(seconds) and seconds > 0):
-            raise ConfigError(f"measured times: {pattern}={seconds} s; a time is a finite number above 0")
+            raise ConfigError(
+                "measured-time-range", f"measured times: {pattern}={seconds} s; a time is a finite number above 0"
+            )
     times = [
         next((seconds for pattern, seconds in measured.items() if fnmatch.fnmatchcase(each.name, pattern)), None)
         for each in estimates
     ]
     pairs = [(seconds, each.compute) for seconds, each in zip(times, estimates, strict=True) if seconds is not None]
     known_flops = sum(flops for seconds, flops in pairs if flops)
-    rest_flops = sum(each.compute for seconds, each in zip(times, estimates, strict=True) if seconds is None)
-    if rest_flops and not known_flops:
-        raise ConfigError("measured times: no unit with matrices is among them; measure a block, or every unit")
+    unmeasured_flops = sum(each.compute for seconds, each in zip(times, estimates, strict=True) if seconds is None)
+    if unmeasured_flops and not known_flops:
+        raise ConfigError(
+            "measured-no-matrices",
+            "measured times: no unit with matrices is among them; measure a block, or every unit",
+        )
     # The time of an embedding lookup does not show how long a product takes.
     seconds_per_flop = sum(seconds for seconds, flops in pairs if flops) / known_flops if known_flops else 0.0
     return tuple(

@@ -188,7 +188,10 @@ def param_splits(model: nn.Module, plan: TensorPlan, degree: int, sequence_paral
         meant = {name: split for name, split in found.items() if _has_say(model, layers, name)} or found
         if len(set(meant.values())) > 1:
             ways = "; ".join(f"{name}: {_way(split)}" for name, split in meant.items())
-            raise ConfigError(f"tied parameters are split in different ways ({ways}); give their modules one style")
+            raise ConfigError(
+                "tied-splits-differ",
+                f"tied parameters are split in different ways ({ways}); give their modules one style",
+            )
         splits.update(dict.fromkeys(names, next(iter(meant.values()))))
     return splits
 
@@ -208,7 +211,9 @@ def _split(
     if layer is not None and dim is not None:
         size = sum(part.size for part in layer.parts)
         if size != shape[dim]:
-            raise ConfigError(f"the parts of {module} have {size} indices but dim {dim} of {name} {shape[dim]}")
+            raise ConfigError(
+                "parts-fill-dim", f"the parts of {module} have {size} indices but dim {dim} of {name} {shape[dim]}"
+            )
         for part in layer.parts:
             what = f"features of {module}" if part.num_units is None else f"units of {module}"
             part.check(degree, what)
@@ -224,7 +229,10 @@ def _split_dim(layer: LayerSplit, own_name: str, name: str) -> int | None:
     if own_name == "bias":
         return None if layer.style == "row" else 0
     if own_name != "weight":
-        raise ConfigError(f"{name}: a {layer.style} layer has a weight and a bias only; leave {layer.module} whole")
+        raise ConfigError(
+            "layer-has-other-parameters",
+            f"{name}: a {layer.style} layer has a weight and a bias only; leave {layer.module} whole",
+        )
     by_inputs = layer.style in ("row", "column-embedding")
     return int(by_inputs != layer.is_transposed)
 

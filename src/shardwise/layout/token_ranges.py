@@ -162,6 +162,7 @@ def _check(length: int, divisor: int, degree: int, kind: str) -> None:
         legal = ", ".join(str(each) for each in (below, below + divisor) if each)
         named = "" if kind == "contiguous" else f" with context.token_layout={kind}"  # the others need as many
         raise ConfigError(
+            "cp-divides-tokens",
             f"mesh.cp={degree}{named} does not divide a sequence of {length} tokens into {divisor} equal parts; "
-            f"nearest legal: {legal}"
+            f"nearest legal: {legal}",
         )

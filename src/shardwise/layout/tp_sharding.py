@@ -93,18 +93,19 @@ def check_divides(degree: int, number: int, what: str) -> None:
     """
     if number % degree:
         raise ConfigError(
-            f"tp={degree} does not divide {what}={number}; nearest legal: {nearest_legal(number, degree)}"
+            "tp-divides-units",
+            f"tp={degree} does not divide {what}={number}; nearest legal: {nearest_legal(number, degree)}",
         )
 
 
-def check_length(length: int, degree: int, key: str, cure: str, cp: int = 1) -> None:
+def check_length(length: int, degree: int, key: str, fix: str, cp: int = 1) -> None:
     """Refuse a sequence that does not divide into equal parts for `degree` ranks.
 
     Args:
         length: tokens of the sequence.
         degree: ranks of the tensor-parallel group.
         key: start of the message, which names the length.
-        cure: what else the user can do, for the message.
+        fix: what else the user can do, for the message.
         cp: ranks that split the sequence first.
 
     Raises:
@@ -116,8 +117,9 @@ def check_length(length: int, degree: int, key: str, cure: str, cp: int = 1) -> 
         nearest = ", ".join(str(each) for each in (below, below + unit) if each)
         over_cp = f" x cp={cp}" if cp > 1 else ""
         raise ConfigError(
+            "tp-divides-tokens",
             f"{key}{length} does not divide by tp={degree}{over_cp}, as tensor.sequence_parallel needs; nearest legal: "
-            f"{nearest}; {cure}"
+            f"{nearest}; {fix}",
         )
 
 

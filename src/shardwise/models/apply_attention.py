@@ -27,9 +27,10 @@ def check_attention(model: nn.Module, section: AttentionConfig) -> None:
     """
     if _lacks(model, section) and not any(_configs(model)):
         raise ConfigError(
+            "attention-needs-decoder",
             f"attention.kind={section.kind} is for the decoder of shardwise train and for models of transformers, and "
             f"this {type(model).__name__} is neither with that attention; leave the section out, and see "
-            "docs/attention.md for other models, or build Decoder with DecoderConfig(attention=config.attention)"
+            "docs/attention.md for other models, or build Decoder with DecoderConfig(attention=config.attention)",
         )
 
 
@@ -58,8 +59,9 @@ def apply_attention(
     nums: set[int] = {config.num_attention_heads for config in configs}
     if len(nums) > 1 and section.different_layout_per_head:
         raise ConfigError(
+            "heads-differ-between-layers",
             f"attention.different_layout_per_head needs one number of heads, and {type(model).__name__} has "
-            f"{sorted(nums)}; leave it out"
+            f"{sorted(nums)}; leave it out",
         )
     structure = structure_of(section, max(nums, default=1), causal=attends_causally(model))
     return [] if structure is None else [use_sparse_attention(model, structure, spread=spread).undo]

@@ -70,18 +70,20 @@ class DecoderConfig:
                 continue
             kinds, most = ((int, float), 2.0**63) if each.name in ("rope_theta", "norm_eps") else ((int,), 2**31)
             if isinstance(value, bool) or not isinstance(value, kinds) or value >= most:
-                raise ConfigError(f"{each.name}={value!r} is no number below {most:g}; give one")
+                raise ConfigError("shape-not-a-number", f"{each.name}={value!r} is no number below {most:g}; give one")
             if not value > 0:
-                raise ConfigError(f"{each.name}={value} is not positive; give more than 0")
+                raise ConfigError("shape-not-positive", f"{each.name}={value} is not positive; give more than 0")
         if self.head_dim % 2:
             legal = f"{self.head_dim - 1}, {self.head_dim + 1}" if self.head_dim > 1 else "2"
             raise ConfigError(
-                f"head_dim={self.head_dim} is odd, but rotary embedding turns pairs; nearest legal: {legal}"
+                "head-dim-odd",
+                f"head_dim={self.head_dim} is odd, but rotary embedding turns pairs; nearest legal: {legal}",
             )
         if self.num_heads % self.num_kv_heads:
             legal = ", ".join(map(str, _nearest_divisors(self.num_heads, self.num_kv_heads)))
             raise ConfigError(
-                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; nearest legal: {legal}"
+                "kv-heads-divide-heads",
+                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; nearest legal: {legal}",
             )
         attend_of(self.attention, self.num_heads)  # raises if there is no such attention
 
@@ -279,8 +281,9 @@ class Decoder(nn.Module):
         """Raise `ConfigError` if a sequence of `seq_len` tokens is longer than `max_seq_len`."""
         if seq_len > self.config.max_seq_len:
             raise ConfigError(
+                "sequence-too-long",
                 f"sequence of {seq_len} tokens is longer than max_seq_len={self.config.max_seq_len}; "
-                "cut it or raise max_seq_len"
+                "cut it or raise max_seq_len",
             )
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:

@@ -47,11 +47,15 @@ def generate(
         ConfigError: an empty prompt, a negative temperature, or a top_k below 1.
     """
     if tokens.shape[1] == 0:
-        raise ConfigError("the prompt has 0 tokens, but a sample needs one before it; begin with any token")
+        raise ConfigError(
+            "prompt-empty", "the prompt has 0 tokens, but a sample needs one before it; begin with any token"
+        )
     if temperature < 0:
-        raise ConfigError(f"temperature={temperature} is negative; give 0 for the likeliest token, or more")
+        raise ConfigError(
+            "temperature-negative", f"temperature={temperature} is negative; give 0 for the likeliest token, or more"
+        )
     if top_k is not None and top_k < 1:
-        raise ConfigError(f"top_k={top_k} keeps no token; give at least 1, or leave it out")
+        raise ConfigError("top-k-empty", f"top_k={top_k} keeps no token; give at least 1, or leave it out")
     for _ in range(num_tokens):
         logits = model(tokens[:, -max_seq_len:])[:, -1].float()  # [B, V]
         tokens = torch.cat((tokens, _sample(logits, temperature, top_k, generator)), dim=1)

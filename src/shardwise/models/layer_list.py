@@ -65,7 +65,10 @@ class LayerSpec:
         """
         layer = self.factory(*self.args, **self.kwargs)
         if not isinstance(layer, nn.Module):
-            raise ConfigError(f"{self} built a {type(layer).__name__}; a factory must return an nn.Module")
+            raise ConfigError(
+                "factory-returns-no-module",
+                f"{self} built a {type(layer).__name__}; a factory must return an nn.Module",
+            )
         return layer
 
     def __repr__(self) -> str:
@@ -105,11 +108,12 @@ class LayerList(nn.Sequential):
                 layer = _Function(_checked(entry, index))
             if name in dict(self.named_children()):
                 raise ConfigError(
-                    f"entry {index} of the LayerList is named {name}, as one before it; rename one of them"
+                    "layer-name-twice",
+                    f"entry {index} of the LayerList is named {name}, as one before it; rename one of them",
                 )
             self.add_module(name, layer)
         if not len(self):
-            raise ConfigError("a LayerList of 0 layers computes nothing; give it at least 1")
+            raise ConfigError("no-layers", "a LayerList of 0 layers computes nothing; give it at least 1")
 
     def forward(self, *inputs: Any) -> Any:
         """Run all layers; one input that is a tuple counts as several."""
@@ -147,10 +151,14 @@ class _OtherForward(nn.Module):
 
 def _checked(entry: Any, index: int) -> Callable[..., Any]:
     if isinstance(entry, type):
-        raise ConfigError(f"entry {index} of the LayerList is the class {entry.__name__}; write LayerSpec(...) of it")
+        raise ConfigError(
+            "layer-is-class",
+            f"entry {index} of the LayerList is the class {entry.__name__}; write LayerSpec(...) of it",
+        )
     if not callable(entry):
         raise ConfigError(
-            f"entry {index} of the LayerList is a {type(entry).__name__}; entries are LayerSpecs, modules and functions"
+            "layer-not-callable",
+            f"entry {index} of the LayerList is a {type(entry).__name__}; give a LayerSpec, a module or a function",
         )
     return entry
 
@@ -163,14 +171,16 @@ def _tie(layer: nn.Module, owner: nn.Module, what: str) -> None:
     own = dict(layer.named_parameters(remove_duplicate=False))
     if not shared.keys() & own.keys():
         raise ConfigError(
+            "tied-names-differ",
             f"{what}: it has {', '.join(own) or 'no parameters'}, but the first of that key has "
-            f"{', '.join(shared) or 'none'}; tied layers share parameters of one name"
+            f"{', '.join(shared) or 'none'}; tied layers share parameters of one name",
         )
     for name in own.keys() & shared.keys():
         if own[name].shape != shared[name].shape:
             raise ConfigError(
+                "tied-shapes-differ",
                 f"{what}: {name} is {_shown(own[name])}, but {_shown(shared[name])} in the first of that key; tied "
-                "parameters have one shape, and forward_fn may use them otherwise"
+                "parameters have one shape, and forward_fn may use them otherwise",
             )
         parent, _, leaf = name.rpartition(".")
         layer.get_submodule(parent).register_parameter(leaf, shared[name])

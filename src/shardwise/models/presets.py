@@ -126,8 +126,8 @@ def preset(name: str) -> DecoderConfig:
     if name in PRESETS:
         return PRESETS[name]
     close = difflib.get_close_matches(name.lower(), PRESETS, n=1)
-    cure = f"did you mean {close[0]}?" if close else f"presets are {', '.join(PRESETS)}"
-    raise ConfigError(f"{name} is not a preset; {cure}")
+    fix = f"did you mean {close[0]}?" if close else f"presets are {', '.join(PRESETS)}"
+    raise ConfigError("unknown-preset", f"{name} is not a preset; {fix}")
 
 
 def decoder_config(
@@ -157,13 +157,15 @@ def decoder_config(
         if hidden % heads:
             nearest = sorted({max(1, hidden // heads) * heads, (hidden // heads + 1) * heads})
             raise ConfigError(
+                "heads-divide-hidden",
                 f"model.num_heads={heads} does not divide hidden_size={hidden}; "
-                f"nearest legal hidden_size: {', '.join(map(str, nearest))}"
+                f"nearest legal hidden_size: {', '.join(map(str, nearest))}",
             )
         changes["head_dim"] = hidden // heads
     if vocab_size is not None and changes.setdefault("vocab_size", vocab_size) < vocab_size:
         raise ConfigError(
+            "vocabulary-too-small",
             f"model.vocab_size={changes['vocab_size']} is smaller than the tokenizer's {vocab_size} tokens; "
-            f"give at least {vocab_size}, or leave it out"
+            f"give at least {vocab_size}, or leave it out",
         )
     return replace(shape, **changes)

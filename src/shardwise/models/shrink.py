@@ -210,8 +210,9 @@ def read_huggingface(values: Mapping[str, Any]) -> ModelSizes:
     for name in ("num_layers", "hidden_size", "num_heads", "vocab_size"):
         if name not in found:
             raise ConfigError(
+                "model-size-unknown",
                 f"the Hugging Face config of a {values.get('model_type', 'model')} has none of "
-                f"{', '.join(_NAMES[name])}; give one of a text model, in which they stand at the top"
+                f"{', '.join(_NAMES[name])}; give one of a text model, in which they stand at the top",
             )
     found.setdefault("num_kv_heads", found["num_heads"])
     found.setdefault("head_dim", max(1, found["hidden_size"] // found["num_heads"]))

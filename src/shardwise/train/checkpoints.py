@@ -77,13 +77,14 @@ class RunCheckpoints:
             if not is_misfit:
                 raise
             raise CheckpointError(
-                f"{what}; give the model, data and optimizer of the saved run, or start afresh without --resume"
+                error.code,
+                f"{what}; give the model, data and optimizer of the saved run, or start afresh without --resume",
             ) from None
         self._trainer.go_on_from(report.extra or {})
         self._saved_step = report.step
         notes = [f"not whole, so not used: {line}" for line in report.damaged]
         if self._trainer.engine.comm.rank == 0 and self.root.is_dir():
-            notes += [f"set aside {folder}, of a later step" for folder in rename_later(self.root, report.step)]
+            notes += [f"renamed {folder}, which is of a later step" for folder in rename_later(self.root, report.step)]
         for note in notes:
             log.warning("%s", note)
         return Resumed(report.path, report.step, tuple(notes))
@@ -166,8 +167,9 @@ def make_root(config: Config, source: Path | None) -> None:
             pass
     except OSError as error:
         raise ConfigError(
+            "folder-not-writable",
             f"cannot write checkpoint.path={path}: {error.strerror}; set checkpoint.path to a folder that you may "
-            "write to"
+            "write to",
         ) from None
 
 
@@ -190,12 +192,13 @@ def refuse_foreign_checkpoints(config: Config, source: Path | None) -> None:
         return
     try:
         if root.exists() and not root.is_dir():
-            raise ConfigError(f"checkpoint.path={path} is a file; give a folder")
+            raise ConfigError("path-is-file", f"checkpoint.path={path} is a file; give a folder")
         found = step_folders(root)
     except CheckpointError as error:
-        raise ConfigError(f"checkpoint.path={path}: {error}") from None
+        raise ConfigError(error.code, f"checkpoint.path={path}: {error}") from None
     if found:
         raise ConfigError(
+            "checkpoints-of-another-run",
             f"checkpoint.path={path} holds {found[0].name} of another run; go on from it with --resume auto, or choose "
-            "another folder"
+            "another folder",
         )

@@ -112,7 +112,7 @@ def open_corpus(data: DataConfig, exclude: Collection[Path] = ()) -> Corpus:
     except FileNotFoundError:
         here = "" if Path(data.path).expanduser().is_absolute() else f" in {Path.cwd()}"
         raise ConfigError(
-            f"data.path={data.path} does not exist{here}; give a text file, a folder or a .jsonl file"
+            "data-missing", f"data.path={data.path} does not exist{here}; give a text file, a folder or a .jsonl file"
         ) from None
     except OSError as error:
         _refuse_unreadable(path, error)
@@ -120,16 +120,22 @@ def open_corpus(data: DataConfig, exclude: Collection[Path] = ()) -> Corpus:
         try:
             files = _list_folder(path, frozenset(folder.absolute() for folder in exclude))
         except RecursionError:
-            raise ConfigError(f"data.path={data.path} nests its folders too deeply; give one further in") from None
+            raise ConfigError(
+                "folders-too-deep", f"data.path={data.path} nests its folders too deeply; give one further in"
+            ) from None
         if not any(file.num_bytes for file in files):
             found = f"{len(files)} files, all empty" if files else "no files (hidden ones are left out)"
-            raise ConfigError(f"data.path={data.path} holds {found}; give a folder with text or .jsonl files")
+            raise ConfigError(
+                "no-text", f"data.path={data.path} holds {found}; give a folder with text or .jsonl files"
+            )
     elif stat.S_ISREG(mode):
         files = [_text_file(path, path.name)]
         if not files[0].num_bytes:
-            raise ConfigError(f"data.path={data.path} is empty; give a file with text")
+            raise ConfigError("no-text", f"data.path={data.path} is empty; give a file with text")
     else:
-        raise ConfigError(f"data.path={data.path} is neither a file nor a folder; write the text to a file first")
+        raise ConfigError(
+            "data-not-a-file", f"data.path={data.path} is neither a file nor a folder; write the text to a file first"
+        )
     return Corpus(label=data.path, files=tuple(files), text_key=data.text_key, skip_binary=stat.S_ISDIR(mode))
 
 
@@ -152,8 +158,9 @@ def read_pieces(corpus: Corpus, tally: CorpusCounts) -> Iterator[CorpusChunk]:
     if not tally.num_documents:
         binary = f", {tally.num_skipped} of them not UTF-8 text" if tally.num_skipped else ", all without text"
         raise ConfigError(
+            "no-text",
             f"data.path={corpus.label} holds no text: {len(corpus.files)} files read{binary}; "
-            f"give UTF-8 text or JSONL with data.text_key={corpus.text_key}"
+            f"give UTF-8 text or JSONL with data.text_key={corpus.text_key}",
         )
 
 
@@ -171,7 +178,10 @@ def _standard_library(text_key: str) -> Corpus:
     listed = _list_folder(root, exclude=_STDLIB_EXCLUDED) if root.is_dir() else []
     sources = [file for file in listed if file.path.suffix == ".py" and 0 < file.num_bytes <= STDLIB_FILE_BYTES]
     if not sources:
-        raise ConfigError(f"data.path is not given and Python's source is not in {root}; give data.path=FILE or FOLDER")
+        raise ConfigError(
+            "no-default-data",
+            f"data.path is not given and Python's source is not in {root}; give data.path=FILE or FOLDER",
+        )
     # Ordered by a hash of the name: the cap leaves a fair sample, and the order is the same everywhere.
     sources.sort(key=lambda file: hashlib.blake2b(file.name.encode()).digest())
     kept, num_bytes = [], 0
@@ -218,7 +228,7 @@ def _documents(file: TextFile, corpus: Corpus, tally: CorpusCounts) -> Iterator[
     except UnicodeDecodeError as error:
         if not corpus.skip_binary:
             raise ConfigError(
-                f"data.path={corpus.label} is not UTF-8 text ({error.reason}); convert it to UTF-8 or JSONL"
+                "not-utf8", f"data.path={corpus.label} is not UTF-8 text ({error.reason}); convert it to UTF-8 or JSONL"
             ) from None
         tally.num_skipped += 1
         tally.num_read_bytes += file.num_bytes
@@ -250,20 +260,24 @@ def _text_of_line(line: bytes, where: str, text_key: str) -> str:
     try:
         record = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{where} is not UTF-8 ({error.reason}); convert the file to UTF-8") from None
+        raise ConfigError("not-utf8", f"{where} is not UTF-8 ({error.reason}); convert the file to UTF-8") from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} is not JSON ({error}); write one JSON object on each line") from None
+        raise ConfigError("not-json", f"{where} is not JSON ({error}); write one JSON object on each line") from None
     if not isinstance(record, dict):
         raise ConfigError(
-            f"{where} is a JSON {type(record).__name__}, not an object; write one JSON object on each line"
+            "jsonl-not-object",
+            f"{where} is a JSON {type(record).__name__}, not an object; write one JSON object on each line",
         )
     if text_key not in record:
         keys = ", ".join(list(record)[:8]) or "none"
-        raise ConfigError(f"{where} has no key {text_key} (its keys: {keys}); set data.text_key to one of them")
+        raise ConfigError(
+            "jsonl-key-missing", f"{where} has no key {text_key} (its keys: {keys}); set data.text_key to one of them"
+        )
     text = record[text_key]
     if not isinstance(text, str):
         raise ConfigError(
-            f"{where}: {text_key} is {type(text).__name__}, not text; set data.text_key to one that is text"
+            "jsonl-text-type",
+            f"{where}: {text_key} is {type(text).__name__}, not text; set data.text_key to one that is text",
         )
     try:
         text.encode()
@@ -298,4 +312,6 @@ def _cut_point(text: str, start: int) -> int:
 
 def _refuse_unreadable(path: Path, error: OSError) -> NoReturn:
     name = error.filename or path
-    raise ConfigError(f"cannot read {name}: {error.strerror}; make it readable or move it away") from None
+    raise ConfigError(
+        "file-unreadable", f"cannot read {name}: {error.strerror}; make it readable or move it away"
+    ) from None

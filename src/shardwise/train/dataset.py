@@ -130,8 +130,8 @@ def _reason(error: Exception) -> str:
 
 
 def _damaged(path: Path, reason: str) -> ConfigError:
-    cure = "delete the folder and run again, or put data.cache_dir where every node sees it"
-    return ConfigError(f"{path} holds no whole token shard: {reason}; {cure}")
+    fix = "delete the folder and run again, or put data.cache_dir where every node sees it"
+    return ConfigError("token-shard-damaged", f"{path} holds no whole token shard: {reason}; {fix}")
 
 
 class TokenDataset:
@@ -233,11 +233,12 @@ def sample_positions(batch: BatchConfig, data_rank: int, num_data_ranks: int) ->
     """
     size, micro, accumulation = batch.global_size, batch.micro_size, batch.accumulation
     if size is None or micro is None or accumulation is None:
-        raise ConfigError("the batch is not resolved; call config.resolve(world_size) first")
+        raise ConfigError("config-not-resolved", "the batch is not resolved; call config.resolve(world_size) first")
     if size != micro * accumulation * num_data_ranks:
         raise ConfigError(
+            "batch-equation",
             f"batch.global_size={size} is not micro_size {micro} x accumulation {accumulation} x "
-            f"{num_data_ranks} data ranks; resolve the config for {num_data_ranks} data ranks"
+            f"{num_data_ranks} data ranks; resolve the config for {num_data_ranks} data ranks",
         )
     starts = [(number * num_data_ranks + data_rank) * micro for number in range(accumulation)]
     return [range(start, start + micro) for start in starts]
@@ -273,8 +274,9 @@ def batches_for_step(
     num_sequences = dataset.num_sequences(seq_len)
     if num_sequences == 0:
         raise ConfigError(
+            "split-too-short",
             f"data.seq_len={seq_len} but the split holds {dataset.num_tokens} tokens; "
-            f"use seq_len <= {dataset.num_tokens - 1} or more data"
+            f"use seq_len <= {dataset.num_tokens - 1} or more data",
         )
     shares = sample_positions(batch, data_rank, num_data_ranks)
     batches = []
@@ -312,10 +314,11 @@ def split_point(document_starts: NDArray[Any], num_tokens: int, *, val_fraction:
     needed = seq_len + 1
     if num_tokens < 2 * needed:
         longest = num_tokens // 2 - 1
-        cure = f"use seq_len <= {longest} or more data" if longest > 0 else "give more data"
+        fix = f"use seq_len <= {longest} or more data" if longest > 0 else "give more data"
         raise ConfigError(
+            "data-too-short",
             f"data.seq_len={seq_len} but the data holds {num_tokens} tokens, and training and held-out "
-            f"split need {needed} each; {cure}"
+            f"split need {needed} each; {fix}",
         )
     num_held_out = min(max(round(val_fraction * num_tokens), needed), num_tokens - needed)
     cut = num_tokens - num_held_out

@@ -55,7 +55,9 @@ def read_explained(
         return _of_toml(source, model, cluster, given)
     imported = _imported(source)
     if model is None and Path(source).suffix == ".json":
-        raise ConfigError(f"{Path(source).name} names no model; add --model, such as --model llama-7b")
+        raise ConfigError(
+            "model-not-named", f"{Path(source).name} names no model; add --model, such as --model llama-7b"
+        )
     wanted = read_model(model) if model is not None else of_imported(imported)
     return _of_settings(imported, wanted, cluster, (seq_len, global_batch), settings)
 
@@ -134,14 +136,19 @@ def strategy_for(source: str, job: PlanJob) -> Strategy:
         strategy = _strategy(_imported(source), job.cluster, job.global_batch)
     if strategy.global_batch != job.global_batch:
         raise ConfigError(
+            "batch-of-strategy",
             f"it takes {strategy.global_batch} sequences a step, not {job.global_batch}; "
-            f"give --global-batch {strategy.global_batch}"
+            f"give --global-batch {strategy.global_batch}",
         )
     for what, size, ranks in (("heads", job.shape.num_heads, strategy.tp), ("tokens", job.seq_len, strategy.cp)):
         if size % ranks:
-            raise ConfigError(f"{size} {what} do not divide over {ranks} ranks; choose another size")
+            raise ConfigError(
+                "ranks-divide-size", f"{size} {what} do not divide over {ranks} ranks; choose another size"
+            )
     if strategy.pp * strategy.virtual_stages > job.shape.num_layers:
-        raise ConfigError(f"it has more stages than {job.shape.num_layers} layers; take fewer")
+        raise ConfigError(
+            "more-stages-than-layers", f"it has more stages than {job.shape.num_layers} layers; take fewer"
+        )
     return strategy
 
 
@@ -149,5 +156,8 @@ def _imported(source: str) -> ImportedJob:
     if Path(source).suffix != ".json":
         return read_megatron(source)
     if is_huggingface(read_json(source)):
-        raise ConfigError(f"{Path(source).name} is a model and says not how it is split; give it behind --model")
+        raise ConfigError(
+            "model-without-strategy",
+            f"{Path(source).name} is a model and says not how it is split; give it with --model",
+        )
     return read_deepspeed(source)

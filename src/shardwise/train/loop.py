@@ -52,7 +52,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class BytesAtRest:
+class StoredBytes:
     """Holds one state's bytes between steps on rank 0, as the Layout predicts and as the memory tracker counts them.
 
     The tracker does not count states on NVMe.
@@ -150,9 +150,10 @@ class Trainer:
         own_hash = self.data.train.index.tokens_hash
         if position.get("tokens_hash") != own_hash:
             raise CheckpointError(
+                "checkpoint-of-other-tokens",
                 f"the checkpoint is of a run on other tokens ({position.get('tokens_hash')}) than these of "
                 f"{self.data.source} ({own_hash}); give the same data.path and data.tokenizer, or load its weights in "
-                "a script of your own"
+                "a script of your own",
             )
         self._first_step, self._num_samples_before = self.engine.num_steps, int(position["num_samples"])
 
@@ -190,7 +191,7 @@ class Trainer:
         tokenizer = self.data.tokenizer
         return Sample(tokenizer.decode(ids[: len(prompt_ids)]), tokenizer.decode(ids[len(prompt_ids) :]))
 
-    def at_rest(self) -> list[BytesAtRest]:
+    def at_rest(self) -> list[StoredBytes]:
         """Return the bytes of each state between steps, predicted and measured."""
         by_tier = self.engine.layout.bytes_by_tier()
         live = {
@@ -204,7 +205,7 @@ class Trainer:
                 if predicted[role] or len(by_tier) == 1:
                     where = "" if len(by_tier) == 1 else f" ({'NVMe' if tier == 'nvme' else tier})"
                     measured_bytes = live[tier][category] if tier in live else None
-                    states.append(BytesAtRest(category.value + where, predicted[role], measured_bytes))
+                    states.append(StoredBytes(category.value + where, predicted[role], measured_bytes))
         return states
 
     @property
@@ -347,7 +348,9 @@ def unigram_loss(
         ConfigError: there is no held-out token, or an id is not below `vocab_size`.
     """
     if not len(held_out_tokens):
-        raise ConfigError("the held-out split has no tokens; raise data.val_fraction or give more data")
+        raise ConfigError(
+            "no-held-out-tokens", "the held-out split has no tokens; raise data.val_fraction or give more data"
+        )
     probability = (_count(train_tokens, vocab_size) + 1) / (len(train_tokens) + vocab_size)
     share = _count(held_out_tokens, vocab_size) / len(held_out_tokens)
     return float(-(share * np.log(probability)).sum())
@@ -359,7 +362,8 @@ def _count(tokens: NDArray[np.unsignedinteger], vocab_size: int) -> NDArray[np.i
         chunk = np.bincount(tokens[start : start + _CHUNK_TOKENS], minlength=vocab_size)
         if len(chunk) > vocab_size:
             raise ConfigError(
-                f"token id {len(chunk) - 1} is not below vocab_size={vocab_size}; use the tokenizer's own"
+                "token-id-range",
+                f"token id {len(chunk) - 1} is not below vocab_size={vocab_size}; use the tokenizer's own",
             )
         counts += chunk
     return counts

@@ -33,7 +33,7 @@ from shardwise.train.loop import Trainer
 SCHEMA: Final = 1
 
 # The planner's categories by the memory tracker's, which sees neither the device's context nor allocator rounding.
-_LEDGER: Final[Mapping[Category, tuple[str, ...]]] = MappingProxyType(
+_CATEGORIES: Final[Mapping[Category, tuple[str, ...]]] = MappingProxyType(
     {
         Category.PARAMETERS: ("params",),
         Category.GRADIENTS: ("grads",),
@@ -213,7 +213,7 @@ def _priced(trainer: Trainer, cluster: Cluster, note: str) -> PredictedStep:
             Category.GRADIENTS.value: at_rest["grad"],
             Category.OPTIMIZER.value: at_rest["optimizer"],
         },
-        peak={category.value: round(memory.bytes_of(*names)) for category, names in _LEDGER.items()},
+        peak={category.value: round(memory.bytes_of(*names)) for category, names in _CATEGORIES.items()},
         parts=by_part(price.time.parts) if is_known else {},
         low_s=price.time.low_s if is_known else 0.0,
         high_s=price.time.high_s if is_known else 0.0,
@@ -251,9 +251,9 @@ def _write(trainer: Trainer, folder: Path, prediction: PredictedStep, measured: 
         "measured": None if measured is None else dataclasses.asdict(measured),
     }
     path = folder / PREDICTION_NAME
-    aside = path.with_suffix(".json.new")
-    aside.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    aside.replace(path)
+    unfinished = path.with_suffix(".json.new")
+    unfinished.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(path)
 
 
 def _version() -> str:

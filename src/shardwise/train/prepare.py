@@ -86,7 +86,8 @@ def prepare_data(config: Config, cache_dir: str | Path, progress: Progress | Non
     data = config.data
     if data.val_fraction >= 1:
         raise ConfigError(
-            f"data.val_fraction={data.val_fraction} leaves nothing to train on; use less than 1, such as 0.05"
+            "nothing-to-train-on",
+            f"data.val_fraction={data.val_fraction} leaves nothing to train on; use less than 1, such as 0.05",
         )
     cache = Path(data.cache_dir or cache_dir).expanduser().absolute()
     corpus = open_corpus(data, exclude=(cache, Path(config.run.dir)))
@@ -105,8 +106,9 @@ def prepare_data(config: Config, cache_dir: str | Path, progress: Progress | Non
             _build(path, corpus, tokenizer, data.val_fraction, progress)
         except OSError as error:
             raise ConfigError(
+                "folder-not-writable",
                 f"cannot write the token cache {path}: {error.strerror}; "
-                "set data.cache_dir to a folder with room that you may write to"
+                "set data.cache_dir to a folder with free space that you may write to",
             ) from None
     return open_data(path, config)
 

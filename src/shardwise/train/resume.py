@@ -64,11 +64,12 @@ def resumed_job(
         newest, manifest = newest_whole(source)
     except DamagedError as error:
         raise ConfigError(
-            f"no checkpoint in {source} is whole; of the newest: {error}, given to --resume, or move them away"
+            "no-whole-checkpoint",
+            f"no checkpoint in {source} is whole; of the newest: {error}, given to --resume, or move them away",
         ) from None
     except CheckpointError as error:
-        cure = f"; did you mean --resume {AUTO}?" if difflib.get_close_matches(resume.lower(), [AUTO]) else ""
-        raise ConfigError(f"--resume {resume}: {error}{cure}") from None
+        fix = f"; did you mean --resume {AUTO}?" if difflib.get_close_matches(resume.lower(), [AUTO]) else ""
+        raise ConfigError(error.code, f"--resume {resume}: {error}{fix}") from None
     _refuse_unless_of_a_run(newest, manifest)
     saved = manifest.config
     config = job_config(path, assignments, data_path, base=_taken_over(saved))
@@ -110,11 +111,12 @@ def fit_micro_size(batch: BatchConfig, num_data_ranks: int) -> BatchConfig:
     total, micro = batch.global_size, batch.micro_size
     if total is None or batch.accumulation is not None:
         return batch
-    per_rank, rest = divmod(total, num_data_ranks)
-    if rest:
+    per_rank, remainder = divmod(total, num_data_ranks)
+    if remainder:
         raise ConfigError(
+            "batch-multiple",
             f"{num_data_ranks} data-parallel ranks do not divide the global batch of {total}; nearest legal: "
-            f"{nearest_legal(total, num_data_ranks)}; or set batch.global_size"
+            f"{nearest_legal(total, num_data_ranks)}; or set batch.global_size",
         )
     fitting = next(size for size in range(min(micro or per_rank, per_rank), 0, -1) if per_rank % size == 0)
     return BatchConfig(global_size=total, micro_size=fitting)
@@ -158,7 +160,9 @@ def _root_of(path: Path) -> Path:
     if path.is_dir() and step_of(path) is None and not step_folders(path):
         runs = [run for run in _runs(path) if step_folders(run / FOLDER_NAME)]
         if runs:
-            raise ConfigError(f"--resume {path}: {path} has runs, not checkpoints; did you mean {runs[0]}?")
+            raise ConfigError(
+                "runs-not-checkpoints", f"--resume {path}: {path} has runs, not checkpoints; did you mean {runs[0]}?"
+            )
         if (root := _saved_to(path)) != inner and step_folders(root):
             return root
     return path
@@ -175,7 +179,7 @@ def _newest_root(config: Config) -> Path | None:
         roots = (_saved_to(run) for run in runs if _name_of(run) == name)
         return next((root for root in roots if step_folders(root)), None)
     except CheckpointError as error:
-        raise ConfigError(f"--resume {AUTO}: {error}") from None
+        raise ConfigError(error.code, f"--resume {AUTO}: {error}") from None
 
 
 def _runs(folder: Path) -> list[Path]:
@@ -215,10 +219,14 @@ def _config_of(run: Path) -> Any:
 def _refuse_unless_of_a_run(newest: Path, manifest: Manifest) -> None:
     extra = manifest.extra if isinstance(manifest.extra, Mapping) else {}
     if manifest.contents != "all":
-        raise ConfigError(f"{newest} has {manifest.contents} only, so a run cannot go on from it; give one with all")
+        raise ConfigError(
+            "checkpoint-not-all",
+            f"{newest} has {manifest.contents} only, so a run cannot go on from it; give one with all",
+        )
     if "tokens_hash" not in extra or "batch" not in manifest.config:
         raise ConfigError(
-            f"{newest} is not of shardwise train: where its data ended is unknown; load it in a script (engine.load)"
+            "checkpoint-of-script",
+            f"{newest} is not of shardwise train: where its data ended is unknown; load it in a script (engine.load)",
         )
 
 
@@ -231,8 +239,9 @@ def _refuse_another_model(newest: Path, manifest: Manifest, config: Config) -> N
     was = ", ".join(f"{key}={'its default' if value is None else value}" for key, value, _ in keys)
     wanted = ", ".join(f"{key}={'its default' if value is None else value}" for key, _, value in keys)
     raise ConfigError(
+        "checkpoint-of-other-model",
         f"{newest} is of another model: it has {was}, and you give {wanted}; leave that out, or start afresh without "
-        "--resume"
+        "--resume",
     )
 
 

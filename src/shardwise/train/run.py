@@ -91,7 +91,10 @@ def start(config: Config, console: Console, resume: Path | None = None) -> int:
     num_ranks = config.run.num_procs or default_num_ranks(config.run.device)
     num_gpus = torch.cuda.device_count()
     if device_kind(config) == "cuda" and num_ranks > num_gpus:
-        raise ConfigError(f"run.num_procs={num_ranks} but torch sees {num_gpus} GPUs; use at most one rank a GPU")
+        raise ConfigError(
+            "more-ranks-than-gpus",
+            f"run.num_procs={num_ranks} but torch sees {num_gpus} GPUs; use at most one rank a GPU",
+        )
     config = config.model_copy(update={"run": config.run.model_copy(update={"num_procs": num_ranks})})
     resolved = resolve_job(config, num_ranks, num_local_ranks=num_ranks)
     make_root(config, resume)
@@ -154,7 +157,7 @@ def run_prepared(
     try:
         config = Config.from_json(read_text(folder / CONFIG_NAME, "let shardwise train start its ranks itself"))
     except UntrustedFileError as error:
-        raise ConfigError(error) from None
+        raise ConfigError(error.code, str(error)) from None
     start_process_group(env, device_kind(config), config.run.timeout_s)
     return run_rank(config, folder, shard_path, env=env, stop=stop, console=console, resume=resume)
 
@@ -346,7 +349,9 @@ def _agree_on_place(
     _await_place(store, env.rank, config.run.timeout_s)
     word = store.get(_PLACE_KEY).decode()
     if word == _FAILED:
-        raise ConfigError(f"rank {env.rank} ends because rank 0 could not prepare the run; see what rank 0 says")
+        raise ConfigError(
+            "rank-0-failed", f"rank {env.rank} ends because rank 0 could not prepare the run; see what rank 0 says"
+        )
     config_text, folder_text, shard_text, past = json.loads(word)
     if past is not None or resume is not None:
         config = Config.from_json(config_text)
@@ -385,8 +390,9 @@ def _await_place(store: dist.Store, rank: int, timeout_s: float) -> None:
             seen = count, now_s
         if now_s - seen[1] > timeout_s:
             raise LaunchError(
+                "rank-0-silent",
                 f"rank {rank} waits for rank 0, which prepares the run and has shown no sign of life for "
-                f"{timeout_s:g} s: it is stopped, or has died; see its log"
+                f"{timeout_s:g} s: it is stopped, or has died; see its log",
             )
         time.sleep(_LIFE_S / 10)
 

@@ -133,12 +133,12 @@ def check_job(config: Config, world_size: int) -> tuple[Config, Layout]:
     resolved = config.resolve(world_size)
     name = config.run.name
     if name is not None and Path(name).name != name:
-        raise ConfigError(f"run.name={name} is not the name of a folder; leave out the slashes")
+        raise ConfigError("run-name", f"run.name={name} is not the name of a folder; leave out the slashes")
     optimizer_kind(config.optimizer.name)  # says why not; none is built here, which takes a second
     shape = decoder_config(config.model, max_seq_len=config.data.seq_len, attention=config.attention)
     if resolved.tensor.sequence_parallel:
-        cure = "or set tensor.sequence_parallel=false"
-        check_length(config.data.seq_len, resolved.mesh.tp, "data.seq_len=", cure, resolved.mesh.cp)
+        fix = "or set tensor.sequence_parallel=false"
+        check_length(config.data.seq_len, resolved.mesh.tp, "data.seq_len=", fix, resolved.mesh.cp)
     model = Decoder(shape, device="meta")
     layout = plan_layout(model, resolved)
     check_split(model, resolved, config.data.seq_len)
@@ -156,7 +156,10 @@ def _raise_file_limit() -> None:
     if 0 <= soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     if 0 <= hard < _MIN_FILES:
-        raise ConfigError(f"{hard} open files are too few for a run; raise the limit: ulimit -n {_MIN_FILES} or more")
+        raise ConfigError(
+            "open-files-limit",
+            f"{hard} open files are too few for a run; raise the limit: ulimit -n {_MIN_FILES} or more",
+        )
 
 
 def _refuse_too_large(layout: Layout, config: Config, num_local_ranks: int) -> None:
@@ -175,15 +178,16 @@ def _refuse_too_large(layout: Layout, config: Config, num_local_ranks: int) -> N
         try:
             SwapFolder.check_free_space(Path(config.tiers.nvme_path), num_local_ranks * nvme_bytes)
         except SwapError as error:
-            raise ConfigError(str(error)) from None
+            raise ConfigError(error.code, str(error)) from None
 
 
 def _refuse_if_larger(needed_bytes: int, held_bytes: int, what: str, layout: Layout, config: Config) -> None:
     if needed_bytes > held_bytes:
         raise ConfigError(
+            "states-exceed-memory",
             f"model.preset={config.model.preset} needs {format_bytes(needed_bytes)} for its states under "
             f"zero.stage={config.zero.stage} over {layout.mesh.world_size} ranks, but {what} has "
-            f"{format_bytes(held_bytes)}; use a smaller preset, zero.stage=3, more ranks, or rest states in tiers"
+            f"{format_bytes(held_bytes)}; use a smaller preset, zero.stage=3, more ranks, or another tier for states",
         )
 
 
@@ -202,9 +206,11 @@ def layout_line(config: Config, mesh: MeshShape) -> str:
     """
     if mesh.pp > 1:
         others = replace(mesh, pp=1)
-        rest = f" x {layout_line(config, others)}" if others.world_size > 1 else ""
+        inner = f" x {layout_line(config, others)}" if others.world_size > 1 else ""
         return (
-            f"pipeline over {mesh.pp} of {mesh.world_size:,} ranks{rest}" if rest else f"pipeline over {mesh.pp} ranks"
+            f"pipeline over {mesh.pp} of {mesh.world_size:,} ranks{inner}"
+            if inner
+            else f"pipeline over {mesh.pp} ranks"
         )
     if mesh.world_size == 1:
         return "1 rank, so nothing is sharded"
@@ -251,7 +257,7 @@ def device_kind(config: Config) -> DeviceKind:
     """
     if config.run.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            "run.device=cuda but torch sees no GPU; use run.device=cpu, or check the driver and torch's build"
+            "no-gpu", "run.device=cuda but torch sees no GPU; use run.device=cpu, or check the driver and torch's build"
         )
     return wanted_device(config)
 
@@ -269,8 +275,9 @@ def prepare_job_data(config: Config, progress: Progress | None = None) -> Prepar
     num_sequences, global_size = data.train.num_sequences(config.data.seq_len), config.batch.global_size or 1
     if global_size > _MAX_PASSES_A_STEP * num_sequences:
         raise ConfigError(
+            "batch-exceeds-data",
             f"batch.global_size={global_size:,} would read the {num_sequences:,} sequences of the training data "
-            f"{global_size // num_sequences:,} times in each step; use {num_sequences:,} or less, or give more data"
+            f"{global_size // num_sequences:,} times in each step; use {num_sequences:,} or less, or give more data",
         )
     decoder_config(config.model, max_seq_len=config.data.seq_len, vocab_size=data.vocab_size)
     return data
@@ -296,8 +303,9 @@ def create_folder(config: Config, now: time.struct_time) -> Path:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
         raise ConfigError(
-            f"cannot write run.dir={config.run.dir}: {error.strerror}; set run.dir to a folder with room that you may "
-            "write to"
+            "folder-not-writable",
+            f"cannot write run.dir={config.run.dir}: {error.strerror}; set run.dir to a folder with free space that "
+            "you may write to",
         ) from None
     return folder
 
@@ -310,7 +318,7 @@ def _create_first_free(path: Path) -> Path:
         except FileExistsError:
             continue
         return candidate
-    raise ConfigError(f"{path} and 998 more like it are there already; set run.name")
+    raise ConfigError("run-names-used-up", f"{path} and 998 more like it are there already; set run.name")
 
 
 def _job_defaults(config: Config, given: set[str]) -> dict[str, Any]:

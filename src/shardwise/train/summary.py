@@ -18,7 +18,7 @@ from rich.text import Text
 from shardwise.checkpoint.manifest import CheckpointError
 from shardwise.runtime.memory_tracker import MemorySnapshot, format_bytes
 from shardwise.train.checkpoints import SavedCheckpoint
-from shardwise.train.loop import BytesAtRest, Sample
+from shardwise.train.loop import Sample, StoredBytes
 from shardwise.train.prediction import MeasuredStep, PredictedStep
 from shardwise.train.progress import clock
 
@@ -72,7 +72,7 @@ class RunOutcome:
     total_steps: int
     elapsed_s: float
     tokens_per_s: float
-    at_rest: Sequence[BytesAtRest]
+    at_rest: Sequence[StoredBytes]
     peak: MemorySnapshot | None = None
     host: MemorySnapshot | None = None
     stopped_by: str | None = None
@@ -155,7 +155,7 @@ def _peak_text(peak: MemorySnapshot) -> str:
     return f"{format_bytes(peak.peak_bytes)}: {parts}"
 
 
-def _at_rest_table(states: Sequence[BytesAtRest]) -> Table:
+def _at_rest_table(states: Sequence[StoredBytes]) -> Table:
     return _beside(
         (
             state.name,

@@ -51,7 +51,9 @@ class Tokenizer:
             if end in vocab:
                 return cls(backend=backend, eot_id=vocab[end], vocab_size=max(vocab.values()) + 1)
         raise ConfigError(
-            f"data.tokenizer={source} has no token that ends a text ({', '.join(_KNOWN_ENDS)}); add {END_OF_TEXT} to it"
+            "no-end-of-text",
+            f"data.tokenizer={source} has no token that ends a text ({', '.join(_KNOWN_ENDS)}); "
+            f"add {END_OF_TEXT} to it",
         )
 
     def encode(self, text: str) -> list[int]:
@@ -139,8 +141,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """
     if vocab_size < NUM_BYTE_TOKENS:
         raise ConfigError(
+            "vocabulary-without-bytes",
             f"model.vocab_size={vocab_size} is less than the {NUM_BYTE_TOKENS} tokens of a byte-level "
-            f"tokenizer (256 bytes and the end of text); nearest legal: {NUM_BYTE_TOKENS}"
+            f"tokenizer (256 bytes and the end of text); nearest legal: {NUM_BYTE_TOKENS}",
         )
     backend = _byte_level(models.BPE(), split_words=True)
     trainer = trainers.BpeTrainer(
@@ -161,13 +164,15 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     try:
         backend = tokenizers.Tokenizer.from_buffer(text)
     except Exception as error:  # the library raises plain Exception
-        raise ConfigError(f"data.tokenizer={path} is not a tokenizer.json ({error}); {_CURE}") from None
+        raise ConfigError(
+            "not-a-tokenizer", f"data.tokenizer={path} is not a tokenizer.json ({error}); {_FIX}"
+        ) from None
     backend.no_truncation()
     backend.no_padding()
     return Tokenizer.of(backend, str(path))
 
 
-_CURE = 'give the path of a tokenizer.json, "bytes", or leave data.tokenizer out to train one'
+_FIX = 'give the path of a tokenizer.json, "bytes", or leave data.tokenizer out to train one'
 
 
 def _read(path: str | Path) -> bytes:
@@ -176,7 +181,9 @@ def _read(path: str | Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        raise ConfigError(f"data.tokenizer={path} cannot be read: {error.strerror}; {_CURE}") from None
+        raise ConfigError(
+            "file-unreadable", f"data.tokenizer={path} cannot be read: {error.strerror}; {_FIX}"
+        ) from None
 
 
 def _byte_level(model: models.Model, split_words: bool) -> tokenizers.Tokenizer:
