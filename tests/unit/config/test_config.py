@@ -1,7 +1,6 @@
-"""The config: what it takes, what it refuses and in which words, and what `resolve` derives."""
+"""The config: what it takes, what it refuses and by which rule, and what `resolve` derives."""
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType
@@ -12,13 +11,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from harness.refusals import refused
 from shardwise.config.resolve import (
     BatchConfig,
     Config,
     ConfigError,
     MeshConfig,
     RunConfig,
-    _resolve_mesh,
     all_keys,
     batch_equation,
     read_toml,
@@ -88,10 +87,9 @@ def as_toml(written: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def message_of(written: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
+def check_refused(written: Any, code: str, *values: str) -> None:
+    with refused(code, *values):
         Config.from_dict(written)
-    return str(caught.value)
 
 
 # What is written comes back
@@ -134,7 +132,7 @@ def test_any_mapping_is_a_table_and_a_section_stands_for_itself() -> None:
     proxy = MappingProxyType({"zero": MappingProxyType({"stage": 3}), "run": RunConfig(steps=5)})
     config = Config.from_dict(proxy)
     assert (config.zero.stage, config.run.steps) == (3, 5)
-    assert message_of(MappingProxyType({"zero": MappingProxyType({"stage": 4})})).startswith("zero.stage=4 must be ")
+    check_refused(MappingProxyType({"zero": MappingProxyType({"stage": 4})}), "out-of-range", "zero.stage=4")
 
 
 def test_a_config_cannot_be_changed() -> None:
@@ -183,7 +181,7 @@ def test_set_key_makes_its_sections() -> None:
     set_key(values, "zero.overlap", False)
     set_key(values, "run.steps", 3)
     assert values == {"zero": {"stage": 2, "overlap": False}, "run": {"steps": 3}}
-    with pytest.raises(ConfigError, match=r"^zero\.stage\.x is not a config key; stage takes no subkeys$"):
+    with refused("unknown-key", "zero.stage.x"):
         set_key(values, "zero.stage.x", 3)
 
 
@@ -191,101 +189,102 @@ def test_set_key_makes_its_sections() -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "message"),
+    ("written", "refusal"),
     [
-        ({"zero": {"stege": 3}}, "zero.stege is not a config key; did you mean zero.stage?"),
-        ({"optimiser": {"lr": 1.0}}, "optimiser is not a config key; did you mean optimizer?"),
-        ({"stage": 3}, "stage is not a config key; did you mean zero.stage?"),
-        ({"schedule": "gpipe"}, "schedule is not a config key; did you mean pipeline.schedule?"),
-        ({"zero": {"lr": 1.0}}, "zero.lr is not a config key; did you mean optimizer.lr?"),
+        ({"zero": {"stege": 3}}, ("unknown-key", "zero.stege", "zero.stage?")),
+        ({"optimiser": {"lr": 1.0}}, ("unknown-key", "optimiser", "optimizer?")),
+        ({"stage": 3}, ("unknown-key", "zero.stage?")),
+        ({"schedule": "gpipe"}, ("unknown-key", "pipeline.schedule?")),
+        ({"zero": {"lr": 1.0}}, ("unknown-key", "zero.lr", "optimizer.lr?")),
         (
             {"zero": {"name": "x"}},
-            "zero.name is not a config key; did you mean optimizer.name or scheduler.name or run.name?",
+            ("unknown-key", "zero.name", "optimizer.name or scheduler.name or run.name?"),
         ),
         (
             {"zero": {"micro_batch_size": 1}},
-            "zero.micro_batch_size is not a config key; did you mean batch.micro_size?",
+            ("unknown-key", "zero.micro_batch_size", "batch.micro_size?"),
         ),
-        ({"zero.stage": 3}, "zero.stage is not a config key; put stage into the section zero"),
-        ({"zero": {"qqq": 3}}, f"zero.qqq is not a config key; sections are {', '.join(Config.model_fields)}"),
-        ({"a\nb": 3}, f"'a\\nb' is not a config key; sections are {', '.join(Config.model_fields)}"),
-        ({3: 4}, f"3 is not a config key; sections are {', '.join(Config.model_fields)}"),
-        ({"zero": 3}, "zero=3 is not a section; set one of its keys, such as zero.stage"),
-        ({"zero": Config().mesh}, f"zero={Config().mesh!r} is not a section; set one of its keys, such as zero.stage"),
-        ([], "[] is not a config; give a table of sections, such as zero"),
+        ({"zero.stage": 3}, ("unknown-key", "zero.stage", "put stage into the section zero")),
+        ({"zero": {"qqq": 3}}, ("unknown-key", "zero.qqq", ", ".join(Config.model_fields))),
+        ({"a\nb": 3}, ("unknown-key", r"'a\nb'")),
+        ({3: 4}, ("unknown-key", "3")),
+        ({"zero": 3}, ("not-a-section", "zero=3", "zero.stage")),
+        ({"zero": Config().mesh}, ("not-a-section", f"zero={Config().mesh!r}")),
+        ([], ("not-a-config", "[]")),
     ],
 )
-def test_unknown_keys_are_refused_with_the_nearest(written: Any, message: str) -> None:
-    assert message_of(written) == message
+def test_unknown_keys_are_refused_with_the_nearest(written: Any, refusal: tuple[str, ...]) -> None:
+    check_refused(written, *refusal)
 
 
 @pytest.mark.parametrize(
-    ("section", "key", "value", "message"),
+    ("section", "key", "value", "refusal"),
     [
-        ("zero", "stage", 4, "zero.stage=4 must be an integer >= 0 and <= 3; leave it out for the default 2"),
-        ("batch", "micro_size", 0, "batch.micro_size=0 must be an integer >= 1; leave it out"),
+        ("zero", "stage", 4, ("out-of-range", "zero.stage=4", ">= 0 and <= 3", "default 2")),
+        ("batch", "micro_size", 0, ("out-of-range", "batch.micro_size=0", ">= 1")),
         (
             "optimizer",
             "betas",
             [0.9],
-            "optimizer.betas=[0.9] must be a list of 2, each a finite number >= 0 and < 1; "
-            "leave it out for the default [0.9, 0.95]",
+            ("wrong-length", "optimizer.betas=[0.9]", "a list of 2", ">= 0 and < 1", "default [0.9, 0.95]"),
         ),
         (
             "precision",
             "param",
             "bf17",
-            "precision.param='bf17' must be fp64 or fp32 or bf16 or fp16; did you mean bf16?",
+            ("unknown-choice", "precision.param='bf17'", "fp64 or fp32 or bf16 or fp16", "bf16?"),
         ),
         (
             "scheduler",
             "name",
             "Cosine",
-            "scheduler.name='Cosine' must be constant or linear or cosine; did you mean cosine?",
+            ("unknown-choice", "scheduler.name='Cosine'", "constant or linear or cosine", "cosine?"),
         ),
         (
             "tiers",
             "grads",
             "x",
-            """tiers.grads='x' must be device or host or nvme; leave it out for the default "device\"""",
+            ("unknown-choice", "tiers.grads='x'", "device or host or nvme", 'default "device"'),
         ),
         (
             "precision",
             "loss_scale",
             "dyn",
-            "precision.loss_scale='dyn' must be a finite number > 0 or dynamic; did you mean dynamic?",
+            ("unknown-choice", "precision.loss_scale='dyn'", "> 0 or dynamic", "dynamic?"),
         ),
-        ("zero", "blocks", "Block", "zero.blocks='Block' must be a list, each a string; leave it out"),
-        ("zero", "overlap", "yes", "zero.overlap='yes' must be true or false; leave it out for the default true"),
+        ("zero", "blocks", "Block", ("wrong-type", "zero.blocks='Block'", "a list, each a string")),
+        ("zero", "overlap", "yes", ("wrong-type", "zero.overlap='yes'", "true or false", "default true")),
     ],
 )
-def test_wrong_values_are_refused_with_value_rule_and_cure(section: str, key: str, value: Any, message: str) -> None:
-    assert message_of({section: {key: value}}) == message
+def test_wrong_values_are_refused_with_value_rule_and_fix(
+    section: str, key: str, value: Any, refusal: tuple[str, ...]
+) -> None:
+    check_refused({section: {key: value}}, *refusal)
 
 
 @pytest.mark.parametrize(
-    ("section", "key", "value"),
+    ("section", "key", "value", "code"),
     [
-        ("zero", "stage", "3"),
-        ("zero", "stage", True),
-        ("zero", "stage", 3.0),
-        ("zero", "stage", None),
-        ("zero", "overlap", 1),
-        ("zero", "blocks", ["Block", 3]),
-        ("optimizer", "lr", "1e-3"),
-        ("optimizer", "lr", True),
-        ("optimizer", "lr", 0.0),
-        ("optimizer", "lr", float("inf")),
-        ("optimizer", "lr", float("nan")),
-        ("optimizer", "weight_decay", -0.1),
-        ("optimizer", "betas", [0.9, 1.1]),
-        ("data", "path", 3),
-        ("data", "val_fraction", 1.5),
-        ("precision", "loss_scale", 0),
+        ("zero", "stage", "3", "wrong-type"),
+        ("zero", "stage", True, "wrong-type"),
+        ("zero", "stage", 3.0, "wrong-type"),
+        ("zero", "stage", None, "wrong-type"),
+        ("zero", "overlap", 1, "wrong-type"),
+        ("zero", "blocks", ["Block", 3], "wrong-type"),
+        ("optimizer", "lr", "1e-3", "wrong-type"),
+        ("optimizer", "lr", True, "wrong-type"),
+        ("optimizer", "lr", 0.0, "out-of-range"),
+        ("optimizer", "lr", float("inf"), "out-of-range"),
+        ("optimizer", "lr", float("nan"), "out-of-range"),
+        ("optimizer", "weight_decay", -0.1, "out-of-range"),
+        ("optimizer", "betas", [0.9, 1.1], "out-of-range"),
+        ("data", "path", 3, "wrong-type"),
+        ("data", "val_fraction", 1.5, "out-of-range"),
+        ("precision", "loss_scale", 0, "out-of-range"),
     ],
 )
-def test_nothing_is_converted_on_the_quiet(section: str, key: str, value: Any) -> None:
-    assert message_of({section: {key: value}}).startswith(f"{section}.{key}={value!r} must be ")
+def test_nothing_is_converted_on_the_quiet(section: str, key: str, value: Any, code: str) -> None:
+    check_refused({section: {key: value}}, code, f"{section}.{key}={value!r}")
 
 
 JSON_LIKE = st.recursive(
@@ -331,9 +330,9 @@ def test_any_assignment_is_taken_or_refused_on_one_line(assignment: str) -> None
 
 
 def test_what_is_no_assignment_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^'zero\.stage' is not an assignment; write section\.key=value$"):
+    with refused("not-an-assignment", "zero.stage", "section.key=value"):
         Config().override(["zero.stage"])
-    with pytest.raises(ConfigError, match=r"^'' is not a config key; sections are "):
+    with refused("unknown-key", "''"):
         Config().override(["=3"])
 
 
@@ -341,16 +340,15 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
     missing, broken, binary = tmp_path / "missing.toml", tmp_path / "broken.toml", tmp_path / "binary.toml"
     broken.write_text("[zero]\nstage = ", encoding="utf-8")
     binary.write_bytes(b"\xff\xfe")
-    for path, rule in (
-        (missing, f"cannot read {missing}: No such file or directory; give the path of a TOML file"),
-        (tmp_path, f"cannot read {tmp_path}: Is a directory; give"),
-        (broken, f"{broken} is not valid TOML: Invalid value (at "),
-        (binary, f"{binary} is not UTF-8 text; give the path of a TOML file"),
+    for path, code, reason in (
+        (missing, "file-unreadable", "No such file"),
+        (tmp_path, "file-unreadable", "Is a directory"),
+        (broken, "not-toml", "at end of document"),
+        (binary, "not-utf8", ""),
     ):
         for read in (read_toml, Config.from_toml):
-            with pytest.raises(ConfigError) as caught:
+            with refused(code, str(path), reason) as caught:
                 read(path)
-            assert str(caught.value).startswith(rule)
             assert "\n" not in str(caught.value)
 
 
@@ -390,12 +388,9 @@ def test_a_batch_that_does_not_divide_names_the_nearest_that_do(
     total: int, factor: int, num_ranks: int, name: str
 ) -> None:
     assume(total % (factor * num_ranks))
-    with pytest.raises(ConfigError) as caught:
+    with refused("batch-multiple", f"batch.global_size={total}", f"{factor * num_ranks} = {name} {factor}") as caught:
         resolve_batch(BatchConfig(**{"global_size": total, name: factor}), num_ranks)
-    message = str(caught.value)
-    start = f"batch.global_size={total} is not a multiple of {factor * num_ranks} = {name} {factor} x {num_ranks} ranks"
-    assert message.startswith(start)
-    nearest = [int(word) for word in message.partition("nearest: ")[2].split(", ")]
+    nearest = [int(word) for word in str(caught.value).partition("nearest: ")[2].split(", ")]
     legal = [size for size in range(1, 600) if size % (factor * num_ranks) == 0]
     assert nearest == [*[size for size in legal if size < total][-1:], *[size for size in legal if size > total][:1]]
 
@@ -404,12 +399,8 @@ def test_a_batch_that_does_not_divide_names_the_nearest_that_do(
 def test_three_batch_terms_that_disagree_are_refused(micro: int, accumulation: int, num_ranks: int, total: int) -> None:
     product = micro * accumulation * num_ranks
     assume(total != product)
-    with pytest.raises(ConfigError) as caught:
+    with refused("batch-equation", f"batch.global_size={total}", f"= {product}"):
         resolve_batch(BatchConfig(global_size=total, micro_size=micro, accumulation=accumulation), num_ranks)
-    assert str(caught.value) == (
-        f"batch.global_size={total} but micro_size {micro} x accumulation {accumulation} x {num_ranks} data-parallel "
-        f"ranks = {product}; give {product}, or leave one of the three out and it is derived"
-    )
 
 
 # The mesh, and the whole
@@ -419,30 +410,20 @@ def test_three_batch_terms_that_disagree_are_refused(micro: int, accumulation: i
 def test_dp_shard_is_what_the_other_axes_leave(pp: int, dp_replicate: int, dp_shard: int, cp: int, tp: int) -> None:
     whole = MeshConfig(pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp)
     world_size = pp * dp_replicate * dp_shard * cp * tp
-    assert _resolve_mesh(whole, world_size) == whole
-    for left_out in ("dp_shard", "dp_replicate"):
-        assert _resolve_mesh(whole.model_copy(update={left_out: None}), world_size) == whole
+    for left_out in (None, "dp_shard", "dp_replicate"):
+        written = {axis: size for axis, size in whole if axis != left_out}
+        assert Config.from_dict({"mesh": written}).resolve(world_size).mesh == whole
 
 
 def test_world_sizes_that_do_not_fit_the_mesh_are_refused() -> None:
-    with pytest.raises(ConfigError) as caught:
-        _resolve_mesh(MeshConfig(pp=2, tp=4), 12)
-    assert str(caught.value) == (
-        "world size 12 is not a multiple of pp 2 x dp_replicate 1 x cp 1 x tp 4 = 8; start a multiple of 8 ranks"
-    )
-    with pytest.raises(ConfigError) as caught:
+    with refused("mesh-size", "world size 12", "pp 2 x dp_replicate 1 x cp 1 x tp 4 = 8"):
+        Config.from_dict({"mesh": {"pp": 2, "tp": 4}}).resolve(12)
+    with refused("mesh-size", "world size 3", "pp 1 x dp_shard 2 x cp 1 x tp 1 = 2"):
         Config.from_dict({"mesh": {"dp_shard": 2}}).resolve(3)
-    assert str(caught.value) == (
-        "world size 3 is not a multiple of pp 1 x dp_shard 2 x cp 1 x tp 1 = 2; start a multiple of 2 ranks"
-    )
-    with pytest.raises(ConfigError) as caught:
+    with refused("mesh-size", "world size 3", "pp 1 x dp_replicate 1 x dp_shard 2 x cp 1 x tp 1 = 2"):
         Config.from_dict({"mesh": {"dp_shard": 2, "dp_replicate": 1}}).resolve(3)
-    assert str(caught.value) == (
-        "world size 3 is not pp 1 x dp_replicate 1 x dp_shard 2 x cp 1 x tp 1 = 2; "
-        "start 2 ranks or leave mesh.dp_shard out"
-    )
     for world_size in (0, -1):
-        with pytest.raises(ConfigError, match=rf"^world size {world_size} holds no rank; start at least 1$"):
+        with refused("world-size-range", f"world size {world_size}"):
             Config().resolve(world_size)
 
 
@@ -458,21 +439,17 @@ def test_resolve_fills_mesh_and_batch_once(world_size: int, micro: int, accumula
 
 
 CONTEXTS = {
-    "context.transport=ulysses": "context.transport=ulysses says how sequences are split over ranks, and mesh.cp=1 "
-    "splits none; set mesh.cp to 2 or more, or leave the key out",
-    "mesh.cp=4 context.heads_over=3": "context.heads_over=3 does not divide mesh.cp=4; nearest legal: 2, 4",
-    "mesh.cp=4 context.heads_over=2 context.transport=ulysses": "context.heads_over=2 is less than mesh.cp=4, and "
-    "context.transport=ulysses exchanges heads over all ranks; leave it out, or set context.transport=ring",
-    "mesh.cp=4 context.heads_over=4": "context.heads_over=4 leaves context.transport=ring nothing to carry, as "
-    "mesh.cp=4; set context.transport=ulysses, or fewer ranks",
+    "context.transport=ulysses": ("context-needs-cp", "context.transport=ulysses", "mesh.cp=1"),
+    "mesh.cp=4 context.heads_over=3": ("heads-over-divides-cp", "context.heads_over=3", "nearest legal: 2, 4"),
+    "mesh.cp=4 context.heads_over=2 context.transport=ulysses": ("heads-over-in-ulysses", "context.heads_over=2"),
+    "mesh.cp=4 context.heads_over=4": ("heads-over-all-ranks", "context.heads_over=4", "context.transport=ring"),
 }
 
 
-@pytest.mark.parametrize(("assignments", "message"), CONTEXTS.items())
-def test_a_context_that_cannot_be_is_refused(assignments: str, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+@pytest.mark.parametrize(("assignments", "refusal"), CONTEXTS.items())
+def test_a_context_that_cannot_be_is_refused(assignments: str, refusal: tuple[str, ...]) -> None:
+    with refused(*refusal):
         Config().override(assignments.split()).resolve(4)
-    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize(
@@ -483,17 +460,18 @@ def test_a_context_that_can_be_is_taken(assignments: str) -> None:
 
 
 ATTENTIONS = {
-    "attention.num_local_blocks=8": "attention.num_local_blocks=8 is a key of fixed, and attention.kind=dense has "
-    "none; set attention.kind=fixed or leave the key out",
-    "attention.kind=bslongformer attention.seed=2": "attention.seed=2 is a key of variable, bigbird, and "
-    "attention.kind=bslongformer has block, different_layout_per_head, num_sliding_window_blocks, "
-    "global_block_indices, global_block_end_indices; set attention.kind=variable or leave the key out",
+    "attention.num_local_blocks=8": ("attention.num_local_blocks=8", "attention.kind=fixed"),
+    "attention.kind=bslongformer attention.seed=2": (
+        "attention.seed=2",
+        "variable, bigbird",
+        "attention.kind=variable",
+    ),
 }
 
 
-@pytest.mark.parametrize(("assignments", "message"), ATTENTIONS.items())
-def test_keys_of_another_kind_of_attention_are_refused(assignments: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+@pytest.mark.parametrize(("assignments", "values"), ATTENTIONS.items())
+def test_keys_of_another_kind_of_attention_are_refused(assignments: str, values: tuple[str, ...]) -> None:
+    with refused("attention-key-of-kind", *values):
         Config().override(assignments.split()).resolve(1)
 
 
@@ -503,19 +481,19 @@ def test_a_structure_of_attention_round_trips(tmp_path: Path) -> None:
     config = Config.from_toml(path).resolve(1)
     assert config.attention.local_window_blocks == (2, 4)
     assert Config.from_json(config.to_json()) == config
-    with pytest.raises(ConfigError, match=r"^attention.local_window_blocks='2' must be a list, each an integer >= 1;"):
+    with refused("wrong-type", "attention.local_window_blocks='2'", ">= 1"):
         Config().override(["attention.local_window_blocks='2'"])
 
 
 PIPELINES = {
-    "mesh.pp=1 pipeline.virtual_stages=2": "pipeline.virtual_stages=2 says how stages lie on the ranks of a pipeline",
-    "mesh.pp=2 zero.lockstep=true": "zero.lockstep=true gathers every block once a forward",
-    "mesh.pp=2 pipeline.schedule=zb-h1 compile.enabled=true": "compile.enabled=true compiles backwards whole",
-    "mesh.pp=2 pipeline.gather=micro-batch": "pipeline.gather=micro-batch is how parameters that rest as shards",
+    "mesh.pp=1 pipeline.virtual_stages=2": ("pipeline-needs-stages", "pipeline.virtual_stages=2", "set mesh.pp"),
+    "mesh.pp=2 zero.lockstep=true": ("lockstep-in-pipeline", "set zero.lockstep=false"),
+    "mesh.pp=2 pipeline.schedule=zb-h1 compile.enabled=true": ("compile-with-zero-bubble", "set compile.enabled=false"),
+    "mesh.pp=2 pipeline.gather=micro-batch": ("gather-needs-stage-3", "pipeline.gather", "set zero.stage=3"),
 }
 
 
-@pytest.mark.parametrize(("assignments", "message"), PIPELINES.items())
-def test_pipelines_that_cannot_be_are_refused(assignments: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{re.escape(message)}.*; set "):
+@pytest.mark.parametrize(("assignments", "refusal"), PIPELINES.items())
+def test_pipelines_that_cannot_be_are_refused(assignments: str, refusal: tuple[str, ...]) -> None:
+    with refused(*refusal):
         Config().override(assignments.split()).resolve(2)

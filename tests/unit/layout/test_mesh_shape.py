@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.config.resolve import Config, ConfigError
+from harness.refusals import refused
+from shardwise.config.resolve import Config
 from shardwise.layout.mesh_shape import AXES, DATA_AXES, GRADIENT_AXES, SHARD_AXES, Coordinate, MeshShape
 
 MESHES = st.builds(MeshShape, *[st.integers(1, 3)] * len(AXES))
@@ -62,21 +63,21 @@ def test_purposes_of_the_axes_follow_the_design() -> None:
 
 def test_from_config_takes_the_resolved_mesh() -> None:
     assert MeshShape.from_config(Config().resolve(world_size=4).mesh) == MeshShape(dp_shard=4)
-    with pytest.raises(ConfigError, match=r"mesh\.dp_shard and dp_replicate are not known yet; call config\.resolve"):
+    with refused("config-not-resolved", "mesh.dp_shard", "config.resolve"):
         MeshShape.from_config(Config().mesh)
 
 
 def test_ranks_axes_and_sizes_outside_the_mesh_are_refused() -> None:
     mesh = MeshShape(dp_shard=2, tp=2)
     for rank in (-1, 4):
-        with pytest.raises(ValueError, match=f"rank {rank} is not on the mesh; its 4 ranks count from 0"):
+        with pytest.raises(ValueError, match=f"rank {rank} "):
             mesh.coordinate(rank)
-        with pytest.raises(ValueError, match=f"rank {rank} is not on the mesh"):
+        with pytest.raises(ValueError, match=f"rank {rank} "):
             mesh.ranks_along(("tp",), rank)
     for index in (-1, 2):
-        with pytest.raises(ValueError, match=f"tp index {index} is not on the mesh; tp=2 counts from 0"):
+        with pytest.raises(ValueError, match=f"tp index {index} "):
             mesh.rank_of(Coordinate(tp=index))
-    with pytest.raises(ValueError, match="'dp' is not an axis of the mesh; axes are pp, dp_replicate"):
+    with pytest.raises(ValueError, match=r"'dp'.* dp_replicate"):
         mesh.groups_along(("dp",))
-    with pytest.raises(ConfigError, match=r"mesh\.cp=0 holds no rank"):
+    with refused("mesh-axis-empty", "mesh.cp=0"):
         MeshShape(cp=0)

@@ -227,36 +227,36 @@ def test_vocabulary_padding_is_in_no_piece() -> None:
 
 def test_what_is_no_slice_is_refused() -> None:
     row = Rect((0, 0), (1, 4))
-    with pytest.raises(ValueError, match="is no rectangle; give start <= stop"):
+    with pytest.raises(ValueError, match=r"\(2,\) to \(1,\)"):
         Rect((2,), (1,))
-    with pytest.raises(ValueError, match="is no rectangle"):
+    with pytest.raises(ValueError, match=r"\(0,\) to \(1, 1\)"):
         Rect((0,), (1, 1))
-    with pytest.raises(ValueError, match="differ in number of dims"):
+    with pytest.raises(ValueError, match=r"\[0:1, 0:4\] and \[0:4\]"):
         row.intersect(Rect.whole((4,)))
     for start, stop in ((-1, 2), (3, 2), (0, 5)):
-        with pytest.raises(ValueError, match=r"is not a range of 4 elements; give 0 <= start <= stop <= 4"):
+        with pytest.raises(ValueError, match=f"{start}, {stop}"):
             flat_range_to_rects(row, start, stop)
-        with pytest.raises(ValueError, match="is not a range of 4 elements"):
+        with pytest.raises(ValueError, match=f"{start}, {stop}"):
             intersect(LocalTensor.whole((4,)), start, stop)
     for dim in (-1, 2):
-        with pytest.raises(ValueError, match=f"dim={dim} is not one of the 2 dims"):
+        with pytest.raises(ValueError, match=f"dim={dim} "):
             LocalTensor.split((4, 4), dim, 0, 2)
     for index in (-1, 2):
-        with pytest.raises(ValueError, match=f"index={index} is not one of 2 parts"):
+        with pytest.raises(ValueError, match=f"index={index} "):
             LocalTensor.split((4, 4), 0, index, 2)
-    with pytest.raises(ValueError, match="num_rows=3 does not divide the parts' 4, 6 elements"):
+    with pytest.raises(ValueError, match="num_rows=3"):
         fuse((LocalTensor.whole((4,)), LocalTensor.whole((6,))), num_rows=3)
 
 
 def test_pieces_that_do_not_fit_their_buffer_are_refused() -> None:
     row = Rect((0, 0), (1, 4))
-    with pytest.raises(ValueError, match=r"not within shape \(1, 3\)"):
+    with pytest.raises(ValueError, match=r"\[0:1, 0:4\].* \(1, 3\)"):
         LocalTensor((1, 3), (Chunk(row, 0),), 4)
-    with pytest.raises(ValueError, match="is empty or"):
+    with pytest.raises(ValueError, match=r"\[0:0, 0:4\]"):
         LocalTensor((1, 4), (Chunk(Rect((0, 0), (0, 4)), 0),), 4)
-    with pytest.raises(ValueError, match="starts before offset 4, the end of the last"):
+    with pytest.raises(ValueError, match="offset 4"):
         LocalTensor((1, 4), (Chunk(row, 0), Chunk(row, 3)), 8)
-    with pytest.raises(ValueError, match="give at least numel=5"):
+    with pytest.raises(ValueError, match="numel=5"):
         LocalTensor((1, 4), (Chunk(row, 1),), 4)
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from harness.huggingface import build_model
-from shardwise.config.resolve import Config, ConfigError
+from harness.refusals import refused
+from shardwise.config.resolve import Config
 from shardwise.layout.param_groups import ParamEntry
 from shardwise.layout.stage_partition import StageCut, cut_stages, find_cut
 from shardwise.layout.stage_units import StageUnit, UnitCost, estimate_costs, find_stage_units
@@ -86,7 +87,7 @@ def test_cuts_stand_where_they_may(problem: tuple[list[int], list[int], int], da
         if all(any(has_params[start:stop]) for start, stop in pairwise((0, *rest, len(times))))
     ]
     if not legal:
-        with pytest.raises(ConfigError, match="pp x virtual_stages may be"):
+        with refused("too-many-stages"):
             cut_stages(units, costs, num_stages)
         return
     cut = cut_stages(units, costs, num_stages)
@@ -245,19 +246,18 @@ def test_measured_times_replace_estimates() -> None:
 
 
 @pytest.mark.parametrize(
-    ("measured", "message"),
+    ("measured", "refusal"),
     [
-        ({"9": 1.0}, "measured times: '9' matches no unit; units are named such as 0, 4"),
-        ({"1": 0.0}, "measured times: 1=0.0 s; a time is a finite number above 0"),
-        ({"1": float("nan")}, "measured times: 1=nan s; a time is a finite number above 0"),
-        ({"0": 1.0}, "measured times: no unit with matrices is among them; measure a block, or every unit"),
+        ({"9": 1.0}, ("no-unit-matches", "'9'", "0, 4")),
+        ({"1": 0.0}, ("measured-time-range", "1=0.0")),
+        ({"1": float("nan")}, ("measured-time-range", "1=nan")),
+        ({"0": 1.0}, ("measured-no-matrices",)),
     ],
 )
-def test_measured_times_that_say_nothing_are_refused(measured: dict[str, float], message: str) -> None:
+def test_measured_times_that_say_nothing_are_refused(measured: dict[str, float], refusal: tuple[str, ...]) -> None:
     model = small_model()
-    with pytest.raises(ConfigError) as caught:
+    with refused(*refusal):
         estimate_costs(model, find_stage_units(model), 1, measured=measured)
-    assert str(caught.value) == message
 
 
 def test_stage_of_takes_every_name_of_a_parameter() -> None:
@@ -269,9 +269,8 @@ def test_stage_of_takes_every_name_of_a_parameter() -> None:
     assert cut.stage_of("0.weight") == cut.stage_of("4.weight") == (0, 2)
     assert cut.stage_of("4.bias") == (2,)
     assert cut.stage_of("2.weight") == (1,)
-    with pytest.raises(ConfigError) as caught:
+    with refused("unknown-parameter", "'4.wieght'", "4.weight"):
         cut.stage_of("4.wieght")
-    assert str(caught.value) == "the model has no parameter '4.wieght'; did you mean 4.weight?"
 
 
 def test_the_table_shows_every_stage_and_the_ends_imbalance() -> None:
@@ -292,39 +291,37 @@ def test_pinned_units_are_the_cut() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pinned", "message"),
+    ("pinned", "refusal"),
     [
         (
             ["b"],
-            "pipeline.cut names 1 units, but of 3 stages 2 begin with a named one, the first with first; name 2",
+            ("cut-count", "name 2"),
         ),
-        (["blocks.1", "blcks.2"], "pipeline.cut='blcks.2' is no unit of the model; did you mean blocks.2?"),
-        (["x", "head"], "pipeline.cut='x' is no unit of the model; units are such as blocks.1, blocks.2, relu"),
+        (["blocks.1", "blcks.2"], ("unknown-unit", "'blcks.2'", "blocks.2?")),
+        (["x", "head"], ("unknown-unit", "'x'", "blocks.1, blocks.2, relu")),
         (
             ["blocks.0", "head"],
-            "pipeline.cut='blocks.0' is no place to cut: it is not parted from the one before it; the next is blocks.1",
+            ("cut-not-allowed", "'blocks.0'", "blocks.1"),
         ),
         (
             ["first", "head"],
-            "pipeline.cut='first' is no place to cut: the first stage begins there; the next is blocks.1",
+            ("cut-not-allowed", "'first'", "blocks.1"),
         ),
         (
             ["head", "blocks.1"],
-            "pipeline.cut names blocks.1 behind head, which does not run before it; "
-            "name each unit once, in the order in which they run",
+            ("cut-order", "blocks.1 after head"),
         ),
         (
             ["head", "head"],
-            "pipeline.cut names head behind head, which does not run before it; "
-            "name each unit once, in the order in which they run",
+            ("cut-order", "head after head"),
         ),
         (
             ["relu", "head"],
-            "pipeline.cut: stage 1 (relu to relu) would have no parameters; move a cut so that every stage has some",
+            ("stage-without-parameters", "stage 1 (relu to relu)"),
         ),
     ],
 )
-def test_pinned_cuts_that_are_none_are_refused(pinned: list[str], message: str) -> None:
+def test_pinned_cuts_that_are_none_are_refused(pinned: list[str], refusal: tuple[str, ...]) -> None:
     units = [
         unit("first"),
         unit("blocks.0", is_cut_allowed_before=False),
@@ -333,26 +330,21 @@ def test_pinned_cuts_that_are_none_are_refused(pinned: list[str], message: str) 
         unit("relu", has_params=False),
         unit("head"),
     ]
-    with pytest.raises(ConfigError) as caught:
+    with refused(*refusal):
         cut_stages(units, [UnitCost(each.name, 1, 1) for each in units], 3, pinned=pinned)
-    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("num_stages", [0, 5])
 def test_fewer_units_than_stages_are_refused(num_stages: int) -> None:
     units = [unit("a"), unit("b"), unit("c", is_cut_allowed_before=False), unit("d"), unit("e", has_params=False)]
     costs = [UnitCost(each.name, 1, 1) for each in units]
-    with pytest.raises(ConfigError) as caught:
+    with refused("too-many-stages", f"{num_stages} pipeline stages", "from 1 to 3"):
         cut_stages(units, costs, num_stages)
-    assert str(caught.value) == (
-        f"{num_stages} pipeline stages, but the model has 3 units with parameters that may begin one, from a to e; "
-        "pp x virtual_stages may be from 1 to 3"
-    )
     assert sizes(cut_stages(units, costs, 3)) == [1, 2, 2]
 
 
 def test_what_does_not_belong_together_is_refused() -> None:
-    with pytest.raises(ValueError, match="costs are of other units"):
+    with pytest.raises(ValueError, match="costs"):
         cut_stages([unit("a")], [UnitCost("b", 1, 1)], 1)
-    with pytest.raises(ValueError, match="placement is of 1 stages, but num_stages=2"):
+    with pytest.raises(ValueError, match=r"placement.* num_stages=2"):
         cut_of([1, 1], [1, 1], 2, placement=[0])

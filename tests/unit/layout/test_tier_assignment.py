@@ -124,7 +124,7 @@ def test_frozen_groups_have_parameters_only_and_replicated_ones_stay() -> None:
     assert shared["a"].params == "host"
 
 
-def test_what_rests_whole_has_nothing_to_be_brought_back() -> None:
+def test_what_is_stored_whole_has_nothing_to_be_brought_back() -> None:
     alone = group("a", 8)
     assert alone.is_stored_whole
     assert not assign_tiers([alone], TiersConfig(params="host"))[0].is_stored_whole

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.config.resolve import ConfigError
+from harness.refusals import refused
 from shardwise.layout.slicing import LocalTensor, Rect, apply_copies, overlap
 from shardwise.layout.tp_sharding import FusedPart, ParamSplit, nearest_legal
 
@@ -104,7 +104,7 @@ def test_units_that_do_not_divide_are_refused_with_the_nearest_that_do(
     if legal is None:
         part.check(degree, "num_heads")
         return
-    with pytest.raises(ConfigError, match=rf"tp={degree} does not divide num_heads=\d+; nearest legal: {legal}$"):
+    with refused("tp-divides-units", f"tp={degree}", f"nearest legal: {legal}"):
         part.check(degree, "num_heads")
 
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.config.resolve import AttentionConfig, Config, ConfigError
+from harness.refusals import refused
+from shardwise.config.resolve import AttentionConfig, Config
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.models import PRESETS, Decoder, DecoderConfig, num_params, preset
 from shardwise.models.shrink import (
@@ -170,7 +171,7 @@ def test_an_encoder_decoder_has_a_first_token():
 
 
 def test_unknown_names_are_refused():
-    with pytest.raises(ConfigError, match="of a clip has none of num_hidden_layers"):
+    with refused("model-size-unknown", "clip", "num_hidden_layers"):
         read_huggingface({"model_type": "clip", "text_config": {}})
 
 
