@@ -1,5 +1,6 @@
 """What is read and what is refused: every kind of path, streaming, and each error's words."""
 
+from harness.refusals import refused
 import json
 import os
 from pathlib import Path
@@ -210,7 +211,7 @@ def test_folders_nested_deeper_than_python_walks(tmp_path, monkeypatch):
         raise RecursionError
 
     monkeypatch.setattr(corpus_module.os, "walk", walk)
-    with pytest.raises(ConfigError, match="nests its folders too deeply"):
+    with refused("folders-too-deep"):
         open_corpus(DataConfig(path=str(tmp_path)))
 
 
@@ -275,5 +276,5 @@ def test_unreadable_folder(tmp_path, monkeypatch):
 
 def test_python_without_its_source(monkeypatch, tmp_path):
     monkeypatch.setattr(corpus_module.sysconfig, "get_path", lambda name: str(tmp_path / name))
-    with pytest.raises(ConfigError, match=r"Python's source is not in .*; give data.path=FILE or FOLDER"):
+    with refused("no-default-data", "data.path=FILE"):
         open_corpus(DataConfig())

@@ -24,7 +24,7 @@ from shardwise.planner.profiled_cluster import cluster_of
 from shardwise.planner.recalibrate import PARTS, PREDICTION_NAME
 from shardwise.schedule import Action, TimedAction
 from shardwise.train import prediction as prediction_module
-from shardwise.train.loop import BytesAtRest, Trainer, build_trainer
+from shardwise.train.loop import StoredBytes, Trainer, build_trainer
 from shardwise.train.prediction import MeasuredStep, PredictedStep, compare, exposed_s, predict
 from shardwise.train.prediction import _cluster as cluster_here
 from shardwise.train.prediction import _measured as measured_of
@@ -160,10 +160,10 @@ def test_parts_of_the_last_step_are_told_as_shares_of_the_median_one(trainer: Tr
 
 def test_what_rests_in_several_memories_is_counted_together() -> None:
     states = [
-        BytesAtRest("parameters", 5, 8),
-        BytesAtRest("optimizer (device)", 1, 2),
-        BytesAtRest("optimizer (host)", 1, 32),
-        BytesAtRest("optimizer (NVMe)", 99, None),
+        StoredBytes("parameters", 5, 8),
+        StoredBytes("optimizer (device)", 1, 2),
+        StoredBytes("optimizer (host)", 1, 32),
+        StoredBytes("optimizer (NVMe)", 99, None),
     ]
     found = measured_of(SimpleNamespace(at_rest=lambda: states, peak=None), [])  # type: ignore[arg-type]
     assert found == MeasuredStep({"parameters": 8, "gradients": 0, "optimizer": 34}, {}, {}, None)
