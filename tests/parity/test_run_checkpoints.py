@@ -320,7 +320,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_older_one_taken(train, tmp
     (line,) = [line for line in shown.splitlines() if line.startswith("not whole")]
     for part in ("step-00000008", ".safetensors"):
         assert part in line
-    assert f"set aside {tmp_path / 'ck' / 'step-00000008.aside-1'}, of a later step" in shown
+    assert str(tmp_path / "ck" / "step-00000008.aside-1") in shown
     assert losses(rest) == losses(whole[6:])
     assert names(tmp_path / "ck") == [
         "latest",
@@ -343,15 +343,15 @@ def test_where_no_checkpoint_is_whole_the_run_ends_in_a_line(train, tmp_path, ca
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "what"),
     [
-        ({"model": {"num_layers": 3}}, r"step-00000008 does not fit the model: missing blocks.2."),
-        ({"model": {"ffn_size": 96}}, r"of another shape blocks.0.ffn"),
-        ({"data": {"path": "other.txt"}}, "is of a run on other tokens"),
-        ({"optimizer": {"name": "sgd"}}, "states of AdamW, but the optimizer is SGD; give the model, data and"),
+        ({"model": {"num_layers": 3}}, "missing blocks.2."),
+        ({"model": {"ffn_size": 96}}, "blocks.0.ffn"),
+        ({"data": {"path": "other.txt"}}, "data.path"),
+        ({"optimizer": {"name": "sgd"}}, "AdamW"),
     ],
 )
-def test_another_model_and_other_data_are_refused_in_a_line(train, tmp_path, monkeypatch, capsys, changes, message):
+def test_another_model_and_other_data_are_refused_in_a_line(train, tmp_path, monkeypatch, capsys, changes, what):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "other.txt").write_text(TEXT[:-1])
     train()
@@ -359,7 +359,7 @@ def test_another_model_and_other_data_are_refused_in_a_line(train, tmp_path, mon
     code, _, none = train(changes, resume=tmp_path / "run-1" / "checkpoints")
     assert (code, none) == (1, [])
     err = capsys.readouterr().err
-    assert message in err
+    assert what in err
     assert "strict" not in err, "which the command line has not"
     assert err.count("\n") == 1
 

@@ -1,12 +1,11 @@
 """The unigram loss against the formula written out, and its errors."""
 
-from harness.refusals import refused
 import math
 
 import numpy as np
 import pytest
 
-from shardwise.config.resolve import ConfigError
+from harness.refusals import refused
 from shardwise.train import loop as baseline
 from shardwise.train.loop import unigram_loss
 
@@ -31,5 +30,5 @@ def test_errors():
     tokens = np.array([0, 5], dtype=np.uint16)
     with refused("no-held-out-tokens", "data.val_fraction"):
         unigram_loss(tokens, tokens[:0], 8)
-    with refused("token-id-range", "5", "vocab_size=4"):
+    with refused("token-id-range", "token id 5", "vocab_size=4"):
         unigram_loss(tokens, tokens, 4)

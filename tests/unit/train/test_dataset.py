@@ -1,6 +1,5 @@
 """The order of samples, who gets which, the shards and the split."""
 
-from harness.refusals import refused
 import os
 from pathlib import Path
 
@@ -10,7 +9,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from shardwise.config.resolve import BatchConfig, ConfigError, resolve_batch
+from harness.refusals import refused
+from shardwise.config.resolve import BatchConfig, resolve_batch
 from shardwise.train.dataset import (
     ShardIndex,
     TokenDataset,
@@ -153,11 +153,8 @@ def test_batches_have_shape_dtype_and_shifted_targets(tmp_path):
 def test_batch_that_does_not_fit_the_ranks():
     with refused("config-not-resolved", "config.resolve"):
         sample_positions(BatchConfig(global_size=4), 0, 1)
-    with pytest.raises(ConfigError) as caught:
+    with refused("batch-equation", "batch.global_size=4", "micro_size 2"):
         sample_positions(BatchConfig(global_size=4, micro_size=2, accumulation=1), 0, 1)
-    assert str(caught.value) == (
-        "batch.global_size=4 is not micro_size 2 x accumulation 1 x 1 data ranks; resolve the config for 1 data ranks"
-    )
 
 
 # Reading shards
@@ -172,16 +169,15 @@ def test_sequences_and_their_targets_stay_inside_the_range(tmp_path):
     tokens, targets = dataset.sample(1, 4)
     assert tokens.tolist() == [7, 8, 9, 10]
     assert targets.tolist() == [8, 9, 10, 11]
-    with pytest.raises(IndexError, match="sequence 2 of 2 with 4 tokens each"):
+    with pytest.raises(IndexError, match="sequence 2 of 2"):
         dataset.sample(2, 4)
     assert dataset.num_sequences(1000) == 0
 
 
 def test_sequence_longer_than_the_split(tmp_path):
     dataset = TokenDataset(write_shard(tmp_path / "shard", 1021))
-    with pytest.raises(ConfigError) as caught:
+    with refused("split-too-short", "data.seq_len=4096", "1021", "seq_len <= 1020"):
         step_batches(dataset, 0, resolve_batch(BatchConfig(), 1), 0, 1, seq_len=4096)
-    assert str(caught.value) == ("data.seq_len=4096 but the split holds 1021 tokens; use seq_len <= 1020 or more data")
     assert step_batches(dataset, 0, resolve_batch(BatchConfig(), 1), 0, 1, seq_len=1020)
 
 
@@ -196,7 +192,7 @@ def test_shard_that_is_not_whole(tmp_path, harm):
         (shard / "index.json").unlink()
     else:
         (shard / "index.json").write_text("{" if harm == "not JSON" else '{"a": 1}')
-    with refused("token-shard-damaged"):
+    with refused("token-shard-damaged", str(shard)):
         TokenDataset(shard)
 
 
@@ -220,16 +216,12 @@ def test_split_leaves_a_sequence_in_each_part(lengths, val_fraction, seq_len):
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "cure"),
-    [(1080, "use seq_len <= 539 or more data"), (8193, "use seq_len <= 4095 or more data"), (3, "give more data")],
+    ("num_tokens", "fix"),
+    [(1080, "seq_len <= 539"), (8193, "seq_len <= 4095"), (3, "more data")],
 )
-def test_too_little_data_for_two_splits(num_tokens, cure):
+def test_too_little_data_for_two_splits(num_tokens, fix):
     starts = np.zeros(1, dtype=np.uint64)
-    with pytest.raises(ConfigError) as caught:
+    with refused("data-too-short", "data.seq_len=4096", f"{num_tokens} tokens", "4097", fix):
         split_point(starts, num_tokens, val_fraction=0.05, seq_len=4096)
-    assert str(caught.value) == (
-        f"data.seq_len=4096 but the data holds {num_tokens} tokens, and training and held-out split "
-        f"need 4097 each; {cure}"
-    )
     if num_tokens == 1080:
         assert split_point(starts, num_tokens, val_fraction=0.05, seq_len=539) == 540

@@ -1,6 +1,5 @@
 """How a rank ends: each way with its exit code and one line that says why."""
 
-from harness.refusals import refused
 import errno
 import io
 import json
@@ -14,10 +13,10 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from harness.refusals import refused
 from harness.waiting import wait_until
 from shardwise.config.resolve import Config
 from shardwise.launch.environment import lone_rank
-from shardwise.launch.process_group import LaunchError
 from shardwise.launch.signals import StopFlag
 from shardwise.train import run
 from shardwise.train.metrics import MetricsWriter
@@ -133,7 +132,7 @@ def test_ranks_that_join_wait_for_a_rank_0_that_lives_and_for_no_other(monkeypat
             waiting = pool.submit(run._await_place, store, 1, 1.0)
             assert wait_until(lambda: store.add(run._LIFE_KEY, 0) > 100)
             assert not waiting.done(), "two seconds are over, but rank 0 lives"
-        with refused("rank-0-silent", "0", "1"):
+        with refused("rank-0-silent", "for 1 s"):
             waiting.result()
         store.set(run._PLACE_KEY, "there")
         run._await_place(store, 1, 1.0)

@@ -1,4 +1,4 @@
-"""What `shardwise train` says and refuses where states rest off the device: before, at the start, in the end."""
+"""What `shardwise train` says and refuses where states are stored off the device: before, at the start, in the end."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from harness.refusals import refused
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.offload.disk_bench import SwapSpeed
 from shardwise.offload.nvme import SwapError
@@ -82,7 +83,7 @@ def test_a_disk_that_cannot_be_measured_does_not_end_the_run(trainer, tmp_path, 
     at_disk = trainer(grads="nvme", optimizer="host", nvme_path=str(tmp_path))
     assert measure_disk(at_disk.engine, rank=0).endswith(f"was not measured: cannot write {tmp_path}: no space left")
     monkeypatch.undo()
-    monkeypatch.setattr(tiers, "measure_swap", lambda path, rank: pytest.fail("nothing rests there"))
+    monkeypatch.setattr(tiers, "measure_swap", lambda path, rank: pytest.fail("nothing is stored there"))
     engine = SimpleNamespace(config=at_disk.engine.config, layout=SimpleNamespace(bytes_by_tier=lambda: {"device": {}}))
     assert measure_disk(engine, rank=0) == ""
 
@@ -92,7 +93,7 @@ def resolved(num_local_ranks: int = 2, **tiers: object) -> Config:
     return resolve_job(config, world_size=2, num_local_ranks=num_local_ranks)
 
 
-def test_memory_and_disk_are_each_asked_for_what_rests_there(tmp_path, monkeypatch) -> None:
+def test_memory_and_disk_are_each_asked_for_what_is_stored_there(tmp_path, monkeypatch) -> None:
     asked: list[tuple[Path, int]] = []
     monkeypatch.setattr(job.SwapFolder, "check_free_space", lambda root, num_bytes: asked.append((root, num_bytes)))
     nvme = {"optimizer": "nvme", "nvme_path": str(tmp_path)}
@@ -102,13 +103,11 @@ def test_memory_and_disk_are_each_asked_for_what_rests_there(tmp_path, monkeypat
     monkeypatch.setattr(job.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": num_pages}[name])
     resolved(**nvme)
     for optimizer in ("device", "host"):
-        with pytest.raises(
-            ConfigError, match=r"but this machine has .*; use a smaller preset, .* or rest states in tie"
-        ):
+        with refused("states-exceed-memory", "model.preset=tiny", "this machine"):
             resolved(optimizer=optimizer)
 
 
-def test_nvme_needs_a_folder_with_room(tmp_path) -> None:
+def test_nvme_needs_a_folder_with_free_space(tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"^tiers\.grads=nvme needs a folder; set tiers\.nvme_path to one"):
         resolved(grads="nvme")
     (tmp_path / "file").touch()
