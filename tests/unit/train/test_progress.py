@@ -43,8 +43,8 @@ def picture(state: Progress, width: int) -> list[str]:
     return console.export_text().splitlines()
 
 
-@pytest.mark.parametrize("width", [40, 60, 80, 109, 110, 120, 200])
-@pytest.mark.parametrize("num_steps", [0, 1, 400])
+@pytest.mark.parametrize("width", [40, 80, 110])
+@pytest.mark.parametrize("num_steps", [0, 400])
 def test_it_fits_the_terminal(width, num_steps):
     state = after(num_steps)
     if num_steps:

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from harness.refusals import refused
-from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.resolve import Config
 from shardwise.offload.disk_bench import SwapSpeed
 from shardwise.offload.nvme import SwapError
 from shardwise.runtime.memory_tracker import Category
@@ -108,10 +108,10 @@ def test_memory_and_disk_are_each_asked_for_what_is_stored_there(tmp_path, monke
 
 
 def test_nvme_needs_a_folder_with_free_space(tmp_path) -> None:
-    with pytest.raises(ConfigError, match=r"^tiers\.grads=nvme needs a folder; set tiers\.nvme_path to one"):
+    with refused("nvme-path", "tiers.grads=nvme", "tiers.nvme_path"):
         resolved(grads="nvme")
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"Not a directory.*set tiers\.nvme_path to another folder"):
+    with refused("swap-refused", str(tmp_path / "file" / "x"), "Not a directory"):
         resolved(grads="nvme", nvme_path=str(tmp_path / "file" / "x"))
 
 
