@@ -26,7 +26,8 @@ from rich.table import Table
 import shardwise
 from context_peers import CONTEXT_PEERS, STRUCTURES, ContextWorkload, context_config, shape_of
 from shardwise.models import Decoder, lm_loss
-from shardwise.runtime.memory_tracker import Category, format_bytes
+from shardwise.runtime.format import format_bytes
+from shardwise.runtime.memory_tracker import Category
 from step_time import (
     Records,
     keep_results,

@@ -44,6 +44,7 @@ from typing import Final
 from shardwise.checkpoint.manifest import MANIFEST_NAME, CheckpointError, DamagedError, Manifest
 from shardwise.config.errors import system_code
 from shardwise.config.untrusted_files import open_regular, read_bytes
+from shardwise.runtime.format import format_bytes
 
 __all__ = [
     "LATEST_NAME",
@@ -547,12 +548,7 @@ def check_free_space(root: Path, num_bytes: int) -> None:
     free_bytes = system.f_bavail * system.f_frsize
     # A file system that counts no blocks does not know its free space.
     if system.f_blocks and num_bytes > free_bytes:
-        needed, free = _in_words(num_bytes), _in_words(free_bytes)
+        needed, free = format_bytes(num_bytes), format_bytes(free_bytes)
         raise CheckpointError(
             "too-little-space", f"{root} has {free} free and the checkpoint needs {needed}; {_MORE_SPACE}"
         )
-
-
-def _in_words(num_bytes: int) -> str:
-    unit, unit_bytes = ("GiB", 2**30) if num_bytes >= 2**30 else ("MiB", 2**20)
-    return f"{num_bytes / unit_bytes:.2f} {unit}"

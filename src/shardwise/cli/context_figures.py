@@ -21,7 +21,7 @@ from shardwise.context.load_balance import balance_table, choose_split
 from shardwise.context.traffic import AttentionSizes, bytes_of_attention
 from shardwise.context.ulysses import check_heads, check_team
 from shardwise.layout.token_ranges import TokenSplit, contiguous
-from shardwise.runtime.memory_report import format_bytes
+from shardwise.runtime.format import format_bytes
 
 _INDENT = "  "
 

@@ -307,7 +307,7 @@ def _config(arguments: argparse.Namespace) -> int:
 
 def _presets(arguments: argparse.Namespace) -> int:
     from shardwise.models import PRESETS, num_params
-    from shardwise.train.progress import short_count
+    from shardwise.runtime.format import format_count
 
     rows: list[tuple[str, ...]] = [("preset", "params", "layers", "hidden", "heads", "ffn", "vocab", "context", "GiB")]
     for name, shape in PRESETS.items():
@@ -315,7 +315,7 @@ def _presets(arguments: argparse.Namespace) -> int:
         rows.append(
             (
                 name,
-                short_count(num_params(shape)),
+                format_count(num_params(shape)),
                 f"{shape.num_layers}",
                 f"{shape.hidden_size:,}",
                 f"{shape.num_heads}/{shape.num_kv_heads}",

@@ -336,7 +336,8 @@ def _yours(pricer: Pricer, own: str | None, model: str | None) -> tuple[Estimate
 
 def _write_config(arguments: argparse.Namespace, plan: SearchResult, base: Any) -> None:
     from shardwise.planner.configs import ALWAYS_WRITTEN, config_of, to_toml
-    from shardwise.planner.format import layout_words, seconds_words
+    from shardwise.planner.format import layout_words
+    from shardwise.runtime.format import format_s
     from shardwise.train.setup import check_job
 
     price = plan.winner
@@ -349,7 +350,7 @@ def _write_config(arguments: argparse.Namespace, plan: SearchResult, base: Any) 
     check_job(config, cluster.num_gpus)
     head = (
         f"{_WRITTEN_BY}: {job.shape.name} on {cluster.num_gpus:,} x {cluster.gpu.name}\n"
-        f"# {layout_words(price.strategy)}; {seconds_words(price.time.step_s)} a step\n"
+        f"# {layout_words(price.strategy)}; {format_s(price.time.step_s)} a step\n"
     )
     _write_text(arguments.write, f"{head}\n{to_toml(config, ALWAYS_WRITTEN)}", "--write")
     line = f"wrote {arguments.write}; {_start_words(arguments.write, cluster, is_here=arguments.cluster is None)}"

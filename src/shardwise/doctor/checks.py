@@ -18,7 +18,7 @@ from shardwise.doctor.system_info import RANK_NAMES, GpuInfo, SwapInfo, SystemIn
 from shardwise.launch.environment import detect
 from shardwise.launch.local import ALLOC_CONF_NAMES, EXPANDABLE_SEGMENTS
 from shardwise.offload.disk_bench import USEFUL_BYTES_PER_S, SwapSpeed
-from shardwise.runtime.memory_tracker import format_bytes
+from shardwise.runtime.format import format_bytes
 
 Level = Literal["error", "warning", "note"]
 

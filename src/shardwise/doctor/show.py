@@ -23,7 +23,7 @@ from shardwise.doctor.system_info import SwapInfo, SystemInfo
 from shardwise.offload.disk_bench import SwapSpeed
 from shardwise.planner.profile import Profile
 from shardwise.planner.profiled_cluster import reached_flops_per_s
-from shardwise.runtime.memory_tracker import format_bytes
+from shardwise.runtime.format import format_bytes, format_rate, format_s
 
 _LABEL_WIDTH = 10
 _STYLES: Mapping[str, str] = {"error": "bold red", "warning": "yellow", "note": "cyan"}
@@ -126,9 +126,9 @@ def _matmul_text(matmul: MatmulSpeed) -> str:
 
 
 def _copy_text(copy: CopySpeed) -> str:
-    speed = _gb(copy.bytes_per_s)
+    speed = format_rate(copy.bytes_per_s, "B/s")
     if copy.source == copy.target:
-        return f"within {copy.source}: {speed}, that is {_gb(2 * copy.bytes_per_s)} read and written"
+        return f"within {copy.source}: {speed}, that is {format_rate(2 * copy.bytes_per_s, 'B/s')} read and written"
     return f"{copy.source} to {copy.target}, {'pinned' if copy.pinned else 'pageable'}: {speed}"
 
 
@@ -139,12 +139,14 @@ def _swap_text(swap: SwapInfo) -> str:
 
 
 def _disk_text(disk: DiskSpeed) -> str:
-    return f"{_speeds(disk)}; a synced write of 4 KiB takes {_duration(disk.sync_s)}"
+    return f"{_speeds(disk)}; a synced write of 4 KiB takes {format_s(disk.sync_s)}"
 
 
 def _speeds(disk: DiskSpeed | SwapSpeed) -> str:
     cache = "past the page cache" if disk.direct else "through the page cache"
-    return f"write {_gb(disk.write_bytes_per_s)}, read {_gb(disk.read_bytes_per_s)}, {cache}"
+    return (
+        f"write {format_rate(disk.write_bytes_per_s, 'B/s')}, read {format_rate(disk.read_bytes_per_s, 'B/s')}, {cache}"
+    )
 
 
 def _collective_table(collectives: Sequence[CollectiveSpeed]) -> Table:
@@ -162,19 +164,11 @@ def _collective_table(collectives: Sequence[CollectiveSpeed]) -> Table:
         cells: list[str] = []
         for size in sizes:
             each = found.get(size)
-            cells += [_duration(each.call_s), f"{each.bus_bytes_per_s / 1e9:,.3f}"] if each else ["", ""]
+            cells += [format_s(each.call_s), f"{each.bus_bytes_per_s / 1e9:,.3f}"] if each else ["", ""]
         num_ranks = next(iter(found.values())).num_ranks
         table.add_row("" if backend == previous else f"{backend} × {num_ranks}", _OPS[op], *cells)
         previous = backend
     return table
-
-
-def _gb(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e9:,.2f} GB/s" if bytes_per_s < 10e9 else f"{bytes_per_s / 1e9:,.0f} GB/s"
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds * 1e6:,.0f} µs" if seconds < 1e-3 else f"{seconds * 1e3:,.1f} ms"
 
 
 def _size(num_bytes: int) -> str:
@@ -192,22 +186,6 @@ def render_profile(profile: Profile) -> RenderableType:
     return Padding(Group(*blocks), (0, 1), expand=False)
 
 
-def rate(value: float, unit: str) -> str:
-    """Write a value and its unit with the prefix that leaves one to three digits before the point."""
-    for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:.3g} {prefix}{unit}"
-    return f"{value:.3g} {unit}"
-
-
-def duration(seconds: float) -> str:
-    """Write a duration in seconds, ms or us."""
-    for size, unit in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} us"
-
-
 def _rows(profile: Profile) -> Iterator[tuple[str, str]]:
     ranks = "1 rank" if profile.num_ranks == 1 else f"{profile.num_ranks} ranks at work at once"
     threads = ""
@@ -216,7 +194,7 @@ def _rows(profile: Profile) -> Iterator[tuple[str, str]]:
     yield "measured", f"{ranks} on {profile.device}{threads}, torch {profile.torch_version}"
     for dtype, flops_per_s in reached_flops_per_s(profile).items():
         number = sum(each.dtype == dtype for each in profile.matmuls)
-        yield f"matmul {dtype}", f"at best {rate(flops_per_s, 'FLOP/s')}, of {number} shapes"
+        yield f"matmul {dtype}", f"at best {format_rate(flops_per_s, 'FLOP/s')}, of {number} shapes"
     for table, name in ((profile.attentions, "attention"), (profile.blocks, "blocks"), (profile.heads, "heads")):
         if table:
             share = sum(each.backward_s for each in table) / sum(each.forward_s for each in table)
@@ -229,9 +207,9 @@ def _rows(profile: Profile) -> Iterator[tuple[str, str]]:
         ("disk write", profile.disk_write_bytes_per_s),
     ):
         if speed:
-            yield label, rate(speed, "B/s")
+            yield label, format_rate(speed, "B/s")
     if profile.call_s:
-        yield "a call", duration(profile.call_s)
+        yield "a call", format_s(profile.call_s)
     if profile.hidden_share is not None:
         yield "overlap", f"computing hides {profile.hidden_share:.0%} of a gather beside it"
 
@@ -246,7 +224,7 @@ def _collectives(profile: Profile) -> Table:
     seconds = {(each.op, each.num_ranks, each.num_bytes): each.seconds for each in profile.collectives}
     for op, num_ranks in dict.fromkeys((each.op, each.num_ranks) for each in profile.collectives):
         times = [seconds.get((op, num_ranks, size)) for size in sizes]
-        cells = ["" if time is None else duration(time) for time in times]
+        cells = ["" if time is None else format_s(time) for time in times]
         table.add_row(op.replace("_", "-"), str(num_ranks), *cells)
     return table
 

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from shardwise.offload.io_threads import NUM_THREADS, IoThreads, MovedFile, SwapError, named_errors, takes_direct_io
-from shardwise.runtime.memory_tracker import format_bytes
+from shardwise.runtime.format import format_bytes
 from shardwise.runtime.pinned_memory import ALIGNMENT_BYTES
 
 __all__ = ["ALIGNMENT_BYTES", "SwapError", "SwapFile", "SwapFolder"]

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Final
 
 from shardwise.planner.candidates import divisors, is_legal
-from shardwise.planner.format import gib_words, layout_words, seconds_words
+from shardwise.planner.format import layout_words
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.memory_limit import Shortfall, shortfall
 from shardwise.planner.neighbours import Change, price_changes
@@ -21,6 +21,7 @@ from shardwise.planner.results import TIME_PARTS, Estimate, RankMemory
 from shardwise.planner.search import SearchResult
 from shardwise.planner.suggestions import smallest_change, suggest, would_fit
 from shardwise.planner.tie_break import extras_words, num_extras
+from shardwise.runtime.format import format_bytes, format_s
 
 _PART_WORDS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -126,7 +127,7 @@ def why_faster(winner: Estimate, other: Estimate) -> str:
         return f"simpler than {layout}, which is {share:.1f} % faster"
     if -share < _EQUAL_PERCENT:
         return f"as fast as {layout}, which comes next"
-    return f"{seconds_words(gained)} faster than {layout}: {parts_words(_differences(winner, other))}"
+    return f"{format_s(gained)} faster than {layout}: {parts_words(_differences(winner, other))}"
 
 
 def why_slower(other: Estimate, winner: Estimate) -> str:
@@ -138,7 +139,7 @@ def why_slower(other: Estimate, winner: Estimate) -> str:
             return "as fast"
         gained = f"{-share:.1f} % faster" if -share >= _EQUAL_PERCENT else "as fast"
         return f"{gained}, but less simple: {extras_words(other.strategy, winner.strategy)}"
-    return f"{seconds_words(lost)} ({share:.1f} %) slower: {parts_words(_differences(other, winner))}"
+    return f"{format_s(lost)} ({share:.1f} %) slower: {parts_words(_differences(other, winner))}"
 
 
 def why_yours(yours: Estimate, winner: Estimate | None, pricing: Pricing, margin_share: float) -> str:
@@ -158,7 +159,7 @@ def why_yours(yours: Estimate, winner: Estimate | None, pricing: Pricing, margin
     gained = winner.time.step_s - yours.time.step_s
     share = 100 * gained / winner.time.step_s
     if share >= _EQUAL_PERCENT:
-        return f"{seconds_words(gained)} ({share:.1f} %) faster than what the search found: keep it"
+        return f"{format_s(gained)} ({share:.1f} %) faster than what the search found: keep it"
     return why_slower(yours, winner)
 
 
@@ -168,8 +169,7 @@ def parts_words(differences: Mapping[str, float]) -> str:
     largest = abs(ordered[0][1]) if ordered else 0.0
     shown = [(part, seconds) for part, seconds in ordered if abs(seconds) > _LEAST_SHARE * largest][:4]
     return ", ".join(
-        f"{seconds_words(abs(seconds))} {'less' if seconds < 0 else 'more'} {_PART_WORDS[part]}"
-        for part, seconds in shown
+        f"{format_s(abs(seconds))} {'less' if seconds < 0 else 'more'} {_PART_WORDS[part]}" for part, seconds in shown
     )
 
 
@@ -212,7 +212,7 @@ def _default(name: str, strategies: list[Strategy], plan: SearchResult, pricing:
         best = min(fitting, key=lambda each: each.time.step_s)
         winner = plan.winner
         if winner is None or best.time.step_s <= winner.time.step_s:
-            sentence = f"{seconds_words(best.time.step_s)}, nothing is faster"
+            sentence = f"{format_s(best.time.step_s)}, nothing is faster"
         else:
             sentence = why_slower(best, winner)
         return DefaultChoice(name=name, price=best, missing=None, sentence=sentence)
@@ -260,7 +260,7 @@ def _differences(one: Estimate, other: Estimate) -> dict[str, float]:
 
 def lacks(price: Estimate, missing: Shortfall) -> str:
     """Say how much memory a strategy lacks, and what takes most of it."""
-    words = f"out of memory by {gib_words(missing.missing_bytes)}"
+    words = f"out of memory by {format_bytes(missing.missing_bytes)}"
     if missing.tier != "device":
         return f"{words} of each node's {missing.tier} memory"
     rank = next(each for each in price.memory.ranks if each.pipeline_rank == missing.pipeline_rank)
@@ -270,4 +270,4 @@ def lacks(price: Estimate, missing: Shortfall) -> str:
 
 def _largest_words(rank: RankMemory) -> str:
     largest = sorted(rank.peak.items(), key=lambda each: -each[1])[:2]
-    return ", ".join(f"{name} {gib_words(size)}" for name, size in largest)
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in largest)

@@ -11,12 +11,9 @@ ZeRO-1 over 8, micro-batch 1, optimizer but 50 % on host
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
 
-from shardwise.planner.hardware import GIB
 from shardwise.planner.job import PlanJob, Strategy
-
-_COUNTS: Final = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+from shardwise.runtime.format import format_count, three_digits
 
 
 def layout_words(strategy: Strategy) -> str:
@@ -62,37 +59,6 @@ def _data_parts(s: Strategy) -> Iterator[str]:
     yield f"ZeRO-{s.zero_stage} over {num_shards}" + (f" x {replicas} replicas" if replicas > 1 else "") + each_time
 
 
-def count_words(number: float) -> str:
-    """Write a number in three digits.
-
-    >>> count_words(69_000_000_000), count_words(8_388_608), count_words(950)
-    ('69.0 B', '8.39 M', '950')
-    """
-    for unit, suffix in _COUNTS:
-        if number >= unit:
-            return f"{_three_digits(number / unit)} {suffix}"
-    return f"{number:.0f}"
-
-
-def seconds_words(seconds: float) -> str:
-    """Write a time in three digits.
-
-    >>> seconds_words(4.3121), seconds_words(0.01234), seconds_words(312.4)
-    ('4.31 s', '12.3 ms', '312 s')
-    """
-    return f"{_three_digits(seconds)} s" if seconds >= 1 else f"{_three_digits(1e3 * seconds)} ms"
-
-
-def span_words(low_s: float, high_s: float) -> str:
-    """Write a range of times, with the unit once where both have the same.
-
-    >>> span_words(13.5, 17.2), span_words(0.95, 1.1)
-    ('13.5 to 17.2 s', '950 ms to 1.10 s')
-    """
-    low, high = seconds_words(low_s), seconds_words(high_s)
-    return f"{low.partition(' ')[0] if low.split()[1] == high.split()[1] else low} to {high}"
-
-
 def money_words(dollars: float) -> str:
     """Write an amount of dollars in three digits.
 
@@ -101,24 +67,9 @@ def money_words(dollars: float) -> str:
     """
     if dollars < 1:
         return f"${dollars:.2g}"
-    return f"${_three_digits(dollars)}" if dollars < 1e3 else f"${count_words(dollars)}"
-
-
-def gib_words(num_bytes: float) -> str:
-    """Write bytes as GiB, or as MiB where they are few.
-
-    >>> gib_words(3.14 * 2**30), gib_words(200 * 2**20)
-    ('3.1 GiB', '200 MiB')
-    """
-    return f"{num_bytes / GIB:,.1f} GiB" if abs(num_bytes) >= GIB else f"{num_bytes / 2**20:.0f} MiB"
-
-
-def _three_digits(number: float) -> str:
-    if number >= 100:
-        return f"{number:,.0f}"
-    return f"{number:.1f}" if number >= 10 else f"{number:.2f}"
+    return f"${three_digits(dollars)}" if dollars < 1e3 else f"${format_count(dollars)}"
 
 
 def batch_words(job: PlanJob) -> str:
     """Write the batch of a step."""
-    return f"{job.global_batch:,} sequences of {job.seq_len:,} tokens a step, {count_words(job.tokens)} tokens"
+    return f"{job.global_batch:,} sequences of {job.seq_len:,} tokens a step, {format_count(job.tokens)} tokens"

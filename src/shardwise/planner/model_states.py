@@ -26,7 +26,7 @@ from shardwise.config.resolve import Config, ConfigError, Tier
 from shardwise.layout.layout import Layout, build_layout
 from shardwise.layout.param_groups import ROOT
 from shardwise.layout.precision import DTYPE_BYTES
-from shardwise.planner.hardware import GIB
+from shardwise.runtime.format import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,13 +62,13 @@ class ModelStates:
         return self.ranks_per_host * sum(self.by_tier.get("nvme", {}).values())
 
     def __str__(self) -> str:
-        parts = [f"stage {self.stage}: {_gib(self.device_bytes)} a GPU"]
+        parts = [f"stage {self.stage}: {format_bytes(self.device_bytes)} a GPU"]
         if self.unsharded_bytes:
-            parts.append(f"{_gib(self.unsharded_bytes)} more for the largest block")
+            parts.append(f"{format_bytes(self.unsharded_bytes)} more for the largest block")
         if self.host_bytes:
-            parts.append(f"{_gib(self.host_bytes)} of each host")
+            parts.append(f"{format_bytes(self.host_bytes)} of each host")
         if self.nvme_bytes:
-            parts.append(f"{_gib(self.nvme_bytes)} of its disks")
+            parts.append(f"{format_bytes(self.nvme_bytes)} of its disks")
         return ", ".join(parts)
 
 
@@ -124,7 +124,7 @@ def table_of(estimates: Sequence[tuple[str, ModelStates]]) -> str:
     lines = [head]
     for label, each in estimates:
         sizes = (each.device_bytes, each.device_bytes + each.unsharded_bytes, each.host_bytes, each.nvme_bytes)
-        lines.append(" ".join(f"{_gib(size):>10}" for size in sizes) + f"  {label}")
+        lines.append(" ".join(f"{format_bytes(size):>10}" for size in sizes) + f"  {label}")
     return "\n".join(lines)
 
 
@@ -155,7 +155,3 @@ def _vector(numel: int) -> nn.Module:
     module = nn.Module()
     module.weight = nn.Parameter(torch.empty(numel, device="meta"))
     return module
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:.2f} GiB"

@@ -22,13 +22,14 @@ from rich.console import Console
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.planner.configs import config_of
 from shardwise.planner.explain import Reasons, reasons_of
-from shardwise.planner.format import gib_words, layout_words, seconds_words
+from shardwise.planner.format import layout_words
 from shardwise.planner.hardware import Cluster, parse_cluster
 from shardwise.planner.plan_view import plan_view
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.request import PlanRequest, ask, model_of
 from shardwise.planner.results import Estimate
 from shardwise.planner.search import Limits, SearchResult, search
+from shardwise.runtime.format import format_bytes, format_s
 
 _WIDTH: Final = 100
 
@@ -54,8 +55,8 @@ class PlanChoice:
         return config_of(self.price.job, self.price.strategy, self.base)
 
     def __repr__(self) -> str:
-        peak = gib_words(self.price.memory.worst.peak_bytes)
-        return f"{layout_words(self.price.strategy)}: {seconds_words(self.price.time.step_s)} a step, {peak}"
+        peak = format_bytes(self.price.memory.worst.peak_bytes)
+        return f"{layout_words(self.price.strategy)}: {format_s(self.price.time.step_s)} a step, {peak}"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -15,7 +15,7 @@ from shardwise.planner.compact_layout import CompactLayout
 from shardwise.planner.compute_time import ComputeTimeModel
 from shardwise.planner.explain import DefaultChoice, Reasons
 from shardwise.planner.fit import Fit
-from shardwise.planner.format import count_words, gib_words, layout_words, seconds_words
+from shardwise.planner.format import layout_words
 from shardwise.planner.hardware import GIB, Cluster, cluster_words
 from shardwise.planner.job import PlanJob
 from shardwise.planner.memory_limit import USUAL_MARGIN, shortfall
@@ -25,6 +25,7 @@ from shardwise.planner.render import YOURS, blocks, facts, job_rows, price_rows,
 from shardwise.planner.results import Estimate
 from shardwise.planner.search import SearchResult, cost_per_step
 from shardwise.planner.shape import ModelShape
+from shardwise.runtime.format import format_bytes, format_count, format_s
 
 _FEW_SHOWN: Final = 3
 _MANY_SHOWN: Final = 5
@@ -93,19 +94,19 @@ def default_words(default: DefaultChoice) -> str:
         return default.sentence
     if default.missing is None:
         return default.sentence.partition(":")[0]
-    words = f"out of memory by {gib_words(default.missing.missing_bytes)}"
+    words = f"out of memory by {format_bytes(default.missing.missing_bytes)}"
     if default.missing.tier != "device":
         return f"{words} of each node's {default.missing.tier} memory"
     ranks = default.price.memory.ranks
     rank = next(each for each in ranks if each.pipeline_rank == default.missing.pipeline_rank)
     name, size = max(rank.peak.items(), key=lambda each: each[1])
-    return f"{words} ({name} {gib_words(size)})"
+    return f"{words} ({name} {format_bytes(size)})"
 
 
 def _trade_words(front: Sequence[Estimate]) -> str:
     """Say what more free memory costs in time."""
     words = dict.fromkeys(
-        f"{gib_words(price.margin_bytes)} for {100 * (price.time.step_s / front[0].time.step_s - 1):+.1f} %"
+        f"{format_bytes(price.margin_bytes)} for {100 * (price.time.step_s / front[0].time.step_s - 1):+.1f} %"
         for price in _spread(front, _FEW_FRONT)[1:]
     )
     return f"{', '.join(words)} of a step's time" if words else ""
@@ -141,7 +142,7 @@ def _changes_table(winner: Estimate, reasons: Reasons) -> Table:
         slower = change.price.time.step_s / winner.time.step_s - 1
         more = change.price.memory.worst.peak_bytes - winner.memory.worst.peak_bytes
         sign = "+" if more >= 0 else "-"
-        words = Text(f"{sign}{gib_words(abs(more))}")
+        words = Text(f"{sign}{format_bytes(abs(more))}")
         fits = "" if change.missing is None else Text("does not fit", style="red")
         table.add_row(change.words, f"{100 * slower:+.1f} %", words, fits)
     return table
@@ -168,8 +169,8 @@ def _front_table(plan: SearchResult) -> Table:
     for price in _spread(plan.front, _MOST_FRONT):
         slower = price.time.step_s / best.time.step_s - 1
         table.add_row(
-            gib_words(price.margin_bytes),
-            seconds_words(price.time.step_s),
+            format_bytes(price.margin_bytes),
+            format_s(price.time.step_s),
             f"{100 * slower:.1f} %" if price is not best else "",
             Text(layout_words(price.strategy)),
         )
@@ -226,7 +227,7 @@ def _sent_words(price: Estimate, compact: CompactLayout) -> str:
     """Say what the layout gathers and reduces in a step, on the fullest rank."""
     rank = price.memory.worst.pipeline_rank
     sent = compact.on_wire(price.strategy, rank)
-    parts = [f"{gib_words(size)} by {op.replace('_', '-')}" for op, size in sent.items() if size]
+    parts = [f"{format_bytes(size)} by {op.replace('_', '-')}" for op, size in sent.items() if size]
     return f"{', '.join(parts)} of parameters and gradients, a rank and step" if parts else ""
 
 
@@ -248,7 +249,7 @@ def fit_view(fits: Sequence[Fit], cluster: Cluster, seq_len: int, shape: ModelSh
     for each in fits:
         model = "-"
         if each.shape is not None:
-            model = f"{count_words(each.shape.num_params):>7} ({each.shape.name})"
+            model = f"{format_count(each.shape.num_params):>7} ({each.shape.name})"
         cells = [each.setup.name, model]
         if shape is not None:
             cells += ["-" if number is None else f"{number:,}" for number in (each.micro_size, each.seq_len)]
@@ -404,11 +405,11 @@ def cautions(price: Estimate, compute: ComputeTimeModel, margin_share: float) ->
     missing = shortfall(price.memory, job.cluster, margin_share)
     if missing is not None and missing.tier == "device" and price.margin_bytes >= 0:
         share = price.margin_bytes / job.cluster.gpu.memory_bytes
-        yield f"only {gib_words(price.margin_bytes)} ({100 * share:.1f} %) of device memory are left; try less"
+        yield f"only {format_bytes(price.margin_bytes)} ({100 * share:.1f} %) of device memory are left; try less"
     elif missing is not None:
         where = f" on pipeline rank {missing.pipeline_rank}" if strategy.pp > 1 else ""
         free = f"{100 * margin_share:.0f} % is to stay free"
-        yield f"{missing.tier} memory lacks {gib_words(missing.missing_bytes)}{where}, where {free}"
+        yield f"{missing.tier} memory lacks {format_bytes(missing.missing_bytes)}{where}, where {free}"
     if strategy.tp > max(job.cluster.gpus_per_node, job.cluster.gpu.link_domain):
         yield f"mesh.tp={strategy.tp} reaches beyond a node of {job.cluster.gpus_per_node}, over the network"
     if compute.waits_for_launches(strategy):

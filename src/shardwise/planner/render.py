@@ -14,20 +14,13 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.config.resolve import Tier
-from shardwise.planner.format import (
-    batch_words,
-    count_words,
-    gib_words,
-    layout_words,
-    money_words,
-    seconds_words,
-    span_words,
-)
+from shardwise.planner.format import batch_words, layout_words, money_words
 from shardwise.planner.hardware import GIB, Host, cluster_words
 from shardwise.planner.job import PlanJob
 from shardwise.planner.memory_limit import held_on_node
 from shardwise.planner.results import MEMORY_CATEGORIES, TIME_PARTS, Estimate, RankMemory
 from shardwise.planner.search import cost_per_step
+from shardwise.runtime.format import format_bytes, format_count, format_s, format_span_s
 
 LABEL_WIDTH: Final = 9
 YOURS: Final = "yours"
@@ -65,7 +58,7 @@ def facts(rows: Sequence[tuple[str, RenderableType]]) -> Table:
 def job_rows(job: PlanJob, notes: Sequence[str] = ()) -> list[tuple[str, RenderableType]]:
     """Describe the model, the batch and the cluster."""
     shape = job.shape
-    count = count_words(shape.num_params)
+    count = format_count(shape.num_params)
     words = f"{shape.name}, {count} parameters, {shape.num_layers} layers of {shape.hidden_size:,}"
     if shape.experts is not None:
         words += f", {shape.experts.num_chosen} of {shape.experts.num_experts} experts"
@@ -103,7 +96,7 @@ def device_word(job: PlanJob) -> str:
 def speed_words(price: Estimate) -> str:
     """Write the time of a step with its interval, and what follows from it."""
     time = price.time
-    words = f"{seconds_words(time.step_s)} ({span_words(time.low_s, time.high_s)})"
+    words = f"{format_s(time.step_s)} ({format_span_s(time.low_s, time.high_s)})"
     words += f", {price.tokens_per_s_per_gpu:,.0f} tokens/s a {device_word(price.job)}"
     mfu, halved = price.mfu(), price.mfu(is_causal_halved=True)
     if mfu is None or halved is None:
@@ -118,8 +111,8 @@ def memory_words(price: Estimate) -> str:
     where = f" on pipeline rank {worst.pipeline_rank} of {strategy.pp}" if strategy.pp > 1 else ""
     capacity = price.job.cluster.gpu.memory_bytes
     margin = price.margin_bytes
-    fits = f"{gib_words(margin)} left" if margin >= 0 else f"out of memory by {gib_words(-margin)}"
-    words = f"{gib_words(worst.peak_bytes)} of {gib_words(capacity)}{where}: {fits}"
+    fits = f"{format_bytes(margin)} left" if margin >= 0 else f"out of memory by {format_bytes(-margin)}"
+    words = f"{format_bytes(worst.peak_bytes)} of {format_bytes(capacity)}{where}: {fits}"
     away = [_elsewhere_words(price, tier) for tier, size in worst.elsewhere.items() if tier != "device" and size > 0]
     return f"{words}; {' and '.join(away)}" if away else words
 
@@ -130,7 +123,7 @@ def _elsewhere_words(price: Estimate, tier: Tier) -> str:
     held = held_on_node(price.memory, price.job.cluster, tier)
     sizes = {"host": host.memory_bytes, "nvme": host.nvme_bytes}
     is_assumed = host == Host() and tier == "host"
-    words = f"{gib_words(held)} of {'an assumed ' if is_assumed else ''}{gib_words(sizes[tier])} on {tier}"
+    words = f"{format_bytes(held)} of {'an assumed ' if is_assumed else ''}{format_bytes(sizes[tier])} on {tier}"
     if price.job.cluster.gpus_per_node > 1:
         words += ", all ranks of a node"
     return f"{words} (host_memory_gib in a cluster's file)" if is_assumed else words
@@ -206,7 +199,7 @@ def price_table(prices: Sequence[Estimate], *, width: int, is_coloured: bool, yo
 
 
 def _figures(price: Estimate, unit: int) -> Iterator[str]:
-    yield seconds_words(price.time.step_s)
+    yield format_s(price.time.step_s)
     yield f"{price.tokens_per_s_per_gpu:,.0f}"
     mfu = price.mfu()
     yield "-" if mfu is None else f"{100 * mfu:.1f}"

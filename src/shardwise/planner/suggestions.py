@@ -11,13 +11,13 @@ from dataclasses import replace
 from typing import Any, Final
 
 from shardwise.planner.candidates import is_legal
-from shardwise.planner.format import gib_words, seconds_words
 from shardwise.planner.hardware import Cluster, usual_node
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.memory_limit import Shortfall, held_on_node, shortfall
 from shardwise.planner.neighbours import CHUNK_TOKENS, Change, price_changes
 from shardwise.planner.pricer import Pricing
 from shardwise.planner.results import Estimate
+from shardwise.runtime.format import format_bytes, format_s
 
 _MOST_MORE_GPUS: Final = 64
 _LEAST_TOKENS: Final = 512
@@ -62,7 +62,7 @@ def smallest_change(job: PlanJob, strategy: Strategy, pricing: Pricing, margin_s
 
 def would_fit(change: Change) -> str:
     """Say that a change would make a strategy fit, and its step time."""
-    return f"{change.words} would fit, at {seconds_words(change.price.time.step_s)}"
+    return f"{change.words} would fit, at {format_s(change.price.time.step_s)}"
 
 
 def made_to_fit(job: PlanJob, strategy: Strategy, pricing: Pricing, margin_share: float) -> Change | None:
@@ -113,7 +113,7 @@ def suggest(
     if seq_len is not None:
         yield f"sequences of {seq_len:,} tokens would fit (--seq {seq_len})"
     if missing.tier == "host":
-        needed = gib_words(held_on_node(price.memory, job.cluster, "host"))
+        needed = format_bytes(held_on_node(price.memory, job.cluster, "host"))
         yield f"host memory of {needed} a node would fit (host_memory_gib in the cluster's file)"
     if change is None:
         yield from _disks(job, strategy, pricing_of, margin_share)
@@ -187,8 +187,8 @@ def _disks(
     for tiers in _ON_DISKS:
         away = replace(strategy, zero_stage=3, **tiers)
         if is_legal(roomy, away) and _fits(roomy, away, pricing, margin_share):
-            needed = gib_words(held_on_node(pricing.memory.estimate(away), job.cluster, "nvme"))
-            step = seconds_words(pricing.time.estimate(away).step_s)
+            needed = format_bytes(held_on_node(pricing.memory.estimate(away), job.cluster, "nvme"))
+            step = format_s(pricing.time.estimate(away).step_s)
             yield f"disks of {needed} a node for states would fit, at {step} (nvme_gib in the cluster's file)"
             return
 

@@ -155,8 +155,8 @@ class TerminalPanel:
     @property
     def bubble_line(self) -> str:
         """Return the line with the bubble of the drawing, and with the formula's where that is known."""
-        within, formula = (format_s(each or 0.0, self.makespan_s) for each in (self.span_bubble_s, self.formula_s))
-        drawn = f"{percent(self.bubble)} of {format_s(self.makespan_s)}; within a rank's span {within}"
+        within, formula = (format_tick_s(each or 0.0, self.makespan_s) for each in (self.span_bubble_s, self.formula_s))
+        drawn = f"{percent(self.bubble)} of {format_tick_s(self.makespan_s)}; within a rank's span {within}"
         return drawn if self.formula_s is None else f"{drawn}, by the formula {formula}"
 
 
@@ -194,10 +194,10 @@ def percent(fraction: float) -> str:
     return f"{100 * fraction:.1f} %"
 
 
-def format_s(seconds: float, span_s: float | None = None) -> str:
+def format_tick_s(seconds: float, span_s: float | None = None) -> str:
     """Format seconds in the unit that suits `span_s`, by default the unit that suits them.
 
-    >>> format_s(12.0), format_s(0.0125), format_s(0.5, span_s=20.0), format_s(3e-6)
+    >>> format_tick_s(12.0), format_tick_s(0.0125), format_tick_s(0.5, span_s=20.0), format_tick_s(3e-6)
     ('12 s', '12.5 ms', '0.5 s', '3 µs')
     """
     span_s = seconds if span_s is None else span_s

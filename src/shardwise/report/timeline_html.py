@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from shardwise.report import timeline_svg
-from shardwise.report.panel import COMPUTE, TerminalPanel, format_s, percent
+from shardwise.report.panel import COMPUTE, TerminalPanel, format_tick_s, percent
 
 _COLUMNS = ("computing", "idle", "idle in its span", "bubble")
 _HINT = (
@@ -86,7 +86,7 @@ def _table(panels: Sequence[TerminalPanel]) -> Iterator[str]:
     yield "</tbody>\n<tfoot>"
     yield f"<tr><td>mean</td>{''.join(_row('', '', '', percent(panel.bubble)) for panel in panels)}</tr>"
     if any(panel.formula_s is not None for panel in panels):
-        formulas = ("" if each.formula_s is None else format_s(each.formula_s, each.makespan_s) for each in panels)
+        formulas = ("" if each.formula_s is None else format_tick_s(each.formula_s, each.makespan_s) for each in panels)
         yield f"<tr><td>formula</td>{''.join(_row('', '', each, '') for each in formulas)}</tr>"
     yield "</tfoot>\n</table>"
 
@@ -96,7 +96,7 @@ def _cells(panel: TerminalPanel, rank: int) -> str:
         return _row("", "", "", "")
     idle = panel.idle_fractions[rank]
     times_s = ((1.0 - idle) * panel.makespan_s, idle * panel.makespan_s, panel.spans_s[rank][1])
-    return _row(*(format_s(each, panel.makespan_s) for each in times_s), percent(idle))
+    return _row(*(format_tick_s(each, panel.makespan_s) for each in times_s), percent(idle))
 
 
 def _row(*cells: str) -> str:

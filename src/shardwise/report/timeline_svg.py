@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 from shardwise.report.palette import fill, ink
-from shardwise.report.panel import WORDS, TerminalPanel, describe, format_s, percent, ticks, typical_s
+from shardwise.report.panel import WORDS, TerminalPanel, describe, format_tick_s, percent, ticks, typical_s
 from shardwise.schedule import ActionKind, TimedAction
 
 _LABEL_WIDTH = 118
@@ -129,7 +129,7 @@ def _panel(panel: TerminalPanel, place: _RowPlace) -> Iterator[str]:
     axis_bottom = place.top + _TITLE_HEIGHT + _AXIS_HEIGHT - 4
     for tick_s in ticks(panel.makespan_s, max(2, int((end - _LABEL_WIDTH) / _TICK_WIDTH))):
         x = place.x(panel, panel.start_s + tick_s)
-        label = format_s(tick_s, panel.makespan_s)
+        label = format_tick_s(tick_s, panel.makespan_s)
         yield f'<text class="quiet" x="{x:.2f}" y="{axis_bottom - 3:g}">{label}</text>'
         yield f'<line class="tick" x1="{x:.2f}" y1="{axis_bottom:g}" x2="{x:.2f}" y2="{bottom:g}"/>'
     for index, row in enumerate(panel.rows.values()):
@@ -158,8 +158,10 @@ def _action(panel: TerminalPanel, place: _RowPlace, row_top: float, timed: Timed
 
 
 def _hover(panel: TerminalPanel, timed: TimedAction) -> str:
-    start_s, end_s = (format_s(time_s - panel.start_s, panel.makespan_s) for time_s in (timed.start_s, timed.end_s))
-    length = format_s(timed.duration_s)
+    start_s, end_s = (
+        format_tick_s(time_s - panel.start_s, panel.makespan_s) for time_s in (timed.start_s, timed.end_s)
+    )
+    length = format_tick_s(timed.duration_s)
     return f"{timed.action}: {describe(timed.action)}\nrank {timed.rank}, {start_s} to {end_s} ({length})"
 
 

@@ -16,7 +16,7 @@ from rich.style import Style
 from rich.text import Text
 
 from shardwise.report.palette import fill, ink
-from shardwise.report.panel import COMPUTE, LETTERS, WORDS, TerminalPanel, format_s, ticks, typical_s
+from shardwise.report.panel import COMPUTE, LETTERS, WORDS, TerminalPanel, format_tick_s, ticks, typical_s
 from shardwise.schedule import ActionKind, TimedAction
 
 IDLE = "·"
@@ -101,7 +101,7 @@ def _axis(panel: TerminalPanel, grid: _TextGrid, first: int, num_columns: int) -
     max_num = max(2, int(panel.makespan_s * grid.columns_per_s / _TICK_COLUMNS))
     for tick_s in ticks(panel.makespan_s, max_num):
         column = round(tick_s * grid.columns_per_s)
-        label = format_s(tick_s, panel.makespan_s)
+        label = format_tick_s(tick_s, panel.makespan_s)
         if first <= column < end and column - first + len(label) <= grid.band_columns:
             line[column - first : column - first + len(label)] = label
     return "".join(line).rstrip()

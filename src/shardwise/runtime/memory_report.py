@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from shardwise.config.resolve import Config
+from shardwise.runtime.format import format_bytes
 
 
 class Category(StrEnum):
@@ -101,18 +102,6 @@ class MemoryAdvice:
     def __str__(self) -> str:
         saving = f", about {format_bytes(self.saved_bytes)} less" if self.saved_bytes else ""
         return f"{' '.join(self.assignments)}: {self.reason}{saving}"
-
-
-def format_bytes(num_bytes: int) -> str:
-    """Format a quantity of memory for people.
-
-    >>> format_bytes(3 * 2**29), format_bytes(5 * 2**20), format_bytes(100)
-    ('1.50 GiB', '5.00 MiB', '0.10 KiB')
-    """
-    for unit, unit_bytes in (("GiB", 2**30), ("MiB", 2**20)):
-        if num_bytes >= unit_bytes:
-            return f"{num_bytes / unit_bytes:.2f} {unit}"
-    return f"{num_bytes / 2**10:.2f} KiB"
 
 
 def format_table(snapshot: MemorySnapshot) -> list[tuple[str, str, str]]:

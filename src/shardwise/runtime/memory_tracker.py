@@ -32,12 +32,12 @@ import torch
 from torch import Tensor
 
 from shardwise.config.resolve import Config
+from shardwise.runtime.format import format_bytes
 from shardwise.runtime.memory_report import (
     Category,
     MemoryAdvice,
     MemorySnapshot,
     first_line,
-    format_bytes,
     format_table,
     is_out_of_memory,
     oom_advice,

@@ -19,7 +19,7 @@ from shardwise.layout.stage_partition import find_cut
 from shardwise.models import Decoder
 from shardwise.offload.disk_bench import USEFUL_BYTES_PER_S, SwapSpeed, measure_swap, passes_s, step_s
 from shardwise.offload.nvme import SwapError
-from shardwise.runtime.memory_tracker import format_bytes
+from shardwise.runtime.format import format_bytes, format_s
 from shardwise.schedule import ScheduleError, TimedAction, bubble_s, placement_of, rank_bubble_s, rank_span_s
 from shardwise.schedule.op_times import OpTimes, mean_times
 from shardwise.train.loop import Trainer
@@ -91,13 +91,9 @@ def speed_line(speed: SwapSpeed, step_s: float, passes_s: float, is_cuda: bool) 
     rates = f"reads {speed.read_bytes_per_s / 1e9:.2f} GB/s and writes {speed.write_bytes_per_s / 1e9:.2f} GB/s a rank"
     is_slow = is_cuda and min(speed.read_bytes_per_s, speed.write_bytes_per_s) < USEFUL_BYTES_PER_S
     slow = f", less than the {USEFUL_BYTES_PER_S / 1e9:g} that a GPU needs" if is_slow else ""
-    times = [f"{_duration(step_s)} for the optimizer"] if step_s else []
-    times += [f"{_duration(passes_s)} for the forward and backward"] if passes_s else []
+    times = [f"{format_s(step_s)} for the optimizer"] if step_s else []
+    times += [f"{format_s(passes_s)} for the forward and backward"] if passes_s else []
     return f"{speed.path} {rates}{slow}; of each step the disk works at most {' and '.join(times)}"
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
 
 
 def plan_note(trainer: Trainer) -> str:

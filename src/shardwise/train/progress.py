@@ -23,7 +23,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.runtime.memory_tracker import format_bytes
+from shardwise.runtime.format import format_bytes, format_clock
 
 SPARK_POINTS = 40
 _SPARK_LEVELS = "▁▂▃▄▅▆▇█"
@@ -178,7 +178,9 @@ def _header(header: Header) -> Table:
 
 def _bar_line(state: Progress, width: int) -> Text:
     left = f"step {state.step}/{state.total_steps} "
-    right = f" {clock(state.elapsed_s)} gone, {clock(state.eta_s)} to go" if state.num_taken else " starting"
+    right = (
+        f" {format_clock(state.elapsed_s)} gone, {format_clock(state.eta_s)} to go" if state.num_taken else " starting"
+    )
     right = f" {state.activity}" if state.activity else right
     bar = max(10, width - len(left) - len(right))
     done = bar * state.step // max(1, state.total_steps)
@@ -231,29 +233,6 @@ def sparkline(values: Sequence[float]) -> str:
     return "".join(_SPARK_LEVELS[round(top * (value - low) / span) if span else 0] for value in finite)
 
 
-def clock(seconds: float) -> str:
-    """Write a duration as a clock shows it.
-
-    >>> clock(61.2), clock(3723)
-    ('1:01', '1:02:03')
-    """
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
-
-
-def short_count(number: float) -> str:
-    """Write a count with one decimal and a unit.
-
-    >>> short_count(5_990_000), short_count(405.8e9), short_count(812)
-    ('6.0 M', '405.8 B', '812')
-    """
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.1f} {unit}"
-    return f"{number:.0f}"
-
-
 def plain_line(state: Progress) -> str:
     """Write the state as a line of ASCII, for logs and pipes."""
     parts = [
@@ -267,7 +246,7 @@ def plain_line(state: Progress) -> str:
         parts.append(f"MFU {state.mfu:.0%}")
     if state.peak_bytes is not None:
         parts.append(f"peak {format_bytes(sum(state.peak_bytes.values()))}")
-    return "  ".join([*parts, f"eta {clock(state.eta_s)}"])
+    return "  ".join([*parts, f"eta {format_clock(state.eta_s)}"])
 
 
 class Display:

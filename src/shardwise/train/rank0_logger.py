@@ -14,12 +14,13 @@ from rich.console import Console
 from shardwise.config.resolve import batch_equation
 from shardwise.launch.signals import StopFlag
 from shardwise.models import num_params
+from shardwise.runtime.format import format_count
 from shardwise.train.checkpoints import Resumed
 from shardwise.train.console_notes import tiers_line
 from shardwise.train.loop import Trainer
 from shardwise.train.metrics import MetricsWriter, StepRecord
 from shardwise.train.prediction import PredictedStep, compare
-from shardwise.train.progress import Display, Header, Progress, short_count
+from shardwise.train.progress import Display, Header, Progress
 from shardwise.train.setup import layout_line, sparse_words
 from shardwise.train.summary import RunEnding, RunOutcome
 
@@ -127,11 +128,11 @@ def _header(trainer: Trainer, resumed: Resumed | None) -> Header:
     layout = layout_line(config, mesh)
     equation = batch_equation(config.batch, mesh.num_data_ranks, mesh.pp > 1)
     return Header(
-        model=f"{config.model.preset}, {short_count(num_params(shape))} parameters, "
+        model=f"{config.model.preset}, {format_count(num_params(shape))} parameters, "
         f"{shape.num_layers} layers of {shape.hidden_size}{sparse_words(config, shape.num_heads)}",
         layout=f"{layout}, {device}, {config.precision.param}{' with fp32 master' if is_half else ''}",
         batch=f"{equation}, {config.data.seq_len} tokens each",
-        data=f"{trainer.data.source}, {short_count(trainer.data.num_tokens)} tokens",
+        data=f"{trainer.data.source}, {format_count(trainer.data.num_tokens)} tokens",
         tiers=tiers_line(engine.layout),
         resumed="" if resumed is None else f"from step {resumed.step} of {resumed.path.parent}",
     )

@@ -39,7 +39,7 @@ from shardwise.launch.signals import StopFlag
 from shardwise.offload.nvme import SwapError
 from shardwise.offload.worker import HostWorkError
 from shardwise.runtime.clock import AwakeClock
-from shardwise.runtime.memory_tracker import format_bytes
+from shardwise.runtime.format import format_bytes
 from shardwise.train.checkpoints import RunCheckpoints, checkpoint_root, make_root
 from shardwise.train.console_notes import measure_disk, measured_note, plan_note
 from shardwise.train.loop import Trainer, build_trainer

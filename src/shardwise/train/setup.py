@@ -33,7 +33,7 @@ from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.tp_sharding import check_length
 from shardwise.models import Decoder, decoder_config
 from shardwise.offload.nvme import SwapError, SwapFolder
-from shardwise.runtime.memory_tracker import format_bytes
+from shardwise.runtime.format import format_bytes
 from shardwise.runtime.optimizers import optimizer_kind
 from shardwise.runtime.recompute import check_backend
 from shardwise.tensor.plan_layout import plan_layout

@@ -16,11 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.checkpoint.manifest import CheckpointError
-from shardwise.runtime.memory_tracker import MemorySnapshot, format_bytes
+from shardwise.runtime.format import format_bytes, format_clock, format_s
+from shardwise.runtime.memory_tracker import MemorySnapshot
 from shardwise.train.checkpoints import SavedCheckpoint
 from shardwise.train.loop import Sample, StoredBytes
 from shardwise.train.prediction import MeasuredStep, PredictedStep
-from shardwise.train.progress import clock
 
 _LABEL_WIDTH = 13
 # Parts that take a smaller share of a step are not shown.
@@ -123,7 +123,7 @@ def _rows(outcome: RunOutcome) -> Iterator[tuple[str, RenderableType]]:
     elif outcome.train_loss is not None:
         yield "loss", f"{outcome.train_loss:.4f} nats a token in the last step"
     if outcome.num_taken:
-        steps = f"{outcome.num_taken} steps in {clock(outcome.elapsed_s)}"
+        steps = f"{outcome.num_taken} steps in {format_clock(outcome.elapsed_s)}"
         yield "speed", f"{outcome.tokens_per_s:,.0f} tokens/s, {steps}"
         if outcome.pipeline:
             yield "pipeline", outcome.pipeline
@@ -189,8 +189,8 @@ def _time_rows(prediction: PredictedStep, measured: MeasuredStep) -> Iterator[tu
     for name, seconds in prediction.parts.items():
         found_s = measured.parts[name]
         if max(seconds, found_s) >= _LEAST_SHARE * (measured.step_s or 0.0):
-            yield name, _seconds(seconds), _seconds(found_s)
-    yield "all", _seconds(prediction.step_s or 0.0), _seconds(measured.step_s or 0.0)
+            yield name, format_s(seconds), format_s(found_s)
+    yield "all", format_s(prediction.step_s or 0.0), format_s(measured.step_s or 0.0)
 
 
 def _planner_words(prediction: PredictedStep, measured: MeasuredStep, runs: Path) -> str:
@@ -199,9 +199,5 @@ def _planner_words(prediction: PredictedStep, measured: MeasuredStep, runs: Path
         return prediction.note
     if prediction.low_s <= measured.step_s <= prediction.high_s:
         return ""
-    span = f"{_seconds(prediction.low_s)} to {_seconds(prediction.high_s)}"
+    span = f"{format_s(prediction.low_s)} to {format_s(prediction.high_s)}"
     return f"{span} were expected of a step; shardwise plan --refit {shlex.quote(str(runs))} learns from runs"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"

@@ -25,10 +25,9 @@ from shardwise.layout.pipeline_layout import PipelineLayout
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.layout.stage_partition import StageCut, find_cut
 from shardwise.models import Decoder, DecoderConfig, decoder_config, lm_loss, num_params
-from shardwise.runtime.memory_tracker import format_bytes
+from shardwise.runtime.format import format_bytes, format_count
 from shardwise.schedule import ScheduleError, bubble_s
 from shardwise.train.console_notes import tiers_line
-from shardwise.train.progress import short_count
 from shardwise.train.setup import check_job, layout_line, sparse_words, wanted_device
 from shardwise.verify.dry_run_tables import rank_tables, ranks_tables
 from shardwise.verify.simulate import Simulation, simulate
@@ -174,7 +173,7 @@ def _header(run: DryRun) -> Table:
 
 def _header_lines(run: DryRun) -> Iterator[tuple[str, str]]:
     config, mesh = run.config, run.layout.mesh
-    params, layers = short_count(num_params(run.shape)), f"{run.shape.num_layers} layers of {run.shape.hidden_size:,}"
+    params, layers = format_count(num_params(run.shape)), f"{run.shape.num_layers} layers of {run.shape.hidden_size:,}"
     sparse = sparse_words(config, run.shape.num_heads)
     yield "model", f"{config.model.preset}, {params} parameters, {layers}{sparse}, {run.shape.vocab_size:,} tokens"
     recompute = "nothing" if config.recompute.mode == "none" else config.recompute.mode

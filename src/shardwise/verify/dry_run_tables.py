@@ -10,8 +10,8 @@ from rich.table import Table
 
 from shardwise.config.resolve import Config, Tier
 from shardwise.layout.mesh_shape import SHARD_AXES
-from shardwise.runtime.memory_tracker import Category, format_bytes
-from shardwise.train.progress import short_count
+from shardwise.runtime.format import format_bytes, format_count
+from shardwise.runtime.memory_tracker import Category
 from shardwise.verify.simulate import Simulation
 
 _ROLES: Final[Mapping[str, str]] = MappingProxyType(
@@ -83,7 +83,7 @@ def _rest_of_ranks(simulations: Sequence[Simulation]) -> Table:
         f"at rest, {unit}", "stages", "held", *(["in"] if has_tiers else []), *_SHORT_ROLES.values(), "total"
     )
     for each, by_tier in zip(simulations, by_tiers, strict=True):
-        labels = [f"rank {each.rank:,}", _stages(each), short_count(each.layout.numel)]
+        labels = [f"rank {each.rank:,}", _stages(each), format_count(each.layout.numel)]
         for tier, held in by_tier.items():
             cells = [_TIER_NAMES[tier]] if has_tiers else []
             table.add_row(*labels, *cells, *map(to_unit, [*(held[role] for role in _SHORT_ROLES), sum(held.values())]))

@@ -347,7 +347,7 @@ def test_help_of_train_names_the_sections(capsys):
 
 def test_presets_answers(capsys):
     assert cli.main(["presets"]) == 0
-    assert "llama-405b   405.9 B" in capsys.readouterr().out
+    assert "llama-405b   406 B" in capsys.readouterr().out
 
 
 def test_the_users_file_and_settings_go_over_the_defaults(tmp_path, monkeypatch):

@@ -207,7 +207,7 @@ def test_a_profile_is_shown_in_80_columns():
     Console(file=out, width=80).print(render_profile(profile_of(json.loads(json.dumps(rows)), 2)))
     text = out.getvalue()
     assert "at best 268 GFLOP/s, of 1 shapes" in text
-    assert "2.5 GB/s" in text
+    assert "2.50 GB/s" in text
     assert "computing hides 50% of a gather" in text
     assert "reduce-scatter" in text
     assert "64 MiB" in text

@@ -144,13 +144,13 @@ def test_the_text_fits_its_width_and_says_all(width) -> None:
         "GPU 0 NVIDIA H100 80GB HBM3, capability 9.0",
         "float32 400 GFLOP/s",
         "bfloat16 700 TFLOP/s (71% of the data sheet's)",
-        "within cpu: 20 GB/s, that is 40 GB/s read and written",
+        "within cpu: 20.0 GB/s, that is 40.0 GB/s read and written",
         "write 2.00 GB/s, read 3.00 GB/s, past the page cache; a synced write of 4 KiB takes 100 µs",
-        "NVMe 500.00 GiB free at /nvme, ext4, 90.00 GiB needed",
+        "NVMe 500 GiB free at /nvme, ext4, 90.0 GiB needed",
         "NVMe write 6.00 GB/s, read 7.00 GB/s, past the page cache",
         "gloo × 2 all-gather 200 µs 0.020",
         "reduce-scatter",
-        "warning /dev/shm has 64.00 MiB",
+        "warning /dev/shm has 64.0 MiB",
         "1 warning",
     ):
         assert part in words, part

@@ -14,7 +14,8 @@ from torch import Tensor
 from shardwise import Simulation, simulate
 from shardwise.config.resolve import Tier
 from shardwise.models import Decoder, DecoderConfig, lm_loss, num_params, preset
-from shardwise.runtime.memory_tracker import Category, format_bytes
+from shardwise.runtime.format import format_bytes
+from shardwise.runtime.memory_tracker import Category
 
 pytestmark = pytest.mark.begin
 

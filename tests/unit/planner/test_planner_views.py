@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 
 from shardwise.planner.compute_time import ComputeTimeModel
 from shardwise.planner.explain import DefaultChoice, Reasons
-from shardwise.planner.format import batch_words, count_words, gib_words, layout_words, seconds_words
+from shardwise.planner.format import batch_words, layout_words
 from shardwise.planner.hardware import Cluster, GpuSpec, Host
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.memory_limit import Shortfall, shortfall
@@ -30,6 +30,7 @@ from shardwise.planner.render import (
 from shardwise.planner.results import Estimate, MemoryEstimate, RankMemory, TimeEstimate
 from shardwise.planner.search import Limits, SearchResult, front
 from shardwise.planner.shape import ModelShape
+from shardwise.runtime.format import format_bytes, format_count, format_s
 
 GIB = 2**30
 SHAPE = ModelShape(
@@ -134,7 +135,7 @@ def test_rows_of_a_table_have_their_own_figures() -> None:
     ("peak", "margin_share", "words"),
     [
         (70.0, 0.06, None),
-        (78.0, 0.06, "only 2.0 GiB (2.5 %) of device memory"),
+        (78.0, 0.06, "only 2.00 GiB (2.5 %) of device memory"),
         (90.0, 0.0, "device memory lacks 10.0 GiB"),
     ],
 )
@@ -150,9 +151,9 @@ def test_the_rank_that_lacks_is_named_in_a_pipeline_alone() -> None:
     (said,) = cautions_of(price_of({"params": 90.0}, compute=1.0), 0.05)
     assert said == "device memory lacks 14.0 GiB, where 5 % is to stay free"
     (said,) = cautions_of(price_of({"params": 80.0}, compute=1.0), 0.05)
-    assert said == "only 0 MiB (0.0 %) of device memory are left; try less"
+    assert said == "only 0 bytes (0.0 %) of device memory are left; try less"
     (said,) = cautions_of(price_of({"params": 70.0}, compute=1.0, elsewhere={"nvme": 1000.0}), 0.05)
-    assert said == f"nvme memory lacks {gib_words(8000 * GIB - 1e12)}, where 5 % is to stay free"
+    assert said == f"nvme memory lacks {format_bytes(8000 * GIB - 1e12)}, where 5 % is to stay free"
 
 
 @pytest.mark.parametrize(
@@ -202,7 +203,7 @@ def test_a_default_that_does_not_fit_names_what_takes_most() -> None:
     default = DefaultChoice(name="DDP", price=price, missing=missing, sentence="")
     assert default_words(default) == "out of memory by 10.0 GiB (logits 70.0 GiB)"
     on_host = replace(default, missing=Shortfall("host", 3 * GIB, 0))
-    assert default_words(on_host).startswith("out of memory by 3.0 GiB of each node's host memory")
+    assert default_words(on_host).startswith("out of memory by 3.00 GiB of each node's host memory")
 
 
 def plan_of(*prices: Estimate, **facts: Any) -> SearchResult:
@@ -285,7 +286,7 @@ def test_layouts_in_words(strategy: Strategy, words: str) -> None:
 
 
 def test_numbers_at_the_edge_of_a_unit() -> None:
-    assert (count_words(1000), count_words(999)) == ("1.00 k", "999")
-    assert (seconds_words(1.0), seconds_words(0.999)) == ("1.00 s", "999 ms")
-    assert (gib_words(-2 * GIB), gib_words(GIB - 2**20)) == ("-2.0 GiB", "1023 MiB")
+    assert (format_count(1000), format_count(999)) == ("1.00 k", "999")
+    assert (format_s(1.0), format_s(0.999)) == ("1.00 s", "999 ms")
+    assert (format_bytes(-2 * GIB), format_bytes(GIB - 2**20)) == ("-2.00 GiB", "1,023 MiB")
     assert batch_words(JOB) == "64 sequences of 8,192 tokens a step, 524 k tokens"

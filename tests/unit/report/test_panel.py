@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.report import timeline_svg, timeline_text
-from shardwise.report.panel import TerminalPanel, format_s, ticks
+from shardwise.report.panel import TerminalPanel, format_tick_s, ticks
 from shardwise.schedule import Schedule, TimedAction, bubble_fraction, data_parallel_step, simulate
 from shardwise.schedule.actions import Action, ActionKind
 
@@ -65,8 +65,12 @@ def test_ticks_are_round_and_few_and_evenly_apart(span_s, max_num):
 
 
 def test_times_are_told_in_the_unit_of_the_whole():
-    assert [format_s(seconds, 0.05) for seconds in (0.0, 0.0125)] == ["0 ms", "12.5 ms"]
-    assert (format_s(1500.25), format_s(150000.0), format_s(1e-17, span_s=3.0)) == ("1500 s", "150000 s", "0 s")
+    assert [format_tick_s(seconds, 0.05) for seconds in (0.0, 0.0125)] == ["0 ms", "12.5 ms"]
+    assert (format_tick_s(1500.25), format_tick_s(150000.0), format_tick_s(1e-17, span_s=3.0)) == (
+        "1500 s",
+        "150000 s",
+        "0 s",
+    )
 
 
 def test_the_bubble_of_formulas_is_that_within_the_longest_span():

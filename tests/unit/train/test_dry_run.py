@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from shardwise.config.resolve import Config
-from shardwise.runtime.memory_tracker import format_bytes
+from shardwise.runtime.format import format_bytes
 from shardwise.verify.dry_run import DryRun, dry_run, render
 
 SMALL = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 4, "ffn_size": 96, "vocab_size": 64}

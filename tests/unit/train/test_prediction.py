@@ -258,5 +258,5 @@ def test_a_step_that_was_not_expected_is_said_to_be_learnt_from(step_s: float, i
     console = Console(width=120, file=io.StringIO())
     with console.capture() as captured:
         console.print(render_outcome(outcome))
-    words = "900.0 ms to 1.10 s were expected of a step; shardwise plan --refit runs learns from runs"
+    words = "900 ms to 1.10 s were expected of a step; shardwise plan --refit runs learns from runs"
     assert (words in captured.get()) is not is_expected
