@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from harness.pool import WorkerPool
+from harness.refusals import refused
 from harness.training import make_config
-from shardwise import ConfigError, Engine, NonFiniteLossError, backward, initialize
+from shardwise import Engine, backward, initialize
 
 PLAIN_SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.0, "weight_decay": 0.0}
 
@@ -211,10 +212,10 @@ def test_close_restores_forward_and_frees_the_buffers() -> None:
 def test_model_of_a_live_engine_is_refused() -> None:
     model = nn.Linear(4, 4)
     engine = make(model)
-    with pytest.raises(ConfigError, match=r"has an engine already; call engine\.close\(\)"):
+    with refused("model-has-engine", "engine.close()"):
         make(model)
     engine.close()
-    with pytest.raises(ConfigError, match="optimizer"):
+    with refused("unknown-optimizer", "admw"):
         make(model, optimizer={"name": "admw"})
     make(model).train_step([torch.ones(1, 4)])
 
@@ -226,7 +227,7 @@ def test_failed_backward_must_be_forgotten() -> None:
     loss.register_hook(lambda gradient: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.backward(loss)
-    with pytest.raises(RuntimeError, match=r"call engine\.zero_grad\(\)"):
+    with refused("gradients-incomplete", "engine.zero_grad()"):
         engine.train_step([torch.ones(1, 4)])
     engine.zero_grad()
     assert engine.train_step([torch.ones(1, 4)]).step == 1
@@ -244,13 +245,13 @@ def test_weights_written_later_are_refused() -> None:
     model = nn.Linear(4, 4)
     engine = make(model)
     model.load_state_dict(nn.Linear(4, 4).state_dict())
-    with pytest.raises(ValueError, match=r"parameter weight was written after initialize.*before initialize"):
+    with refused("parameter-written", "weight"):
         engine.train_step([torch.ones(1, 4)])
 
 
 def test_fp16_does_not_skip_a_loss_that_is_nan() -> None:
     engine = make(nn.Linear(4, 1), precision={"param": "fp16"})
-    with pytest.raises(NonFiniteLossError, match=r"first module with a non-finite output is Linear|0"):
+    with refused("loss-not-finite", "Linear"):
         engine.train_step([torch.full((1, 4), float("nan"))])
 
 
@@ -370,7 +371,7 @@ class ReentrantTwice(nn.Module):
 
 def test_reentrant_checkpointing_of_a_module_used_twice_is_refused() -> None:
     engine = make(ReentrantTwice())
-    with pytest.raises(ValueError, match=r"block\.\w+ came twice.*use_reentrant=False"):
+    with refused("gradient-twice", "block.", "use_reentrant=False"):
         engine.backward(engine(torch.ones(1, 4)))
 
 
@@ -380,7 +381,7 @@ def test_backward_after_a_failed_one_is_refused() -> None:
     first.register_hook(lambda gradient: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.backward(first)
-    with pytest.raises(RuntimeError, match=r"call engine\.zero_grad\(\)"):
+    with refused("gradients-incomplete", "engine.zero_grad()"):
         engine.backward(second)
     engine.zero_grad()
     assert engine.train_step([torch.ones(1, 4)]).count == 1

@@ -43,6 +43,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.config.errors import CodedError
+
 MAX_RANKS = 8
 # Bounds of a hang: on a machine that is slow, busy or asleep for a while nothing comes near them.
 CALL_TIMEOUT_S = 180.0
@@ -66,12 +68,16 @@ _READY = "ready"
 
 
 class RankError(RuntimeError):
-    """A call failed: `rank` was the cause, by an exception of class `kind` or because it "died" or "hung"."""
+    """A call failed: `rank` was the cause, by an exception of class `kind` or because it "died" or "hung".
 
-    def __init__(self, text: str, rank: int, kind: str) -> None:
+    `code` is the exception's, if it has one.
+    """
+
+    def __init__(self, text: str, rank: int, kind: str, code: str = "") -> None:
         super().__init__(text)
         self.rank = rank
         self.kind = kind
+        self.code = code
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,7 @@ class _Failure:
     kind: str  # the exception's class, or "died", "hung", "stopped"
     summary: str
     details: str  # the traceback, and what the rank has printed
+    code: str = ""  # of the exception
 
 
 @dataclass(frozen=True)
@@ -306,7 +313,7 @@ def _error(failures: list[_Failure], fn: Callable[..., Any], num_ranks: int) -> 
         lines.append(f"rank {other.rank} of {num_ranks} {other.summary}")
         if cause.kind == "hung":  # every rank's stack is needed to see who waits for whom
             lines.append(other.details)
-    return RankError("\n".join(line for line in lines if line), cause.rank, cause.kind)
+    return RankError("\n".join(line for line in lines if line), cause.rank, cause.kind, cause.code)
 
 
 def _serve(connection: Connection, port: int, log: Path) -> None:
@@ -362,6 +369,7 @@ def _answer(call: _Call, store: dist.Store) -> _Result | _Failure:
         return _Result(pickle.dumps(fn(call.rank, call.world_size, *args)))
     except BaseException as error:  # SystemExit too: the worker must answer
         kind = type(error).__name__
-        return _Failure(call.rank, kind, f"raised {kind}: {error}", traceback.format_exc())
+        code = error.code if isinstance(error, CodedError) else ""
+        return _Failure(call.rank, kind, f"raised {kind}: {error}", traceback.format_exc(), code)
     finally:
         sys.stdout.flush()

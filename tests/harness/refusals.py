@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -23,3 +23,17 @@ def refused(code: str, *values: str) -> Iterator[pytest.ExceptionInfo[CodedError
     assert caught.value.code == code, str(caught.value)
     for value in values:
         assert value in str(caught.value), f"{value} is not in: {caught.value}"
+
+
+def refusal_of(run: Callable[[], object]) -> tuple[str, str]:
+    """Return the code and the message of the error that `run` raises, for a rank that reports them to the test.
+
+    An error of others has its class in place of a code; where nothing is raised, both are empty.
+    """
+    try:
+        run()
+    except CodedError as error:
+        return error.code, str(error)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from harness.pool import WorkerPool
+from harness.refusals import refused
 from harness.time_outs import answers_may_be_late, fail_after
 from shardwise.comm.collectives import ProcessGroupFactory
 from shardwise.comm.consistency import divergence
@@ -18,7 +19,7 @@ from shardwise.comm.mesh import Mesh, open_store
 from shardwise.comm.p2p import P2PChannels
 from shardwise.comm.records import RECEIVE, SEND, CommError, CommLog
 from shardwise.comm.watchdog import watch
-from shardwise.config.resolve import ConfigError, RunConfig
+from shardwise.config.resolve import RunConfig
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.runtime.streams import Streams
 from shardwise.runtime.timeline import Timeline
@@ -166,5 +167,5 @@ def test_a_bound_device_is_refused_where_messages_would_deadlock(monkeypatch: py
     monkeypatch.setattr(
         "shardwise.comm.collectives.dist.group", SimpleNamespace(WORLD=SimpleNamespace(bound_device_id="cuda:1"))
     )
-    with pytest.raises(ConfigError, match=r"device_id=cuda:1 of the process group .* without device_id"):
+    with refused("process-group-device-id", "device_id=cuda:1"):
         ProcessGroupFactory(mesh, CPU).backend(("pp",), "down")  # type: ignore[arg-type]

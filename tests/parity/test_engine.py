@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from harness.models import CASES, make_batches
 from harness.pool import WorkerPool
 from harness.reference import Trace, check_parity, train_reference
+from harness.refusals import refused
 from harness.training import LR, make_config, merge_ranks, reference_trace, train_engine
 from shardwise import ConfigError, Engine, NonFiniteLossError, ReleasedParameterError, initialize
 
@@ -171,14 +172,14 @@ def test_groups_of_a_given_optimizer_keep_their_meaning(ranks: WorkerPool, kind:
 
 def test_optimizer_that_needs_whole_matrices_is_refused() -> None:
     model = nn.Linear(3, 3)
-    with pytest.raises(ConfigError, match="LBFGS is not element-wise"):
+    with refused("optimizer-element-wise", "LBFGS"):
         initialize(model, make_config(1, {}), optimizer=torch.optim.LBFGS(model.parameters()))
-    with pytest.raises(ConfigError, match=r"optimizer.name='muon' is not element-wise.*adamw"):
+    with refused("optimizer-element-wise", "optimizer.name='muon'", "adamw"):
         initialize(nn.Linear(3, 3), make_config(1, {"optimizer": {"name": "muon"}}))
 
 
 def test_optimizer_of_another_model_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no parameter of the model"):
+    with refused("optimizer-foreign-tensor"):
         initialize(nn.Linear(3, 3), make_config(1, {}), optimizer=torch.optim.SGD(nn.Linear(2, 2).parameters()))
 
 
@@ -420,20 +421,20 @@ def test_fp16_skips_an_overflow_and_adapts_the_scale(ranks: WorkerPool, stage: i
 def test_loss_from_elsewhere_is_refused() -> None:
     engine = single(nn.Linear(2, 1), mean_square)
     loss = engine(torch.ones(1, 2))
-    with pytest.raises(ValueError, match=r"did not return.*loss_fn"):
+    with refused("loss-not-from-engine"):
         engine.backward(loss * 2)
     engine.backward(loss)
-    with pytest.raises(ValueError, match="the same one twice"):
+    with refused("loss-not-from-engine"):
         engine.backward(loss)
 
 
 def test_output_without_a_loss_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"the model's output is a tensor of shape \(1, 3\).*pass a loss_fn"):
+    with refused("no-scalar-loss", "(1, 3)"):
         single(nn.Linear(2, 3))(torch.ones(1, 2))
 
 
 def test_step_without_backward_is_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"call engine\.backward"):
+    with refused("step-without-backward"):
         single(nn.Linear(2, 1), mean_square).step()
 
 
@@ -449,7 +450,7 @@ def test_a_batch_that_is_no_list_is_one_micro_batch(batch: Any) -> None:
     assert bare.train_step(batch) == in_list.train_step([batch])
     assert bare.eval_step(batch) == in_list.eval_step([batch])
     several = initialize(Model(4, 1), make_config(2, {}))
-    with pytest.raises(ConfigError, match=r"takes a list of batch\.accumulation=2 micro-batches and got 1"):
+    with refused("micro-batch-count", "batch.accumulation=2", "got 1"):
         several.train_step(batch)
 
 
@@ -458,7 +459,7 @@ def test_step_before_the_last_micro_batch_is_refused() -> None:
     engine = initialize(nn.Linear(4, 1), make_config(2, {}), loss_fn=mean_square)
     batches = [torch.ones(1, 4, dtype=torch.float64), torch.zeros(1, 4, dtype=torch.float64)]
     engine.backward(engine(batches[0]))
-    with pytest.raises(RuntimeError, match=r"after 1 of batch\.accumulation=2 backwards"):
+    with refused("accumulation-unfinished", "1 of batch.accumulation=2"):
         engine.step()
     engine.backward(engine(batches[1]))
     assert engine.step().count == 2, "the gradients stayed"
@@ -467,14 +468,14 @@ def test_step_before_the_last_micro_batch_is_refused() -> None:
 
 
 def test_number_of_micro_batches_must_fit() -> None:
-    with pytest.raises(ConfigError, match=r"batch\.accumulation=1 micro-batches and got 2"):
+    with refused("micro-batch-count", "batch.accumulation=1", "got 2"):
         single(nn.Linear(2, 1), mean_square).train_step([torch.ones(1, 2)] * 2)
 
 
 def test_sparse_gradients_are_refused() -> None:
     model = nn.Sequential(nn.Embedding(5, 2, sparse=True), nn.Linear(2, 1))
     engine = single(model, mean_square, optimizer={"lr": LR})
-    with pytest.raises(ValueError, match=r"0.weight is sparse.*sparse=False"):
+    with refused("sparse-gradient", "0.weight", "sparse=False"):
         engine.train_step([torch.tensor([1, 2])])
 
 

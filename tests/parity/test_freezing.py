@@ -14,8 +14,9 @@ from harness.combinations import cover
 from harness.models import CASES, every_rank, make_batches
 from harness.pool import WorkerPool
 from harness.reference import call_model, max_error
+from harness.refusals import refused
 from harness.training import LR, make_config
-from shardwise import ConfigError, Engine, backward, initialize
+from shardwise import Engine, backward, initialize
 from shardwise.runtime.memory_tracker import Category
 from shardwise.zero.sharding_state import ShardingState
 
@@ -155,7 +156,7 @@ def test_unfreezing_what_the_optimizer_does_not_know_is_refused() -> None:
         optimizer=torch.optim.SGD(model[1].parameters(), lr=0.1),
     )
     model[0].requires_grad_(True)
-    with pytest.raises(ConfigError, match=r"parameter 0\.(weight|bias) became trainable but the given optimizer"):
+    with refused("parameter-without-optimizer", "0."):
         engine(torch.ones(1, 4, dtype=torch.float64))
 
 
@@ -165,7 +166,7 @@ def test_unfreezing_within_a_step_is_refused() -> None:
     engine = initialize(model, make_config(1, {}), loss_fn=lambda y, _: y.mean())
     engine.backward(engine(torch.ones(1, 4, dtype=torch.float64)))
     model[0].requires_grad_(True)
-    with pytest.raises(ValueError, match="unfreeze between steps"):
+    with refused("frozen-within-step"):
         engine.step()
 
 

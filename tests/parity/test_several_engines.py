@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from harness.models import ResidualMLP
 from harness.pool import WorkerPool
 from harness.reference import max_error
+from harness.refusals import refused
 from harness.training import LR, make_config
-from shardwise import ConfigError, backward, initialize
+from shardwise import backward, initialize
 
 NUM_STEPS = 3
 WIDTH = 10
@@ -97,9 +98,9 @@ def test_frozen_engine_evaluates_but_takes_no_step() -> None:
     engine = initialize(model, make_config(1, {}), loss_fn=lambda output, _: output.square().mean())
     x = torch.ones(2, 4, dtype=torch.float64)
     assert engine.eval_step([x]).loss == pytest.approx(engine(x).item())
-    with pytest.raises(ConfigError, match="every parameter of the model is frozen"):
+    with refused("all-frozen"):
         engine.backward(engine(x))
-    with pytest.raises(ConfigError, match="every parameter of the model is frozen"):
+    with refused("all-frozen"):
         engine.step()
 
 
@@ -108,11 +109,11 @@ def test_engines_that_scale_differently_are_refused() -> None:
     x = torch.ones(1, 4, dtype=torch.float64)
     for engine, count in zip(engines, (1.0, 64.0), strict=True):
         backward(engine.model(x).sum(), [engine], count=count)
-    with pytest.raises(ValueError, match="scale their gradients differently"):
+    with refused("gradient-scales-differ"):
         backward(engines[0].model(x).sum() + engines[1].model(x).sum(), engines)
     assert [engine.step().count for engine in engines] == [1.0, 64.0]
     backward(engines[0].model(x).sum() + engines[1].model(x).sum(), engines)
-    with pytest.raises(ValueError, match="each once"):
+    with refused("backward-arguments"):
         backward(engines[0].model(x).sum(), [engines[0], engines[0]])
 
 
@@ -130,5 +131,5 @@ def test_models_called_directly_may_be_frozen_between_steps() -> None:
 
 
 def test_common_loss_must_be_a_scalar() -> None:
-    with pytest.raises(ValueError, match=r"got shape \(2,\) and 0"):
+    with refused("backward-arguments", "(2,)", "and 0"):
         backward(torch.ones(2), [])

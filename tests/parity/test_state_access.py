@@ -12,8 +12,9 @@ from harness.combinations import cover
 from harness.models import CASES, every_rank, make_batches
 from harness.pool import RankError, WorkerPool
 from harness.reference import call_model, max_error
+from harness.refusals import refused
 from harness.training import make_config, make_optimizer
-from shardwise import ConfigError, Engine, initialize
+from shardwise import Engine, initialize
 from shardwise.zero import state_access as access
 
 STAGES = [0, 1, 2, 3]
@@ -326,21 +327,21 @@ def single(**overrides: dict[str, Any]) -> Engine:
 
 def test_unknown_names_are_refused() -> None:
     engine = single()
-    with pytest.raises(ConfigError, match=r"no parameter 'blocks.1.up.weigth'; did you mean blocks.1.up.weight"):
+    with refused("unknown-parameter", "'blocks.1.up.weigth'", "blocks.1.up.weight"):
         engine.read("blocks.1.up.weigth")
-    with pytest.raises(ConfigError, match=r"no parameter 'x'; names are such as "):
+    with refused("unknown-parameter", "'x'"):
         engine.write("x", torch.zeros(1))
-    with pytest.raises(ConfigError, match=r"no state 'parm'; there are param, master, grad, and the optimizer's after"):
+    with refused("unknown-state", "'parm'", "param, master, grad"):
         engine.read("positions", "parm")
     assert engine.read("positions", "exp_avg") is None
-    with pytest.raises(ConfigError, match=r"no state 'exp_avg'; there are param, master, grad, and"):
+    with refused("unknown-state", "'exp_avg'", "param, master, grad"):
         engine.write("positions", torch.zeros(11, 12), "exp_avg")
     engine.train_step(batches_of("transformer", 1, 1)[0][0][:1])
-    with pytest.raises(ConfigError, match=r"no state 'momentum'; there are param, master, grad, (step|exp_avg)"):
+    with refused("unknown-state", "'momentum'", "param, master, grad", "exp_avg"):
         engine.read("positions", "momentum")
-    with pytest.raises(ConfigError, match=r"positions has no gradient to replace; call engine.backward"):
+    with refused("no-gradient", "positions", "engine.backward"):
         engine.write("positions", torch.zeros(11, 12), "grad")
-    with pytest.raises(ConfigError, match=r"to_rank=1 is no rank; there are 0 to 0"):
+    with refused("no-such-rank", "to_rank=1", "0 to 0"):
         engine.read("positions", to_rank=1)
 
 
@@ -348,7 +349,7 @@ def test_frozen_parameters_have_fewer_states() -> None:
     engine = make_engine("frozen-parameters", 2, 1)
     assert engine.states_of("positions") == ("param", "master")
     assert engine.read("positions", "grad") is None
-    with pytest.raises(ConfigError, match="positions has no gradient to replace; it is frozen"):
+    with refused("parameter-frozen", "positions"):
         engine.write("positions", torch.zeros(11, 12), "grad")
     engine.write("positions", torch.ones(11, 12))
     engine.train_step(batches_of("transformer", 1, 1)[0][0][:1])
@@ -362,10 +363,10 @@ def write_wrong_shape(rank: int, world_size: int, from_rank: int | None) -> None
 
 @pytest.mark.parametrize("from_rank", [None, 1])
 def test_wrong_shape_is_refused(ranks: WorkerPool, from_rank: int | None) -> None:
-    match = r"param of positions has shape \(11, 12\), but rank 1 gave (\(12, 11\)|another); give that shape"
-    with pytest.raises(RankError, match=match) as raised:
+    with pytest.raises(RankError) as raised:
         ranks(2).run(write_wrong_shape, from_rank)
-    assert raised.value.kind == "ConfigError"
+    assert raised.value.code == "written-shape"
+    assert all(value in str(raised.value) for value in ("positions", "(11, 12)", "rank 1"))
 
 
 def zero_and_raise(engine: Engine) -> None:
@@ -379,7 +380,7 @@ def test_changes_of_a_context_that_raises_are_refused() -> None:
     with pytest.raises(ZeroDivisionError):
         zero_and_raise(engine)
     batches = batches_of("transformer", 1, 1)[0][0][:1]
-    with pytest.raises(ValueError, match=r"positions was written after.*gathered\(write=True\)"):
+    with refused("parameter-written", "positions", "gathered(write=True)"):
         engine.train_step(batches)
     engine.zero_grad()
     with engine.gathered(write=True):

@@ -142,7 +142,7 @@ def check_nvme_path(tiers: TiersConfig) -> None:
     for state in ("params", "grads", "optimizer"):
         if getattr(tiers, state) == "nvme" and tiers.nvme_path is None:
             raise ConfigError(
-                "nvme-path", f"tiers.{state}=nvme needs a folder; set tiers.nvme_path to one on a local NVMe disk"
+                "no-swap-folder", f"tiers.{state}=nvme needs a folder; set tiers.nvme_path to one on a local NVMe disk"
             )
 
 

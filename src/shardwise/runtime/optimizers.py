@@ -55,10 +55,10 @@ def optimizer_kind(name: str) -> type[Optimizer]:
     kinds = optimizer_names()
     kind = kinds.get(name.lower())
     if kind is None:
-        rule = "is not element-wise" if name.lower() in _NOT_ELEMENT_WISE else "is unknown"
-        raise ConfigError(
-            "unknown-optimizer", f"optimizer.name={shown_value(name)} {rule}; choose one of {', '.join(sorted(kinds))}"
-        )
+        shown, names = f"optimizer.name={shown_value(name)}", f"choose one of {', '.join(sorted(kinds))}"
+        if name.lower() in _NOT_ELEMENT_WISE:
+            raise ConfigError("optimizer-element-wise", f"{shown} is not element-wise; {names}")
+        raise ConfigError("unknown-optimizer", f"{shown} is unknown; {names}")
     return kind
 
 

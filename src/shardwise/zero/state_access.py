@@ -351,8 +351,11 @@ def _write_grad(states: EngineState, place: ParamLocation, flat: Tensor) -> None
     to_mean, _ = (0.0, False) if grads is None else _mean_gradient(states, place)
     accumulated = None if grads is None else grads.accumulated()
     if grads is None or accumulated is None:
-        fix = "call engine.backward(loss) first" if grads is not None else "it is frozen"
-        raise ConfigError("no-gradient", f"{place.spec.name} has no gradient to replace; {fix}")
+        if grads is None:
+            raise ConfigError("parameter-frozen", f"{place.spec.name} has no gradient to replace; it is frozen")
+        raise ConfigError(
+            "no-gradient", f"{place.spec.name} has no gradient to replace; call engine.backward(loss) first"
+        )
     _copy_range(place.own_part(accumulated), flat.to(place.group.params.master.dtype) / to_mean, place)
     grads.mark_used(place.index)
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from harness.refusals import refused
 from shardwise.config.resolve import OptimizerConfig
 from shardwise.runtime.optimizers import _BLOCK_NUMEL, Lion, build_optimizer, lion
 
@@ -147,21 +148,21 @@ def test_the_defaults_are_the_configs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "code", "value"),
     [
-        ({"lr": -1.0}, "lr=-1.0 is negative; choose 0 or more"),
-        ({"lr": torch.ones(2)}, "lr has 2 elements but one rate holds"),
-        ({"weight_decay": -0.5}, "weight_decay=-0.5 is negative; choose 0 or more"),
-        ({"betas": (0.9, 1.0)}, r"betas=\(0.9, 1.0\) are not both in \[0, 1\)"),
+        ({"lr": -1.0}, "optimizer-option-negative", "lr=-1.0"),
+        ({"lr": torch.ones(2)}, "lr-one-element", "2 elements"),
+        ({"weight_decay": -0.5}, "optimizer-option-negative", "weight_decay=-0.5"),
+        ({"betas": (0.9, 1.0)}, "betas-range", "(0.9, 1.0)"),
     ],
 )
-def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_options_out_of_range_are_refused(options: dict[str, Any], code: str, value: str) -> None:
+    with refused(code, value):
         Lion([torch.ones(1)], **options)
 
 
 def test_sparse_gradients_are_refused() -> None:
     weight = nn.Parameter(torch.ones(3))
     weight.grad = torch.eye(3)[0].to_sparse()
-    with pytest.raises(RuntimeError, match="got a sparse gradient"):
+    with refused("sparse-gradient", "Lion"):
         Lion([weight]).step()

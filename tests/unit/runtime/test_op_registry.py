@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness.refusals import refused
 from harness.tensor import MICRO_SIZE, make_case
 from harness.training import make_config
 from shardwise import simulate
@@ -39,7 +40,7 @@ def test_kernels_live_as_long_as_their_registry_is_open(runs_on_fakes: bool) -> 
     registry.close()
     gc.collect()
     assert held() is None
-    with pytest.raises(RuntimeError, match="double of an engine that is closed"):
+    with refused("engine-closed", "double"):
         double(torch.ones(2))
 
 
