@@ -422,7 +422,7 @@ FAILURES = ["room", "write"]
 
 
 def fail_to_offload(rank: int, world_size: int, what: str, swap: Path) -> tuple[str, str, bool, int, bool]:
-    """The code and message where the last rank's disk fails; whether bits and bytes are as before, and training goes on."""
+    """Return code and message where the last rank's disk fails; whether bits and bytes stay, and training goes on."""
     engine = make_engine(3, "bf16", tiers=EVERYTHING)
     first, second, *_ = batches_of(world_size)
     engine.train_step(first[rank])
