@@ -1,4 +1,4 @@
-"""What a pipeline cannot do ends in one line that names value and cure, on every rank, and in no hang."""
+"""What a pipeline cannot do ends in one line that names value and fix, on every rank, and in no hang."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from harness.pool import RankError, WorkerPool
+from harness.refusals import refusal_of
 from harness.waiting import PATIENCE_S
 from shardwise import initialize
 
@@ -104,7 +105,7 @@ class RunsTwice(Chain):
 
 
 class DropsLayers(Chain):
-    """Skips the block behind which the second stage begins."""
+    """Skips the block after which the second stage begins."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
@@ -156,141 +157,115 @@ def mean_square(output: Tensor, batch: Any) -> Tensor:
     return output.square().mean()
 
 
-def first_line(work: Callable[[], object]) -> str:
-    try:
-        work()
-    except Exception as error:
-        return str(error).splitlines()[0]
-    return ""
+Refusal = tuple[str, str]
 
 
-def start(rank: int, world_size: int, model: type[nn.Module], config: dict[str, Any]) -> str:
-    return first_line(lambda: initialize(model(), config, loss_fn=mean_square).close())
+def start(rank: int, world_size: int, model: type[nn.Module], config: dict[str, Any]) -> Refusal:
+    return refusal_of(lambda: initialize(model(), config, loss_fn=mean_square).close())
 
 
-def train(rank: int, world_size: int, model: type[nn.Module], config: dict[str, Any]) -> str:
+def train(rank: int, world_size: int, model: type[nn.Module], config: dict[str, Any]) -> Refusal:
     def work() -> None:
         engine = initialize(model(), config, loss_fn=mean_square)
         engine.train_step([torch.ones(2, WIDTH)] * 2)
 
-    return first_line(work)
+    return refusal_of(work)
 
 
-ELSE = "use mesh.dp_shard with zero.stage=3 in place of mesh.pp"
-UNSENT = (
-    "is computed from a value of another stage, which is not the output of blocks.1 and so is not sent; return it from "
-    "there, move pipeline.cut, name the modules that compute it from the inputs alone in pipeline.replicate, or " + ELSE
-)
-BAD_STARTS: dict[str, tuple[dict[str, Any], str]] = {
+Values = tuple[str, ...]
+BAD_STARTS: dict[str, tuple[dict[str, Any], str, Values]] = {
     "more stages than units": (
         {"pipeline": {"schedule": "interleaved", "virtual_stages": 4}},
-        "8 pipeline stages, but the model has 6 units with parameters that may begin one, from embed to head; "
-        "pp x virtual_stages may be from 1 to 6",
+        "too-many-stages",
+        ("8 pipeline stages", "6 units", "from embed to head", "from 1 to 6"),
     ),
     "virtual stages of a schedule without": (
         {"pipeline": {"virtual_stages": 2}},
-        "pipeline.virtual_stages=2 for schedule 1f1b, which has one stage a rank; use 1, or schedule interleaved",
+        "schedule-virtual-stages",
+        ("pipeline.virtual_stages=2", "1f1b", "use 1"),
     ),
     "virtual stages of a schedule of two": (
         {"pipeline": {"schedule": "zb-v", "virtual_stages": 3}},
-        "pipeline.virtual_stages=3 for schedule zb-v, which has two stages a rank, in a V; use 2, or schedule "
-        "interleaved",
+        "schedule-virtual-stages",
+        ("pipeline.virtual_stages=3", "zb-v", "use 2"),
     ),
-    "a cut that is misspelt": (
-        {"pipeline": {"cut": ["block.2"]}},
-        "pipeline.cut='block.2' is no unit of the model; did you mean blocks.2?",
-    ),
-    "two cuts for two stages": (
-        {"pipeline": {"cut": ["blocks.1", "blocks.2"]}},
-        "pipeline.cut names 2 units, but of 2 stages 1 begin with a named one, the first with embed; name 1",
-    ),
+    "a cut that is misspelt": ({"pipeline": {"cut": ["block.2"]}}, "unknown-unit", ("'block.2'", "blocks.2?")),
+    "two cuts for two stages": ({"pipeline": {"cut": ["blocks.1", "blocks.2"]}}, "cut-count", ("2 units", "2 stages")),
     "cuts out of order": (
         {"pipeline": {"cut": ["blocks.2", "blocks.1", "blocks.3"], "schedule": "interleaved", "virtual_stages": 2}},
-        "pipeline.cut names blocks.1 behind blocks.2, which does not run before it; name each unit once, in the order "
-        "in which they run",
+        "cut-order",
+        ("blocks.1", "blocks.2"),
     ),
-    "a cut at the first unit": (
-        {"pipeline": {"cut": ["embed"]}},
-        "pipeline.cut='embed' is no place to cut: the first stage begins there; the next is blocks.0",
-    ),
+    "a cut at the first unit": ({"pipeline": {"cut": ["embed"]}}, "cut-not-allowed", ("'embed'", "blocks.0")),
     "units that are misspelt": (
         {"pipeline": {"units": ["blok.*"]}},
-        "pipeline.units='blok.*' matches no module; classes in this model: Block, Chain, Linear, ModuleList",
+        "no-module-matches",
+        ("pipeline.units='blok.*'", "Block, Chain, Linear, ModuleList"),
     ),
-    "a world that does not fit": (
-        {"mesh": {"pp": 3}},
-        "world size 2 is not a multiple of pp 3 x dp_replicate 1 x cp 1 x tp 1 = 3; start a multiple of 3 ranks",
-    ),
+    "a world that does not fit": ({"mesh": {"pp": 3}}, "mesh-size", ("world size 2", "pp 3", "= 3")),
     "compiled, with split backwards": (
         {"compile": {"enabled": True}, "pipeline": {"schedule": "zb-h1"}},
-        "compile.enabled=true compiles backwards whole, and pipeline.schedule=zb-h1 splits them; "
-        "set compile.enabled=false, or pipeline.schedule=1f1b",
+        "compile-with-zero-bubble",
+        ("zb-h1",),
     ),
-    "lockstep": (
-        {"zero": {"lockstep": True}},
-        "zero.lockstep=true gathers every block once a forward, and in a pipeline each rank has some of them; "
-        "set zero.lockstep=false",
-    ),
+    "lockstep": ({"zero": {"lockstep": True}}, "lockstep-in-pipeline", ("zero.lockstep=true",)),
     "the keys without the mesh": (
         {"mesh": {"pp": 1}, "pipeline": {"cut": ["blocks.1"]}},
-        "pipeline.cut=('blocks.1',) says how stages lie on the ranks of a pipeline, and mesh.pp=1 has none; "
-        "set mesh.pp to 2 or more, or leave the key out",
+        "pipeline-needs-stages",
+        ("pipeline.cut=('blocks.1',)", "mesh.pp=1"),
     ),
 }
 
 
+def assert_refused_on_all(refusals: list[Refusal], code: str, values: Values) -> None:
+    first, second = refusals
+    assert first == second
+    assert first[0] == code, first[1]
+    assert "\n" not in first[1]
+    assert [value for value in values if value not in first[1]] == [], first[1]
+
+
 @pytest.mark.parametrize("name", BAD_STARTS)
 def test_what_does_not_fit_is_refused_before_the_start(ranks: WorkerPool, name: str) -> None:
-    overrides, message = BAD_STARTS[name]
-    assert ranks(2).run(start, Chain, config_of(**overrides)) == [message] * 2
+    overrides, code, values = BAD_STARTS[name]
+    assert_refused_on_all(ranks(2).run(start, Chain, config_of(**overrides)), code, values)
 
 
 def test_a_stage_without_parameters_is_refused(ranks: WorkerPool) -> None:
     config = config_of(pipeline={"cut": ["2"]})
-    message = "pipeline.cut: stage 1 (2 to 3) would have no parameters; move a cut so that every stage has some"
-    assert ranks(2).run(start, EndsWithoutParameters, config) == [message] * 2
+    refusals = ranks(2).run(start, EndsWithoutParameters, config)
+    assert_refused_on_all(refusals, "stage-without-parameters", ("stage 1", "2 to 3"))
 
 
 # The rank whose stage cannot run says so, and the other quotes it.
-CROSSINGS: dict[type[nn.Module], tuple[int, str]] = {
-    SkipOverTheCut: (1, f"argument skip of blocks.3 {UNSENT}"),
-    KeptOnABlock: (1, f"the loss {UNSENT}"),
-    KeptOnTheModel: (1, f"the loss {UNSENT}"),
-    ReadByABlock: (1, f"the output of blocks.3 {UNSENT}"),
-    ForeignParameter: (
-        1,
-        "parameter embed.weight is of pipeline stage 0, but used on a rank with stage 1; use it in a module of its own "
-        "stage, tie it to a parameter of a module that runs here, or name its module in pipeline.replicate",
-    ),
-    RunsTwice: (
-        1,
-        "blocks.1 runs more than once in one forward, so no stage can end with it; move pipeline.cut, or name a module "
-        "that holds it and the loop in pipeline.units, or " + ELSE,
-    ),
-    DropsLayers: (
-        0,
-        "the forward ended without blocks.1, with which its stage ends; cut between units that run in every forward "
-        "(pipeline.cut), or " + ELSE,
-    ),
-    OpaqueOutput: (
-        0,
-        "value, which stages of the pipeline pass on, is a test_pipeline_errors.Opaque; pass tensors, plain values, "
-        "and containers that torch's pytree knows, or register the type there",
-    ),
+CROSSINGS: dict[type[nn.Module], tuple[int, str, Values]] = {
+    SkipOverTheCut: (1, "cut-value-not-sent", ("argument skip of blocks.3", "blocks.1")),
+    KeptOnABlock: (1, "cut-value-not-sent", ("the loss", "blocks.1")),
+    KeptOnTheModel: (1, "cut-value-not-sent", ("the loss", "blocks.1")),
+    ReadByABlock: (1, "cut-value-not-sent", ("the output of blocks.3", "blocks.1")),
+    ForeignParameter: (1, "parameter-used-off-stage", ("embed.weight", "pipeline stage 0", "stage 1")),
+    RunsTwice: (1, "cut-unit-repeats", ("blocks.1",)),
+    DropsLayers: (0, "cut-unit-not-run", ("blocks.1",)),
+    OpaqueOutput: (0, "boundary-value-type", (f"{Opaque.__module__}.Opaque",)),
 }
 
 
 @pytest.mark.parametrize("model", CROSSINGS)
 def test_what_crosses_the_cut_unsent_is_named(ranks: WorkerPool, model: type[nn.Module]) -> None:
     """At once, though no rank ends."""
-    culprit, message = CROSSINGS[model]
-    lines = ranks(2).run(train, model, config_of(run=NEVER_OVER))
-    assert lines[culprit] == message
-    assert f"rank {culprit} has failed: " in lines[1 - culprit]
-    assert message in lines[1 - culprit]
+    culprit, code, values = CROSSINGS[model]
+    refusals = ranks(2).run(train, model, config_of(run=NEVER_OVER))
+    found, message = refusals[culprit]
+    assert found == code, message
+    assert "\n" not in message
+    assert [value for value in values if value not in message] == [], message
+    other, quote = refusals[1 - culprit]
+    assert other == "collective-failed", quote
+    assert f"rank {culprit} has failed: " in quote
+    assert message in quote
 
 
-def fail_alone(rank: int, world_size: int) -> str:
+def fail_alone(rank: int, world_size: int) -> Refusal:
     model = Chain()
     engine = initialize(model, config_of(mesh={"pp": world_size}, run=NEVER_OVER), loss_fn=mean_square)
 
@@ -299,28 +274,31 @@ def fail_alone(rank: int, world_size: int) -> str:
             raise ValueError("this sample is odd")
 
     model.head.register_forward_pre_hook(fail)
-    return first_line(lambda: engine.train_step([torch.ones(2, WIDTH)] * 2))
+    return refusal_of(lambda: engine.train_step([torch.ones(2, WIDTH)] * 2))
 
 
 @pytest.mark.full
 def test_all_stages_hear_at_once_of_an_error_in_one(ranks: WorkerPool) -> None:
     *others, culprit = ranks(4).run(fail_alone)
-    assert culprit == "this sample is odd"
-    assert all("rank 3 has failed: ValueError: this sample is odd" in line for line in others), others
+    assert culprit == ("ValueError", "this sample is odd")
+    for code, message in others:
+        assert code == "collective-failed"
+        assert "rank 3 has failed: ValueError: this sample is odd" in message
 
 
-def refuse_on_one(rank: int, world_size: int) -> str:
+def refuse_on_one(rank: int, world_size: int) -> Refusal:
     config = {"batch": {"global_size": 7 if rank == 1 else 8}, "run": NEVER_OVER}
-    return first_line(lambda: initialize(Chain(), config, loss_fn=mean_square).close())
+    return refusal_of(lambda: initialize(Chain(), config, loss_fn=mean_square).close())
 
 
 def test_what_one_rank_refuses_at_the_start_ends_all_at_once(ranks: WorkerPool) -> None:
-    lines = ranks(2).run(refuse_on_one)
-    assert lines[0].startswith("rank 1 failed in shardwise.initialize: ConfigError: "), lines
-    assert lines[1] in lines[0]
+    (code, quote), (refusal, message) = ranks(2).run(refuse_on_one)
+    assert (code, refusal) == ("other-rank-start", "batch-multiple")
+    assert "rank 1 failed" in quote
+    assert message in quote
 
 
-def use_directly(rank: int, world_size: int) -> list[str]:
+def use_directly(rank: int, world_size: int) -> list[Refusal]:
     batch = torch.ones(2, WIDTH)
     with initialize(Chain(), config_of(), loss_fn=mean_square) as engine:
 
@@ -337,30 +315,21 @@ def use_directly(rank: int, world_size: int) -> list[str]:
             run_gathered,
             lambda: engine.train_step([batch]),
         ]
-        lines = [first_line(use) for use in uses]
+        refusals = [refusal_of(use) for use in uses]
         assert engine.train_step([batch] * 2).step == 1
-        return lines
+        return refusals
 
 
 def test_calls_that_need_all_layers_say_what_to_call(ranks: WorkerPool) -> None:
-    cannot = (
-        "cannot run alone under mesh.pp=2, where each rank has some of the layers; call engine.train_step(batches) or "
-        "engine.eval_step(batches)"
-    )
-    whole_model = (
-        "the model cannot run alone under mesh.pp, where each rank has some of the layers, also inside "
-        "engine.gathered(); call engine.train_step(batches) or engine.eval_step(batches), or, to generate, "
-        "engine.export_weights(folder) and load it without mesh.pp"
-    )
-    expected = [f"{call} {cannot}" for call in ("engine(batch)", "engine.backward", "engine.step")]
-    expected += [whole_model, whole_model]
-    expected.append(
-        "train_step takes a list of batch.accumulation=2 micro-batches and got 1; give 2 or set batch.accumulation=1"
-    )
-    assert ranks(2).run(use_directly) == [expected] * 2
+    for refusals in ranks(2).run(use_directly):
+        assert [code for code, _ in refusals] == ["pipeline-rank-alone"] * 5 + ["micro-batch-count"]
+        for (_, message), call in zip(refusals, ("engine(batch)", "engine.backward", "engine.step"), strict=False):
+            assert message.startswith(call)
+        assert all("engine.train_step(batches)" in message for _, message in refusals[:5])
+        assert "batch.accumulation=2" in refusals[5][1]
 
 
-def die_in_a_step(rank: int, world_size: int, told: Path) -> None:
+def die_in_a_step(rank: int, world_size: int, report: Path) -> None:
     """Rank 1 is killed in its second forward; the other writes down what it says."""
     model = Chain()
     run = {"device": "cpu", "timeout_s": TIMEOUT_S, "watchdog_s": 2.0}
@@ -374,12 +343,13 @@ def die_in_a_step(rank: int, world_size: int, told: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     model.blocks[3].register_forward_pre_hook(die)
-    told.write_text(first_line(lambda: engine.train_step([torch.ones(2, WIDTH)] * 2)))
+    report.write_text(" ".join(refusal_of(lambda: engine.train_step([torch.ones(2, WIDTH)] * 2))))
 
 
 def test_a_rank_that_dies_in_a_step_is_named(ranks: WorkerPool, tmp_path: Path) -> None:
-    told = tmp_path / "told"
-    with pytest.raises(RankError, match="rank 1 of 2 died"):
-        ranks(2).run(die_in_a_step, told, grace_s=PATIENCE_S)
-    assert told.read_text().startswith("rank 0 failed in receive #")
-    assert "rank 1" in told.read_text()
+    report = tmp_path / "report"
+    with pytest.raises(RankError) as caught:
+        ranks(2).run(die_in_a_step, report, grace_s=PATIENCE_S)
+    assert (caught.value.rank, caught.value.kind) == (1, "died")
+    assert report.read_text().startswith("collective-failed rank 0 failed in receive #")
+    assert "rank 1" in report.read_text()

@@ -26,13 +26,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.pool import WorkerPool
-from harness.refusals import refused
+from harness.refusals import refusal_of, refused
 from harness.time_outs import answers_may_be_late, fail_after
 from harness.training import make_config
 from harness.waiting import PATIENCE_S, wait_until
-from shardwise import CheckpointError, ConfigError, Engine, initialize
+from shardwise import Engine, initialize
 from shardwise.checkpoint.coordination import StoreBarrier
-from shardwise.comm.collectives import CommError, CommGroups, ProcessGroupFactory, connect
+from shardwise.comm.collectives import CommGroups, ProcessGroupFactory, connect
 from shardwise.comm.consistency import RankExchange
 from shardwise.comm.mesh import Mesh, open_store
 from shardwise.comm.records import Collective, CollectiveNote, CommLog
@@ -77,10 +77,10 @@ class Stack(nn.Module):
 
 
 @contextmanager
-def entered(books: CommLog, call: Collective) -> Iterator[None]:
-    books.begin(call)
+def entered(comm_log: CommLog, call: Collective) -> Iterator[None]:
+    comm_log.begin(call)
     yield
-    books.end()
+    comm_log.end()
 
 
 def make(model: nn.Module, stage: int = 3, num_shards: int | None = None, **run: Any) -> Engine:
@@ -115,19 +115,11 @@ class Records(logging.Handler):
         self._on_message()
 
 
-def error_of(run: Any) -> str:
-    try:
-        run()
-    except (CommError, ConfigError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
 # Before a collective starts
 
 
-def diverge(rank: int, world_size: int, kind: str) -> str:
-    """Two collectives alike, then one that differs on rank 1."""
+def diverge(rank: int, world_size: int, kind: str) -> tuple[str, str]:
+    """Two equal collectives, then one that differs on rank 1."""
     shards = make_comms().shards
     for name in ("blocks.0", "blocks.1"):
         shards.all_gather(torch.zeros(world_size * 4), name).wait()
@@ -135,28 +127,29 @@ def diverge(rank: int, world_size: int, kind: str) -> str:
     full = torch.zeros(world_size * (8 if odd and kind == "size" else 4))
     full = full.bfloat16() if odd and kind == "dtype" else full
     if odd and kind == "op":
-        return error_of(lambda: shards.reduce_scatter(full, full[:4], accumulate=False, name="blocks.2"))
-    return error_of(lambda: shards.all_gather(full, "blocks.3" if odd and kind == "order" else "blocks.2"))
+        return refusal_of(lambda: shards.reduce_scatter(full, full[:4], accumulate=False, name="blocks.2"))
+    return refusal_of(lambda: shards.all_gather(full, "blocks.3" if odd and kind == "order" else "blocks.2"))
 
 
 OTHERS = "ranks 0, 2 at all_gather #3 of blocks.2 (12 x fp32 over dp_shard)"
 DIVERGENCES = {
-    "order": ("all_gather #3 of blocks.3 (12 x fp32 over dp_shard)", "let every rank run the same blocks"),
-    "op": ("reduce_scatter #3 of blocks.2 (12 x fp32 over dp_shard)", "let every rank run the same blocks"),
-    "size": ("all_gather #3 of blocks.2 (24 x fp32 over dp_shard)", "build the same model under the same config"),
-    "dtype": ("all_gather #3 of blocks.2 (12 x bf16 over dp_shard)", "build the same model under the same config"),
+    "order": "all_gather #3 of blocks.3 (12 x fp32 over dp_shard)",
+    "op": "reduce_scatter #3 of blocks.2 (12 x fp32 over dp_shard)",
+    "size": "all_gather #3 of blocks.2 (24 x fp32 over dp_shard)",
+    "dtype": "all_gather #3 of blocks.2 (12 x bf16 over dp_shard)",
 }
 
 
 @pytest.mark.parametrize("kind", DIVERGENCES)
 def test_a_divergence_is_named_before_the_collective_starts(ranks: WorkerPool, kind: str) -> None:
-    messages = ranks(3).run(diverge, kind)
-    assert len(set(messages)) == 1
-    odd, cure = DIVERGENCES[kind]
-    assert messages[0].startswith(f"CommError: rank 1 is at {odd}, {OTHERS}; {cure}")
+    refusals = ranks(3).run(diverge, kind)
+    assert len(set(refusals)) == 1
+    code, message = refusals[0]
+    assert code == "collectives-differ"
+    assert f"rank 1 is at {DIVERGENCES[kind]}, {OTHERS}" in message
 
 
-def skip_a_block(rank: int, world_size: int, check: bool) -> str:
+def skip_a_block(rank: int, world_size: int, check: bool) -> tuple[str, str]:
     model = Stack().double()
     engine = make(model, check_collectives=check)
     engine.train_step([batch()])
@@ -165,16 +158,17 @@ def skip_a_block(rank: int, world_size: int, check: bool) -> str:
     store = open_store()
     assert store is not None
     with answers_may_be_late():
-        said = error_of(lambda: engine.train_step([batch()]))
-        store.set(f"said/{rank}", "")  # until then the other may ask this rank's watchdog
-        store.wait([f"said/{other}" for other in range(world_size)])
-        return said
+        refusal = refusal_of(lambda: engine.train_step([batch()]))
+        store.set(f"refused/{rank}", "")  # until then the other may ask this rank's watchdog
+        store.wait([f"refused/{other}" for other in range(world_size)])
+        return refusal
 
 
 def test_check_mode_names_the_block_that_one_rank_skips(ranks: WorkerPool) -> None:
     first, second = ranks(2).run(skip_a_block, True)
     assert first == second
-    assert re.match(r"CommError: rank 1 is at all_gather #\d+ of .* blocks\.\d .*, rank 0 at all_gather #\d+ of", first)
+    assert first[0] == "collectives-differ"
+    assert re.match(r"rank 1 is at all_gather #\d+ of .* blocks\.\d .*, rank 0 at all_gather #\d+ of", first[1])
 
 
 def train_checked(rank: int, world_size: int, check: bool) -> tuple[list[float], int]:
@@ -197,22 +191,24 @@ def test_checked_training_is_the_same_and_leaves_nothing_in_the_store(ranks: Wor
     assert all(grown <= num_ranks + 2 for _, grown in checked)
 
 
-def come_late(rank: int, world_size: int) -> str:
+def come_late(rank: int, world_size: int) -> tuple[str, str]:
     shards = make_comms().shards
     if rank == 1:
-        return ""
+        return "", ""
     fail_after(shards.comm_log, 1.0)
-    return error_of(lambda: shards.all_gather(torch.zeros(4), "blocks.0"))
+    return refusal_of(lambda: shards.all_gather(torch.zeros(4), "blocks.0"))
 
 
 def test_a_rank_that_does_not_come_to_a_check_is_named(ranks: WorkerPool) -> None:
-    assert "rank 1 did not come to all_gather #1 of blocks.0 within 1 s" in ranks(2).run(come_late)[0]
+    code, message = ranks(2).run(come_late)[0]
+    assert code == "rank-missing"
+    assert all(value in message for value in ("rank 1", "all_gather #1 of blocks.0", "1 s"))
 
 
 # At initialize
 
 
-def build_differently(rank: int, world_size: int, kind: str) -> str:
+def build_differently(rank: int, world_size: int, kind: str) -> tuple[str, str]:
     odd = rank == 1
     model = Stack(9 if odd and kind == "shape" else 8)
     if kind == "buffer":
@@ -223,30 +219,31 @@ def build_differently(rank: int, world_size: int, kind: str) -> str:
         up = model.blocks[3].up
         weight = up.weight
         del up.weight
-        up.weight = weight  # behind the bias
+        up.weight = weight  # after the bias
     if kind == "frozen" and odd:
         model.blocks[1].requires_grad_(False)
     stage = 2 if odd and kind == "config" else 3
     own = {"name": f"rank{rank}", "dir": f"runs{rank}", "num_threads": 1 + rank}
-    return error_of(lambda: make(model.double(), stage, **own).close())
+    return refusal_of(lambda: make(model.double(), stage, **own).close())
 
 
 DIFFERENCES = {
-    "alike": "no error",
-    "shape": "ConfigError: rank 1 has blocks.0.up.weight of shape (9, 9), rank 0 (8, 8); build the same model",
-    "buffer": "ConfigError: rank 1 has buffer positions of shape (3,), rank 0 (2,); build",
-    "missing": "ConfigError: rank 1 has no blocks.4.up.weight, rank 0 has it; build",
-    "frozen": "ConfigError: rank 1 has blocks.1.up.weight with requires_grad False, rank 0 True; build",
-    "order": "ConfigError: rank 1 has blocks.3.up.bias as parameter 6, rank 0 blocks.3.up.weight; build",
-    "config": "ConfigError: rank 1 has zero.stage=2, rank 0 3; build",
+    "equal": "",
+    "shape": "rank 1 has blocks.0.up.weight of shape (9, 9), rank 0 (8, 8)",
+    "buffer": "rank 1 has buffer positions of shape (3,), rank 0 (2,)",
+    "missing": "rank 1 has no blocks.4.up.weight, rank 0 has it",
+    "frozen": "rank 1 has blocks.1.up.weight with requires_grad False, rank 0 True",
+    "order": "rank 1 has blocks.3.up.bias as parameter 6, rank 0 blocks.3.up.weight",
+    "config": "rank 1 has zero.stage=2, rank 0 3",
 }
 
 
 @pytest.mark.parametrize("kind", DIFFERENCES)
-def test_ranks_that_built_differently_are_told_what_differs(ranks: WorkerPool, kind: str) -> None:
-    messages = ranks(2).run(build_differently, kind)
-    assert messages[0] == messages[1]
-    assert messages[0].startswith(DIFFERENCES[kind])
+def test_ranks_that_built_differently_learn_what_differs(ranks: WorkerPool, kind: str) -> None:
+    first, second = ranks(2).run(build_differently, kind)
+    assert first == second
+    assert first[0] == ("" if kind == "equal" else "setups-differ")
+    assert DIFFERENCES[kind] in first[1]
 
 
 # While it hangs
@@ -257,7 +254,7 @@ def stay_away(store: dist.Store) -> None:
         time.sleep(0.01)
 
 
-def hang(rank: int, world_size: int, times_out: bool) -> tuple[str, list[str]]:
+def hang(rank: int, world_size: int, times_out: bool) -> tuple[tuple[str, str], list[str]]:
     """Rank 1 stays in a block's forward until another has reported that, or has failed; others wait for it."""
     store = open_store()
     assert store is not None
@@ -273,17 +270,17 @@ def hang(rank: int, world_size: int, times_out: bool) -> tuple[str, list[str]]:
             fail_after(engine.comm.comm_log, 0.1 if times_out else TIMEOUT_S)
 
         model.blocks[2].pause = pause
-        return error_of(lambda: engine.train_step([batch()])), records.messages
+        return refusal_of(lambda: engine.train_step([batch()])), records.messages
     fail_after(engine.comm.comm_log, SHORT_S if times_out else TIMEOUT_S)
     with answers_may_be_late():
-        message = error_of(lambda: engine.train_step([batch()]))
+        refusal = refusal_of(lambda: engine.train_step([batch()]))
     store.set("told", "")
-    return message, [each for each in records.messages if "in stay_away" in each.splitlines()[0]]
+    return refusal, [each for each in records.messages if "in stay_away" in each.splitlines()[0]]
 
 
 def test_a_rank_that_hangs_in_user_code_is_reported_once_with_its_line(ranks: WorkerPool) -> None:
     answers = ranks(3).run(hang, False)
-    assert [message for message, _ in answers] == ["no error"] * 3
+    assert [code for (code, _), _ in answers] == [""] * 3
     reports = [reports for _, reports in answers]
     assert [len(each) for each in reports] == [1, 0, 0]
     headline, *lines = reports[0][0].splitlines()
@@ -296,9 +293,10 @@ def test_a_rank_that_hangs_in_user_code_is_reported_once_with_its_line(ranks: Wo
     assert any("last actions: " in each and "0UNSHARD[blocks.1]" in each for each in lines)
 
 
-def test_a_collective_that_times_out_says_who_is_behind(ranks: WorkerPool) -> None:
-    (message, reports), _ = ranks(2).run(hang, True)
-    assert message.startswith("CommError: rank 0 failed in all_gather #")
+def test_a_collective_that_times_out_says_who_is_late(ranks: WorkerPool) -> None:
+    ((code, message), reports), _ = ranks(2).run(hang, True)
+    assert code == "collective-failed"
+    assert message.startswith("rank 0 failed in all_gather #")
     assert "rank 1 has not started all_gather #" in message
     assert re.search(r"it is at test_watchdog.py:\d+ in stay_away", message)
     assert "\n" not in message
@@ -306,8 +304,10 @@ def test_a_collective_that_times_out_says_who_is_behind(ranks: WorkerPool) -> No
 
 
 def test_without_checks_the_watchdog_names_the_first_divergence(ranks: WorkerPool) -> None:
-    messages = ranks(2).run(skip_a_block, False)
-    assert any("rank 1 is at all_gather #" in message and ", rank 0 at all_gather #" in message for message in messages)
+    refusals = ranks(2).run(skip_a_block, False)
+    assert any(
+        "rank 1 is at all_gather #" in message and ", rank 0 at all_gather #" in message for _, message in refusals
+    )
 
 
 def die(rank: int, port: int, answers: Any) -> None:
@@ -320,7 +320,7 @@ def die(rank: int, port: int, answers: Any) -> None:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with patch("shardwise.comm.watchdog._ANSWER_S", SILENT_S):  # in which the one that lives must answer itself
-        answers.send(error_of(lambda: engine.train_step([batch()])))
+        answers.send(refusal_of(lambda: engine.train_step([batch()])))
     os._exit(0)
 
 
@@ -332,10 +332,11 @@ def test_a_killed_rank_is_named_by_those_that_live() -> None:
     for process in processes:
         process.start()
     assert ours.poll(PATIENCE_S)
-    message = ours.recv()
+    code, message = ours.recv()
     for process in processes:
         process.join(PATIENCE_S)
-    assert message.startswith("CommError: rank 0 failed in ")
+    assert code == "collective-failed"
+    assert message.startswith("rank 0 failed in ")
     assert "rank 1 does not answer: it died, was stopped or hangs in native code; rank 0 waits for it in " in message
 
 
@@ -343,21 +344,21 @@ def test_a_killed_rank_is_named_by_those_that_live() -> None:
 
 
 def watched(store: dist.Store, rank: int, patience_s: float = 0.2) -> tuple[CommLog, Watchdog]:
-    books = CommLog(rank)
-    return books, Watchdog(store, books, Timeline(rank), 2, patience_s)
+    comm_log = CommLog(rank)
+    return comm_log, Watchdog(store, comm_log, Timeline(rank), 2, patience_s)
 
 
-def gather(books: CommLog) -> Collective:
-    group = books.open_group("dp_shard", (0, 1)) if not books.recent else books.recent[-1].group
-    return books.add("all_gather", f"blocks.{books.num_calls}", group, torch.zeros(8), passes=1)
+def gather(comm_log: CommLog) -> Collective:
+    group = comm_log.open_group("dp_shard", (0, 1)) if not comm_log.recent else comm_log.recent[-1].group
+    return comm_log.add("all_gather", f"blocks.{comm_log.num_calls}", group, torch.zeros(8), passes=1)
 
 
 @pytest.mark.parametrize("kind", ["hash", "file", "prefix"])
 def test_two_watchdogs_meet_over_any_store(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = dist.FileStore(str(tmp_path / "store"), 2) if kind == "file" else dist.HashStore()
     store = dist.PrefixStore("part", store) if kind == "prefix" else store
-    (books, own), (others, other) = watched(store, 0), watched(store, 1)
-    with answers_may_be_late(), entered(books, gather(books)):
+    (comm_log, own), (others, other) = watched(store, 0), watched(store, 1)
+    with answers_may_be_late(), entered(comm_log, gather(comm_log)):
         assert wait_until(lambda: bool(caplog.messages))
     assert len(caplog.messages) == 1
     assert "rank 1 has not started all_gather #1 of blocks.0: it is at " in caplog.messages[0]
@@ -389,10 +390,10 @@ time.sleep(600)
 def test_a_silent_store_hides_neither_where_a_rank_waits_nor_the_failure(caplog: pytest.LogCaptureFixture) -> None:
     """Its host is stopped, as when rank 0's process is: torch's own requests would never return."""
     with held_store() as (store, host):
-        books, watchdog = watched(store, 0)
-        call = gather(books)
+        comm_log, watchdog = watched(store, 0)
+        call = gather(comm_log)
         host.send_signal(signal.SIGSTOP)
-        with entered(books, call):
+        with entered(comm_log, call):
             assert wait_until(lambda: bool(caplog.messages))
             assert "rank 0 is in all_gather #1 of blocks.0" in caplog.messages[0]
             assert "the store has not answered" in caplog.messages[0]
@@ -413,7 +414,7 @@ def test_requests_to_a_silent_store_end_and_a_store_that_comes_back_is_heard() -
         with refused("store-silent", "ranks 0, 1", "the door"):
             meeting.verdict("door", "", lambda notes: "", "the door")
         rounds = StoreBarrier(patient, 0, 1, 2, timeout_s=1.0, subject="checkpoint of step 1")
-        with pytest.raises(CheckpointError, match="the store does not answer"):
+        with refused("store-gone"):
             rounds.run("write", lambda: "", lambda said: "")
         host.send_signal(signal.SIGCONT)
         assert wait_until(lambda: is_answered(patient))
@@ -428,53 +429,53 @@ def is_answered(store: PatientStore) -> bool:
 
 def test_a_rank_that_was_stopped_itself_has_not_waited_meanwhile() -> None:
     """It comes back to a collective that is old by the clock, but was not held up."""
-    books, watchdog = watched(dist.HashStore(), 0, patience_s=100.0)
-    with entered(books, gather(books)):
-        assert watchdog._waited_s(books.inside) == 0.0
+    comm_log, watchdog = watched(dist.HashStore(), 0, patience_s=100.0)
+    with entered(comm_log, gather(comm_log)):
+        assert watchdog._waited_s(comm_log.inside) == 0.0
         later_s = time.monotonic() + 1000.0
         with patch("shardwise.runtime.clock.time.monotonic", lambda: later_s):
-            assert 0.0 < watchdog._waited_s(books.inside) <= 2.0
+            assert 0.0 < watchdog._waited_s(comm_log.inside) <= 2.0
     watchdog.close()
 
 
-def test_a_report_whose_wait_is_over_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_report_whose_wait_is_over_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     store = dist.HashStore()
-    books, watchdog = watched(store, 0, patience_s=100.0)
-    with entered(books, gather(books)):
-        watchdog._answer(1, books, books.inside, waited_s=101.0)
+    comm_log, watchdog = watched(store, 0, patience_s=100.0)
+    with entered(comm_log, gather(comm_log)):
+        watchdog._answer(1, comm_log, comm_log.inside, waited_s=101.0)
         watchdog._report(1, is_over=True)
         assert not caplog.messages
-        watchdog._answer(2, books, books.inside, waited_s=101.0)
+        watchdog._answer(2, comm_log, comm_log.inside, waited_s=101.0)
         watchdog._report(2, is_over=False)
         assert len(caplog.messages) == 1
         watchdog._pending.clear()
-        watchdog._answer(3, books, books.inside, waited_s=1.0)  # it has but entered, and waits for nobody yet
+        watchdog._answer(3, comm_log, comm_log.inside, waited_s=1.0)  # it has but entered, and waits for no rank yet
         assert not watchdog._pending
     watchdog.close()
 
 
 def test_a_rank_that_closed_its_engine_is_not_taken_for_dead() -> None:
     store = dist.HashStore()
-    (books, own), (_others, other) = watched(store, 0), watched(store, 1)
+    (comm_log, own), (_others, other) = watched(store, 0), watched(store, 1)
     other.close()
-    call = gather(books)
-    with entered(books, call), patch("shardwise.comm.watchdog._ANSWER_S", SILENT_S):
+    call = gather(comm_log)
+    with entered(comm_log, call), patch("shardwise.comm.watchdog._ANSWER_S", SILENT_S):
         assert own.explain(call) == "rank 1 has closed its engine; rank 0 waits for it in all_gather #1 of blocks.0"
     own.close()
 
 
-def test_the_thread_ends_with_books_that_nobody_holds() -> None:
-    books, watchdog = watched(dist.HashStore(), 0)
-    del books
+def test_the_thread_ends_with_records_that_are_gone() -> None:
+    comm_log, watchdog = watched(dist.HashStore(), 0)
+    del comm_log
     gc.collect()
     assert wait_until(lambda: not watchdog._thread.is_alive())
 
 
 def test_no_watchdog_where_it_has_no_use() -> None:
-    books, timeline = CommLog(), Timeline(0)
-    assert watch(None, books, timeline, RunConfig()) is None
-    assert watch(dist.HashStore(), books, timeline, RunConfig(watchdog_s=0.0)) is None
-    assert books.explain is None
+    comm_log, timeline = CommLog(), Timeline(0)
+    assert watch(None, comm_log, timeline, RunConfig()) is None
+    assert watch(dist.HashStore(), comm_log, timeline, RunConfig(watchdog_s=0.0)) is None
+    assert comm_log.explain is None
 
 
 LIVE_THREAD = """
@@ -483,8 +484,8 @@ from shardwise.comm.records import CommLog
 from shardwise.runtime.timeline import Timeline
 from shardwise.comm.watchdog import Watchdog
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-books = CommLog()
-watchdog = Watchdog(store.clone(), books, Timeline(0), 2, 0.001)
+comm_log = CommLog()
+watchdog = Watchdog(store.clone(), comm_log, Timeline(0), 2, 0.001)
 time.sleep(0.2)
 """
 
@@ -502,17 +503,17 @@ class Unreached:
 
 
 def test_on_cuda_the_oldest_unfinished_collective_counts_since_it_became_the_oldest() -> None:
-    books, watchdog = watched(dist.HashStore(), 0, patience_s=100.0)
-    first, second, third = gather(books), gather(books), gather(books)
+    comm_log, watchdog = watched(dist.HashStore(), 0, patience_s=100.0)
+    first, second, third = gather(comm_log), gather(comm_log), gather(comm_log)
     for call, done in ((first, Event(None)), (second, Event(Unreached())), (third, Event(None))):
-        books.enqueue(call, done)
-    moment = watchdog._moment(books)
+        comm_log.enqueue(call, done)
+    moment = watchdog._moment(comm_log)
     assert moment is not None
     assert moment.call is second
-    assert watchdog._moment(books) == moment
-    books.enqueued[0] = (second, Event(None))
-    with entered(books, third):  # the host waits, but the device goes on
-        assert watchdog._moment(books) is None
+    assert watchdog._moment(comm_log) == moment
+    comm_log.enqueued[0] = (second, Event(None))
+    with entered(comm_log, third):  # the host waits, but the device goes on
+        assert watchdog._moment(comm_log) is None
     watchdog.close()
 
 
@@ -539,8 +540,8 @@ def test_ranks_in_different_collectives_of_one_group_have_diverged() -> None:
 
 def test_exchanges_of_one_name_have_not_diverged_whatever_each_rank_sends() -> None:
     def inside(rank: int, name: str) -> CollectiveNote:
-        books = CommLog(rank)
-        return books.add_exchange(name, books.open_group("cp", (0, 1)), 10 * rank).note()
+        comm_log = CommLog(rank)
+        return comm_log.add_exchange(name, comm_log.open_group("cp", (0, 1)), 10 * rank).note()
 
     text = diagnose({rank: report(rank, inside(rank, "keys")) for rank in range(2)})
     assert "the network or a device is stuck, or only slow" in text

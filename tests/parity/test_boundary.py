@@ -338,8 +338,9 @@ def lose_a_neighbour(rank: int, world_size: int, how: str) -> str:
 
 def test_neighbour_that_dies_or_hangs_is_named(ranks: WorkerPool) -> None:
     words = "rank 1 failed in receive #5 of cut values header over pp (2 ranks): another rank died, hangs or runs other"
-    with pytest.raises(RankError, match="rank 0 of 2 died") as caught:
+    with pytest.raises(RankError) as caught:
         ranks(2).run(lose_a_neighbour, "dies", grace_s=PATIENCE_S)
+    assert (caught.value.rank, caught.value.kind) == (0, "died")
     assert words in str(caught.value)
     assert words in ranks(2).run(lose_a_neighbour, "hangs")[1]
 
@@ -372,7 +373,7 @@ def test_local_channel_hands_over_detached_values() -> None:
     assert received[0].data_ptr() == x.data_ptr()
     channel.send_gradients([None, torch.ones(2)])
     assert [each is None for each in channel.post_gradients().wait()] == [True, False]
-    with pytest.raises(RuntimeError, match="awaited before it is sent"):
+    with pytest.raises(RuntimeError, match="value 0 "):
         channel.post_receive().wait()
     with refused("boundary-value-type", "builtins.set"):
         channel.send({1, 2})

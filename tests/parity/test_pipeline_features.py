@@ -8,7 +8,7 @@ import gc
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from harness.live_bytes import LiveBytes, settled_bytes, storage_bytes
 from harness.pool import WorkerPool
 from harness.reference import PARITY, Trace, call_model, check_parity, max_error
+from harness.refusals import refusal_of
 from harness.tensor import make_case, step_batches, train_split, train_whole
 from harness.tier_bytes import HostPages
 from harness.time_outs import fail_after
 from harness.training import make_config, make_optimizer, merge_ranks
-from shardwise import ConfigError, Engine, NonFiniteLossError, initialize
+from shardwise import Engine, NonFiniteLossError, initialize
 from shardwise.runtime.float64 import float64_throughout
 from shardwise.runtime.memory_tracker import Category
 
@@ -280,25 +281,17 @@ def test_an_overflow_in_one_stage_skips_the_step_in_all(ranks: WorkerPool, at: i
     assert ranks(2).run(overflow, at) == [expected] * 2
 
 
-def lose(rank: int, world_size: int, at: str, sections: Sections) -> tuple[str, bool, float]:
+def lose(rank: int, world_size: int, at: str, sections: Sections) -> tuple[tuple[str, str], bool, float]:
     """A step in which a module's output is not a number, and the same one without."""
     with float64_throughout(), make_engine(rank, sections) as engine:
         engine.train_step(batches_of(rank, world_size, 0))
         before = parameters_of(engine)
         handle = engine.model.get_submodule(at).register_forward_hook(lambda module, args, output: output * math.nan)
-        message = error_of(lambda: engine.train_step(batches_of(rank, world_size, 1)), NonFiniteLossError)
+        refusal = refusal_of(lambda: engine.train_step(batches_of(rank, world_size, 1)))
         handle.remove()
         after = parameters_of(engine)
         is_same = all(torch.equal(before[name], after[name]) for name in before)
-        return message, is_same, engine.train_step(batches_of(rank, world_size, 1)).loss
-
-
-def error_of(function: Callable[[], object], kind: type[Exception]) -> str:
-    try:
-        function()
-    except kind as error:
-        return str(error)
-    return ""
+        return refusal, is_same, engine.train_step(batches_of(rank, world_size, 1)).loss
 
 
 @pytest.mark.parametrize(
@@ -314,14 +307,15 @@ def test_a_loss_that_is_no_number_names_the_module_on_all_ranks(
     ranks: WorkerPool, num_ranks: int, at: str, found_on: int, sections: Sections
 ) -> None:
     loss = reference("deep", num_ranks // 2, None).losses[1]
-    for message, is_same, later_loss in ranks(num_ranks).run(lose, at, sections):
-        assert f"the first module with a non-finite output is {at} on rank {found_on}; parameters" in message
+    for (code, message), is_same, later_loss in ranks(num_ranks).run(lose, at, sections):
+        assert code == "loss-not-finite"
+        assert f"{at} on rank {found_on}" in message
         assert is_same
         assert max_error([later_loss], [loss]) <= PARITY
 
 
-def fail_in_loss(rank: int, world_size: int) -> list[str]:
-    """What a rank meets where the loss raises in the second micro-batch, and behind that."""
+def fail_in_loss(rank: int, world_size: int) -> list[tuple[str, str]]:
+    """What a rank meets where the loss raises in the second micro-batch, and after that."""
     case = make_case("deep")
     losses: list[Tensor] = []
 
@@ -334,39 +328,39 @@ def fail_in_loss(rank: int, world_size: int) -> list[str]:
     engine = make_engine(rank, {"run": {"timeout_s": 60.0, "watchdog_s": 0.0}}, loss_fn=loss_fn)
     engine.train_step(batches_of(rank, world_size, 0))
     fail_after(engine.comm.comm_log, 5.0)
-    messages = [error_of(lambda: engine.train_step(batches_of(rank, world_size, 1)), Exception)]
+    refusals = [refusal_of(lambda: engine.train_step(batches_of(rank, world_size, 1)))]
     engine.zero_grad()
-    messages.append(error_of(lambda: engine.train_step(batches_of(rank, world_size, 1)), RuntimeError))
-    messages.append(error_of(lambda: engine.eval_step(batches_of(rank, world_size, 1)), RuntimeError))
-    return messages
+    refusals.append(refusal_of(lambda: engine.train_step(batches_of(rank, world_size, 1))))
+    refusals.append(refusal_of(lambda: engine.eval_step(batches_of(rank, world_size, 1))))
+    return refusals
 
 
-def test_behind_an_exception_amid_a_schedule_no_stage_takes_an_old_message_for_a_new_one(ranks: WorkerPool) -> None:
+def test_after_an_exception_amid_a_schedule_no_stage_takes_an_old_message_for_a_new_one(ranks: WorkerPool) -> None:
     first, last = ranks(2).run(fail_in_loss)
-    assert last[0] == "in the loss"
-    assert "rank 0 failed in receive" in first[0]
-    for later in (*first[1:], *last[1:]):
-        assert "an exception has ended a step or an evaluation amid its schedule" in later
+    assert last[0] == ("ZeroDivisionError", "in the loss")
+    assert first[0][0] == "collective-failed"
+    assert "rank 0 failed in receive" in first[0][1]
+    assert [code for code, _ in (*first[1:], *last[1:])] == ["stages-out-of-step"] * 4
 
 
-def fail_before_messages(rank: int, world_size: int) -> tuple[list[str], float]:
-    """Mistakes that every rank is told of, each followed by `zero_grad`; then a good step."""
+def fail_before_messages(rank: int, world_size: int) -> tuple[list[tuple[str, str]], float]:
+    """Mistakes that every rank reports, each followed by `zero_grad`; then a good step."""
     with float64_throughout(), make_engine(rank, {"run": {"timeout_s": 60.0, "seed": 5}}) as engine:
         engine.model.extra = nn.Linear(2, 2)
-        messages = [error_of(lambda: engine.train_step(batches_of(rank, world_size, 0)), ValueError)]
+        refusals = [refusal_of(lambda: engine.train_step(batches_of(rank, world_size, 0)))]
         del engine.model.extra
-        messages.append(error_of(lambda: engine.train_step(batches_of(rank, world_size, rank)), ConfigError))
-        messages.append(error_of(lambda: engine.train_step(batches_of(rank, world_size, 0, 1)), ConfigError))
+        refusals.append(refusal_of(lambda: engine.train_step(batches_of(rank, world_size, rank))))
+        refusals.append(refusal_of(lambda: engine.train_step(batches_of(rank, world_size, 0, 1))))
         engine.zero_grad()
-        return messages, engine.train_step(batches_of(rank, world_size, 0)).loss
+        return refusals, engine.train_step(batches_of(rank, world_size, 0)).loss
 
 
-def test_mistakes_are_told_on_all_stages_before_they_exchange_anything(ranks: WorkerPool) -> None:
+def test_mistakes_are_reported_on_all_stages_before_they_exchange_anything(ranks: WorkerPool) -> None:
     expected = reference("deep", 1, None).losses[0]
-    for (added, other_batch, few), loss in ranks(2).run(fail_before_messages):
-        assert "parameter extra.weight was added" in added
-        assert "rank 1 has another batch than rank 0 in one forward, whose layers they share" in other_batch
-        assert "train_step takes a list of batch.accumulation=3 micro-batches and got 1" in few
+    for refusals, loss in ranks(2).run(fail_before_messages):
+        assert [code for code, _ in refusals] == ["model-parameters-changed", "batches-differ", "micro-batch-count"]
+        for (_, message), value in zip(refusals, ("extra.weight", "rank 1", "batch.accumulation=3"), strict=True):
+            assert value in message
         assert max_error([loss], [expected]) <= PARITY
 
 

@@ -320,15 +320,15 @@ def test_keys() -> None:
     queue, weight = WeightGradQueue(), nn.Parameter(torch.randn(6, 6))
     queue.collect((0, 0))
     queue.drain((0, 0))
-    with pytest.raises(RuntimeError, match=r"of \(0, 0\) were not collected, or are drained; run its BACKWARD_INPUT"):
+    with pytest.raises(RuntimeError, match=r"\(0, 0\) .*drained"):
         queue.drain((0, 0))
     queue.collect((1, 2))
     queue.collect((1, 3))
-    with pytest.raises(RuntimeError, match=r"of \(1, 2\) are collected already"):
+    with pytest.raises(RuntimeError, match=r"\(1, 2\) .*already"):
         queue.collect((1, 2))
     with queue.splitting():
         F.linear(torch.randn(2, 6), weight).sum().backward()
-    with pytest.raises(RuntimeError, match=r"left at the end of the step: \(1, 2\); \(1, 3\); 1 products"):
+    with pytest.raises(RuntimeError, match=r"\(1, 2\); \(1, 3\); 1 products"):
         queue.check_empty()
     queue.clear()
     queue.check_empty()

@@ -123,7 +123,7 @@ def test_what_is_not_on_lease_cannot_be_released() -> None:
     buffer = pool.acquire(10, torch.float32)
     foreign = BufferPool().acquire(10, torch.float32)
     for tensor in (foreign, torch.zeros(10), buffer[:5], buffer.view(10)):
-        with pytest.raises(ValueError, match=r"not on lease from this pool.*release what acquire returned, once"):
+        with pytest.raises(ValueError, match="not on lease"):
             pool.release(tensor)
     pool.release(buffer)
     with pytest.raises(ValueError, match="not on lease"):
@@ -136,7 +136,7 @@ def test_what_is_not_on_lease_cannot_be_released() -> None:
 
 
 def test_a_negative_size_is_refused() -> None:
-    with pytest.raises(ValueError, match="numel=-1 is negative"):
+    with pytest.raises(ValueError, match="numel=-1"):
         BufferPool().acquire(-1, torch.float32)
 
 

@@ -43,9 +43,7 @@ def test_a_child_has_no_part_in_the_pages() -> None:
 
 
 def test_a_host_without_room() -> None:
-    with pytest.raises(
-        MemoryError, match=r"the host gives no 1125899906842624 bytes: Cannot allocate memory; let fewer"
-    ):
+    with pytest.raises(MemoryError, match="1125899906842624 bytes: Cannot allocate memory"):
         host_pages(2**50)
 
 
@@ -96,7 +94,7 @@ def test_pinned_zeros_are_no_larger_than_their_pages(monkeypatch: pytest.MonkeyP
 
 def test_pages_that_cannot_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(error=2))
-    with pytest.raises(MemoryError, match=r"CUDA pins no 8192 bytes of the host \(error 2\); let fewer"):
+    with pytest.raises(MemoryError, match=r"8192 bytes .*\(error 2\)"):
         host_pages(5000, pin_memory=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import OrderedDict
 
 import numpy as np
@@ -45,7 +46,7 @@ def test_keys_that_differ_give_seeds_that_differ() -> None:
 
 @pytest.mark.parametrize("key", [np.int64(3), 1.0, True, None])
 def test_keys_without_a_stable_text_are_refused(key: object) -> None:
-    with pytest.raises(TypeError, match="keys of a seed are int or str"):
+    with pytest.raises(TypeError, match=re.escape(repr(key))):
         derive_seed(0, key)  # type: ignore[arg-type]
 
 

@@ -89,7 +89,7 @@ def test_resizing_is_followed_exactly() -> None:
 
 
 def test_resizing_an_unknown_storage_is_refused() -> None:
-    with pytest.raises(ValueError, match="a storage of 12 bytes is not tracked; track it first"):
+    with pytest.raises(ValueError, match="12 bytes"):
         MemoryTracker().resize(torch.zeros(3), 0)
 
 
@@ -392,7 +392,7 @@ def test_the_meter_is_of_its_thread_and_of_backwards_started_there() -> None:
 
 def test_two_meters_at_once_are_refused_and_an_error_leaves_the_meter() -> None:
     tracker = MemoryTracker()
-    with pytest.raises(RuntimeError, match="meter is on already"), tracker.meter(), tracker.meter():
+    with pytest.raises(RuntimeError, match="meter"), tracker.meter(), tracker.meter():
         pass
     outside = torch.zeros(3) + 1
     assert tracker.snapshot().total_bytes == 0
