@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardwise import Config
 from shardwise.comm.loss import LossSum
-from shardwise.layout.stage_partition import cut_model
+from shardwise.layout.stage_partition import partition_model
 from shardwise.pipeline.stage_module import StageForward
 from shardwise.runtime.float64 import float64_throughout
 from shardwise.runtime.torch_private import pytree
@@ -32,7 +32,7 @@ def pipeline_error(model: nn.Module, batch: Mapping[str, Any], loss_of: LossOf, 
         section: the config's `pipeline`.
     """
     config = Config.from_dict({"mesh": {"pp": 2}, "batch": {"accumulation": 2}, "pipeline": section}).resolve(2)
-    layout = cut_model(model, config)
+    layout = partition_model(model, config)
     stages = [_stage_of(model, layout.stages_of, stage) for stage in range(2)]
     forwards = [StageForward(each, layout.units, [stage], torch.device("cpu")) for stage, each in enumerate(stages)]
     with float64_throughout():

@@ -199,15 +199,15 @@ class PipelineConfig(Section):
     virtual_stages: Layers = 1
     """Stages of each rank; more idle less and send more."""
     balance: Literal["both", "time", "memory"] = "both"
-    """What the cut into stages makes even: time, memory, or both."""
+    """What the partition into stages makes even: time, memory, or both."""
     cut: Names | None = None
-    """Names of the modules with which stages 1, 2, ... begin; cut by cost where it is not given."""
+    """Names of the modules with which stages 1, 2, ... begin; by default they are partitioned by cost."""
     units: Names | None = None
     """Patterns of the modules between which a cut is allowed."""
     replicate: Names | None = None
     """Patterns of modules that every stage holds and runs."""
     unit_seconds: dict[str, PositiveFloat] | None = None
-    """Measured seconds of modules by name pattern, for the cut."""
+    """Measured seconds of modules by name pattern, for the partition."""
     gather: Literal["batch", "micro-batch"] = "batch"
     """In stage 3: gather a stage once a batch, or each block for each micro-batch (less memory, more traffic)."""
 

@@ -1,16 +1,16 @@
 """Decide which units of a model form each pipeline stage, so that stages take similar times and ranks similar memory.
 
-The cut makes the largest stage as small as possible; among the cuts that do so, the most even one is taken.
+The partition makes the largest stage as small as possible; among those that do so, the most even one is taken.
 
 >>> from torch import nn
 >>> from shardwise.layout.stage_units import estimate_costs
 >>> from shardwise.layout.stage_units import find_stage_units
 >>> model = nn.Sequential(nn.Embedding(128, 64), *(nn.Linear(64, 64) for _ in range(6)), nn.Linear(64, 128))
 >>> units = find_stage_units(model)
->>> cut = cut_stages(units, estimate_costs(model, units, bytes_per_element=16), num_stages=3)
->>> cut.first_units, cut.stage_of("7.weight")
+>>> partition = partition_stages(units, estimate_costs(model, units, bytes_per_element=16), num_stages=3)
+>>> partition.first_units, partition.stage_of("7.weight")
 (('0', '3', '6'), (2,))
->>> print(cut.describe())
+>>> print(partition.describe())
 stage  rank  units  parameters  memory MiB    time
     0     0  0..2       16,512         0.3  0.75 x
     1     1  3..5       12,480         0.2  1.12 x
@@ -51,8 +51,8 @@ _WHOLE: Final = 2**40
 
 
 @dataclass(frozen=True)
-class StageCut:
-    """Hold a model cut into stages.
+class StagePartition:
+    """Hold the partition of a model into stages.
 
     Attributes:
         units: the units in the order in which they run.
@@ -152,7 +152,7 @@ class StageCut:
         return "\n".join(lines)
 
 
-def cut_stages(
+def partition_stages(
     units: Sequence[StageUnit],
     costs: Sequence[UnitCost],
     num_stages: int,
@@ -160,14 +160,14 @@ def cut_stages(
     balance: Balance = "both",
     placement: Sequence[int] | None = None,
     pinned: Sequence[str] | None = None,
-) -> StageCut:
-    """Cut a model into stages of consecutive units.
+) -> StagePartition:
+    """Partition a model into stages of consecutive units.
 
-    A stage's time and a rank's memory are taken as multiples of their means. The cut minimises the largest of these
-    numbers, then the sum of their squares. Of equal cuts it takes the one whose later stages are larger, since earlier
-    ranks hold the activations of more micro-batches. With one stage a rank the result is the exact optimum. With
-    several, two cuts are improved: the optimum for as many ranks as stages, and the optimum of the times alone. Runs of
-    neighbouring cuts are moved by one unit until no move makes the cut better; that is nearly always the optimum.
+    A stage's time and a rank's memory are taken as multiples of their means. The partition minimises the largest of
+    these numbers, then the sum of their squares. Of equal ones it takes the one whose later stages are larger, since
+    earlier ranks hold the activations of more micro-batches. With one stage a rank the result is the exact optimum.
+    With several, two partitions are improved: the optimum for as many ranks as stages, and the optimum of the times
+    alone. Runs of neighbouring cuts are moved by one unit until no move helps; that is nearly always the optimum.
 
     Args:
         units: as `find_stage_units` returns them.
@@ -175,7 +175,7 @@ def cut_stages(
         num_stages: stages of the whole pipeline.
         balance: what is made even: the stages' "time", the ranks' "memory", or "both".
         placement: the pipeline rank of each stage; None for one stage a rank.
-        pinned: names of the units with which the stages begin, without the first stage's; None to search for a cut.
+        pinned: names of the units with which the stages begin, without the first stage's; None to find them.
 
     Raises:
         ConfigError: the model has fewer units than stages, a stage would have no parameters, or a pinned unit is
@@ -196,13 +196,13 @@ def cut_stages(
     if pinned is not None:
         starts = _read_pinned(units, num_stages, pinned)
     else:
-        problem = _CutProblem.of(units, costs, balance, placement)
+        problem = _PartitionProblem.of(units, costs, balance, placement)
         starts = _best_starts(problem)
-    return StageCut(tuple(units), tuple(costs), starts, placement)
+    return StagePartition(tuple(units), tuple(costs), starts, placement)
 
 
 @dataclass(frozen=True)
-class _CutProblem:
+class _PartitionProblem:
     """Hold the sums of costs over the units before each unit, as shares of the whole, and where a stage may begin."""
 
     compute: tuple[int, ...]
@@ -214,7 +214,7 @@ class _CutProblem:
     @classmethod
     def of(
         cls, units: Sequence[StageUnit], costs: Sequence[UnitCost], balance: Balance, placement: tuple[int, ...]
-    ) -> _CutProblem:
+    ) -> _PartitionProblem:
         compute = _shares([0.0 if balance == "memory" else cost.compute for cost in costs])
         memory = _shares([0.0 if balance == "time" else cost.memory_bytes for cost in costs])
         return cls(
@@ -248,17 +248,17 @@ class _CutProblem:
         return max(numbers), sum(number * number for number in numbers)
 
 
-def _best_starts(problem: _CutProblem) -> tuple[int, ...]:
+def _best_starts(problem: _PartitionProblem) -> tuple[int, ...]:
     exact = _solve(problem)
     if len(set(problem.placement)) == len(problem.placement):
         return exact
-    # Memory is summed over a rank's stages, so the cut with the best times alone may be the better start.
+    # Memory is summed over a rank's stages, so the partition with the best times alone may be the better start.
     by_time = _solve(replace(problem, memory=(0,) * len(problem.memory)))
     return min((_improve(problem, starts) for starts in (exact, by_time)), key=problem.score)
 
 
-def _solve(problem: _CutProblem) -> tuple[int, ...]:
-    """Return the best cut for the case that every stage has its own rank."""
+def _solve(problem: _PartitionProblem) -> tuple[int, ...]:
+    """Return the best partition for the case that every stage has its own rank."""
     num_stages = len(problem.placement)
     largest, _ = _fill_table(problem, num_stages, None)
     # Shares are rounded, so equal sums of different units may differ by half a share's last digit each.
@@ -266,12 +266,12 @@ def _solve(problem: _CutProblem) -> tuple[int, ...]:
     return starts
 
 
-def _fill_table(problem: _CutProblem, num_stages: int, limit: int | None) -> tuple[int, tuple[int, ...]]:
+def _fill_table(problem: _PartitionProblem, num_stages: int, limit: int | None) -> tuple[int, tuple[int, ...]]:
     """Minimise the largest stage; or, with a limit that no stage may exceed, the sum of squares."""
     # By number of stages, then by where the last of them stops: the least score, and where that stage starts.
     table: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
     most = _largest_of_even(problem, num_stages) if limit is None else limit
-    # The same as `problem.weights`, whose calls cost too much for the planner, which cuts hundreds of pipelines.
+    # The same as `problem.weights`, whose calls cost too much for the planner, which partitions hundreds of models.
     compute, memory = problem.compute, problem.memory
     for num_left in range(num_stages - 1, -1, -1):
         row: dict[int, tuple[int, int]] = {}
@@ -302,9 +302,9 @@ def _fill_table(problem: _CutProblem, num_stages: int, limit: int | None) -> tup
 
 
 class _UnitCosts:
-    """Keep the score of a cut while its stages change one by one: `_CutProblem.score` without summing again."""
+    """Keep the score of a partition while its stages change one by one, without summing again."""
 
-    def __init__(self, problem: _CutProblem, starts: Sequence[int]) -> None:
+    def __init__(self, problem: _PartitionProblem, starts: Sequence[int]) -> None:
         self.problem = problem
         index_of = {rank: index for index, rank in enumerate(dict.fromkeys(problem.placement))}
         self._ranks = [index_of[rank] for rank in problem.placement]
@@ -332,20 +332,20 @@ class _UnitCosts:
         return sum(map(mul, self._times, self._times)) + sum(map(mul, self._of_ranks, self._of_ranks))
 
 
-def _largest_of_even(problem: _CutProblem, num_stages: int) -> int:
-    """Return the largest stage of the cut into equal numbers of units, or the whole: a bound for the best cut."""
+def _largest_of_even(problem: _PartitionProblem, num_stages: int) -> int:
+    """Return the largest stage of equal numbers of units, or the whole: a bound for the best partition."""
     starts = [stage * problem.num_units // num_stages for stage in range(num_stages)]
-    if not _is_cut(problem, starts):
+    if not _is_partition(problem, starts):
         return max(problem.weights(0, problem.num_units))
     return max(max(problem.weights(*each)) for each in pairwise((*starts, problem.num_units)))
 
 
-def _is_cut(problem: _CutProblem, starts: Sequence[int]) -> bool:
+def _is_partition(problem: _PartitionProblem, starts: Sequence[int]) -> bool:
     return all(problem.is_stage(start, stop) for start, stop in pairwise((*starts, problem.num_units)))
 
 
-def _improve(problem: _CutProblem, starts: tuple[int, ...]) -> tuple[int, ...]:
-    """Take the best move as long as one makes the cut better."""
+def _improve(problem: _PartitionProblem, starts: tuple[int, ...]) -> tuple[int, ...]:
+    """Take the best move as long as one makes the partition better."""
     best = problem.score(starts), starts
     while True:
         for numbers, by, first, stop in _moves(problem, starts):
@@ -357,7 +357,7 @@ def _improve(problem: _CutProblem, starts: tuple[int, ...]) -> tuple[int, ...]:
         starts = best[1]
 
 
-def _moves(problem: _CutProblem, starts: tuple[int, ...]) -> Iterator[tuple[_UnitCosts, int, int, int]]:
+def _moves(problem: _PartitionProblem, starts: tuple[int, ...]) -> Iterator[tuple[_UnitCosts, int, int, int]]:
     """Yield the legal moves of runs of neighbouring cuts by one unit: new costs, by what, first stage, end of run."""
     ends = (*starts[1:], problem.num_units)
     unmoved = _UnitCosts(problem, starts)
@@ -448,8 +448,8 @@ def _to_mean(values: Sequence[float]) -> tuple[float, ...]:
 _LOG: Final = logging.getLogger("shardwise")
 
 
-def cut_model(model: nn.Module, config: Config, rank: int = 0) -> PipelineLayout:
-    """Cut a model into the stages of a config.
+def partition_model(model: nn.Module, config: Config, rank: int = 0) -> PipelineLayout:
+    """Partition a model into the stages of a config.
 
     Args:
         model: any module; its storage is not read.
@@ -460,26 +460,26 @@ def cut_model(model: nn.Module, config: Config, rank: int = 0) -> PipelineLayout
         ConfigError: the model has no units, or fewer than there are stages; the schedule has no such number of virtual
             stages; or `pipeline.cut` or `pipeline.units` does not fit the model.
     """
-    cut = find_cut(model, config)
-    _LOG.info("%d stages over pp=%d:\n%s", cut.num_stages, config.mesh.pp, cut.describe())
-    units = tuple(tuple(name for unit in stage for name in unit.modules) for stage in cut.stages)
-    names = {entry.name for unit in cut.units for entry in unit.params}
+    partition = find_partition(model, config)
+    _LOG.info("%d stages over pp=%d:\n%s", partition.num_stages, config.mesh.pp, partition.describe())
+    units = tuple(tuple(name for unit in stage for name in unit.modules) for stage in partition.stages)
+    names = {entry.name for unit in partition.units for entry in unit.params}
     section = config.pipeline
     return PipelineLayout(
         placement_of(section.schedule, config.mesh.pp, section.virtual_stages),
         units,
-        {name: cut.stage_of(name) for name in names},
+        {name: partition.stage_of(name) for name in names},
         gathers_once=section.gather == "batch" or config.zero.stage < 3,
         index=MeshShape.from_config(config.mesh).coordinate(rank).pp,
     )
 
 
-def find_cut(model: nn.Module, config: Config) -> StageCut:
-    """Find the stages with their costs; arguments and errors are those of `cut_model`."""
+def find_partition(model: nn.Module, config: Config) -> StagePartition:
+    """Find the stages with their costs; arguments and errors are those of `partition_model`."""
     section = config.pipeline
     placement = placement_of(section.schedule, config.mesh.pp, section.virtual_stages)
     units = find_stage_units(model, section.units, section.replicate or ())
-    return cut_stages(
+    return partition_stages(
         units,
         estimate_costs(model, units, _bytes_per_element(model, config), section.unit_seconds),
         placement.num_stages,

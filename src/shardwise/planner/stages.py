@@ -19,7 +19,7 @@ from itertools import accumulate
 
 from shardwise.config.resolve import ConfigError
 from shardwise.layout.param_groups import ParamEntry
-from shardwise.layout.stage_partition import cut_stages
+from shardwise.layout.stage_partition import partition_stages
 from shardwise.layout.stage_units import StageUnit, UnitCost
 from shardwise.layout.tp_sharding import FusedPart, ParamSplit
 from shardwise.planner.job import PlanJob, Strategy
@@ -256,7 +256,7 @@ def cut_by_cost(shape: ModelShape, placement: StagePlacement) -> tuple[tuple[int
     units += [(f"blocks.{index}", kinds[index >= num_dense]) for index in range(shape.num_layers)]
     units += [("norm", _PlannedUnit.of(norm_params(shape))), ("head", _PlannedUnit.of(head))]
     entry = head[0].entry("head")
-    cut = cut_stages(
+    cut = partition_stages(
         [StageUnit(name, (name,), (entry,), name != "blocks.0" or not shape.num_positions) for name, _ in units],
         [UnitCost(name, unit.flops, unit.numel) for name, unit in units],
         placement.num_stages,

@@ -23,7 +23,7 @@ from shardwise.dropout import ShardRegion, drops_by_function
 from shardwise.layout.layout import Layout, build_layout
 from shardwise.layout.param_groups import wide_parameters
 from shardwise.layout.precision import TORCH_DTYPES
-from shardwise.layout.stage_partition import cut_model
+from shardwise.layout.stage_partition import partition_model
 from shardwise.layout.tensor_plan import TensorLayout, TensorPlan, is_within, tensor_layout
 from shardwise.models.apply_attention import check_attention
 from shardwise.tensor.hf_plans import find_plan
@@ -51,7 +51,7 @@ def plan_layout(
     check_attention(model, config.attention)
     check_context(model, config)
     degree, sequence_parallel = config.mesh.tp, config.tensor.sequence_parallel
-    pipeline = cut_model(model, config, rank) if config.mesh.pp > 1 else None
+    pipeline = partition_model(model, config, rank) if config.mesh.pp > 1 else None
     if degree == 1:
         return build_layout(model, config, pipeline=pipeline)
     found = find_plan(model, degree, plan, sequence_parallel)

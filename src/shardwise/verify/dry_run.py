@@ -23,7 +23,7 @@ from shardwise.layout.layout import OPTIMIZER_STATES, Layout
 from shardwise.layout.mesh_shape import Coordinate, MeshShape
 from shardwise.layout.pipeline_layout import PipelineLayout
 from shardwise.layout.precision import DTYPE_BYTES
-from shardwise.layout.stage_partition import StageCut, find_cut
+from shardwise.layout.stage_partition import StagePartition, find_partition
 from shardwise.models import Decoder, DecoderConfig, decoder_config, lm_loss, num_params
 from shardwise.runtime.format import format_bytes, format_count
 from shardwise.schedule import ScheduleError, bubble_s
@@ -44,7 +44,7 @@ class DryRun:
     """Holds a job and the simulations of some of its ranks; the config is resolved.
 
     Attributes:
-        cut: the stages of its pipeline; None without one.
+        partition: the stages of its pipeline; None without one.
         elapsed_s: seconds that all simulations took.
         is_worst: whether several ranks were simulated and only the one with the highest peak was kept.
     """
@@ -52,7 +52,7 @@ class DryRun:
     config: Config
     shape: DecoderConfig
     simulations: tuple[Simulation, ...]
-    cut: StageCut | None
+    partition: StagePartition | None
     elapsed_s: float
     is_worst: bool = False
 
@@ -104,8 +104,8 @@ def dry_run(
         simulations.append(simulation)
     if ranks == "worst":
         simulations = [max(simulations, key=lambda each: each.peak.peak_bytes)]
-    cut = find_cut(Decoder(shape, device="meta"), config) if layout.pipeline is not None else None
-    return DryRun(config, shape, tuple(simulations), cut, time.perf_counter() - start_s, ranks == "worst")
+    partition = find_partition(Decoder(shape, device="meta"), config) if layout.pipeline is not None else None
+    return DryRun(config, shape, tuple(simulations), partition, time.perf_counter() - start_s, ranks == "worst")
 
 
 def dry_run_size(config: Config, world_size: int | None) -> int:
@@ -145,8 +145,8 @@ def choose_ranks(mesh: MeshShape, ranks: Sequence[int] | Choice | None) -> list[
 def render(run: DryRun) -> RenderableType:
     """Draw the header and the tables of what the ranks hold and send; 80 columns are enough."""
     tables: list[RenderableType] = [_header(run)]
-    if run.cut is not None:
-        tables.append(Text(run.cut.describe()))
+    if run.partition is not None:
+        tables.append(Text(run.partition.describe()))
     if len(run.simulations) == 1:
         tables += rank_tables(run.simulations[0], run.config)
     else:

@@ -14,7 +14,7 @@ from harness.huggingface import build_model
 from harness.refusals import refused
 from shardwise.config.resolve import Config
 from shardwise.layout.param_groups import ParamEntry
-from shardwise.layout.stage_partition import StageCut, cut_stages, find_cut
+from shardwise.layout.stage_partition import StagePartition, find_partition, partition_stages
 from shardwise.layout.stage_units import StageUnit, UnitCost, estimate_costs, find_stage_units
 from shardwise.models import Decoder, preset
 
@@ -24,13 +24,13 @@ def unit(name: str, *, is_cut_allowed_before: bool = True, has_params: bool = Tr
     return StageUnit(name, (name,), params, is_cut_allowed_before)
 
 
-def cut_of(times: Sequence[float], memory: Sequence[float], num_stages: int, **options: Any) -> StageCut:
+def cut_of(times: Sequence[float], memory: Sequence[float], num_stages: int, **options: Any) -> StagePartition:
     names = [f"u{index}" for index in range(len(times))]
     costs = [UnitCost(name, *each) for name, each in zip(names, zip(times, memory, strict=True), strict=True)]
-    return cut_stages([unit(name) for name in names], costs, num_stages, **options)
+    return partition_stages([unit(name) for name in names], costs, num_stages, **options)
 
 
-def sizes(cut: StageCut) -> list[int]:
+def sizes(cut: StagePartition) -> list[int]:
     return [len(stage) for stage in cut.stages]
 
 
@@ -88,9 +88,9 @@ def test_cuts_stand_where_they_may(problem: tuple[list[int], list[int], int], da
     ]
     if not legal:
         with refused("too-many-stages"):
-            cut_stages(units, costs, num_stages)
+            partition_stages(units, costs, num_stages)
         return
-    cut = cut_stages(units, costs, num_stages)
+    cut = partition_stages(units, costs, num_stages)
     assert cut.starts in legal
     found = score(times, memory, cut.starts, range(num_stages))[0]
     assert found == pytest.approx(min(score(times, memory, each, range(num_stages))[0] for each in legal), abs=1e-9)
@@ -151,10 +151,10 @@ def test_memory_is_balanced_over_ranks(times: list[int], memory: list[int], plac
     assert best[0] < 0.9 * score(times, memory, alone.starts, placement)[0]
 
 
-def decoder_cut(name: str, num_stages: int) -> StageCut:
+def decoder_cut(name: str, num_stages: int) -> StagePartition:
     model = Decoder(preset(name), device="meta")
     units = find_stage_units(model)
-    return cut_stages(units, estimate_costs(model, units, bytes_per_element=2), num_stages)
+    return partition_stages(units, estimate_costs(model, units, bytes_per_element=2), num_stages)
 
 
 def test_bloom_176b_counts_embedding_and_head_as_layers() -> None:
@@ -168,7 +168,7 @@ def test_bloom_176b_counts_embedding_and_head_as_layers() -> None:
     gigabytes = {cost.name: round(cost.memory_bytes / 1e9, 1) for cost in costs}
     assert gigabytes["transformer.word_embeddings"] == gigabytes["lm_head"] == 7.2  # a GB of 10^9
     assert gigabytes["transformer.h.0"] == gigabytes["transformer.h.69"] == 4.9
-    cut = cut_stages(units, costs, 12)
+    cut = partition_stages(units, costs, 12)
     num_blocks = [sum(".h." in each.name for each in stage) for stage in cut.stages]
     assert num_blocks == [5, *[6] * 10, 5]
     assert cut.stage_of("lm_head.weight") == cut.stage_of("transformer.word_embeddings.weight") == (0, 11)
@@ -211,7 +211,7 @@ def test_what_stays_in_fp32_takes_what_the_layout_gives_it(stage: int, narrow: f
     model._keep_in_fp32_modules_strict = ["1", "4"]
     mesh = {"pp": 2, "dp_shard": 2}
     sections = {"mesh": mesh, "zero": {"stage": stage}, "precision": {"param": "bf16"}, "batch": {"accumulation": 2}}
-    cut = find_cut(model, Config.from_dict(sections).resolve(world_size=4))
+    cut = find_partition(model, Config.from_dict(sections).resolve(world_size=4))
     costs = {cost.name: cost.memory_bytes for cost in cut.costs}
     assert costs == {"0": 40 * narrow, "1": 20 * wide, "2": 8 * narrow, "3": 24 * narrow, "4": 70 * 4}
 
@@ -265,7 +265,7 @@ def test_stage_of_takes_every_name_of_a_parameter() -> None:
     model[4].weight = nn.Parameter(torch.zeros(10, 4))
     model[4].weight = model[0].weight
     units = find_stage_units(model)
-    cut = cut_stages(units, estimate_costs(model, units, 1), 3, pinned=["1", "3"])
+    cut = partition_stages(units, estimate_costs(model, units, 1), 3, pinned=["1", "3"])
     assert cut.stage_of("0.weight") == cut.stage_of("4.weight") == (0, 2)
     assert cut.stage_of("4.bias") == (2,)
     assert cut.stage_of("2.weight") == (1,)
@@ -275,7 +275,7 @@ def test_stage_of_takes_every_name_of_a_parameter() -> None:
 
 def test_the_table_shows_every_stage_and_the_ends_imbalance() -> None:
     costs = [UnitCost("a", 0, 3 * 2**20), UnitCost("b", 6, 2**20), UnitCost("c", 9, 2**21)]
-    cut = cut_stages([unit(name) for name in "abc"], costs, 2, pinned=["c"])
+    cut = partition_stages([unit(name) for name in "abc"], costs, 2, pinned=["c"])
     assert cut.describe().splitlines() == [
         "stage  rank  units  parameters  memory MiB    time",
         "    0     0  a..b            2         4.0  0.80 x",
@@ -331,7 +331,7 @@ def test_pinned_cuts_that_are_none_are_refused(pinned: list[str], refusal: tuple
         unit("head"),
     ]
     with refused(*refusal):
-        cut_stages(units, [UnitCost(each.name, 1, 1) for each in units], 3, pinned=pinned)
+        partition_stages(units, [UnitCost(each.name, 1, 1) for each in units], 3, pinned=pinned)
 
 
 @pytest.mark.parametrize("num_stages", [0, 5])
@@ -339,12 +339,12 @@ def test_fewer_units_than_stages_are_refused(num_stages: int) -> None:
     units = [unit("a"), unit("b"), unit("c", is_cut_allowed_before=False), unit("d"), unit("e", has_params=False)]
     costs = [UnitCost(each.name, 1, 1) for each in units]
     with refused("too-many-stages", f"{num_stages} pipeline stages", "from 1 to 3"):
-        cut_stages(units, costs, num_stages)
-    assert sizes(cut_stages(units, costs, 3)) == [1, 2, 2]
+        partition_stages(units, costs, num_stages)
+    assert sizes(partition_stages(units, costs, 3)) == [1, 2, 2]
 
 
 def test_what_does_not_belong_together_is_refused() -> None:
     with pytest.raises(ValueError, match="costs"):
-        cut_stages([unit("a")], [UnitCost("b", 1, 1)], 1)
+        partition_stages([unit("a")], [UnitCost("b", 1, 1)], 1)
     with pytest.raises(ValueError, match=r"placement.* num_stages=2"):
         cut_of([1, 1], [1, 1], 2, placement=[0])

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from harness.refusals import refused
 from shardwise import Config, measure_units
-from shardwise.layout.stage_partition import find_cut
+from shardwise.layout.stage_partition import find_partition
 
 SLOW_S = 0.02
 
@@ -36,7 +36,7 @@ def test_a_slow_unit_gets_a_stage_of_its_own() -> None:
     assert seconds["1"] == seconds["2"]  # like units are timed once
     pipeline = {"unit_seconds": seconds, "balance": "time"}
     config = Config.from_dict({"mesh": {"pp": 2}, "pipeline": pipeline}).resolve(2)
-    assert find_cut(model, config).first_units == ("0", "1")
+    assert find_partition(model, config).first_units == ("0", "1")
 
 
 def test_the_loss_counts_for_the_last_unit_and_gradients_stay() -> None:
