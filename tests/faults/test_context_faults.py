@@ -67,6 +67,7 @@ def die_in_an_exchange(rank: int, world_size: int, transport: str, number: int, 
     (told / str(rank)).write_text(text if is_in_time else f"late: {text}")
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("num_ranks", "transport", "number", "names"),
     [(2, "ring", 1, "keys"), (4, "ring", 8, "keys|gradients"), (2, "ulysses", 3, "heads|tokens")],
@@ -132,7 +133,8 @@ def test_a_rank_that_raises_amid_a_layer_is_named_by_the_other(ranks: WorkerPool
     assert re.search(r"rank 1 has not started exchange #\d+ of context keys: it is at test_context_faults.py", waiting)
 
 
-@pytest.mark.parametrize("checks", [False, True])
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("checks", [True, False])
 def test_ranks_that_go_different_ways_are_told_where(ranks: WorkerPool, checks: bool, tmp_path: Path) -> None:
     first = texts_told(ranks, skip_attention, checks, tmp_path)["0"]
     assert re.search(r"rank 0 waits in exchange #\d+ of context keys .*; rank 1 waits in \w+ #\d+ of ", first), first

@@ -26,7 +26,7 @@ from shardwise.checkpoint.manifest import StoredTensor
 pytestmark = pytest.mark.begin
 
 # Signals to the launcher, and its own stop, are quick in `test_launcher`.
-QUICK = (Stop("STOP", "0", "save"), Stop("TERM", "0", "steady step"))
+QUICK = (Stop("STOP", "0", "save"),)
 # What a busy machine adds: of processes that end, not of those that wait.
 _BUSY_S = 30.0
 

@@ -110,6 +110,7 @@ def stay_away(rank: int, world_size: int, absent: int, timeout_s: float) -> str:
     return ""
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("absent", [0, 1])
 def test_a_rank_without_progress_is_given_up(ranks: WorkerPool, absent: int) -> None:
     texts = ranks(3).run(stay_away, absent, SHORT_S)

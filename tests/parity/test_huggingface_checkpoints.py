@@ -342,7 +342,7 @@ def is_quick_to_import(run: Options) -> bool:
     return run["model"] in ("qwen2 tied", "gpt2 untied") or run["layout"] == LayoutSpec(1, 1, 4, 3)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("run", cover(IMPORT_FACTORS, quick=is_quick_to_import))
 def test_every_layout_imports_just_the_values_of_the_folder(ranks: WorkerPool, run: Options, tmp_path: Path) -> None:
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[run["stored"]]

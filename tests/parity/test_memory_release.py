@@ -341,7 +341,7 @@ def train_with_tiers(
     return found
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("options", cover({"tiers": list(TIERS), "param": ["bf16", "fp32"], "to": ["nvme", "host"]}))
 def test_training_goes_on_bit_for_bit_with_every_tier(
     ranks: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]

@@ -162,7 +162,7 @@ def measure(rank: int, world_size: int, model: str, sections: Sections) -> Measu
     return Measured(layout, shard, at_rest, dict(sent), ring_equivalent_bytes(wire.calls))
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("name", list(BYTES))
 def test_bytes_are_those_of_the_layout(ranks: WorkerPool, name: str) -> None:
     num_ranks, model, sections = BYTES[name]

@@ -102,7 +102,7 @@ def simulate_case(
     )
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "options",
     cover(

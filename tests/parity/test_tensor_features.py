@@ -171,7 +171,7 @@ def plain_read_and_write(name: str, layout: str) -> tuple[Named, Named]:
     return states, plain_states(model, optimizer)
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "options",
     cover(
@@ -280,7 +280,7 @@ def train_plainly(name: str, layout: str, feature: str) -> dict[str, Tensor]:
     return {key: parameter.detach() for key, parameter in model.named_parameters()}
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     "options", cover({"feature": list(FEATURES), "model": ["decoder", "gpt2"], "layout": ["tp4", "tp2-dp2"]})
 )

@@ -74,6 +74,7 @@ def test_pipelines_are_measured(tmp_path: Path) -> None:
     assert "shardwise-1f1b / torch-1f1b" in finished.stdout
 
 
+@pytest.mark.full
 def test_bubbles_are_measured(tmp_path: Path) -> None:
     kept = tmp_path / "measured.json"
     options = ["--quick", "--ranks", "2", "--micro-batches", "4", "--schedules", "1f1b,zb-v", "--json", str(kept)]
@@ -87,6 +88,7 @@ def test_bubbles_are_measured(tmp_path: Path) -> None:
     assert rows["zb-v"]["expected_s"] == 0
 
 
+@pytest.mark.full
 def test_attention_is_measured(tmp_path: Path) -> None:
     kept = tmp_path / "measured.json"
     command = [sys.executable, str(BENCHMARKS / "attention.py"), "--quick", "--no-flex", "--json", str(kept)]

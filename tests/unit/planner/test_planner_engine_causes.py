@@ -115,7 +115,7 @@ CASES: Final = {
 }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("sample", "rank"), CASES.values(), ids=CASES)
 def test_the_planner_says_what_the_engine_holds_where(sample: Sample, rank: int) -> None:
     (estimated,) = [each for each in sample.estimated().ranks if each.pipeline_rank == rank]
