@@ -43,10 +43,14 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}; name a JSON file of cases") from None
+        raise ConfigError(
+            "file-unreadable", f"{path} cannot be read: {' '.join(str(error).split())}; name a JSON file of cases"
+        ) from None
     rows = found.get("cases") if isinstance(found, dict) else found
     if not isinstance(rows, list) or (rows and not any(isinstance(row, dict) for row in rows)):
-        raise ConfigError(f'{path} holds no list of rows; write {{"cases": [...]}} or [...], each row an object')
+        raise ConfigError(
+            "cases-not-a-list", f'{path} holds no list of rows; write {{"cases": [...]}} or [...], each row an object'
+        )
     return [row if isinstance(row, dict) else {"id": f"row {number}"} for number, row in enumerate(rows, 1)]
 
 
@@ -67,7 +71,9 @@ def read_left_out(path: Path | None) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}; make it by planner_fit.py") from None
+        raise ConfigError(
+            "file-unreadable", f"{path} cannot be read: {' '.join(str(error).split())}; make it by planner_fit.py"
+        ) from None
 
 
 def scored_rows(rows: Sequence[dict[str, Any]]) -> list[Scored]:

@@ -280,7 +280,7 @@ def _strategy(row: Row, shape: ModelShape, cluster: Cluster) -> tuple[Strategy, 
     virtual = {"interleaved": max(2, virtual), "zb-v": 2}.get(schedule, 1)
     refused = stages_refusal(pp * virtual, shape.num_layers)
     if refused is not None:
-        raise ConfigError(refused)
+        raise ConfigError("too-many-stages", refused)
     shard = _shard_ranks(p, dp, int(stage), cluster, tp * pp * cp)
     strategy = Strategy(
         pp=pp,

@@ -117,7 +117,10 @@ class SearchSpace:
     def __post_init__(self) -> None:
         for name in self.pins:
             if name not in KEYS.values():
-                raise ConfigError(f"{name} is nothing that the planner chooses; it chooses {', '.join(KEYS.values())}")
+                raise ConfigError(
+                    "key-not-planned",
+                    f"{name} is nothing that the planner chooses; it chooses {', '.join(KEYS.values())}",
+                )
 
     def of(self, name: str, default: Sequence[Any]) -> Sequence[Any]:
         """Return the values to try of the field `name`: its pin, else `default`."""

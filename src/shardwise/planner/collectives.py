@@ -110,7 +110,7 @@ class NetworkModel:
             ConfigError: no such op.
         """
         if op not in OPS:
-            raise ConfigError(f"op={op!r} is no collective; legal: {', '.join(OPS)}")
+            raise ConfigError("unknown-collective", f"op={op!r} is no collective; legal: {', '.join(OPS)}")
         if num_ranks <= 1 or num_bytes <= 0:
             return 0.0
         key = (op, num_bytes, num_ranks, stride)

@@ -179,7 +179,10 @@ def model_section(shape: ModelShape, base: ModelConfig) -> ModelConfig:
     }
     for what, is_there in foreign.items():
         if is_there:
-            raise ConfigError(f"model {shape.name} has {what}, and the decoder of shardwise train has none; plan only")
+            raise ConfigError(
+                "model-plan-only",
+                f"model {shape.name} has {what}, and the decoder of shardwise train has none; plan only",
+            )
     wanted = replace(shape, name="", window=None)
     if _as_shape(decoder_config(base)) == wanted:
         return base
@@ -187,8 +190,9 @@ def model_section(shape: ModelShape, base: ModelConfig) -> ModelConfig:
     fitting = [each for each in options if each is not None]
     if not fitting:
         raise ConfigError(
+            "model-plan-only",
             f"model {shape.name} has head_dim={shape.head_dim}, and the decoder of shardwise train hidden_size / "
-            f"num_heads = {shape.hidden_size} / {shape.num_heads}; plan only"
+            f"num_heads = {shape.hidden_size} / {shape.num_heads}; plan only",
         )
     return min(fitting, key=lambda each: (len(each.model_dump(exclude_none=True)), each.preset != shape.name))
 
@@ -212,9 +216,11 @@ def pins_of(assignments: Sequence[str]) -> dict[str, tuple[Any, ...]]:
         if key not in KEYS:
             close = difflib.get_close_matches(key, KEYS, n=1)
             fix = f"did you mean {close[0]}?" if close else f"it chooses {', '.join(KEYS)}"
-            raise ConfigError(f"{key} is nothing that the planner chooses; {fix}")
+            raise ConfigError("key-not-planned", f"{key} is nothing that the planner chooses; {fix}")
         if key.endswith("_on_device"):
-            raise ConfigError(f"{key} is chosen last, as large as fits; leave it out, or price yours by --explain")
+            raise ConfigError(
+                "key-chosen-last", f"{key} is chosen last, as large as fits; leave it out, or price yours by --explain"
+            )
         section, _, leaf = key.partition(".")
         configs = [Config().override([f"{key}={each.strip()}"]) for each in text.split(",")]
         pins[KEYS[key]] = tuple(getattr(getattr(config, section), leaf) for config in configs)
@@ -240,7 +246,9 @@ def to_toml(config: Config, always: Collection[str] = ()) -> str:
             if value == defaults[section][leaf] and (key not in always or value is None):
                 continue
             if value is None:
-                raise ConfigError(f"{key} is none, which TOML cannot say; give {key}=none beside the file")
+                raise ConfigError(
+                    "none-in-toml", f"{key} is none, which TOML cannot say; give {key}=none beside the file"
+                )
             written.append(f"{leaf} = {_toml_value(value)}")
         if written:
             lines += [f"[{section}]", *written, ""]
@@ -261,9 +269,11 @@ def _toml_value(value: Any) -> str:
 
 def _refuse_foreign(strategy: Strategy) -> None:
     if strategy.ep != 1:
-        raise ConfigError(f"ep={strategy.ep}: our engine splits no experts over ranks; plan with ep=1")
+        raise ConfigError("ep-plan-only", f"ep={strategy.ep}: our engine splits no experts over ranks; plan with ep=1")
     if strategy.matmul is not None:
-        raise ConfigError(f"matmul={strategy.matmul}: our engine multiplies in precision.param; leave matmul out")
+        raise ConfigError(
+            "matmul-plan-only", f"matmul={strategy.matmul}: our engine multiplies in precision.param; leave matmul out"
+        )
 
 
 def _as_shape(decoder: DecoderConfig) -> ModelShape:
@@ -302,8 +312,9 @@ def _units_between(layers: Sequence[int], num_layers: int) -> tuple[str, ...]:
     """Return the modules with which every stage but the first begins: the inverse of `_layers_between`."""
     if sum(layers) != num_layers or min(layers) < 0 or 0 in layers[1:-1]:
         raise ConfigError(
+            "stage-layers-cut",
             f"stage_layers={tuple(layers)} is no cut of {num_layers} blocks; each stage between the first and the last "
-            "has 1 or more, and their sum is all"
+            "has 1 or more, and their sum is all",
         )
     starts = accumulate(layers[:-1])
     return tuple(f"blocks.{start}" if start < num_layers else _LAST_UNIT for start in starts)

@@ -162,7 +162,7 @@ def find_gpu(name: str) -> GpuSpec:
         return found
     close = difflib.get_close_matches(name.lower(), GPUS, n=1, cutoff=0.5)
     fix = f"did you mean {close[0]}?" if close else f"use one of {', '.join(GPUS)}"
-    raise ConfigError(f"{name} is no device that the planner knows; {fix}")
+    raise ConfigError("unknown-device", f"{name} is no device that the planner knows; {fix}")
 
 
 def known_gpu(name: str) -> GpuSpec | None:
@@ -278,7 +278,7 @@ def parse_cluster(text: str) -> Cluster:
     found = _COUNT.fullmatch(count)
     if found is None:
         usual = f"{device.name}:512, or {device.name}:64x8 for 64 nodes of 8"
-        raise ConfigError(f"{text} names no number of GPUs; write {usual}")
+        raise ConfigError("gpu-count-missing", f"{text} names no number of GPUs; write {usual}")
     last = int(found[2])
     if found[1] is not None:
         return _cluster(in_nodes_of(last, device), int(found[1]) * last, last, text)
@@ -307,13 +307,14 @@ def in_nodes_of(gpus_per_node: int, gpu: GpuSpec) -> GpuSpec:
 
 def _cluster(device: GpuSpec, num_gpus: int, gpus_per_node: int, source: str) -> Cluster:
     if num_gpus < 1 or gpus_per_node < 1:
-        raise ConfigError(f"{source} holds no GPU; give at least 1")
+        raise ConfigError("gpu-count-positive", f"{source} holds no GPU; give at least 1")
     if num_gpus % gpus_per_node:
         below = num_gpus // gpus_per_node * gpus_per_node
         nearest = ", ".join(str(each) for each in (below, below + gpus_per_node) if each)
         raise ConfigError(
+            "nodes-not-filled",
             f"{source}: {num_gpus} GPUs do not fill nodes of {gpus_per_node}; nearest: {nearest}, or say nodes x GPUs, "
-            f"as in {device.name}:2x{max(1, num_gpus // 2)}"
+            f"as in {device.name}:2x{max(1, num_gpus // 2)}",
         )
     return Cluster(gpu=device, num_gpus=num_gpus, gpus_per_node=gpus_per_node, nic_bytes_per_s=device.nic_bytes_per_s)
 
@@ -324,23 +325,30 @@ def _read_cluster(path: Path) -> Cluster:
         if key not in KEYS:
             close = difflib.get_close_matches(key, KEYS, n=1)
             fix = f"did you mean {close[0]}?" if close else f"keys are {', '.join(KEYS)}"
-            raise ConfigError(f"{path.name}: {key} is no key of a cluster; {fix}")
+            raise ConfigError("unknown-cluster-key", f"{path.name}: {key} is no key of a cluster; {fix}")
         if key == "gpu":
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-            raise ConfigError(f"{path.name}: {key}={value!r} must be a number >= 0; mend it there")
+            raise ConfigError(
+                "cluster-value-number", f"{path.name}: {key}={value!r} must be a number >= 0; mend it there"
+            )
     if not isinstance(values.get("gpu"), str):
-        raise ConfigError(f'{path.name} names no device; add gpu = "h100", or another of {", ".join(GPUS)}')
+        raise ConfigError(
+            "cluster-no-device", f'{path.name} names no device; add gpu = "h100", or another of {", ".join(GPUS)}'
+        )
     device = find_gpu(values["gpu"])
     per_node = _whole(values, "gpus_per_node", path, usual_node(device))
     num_nodes = _whole(values, "num_nodes", path, 0)
     num_gpus = _whole(values, "num_gpus", path, num_nodes * per_node)
     if not num_gpus:
-        raise ConfigError(f"{path.name} names no number of GPUs; add num_gpus = 512, or num_nodes = 64")
+        raise ConfigError(
+            "gpu-count-missing", f"{path.name} names no number of GPUs; add num_gpus = 512, or num_nodes = 64"
+        )
     if num_nodes and num_gpus != num_nodes * per_node:
         raise ConfigError(
+            "gpu-count-of-nodes",
             f"{path.name}: num_gpus={num_gpus} is not num_nodes {num_nodes} x gpus_per_node {per_node} = "
-            f"{num_nodes * per_node}; leave one of them out"
+            f"{num_nodes * per_node}; leave one of them out",
         )
     if "gpus_per_node" not in values:
         per_node = min(per_node, num_gpus)
@@ -358,7 +366,7 @@ def _fields(values: Mapping[str, Any], keys: tuple[tuple[str, str, float], ...])
 def _whole(values: Mapping[str, Any], key: str, path: Path, default: int) -> int:
     value = values.get(key, default)
     if not isinstance(value, int):
-        raise ConfigError(f"{path.name}: {key}={value!r} must be a whole number; mend it there")
+        raise ConfigError("cluster-value-whole", f"{path.name}: {key}={value!r} must be a whole number; mend it there")
     return value
 
 

@@ -96,7 +96,7 @@ def estimate_model_states(
         ConfigError: a number below 1, a block larger than the model, or what the config refuses.
     """
     if num_gpus < 1:
-        raise ConfigError(f"num_gpus={num_gpus} is below 1; states are stored on one at least")
+        raise ConfigError("gpu-count-positive", f"num_gpus={num_gpus} is below 1; states are stored on one at least")
     sized = model if isinstance(model, nn.Module) else _model_of(model, largest_block or 0)
     given = dict(config or {})
     given["precision"] = {"param": "bf16", **given.get("precision", {})}
@@ -140,9 +140,14 @@ def _unsharded_bytes(layout: Layout) -> int:
 def _model_of(num_params: int, largest_block: int) -> nn.Module:
     """Build a model of that size on meta: the largest block, and all other parameters as one vector."""
     if num_params < 1:
-        raise ConfigError(f"{num_params} parameters are none; give a model or the number of its parameters")
+        raise ConfigError(
+            "params-positive", f"{num_params} parameters are none; give a model or the number of its parameters"
+        )
     if not 0 <= largest_block <= num_params:
-        raise ConfigError(f"largest_block={largest_block} of {num_params} parameters; a block is a part of the model")
+        raise ConfigError(
+            "largest-block-range",
+            f"largest_block={largest_block} of {num_params} parameters; a block is a part of the model",
+        )
     model = nn.Module()
     if largest_block:
         model.blocks = nn.ModuleList([_vector(largest_block)])

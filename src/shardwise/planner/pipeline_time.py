@@ -143,7 +143,10 @@ class PipelineTimes:
         """
         placement = placement_of(recipe_name, num_ranks, virtual_stages)
         if len(stages) != placement.num_stages:
-            raise ConfigError(f"times of {len(stages)} stages for {placement.num_stages}; give one for each stage")
+            raise ConfigError(
+                "stage-times-count",
+                f"times of {len(stages)} stages for {placement.num_stages}; give one for each stage",
+            )
         key = (recipe_name, num_ranks, virtual_stages, num_micro_batches, tuple(stages), transfer_s)
         if key not in self._spans:
             self._spans[key] = self._simulated(recipe_name, placement, num_micro_batches, stages, transfer_s)

@@ -84,7 +84,7 @@ class Plan:
         """
         if not self.choices:
             fix = next(iter(self.reasons.suggestions), "give a larger cluster")
-            raise ConfigError(f"nothing fits on {self.asked.job.cluster.num_gpus} GPUs; {fix}")
+            raise ConfigError("nothing-fits", f"nothing fits on {self.asked.job.cluster.num_gpus} GPUs; {fix}")
         return self.choices[0]
 
     def __repr__(self) -> str:

@@ -145,16 +145,16 @@ class Profile:
             values = parse_json(text, "the profile", _FIX)
             schema = values.pop("schema", None)
         except (ValueError, AttributeError, TypeError) as error:
-            raise ConfigError(f"a profile must be a JSON object; {_FIX}") from error
+            raise ConfigError("profile-not-object", f"a profile must be a JSON object; {_FIX}") from error
         if schema != SCHEMA:
-            raise ConfigError(f"the profile has schema {schema} and must have {SCHEMA}; {_FIX}")
+            raise ConfigError("profile-schema", f"the profile has schema {schema} and must have {SCHEMA}; {_FIX}")
         try:
             for key, kind in TABLES.items():
                 values[key] = tuple(kind(**row) for row in values.get(key, ()))
             values["copies_bytes_per_s"] = tuple((name, speed) for name, speed in values.get("copies_bytes_per_s", ()))
             return cls(**values)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"the profile is damaged ({error}); {_FIX}") from error
+            raise ConfigError("profile-damaged", f"the profile is damaged ({error}); {_FIX}") from error
 
     def copy_bytes_per_s(self, source: str, target: str) -> float:
         """Return the speed of a copy between two memories; 0 where it was not measured."""
@@ -230,7 +230,7 @@ def find_profile(folder: Path, device: str, num_ranks: int) -> Profile | None:
     try:
         return Profile.from_json(read_text(found, _FIX))
     except (ConfigError, UntrustedFileError) as error:
-        raise ConfigError(f"{found}: {error}") from error
+        raise ConfigError(error.code, f"{found}: {error}") from error
 
 
 def _has_count(path: Path) -> bool:

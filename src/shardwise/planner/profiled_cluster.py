@@ -57,7 +57,7 @@ def _cpu(profile: Profile, num_ranks: int) -> GpuSpec:
     """Describe a rank's share of the host as a device; its measured rates are reached in full."""
     reached = reached_flops_per_s(profile)
     if not reached:
-        raise ConfigError("the profile has no matrix product; run shardwise doctor --calibrate")
+        raise ConfigError("profile-no-products", "the profile has no matrix product; run shardwise doctor --calibrate")
     copied = profile.copy_bytes_per_s("host", "host") or profile.stream_bytes_per_s or _UNKNOWN_BYTES_PER_S
     return GpuSpec(
         name=CPU,
@@ -81,7 +81,10 @@ def _gpu(profile: Profile) -> GpuSpec:
     known = known_gpu(profile.device)
     if known is None:
         if not reached:
-            raise ConfigError(f"{profile.device} is not known and was not measured; run shardwise doctor --calibrate")
+            raise ConfigError(
+                "device-not-measured",
+                f"{profile.device} is not known and was not measured; run shardwise doctor --calibrate",
+            )
         known = GpuSpec(
             name=profile.device,
             memory_bytes=profile.memory_bytes,

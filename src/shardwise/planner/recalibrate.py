@@ -118,7 +118,9 @@ def read_runs(folder: Path) -> tuple[StoredRun, ...]:
         if run is not None:
             runs.append(run)
     if not runs:
-        raise ConfigError(f"{folder} holds no run that was timed; give a folder in which shardwise train has run")
+        raise ConfigError(
+            "no-timed-run", f"{folder} holds no run that was timed; give a folder in which shardwise train has run"
+        )
     return tuple(runs)
 
 
@@ -131,7 +133,9 @@ def refit(profile: Profile, runs: Sequence[StoredRun]) -> Refit:
     own = [run for run in runs if run.device == profile.device]
     own = [run for run in own if run.world_size == profile.num_ranks] or own
     if not own:
-        raise ConfigError(f"no run was on {profile.device}; give runs of the machine whose profile it is")
+        raise ConfigError(
+            "no-run-of-device", f"no run was on {profile.device}; give runs of the machine whose profile it is"
+        )
     logs = dict.fromkeys(_FITTED, 0.0)
     fitted = profile
     for _ in range(_NUM_ROUNDS):

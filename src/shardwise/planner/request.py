@@ -109,9 +109,13 @@ def read_model(text: str) -> ModelSource:
     if (path / "config.json").is_file():
         return _of_json(path / "config.json")
     if path.is_dir():
-        raise ConfigError(f"the folder {text} has no config.json; give one of Hugging Face's, or a preset")
+        raise ConfigError(
+            "folder-no-config", f"the folder {text} has no config.json; give one of Hugging Face's, or a preset"
+        )
     if "/" in text:
-        raise ConfigError(f"{text} is no file or folder here, and nothing is downloaded; give its config.json")
+        raise ConfigError(
+            "model-not-local", f"{text} is no file or folder here, and nothing is downloaded; give its config.json"
+        )
     name = text.lower()
     if text not in PRESETS and name in _ALIASES:
         name = _ALIASES[name]
@@ -143,15 +147,17 @@ def model_of(model: object) -> ModelSource:
     if hasattr(model, "config"):
         return model_of(model.config)
     raise ConfigError(
-        f"{type(model).__name__} is no model; give a preset's name, a ModelShape, a config, or a module that has one"
+        "not-a-model",
+        f"{type(model).__name__} is no model; give a preset's name, a ModelShape, a config, or a module that has one",
     )
 
 
 def _of_json(path: Path) -> ModelSource:
     if is_deepspeed(read_json(path)):
         raise ConfigError(
+            "model-not-named",
             f"{path.name} is a config of DeepSpeed's, which names no model; give it after --explain, and the model "
-            "after --model"
+            "after --model",
         )
     imported = read_huggingface(path)
     return of_imported(replace(imported, seq_len=None), imported.seq_len)
@@ -164,7 +170,7 @@ def of_imported(imported: ImportedJob, longest: int | None = None) -> ModelSourc
         ConfigError: it names none.
     """
     if imported.shape is None:
-        raise ConfigError("the file names no model; give one after --model")
+        raise ConfigError("model-not-named", "the file names no model; give one after --model")
     return ModelSource(
         shape=imported.shape,
         seq_len=imported.seq_len,
@@ -211,7 +217,9 @@ def ask(
     """
     batch = global_batch or model.global_batch
     if batch is None:
-        raise ConfigError("no batch is given; say how many sequences a step takes, such as --global-batch 1024")
+        raise ConfigError(
+            "batch-missing", "no batch is given; say how many sequences a step takes, such as --global-batch 1024"
+        )
     pinned = [each for each in settings if _key(each) in KEYS and _key(each) not in _OF_ALL]
     # Refuses a key that is neither with a suggestion.
     base = model.config.override([each for each in settings if each not in pinned])
@@ -223,7 +231,9 @@ def ask(
     length = seq_len or model.seq_len
     if length is None:
         if model.longest is None:
-            raise ConfigError("no length is given; say how many tokens a sequence has, such as --seq 8192")
+            raise ConfigError(
+                "seq-len-missing", "no length is given; say how many tokens a sequence has, such as --seq 8192"
+            )
         length = model.longest
         notes.append(f"sequences of {length:,} tokens, the longest that the model is made for; --seq N for another")
     precision = base.precision

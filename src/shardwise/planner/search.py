@@ -120,7 +120,7 @@ def search(
     run = _Search(job, space or SearchSpace(), limits or Limits(), pricer or Pricer(job))
     run.work()
     if not run.num_candidates:
-        raise ConfigError(why_none(job, run.space))
+        raise ConfigError("no-layout", why_none(job, run.space))
     if not run.is_proven:
         run.look_at_usual_ones()
     fitting = run.finish()

@@ -69,7 +69,9 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         if self.num_layers > MAX_LAYERS:
-            raise ConfigError(f"{self.name} has {self.num_layers:,} layers; give a model of at most {MAX_LAYERS:,}")
+            raise ConfigError(
+                "too-many-layers", f"{self.name} has {self.num_layers:,} layers; give a model of at most {MAX_LAYERS:,}"
+            )
 
     @classmethod
     def of_decoder(cls, config: DecoderConfig, name: str = "decoder") -> ModelShape:

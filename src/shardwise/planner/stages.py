@@ -286,6 +286,7 @@ class _PlannedUnit:
 def _check_layers(layers: tuple[int, ...], placement: StagePlacement, shape: ModelShape) -> None:
     if len(layers) != placement.num_stages or sum(layers) != shape.num_layers:
         raise ConfigError(
+            "stage-layers-count",
             f"stage_layers of {len(layers)} stages and {sum(layers)} blocks, but there are {placement.num_stages} "
-            f"stages and {shape.num_layers} blocks; give each stage its number of blocks"
+            f"stages and {shape.num_layers} blocks; give each stage its number of blocks",
         )

@@ -107,23 +107,33 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
 def _section(values: Mapping[str, Any], key: str, source: str) -> Mapping[str, Any]:
     section = values.get(key, {})
     if not isinstance(section, Mapping):
-        raise ConfigError(f"{source}: {key}={short(section)} is not a section; give an object of keys and values")
+        raise ConfigError(
+            "deepspeed-section", f"{source}: {key}={short(section)} is not a section; give an object of keys and values"
+        )
     return section
 
 
 def _refuse_typos(values: Mapping[str, Any], known: tuple[str, ...], source: str) -> None:
     if len(values) > MAX_KEYS:
-        raise ConfigError(f"{source} has {len(values):,} keys, more than DeepSpeed knows; give a config of DeepSpeed's")
+        raise ConfigError(
+            "deepspeed-too-many-keys",
+            f"{source} has {len(values):,} keys, more than DeepSpeed knows; give a config of DeepSpeed's",
+        )
     for key in values:
         close = difflib.get_close_matches(key, known, n=1, cutoff=0.9)
         if close and close[0] not in values:
-            raise ConfigError(f"{source}: {key} is not a key of DeepSpeed's; did you mean {close[0]}?")
+            raise ConfigError(
+                "deepspeed-unknown-key", f"{source}: {key} is not a key of DeepSpeed's; did you mean {close[0]}?"
+            )
 
 
 def _stage(zero: Mapping[str, Any], source: str) -> int:
     stage = zero.get("stage", 0)
     if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
-        raise ConfigError(f"{source}: zero_optimization.stage={short(stage)} must be 0, 1, 2 or 3; mend it there")
+        raise ConfigError(
+            "deepspeed-zero-stage",
+            f"{source}: zero_optimization.stage={short(stage)} must be 0, 1, 2 or 3; mend it there",
+        )
     return int(stage)
 
 
@@ -137,7 +147,10 @@ def _tiers(zero: Mapping[str, Any], source: str) -> dict[str, object]:
         device = section.get("device", "cpu" if zero.get(old) else "none")
         if device not in _TIERS:
             tiers = ", ".join(_TIERS)
-            raise ConfigError(f"{source}: {key}.device={short(device)} must be one of {tiers}; mend it there")
+            raise ConfigError(
+                "deepspeed-offload-device",
+                f"{source}: {key}.device={short(device)} must be one of {tiers}; mend it there",
+            )
         if device != "none":
             settings[f"tiers.{state}"] = "host" if device == "cpu" else "nvme"
         if device == "nvme":
@@ -151,7 +164,7 @@ def _precision(given: Mapping[str, Any], source: str) -> dict[str, object]:
     said = {name: _section(given, key, source).get("enabled") for name, key in names.items()}
     enabled = [name for name, value in said.items() if value and value != "auto"]
     if len(enabled) > 1:
-        raise ConfigError(f"{source} enables bf16 and fp16; leave one of them out")
+        raise ConfigError("deepspeed-two-dtypes", f"{source} enables bf16 and fp16; leave one of them out")
     left_open = [name for name, value in said.items() if value == "auto"]
     settings: dict[str, object] = {"precision.param": [*enabled, *left_open, "fp32"][0]}
     if given.get("communication_data_type") == "fp32":
@@ -171,7 +184,10 @@ def _optimizer(given: Mapping[str, Any], source: str) -> dict[str, object]:
     settings: dict[str, object] = {}
     clip_norm = given.get("gradient_clipping", 0)
     if isinstance(clip_norm, bool) or not isinstance(clip_norm, int | float) or not 0 <= clip_norm < _MOST:
-        raise ConfigError(f"{source}: gradient_clipping={short(clip_norm)} must be a finite number >= 0; mend it there")
+        raise ConfigError(
+            "deepspeed-clip-range",
+            f"{source}: gradient_clipping={short(clip_norm)} must be a finite number >= 0; mend it there",
+        )
     if clip_norm:
         settings["optimizer.clip_norm"] = float(clip_norm)
     params = _given(_section(_given(_section(given, "optimizer", source)), "params", source))

@@ -118,9 +118,9 @@ def read_json(path: str | Path) -> Mapping[str, Any]:
     try:
         values = read_foreign_json(path, "give the path of a JSON file")
     except UntrustedFileError as error:
-        raise ConfigError(error) from None
+        raise ConfigError(error.code, str(error)) from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds no JSON object; give a file of keys and values")
+        raise ConfigError("json-not-object", f"{path} holds no JSON object; give a file of keys and values")
     return values
 
 
@@ -190,7 +190,9 @@ def _head_dim(text: Mapping[str, Any], hidden: int, num_heads: int, source: str)
     if "kv_lora_rank" in text:
         return whole_number(text, ("v_head_dim",), source)
     if text.get("head_dim") is None and hidden % num_heads:
-        raise ConfigError(f"{source}: {num_heads} heads do not divide the hidden size {hidden}; add head_dim")
+        raise ConfigError(
+            "heads-divide-hidden", f"{source}: {num_heads} heads do not divide the hidden size {hidden}; add head_dim"
+        )
     return whole_number(text, ("head_dim",), source, default=hidden // num_heads)
 
 
@@ -215,7 +217,9 @@ def _experts(text: Mapping[str, Any], source: str) -> Experts | None:
         shared = max(1, round(shared_size / ffn_size)) if shared_size else 0
     dense_layers = text.get("mlp_only_layers") or ()
     if not isinstance(dense_layers, list | tuple):
-        raise ConfigError(f"{source}: mlp_only_layers={dense_layers!r} must be a list of layers; mend it there")
+        raise ConfigError(
+            "mlp-only-layers", f"{source}: mlp_only_layers={dense_layers!r} must be a list of layers; mend it there"
+        )
     dense = whole_number(text, ("first_k_dense_replace",), source, default=0, least=0) or len(dense_layers)
     return Experts(
         num_experts=num_experts,

@@ -77,13 +77,17 @@ def whole_number(
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigError(f"{source}: {name}={short(value)} must be an integer >= {least}; mend it there")
+            raise ConfigError(
+                "import-integer", f"{source}: {name}={short(value)} must be an integer >= {least}; mend it there"
+            )
         if value >= _TOO_MANY:
-            raise ConfigError(f"{source}: {name}={short(value)} must be less than {_TOO_MANY:,}; mend it there")
+            raise ConfigError(
+                "import-too-large", f"{source}: {name}={short(value)} must be less than {_TOO_MANY:,}; mend it there"
+            )
         return value
     if default is not None:
         return default
-    raise ConfigError(f"{source} misses {names[0]}; {_fix(values, names)}")
+    raise ConfigError("import-key-missing", f"{source} misses {names[0]}; {_fix(values, names)}")
 
 
 def short(value: object) -> str:

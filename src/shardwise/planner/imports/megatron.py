@@ -103,10 +103,10 @@ def read_megatron(source: str | Path) -> ImportedJob:
     try:
         text = read_text(path, _FIX, max_bytes=_MAX_BYTES)
     except UntrustedFileError as error:
-        raise ConfigError(error) from None
+        raise ConfigError(error.code, str(error)) from None
     flags = yaml_flags(text) if path.suffix in (".yaml", ".yml") else flags_in(text)
     if not flags:
-        raise ConfigError(f"{path} holds no flags of Megatron's; {_FIX}")
+        raise ConfigError("megatron-no-flags", f"{path} holds no flags of Megatron's; {_FIX}")
     return job_of_flags(flags, path.name)
 
 
@@ -146,12 +146,14 @@ def _number(flags: Flags, name: str, source: str, default: int | None = None) ->
             return default
         close = difflib.get_close_matches(name, list(flags), n=1, cutoff=0.7)
         fix = f"did you mean it by --{close[0]}?" if close else f"add --{name} N"
-        raise ConfigError(f"{source} misses --{name}; {fix}")
+        raise ConfigError("megatron-flag-missing", f"{source} misses --{name}; {fix}")
     refuse_unset(name, value)
     least = 0 if name in _MAY_BE_NONE else 1
     if isinstance(value, bool) or not value.isascii() or not value.isdigit() or not _is_count(value, least):
         written = f"--{name}" if isinstance(value, bool) else f"--{name} {value}"
-        raise ConfigError(f"{source}: {written} must be a whole number >= {least}; write --{name} N")
+        raise ConfigError(
+            "megatron-flag-whole", f"{source}: {written} must be a whole number >= {least}; write --{name} N"
+        )
     return int(value)
 
 
@@ -163,14 +165,19 @@ def _refuse_typos(flags: Flags, source: str) -> None:
     for name in flags:
         close = difflib.get_close_matches(name, _READ, n=1, cutoff=_FLAG_SHARE)
         if close and close[0] not in flags:
-            raise ConfigError(f"{source}: --{name} is not a flag of Megatron's; did you mean --{close[0]}?")
+            raise ConfigError(
+                "megatron-unknown-flag", f"{source}: --{name} is not a flag of Megatron's; did you mean --{close[0]}?"
+            )
 
 
 def _shape(flags: Flags, source: str) -> ModelShape:
     hidden = _number(flags, "hidden-size", source)
     num_heads = _number(flags, "num-attention-heads", source)
     if "kv-channels" not in flags and hidden % num_heads:
-        raise ConfigError(f"{source}: {num_heads} heads do not divide the hidden size {hidden}; add --kv-channels N")
+        raise ConfigError(
+            "heads-divide-hidden",
+            f"{source}: {num_heads} heads do not divide the hidden size {hidden}; add --kv-channels N",
+        )
     is_gated = "swiglu" in flags
     # What Megatron itself takes where the size is not given.
     usual_ffn = int(4 * hidden * 2 / 3) // 64 * 64 if is_gated else 4 * hidden
@@ -242,8 +249,9 @@ def _pipeline(flags: Flags, source: str) -> dict[str, object]:
         num_layers = _number(flags, "num-layers", source)
         if num_layers % (pp * per_stage):
             raise ConfigError(
+                "megatron-virtual-layers",
                 f"{source}: --num-layers-per-virtual-pipeline-stage {per_stage} x {pp} pipeline ranks do not divide "
-                f"{num_layers} layers; give a divisor of {num_layers // pp if num_layers % pp == 0 else num_layers}"
+                f"{num_layers} layers; give a divisor of {num_layers // pp if num_layers % pp == 0 else num_layers}",
             )
         stages = num_layers // (pp * per_stage)
     if pp == 1 or stages == 1:
@@ -259,7 +267,9 @@ def _zero(flags: Flags, source: str) -> dict[str, object]:
     if strategy:
         if strategy not in _SHARDING:
             known = ", ".join(_SHARDING)
-            raise ConfigError(f"{source}: --data-parallel-sharding-strategy {strategy} must be one of {known}")
+            raise ConfigError(
+                "megatron-sharding", f"{source}: --data-parallel-sharding-strategy {strategy} must be one of {known}"
+            )
         stage = _SHARDING[strategy]
     settings: dict[str, object] = {"zero.stage": stage}
     if "optimizer-cpu-offload" in flags and stage:
@@ -282,7 +292,10 @@ def _recompute(flags: Flags, source: str) -> dict[str, object]:
     if granularity == "none":
         return {}
     if granularity not in ("full", "selective"):
-        raise ConfigError(f"{source}: --recompute-granularity {granularity} must be full or selective; mend it there")
+        raise ConfigError(
+            "megatron-recompute",
+            f"{source}: --recompute-granularity {granularity} must be full or selective; mend it there",
+        )
     settings: dict[str, object] = {"recompute.mode": granularity}
     num_layers = _number(flags, "num-layers", source)
     per_rank = num_layers // _number(flags, "pipeline-model-parallel-size", source, 1)

@@ -73,7 +73,9 @@ def yaml_flags(text: str) -> dict[str, str | bool]:
 
 def _bounded(flags: dict[str, str | bool]) -> dict[str, str | bool]:
     if len(flags) > _MAX_FLAGS:
-        raise ConfigError(f"{len(flags):,} flags are more than Megatron has; give those of the job")
+        raise ConfigError(
+            "megatron-too-many-flags", f"{len(flags):,} flags are more than Megatron has; give those of the job"
+        )
     return flags
 
 
@@ -99,7 +101,10 @@ def _substituted(script: str) -> str:
         text = _value(found, values)
         num_expanded += len(text)
         if num_expanded > _MAX_EXPANDED:
-            raise ConfigError(f"the script's variables come to over {_MAX_EXPANDED:,} signs; give the flags themselves")
+            raise ConfigError(
+                "megatron-script-expands",
+                f"the script's variables come to over {_MAX_EXPANDED:,} signs; give the flags themselves",
+            )
         return text
 
     for line in script.splitlines():
@@ -139,4 +144,7 @@ def refuse_unset(flag: str, value: str | bool) -> None:
         ConfigError: it is.
     """
     if isinstance(value, str) and "$" in value:
-        raise ConfigError(f"--{flag} {value} is a variable that the file does not set; write its value there")
+        raise ConfigError(
+            "megatron-variable-unset",
+            f"--{flag} {value} is a variable that the file does not set; write its value there",
+        )
