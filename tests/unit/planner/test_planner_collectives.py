@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.config.resolve import ConfigError
+from harness.refusals import refused
 from shardwise.planner.collectives import (
     CALL_S,
     COLLISIONS,
@@ -180,7 +180,7 @@ def test_a_noisy_table_is_monotone_all_the_same(points: list[tuple[int, float]],
 
 def test_an_unknown_collective_is_named() -> None:
     network = NetworkModel(measured())
-    with pytest.raises(ConfigError, match="op='scan' is no collective; legal: all_reduce"):
+    with refused("unknown-collective", "op='scan'"):
         network.collective_s("scan", 8, 2)  # type: ignore[arg-type]
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.refusals import refused
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.models.presets import PRESETS, preset
 from shardwise.planner.configs import ALWAYS_WRITTEN, config_of, job_of, pins_of, strategy_of, to_toml
@@ -109,31 +110,36 @@ def test_what_the_planner_does_not_choose_stays() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "strategy", "message"),
+    ("shape", "strategy", "code", "value"),
     [
-        (replace(SHAPE, experts=Experts(num_experts=4, num_chosen=1, ffn_size=8)), Strategy(), "has experts"),
-        (replace(SHAPE, ffn="plain"), Strategy(), "two matrices"),
-        (replace(SHAPE, has_biases=True), Strategy(), "has biases"),
-        (replace(SHAPE, head_dim=8), Strategy(), "head_dim=8"),
-        (SHAPE, Strategy(ep=2), "splits no experts"),
-        (SHAPE, Strategy(matmul="fp8"), "leave matmul out"),
-        (SHAPE, Strategy(pp=3, stage_layers=(3, 0, 3)), "is no cut of 6 blocks"),
+        (
+            replace(SHAPE, experts=Experts(num_experts=4, num_chosen=1, ffn_size=8)),
+            Strategy(),
+            "model-plan-only",
+            "experts",
+        ),
+        (replace(SHAPE, ffn="plain"), Strategy(), "model-plan-only", "two matrices"),
+        (replace(SHAPE, has_biases=True), Strategy(), "model-plan-only", "biases"),
+        (replace(SHAPE, head_dim=8), Strategy(), "model-plan-only", "head_dim=8"),
+        (SHAPE, Strategy(ep=2), "ep-plan-only", "ep=2"),
+        (SHAPE, Strategy(matmul="fp8"), "matmul-plan-only", "matmul=fp8"),
+        (SHAPE, Strategy(pp=3, stage_layers=(3, 0, 3)), "stage-layers-cut", "(3, 0, 3)"),
     ],
 )
-def test_what_cannot_be_trained_is_refused(shape: ModelShape, strategy: Strategy, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_what_cannot_be_trained_is_refused(shape: ModelShape, strategy: Strategy, code: str, value: str) -> None:
+    with refused(code, value):
         config_of(job(1, 1, shape), strategy)
 
 
 def test_none_that_toml_cannot_say_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"optimizer\.clip_norm is none"):
+    with refused("none-in-toml", "optimizer.clip_norm"):
         to_toml(Config().override(["optimizer.clip_norm=none"]))
 
 
 def test_pins_are_read_as_the_config_reads_them() -> None:
     assert pins_of(["mesh.tp=2,4", "pipeline.schedule=zb-h1"]) == {"tp": (2, 4), "schedule": ("zb-h1",)}
     assert pins_of(["context.heads_over=none"]) == {"heads_over": (None,)}
-    with pytest.raises(ConfigError, match=r"did you mean zero\.stage"):
+    with refused("key-not-planned", "zero.stage"):
         pins_of(["zero.stege=3"])
     with pytest.raises(ConfigError, match=r"zero\.stage=7 must be"):
         pins_of(["zero.stage=7"])
@@ -197,5 +203,5 @@ def test_pins_may_have_spaces_and_files_no_none() -> None:
 
 
 def test_a_stage_between_others_has_a_block() -> None:
-    with pytest.raises(ConfigError, match="is no cut of 6 blocks"):
+    with refused("stage-layers-cut", "6 blocks"):
         config_of(job(3, 3), Strategy(pp=3, num_micro_batches=3, stage_layers=(6, 0, 0)))

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import shardwise
+from harness.refusals import refused
 from shardwise.compat.deepspeed.runtime.zero.stage3 import (
     estimate_zero3_model_states_mem_needs,
     estimate_zero3_model_states_mem_needs_all_cold,
@@ -98,17 +99,21 @@ def test_a_module_of_any_kind_will_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "what"),
+    ("arguments", "code", "named"),
     [
-        ({"model": 0, "num_gpus": 1}, "0 parameters are none"),
-        ({"model": 10, "num_gpus": 0}, "num_gpus=0"),
-        ({"model": 10, "num_gpus": 1, "largest_block": 11}, "largest_block=11"),
-        ({"model": 10, "num_gpus": 1, "stages": (4,)}, "zero.stage"),
+        ({"model": 0, "num_gpus": 1}, "params-positive", "0 parameters"),
+        ({"model": 10, "num_gpus": 0}, "gpu-count-positive", "num_gpus=0"),
+        ({"model": 10, "num_gpus": 1, "largest_block": 11}, "largest-block-range", "largest_block=11"),
     ],
 )
-def test_what_makes_no_sense_is_refused(arguments: dict[str, object], what: str) -> None:
-    with pytest.raises(ConfigError, match=what):
+def test_what_makes_no_sense_is_refused(arguments: dict[str, object], code: str, named: str) -> None:
+    with refused(code, named):
         estimate_model_states(**arguments)
+
+
+def test_a_stage_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"zero\.stage"):
+        estimate_model_states(10, num_gpus=1, stages=(4,))
 
 
 def test_deepspeeds_names_answer_with_what_our_engine_holds(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.config.resolve import ConfigError
+from harness.refusals import refused
 from shardwise.planner.pipeline_time import PipelineSpan, PipelineTimes, StageTimes, span_of
 from shardwise.schedule import (
     Action,
@@ -84,7 +84,7 @@ def test_thousands_of_micro_batches_over_many_stages_build_no_schedule_of_them()
 
 
 def test_other_times_than_stages_are_refused() -> None:
-    with pytest.raises(ConfigError, match="times of 3 stages for 4"):
+    with refused("stage-times-count", "3 stages", "4"):
         PipelineTimes().span("interleaved", 2, 2, 4, [EVEN] * 3)
 
 

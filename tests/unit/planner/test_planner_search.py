@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.config.resolve import ConfigError
+from harness.refusals import refused
 from shardwise.models.presets import preset
 from shardwise.planner.candidates import (
     RECOMPUTES,
@@ -269,9 +269,9 @@ def test_pins_hold() -> None:
     for price in plan.best:
         assert (price.strategy.tp, price.strategy.pp, price.strategy.schedule) == (2, 2, "gpipe")
         assert (price.strategy.zero_stage, price.strategy.recompute) == (3, "full")
-    with pytest.raises(ConfigError, match="no layout of 8 GPUs"):
+    with refused("no-layout", "8 GPUs"):
         search(job, SearchSpace(pins={"tp": (3,)}), pricer=fake_pricer(job, 3))
-    with pytest.raises(ConfigError, match="tq is nothing that the planner chooses"):
+    with refused("key-not-planned", "tq"):
         SearchSpace(pins={"tq": (3,)})
 
 
