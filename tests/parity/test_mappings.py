@@ -24,8 +24,8 @@ from shardwise.tensor.mappings import TpMappings
 Pair = Callable[[TpMappings, Tensor], Tensor]
 
 PAIRS: tuple[tuple[str, Pair], ...] = (
-    ("enter", lambda ops, x: ops.enter(x, "t")),
-    ("leave", lambda ops, x: ops.leave(x, "t")),
+    ("copy_to_tp", lambda ops, x: ops.copy_to_tp(x, "t")),
+    ("reduce_from_tp", lambda ops, x: ops.reduce_from_tp(x, "t")),
     ("gather_sequence", lambda ops, x: ops.gather_sequence(x, "t")),
     ("scatter_sequence", lambda ops, x: ops.scatter_sequence(x, "t")),
     ("split", lambda ops, x: ops.split(x, -1, "t")),
@@ -41,16 +41,16 @@ def pull(rank: int, world_size: int, pair: str, dtype: torch.dtype) -> list[Tens
     ops = TpMappings(make_comm())
     y = run(ops, x)
     upstream = torch.linspace(0, 1, y.numel(), dtype=dtype).view_as(y)
-    upstream = (upstream if pair in ("leave", "gather") else upstream + rank).requires_grad_()
+    upstream = (upstream if pair in ("reduce_from_tp", "gather") else upstream + rank).requires_grad_()
     (grad,) = torch.autograd.grad(y, x, upstream, create_graph=True)
     (second,) = torch.autograd.grad(grad, upstream, x.detach())
     return [y.detach(), grad.detach(), second]
 
 
 def expected(pair: str, rank: int, n: int, xs: list[Tensor]) -> Tensor:
-    if pair == "enter":
+    if pair == "copy_to_tp":
         return xs[rank]
-    if pair == "leave":
+    if pair == "reduce_from_tp":
         return sum(xs[1:], xs[0])
     if pair == "gather_sequence":
         return torch.cat(xs, dim=1)
@@ -60,8 +60,8 @@ def expected(pair: str, rank: int, n: int, xs: list[Tensor]) -> Tensor:
 
 
 CONJUGATE = {
-    "enter": "leave",
-    "leave": "enter",
+    "copy_to_tp": "reduce_from_tp",
+    "reduce_from_tp": "copy_to_tp",
     "gather_sequence": "scatter_sequence",
     "scatter_sequence": "gather_sequence",
     "split": "gather",
@@ -79,7 +79,7 @@ def test_pairs(ranks: WorkerPool, pair: str, num_ranks: int, dtype: torch.dtype)
     xs = [(base + (0 if pair == "split" else 100 * rank)).to(dtype) for rank in range(n)]
     shape = results[0][0].shape
     line = torch.linspace(0, 1, shape.numel(), dtype=dtype).view(shape)
-    upstreams = [line if pair in ("leave", "gather") else line + rank for rank in range(n)]
+    upstreams = [line if pair in ("reduce_from_tp", "gather") else line + rank for rank in range(n)]
     for rank, (y, grad, second) in enumerate(results):
         tolerance = 0.02 if dtype == torch.bfloat16 else 1e-12
         torch.testing.assert_close(y, expected(pair, rank, n, xs), rtol=tolerance, atol=tolerance)
@@ -99,16 +99,16 @@ def find_shared() -> dict[str, bool]:
     ops = TpMappings(make_comm())
     results = {}
     x = torch.randn(2, 4, requires_grad=True) * 1
-    results["one tensor enters once"] = ops.enter(x, "t") is ops.enter(x, "t")
+    results["one tensor is copied once"] = ops.copy_to_tp(x, "t") is ops.copy_to_tp(x, "t")
     other = TpMappings(ops.comm)
-    results["engines do not share"] = other.enter(x, "t") is not ops.enter(x, "t")
+    results["engines do not share"] = other.copy_to_tp(x, "t") is not ops.copy_to_tp(x, "t")
     held = weakref.ref(x)
     del x
-    results["what entered is not held"] = held() is None
+    results["a copy is not held"] = held() is None
     leaf = torch.randn(2, 4, requires_grad=True)
-    entered = ops.enter(leaf, "t")
+    copied = ops.copy_to_tp(leaf, "t")
     held = weakref.ref(leaf)
-    del leaf, entered
+    del leaf, copied
     results["a leaf neither"] = held() is None
 
     # k gets no gradient, the graph is kept, and the input needs none: the whole sequence must go all the same
@@ -141,17 +141,17 @@ def test_siblings_gather_once(ranks: WorkerPool) -> None:
 
 
 def change_in_place(rank: int, world_size: int) -> list[bool]:
-    """What has changed since it entered, or was gathered, is another tensor."""
+    """What has changed since it was copied or gathered is another tensor."""
     ops = TpMappings(make_comm())
     results = []
     for is_sequence in (False, True):
         x = torch.randn(1, 2, 4, dtype=torch.float64) * 1
         source = x.clone().requires_grad_()
         weight = torch.randn(3, 4, dtype=torch.float64).requires_grad_()
-        entered = ops.gather_sequence(source * 1, "t") if is_sequence else source * 1
-        frozen = ops.column(entered if is_sequence else ops.enter(entered, "t"), weight.detach(), None)
-        entered.mul_(source.detach().mean())
-        y = ops.column(entered if is_sequence else ops.enter(entered, "t"), weight, None)
+        copied = ops.gather_sequence(source * 1, "t") if is_sequence else source * 1
+        frozen = ops.column(copied if is_sequence else ops.copy_to_tp(copied, "t"), weight.detach(), None)
+        copied.mul_(source.detach().mean())
+        y = ops.column(copied if is_sequence else ops.copy_to_tp(copied, "t"), weight, None)
         y = y.mul_(2).div_(2)  # as of any linear layer
         (grad,) = torch.autograd.grad(y.sum() + 0 * frozen.sum(), weight)
         whole = collectives.all_gather(ops.comm, x, 1, "t") if is_sequence else x
@@ -208,7 +208,7 @@ def test_what_is_waited_for_at_once_stays_on_the_current_stream() -> None:
         x = fake_copy(torch.empty(1, 4, 8, requires_grad=True)) * 1
         weight = torch.empty(8, 8, requires_grad=True)
         y = ops.row(ops.column(ops.gather_sequence(x, "t"), weight, None), weight, None, True, "t")
-        y = y + ops.row(ops.enter(x, "t"), weight, None, False, "t")[:, :4]
+        y = y + ops.row(ops.copy_to_tp(x, "t"), weight, None, False, "t")[:, :4]
         y.sum().backward()
     assert [name for name in lanes.asked if name is not None] == ["tensor"]
     assert len(lanes.asked) == len(comm.comm_log.recent) == 7

@@ -387,8 +387,8 @@ class Parallel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         up, down = (each.t() if self.is_transposed else each for each in (self.up, self.down))
-        entered = self.ops.gather_sequence(x, "t") if self.is_sequence else self.ops.enter(x, "t")
-        return self.ops.row(self.ops.column(entered, up, None).tanh(), down, self.bias, self.is_sequence, "t")
+        whole = self.ops.gather_sequence(x, "t") if self.is_sequence else self.ops.copy_to_tp(x, "t")
+        return self.ops.row(self.ops.column(whole, up, None).tanh(), down, self.bias, self.is_sequence, "t")
 
 
 def split_parallel(rank: int, world_size: int, overlap_chunks: int) -> dict[str, int]:

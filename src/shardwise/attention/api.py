@@ -160,7 +160,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ConfigError(
             f"q of shape {tuple(q.shape)} and k of shape {tuple(k.shape)} differ in samples or head size; "
-            "make both alike"
+            "make both equal"
         )
     if not q.shape[1] or not q.shape[3]:
         raise ConfigError(f"q of shape {tuple(q.shape)} has no heads or no head size; give 1 or more of each")
@@ -235,8 +235,8 @@ def _check_draw(q: Tensor, k: Tensor, draw: Draw) -> None:
 def _check_shape(name: str, tensor: Tensor, legal: Sequence[tuple[int, ...]]) -> None:
     """Raise `ConfigError` unless each dim's size is one of its legal sizes."""
     if tensor.ndim != len(legal) or any(size not in sizes for size, sizes in zip(tensor.shape, legal, strict=True)):
-        cure = ", ".join(" or ".join(map(str, dict.fromkeys(sizes))) for sizes in legal)
-        raise ConfigError(f"{name} of shape {tuple(tensor.shape)} does not fit; give [{cure}]")
+        wanted = ", ".join(" or ".join(map(str, dict.fromkeys(sizes))) for sizes in legal)
+        raise ConfigError(f"{name} of shape {tuple(tensor.shape)} does not fit; give [{wanted}]")
 
 
 def _check_device(name: str, tensor: Tensor, q: Tensor) -> None:

@@ -412,8 +412,8 @@ def union_of_rows(pattern: Pattern, rows: int) -> Tensor:
         blocks = blocks & (block_rows[:, None] >= key_blocks)
     starts = torch.arange(0, pattern.num_queries, rows)
     ends = (starts + rows).clamp(max=pattern.num_queries) - 1
-    behind = queries[block_rows].cumsum(0)  # [block rows], queries up to the end of each
-    first, last = (torch.searchsorted(behind, each, right=True) for each in (starts, ends))  # [num_tiles], block rows
+    so_far = queries[block_rows].cumsum(0)  # [block rows], queries up to the end of each
+    first, last = (torch.searchsorted(so_far, each, right=True) for each in (starts, ends))  # [num_tiles], block rows
     union = blocks[:, first]  # [heads or 1, num_tiles, key blocks]
     for step in range(1, max((last - first).tolist(), default=0) + 1):
         union |= blocks[:, torch.minimum(first + step, last)]

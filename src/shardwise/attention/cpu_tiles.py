@@ -1,6 +1,6 @@
 """Tiles on the CPU: gather the inputs of a kernel's call from tensors in blocks, and put its results back.
 
-Shapes: L lanes (KV heads of a call), T tiles, R rows (block rows of the tile x tokens of a block, for each of the G
+Shapes: L KV heads of a call, T tiles, R rows (block rows of the tile x tokens of a block, for each of the G
 query heads of a KV head), C keys, D head.
 """
 
@@ -36,7 +36,7 @@ class TileBatch:
     Attributes:
         sample: of the batch.
         first_kv: the first KV head.
-        lanes: KV heads.
+        num_kv: KV heads.
         first_head: the first query head.
         group: query heads of each KV head.
         rows: [T, block rows], blocks of queries.
@@ -46,7 +46,7 @@ class TileBatch:
 
     sample: int
     first_kv: int
-    lanes: int
+    num_kv: int
     first_head: int
     group: int
     rows: Tensor
@@ -55,11 +55,11 @@ class TileBatch:
 
     @property
     def heads(self) -> slice:
-        return slice(self.first_head, self.first_head + self.lanes * self.group)
+        return slice(self.first_head, self.first_head + self.num_kv * self.group)
 
     @property
     def kv_heads(self) -> slice:
-        return slice(self.first_kv, self.first_kv + self.lanes)
+        return slice(self.first_kv, self.first_kv + self.num_kv)
 
 
 def calls_of(
@@ -75,17 +75,17 @@ def calls_of(
         dtype: of masks.
     """
     for bucket in plan.buckets:
-        group, all_lanes = (heads.group, heads.num_kv) if bucket.head == ALL_HEADS else (1, 1)
+        group, most_kv = (heads.group, heads.num_kv) if bucket.head == ALL_HEADS else (1, 1)
         of_a_tile = bucket.rows.shape[1] * bucket.columns.shape[1] * plan.block**2 * group
-        lanes = min(all_lanes, max(1, num_scores // of_a_tile))
-        num_tiles = max(1, num_scores // (of_a_tile * lanes))
+        num_kv = min(most_kv, max(1, num_scores // of_a_tile))
+        num_tiles = max(1, num_scores // (of_a_tile * num_kv))
         for start in range(0, len(bucket.rows), num_tiles):
             here = slice(start, start + num_tiles)
             rows, columns = bucket.rows[here], bucket.columns[here]
             mask = None if bucket.seen is None else _mask(plan, rows, columns, bucket.seen[here], dtype)
             for sample in range(num_samples):
-                for first in range(0, all_lanes, lanes):
-                    num = min(lanes, all_lanes - first)
+                for first in range(0, most_kv, num_kv):
+                    num = min(num_kv, most_kv - first)
                     if bucket.head == ALL_HEADS:
                         yield TileBatch(sample, first, num, first * group, group, rows, columns, mask)
                     else:
@@ -112,14 +112,14 @@ def queries_of(blocks: Tensor, call: TileBatch) -> Tensor:
     """Gather the rows of a call, [L, T, R, ...], from blocks [B, H, num_blocks, block, ...]."""
     num_tiles, height = call.rows.shape
     taken = blocks[call.sample, call.heads].index_select(1, call.rows.reshape(-1))  # [heads, T x height, block, ...]
-    by_tile = taken.view(call.lanes, call.group, num_tiles, height * blocks.shape[3], *blocks.shape[4:])
+    by_tile = taken.view(call.num_kv, call.group, num_tiles, height * blocks.shape[3], *blocks.shape[4:])
     return by_tile.transpose(1, 2).flatten(2, 3)
 
 
 def keys_of(blocks: Tensor, call: TileBatch) -> Tensor:
     """Gather the keys of a call, [L, T, C, ...], from blocks [B, K, num_blocks, block, ...]."""
     taken = blocks[call.sample, call.kv_heads].index_select(1, call.columns.reshape(-1))
-    return taken.view(call.lanes, len(call.columns), -1, *blocks.shape[4:])
+    return taken.view(call.num_kv, len(call.columns), -1, *blocks.shape[4:])
 
 
 def put_rows(blocks: Tensor, call: TileBatch, values: Tensor) -> None:
@@ -141,7 +141,7 @@ def put_row_numbers(blocks: Tensor, call: TileBatch, values: Tensor) -> None:
 def add_keys(blocks: Tensor, call: TileBatch, values: Tensor) -> None:
     """Add a call's gradient values of keys [L, T, C, D] to blocks [B, num_blocks, block, K, D], one after another."""
     flat = values.permute(1, 2, 0, 3).to(blocks.dtype)  # [T, C, L, D]
-    flat = flat.reshape(call.columns.numel(), blocks.shape[2], call.lanes, blocks.shape[4])
+    flat = flat.reshape(call.columns.numel(), blocks.shape[2], call.num_kv, blocks.shape[4])
     blocks[call.sample, :, :, call.kv_heads].index_add_(0, call.columns.reshape(-1), flat)
 
 
@@ -228,7 +228,7 @@ class ScoreSource:
         taken = bias[call.sample if len(bias) > 1 else 0, heads][:, queries, keys]  # [1 or heads, T, R of one head, C]
         if len(taken) == 1:
             return taken.repeat(1, 1, call.group, 1)
-        return taken.unflatten(0, (call.lanes, call.group)).transpose(1, 2).flatten(2, 3)
+        return taken.unflatten(0, (call.num_kv, call.group)).transpose(1, 2).flatten(2, 3)
 
     def _tokens(self, call: TileBatch) -> tuple[Tensor, Tensor]:
         """Return the tokens of a call's queries [T, R of one head, 1] and keys [T, 1, C]."""

@@ -441,9 +441,9 @@ def _is_asked(value: Any) -> bool:
 
 
 def _is_causal(module: nn.Module, options: dict[str, Any]) -> bool:
-    told = options.get("is_causal")
+    given = options.get("is_causal")
     own = getattr(module, "is_causal", True) and getattr(getattr(module, "config", None), "is_causal", True)
-    return bool(own if told is None else told)
+    return bool(own if given is None else given)
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:

@@ -1,6 +1,6 @@
 """Attention of tiles that stores every score: for dropout, and for gradients of bias and log-sum-exp.
 
-Shapes: L lanes (KV heads), T tiles, R rows (of all query heads of the KV head), C keys, D head. Sums run in fp32, or
+Shapes: L KV heads, T tiles, R rows (of all query heads of the KV head), C keys, D head. Sums run in fp32, or
 fp64 for fp64.
 """
 

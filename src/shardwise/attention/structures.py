@@ -200,7 +200,7 @@ class SparsityConfig:
                 f"Global block start index, {start}, must be smaller than global block end index, {end}!",
             )
 
-    def _need_room(self, name: str, num: int, num_blocks: int) -> None:
+    def _need_blocks(self, name: str, num: int, num_blocks: int) -> None:
         """Raise, as DeepSpeed does, for a sequence of fewer blocks; by default they are cut."""
         if self.strict_deepspeed and num_blocks < num:
             raise ValueError(f"{name}, {num}, must be smaller than overall number of blocks in a row, {num_blocks}!")
@@ -371,7 +371,7 @@ class VariableSparsityConfig(SparsityConfig):
         _fill_windows(blocks, _windows(self.local_window_blocks, len(blocks)))
         if self._looks_back:
             blocks.tril_()
-        self._need_room(_RANDOM, self.num_random_blocks, len(blocks))
+        self._need_blocks(_RANDOM, self.num_random_blocks, len(blocks))
         _fill_random(blocks, self.num_random_blocks, sample, self.causal, is_cut=not self.strict_deepspeed)
         for span in _spans(self.global_block_indices, self.global_block_end_indices, len(blocks)):
             if self.horizontal_global_attention:
@@ -406,11 +406,11 @@ class BigBirdSparsityConfig(SparsityConfig):
         return self.num_layout_heads if self.num_random_blocks else 1
 
     def _fill(self, blocks: Tensor, head: int, sample: Sample) -> None:
-        self._need_room(_RANDOM, self.num_random_blocks, len(blocks))
+        self._need_blocks(_RANDOM, self.num_random_blocks, len(blocks))
         _fill_random(blocks, self.num_random_blocks, sample, self._looks_back, is_cut=not self.strict_deepspeed)
-        self._need_room(_SLIDING, self.num_sliding_window_blocks, len(blocks))
+        self._need_blocks(_SLIDING, self.num_sliding_window_blocks, len(blocks))
         _fill_sliding(blocks, self.num_sliding_window_blocks)
-        self._need_room(_GLOBAL, self.num_global_blocks, len(blocks))
+        self._need_blocks(_GLOBAL, self.num_global_blocks, len(blocks))
         blocks[: self.num_global_blocks] = True
         blocks[:, : self.num_global_blocks] = True
         if self._looks_back:
@@ -445,7 +445,7 @@ class BSLongformerSparsityConfig(SparsityConfig):
         return 1
 
     def _fill(self, blocks: Tensor, head: int, sample: Sample) -> None:
-        self._need_room(_SLIDING, self.num_sliding_window_blocks, len(blocks))
+        self._need_blocks(_SLIDING, self.num_sliding_window_blocks, len(blocks))
         _fill_sliding(blocks, self.num_sliding_window_blocks)
         for span in _spans(self.global_block_indices, self.global_block_end_indices, len(blocks)):
             blocks[span] = True
@@ -477,7 +477,7 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
         return self.attention != "bidirectional"
 
     def _fill(self, blocks: Tensor, head: int, sample: Sample) -> None:
-        self._need_room(_SLIDING, self.num_sliding_window_blocks, len(blocks))
+        self._need_blocks(_SLIDING, self.num_sliding_window_blocks, len(blocks))
         _fill_sliding(blocks, self.num_sliding_window_blocks)
         if self._looks_back:
             blocks.tril_()

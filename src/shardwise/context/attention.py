@@ -124,7 +124,9 @@ class ContextAttention:
     ) -> None:
         degree = self._comm.world_size
         if split.degree != degree:
-            raise ConfigError(f"a split over cp={split.degree} is not one over mesh.cp={degree}; split the tokens anew")
+            raise ConfigError(
+                f"a split over cp={split.degree} is not one over mesh.cp={degree}; split the tokens again"
+            )
         if q.shape[2] != split.own_size or k.shape[2] != split.own_size:
             raise ConfigError(
                 f"{q.shape[2]} queries and {k.shape[2]} keys are not the {split.own_size} tokens of a rank; give those "
@@ -160,8 +162,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, key_padding: Tensor | None) 
     shapes = f"q of shape {tuple(q.shape)}, k of {tuple(k.shape)} and v of {tuple(v.shape)}"
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
         raise ConfigError(
-            f"{shapes} do not fit; give [samples, heads, tokens, head size], with samples and head sizes alike, and k "
-            "and v alike"
+            f"{shapes} do not fit; give [samples, heads, tokens, head size], with equal samples and head sizes, and k "
+            "and v of one shape"
         )
     if not all((*q.shape[1:], *k.shape[1:])):
         raise ConfigError(f"{shapes} are empty; give 1 or more heads, tokens and head dims")

@@ -145,7 +145,7 @@ def by_name(inputs: Any, names: Collection[str]) -> Mapping[str, Any]:
     if len(values) > len(names):
         raise ConfigError(
             f"the batch has {len(values)} inputs and the model's forward takes {len(names)} ({', '.join(names)}); give "
-            "as many, or a loss_fn and the rest of the batch behind the inputs"
+            "as many, or a loss_fn and the rest of the batch after the inputs"
         )
     return dict(zip(names, values, strict=False))
 

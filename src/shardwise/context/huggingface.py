@@ -201,11 +201,11 @@ def split_inputs(model: nn.Module, inputs: Mapping[str, Any], split_of: SplitOf,
     }
     mask = inputs.get("attention_mask")
     real = mask.bool() if mask is not None and (is_fake(mask) or not mask.all()) else None  # [B, S]
-    told = sequence_mask(num_samples, lengths, real).to(main.device)  # [B, 1, 1, S]
+    whole_mask = sequence_mask(num_samples, lengths, real).to(main.device)  # [B, 1, 1, S]
     positions = inputs.get("position_ids")
     if positions is None:
         positions = _own_positions(model, inputs, num_tokens)
-    own |= {"attention_mask": told, "position_ids": take_tokens(positions.to(main.device), tokens)}
+    own |= {"attention_mask": whole_mask, "position_ids": take_tokens(positions.to(main.device), tokens)}
     if "use_cache" in inspect.signature(inner.forward).parameters:
         own["use_cache"] = False  # a cache of a rank's tokens is of no use
     if inputs.get("labels") is None:
@@ -326,8 +326,8 @@ def _document_lengths(
     begins[:, 0] = True
     if (begins != begins[0]).any():
         raise ConfigError(
-            "the rows of the batch are packed with documents of different lengths, and mesh.cp splits all rows alike; "
-            "give one row per micro-batch"
+            "the rows of the batch are packed with documents of different lengths, and mesh.cp splits all rows in the "
+            "same places; give one row per micro-batch"
         )
     edges = [*begins[0].nonzero().flatten().tolist(), num_tokens]
     return tuple(stop - start for start, stop in pairwise(edges))

@@ -220,8 +220,8 @@ def _units(layout: BlockLayout, degree: int) -> list[int]:
     """Return sizes of runs that give each rank equally many, of whole blocks if possible, the largest first."""
     length, block = layout.num_queries, layout.block
     for least in (block, 1):
-        size, rest = divmod(length, least * degree)
-        nums = [num for num in range(1, _MOST_UNITS + 1) if size % num == 0] if not rest else []
+        size, left = divmod(length, least * degree)
+        nums = [num for num in range(1, _MOST_UNITS + 1) if size % num == 0] if not left else []
         if len(nums) > 1:
             return [size // num * least for num in nums]
     return []

@@ -120,7 +120,7 @@ class RecvBuffer:
                 self.buffers[rank] = whole.new_empty(count_tokens(rows), *whole.shape[1:])
                 self._later.append((rows, self.buffers[rank]))
 
-    def settle(self) -> Tensor:
+    def assemble(self) -> Tensor:
         """Return the whole, after all rows have arrived."""
         self.buffers.clear()
         while self._later:

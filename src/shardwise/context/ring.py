@@ -229,7 +229,7 @@ class KVReceive:
         """Return keys and values [B, K, nk, D] of a pulled piece."""
         if "keys" not in self._landings:
             return self.own_keys(piece)
-        whole = self._landings["keys"].settle()
+        whole = self._landings["keys"].assemble()
         for run in intersect(piece.keys, self._own):  # each is one run among both
             ((first, _),), ((start, stop),) = local((run,), piece.keys), local((run,), self._own)
             copy_run(whole, first, self._own_kv, start, stop)
@@ -244,11 +244,11 @@ class KVReceive:
 
     def queries(self) -> list[Tensor]:
         """Return the tensors that came for queries, [B, H, nq, D] each."""
-        return unpack(self._landings["queries"].settle())
+        return unpack(self._landings["queries"].assemble())
 
     def lses(self) -> Tensor:
         """Return the log-sum-exps of these queries, [B, H, nq]."""
-        return unpack(self._landings["lses"].settle())[0].squeeze(-1)
+        return unpack(self._landings["lses"].assemble())[0].squeeze(-1)
 
     def drop(self) -> None:
         """Free the received data."""

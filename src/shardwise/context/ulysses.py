@@ -134,7 +134,7 @@ class HeadGroup:
         recv_buffer = RecvBuffer(whole, tokens, {index: self.shares[index] for index in self._others})
         self._exchange(messages, recv_buffer.buffers, "heads")
         put(whole, local(self.shares[self.index], tokens), messages[self.index])
-        return recv_buffer.settle()
+        return recv_buffer.assemble()
 
     def to_tokens(self, parts: Sequence[Tensor], num_heads: Sequence[int]) -> Tensor:
         """Return all heads of this rank's tokens, [B, n, heads of all parts, D]; heads that several ranks have are

@@ -3,10 +3,10 @@
 The work is one pass over the matrix of blocks; the loop is over runs only.
 
 >>> layout = BlockLayout.from_blocks(torch.tensor([[1, 0, 0], [0, 1, 0], [1, 0, 1]]), block=4, causal=True)
->>> sight = VisibilityIndex.of(layout)
->>> sight.keys_seen(((6, 7), (8, 10)))
+>>> index = VisibilityIndex.of(layout)
+>>> index.keys_seen(((6, 7), (8, 10)))
 ((0, 7), (8, 10))
->>> sight.queries_seeing(((2, 3),), among=((0, 12),))
+>>> index.queries_seeing(((2, 3),), among=((0, 12),))
 ((2, 4), (8, 12))
 """
 

@@ -119,7 +119,7 @@ class _ModuleSite:
     def _check_is_open(self) -> None:
         if not self.draws.is_open:
             raise ValueError(
-                f"{self.name or type(self.module()).__name__} drops, and ranks that share a layer must drop alike, "
+                f"{self.name or type(self.module()).__name__} drops, and ranks that share a layer must drop the same, "
                 "which they know of the engine's own forwards only; call engine(batch) in place of the model, or "
                 "model.eval() first"
             )

@@ -60,21 +60,21 @@ def split_model(
         return []
     ops = TpMappings(comm, config.overlap_chunks, may_keep_whole=not is_in_pipeline, cp=cp)
     stacks = plan.stacks if config.sequence_parallel else ()
-    surgeon = _PlanApplier(model, ops, [ops.close], plan, tuple(name for stack in stacks for name in stack.modules))
+    applier = _PlanApplier(model, ops, [ops.close], plan, tuple(name for stack in stacks for name in stack.modules))
     try:
         for layer in plan.layers:
-            surgeon.split(layer, splits[f"{layer.module}.weight"])
+            applier.split(layer, splits[f"{layer.module}.weight"])
         for region in plan.regions:
-            surgeon.open_region(region)
+            applier.open_region(region)
         for stack in stacks:
-            surgeon.bound(stack)
+            applier.bound(stack)
         for name, attribute, value in plan.attributes_of(comm.rank, comm.world_size):
-            surgeon.undo.append(set_attribute(model.get_submodule(name), attribute, value))
+            applier.undo.append(set_attribute(model.get_submodule(name), attribute, value))
     except BaseException:
-        for undo in reversed(surgeon.undo):
+        for undo in reversed(applier.undo):
             undo()
         raise
-    return surgeon.undo
+    return applier.undo
 
 
 @dataclass(frozen=True)
@@ -112,13 +112,13 @@ class _PlanApplier:
         out_size, in_size = split.local_shape[::-1] if layer.is_transposed else split.local_shape
         names = {"nf": out_size, "nx": in_size} if layer.is_transposed else {}
         kind = layers.ColumnLinear if layer.style == "column" else layers.RowLinear
-        self._wear(module, kind, "_shardwise_linear", state)
+        self._swap_class(module, kind, "_shardwise_linear", state)
         self._resize(module, {"out_features": out_size, "in_features": in_size, **names})
 
     def _split_head(self, module: nn.Module, layer: LayerSplit, split: ParamSplit) -> None:
         vocab = VocabSplit(split.global_shape[0], self.ops.comm)
         state = layers.HeadState(self.ops, layer.module, LazyLogitsHead(vocab, layer.module))
-        self._wear(module, layers.VocabParallelHead, "_shardwise_head", state)
+        self._swap_class(module, layers.VocabParallelHead, "_shardwise_head", state)
         self._resize(module, {"out_features": split.local_shape[0]})
 
     def _split_embedding(self, module: nn.Embedding, layer: LayerSplit, split: ParamSplit) -> None:
@@ -131,12 +131,12 @@ class _PlanApplier:
             order = _order(layer.parts, degree) if layer.gathers_output else ()
             state = layers.EmbeddingState(self.ops, layer.module, gathers_output=layer.gathers_output, order=order)
         kind = layers.VocabEmbedding if layer.style == "vocab" else layers.ColumnEmbedding
-        self._wear(module, kind, "_shardwise_embedding", state)
+        self._swap_class(module, kind, "_shardwise_embedding", state)
         num_rows, num_columns = split.local_shape
         self._resize(module, {"num_embeddings": num_rows, "embedding_dim": num_columns})
 
     def open_region(self, region: tensor_plan.SharedInput) -> None:
-        """Make a module's inputs enter once for its column layers."""
+        """Make the column layers of a module share its inputs."""
         module = self.model.get_submodule(region.module)
         is_sequence = is_within(region.module, self.sequence_modules)
         inputs = tuple(_place(module, region.module, name) for name in region.inputs)
@@ -144,16 +144,16 @@ class _PlanApplier:
         state = layers.SharedInputState(
             self.ops, region.module, whole if is_sequence else inputs + whole, inputs if is_sequence else ()
         )
-        self._wear(module, layers.SharedInputModule, "_shardwise_region", state)
+        self._swap_class(module, layers.SharedInputModule, "_shardwise_region", state)
 
     def bound(self, stack: tensor_plan.SequenceStack) -> None:
         """Split the sequence before a stack, and gather it after."""
         first, last = self.model.get_submodule(stack.first), self.model.get_submodule(stack.last)
         entry = layers.ScatterState(self.ops, stack.first, _place(first, stack.first, stack.argument))
-        self._wear(first, layers.SequenceScatter, "_shardwise_entry", entry)
-        self._wear(last, layers.SequenceGather, "_shardwise_exit", layers.GatherState(self.ops, stack.last))
+        self._swap_class(first, layers.SequenceScatter, "_shardwise_entry", entry)
+        self._swap_class(last, layers.SequenceGather, "_shardwise_exit", layers.GatherState(self.ops, stack.last))
 
-    def _wear(self, module: nn.Module, kind: type[nn.Module], slot: str, state: layers.LayerState) -> None:
+    def _swap_class(self, module: nn.Module, kind: type[nn.Module], slot: str, state: layers.LayerState) -> None:
         if not isinstance(module, kind):  # the plan may have it under several names
             self.undo.append(subclass_module(module, kind, nn.Embedding if kind is layers.VocabEmbedding else None))
             self.undo.append(set_attribute(module, slot, state))
@@ -224,15 +224,15 @@ def shape_hint(error: BaseException, model: nn.Module, tensor: TensorLayout) -> 
         return ""
     name = names[id(failed)]
     layer = next((each for each in tensor.plan.layers if each.module == name), None)
-    cure = _layer_cure(layer) if layer is not None else _module_cure(name, failed, tensor)
-    return f"mesh.tp={tensor.degree}: {name or type(model).__name__} {cure}"
+    fix = _layer_fix(layer) if layer is not None else _module_fix(name, failed, tensor)
+    return f"mesh.tp={tensor.degree}: {name or type(model).__name__} {fix}"
 
 
 def _speaks_of_shapes(error: BaseException) -> bool:
     return not str(error) or _SPEAKS_OF_SHAPES.search(str(error)) is not None
 
 
-def _layer_cure(layer: LayerSplit) -> str:
+def _layer_fix(layer: LayerSplit) -> str:
     if layer.style == "row":
         return "is a row layer, but gets all features; split the layer before it ('column'), or make it 'row-split'"
     return (
@@ -241,7 +241,7 @@ def _layer_cure(layer: LayerSplit) -> str:
     )
 
 
-def _module_cure(name: str, module: nn.Module, tensor: TensorLayout) -> str:
+def _module_fix(name: str, module: nn.Module, tensor: TensorLayout) -> str:
     if isinstance(module, nn.Linear):
         return "is whole, but gets some features; give it the style 'row' in the plan, or take out the column before"
     layers = ", ".join(_within(name, (layer.module for layer in tensor.plan.layers if layer.style == "column")))

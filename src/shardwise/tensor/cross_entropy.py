@@ -157,10 +157,10 @@ class _ChunkJob:
         stats = torch.stack(own).unsqueeze(0)  # [1, 2 or 3, n]
         if self.vocab.comm is not None and self.vocab.comm.world_size > 1:
             stats = collectives.all_gather(self.vocab.comm, stats, 0, "cross entropy")  # [ranks, 2 or 3, n]
-        log_total, (picked, *rest) = stats[:, 0].logsumexp(0), stats[:, 1:].sum(0)
+        log_total, (picked, *sums) = stats[:, 0].logsumexp(0), stats[:, 1:].sum(0)
         smoothing = self.terms.label_smoothing
-        if rest:
-            picked = picked * (1 - smoothing) + rest[0] * (smoothing / self.vocab.size)
+        if sums:
+            picked = picked * (1 - smoothing) + sums[0] * (smoothing / self.vocab.size)
         return log_total, picked
 
     def losses(self, log_total: Tensor, picked: Tensor, targets: _Targets) -> Tensor:

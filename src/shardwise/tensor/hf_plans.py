@@ -1,7 +1,7 @@
 """Make plans from those that Hugging Face models bring (`_tp_plan`, `_pp_plan`); transformers is not imported.
 
 Their plans name the linear layers. This module adds: heads that stay whole, KV heads that ranks share, embedding and
-head, where inputs enter, where the sequence is split, and the numbers of heads that attention modules have.
+head, which inputs column layers share, where the sequence is split, and the numbers of heads of attention modules.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def huggingface_plan(model: nn.Module, degree: int) -> TensorPlan | None:
         return None
     draft = PlanBuilder(model, degree)
     draft.vocabulary()
-    settled = {*draft.layers, *draft.whole}
-    styles = {name: style for name, style in _styles(draft, words).items() if name not in settled}
+    decided = {*draft.layers, *draft.whole}
+    styles = {name: style for name, style in _styles(draft, words).items() if name not in decided}
     if not styles:
         return None
     regions = _regions(styles)
@@ -181,8 +181,8 @@ def _drops_heads(draft: PlanBuilder, region: str) -> bool:
         return True
     if on_heads:
         raise ConfigError(
-            f"{region} drops both attention ({on_heads}) and its output ({on_output}) by functions that cannot be told "
-            "apart; set residual_dropout=0 or attention_dropout=0"
+            f"{region} drops both attention ({on_heads}) and its output ({on_output}) by functions that look the "
+            "same; set residual_dropout=0 or attention_dropout=0"
         )
     return False
 
@@ -191,8 +191,8 @@ def _split_features(draft: PlanBuilder, region: str, inside: Styles) -> bool:
     """Split a feed-forward network by its features, or an attention module whose plan gathers its heads.
 
     Returns:
-        whether the inputs can enter once for the whole region. Where norms see gathered features, their gradients are
-        whole on every rank, and inputs enter each matrix separately.
+        whether the column layers of the region can share its inputs. Where norms see gathered features, their
+        gradients are whole on every rank, and each matrix maps its inputs separately.
     """
     fused = _chunked(draft, inside)
     for name, style in inside.items():
@@ -203,7 +203,7 @@ def _split_features(draft: PlanBuilder, region: str, inside: Styles) -> bool:
     is_gathered = not fused and all(style.gathers_output for style in inside.values() if style.kind == "column")
     if is_gathered:
         place = re.sub(r"\.\d+\.", ".*.", region)
-        note = f"{place}: Hugging Face's plan gathers what lies between its matrices, so every rank computes all of it"
+        note = f"{place}: Hugging Face's plan gathers what is between its matrices, so every rank computes all of it"
         draft.notes += [note] if note not in draft.notes else []
     is_region = True
     for name, param in _unsplit(draft, region, inside):

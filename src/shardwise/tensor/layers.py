@@ -80,7 +80,7 @@ class LinearState(LayerState):
     """Holds the state of a linear layer.
 
     Attributes:
-        is_in_region: whether its input has entered at a region around it.
+        is_in_region: whether a region around it maps its input.
         is_sequence: whether it is in a sequence-parallel stack: a row layer scatters its sum along the sequence, a
             column layer outside of regions gathers its input.
         is_transposed: whether the weight is [in, out].
@@ -108,8 +108,8 @@ class ColumnLinear(nn.Module):
         (x,) = (*args, *kwargs.values())
         state = self._shardwise_linear
         if not state.is_in_region:
-            enter = state.ops.gather_sequence if state.is_sequence else state.ops.enter
-            x = enter(x, state.title)
+            mapping = state.ops.gather_sequence if state.is_sequence else state.ops.copy_to_tp
+            x = mapping(x, state.title)
         y = state.ops.column(x, self.weight.t() if state.is_transposed else self.weight, self.bias)
         return _gathered_features(y, state) if state.gathers_output else y
 
@@ -153,7 +153,7 @@ class VocabParallelHead(nn.Module):
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:  # [..., in] -> [..., words]
         (x,) = (*args, *kwargs.values())
         state = self._shardwise_head
-        return LazyLogits(state.ops.enter(x, state.title), self.weight, self.bias, state.head)
+        return LazyLogits(state.ops.copy_to_tp(x, state.title), self.weight, self.bias, state.head)
 
     def extra_repr(self) -> str:
         return _described(super().extra_repr(), "vocabulary", self._shardwise_head)
@@ -192,7 +192,7 @@ class VocabEmbedding(nn.Embedding):
         is_elsewhere = (ids < state.start) | (ids >= state.stop)
         rows = (ids - state.start).masked_fill(is_elsewhere, 0)
         found = F.embedding(rows, self.weight, state.padding).masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
-        return state.ops.leave(found, state.title)
+        return state.ops.reduce_from_tp(found, state.title)
 
     def extra_repr(self) -> str:
         return _described(super().extra_repr(), "vocabulary", self._shardwise_embedding)
@@ -246,7 +246,7 @@ class SharedInputState(LayerState):
 
 
 class SharedInputModule(nn.Module):
-    """Makes the column layers of a module share its inputs: arguments enter once, sequences are gathered."""
+    """Makes the column layers of a module share its inputs: arguments are mapped once, sequences are gathered once."""
 
     _shardwise_region: SharedInputState
 
@@ -264,7 +264,7 @@ class SharedInputModule(nn.Module):
         for place in state.sequences:
             args, kwargs = place.change(args, kwargs, gather)
         for place in state.whole:
-            args, kwargs = place.change(args, kwargs, lambda x: state.ops.enter(x, state.title))
+            args, kwargs = place.change(args, kwargs, lambda x: state.ops.copy_to_tp(x, state.title))
         seen.clear()
         return super().forward(*args, **kwargs)
 

@@ -2,10 +2,10 @@
 
 | forward | backward | |
 |---|---|---|
-| `enter`: identity | all-reduce | before a column layer |
-| `leave`: all-reduce | identity | after a row layer |
-| `gather_sequence`: all-gather along dim 1 | reduce-scatter | `enter` under sequence parallelism |
-| `scatter_sequence`: reduce-scatter along dim 1 | all-gather | `leave` under sequence parallelism |
+| `copy_to_tp`: identity | all-reduce | before a column layer |
+| `reduce_from_tp`: all-reduce | identity | after a row layer |
+| `gather_sequence`: all-gather along dim 1 | reduce-scatter | `copy_to_tp` under sequence parallelism |
+| `scatter_sequence`: reduce-scatter along dim 1 | all-gather | `reduce_from_tp` under sequence parallelism |
 | `split`: slice | all-gather | into the sequence-parallel stack |
 | `gather`: all-gather | slice | out of it |
 
@@ -48,7 +48,7 @@ from shardwise.runtime.weight_grad_queue import WeightGradSink, parameter_of_wei
 from shardwise.tensor import collectives
 
 # Attributes of tensors: the objects that they hold live as long as the tensor.
-_ENTERED: Final = "_shardwise_entered"
+_COPIED: Final = "_shardwise_copied"
 _GATHERED: Final = "_shardwise_gathered"
 
 Op = Callable[..., Tensor]
@@ -108,23 +108,23 @@ class TpMappings:
             ),
         )
         self._recomputed = _Recomputed()
-        self._enter, self.leave = _sum_pair(all_reduce)
+        self._copy_to_tp, self.reduce_from_tp = _sum_pair(all_reduce)
         self._gather_sequence, self.scatter_sequence = _sequence_pair(gather_sequence, scatter_sequence)
         self._split, self._gather = _slice_pair(all_gather, comm)
-        self._row = row_function(product, self._enter, self._gather_sequence)
+        self._row = row_function(product, self._copy_to_tp, self._gather_sequence)
         self._column = _column_function(self._gather_sequence)
 
-    def enter(self, x: Tensor, name: str) -> Tensor:
+    def copy_to_tp(self, x: Tensor, name: str) -> Tensor:
         """Return the same values; the gradient is summed over the ranks, once for all calls with the same tensor."""
         if not (torch.is_grad_enabled() and x.requires_grad):
             return x
         # No attribute on a leaf: its graph holds the leaf, which would then hold the graph.
         if x.is_leaf or torch.compiler.is_compiling():
-            return self._enter(x, name)
-        found = x.__dict__.get(_ENTERED)
+            return self._copy_to_tp(x, name)
+        found = x.__dict__.get(_COPIED)
         if found is None or found.ops is not self or found.version != version(x):
-            found = x.__dict__[_ENTERED] = _Entered(self, self._enter(x, name), version(x))
-        return found.entered
+            found = x.__dict__[_COPIED] = _Copied(self, self._copy_to_tp(x, name), version(x))
+        return found.copy
 
     def gather_sequence(self, x: Tensor, name: str) -> Tensor:
         """Return the whole sequence [b, s, ...] of slices [b, s / tp, ...]; gradients are summed and scattered."""
@@ -147,8 +147,8 @@ class TpMappings:
             ConfigError: the length does not divide, and a backward follows or the stack continues on another rank.
         """
         if torch.is_grad_enabled() or not self._may_keep_whole:
-            cure = "pad the batch or set tensor.sequence_parallel=false"
-            check_length(self._cp * x.shape[1], self.comm.world_size, "sequence length ", cure, self._cp)
+            fix = "pad the batch or set tensor.sequence_parallel=false"
+            check_length(self._cp * x.shape[1], self.comm.world_size, "sequence length ", fix, self._cp)
         else:
             self._keeps_whole = x.shape[1] % self.comm.world_size != 0
         return x if self._is_whole() else self._split(x, 1, name)
@@ -187,7 +187,7 @@ class TpMappings:
         """Return `x @ weight.T + bias`; for a gathered sequence only the slice is kept for the backward.
 
         Args:
-            x: [..., in], which has entered.
+            x: [..., in], a result of `copy_to_tp` or `gather_sequence`.
             weight: [out / tp, in].
             bias: [out / tp]; None for none.
         """
@@ -211,7 +211,7 @@ def _scaled(x: Tensor, dim: int, factor: int, divisor: int = 1) -> list[Any]:
 
 
 def _sum_pair(all_reduce: Op) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    class Enter(Function):
+    class CopyToTp(Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
             ctx.name = name
@@ -219,9 +219,9 @@ def _sum_pair(all_reduce: Op) -> tuple[Callable[..., Tensor], Callable[..., Tens
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Any:
-            return Leave.apply(grad, ctx.name), None
+            return ReduceFromTp.apply(grad, ctx.name), None
 
-    class Leave(Function):
+    class ReduceFromTp(Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
             ctx.name = name
@@ -229,9 +229,9 @@ def _sum_pair(all_reduce: Op) -> tuple[Callable[..., Tensor], Callable[..., Tens
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Any:
-            return Enter.apply(grad, ctx.name), None
+            return CopyToTp.apply(grad, ctx.name), None
 
-    return Enter.apply, Leave.apply
+    return CopyToTp.apply, ReduceFromTp.apply
 
 
 def _sequence_pair(gather: Op, scatter: Op) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
@@ -411,11 +411,11 @@ class _Again:
 
 
 @dataclass(frozen=True, eq=False)
-class _Entered:
-    """Holds the result of `enter` for this version of a tensor."""
+class _Copied:
+    """Holds the result of `copy_to_tp` for this version of a tensor."""
 
     ops: TpMappings
-    entered: Tensor
+    copy: Tensor
     version: int
 
 
@@ -458,12 +458,12 @@ class DeferredWeightGrad:
         self.sink.defer((self.parameter,), compute, (x, grad))
 
 
-def row_function(product: Run, enter: Run, gather_sequence: Run) -> Run:
+def row_function(product: Run, copy_to_tp: Run, gather_sequence: Run) -> Run:
     """Make the autograd function of `TpMappings.row`.
 
     Args:
         product: the layer's op.
-        enter: the identity whose gradient is summed.
+        copy_to_tp: the identity whose gradient is summed.
         gather_sequence: the gather of a sequence, for a sum that was scattered.
 
     Returns:
@@ -495,7 +495,7 @@ def row_function(product: Run, enter: Run, gather_sequence: Run) -> Run:
             x, weight = ctx.saved_tensors
             grad_bias = rows_of(grad).sum(0) if ctx.needs_input_grad[2] else None
             if ctx.needs_input_grad[0] or ctx.needs_weight:
-                grad = gather_sequence(grad, ctx.name, None) if ctx.is_sequence else enter(grad, ctx.name)
+                grad = gather_sequence(grad, ctx.name, None) if ctx.is_sequence else copy_to_tp(grad, ctx.name)
             grad_x = grad.matmul(weight) if ctx.needs_input_grad[0] else None
             grad_weight = None
             if ctx.later is not None:

@@ -139,7 +139,7 @@ class PlanBuilder:
                 self.layer(name, StyleRule(style))
 
     def region(self, name: str) -> None:
-        """Make the hidden states, and in cross-attention the encoder's, enter at a module."""
+        """Let the column layers of a module share the hidden states, and in cross-attention the encoder's."""
         names = argument_names(self.modules[name])
         inputs = "hidden_states" if "hidden_states" in names else names[0]
         self.regions.append(SharedInput(name, (inputs,), tuple(each for each in _WHOLE_INPUTS if each in names)))
@@ -289,18 +289,18 @@ def _parse(pattern: str, text: Any) -> _TableEntry:
     place = f"tensor-parallel table, {pattern!r}: {text!r}"
     if not isinstance(text, str):
         raise ConfigError(f"{place} is no text; write a style such as 'column', or a list of entries")
-    word, *rest = text.split() or [""]
+    word, *others = text.split() or [""]
     known = (*OUR_WORDS, *_ACTIONS, *HUGGING_FACE_WORDS)
     if word not in known:
         close = difflib.get_close_matches(word, known, n=2)
-        cure = f"did you mean {' or '.join(close)}?" if close else f"words are {', '.join((*OUR_WORDS, *_ACTIONS))}"
-        raise ConfigError(f"{place}: {word!r} is no style; {cure}")
-    options = dict(each.split("=", 1) for each in rest if "=" in each)
+        fix = f"did you mean {' or '.join(close)}?" if close else f"words are {', '.join((*OUR_WORDS, *_ACTIONS))}"
+        raise ConfigError(f"{place}: {word!r} is no style; {fix}")
+    options = dict(each.split("=", 1) for each in others if "=" in each)
     legal = _OPTIONS.get(word, ("units", "parts"))
     for key in options:
         if key not in legal:
             raise ConfigError(f"{place}: {key!r} is no option of {word!r}; it takes {', '.join(legal) or 'none'}")
-    return _TableEntry(place, word, tuple(each for each in rest if "=" not in each), options)
+    return _TableEntry(place, word, tuple(each for each in others if "=" not in each), options)
 
 
 def _split(draft: PlanBuilder, names: list[str], entry: _TableEntry) -> None:
@@ -330,7 +330,7 @@ def _parts(name: str, size: int, entry: _TableEntry) -> tuple[FusedPart, ...]:
 def _region(draft: PlanBuilder, names: list[str], entry: _TableEntry) -> None:
     whole = entry.names("whole")
     if not entry.arguments and not whole:
-        raise ConfigError(f"{entry.place}: which arguments enter? write such as 'region x'")
+        raise ConfigError(f"{entry.place}: which arguments do its column layers share? write such as 'region x'")
     draft.regions += [SharedInput(name, entry.arguments, whole) for name in names]
 
 
@@ -428,8 +428,8 @@ def unknown_name(name: str, names: Iterable[str], kind: str) -> ConfigError:
     """
     names = [each for each in names if each]
     close = difflib.get_close_matches(name, names, n=3)
-    cure = f"did you mean {' or '.join(close)}?" if close else f"names are such as {', '.join(names[:3])}"
-    return ConfigError(f"the tensor-parallel plan names {name!r}, but the model has no such {kind}; {cure}")
+    fix = f"did you mean {' or '.join(close)}?" if close else f"names are such as {', '.join(names[:3])}"
+    return ConfigError(f"the tensor-parallel plan names {name!r}, but the model has no such {kind}; {fix}")
 
 
 def _module_names(plan: TensorPlan) -> Iterable[str]:
@@ -448,20 +448,20 @@ def _check_argument(module: nn.Module, name: str, argument: str) -> None:
 
 
 def _check_regions(plan: TensorPlan, params: Iterable[str]) -> None:
-    """Refuse whole parameters in a region: its input enters once, so their gradients would count once per rank."""
+    """Refuse whole parameters in a region, which maps its input once: their gradients would count once per rank."""
     split = {layer.module for layer in plan.layers}
     regions = [region.module for region in plan.regions]
     for region in regions:
         outer = next((each for each in regions if region.startswith(f"{each}.")), None)
         if outer is not None:
             raise ConfigError(
-                f"region {region} lies in region {outer}, so its gradients would be summed twice; keep one of them"
+                f"region {region} is in region {outer}, so its gradients would be summed twice; keep one of them"
             )
     for name in params:
         module = name.rpartition(".")[0]
         if module not in split and name not in plan.partial and is_within(module, regions):
             raise ConfigError(
-                f"{name} lies in a region of the tensor-parallel plan, where ranks work on parts, but the plan neither "
+                f"{name} is in a region of the tensor-parallel plan, where ranks work on parts, but the plan neither "
                 "splits it nor calls it partial; name its module, such as column, row or partial, or move it (an "
                 "adapter, say) out of the region"
             )

@@ -199,14 +199,14 @@ def warn(model: nn.Module, why_not: str, degree: int, is_found: bool) -> None:
         degree: ranks of the tensor-parallel group.
         is_found: whether `propose_plan` found the plan, so that it would prove it too.
     """
-    cure = (
+    fix = (
         f"shardwise.propose_plan(small_model, batch, tp={degree}) proves what it finds"
         if is_found
         else f"shardwise.prove_plan(small_model, batch, plan, tp={degree}) proves it"
     )
     name = type(model).__name__
     _LOG.warning(
-        "the tensor-parallel plan of %s is not proved: %s; %s, for a small model of the kind", name, why_not, cure
+        "the tensor-parallel plan of %s is not proved: %s; %s, for a small model of the kind", name, why_not, fix
     )
 
 

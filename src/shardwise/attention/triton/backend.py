@@ -69,7 +69,7 @@ def backward(
     inputs = [_last_dim_contiguous(each) for each in (saved.q, saved.k, saved.v)]
     grads = [torch.empty_like(each, dtype=torch.float32 if is_wide else None) for each in inputs]
     extras = _contiguous(extras)
-    grad_bias = _bias_room(saved.q, extras.bias) if needs_bias else None
+    grad_bias = _bias_gradient(saved.q, extras.bias) if needs_bias else None
     out, grad_out = _last_dim_contiguous(saved.out), _last_dim_contiguous(grad_out)
     grad_lse = None if grad_lse is None else grad_lse.float().contiguous()
     rows = [
@@ -97,7 +97,7 @@ def _launches() -> ModuleType:
     return launches
 
 
-def _bias_room(q: Tensor, bias: Tensor | None) -> Tensor | None:
+def _bias_gradient(q: Tensor, bias: Tensor | None) -> Tensor | None:
     """Make zeros for the gradient of a bias: in its own dtype where each element is written once, else in fp32."""
     if bias is None:
         return None

@@ -317,9 +317,9 @@ def _regions(tables: _Tables, sets: Sequence[LayerSet], partial: Set[str]) -> It
             read.setdefault(tuple(ref.index for each in inputs for ref in each.values()), []).append(name)
         for columns in read.values():
             region = _region(tables.trace, columns) if len(columns) > 1 else None
-            behind = {*columns, *rows}
+            after = {*columns, *rows}
             if region is not None and all(
-                module in behind or partial >= set(own)
+                module in after or partial >= set(own)
                 for module, own in tables.parameters.items()
                 if is_within(module, (region.module,))
             ):

@@ -145,7 +145,7 @@ def record(
                 module.forward = MethodType(nn.Linear.forward, module)  # type: ignore[method-assign]
         trace.batch.update(ref.index for ref in recorder.refs(batch))
         try:
-            with watch_calls(model, recorder.enter, recorder.leave), _Functions(recorder), _Ops(recorder):
+            with watch_calls(model, recorder.before_call, recorder.after_call), _Functions(recorder), _Ops(recorder):
                 output = call_model(model, batch)
         except Exception as error:
             if not isinstance(error, NO_VALUE_ERRORS) and (alter is not None or not trace.deciding):
@@ -198,7 +198,7 @@ class _TraceRecorder:
     def refs(self, output: Any) -> tuple[TensorRef, ...]:
         return tuple(self.ref(leaf) for leaf in pytree.tree_leaves(plain_output(output)) if isinstance(leaf, Tensor))
 
-    def enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
             bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
         except TypeError:
@@ -208,7 +208,7 @@ class _TraceRecorder:
         self.trace.calls.append(call)
         self._stack.append(call)
 
-    def leave(self, output: Any) -> None:
+    def after_call(self, output: Any) -> None:
         call = self._stack.pop()
         call.stop, call.outputs = len(self.trace.ops), self.refs(output)
 
@@ -278,10 +278,10 @@ class _Ops(OpMode):
         try:
             output = func(*args, **kwargs)
         except NO_VALUE_ERRORS:
-            if not self._recorder.module or str(func) not in _TOLD:
+            if not self._recorder.module or str(func) not in _STAND_INS:
                 raise
             self._recorder.trace.deciding.setdefault(self._recorder.module, str(func))
-            output = _TOLD[str(func)](args[0])
+            output = _STAND_INS[str(func)](args[0])
         if not self._recorder.is_paused and func.namespace != "prim":
             name = str(func).split(".")[1]
             is_pointwise = torch.Tag.pointwise in func.tags
@@ -296,7 +296,7 @@ def _zero(asked: Tensor) -> float | int | bool:
 
 
 # The values that code gets if it asks for them: the first index, or zero. The module that asks is left whole.
-_TOLD: Final[Mapping[str, Callable[[Tensor], Any]]] = {
+_STAND_INS: Final[Mapping[str, Callable[[Tensor], Any]]] = {
     "aten.nonzero.default": lambda asked: asked.new_zeros((1, asked.dim()), dtype=torch.int64),
     "aten._local_scalar_dense.default": _zero,
 }
