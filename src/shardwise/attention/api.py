@@ -46,7 +46,7 @@ def attention_backend(name: str) -> Iterator[None]:
     """
     known = [*BACKENDS, _FLEX]
     if name not in known:
-        raise ConfigError(f"attention backend {name!r} does not exist; there are {', '.join(known)}")
+        raise ConfigError("unknown-backend", f"attention backend {name!r} does not exist; there are {', '.join(known)}")
     token = _forced.set(name)
     try:
         yield
@@ -116,7 +116,7 @@ def block_sparse_attention_with_lse(
     _check_extras(q, k, key_padding, bias)
     p = dropout.p if isinstance(dropout, Draw) else dropout
     if not 0.0 <= p < 1.0:
-        raise ConfigError(f"dropout={p} is no rate; nearest legal: {0.0 if p < 0 else 0.99}")
+        raise ConfigError("dropout-rate", f"dropout={p} is no rate; nearest legal: {0.0 if p < 0 else 0.99}")
     draw = dropout if isinstance(dropout, Draw) else None
     if draw is not None:
         _check_draw(q, k, draw)
@@ -151,31 +151,40 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, each in names:
         if each.ndim != 4:
             raise ConfigError(
-                f"{name} of shape {tuple(each.shape)} has {each.ndim} dims; give [samples, heads, tokens, head size]"
+                "qkv-dims",
+                f"{name} of shape {tuple(each.shape)} has {each.ndim} dims; give [samples, heads, tokens, head size]",
             )
     if k.shape != v.shape:
         raise ConfigError(
-            f"k of shape {tuple(k.shape)} and v of shape {tuple(v.shape)} differ; pad the smaller head size with zeros"
+            "k-v-shapes",
+            f"k of shape {tuple(k.shape)} and v of shape {tuple(v.shape)} differ; pad the smaller head size with zeros",
         )
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ConfigError(
+            "q-k-shapes",
             f"q of shape {tuple(q.shape)} and k of shape {tuple(k.shape)} differ in samples or head size; "
-            "make both equal"
+            "make both equal",
         )
     if not q.shape[1] or not q.shape[3]:
-        raise ConfigError(f"q of shape {tuple(q.shape)} has no heads or no head size; give 1 or more of each")
+        raise ConfigError(
+            "qkv-empty", f"q of shape {tuple(q.shape)} has no heads or no head size; give 1 or more of each"
+        )
     if not k.shape[1] or q.shape[1] % k.shape[1]:
         legal = [number for number in range(1, q.shape[1] + 1) if q.shape[1] % number == 0]
         raise ConfigError(
-            f"{k.shape[1]} KV heads do not divide {q.shape[1]} query heads; legal: {', '.join(map(str, legal))}"
+            "kv-heads-divide",
+            f"{k.shape[1]} KV heads do not divide {q.shape[1]} query heads; legal: {', '.join(map(str, legal))}",
         )
     if not q.is_floating_point():
-        raise ConfigError(f"q is of {q.dtype}; attention needs float16, bfloat16, float32 or float64")
+        raise ConfigError(
+            "attention-dtype", f"q is of {q.dtype}; attention needs float16, bfloat16, float32 or float64"
+        )
     for name, each in names[1:]:
         if each.dtype != q.dtype or each.device != q.device:
             raise ConfigError(
+                "qkv-dtype-device",
                 f"{name} is of {each.dtype} on {each.device} and q of {q.dtype} on {q.device}; move {name} with "
-                f"{name}.to(q)"
+                f"{name}.to(q)",
             )
 
 
@@ -192,29 +201,36 @@ def _check_untransformed(*tensors: Tensor | None) -> None:
 def _check_layout(q: Tensor, k: Tensor, layout: BlockLayout) -> None:
     if not isinstance(layout, BlockLayout):
         raise ConfigError(
+            "layout-type",
             f"layout is of type {type(layout).__name__}, not BlockLayout; give structure.layout(seq_len), or "
-            "BlockLayout.from_blocks(blocks, block)"
+            "BlockLayout.from_blocks(blocks, block)",
         )
     if (q.shape[2], k.shape[2]) != (layout.num_queries, layout.num_keys):
         raise ConfigError(
+            "layout-length",
             f"{q.shape[2]} queries and {k.shape[2]} keys do not fit a layout of {layout.num_queries} and "
-            f"{layout.num_keys}; make the layout for this length, or pad to it"
+            f"{layout.num_keys}; make the layout for this length, or pad to it",
         )
     if layout.num_heads not in (1, q.shape[1]):
         raise ConfigError(
-            f"a layout of {layout.num_heads} heads does not fit {q.shape[1]} query heads; legal: 1 or {q.shape[1]}"
+            "layout-heads",
+            f"a layout of {layout.num_heads} heads does not fit {q.shape[1]} query heads; legal: 1 or {q.shape[1]}",
         )
 
 
 def _check_extras(q: Tensor, k: Tensor, key_padding: Tensor | None, bias: Tensor | None) -> None:
     if key_padding is not None:
         if key_padding.dtype != torch.bool:
-            raise ConfigError(f"key_padding is of {key_padding.dtype}; give bools, True for a real token: mask != 0")
+            raise ConfigError(
+                "padding-bools", f"key_padding is of {key_padding.dtype}; give bools, True for a real token: mask != 0"
+            )
         _check_shape("key_padding", key_padding, [(k.shape[0],), (k.shape[2],)])
         _check_device("key_padding", key_padding, q)
     if bias is not None:
         if not bias.is_floating_point():
-            raise ConfigError(f"bias is of {bias.dtype}; give floats, -inf where a query must not see a key")
+            raise ConfigError(
+                "bias-floats", f"bias is of {bias.dtype}; give floats, -inf where a query must not see a key"
+            )
         _check_shape("bias", bias, [(1, q.shape[0]), (1, q.shape[1]), (q.shape[2],), (k.shape[2],)])
         _check_device("bias", bias, q)
 
@@ -229,19 +245,21 @@ def _check_draw(q: Tensor, k: Tensor, draw: Draw) -> None:
         _check_shape(name, each, shape)
         _check_device(name, each, q)
         if each.dtype != torch.int32:
-            raise ConfigError(f"{name} is of {each.dtype}; give int32")
+            raise ConfigError("draw-int32", f"{name} is of {each.dtype}; give int32")
 
 
 def _check_shape(name: str, tensor: Tensor, legal: Sequence[tuple[int, ...]]) -> None:
     """Raise `ConfigError` unless each dim's size is one of its legal sizes."""
     if tensor.ndim != len(legal) or any(size not in sizes for size, sizes in zip(tensor.shape, legal, strict=True)):
         wanted = ", ".join(" or ".join(map(str, dict.fromkeys(sizes))) for sizes in legal)
-        raise ConfigError(f"{name} of shape {tuple(tensor.shape)} does not fit; give [{wanted}]")
+        raise ConfigError("operand-shape", f"{name} of shape {tuple(tensor.shape)} does not fit; give [{wanted}]")
 
 
 def _check_device(name: str, tensor: Tensor, q: Tensor) -> None:
     if tensor.device != q.device:
-        raise ConfigError(f"{name} is on {tensor.device} and q on {q.device}; move it with {name}.to(q.device)")
+        raise ConfigError(
+            "operand-device", f"{name} is on {tensor.device} and q on {q.device}; move it with {name}.to(q.device)"
+        )
 
 
 def drawn(q: Tensor, layout: BlockLayout, p: float) -> Draw:
@@ -271,7 +289,8 @@ def _first_position(layout: BlockLayout) -> int:
     is_last = layout.patterns[0].query_runs == ((first, num_tokens),)
     if layout.num_keys != num_tokens or (first and not is_last):
         raise ConfigError(
+            "draw-positions",
             f"dropout over {layout.num_queries} queries and {layout.num_keys} keys of {num_tokens} tokens has no "
-            "positions to draw by; give a Draw of these queries and keys, or all keys and the last queries"
+            "positions to draw by; give a Draw of these queries and keys, or all keys and the last queries",
         )
     return first

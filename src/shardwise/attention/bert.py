@@ -30,7 +30,9 @@ class BertSparseSelfAttention(nn.Module):
         super().__init__()
         hidden_size, num_heads = config.hidden_size, config.num_attention_heads
         if hidden_size % num_heads:
-            raise ConfigError(f"num_attention_heads={num_heads} does not divide hidden_size={hidden_size}")
+            raise ConfigError(
+                "heads-divide-hidden", f"num_attention_heads={num_heads} does not divide hidden_size={hidden_size}"
+            )
         self.num_attention_heads = num_heads
         self.attention_head_size = hidden_size // num_heads
         self.query = nn.Linear(hidden_size, hidden_size)

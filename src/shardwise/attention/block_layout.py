@@ -112,17 +112,19 @@ class BlockLayout:
         """
         if blocks.ndim not in (2, 3) or blocks.shape[-1] != blocks.shape[-2] or not blocks.numel():
             raise ConfigError(
+                "blocks-square",
                 f"blocks of shape {tuple(blocks.shape)} are not square; give [num_blocks, num_blocks] or "
-                "[heads, num_blocks, num_blocks]"
+                "[heads, num_blocks, num_blocks]",
             )
         if block < 1:
-            raise ConfigError(f"block={block} is not positive; 64 and 128 are fastest")
+            raise ConfigError("block-positive", f"block={block} is not positive; 64 and 128 are fastest")
         most = blocks.shape[-1] * block
         num_tokens = most if num_tokens is None else num_tokens
         if not most - block < num_tokens <= most:
             raise ConfigError(
+                "blocks-hold-tokens",
                 f"num_tokens={num_tokens} needs {-(-num_tokens // block)} blocks of {block}, and there are "
-                f"{blocks.shape[-1]}; nearest legal: {most - block + 1} to {most}"
+                f"{blocks.shape[-1]}; nearest legal: {most - block + 1} to {most}",
             )
         three_dims = blocks.detach().to("cpu", torch.bool, copy=True).reshape(-1, *blocks.shape[-2:])
         if causal:
@@ -150,7 +152,9 @@ class BlockLayout:
             ConfigError: there is no token, or the function does not work on tensors.
         """
         if block < 1 or num_tokens < 1:
-            raise ConfigError(f"num_tokens={num_tokens} in blocks of {block} are no blocks; give 1 or more of each")
+            raise ConfigError(
+                "no-blocks", f"num_tokens={num_tokens} in blocks of {block} are no blocks; give 1 or more of each"
+            )
         blocks = blocks_of_function(function, num_heads, -(-num_tokens // block))
         return BlockLayout.from_blocks(blocks, block, causal=causal, num_tokens=num_tokens)
 
@@ -233,8 +237,9 @@ class BlockLayout:
         """
         if len(self.patterns) > 1 or not 0 <= first_query < self.num_keys:
             raise ConfigError(
+                "first-query",
                 f"first_query={first_query} of {len(self.patterns)} documents of {self.num_keys} tokens in all; "
-                "give one document and a position inside it"
+                "give one document and a position inside it",
             )
         return self.select(((first_query, self.num_keys),), ((0, self.num_keys),))
 
@@ -278,8 +283,9 @@ def require_structure(given: object) -> None:
     """Raise `ConfigError` unless `given` is a layout or has a method `layout(seq_len)`."""
     if not isinstance(given, BlockLayout) and not callable(getattr(given, "layout", None)):
         raise ConfigError(
+            "structure-type",
             f"a {type(given).__name__} has no layout(seq_len); give a BlockLayout, or a structure such as "
-            "FixedSparsityConfig"
+            "FixedSparsityConfig",
         )
 
 
@@ -312,7 +318,10 @@ def pack(layouts: Sequence[BlockLayout]) -> BlockLayout:
     num_heads = max((layout.num_heads for layout in layouts), default=1)
     kinds = {(layout.block, num_heads if layout.num_heads == 1 else layout.num_heads) for layout in layouts}
     if len(kinds) != 1:
-        raise ConfigError(f"documents of (block, heads) {sorted(kinds)} cannot be packed; give one or more of one kind")
+        raise ConfigError(
+            "documents-of-one-kind",
+            f"documents of (block, heads) {sorted(kinds)} cannot be packed; give one or more of one kind",
+        )
     # Heads that differ in a long document may be the same in a short one.
     spread = [_each(layout, lambda blocks: blocks.expand(num_heads, -1, -1)) for layout in layouts]
     return BlockLayout(tuple(pattern for layout in spread for pattern in layout.patterns))
@@ -338,8 +347,9 @@ def blocks_of_function(function: BlockFunction, num_heads: int, num_blocks: int)
             )
         except (RuntimeError, TypeError) as error:
             raise ConfigError(
+                "block-function",
                 f"the function of block indices failed on tensors: {str(error).splitlines()[0]}; write it with tensor "
-                "operations (&, |, torch.where), so that its result broadcasts over heads, queries and keys"
+                "operations (&, |, torch.where), so that its result broadcasts over heads, queries and keys",
             ) from error
     return blocks
 

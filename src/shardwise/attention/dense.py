@@ -123,8 +123,9 @@ def bands_of(layout: BlockLayout) -> list[Band]:
     """
     if not is_dense(layout):
         raise ConfigError(
+            "dense-layout",
             "the dense back end computes layouts in which every block, or every one up to the diagonal, is seen; "
-            "leave the choice of the back end to the library"
+            "leave the choice of the back end to the library",
         )
     bands, queries, keys = [], 0, 0
     for pattern in layout.patterns:
@@ -244,7 +245,10 @@ class DenseBackend:
         """
         _require_bare(extras)
         if grad_lse is not None:
-            raise ConfigError("the dense back end has no gradient of the log-sum-exp; use attention_backend('cpu')")
+            raise ConfigError(
+                "dense-lse-gradient",
+                "the dense back end has no gradient of the log-sum-exp; use attention_backend('cpu')",
+            )
         wide = wide_dtype(saved.q.dtype)
         grads = [torch.zeros_like(each, dtype=wide) for each in (saved.q, saved.k, saved.v)]
         # torch's kernel returns gradients in the dtype of its inputs.
@@ -282,7 +286,8 @@ def _is_bare(extras: ScoreModifiers) -> bool:
 def _require_bare(extras: ScoreModifiers) -> None:
     if not _is_bare(extras):
         raise ConfigError(
-            "the dense back end has no key padding, bias or dropout; leave the choice of the back end to the library"
+            "dense-operands",
+            "the dense back end has no key padding, bias or dropout; leave the choice of the back end to the library",
         )
 
 

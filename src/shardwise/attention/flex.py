@@ -56,7 +56,8 @@ def flex_attention_of(
     """
     if q.device.type == "cpu":
         raise ConfigError(
-            "the back end flex has no gradients on device='cpu'; use the back end cpu there, as is default"
+            "flex-on-cpu",
+            "the back end flex has no gradients on device='cpu'; use the back end cpu there, as is default",
         )
     options = flex_options(q, k, layout, extras)
     is_traced = torch.compiler.is_compiling()  # by a caller's torch.compile, which then compiles this too
@@ -74,7 +75,8 @@ def flex_options(q: Tensor, k: Tensor, layout: BlockLayout, extras: ScoreModifie
     """
     if extras.draw is not None:
         raise ConfigError(
-            f'dropout={extras.draw.p} is not for flex; use `with attention_backend("triton"):` or no dropout'
+            "flex-dropout",
+            f'dropout={extras.draw.p} is not for flex; use `with attention_backend("triton"):` or no dropout',
         )
     return {
         "score_mod": _score_mod(extras),
@@ -122,9 +124,10 @@ def _first_query(pattern: Pattern) -> int:
     num_tokens = pattern.num_tokens
     if [stop for _, stop in pattern.query_runs] != [num_tokens] or pattern.key_runs != ((0, num_tokens),):
         raise ConfigError(
+            "flex-queries",
             f"{pattern.num_queries} queries in {len(pattern.query_runs)} runs and {pattern.num_keys} keys of "
             f"{num_tokens} tokens are not for flex, which takes queries in one run to the end and all keys; use "
-            '`with attention_backend("triton"):`, or "cpu" on CPUs'
+            '`with attention_backend("triton"):`, or "cpu" on CPUs',
         )
     return pattern.query_runs[0][0]
 

@@ -171,8 +171,9 @@ class _ModuleAttention:
             layout = layout.token_causal()
         elif any(pattern.causal for pattern in layout.patterns):
             raise ConfigError(
+                "structure-looks-back",
                 "a token-causal structure in a bidirectional model would hide half of each sequence; give "
-                'attention="bidirectional"'
+                'attention="bidirectional"',
             )
         return layout
 
@@ -234,8 +235,9 @@ def use_sparse_attention(
     inner = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
     if not inner:
         raise ConfigError(
+            "not-transformers",
             f"{type(model).__name__} holds no model of transformers; for others use "
-            "sparse_sdpa_module, where they call torch's attention, or SparseSelfAttention"
+            "sparse_sdpa_module, where they call torch's attention, or SparseSelfAttention",
         )
     modules = [(path, each) for path, each in model.named_modules() if _attends(each) and each not in inner]
     register(name)
@@ -253,8 +255,9 @@ def use_sparse_attention(
     if deaf or not modules:
         used.undo()
         raise ConfigError(
+            "attention-interface",
             f"{(deaf or [type(model).__name__])[0]} does not look its attention up in transformers' "
-            "AttentionInterface; use a model that does, or sparse_sdpa_module, where it calls torch's attention"
+            "AttentionInterface; use a model that does, or sparse_sdpa_module, where it calls torch's attention",
         )
     return used
 
@@ -272,7 +275,9 @@ def whole_layout(model: nn.Module, lengths: tuple[int, ...]) -> BlockLayout:
     """
     for module, given in _all_given(model):
         return given.whole(sum(lengths), lengths if len(lengths) > 1 else None, _is_causal(module, {}))
-    raise ConfigError(f"{type(model).__name__} has no structure; call use_sparse_attention on the whole model")
+    raise ConfigError(
+        "no-structure", f"{type(model).__name__} has no structure; call use_sparse_attention on the whole model"
+    )
 
 
 def _all_given(model: nn.Module) -> Iterator[tuple[nn.Module, _ModuleAttention]]:
@@ -340,7 +345,9 @@ def sparse_attention_forward(
     """
     given: _ModuleAttention | None = getattr(module, _GIVEN, None)
     if given is None:
-        raise ConfigError(f"{type(module).__name__} has no structure; call use_sparse_attention on the whole model")
+        raise ConfigError(
+            "no-structure", f"{type(module).__name__} has no structure; call use_sparse_attention on the whole model"
+        )
     size, value_size = query.shape[-1], value.shape[-1]
     if size != value_size:  # latent attention: padding with zeros changes neither scores nor results
         widest, options["scaling"] = max(size, value_size), options.get("scaling") or size**-0.5
@@ -396,8 +403,9 @@ def _spread(
     _refuse(module, None, num_tokens, options)
     if given.is_cross or options.get("position_bias") is not None or query.shape[2] != key.shape[2]:
         raise ConfigError(
+            "cp-plain-attention",
             f"{type(module).__name__} attends to another sequence, adds position biases or has cached keys, which "
-            "context parallelism does not compute; set mesh.cp=1"
+            "context parallelism does not compute; set mesh.cp=1",
         )
     packed = lengths if len(lengths) > 1 else None
     place = _LayoutKey(num_heads, _rank_of(module), num_tokens, num_tokens, packed, _is_causal(module, options))
@@ -419,20 +427,23 @@ def _refuse(module: nn.Module, mask: Tensor | None, num_keys: int, options: dict
     window = options.get("sliding_window")
     if window is not None and window < num_keys:
         raise ConfigError(
+            "sliding-window",
             f"{type(module).__name__} has a window of sliding_window={window} tokens, less than the {num_keys} keys; "
             "set config.sliding_window=None and use_sliding_window=False, or layer_types of full attention, and give "
-            f"LocalSlidingWindowSparsityConfig; or {_OWN_ATTENTION}"
+            f"LocalSlidingWindowSparsityConfig; or {_OWN_ATTENTION}",
         )
     refused = [each for each in ("softcap", "s_aux", "output_attentions") if _is_asked(options.get(each))]
     if refused:
         raise ConfigError(
+            "attention-option",
             f"{refused[0]} of {type(module).__name__} is not computed by the library's attention; take it out of the "
-            f"model's config, or {_OWN_ATTENTION}"
+            f"model's config, or {_OWN_ATTENTION}",
         )
     if mask is not None and mask.ndim != 2:
         raise ConfigError(
+            "mask-dims",
             f"attention_mask of shape {tuple(mask.shape)} is not [B, N]; give that of the padding, and the rest as a "
-            "structure"
+            "structure",
         )
 
 
@@ -475,8 +486,9 @@ def _cropped(layout: BlockLayout, num_keys: int, lengths: tuple[int, ...] | None
         return layout
     if lengths is not None or len(have) > 1 or num_keys > have[0]:
         raise ConfigError(
+            "layout-length",
             f"the layout is for documents of {have} tokens, and the model got {lengths or num_keys}; give a structure, "
-            "which makes layouts of all lengths"
+            "which makes layouts of all lengths",
         )
     num_blocks = -(-num_keys // layout.block)
     (pattern,) = layout.patterns
@@ -500,8 +512,9 @@ def _of_rank(layout: BlockLayout, place: _LayoutKey) -> BlockLayout:
         return layout
     if place.rank is None or layout.num_heads % place.num_heads:
         raise ConfigError(
+            "layout-heads",
             f"the layout has {layout.num_heads} heads, and the model's attention has {place.num_heads}; give as many, "
-            "or one for all heads"
+            "or one for all heads",
         )
     return layout.of_heads(place.rank * place.num_heads, place.num_heads)
 
@@ -528,7 +541,9 @@ def padding_mask(batch_size: int, q_length: int, kv_length: int, **options: Any)
     is_own = options.get("use_vmap", False)
     if is_own or options.get("kv_offset", 0) or (mask is not None and mask.ndim != 2):
         what = "a mask function of its own" if is_own else "a sliding cache" if mask is None else "a mask not [B, N]"
-        raise ConfigError(f"block-sparse attention got {what}; it takes padding masks [B, N] and packed documents")
+        raise ConfigError(
+            "mask-kind", f"block-sparse attention got {what}; it takes padding masks [B, N] and packed documents"
+        )
     num_keys = kv_length
     if function is not bidirectional_mask_function:
         num_keys = min(kv_length, int(options.get("q_offset", 0)) + q_length)
@@ -553,8 +568,9 @@ def _documents(function: Callable[..., Tensor], batch_size: int, length: int, de
         return None  # simulated tokens have no values; they count as one document
     if ahead.expand(batch_size, -1).any():
         raise ConfigError(
+            "mask-looks-ahead",
             "the model's mask lets tokens see some after them, beyond padding and documents; such models need their "
-            "own attention"
+            "own attention",
         )
     numbers = F.pad(begins.expand(batch_size, -1).cumsum(-1), (1, 0))  # [B, N]
     return numbers if numbers.any() else None

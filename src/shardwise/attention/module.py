@@ -57,7 +57,7 @@ class SparseSelfAttention(nn.Module):
         super().__init__()
         for name, mode in (("key_padding_mask_mode", key_padding_mask_mode), ("attn_mask_mode", attn_mask_mode)):
             if mode not in _MODES:
-                raise ConfigError(f'{name}={mode!r} does not exist; legal: "add", "mul"')
+                raise ConfigError("mask-mode", f'{name}={mode!r} does not exist; legal: "add", "mul"')
         require_structure(sparsity_config)
         self._layouts: dict[tuple[int, int], BlockLayout] = {}
         self.sparsity_config = sparsity_config
@@ -104,7 +104,8 @@ class SparseSelfAttention(nn.Module):
         """
         if query.ndim != 4:
             raise ConfigError(
-                f"query of shape {tuple(query.shape)} has {query.ndim} dims; give [samples, heads, tokens, head size]"
+                "qkv-dims",
+                f"query of shape {tuple(query.shape)} has {query.ndim} dims; give [samples, heads, tokens, head size]",
             )
         num_samples, _, length, _ = query.shape
         parts = [] if rpe is None else [rpe.reshape((1,) * (4 - rpe.ndim) + rpe.shape)]
@@ -129,8 +130,9 @@ class SparseSelfAttention(nn.Module):
     def _layout(self, length: int) -> BlockLayout:
         if self._is_strict and torch.compiler.is_compiling():
             raise ConfigError(
+                "strict-compiled",
                 "a layout in DeepSpeed's strict mode is a buffer, whose values compiled code does not follow; leave "
-                "the strict mode, or this module uncompiled"
+                "the strict mode, or this module uncompiled",
             )
         # Loading a checkpoint may change a strict layout.
         place = (index(length), version(self.master_layout) if self._is_strict else 0)
@@ -148,8 +150,9 @@ class SparseSelfAttention(nn.Module):
         block, num_blocks = self.sparsity_config.block, self.master_layout.shape[-1]
         if length % block or length > num_blocks * block:
             raise ConfigError(
+                "strict-length",
                 f"Sequence Length, {length}, needs to be dividable by Block size {block} and at most "
-                f"max_seq_length={num_blocks * block}; pad it, or leave DeepSpeed's strict mode"
+                f"max_seq_length={num_blocks * block}; pad it, or leave DeepSpeed's strict mode",
             )
         is_real = not (is_fake(self.master_layout) or self.master_layout.is_meta)
         whole = self.master_layout if is_real else self.sparsity_config.make_layout(num_blocks * block)
@@ -159,11 +162,13 @@ class SparseSelfAttention(nn.Module):
 def _shaped(name: str, mask: Tensor, shape: tuple[int, int]) -> Tensor:
     """Reshape a mask to its two dims, without further dims of 1."""
     if [size for size in mask.shape if size > 1] != [size for size in shape if size > 1]:
-        raise ConfigError(f"{name} of shape {tuple(mask.shape)} does not fit; give {list(shape)}")
+        raise ConfigError("mask-shape", f"{name} of shape {tuple(mask.shape)} does not fit; give {list(shape)}")
     return mask.reshape(shape)
 
 
 def _addable(name: str, mask: Tensor) -> Tensor:
     if not mask.is_floating_point():
-        raise ConfigError(f'{name} is of {mask.dtype} and cannot be added to scores; set {name}_mode="mul"')
+        raise ConfigError(
+            "mask-addable", f'{name} is of {mask.dtype} and cannot be added to scores; set {name}_mode="mul"'
+        )
     return mask

@@ -71,14 +71,19 @@ def pad_to_block_size(
     """
     given = inputs_embeds if input_ids is None else input_ids
     if given is None or block < 1:
-        raise ConfigError(f"nothing to pad to block={block}; give input_ids or inputs_embeds and a positive block")
+        raise ConfigError(
+            "nothing-to-pad", f"nothing to pad to block={block}; give input_ids or inputs_embeds and a positive block"
+        )
     batch_size, seq_len = given.shape[:2]
     pad_len = -seq_len % block
     if pad_len == 0:
         return PaddedInputs(0, input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
     if inputs_embeds is not None:
         if model_embeddings is None:
-            raise ConfigError(f"inputs_embeds lack {pad_len} tokens, and there is no model_embeddings to make them")
+            raise ConfigError(
+                "padding-embeddings",
+                f"inputs_embeds lack {pad_len} tokens, and there is no model_embeddings to make them",
+            )
         added = torch.full((batch_size, pad_len), pad_token_id, dtype=torch.long, device=given.device)
         inputs_embeds = torch.cat([inputs_embeds, model_embeddings(added).to(inputs_embeds.dtype)], dim=1)
     if attention_mask is None:

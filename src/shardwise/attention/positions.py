@@ -40,8 +40,9 @@ def extend_position_embedding(model: Model, max_position: int) -> Model:
     tables = list(_position_tables(model))
     if not tables:
         raise ConfigError(
+            "no-learned-positions",
             f"{type(model).__name__} has no learned position embeddings ({', '.join(_TABLES)}); for rotary ones use "
-            "extend_rope"
+            "extend_rope",
         )
     grown: dict[int, tuple[Any, int]] = {}
     for parent, table in tables:
@@ -49,8 +50,9 @@ def extend_position_embedding(model: Model, max_position: int) -> Model:
         num_more = max_position - (before - offset)
         if num_more <= 0:
             raise ConfigError(
+                "max-position",
                 f"max_position={max_position} is not more than the {before - offset} positions that "
-                f"{type(model).__name__} has"
+                f"{type(model).__name__} has",
             )
         _replace_rows(table, offset, max_position)
         _extend_buffers(parent, before, before + num_more)
@@ -119,12 +121,15 @@ def extend_rope(model: Model, max_position: int, method: str = "linear", **param
 
     rope_type = _ROPE_TYPES.get(method, method)
     if rope_type not in ROPE_INIT_FUNCTIONS:
-        raise ConfigError(f"method={method!r} is not one of {sorted([*ROPE_INIT_FUNCTIONS, *_ROPE_TYPES])}")
+        raise ConfigError(
+            "rope-method", f"method={method!r} is not one of {sorted([*ROPE_INIT_FUNCTIONS, *_ROPE_TYPES])}"
+        )
     rotaries = [(name, each) for name, each in model.named_modules() if _is_rotary(each)]
     if not rotaries:
         raise ConfigError(
+            "no-rotary-positions",
             f"{type(model).__name__} has no rotary positions with rope_parameters; for learned ones use "
-            "extend_position_embedding"
+            "extend_position_embedding",
         )
     for config in {id(rotary.config): rotary.config for _, rotary in rotaries}.values():
         _scale_config(config, max_position, rope_type, parameters)
@@ -142,11 +147,14 @@ def _scale_config(config: Any, max_position: int, rope_type: str, parameters: Ma
     before, rope = config.max_position_embeddings, config.rope_parameters
     if rope.get("rope_type") != "default":
         raise ConfigError(
+            "rope-scaled-already",
             f"{type(config).__name__} scales rotary positions already (rope_parameters={rope}); set its "
-            "rope_parameters before the model is made"
+            "rope_parameters before the model is made",
         )
     if max_position <= before:
-        raise ConfigError(f"max_position={max_position} is not more than the {before} positions that the model has")
+        raise ConfigError(
+            "max-position", f"max_position={max_position} is not more than the {before} positions that the model has"
+        )
     scaled = {**rope, "rope_type": rope_type, "factor": max_position / before}
     if rope_type not in ("linear", "dynamic"):
         scaled["original_max_position_embeddings"] = before

@@ -115,7 +115,9 @@ class _PatchedModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         mode: _Interception = self.__dict__[_MODE]
         if torch.compiler.is_compiling():
-            raise ConfigError("attention inside sparse_sdpa_module cannot be compiled; set compile.enabled=false")
+            raise ConfigError(
+                "sdpa-compiled", "attention inside sparse_sdpa_module cannot be compiled; set compile.enabled=false"
+            )
         with mode.once():
             return super().forward(*args, **kwargs)
 
@@ -131,7 +133,7 @@ class _Interception(TorchFunctionMode):
     def __init__(self, structure: BlockLayout | LayoutSource, otherwise: Otherwise) -> None:
         super().__init__()
         if otherwise not in ("raise", "dense"):
-            raise ConfigError(f'otherwise={otherwise!r} is not known; legal: "raise", "dense"')
+            raise ConfigError("otherwise-choice", f'otherwise={otherwise!r} is not known; legal: "raise", "dense"')
         require_structure(structure)
         self._structure, self._otherwise = structure, otherwise
         self._layouts: dict[tuple[int, bool], BlockLayout] = {}
@@ -171,7 +173,10 @@ class _Interception(TorchFunctionMode):
             return self._attend(call)
         if self._otherwise == "dense":
             return func(*args, **given)
-        raise ConfigError(f'{reason}, so it cannot be block-sparse; give otherwise="dense" to leave such calls dense')
+        raise ConfigError(
+            "sdpa-not-sparse",
+            f'{reason}, so it cannot be block-sparse; give otherwise="dense" to leave such calls dense',
+        )
 
     def _misfit(self, call: _SdpaCall) -> str | None:
         """Return why the layout does not fit a call; None where it fits."""

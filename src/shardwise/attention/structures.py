@@ -132,7 +132,7 @@ class SparsityConfig:
         return BlockLayout.from_blocks(blocks, self.block, causal=self.causal, num_tokens=seq_len)
 
     def _num_blocks(self, seq_len: int) -> int:
-        self._need(seq_len >= 1, f"seq_len={seq_len} has no token; give 1 or more", None)
+        self._need(seq_len >= 1, "seq-len-positive", f"seq_len={seq_len} has no token; give 1 or more", None)
         if self.strict_deepspeed and seq_len % self.block:
             raise ValueError(f"Sequence Length, {seq_len}, needs to be dividable by Block size {self.block}!")
         return -(-seq_len // self.block)
@@ -147,12 +147,14 @@ class SparsityConfig:
             made.tril_()
         return made if self._num_made == 1 else made[torch.arange(self.num_layout_heads) % self._num_made]
 
-    def _need(self, holds: bool, ours: str, deepspeeds: str | None, kind: type[Exception] = ValueError) -> None:
-        """Raise unless it holds: a ConfigError with the message `ours`, or in strict mode a `kind` with DeepSpeed's."""
+    def _need(
+        self, holds: bool, code: str, ours: str, deepspeeds: str | None, kind: type[Exception] = ValueError
+    ) -> None:
+        """Raise unless it holds: a ConfigError, or in strict mode a `kind` with DeepSpeed's message."""
         if holds:
             return
         if not self.strict_deepspeed:
-            raise ConfigError(ours)
+            raise ConfigError(code, ours)
         if deepspeeds is not None:
             raise kind(deepspeeds)
 
@@ -160,12 +162,18 @@ class SparsityConfig:
         for name in names:
             value = getattr(self, name)
             is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
-            self._need(is_count, f"{name}={value!r} is not a count; give a whole number, {least} or more", None)
+            self._need(
+                is_count,
+                "structure-count",
+                f"{name}={value!r} is not a count; give a whole number, {least} or more",
+                None,
+            )
 
     def _need_attention(self, attention: str, is_checked_by_deepspeed: bool = True) -> None:
         words = 'only "uni/bi-directional" attentions are supported for now!' if is_checked_by_deepspeed else None
         self._need(
             attention in _ATTENTIONS,
+            "attention-direction",
             f"attention={attention!r} is neither; give 'unidirectional' or 'bidirectional'",
             words,
             NotImplementedError,
@@ -174,6 +182,7 @@ class SparsityConfig:
     def _need_no_horizontal(self, attention: str, is_horizontal: bool) -> None:
         self._need(
             attention == "bidirectional" or not is_horizontal,
+            "horizontal-attention",
             f"horizontal_global_attention=True lets global blocks see those ahead, and attention={attention} does not; "
             "leave the former out, or look both ways",
             'only "bi-directional" attentions can support horizontal global attention!',
@@ -182,12 +191,16 @@ class SparsityConfig:
     def _need_spans(self, starts: Sequence[int], ends: Sequence[int] | None) -> None:
         """Raise unless these are global blocks, or ranges of them."""
         self._need(
-            min(starts, default=0) >= 0, f"global_block_indices={list(starts)} go below 0; count blocks from 0", None
+            min(starts, default=0) >= 0,
+            "global-block-index",
+            f"global_block_indices={list(starts)} go below 0; count blocks from 0",
+            None,
         )
         if ends is None:
             return
         self._need(
             len(starts) == len(ends),
+            "global-block-ranges",
             f"global_block_indices has {len(starts)} entries and global_block_end_indices {len(ends)}; give both for "
             "each range",
             f"Global block start indices length, {len(starts)}, must be same as global block end indices length, "
@@ -196,6 +209,7 @@ class SparsityConfig:
         for start, end in zip(starts, ends, strict=True):
             self._need(
                 start < end,
+                "global-block-end",
                 f"global blocks {start} to {end} (exclusive) are none; give an end of {start + 1} or more",
                 f"Global block start index, {start}, must be smaller than global block end index, {end}!",
             )
@@ -242,7 +256,8 @@ class DenseSparsityConfig(SparsityConfig):
         self._need_attention(self.attention, is_checked_by_deepspeed=False)
         if self.strict_deepspeed and self.attention != "bidirectional":
             raise ConfigError(
-                f"attention={self.attention!r} is unknown to DeepSpeed's dense structure; leave strict_deepspeed out"
+                "strict-dense-attention",
+                f"attention={self.attention!r} is unknown to DeepSpeed's dense structure; leave strict_deepspeed out",
             )
 
     @property
@@ -281,6 +296,7 @@ class FixedSparsityConfig(SparsityConfig):
         self._need_counts(1, "num_local_blocks", "num_global_blocks", "num_different_global_patterns")
         self._need(
             num_local % num_global == 0,
+            "global-blocks-divide",
             f"num_global_blocks={num_global} does not divide num_local_blocks={num_local}; nearest legal: "
             f"{', '.join(str(each) for each in range(1, num_local + 1) if num_local % each == 0)}",
             f"Number of blocks in a local window, {num_local}, must be dividable by number of global blocks, "
@@ -290,6 +306,7 @@ class FixedSparsityConfig(SparsityConfig):
         self._need_no_horizontal(self.attention, self.horizontal_global_attention)
         self._need(
             num_patterns <= 1 or self.different_layout_per_head,
+            "patterns-need-heads",
             f"num_different_global_patterns={num_patterns} needs heads that differ; set different_layout_per_head=True",
             "Number of different layouts cannot be more than one when you have set a single layout for all heads! Set "
             "different_layout_per_head to True.",
@@ -297,6 +314,7 @@ class FixedSparsityConfig(SparsityConfig):
         most = num_local // num_global
         self._need(
             num_patterns <= most,
+            "pattern-count",
             f"num_different_global_patterns={num_patterns} is more than num_local_blocks / num_global_blocks = {most}; "
             f"give 1 to {most}",
             f"Number of layout versions (num_different_global_patterns), {num_patterns}, cannot be larger than number "
@@ -355,6 +373,7 @@ class VariableSparsityConfig(SparsityConfig):
         self._need_counts(0, "num_random_blocks")
         self._need(
             len(self.local_window_blocks) > 0 and min(self.local_window_blocks) >= 1,
+            "window-sizes",
             f"local_window_blocks={list(self.local_window_blocks)} are no sizes of windows; give one or more, each 1 "
             "or more",
             None,
@@ -506,7 +525,8 @@ class CustomSparsityConfig(SparsityConfig):
         self._need_attention(self.attention)
         if self.strict_deepspeed:
             raise ConfigError(
-                "strict_deepspeed=True has no meaning here: DeepSpeed has no such structure; leave it out"
+                "strict-unknown-structure",
+                "strict_deepspeed=True has no meaning here: DeepSpeed has no such structure; leave it out",
             )
 
     def _heads(self, num_blocks: int) -> Tensor:

@@ -82,9 +82,10 @@ def check_context(model: nn.Module, config: Config) -> None:
         check_model(model)
     elif not _takes_positions(model) or not _attending(model):
         raise ConfigError(
+            "cp-model",
             f"mesh.cp={cp} needs a model whose attention the library can reach: one of transformers, Decoder, or one "
             f"whose forward takes positions and hands them to modules with an attend, and this {type(model).__name__} "
-            "is none; set mesh.cp=1, and see docs/context.md"
+            "is none; set mesh.cp=1, and see docs/context.md",
         )
     for num_heads, num_kv_heads in _heads(model):
         check_heads(num_heads, num_kv_heads, config.context, cp, config.mesh.tp)
@@ -161,7 +162,7 @@ def _copy_alone(model: nn.Module) -> nn.Module | None:
         if copied is not None:
             use_sparse_attention(copied, DenseVisibility(attends_causally(copied)), spread=_alone)
     except ConfigError as error:
-        raise ConfigError(f"mesh.cp is not for {type(model).__name__}: {error}; or {NO_CONTEXT}") from error
+        raise ConfigError(error.code, f"mesh.cp is not for {type(model).__name__}: {error}; or {NO_CONTEXT}") from error
     return copied
 
 

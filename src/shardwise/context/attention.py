@@ -125,59 +125,71 @@ class ContextAttention:
         degree = self._comm.world_size
         if split.degree != degree:
             raise ConfigError(
-                f"a split over cp={split.degree} is not one over mesh.cp={degree}; split the tokens again"
+                "cp-split-degree",
+                f"a split over cp={split.degree} is not one over mesh.cp={degree}; split the tokens again",
             )
         if q.shape[2] != split.own_size or k.shape[2] != split.own_size:
             raise ConfigError(
+                "cp-own-tokens",
                 f"{q.shape[2]} queries and {k.shape[2]} keys are not the {split.own_size} tokens of a rank; give those "
-                "that the split says"
+                "that the split says",
             )
         if (layout.num_queries, layout.num_keys) != (split.num_tokens, split.num_tokens):
             raise ConfigError(
+                "layout-length",
                 f"a layout of {layout.num_queries} queries and {layout.num_keys} keys does not fit a sequence of "
-                f"{split.num_tokens} tokens; make the layout for this length"
+                f"{split.num_tokens} tokens; make the layout for this length",
             )
         if layout.num_heads not in (1, q.shape[1]):
             raise ConfigError(
-                f"a layout of {layout.num_heads} heads does not fit {q.shape[1]} query heads; legal: 1 or {q.shape[1]}"
+                "layout-heads",
+                f"a layout of {layout.num_heads} heads does not fit {q.shape[1]} query heads; legal: 1 or {q.shape[1]}",
             )
         check_heads(q.shape[1], k.shape[1], self._section, degree)
         if key_padding is not None and (
             key_padding.dtype != torch.bool or tuple(key_padding.shape) != (q.shape[0], split.num_tokens)
         ):
             raise ConfigError(
+                "cp-whole-padding",
                 f"key_padding of {key_padding.dtype} and shape {tuple(key_padding.shape)} does not fit; give bools of "
-                f"the whole sequence, [{q.shape[0]}, {split.num_tokens}]"
+                f"the whole sequence, [{q.shape[0]}, {split.num_tokens}]",
             )
         if backend_for(q.device.type) not in BACKENDS:
             raise ConfigError(
+                "cp-flex",
                 "attention_backend('flex') gives no gradients of parts, which context parallelism needs; choose one of "
-                f"{', '.join(BACKENDS)}"
+                f"{', '.join(BACKENDS)}",
             )
         if not 0.0 <= dropout < 1.0:
-            raise ConfigError(f"dropout={dropout} is no rate; nearest legal: {0.0 if dropout < 0 else 0.99}")
+            raise ConfigError(
+                "dropout-rate", f"dropout={dropout} is no rate; nearest legal: {0.0 if dropout < 0 else 0.99}"
+            )
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, key_padding: Tensor | None) -> None:
     shapes = f"q of shape {tuple(q.shape)}, k of {tuple(k.shape)} and v of {tuple(v.shape)}"
     if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
         raise ConfigError(
+            "qkv-shapes",
             f"{shapes} do not fit; give [samples, heads, tokens, head size], with equal samples and head sizes, and k "
-            "and v of one shape"
+            "and v of one shape",
         )
     if not all((*q.shape[1:], *k.shape[1:])):
-        raise ConfigError(f"{shapes} are empty; give 1 or more heads, tokens and head dims")
+        raise ConfigError("qkv-empty", f"{shapes} are empty; give 1 or more heads, tokens and head dims")
     if len({(each.dtype, each.device) for each in (q, k, v)}) > 1 or not q.is_floating_point():
         raise ConfigError(
+            "qkv-dtype-device",
             f"q, k and v are of {q.dtype}, {k.dtype} and {v.dtype} on {q.device}, {k.device} and {v.device}; give all "
-            "in one floating dtype on one device"
+            "in one floating dtype on one device",
         )
     if key_padding is not None and key_padding.device != q.device:
         raise ConfigError(
-            f"key_padding is on {key_padding.device} and q on {q.device}; move it with key_padding.to(q.device)"
+            "operand-device",
+            f"key_padding is on {key_padding.device} and q on {q.device}; move it with key_padding.to(q.device)",
         )
     if q.shape[1] % k.shape[1]:
         legal = [each for each in range(1, q.shape[1] + 1) if q.shape[1] % each == 0]
         raise ConfigError(
-            f"{k.shape[1]} KV heads do not divide {q.shape[1]} query heads; legal: {', '.join(map(str, legal))}"
+            "kv-heads-divide",
+            f"{k.shape[1]} KV heads do not divide {q.shape[1]} query heads; legal: {', '.join(map(str, legal))}",
         )

@@ -128,7 +128,8 @@ class TokenShardedBatch:
         given = by_name(inputs, self._names)
         if POSITIONS in given:
             raise ConfigError(
-                "the batch gives positions, which under mesh.cp the engine gives the model; leave them out"
+                "cp-own-positions",
+                "the batch gives positions, which under mesh.cp the engine gives the model; leave them out",
             )
         return TokenShard(own, {**given, POSITIONS: positions_of(tokens, main.device)}, tokens)
 
@@ -144,8 +145,9 @@ def by_name(inputs: Any, names: Collection[str]) -> Mapping[str, Any]:
     values = inputs if isinstance(inputs, list | tuple) else [inputs]
     if len(values) > len(names):
         raise ConfigError(
+            "too-many-inputs",
             f"the batch has {len(values)} inputs and the model's forward takes {len(names)} ({', '.join(names)}); give "
-            "as many, or a loss_fn and the rest of the batch after the inputs"
+            "as many, or a loss_fn and the rest of the batch after the inputs",
         )
     return dict(zip(names, values, strict=False))
 
@@ -188,8 +190,9 @@ def main_input(inputs: Any) -> Tensor:
         if isinstance(leaf, Tensor) and leaf.dim() >= 2 and leaf.shape[1]:
             return leaf
     raise ConfigError(
+        "cp-no-input",
         "the batch has no tensor of [samples, tokens, ...] that mesh.cp could split; give one of 1 or more tokens, or "
-        "set mesh.cp=1"
+        "set mesh.cp=1",
     )
 
 
@@ -211,8 +214,9 @@ def cut_batch(batch: Any, main: Tensor, tokens: Runs) -> Any:
             return leaf
         if leaf.shape[-2:] == (length, length) and _is_mask(leaf, main.shape[0]):
             raise ConfigError(
+                "cp-pair-mask",
                 f"the batch has a mask of shape {tuple(leaf.shape)}, of all pairs of {length} tokens, which mesh.cp "
-                "does not split; choose which keys a query sees by the section attention, or set mesh.cp=1"
+                "does not split; choose which keys a query sees by the section attention, or set mesh.cp=1",
             )
         return take_tokens(leaf, tokens) if leaf.shape[1] == length else leaf
 

@@ -77,28 +77,30 @@ def check_model(model: nn.Module) -> None:
     config, name = inner.config, type(inner).__name__
     others = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     mixers = [type(module).__name__ for module in model.modules() if isinstance(module, _MIXERS)]
-    reasons = {
-        "is an encoder with a decoder": getattr(config, "is_encoder_decoder", False),
-        "has other models in it, and takes more than text": _has_models(inner),
-        f"has layers of {', '.join(sorted(others))}": bool(others),
-        f"mixes tokens by {next(iter(mixers), None)}": bool(mixers),
-        "has a bidirectional mask of its own (use_bidirectional_attention)": getattr(
-            config, "use_bidirectional_attention", False
+    is_per_token = name.endswith((*_PER_TOKEN, *_CAUSAL)) or inner.base_model is inner
+    takes_positions = "position_ids" in inspect.signature(inner.forward).parameters
+    poolers = [each for each in _inner(model) if isinstance(getattr(each, "pooler", None), nn.Module)]
+    reasons: dict[str, tuple[str, Any]] = {  # by code: what the model is, and whether it is that
+        "cp-encoder-decoder": ("is an encoder with a decoder", getattr(config, "is_encoder_decoder", False)),
+        "cp-nested-models": ("has other models in it, and takes more than text", _has_models(inner)),
+        "cp-layer-types": (f"has layers of {', '.join(sorted(others))}", others),
+        "cp-token-mixer": (f"mixes tokens by {next(iter(mixers), None)}", mixers),
+        "cp-bidirectional-mask": (
+            "has a bidirectional mask of its own (use_bidirectional_attention)",
+            getattr(config, "use_bidirectional_attention", False),
         ),
-        "has a head that reads several tokens": not name.endswith((*_PER_TOKEN, *_CAUSAL))
-        and inner.base_model is not inner,
-        "takes no position_ids": "position_ids" not in inspect.signature(inner.forward).parameters,
-        "has a loss of its router, which is no mean over tokens; set config.output_router_logits=False": getattr(
-            config, "output_router_logits", False
+        "cp-head-of-tokens": ("has a head that reads several tokens", not is_per_token),
+        "cp-no-positions": ("takes no position_ids", not takes_positions),
+        "cp-router-loss": (
+            "has a loss of its router, which is no mean over tokens; set config.output_router_logits=False",
+            getattr(config, "output_router_logits", False),
         ),
-        "pools a sequence's first token; build it with add_pooling_layer=False": any(
-            isinstance(getattr(each, "pooler", None), nn.Module) for each in _inner(model)
-        ),
+        "cp-pooler": ("pools a sequence's first token; build it with add_pooling_layer=False", poolers),
     }
-    for reason, holds in reasons.items():
+    for code, (reason, holds) in reasons.items():
         if holds:
             other = "or " if ";" in reason else ""
-            raise ConfigError(f"mesh.cp splits sequences, and {name} {reason}; {other}set mesh.cp=1")
+            raise ConfigError(code, f"mesh.cp splits sequences, and {name} {reason}; {other}set mesh.cp=1")
 
 
 def inputs_for_proof(
@@ -164,9 +166,10 @@ def check_length(model: nn.Module, inputs: Mapping[str, Any], num_positions: int
     longest = int(given.max()) + 1 if isinstance(given, Tensor) else main.shape[1] if isinstance(main, Tensor) else 0
     if longest > num_positions:
         raise ConfigError(
+            "cp-rope-length",
             f"the batch has {longest} positions, and beyond {num_positions} the rotary frequencies of "
             f"{type(model).__name__} follow from the longest one, which under mesh.cp is another on each rank; give "
-            f"sequences of at most {num_positions} tokens, or use mesh.dp_shard with zero.stage=3 in place of mesh.cp"
+            f"sequences of at most {num_positions} tokens, or use mesh.dp_shard with zero.stage=3 in place of mesh.cp",
         )
 
 
@@ -187,8 +190,9 @@ def split_inputs(model: nn.Module, inputs: Mapping[str, Any], split_of: SplitOf,
     main = inputs.get("input_ids") if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
     if not isinstance(main, Tensor) or main.dim() < 2 or not main.shape[1]:
         raise ConfigError(
+            "cp-no-input",
             "the batch has no input_ids [B, S] or inputs_embeds [B, S, D] for mesh.cp to split; give one of 1 or more "
-            "tokens, or set mesh.cp=1"
+            "tokens, or set mesh.cp=1",
         )
     num_samples, num_tokens = main.shape[:2]
     _refuse_whole(inputs, num_samples, num_tokens)
@@ -242,8 +246,9 @@ def _shifts_labels(inner: Any) -> bool:
     if name.endswith(_CAUSAL) and "loss_function" in names and getattr(function, "__name__", "") == "ForCausalLMLoss":
         return True
     raise ConfigError(
+        "cp-token-loss",
         f"the loss of {name} is none of tokens that mesh.cp can split; leave the labels out and give a loss_fn of its "
-        "outputs and of targets by token, or set mesh.cp=1"
+        "outputs and of targets by token, or set mesh.cp=1",
     )
 
 
@@ -287,7 +292,9 @@ def _refuse_whole(inputs: Mapping[str, Any], num_samples: int, num_tokens: int) 
     for name in _WHOLE:
         value = inputs.get(name)
         if value is not None and not (isinstance(value, int) and value == 0):
-            raise ConfigError(f"{name} of the batch is of whole sequences, and mesh.cp splits them; leave it out")
+            raise ConfigError(
+                "cp-whole-input", f"{name} of the batch is of whole sequences, and mesh.cp splits them; leave it out"
+            )
     for name, value in inputs.items():
         if isinstance(value, Tensor):
             is_fit = value.dim() >= 2 and value.shape[1] == num_tokens and value.shape[0] in (1, num_samples)
@@ -296,8 +303,9 @@ def _refuse_whole(inputs: Mapping[str, Any], num_samples: int, num_tokens: int) 
         if not is_fit and name not in _PACKING:
             found = tuple(value.shape) if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise ConfigError(
+                "cp-input-by-token",
                 f"{name} of the batch is {found}, and mesh.cp splits what is [{num_samples}, {num_tokens}, ...], one "
-                "value for each token; leave it out"
+                "value for each token; leave it out",
             )
 
 
@@ -319,15 +327,18 @@ def _document_lengths(
     if has_ends:
         starts = ends.tolist()
         if starts[-1] != begins.numel():
-            raise ConfigError(f"cu_seq_lens_q ends with {starts[-1]}, and the batch has {begins.numel()} tokens")
+            raise ConfigError(
+                "cu-seq-lens", f"cu_seq_lens_q ends with {starts[-1]}, and the batch has {begins.numel()} tokens"
+            )
         begins.view(-1)[starts[:-1]] = True
     else:
         begins[:, 1:] = (positions.diff(dim=1) != 1).cpu()  # [B, S - 1]
     begins[:, 0] = True
     if (begins != begins[0]).any():
         raise ConfigError(
+            "cp-packed-rows",
             "the rows of the batch are packed with documents of different lengths, and mesh.cp splits all rows in the "
-            "same places; give one row per micro-batch"
+            "same places; give one row per micro-batch",
         )
     edges = [*begins[0].nonzero().flatten().tolist(), num_tokens]
     return tuple(stop - start for start, stop in pairwise(edges))

@@ -81,7 +81,9 @@ def check_tokens_apart(copied: nn.Module, attempts: Sequence[Sequence[Inputs]]) 
                 runs = [_run(copied, each) for each in inputs]
             break
         except ConfigError as error:
-            raise ConfigError(f"mesh.cp is not for {type(copied).__name__}: {error}; or {NO_CONTEXT}") from error
+            raise ConfigError(
+                error.code, f"mesh.cp is not for {type(copied).__name__}: {error}; or {NO_CONTEXT}"
+            ) from error
         except Exception as error:
             if number == len(attempts) - 1:
                 _warn(copied, error)
@@ -95,8 +97,9 @@ def check_tokens_apart(copied: nn.Module, attempts: Sequence[Sequence[Inputs]]) 
         and not all(map(_is_like, found, *(other[2] for other in others)))
     )
     raise ConfigError(
+        "cp-tokens-apart",
         f"mesh.cp splits sequences, and {next(culprits, '') or 'the forward'} of {type(copied).__name__} computes "
-        f"tokens from others of their sequence beside attention; {NO_CONTEXT}"
+        f"tokens from others of their sequence beside attention; {NO_CONTEXT}",
     )
 
 

@@ -90,8 +90,9 @@ def require_whole(layout: BlockLayout, split: TokenSplit) -> None:
     num_tokens = sum(pattern.num_tokens for pattern in layout.patterns)
     if not layout.num_queries == layout.num_keys == num_tokens == split.num_tokens:
         raise ConfigError(
+            "layout-length",
             f"a layout of {layout.num_queries} queries and {layout.num_keys} keys is not that of a sequence of "
-            f"{split.num_tokens} tokens split over cp={split.degree}; give that of the whole sequence"
+            f"{split.num_tokens} tokens split over cp={split.degree}; give that of the whole sequence",
         )
 
 

@@ -58,13 +58,15 @@ def check_team(section: ContextConfig, degree: int) -> None:
     size = team_size(section, degree)
     if section.transport == "ulysses" and size != degree:
         raise ConfigError(
+            "heads-over-ulysses",
             f"context.heads_over={size} with transport=ulysses is not all ranks of mesh.cp={degree}; leave it out, or "
-            "set transport=ring for teams that exchange heads inside a ring"
+            "set transport=ring for teams that exchange heads inside a ring",
         )
     if degree % size:
         legal = [each for each in range(1, degree + 1) if degree % each == 0]
         raise ConfigError(
-            f"context.heads_over={size} does not divide mesh.cp={degree}; nearest legal: {_nearest(size, legal)}"
+            "heads-over-cp",
+            f"context.heads_over={size} does not divide mesh.cp={degree}; nearest legal: {_nearest(size, legal)}",
         )
 
 
@@ -91,11 +93,11 @@ def check_heads(num_heads: int, num_kv_heads: int, section: ContextConfig, degre
     name = "mesh.cp" if is_all else "context.heads_over"
     of_rank = f" of each of tp={tp} ranks" if tp > 1 else ""
     if own % size:
-        rule = f"does not divide {own} query heads{of_rank}"
+        code, rule = "cp-query-heads", f"does not divide {own} query heads{of_rank}"
     else:
-        rule = f"and {own_kv} KV heads{of_rank} do not divide each other"
+        code, rule = "cp-kv-heads", f"and {own_kv} KV heads{of_rank} do not divide each other"
     other = "; or set context.transport=ring, which exchanges no heads" if is_all else ""
-    raise ConfigError(f"{name}={size} {rule}; nearest legal: {_nearest(size, legal)}{other}")
+    raise ConfigError(code, f"{name}={size} {rule}; nearest legal: {_nearest(size, legal)}{other}")
 
 
 def _fits(num_heads: int, num_kv_heads: int, size: int) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.config.resolve import ConfigError
 from shardwise.dropout.hash_rng import Hashes, HashGrid, Samples, ShardRegion, Tokens, grid_of, keyed_hashes, keyed_mask
 from shardwise.layout.token_ranges import Runs
 from shardwise.runtime.keyed_rng import derive_seed, seeded
@@ -198,10 +199,11 @@ class KeyedDraws:
             self._has_grids = forward
         tokens = self._part.tokens if self._part is not None else None
         if tokens is not None and (len(shape) < 3 or shape[1] != tokens.num):
-            raise ValueError(
+            raise ConfigError(
+                "chunk-dropout",
                 f"a dropout on a tensor of shape {tuple(shape)} in a feed-forward that takes {tokens.num} tokens at a "
                 "time: which tokens it has is not known; leave context.chunk_tokens out, or set the rate to 0 (or "
-                "tensor.sequence_parallel=false, where that gathers the tokens)"
+                "tensor.sequence_parallel=false, where that gathers the tokens)",
             )
         place = (tuple(shape), zone, device, first_row, tokens, held)
         if place not in self._grids:

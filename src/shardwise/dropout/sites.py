@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shardwise.config.resolve import ConfigError
 from shardwise.dropout.draws import KeyedDraws
 from shardwise.dropout.find import DROPOUT_MODULES, drops_by_function, rate_names
 from shardwise.dropout.functions import KeyedFunctions
@@ -95,7 +96,7 @@ class _ModuleSite:
         """Apply torch's dropout of rate p to values, in place if `inplace`, with keyed numbers.
 
         Raises:
-            ValueError: no forward is open to draw for.
+            ConfigError: no forward is open to draw for.
         """
         if not 0.0 < p < 1.0 or values.numel() == 0:
             return F.dropout(values, p, True, inplace)
@@ -111,17 +112,18 @@ class _ModuleSite:
         """Return the hashes of `shardwise.dropout.functions.probability_hashes` for shape, device and first_row.
 
         Raises:
-            ValueError: no forward is open to draw for.
+            ConfigError: no forward is open to draw for.
         """
         self._check_is_open()
         return self.draws.hashes(self.name, shape, self.zone, device, first_row)
 
     def _check_is_open(self) -> None:
         if not self.draws.is_open:
-            raise ValueError(
+            raise ConfigError(
+                "dropout-outside-forward",
                 f"{self.name or type(self.module()).__name__} drops, and ranks that share a layer must drop the same, "
                 "which they know of the engine's own forwards only; call engine(batch) in place of the model, or "
-                "model.eval() first"
+                "model.eval() first",
             )
 
 

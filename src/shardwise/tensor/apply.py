@@ -106,8 +106,9 @@ class _PlanApplier:
         )
         if layer.splits_input and any(part.num_sharers(split.degree) > 1 or part.is_padded for part in layer.parts):
             raise ConfigError(
+                "row-split-parts",
                 f"row layer {layer.module} splits its input, and tp={split.degree} leaves ranks the same part of it; "
-                "use a smaller tp"
+                "use a smaller tp",
             )
         out_size, in_size = split.local_shape[::-1] if layer.is_transposed else split.local_shape
         names = {"nf": out_size, "nx": in_size} if layer.is_transposed else {}
@@ -171,7 +172,8 @@ def _place(module: nn.Module, name: str, argument: str) -> ForwardArgument:
         if inspect.Parameter.VAR_KEYWORD in kinds:
             return ForwardArgument(argument, None)
         raise ConfigError(
-            f"module {name} has no argument {argument!r}; the plan must name one of {', '.join(parameters)}"
+            "tp-plan-argument",
+            f"module {name} has no argument {argument!r}; the plan must name one of {', '.join(parameters)}",
         )
     is_keyword = parameters[argument].kind is inspect.Parameter.KEYWORD_ONLY
     return ForwardArgument(argument, None if is_keyword else list(parameters).index(argument))

@@ -174,13 +174,15 @@ def _check(module: nn.Module, name: str) -> None:
         kind = type(each).__name__
         if "expert" in inner.lower() or "expert" in kind.lower() or "moe" in kind.lower():
             raise ConfigError(
+                "chunk-experts",
                 f"context.chunk_tokens: {name}, a {type(module).__name__}, is a mixture of experts, which weighs all "
-                "tokens of a sequence; leave context.chunk_tokens out"
+                "tokens of a sequence; leave context.chunk_tokens out",
             )
         if isinstance(each, _MIXING):
             raise ConfigError(
+                "chunk-mixes-tokens",
                 f"context.chunk_tokens: {name}, a {type(module).__name__}, has a {kind}, which mixes tokens; leave "
-                "context.chunk_tokens out"
+                "context.chunk_tokens out",
             )
 
 
@@ -195,8 +197,9 @@ def _state(name: str, chunk_tokens: int, layout: Layout, draws: KeyedDraws) -> C
 def _unfit(state: ChunkState, does: str, values: list[Any]) -> ConfigError:
     shown = ", ".join(str(tuple(each.shape)) if isinstance(each, Tensor) else type(each).__name__ for each in values)
     return ConfigError(
+        "chunk-one-tensor",
         f"context.chunk_tokens={state.num_tokens}: {state.name} {does} {shown or 'nothing'}, and a feed-forward in "
-        "parts takes one tensor [B, S, E] and returns one of its shape; leave context.chunk_tokens out"
+        "parts takes one tensor [B, S, E] and returns one of its shape; leave context.chunk_tokens out",
     )
 
 

@@ -99,8 +99,9 @@ def _styles(draft: PlanBuilder, words: dict[str, str]) -> Styles:
         if matching and (style is None or matching[0] not in draft.modules):
             what = "a style" if style is None else "on a bare parameter"
             raise ConfigError(
+                "tp-plan-style",
                 f"{type(draft.model).__name__} splits {pattern!r} by {word!r}, {what} that Shardwise does not know: it "
-                f"splits dense layers, no experts; {_OWN_TABLE}"
+                f"splits dense layers, no experts; {_OWN_TABLE}",
             )
         styles |= {name: style for name in matching if style is not None}
     return {name: styles[name] for name in draft.modules if name in styles}
@@ -116,7 +117,9 @@ def _regions(styles: Styles) -> list[str]:
     regions = dict.fromkeys(_around(name, columns) for name, style in styles.items() if style.kind == "row")
     for outer in regions:
         if any(inner.startswith(f"{outer}.") for inner in regions):
-            raise ConfigError(f"the plan has row layers of its own in {outer} and within it; {_OWN_TABLE}")
+            raise ConfigError(
+                "tp-nested-regions", f"the plan has row layers of its own in {outer} and within it; {_OWN_TABLE}"
+            )
     return list(regions)
 
 
@@ -126,7 +129,7 @@ def _around(row: str, columns: list[str]) -> str:
         name = name.rpartition(".")[0]
         if name and any(column.startswith(f"{name}.") for column in columns):
             return name
-    raise ConfigError(f"the plan splits the inputs of {row}, but no outputs before it; {_OWN_TABLE}")
+    raise ConfigError("tp-plan-columns", f"the plan splits the inputs of {row}, but no outputs before it; {_OWN_TABLE}")
 
 
 def _is_attention(draft: PlanBuilder, region: str) -> bool:
@@ -151,7 +154,10 @@ def _split_attention(draft: PlanBuilder, region: str, inside: Styles) -> None:
         units = heads.kv if is_kv else heads.query
         is_fused = _FUSED.search(name.rpartition(".")[2]) is not None
         if size % units or style.num_parts > 1 or (is_fused and size != 3 * heads.query * heads.dim):
-            raise ConfigError(f"{name}: how its {size} features belong to {units} heads is not known; {_OWN_TABLE}")
+            raise ConfigError(
+                "tp-unknown-heads",
+                f"{name}: how its {size} features belong to {units} heads is not known; {_OWN_TABLE}",
+            )
         draft.layer(name, style, FusedPart(size, units))
     for name, param in _unsplit(draft, region, inside):
         # A norm over single heads sees only this rank's heads.
@@ -169,7 +175,9 @@ def _heads(draft: PlanBuilder, region: str, inside: Styles) -> HeadSplit:
     query = split_size(draft.modules[rows[0]], rows[0], "row") // dim
     kv = min((split_size(draft.modules[name], name, "column") // dim for name in keys), default=query)
     if not kv or query % kv:
-        raise ConfigError(f"{region}: {query} query heads do not divide by {kv} KV heads of {dim}; {_OWN_TABLE}")
+        raise ConfigError(
+            "kv-heads-divide", f"{region}: {query} query heads do not divide by {kv} KV heads of {dim}; {_OWN_TABLE}"
+        )
     return HeadSplit(query, kv, dim)
 
 
@@ -181,8 +189,9 @@ def _drops_heads(draft: PlanBuilder, region: str) -> bool:
         return True
     if on_heads:
         raise ConfigError(
+            "tp-two-dropouts",
             f"{region} drops both attention ({on_heads}) and its output ({on_output}) by functions that look the "
-            "same; set residual_dropout=0 or attention_dropout=0"
+            "same; set residual_dropout=0 or attention_dropout=0",
         )
     return False
 
@@ -245,7 +254,9 @@ def _unsplit(draft: PlanBuilder, region: str, inside: Styles) -> Iterator[tuple[
 
 def _unknown(draft: PlanBuilder, region: str, name: str) -> ConfigError:
     return ConfigError(
-        f"the plan of {type(draft.model).__name__} splits {region} but does not say how {name} takes part; {_OWN_TABLE}"
+        "tp-plan-unnamed",
+        f"the plan of {type(draft.model).__name__} splits {region} but does not say how {name} takes part; "
+        f"{_OWN_TABLE}",
     )
 
 
@@ -381,8 +392,9 @@ def _opt(draft: PlanBuilder) -> None:
     layerdrop = getattr(draft.model.config, "layerdrop", 0)
     if layerdrop:
         raise ConfigError(
+            "tp-layerdrop",
             f"layerdrop={layerdrop} lets each rank skip other layers, but tensor parallelism needs all ranks in each "
-            "layer; set layerdrop=0"
+            "layer; set layerdrop=0",
         )
     draft.notes.append("no sequence parallelism: the blocks of OPT flatten samples and sequence to one dim")
     for name, module in draft.modules.items():
@@ -445,11 +457,15 @@ def find_plan(model: nn.Module, degree: int, given: Table | TensorPlan | None, s
 def _no_plan(model: nn.Module, degree: int) -> ConfigError:
     name = type(model).__name__
     if not any(is_linear(module) or is_lookup(module) for module in model.modules()):
-        return ConfigError(f"{name} has no linear layers, nor embeddings, that mesh.tp={degree} can split; {NO_TENSOR}")
+        return ConfigError(
+            "tp-nothing-to-split",
+            f"{name} has no linear layers, nor embeddings, that mesh.tp={degree} can split; {NO_TENSOR}",
+        )
     return ConfigError(
+        "tp-no-plan",
         f"there is no tensor-parallel plan for {name}; let shardwise.propose_plan(model, batch, tp={degree}) make one, "
         "or give plan={module pattern: style}, such as {'blocks.*.up': 'column', 'blocks.*.down': 'row'}; where that "
-        f"is refused too, {NO_TENSOR}"
+        f"is refused too, {NO_TENSOR}",
     )
 
 
@@ -459,8 +475,9 @@ def _plan_of(model: nn.Module, degree: int, given: Table | TensorPlan | None = N
         source = source(degree)
     if source is not None and not isinstance(source, TensorPlan | Mapping):
         raise ConfigError(
+            "tp-plan-type",
             f"plan={source!r} is a {type(source).__name__}; give a table {{module pattern: style}}, or what "
-            "shardwise.propose_plan returned"
+            "shardwise.propose_plan returned",
         )
     if isinstance(source, Mapping):
         return table_plan(model, source, degree)

@@ -325,8 +325,9 @@ def _with_first_tensor(output: Any, change: Callable[[Tensor], Tensor], name: st
                 values = [*output[:index], change(value), *output[index + 1 :]]
                 return type(output)(*values) if hasattr(output, "_fields") else type(output)(values)
     raise ConfigError(
+        "tp-stack-output",
         f"module {name} ends a sequence-parallel stack, and its output, a {type(output).__name__}, has no tensor to "
-        "gather; name another last module in the plan"
+        "gather; name another last module in the plan",
     )
 
 

@@ -193,8 +193,9 @@ def split_size(module: nn.Module, name: str, style: str) -> int:
     shape = getattr(getattr(module, "weight", None), "shape", ())
     if len(shape) != 2:
         raise ConfigError(
+            "tp-plan-weight",
             f"{name} is a {type(module).__name__} without a weight of two dims, which {style!r} splits; "
-            "name a linear layer or an embedding"
+            "name a linear layer or an embedding",
         )
     dim = 1 if style in ("row", "column-embedding") else 0
     return int(shape[1 - dim if is_transposed(module) else dim])
@@ -225,7 +226,9 @@ def equal_parts(name: str, size: int, num_parts: int) -> tuple[FusedPart, ...]:
         ConfigError: they do not fill `size`.
     """
     if size % num_parts:
-        raise ConfigError(f"{name}: {num_parts} equal parts do not fill {size} features; give the sizes of the parts")
+        raise ConfigError(
+            "tp-parts-fill", f"{name}: {num_parts} equal parts do not fill {size} features; give the sizes of the parts"
+        )
     return (FusedPart(size // num_parts),) * num_parts
 
 
@@ -278,7 +281,7 @@ class _TableEntry:
         try:
             return None if text is None else int(text)
         except ValueError:
-            raise ConfigError(f"{self.place}: {key}={text} is not a whole number") from None
+            raise ConfigError("tp-plan-number", f"{self.place}: {key}={text} is not a whole number") from None
 
     def names(self, key: str) -> tuple[str, ...]:
         """Return an option that is a list with commas."""
@@ -288,25 +291,29 @@ class _TableEntry:
 def _parse(pattern: str, text: Any) -> _TableEntry:
     place = f"tensor-parallel table, {pattern!r}: {text!r}"
     if not isinstance(text, str):
-        raise ConfigError(f"{place} is no text; write a style such as 'column', or a list of entries")
+        raise ConfigError("tp-plan-text", f"{place} is no text; write a style such as 'column', or a list of entries")
     word, *others = text.split() or [""]
     known = (*OUR_WORDS, *_ACTIONS, *HUGGING_FACE_WORDS)
     if word not in known:
         close = difflib.get_close_matches(word, known, n=2)
         fix = f"did you mean {' or '.join(close)}?" if close else f"words are {', '.join((*OUR_WORDS, *_ACTIONS))}"
-        raise ConfigError(f"{place}: {word!r} is no style; {fix}")
+        raise ConfigError("tp-plan-style", f"{place}: {word!r} is no style; {fix}")
     options = dict(each.split("=", 1) for each in others if "=" in each)
     legal = _OPTIONS.get(word, ("units", "parts"))
     for key in options:
         if key not in legal:
-            raise ConfigError(f"{place}: {key!r} is no option of {word!r}; it takes {', '.join(legal) or 'none'}")
+            raise ConfigError(
+                "tp-plan-option", f"{place}: {key!r} is no option of {word!r}; it takes {', '.join(legal) or 'none'}"
+            )
     return _TableEntry(place, word, tuple(each for each in others if "=" not in each), options)
 
 
 def _split(draft: PlanBuilder, names: list[str], entry: _TableEntry) -> None:
     style = OUR_WORDS.get(entry.word) or HUGGING_FACE_WORDS[entry.word]
     if entry.arguments:
-        raise ConfigError(f"{entry.place}: {entry.arguments[0]!r} is not understood; options are units= and parts=")
+        raise ConfigError(
+            "tp-plan-words", f"{entry.place}: {entry.arguments[0]!r} is not understood; options are units= and parts="
+        )
     for name in names:
         draft.layer(name, style)
         if entry.options and name in draft.layers:
@@ -324,19 +331,26 @@ def _parts(name: str, size: int, entry: _TableEntry) -> tuple[FusedPart, ...]:
         pairs = [part.partition(":") for part in text.split("+")]
         return tuple(FusedPart(int(size), int(units) if units else None) for size, _, units in pairs)
     except ValueError:
-        raise ConfigError(f"{entry.place}: parts={text} is not understood; write such as 512:8+128:2") from None
+        raise ConfigError(
+            "tp-plan-parts", f"{entry.place}: parts={text} is not understood; write such as 512:8+128:2"
+        ) from None
 
 
 def _region(draft: PlanBuilder, names: list[str], entry: _TableEntry) -> None:
     whole = entry.names("whole")
     if not entry.arguments and not whole:
-        raise ConfigError(f"{entry.place}: which arguments do its column layers share? write such as 'region x'")
+        raise ConfigError(
+            "tp-region-arguments",
+            f"{entry.place}: which arguments do its column layers share? write such as 'region x'",
+        )
     draft.regions += [SharedInput(name, entry.arguments, whole) for name in names]
 
 
 def _stack(draft: PlanBuilder, names: list[str], entry: _TableEntry) -> None:
     if len(entry.arguments) != 1:
-        raise ConfigError(f"{entry.place}: which argument is split? write such as 'stack x last=norm'")
+        raise ConfigError(
+            "tp-stack-argument", f"{entry.place}: which argument is split? write such as 'stack x last=norm'"
+        )
     # The children of a matching block match too where the pattern ends in `*`.
     blocks = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
     last = entry.names("last")
@@ -348,7 +362,9 @@ def _local(draft: PlanBuilder, names: list[str], entry: _TableEntry) -> None:
         for attribute in entry.arguments:
             value = getattr(draft.modules[name], attribute, None)
             if not isinstance(value, int):
-                raise ConfigError(f"{entry.place}: {name} has no attribute {attribute!r} that is a whole number")
+                raise ConfigError(
+                    "tp-local-attribute", f"{entry.place}: {name} has no attribute {attribute!r} that is a whole number"
+                )
             check_divides(draft.degree, value, f"{name}.{attribute}")
             draft.attributes.append((name, attribute, value // draft.degree))
 
@@ -356,7 +372,9 @@ def _local(draft: PlanBuilder, names: list[str], entry: _TableEntry) -> None:
 def _dropout(draft: PlanBuilder, names: list[str], entry: _TableEntry) -> None:
     dim = entry.number("dim")
     if dim is None:
-        raise ConfigError(f"{entry.place}: along which dim is the tensor split? write such as '{entry.word} dim=1'")
+        raise ConfigError(
+            "tp-dropout-dim", f"{entry.place}: along which dim is the tensor split? write such as '{entry.word} dim=1'"
+        )
     draft.dropouts += [SplitDropout(name, dim, entry.word == "functional-dropout") for name in names]
 
 
@@ -393,7 +411,9 @@ def check_plan(model: nn.Module, plan: TensorPlan, degree: int, sequence_paralle
     """
     modules = dict(model.named_modules())
     if not plan.layers:
-        raise ConfigError("the tensor-parallel plan splits no layer; name some, such as {'blocks.*.up': 'column'}")
+        raise ConfigError(
+            "tp-plan-empty", "the tensor-parallel plan splits no layer; name some, such as {'blocks.*.up': 'column'}"
+        )
     for name in _module_names(plan):
         if name not in modules:
             raise unknown_name(name, modules, "module")
@@ -412,9 +432,10 @@ def check_plan(model: nn.Module, plan: TensorPlan, degree: int, sequence_paralle
     if sequence_parallel and not plan.stacks:
         reason = next((note for note in plan.notes if note.startswith("no sequence")), "the plan names no blocks")
         raise ConfigError(
+            "tp-no-stack",
             "tensor.sequence_parallel=true needs a plan that says between which blocks the sequence is split: "
             f"{reason}; set it to false, or name blocks, regions and the last norm in a table, such as "
-            "{'blocks.*': 'stack x last=norm', 'blocks.*.ffn': 'region x'}"
+            "{'blocks.*': 'stack x last=norm', 'blocks.*.ffn': 'region x'}",
         )
 
 
@@ -429,7 +450,9 @@ def unknown_name(name: str, names: Iterable[str], kind: str) -> ConfigError:
     names = [each for each in names if each]
     close = difflib.get_close_matches(name, names, n=3)
     fix = f"did you mean {' or '.join(close)}?" if close else f"names are such as {', '.join(names[:3])}"
-    return ConfigError(f"the tensor-parallel plan names {name!r}, but the model has no such {kind}; {fix}")
+    return ConfigError(
+        "tp-plan-name", f"the tensor-parallel plan names {name!r}, but the model has no such {kind}; {fix}"
+    )
 
 
 def _module_names(plan: TensorPlan) -> Iterable[str]:
@@ -444,7 +467,9 @@ def _module_names(plan: TensorPlan) -> Iterable[str]:
 def _check_argument(module: nn.Module, name: str, argument: str) -> None:
     names = argument_names(module)
     if argument not in names:
-        raise ConfigError(f"{name} has no argument {argument!r}; its forward takes {', '.join(names)}")
+        raise ConfigError(
+            "tp-plan-argument", f"{name} has no argument {argument!r}; its forward takes {', '.join(names)}"
+        )
 
 
 def _check_regions(plan: TensorPlan, params: Iterable[str]) -> None:
@@ -455,15 +480,17 @@ def _check_regions(plan: TensorPlan, params: Iterable[str]) -> None:
         outer = next((each for each in regions if region.startswith(f"{each}.")), None)
         if outer is not None:
             raise ConfigError(
-                f"region {region} is in region {outer}, so its gradients would be summed twice; keep one of them"
+                "tp-nested-regions",
+                f"region {region} is in region {outer}, so its gradients would be summed twice; keep one of them",
             )
     for name in params:
         module = name.rpartition(".")[0]
         if module not in split and name not in plan.partial and is_within(module, regions):
             raise ConfigError(
+                "tp-whole-in-region",
                 f"{name} is in a region of the tensor-parallel plan, where ranks work on parts, but the plan neither "
                 "splits it nor calls it partial; name its module, such as column, row or partial, or move it (an "
-                "adapter, say) out of the region"
+                "adapter, say) out of the region",
             )
 
 
@@ -471,17 +498,18 @@ def _check_layer(module: nn.Module, layer: LayerSplit, degree: int) -> None:
     size = split_size(module, layer.module, layer.style)
     if why := why_whole(module, layer.style):
         raise ConfigError(
+            "tp-layer-style",
             f"layer {layer.module} cannot be split by {layer.style!r}: {why}; take it out of the plan, or let "
-            "shardwise.propose_plan(model, batch, tp=...) make one, which leaves whole what cannot be split"
+            "shardwise.propose_plan(model, batch, tp=...) make one, which leaves whole what cannot be split",
         )
     total = sum(part.size for part in layer.parts)
     if total != size:
-        raise ConfigError(f"{layer.module}: parts of {total} features in all do not fill its {size}")
+        raise ConfigError("tp-parts-fill", f"{layer.module}: parts of {total} features in all do not fill its {size}")
     for part in layer.parts:
         units = part.size if part.num_units is None else part.num_units
         what = f"the {'features' if part.num_units is None else 'units'} of {layer.module}"
         if part.size % units:
-            raise ConfigError(f"{layer.module}: {part.size} features do not divide by {units} units")
+            raise ConfigError("tp-units-divide", f"{layer.module}: {part.size} features do not divide by {units} units")
         part.check(degree, what)
         if layer.style == "row" and not part.is_padded:
             check_divides(degree, units, what)  # ranks that share inputs would add them twice

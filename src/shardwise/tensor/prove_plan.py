@@ -62,10 +62,11 @@ def prove_plan(
         wrong = refute(model, found, batch, tp, sequence_parallel)
     except NotProvedError as error:
         raise ConfigError(
-            f"the plan is not proved: {error}; give a small model with values, and a batch that it takes"
+            "tp-plan-unproved",
+            f"the plan is not proved: {error}; give a small model with values, and a batch that it takes",
         ) from error
     if wrong:
-        raise ConfigError(f"the plan is refuted, in float64 over tp={tp}: {wrong}")
+        raise ConfigError("tp-plan-refuted", f"the plan is refuted, in float64 over tp={tp}: {wrong}")
     return with_proof(found, tp, sequence_parallel)
 
 
@@ -123,8 +124,9 @@ def check_small_copy(
             return f"its tiny copy tells nothing: {error if isinstance(error, NotProvedError) else in_short(error)}"
         if wrong:
             raise ConfigError(
+                "tp-plan-refuted",
                 f"the tensor-parallel plan of {type(each).__name__} is refuted by a tiny copy, in float64 over tp=2: "
-                f"{wrong}; let shardwise.propose_plan(model, batch, tp={degree}) make one"
+                f"{wrong}; let shardwise.propose_plan(model, batch, tp={degree}) make one",
             )
     return ""
 

@@ -27,12 +27,16 @@ def plan(layout: BlockLayout, q: Tensor, k: Tensor) -> BackendPlan:
         ConfigError: the kernels do not serve this dtype or head size, or heads differ in number.
     """
     if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ConfigError(f"dtype={q.dtype} has no Triton kernel; use float32, float16 or bfloat16")
+        raise ConfigError("triton-dtype", f"dtype={q.dtype} has no Triton kernel; use float32, float16 or bfloat16")
     if q.shape[3] > MOST_HEAD_DIM:
-        raise ConfigError(f"head size {q.shape[3]} has no Triton kernel; nearest legal: {MOST_HEAD_DIM}")
+        raise ConfigError(
+            "triton-head-size", f"head size {q.shape[3]} has no Triton kernel; nearest legal: {MOST_HEAD_DIM}"
+        )
     heads = HeadGroups(q.shape[1], k.shape[1])
     if layout.num_heads not in (1, heads.query):
-        raise ConfigError(f"the layout has {layout.num_heads} heads and the queries {heads.query}; give 1 or as many")
+        raise ConfigError(
+            "layout-heads", f"the layout has {layout.num_heads} heads and the queries {heads.query}; give 1 or as many"
+        )
     return plan_of(layout, heads, head_dim=q.shape[3], dtype=q.dtype, device=q.device)
 
 
@@ -93,7 +97,9 @@ def _launches() -> ModuleType:
     try:
         from shardwise.attention.triton import launch as launches
     except ImportError as error:
-        raise ConfigError("attention backend 'triton' needs the package triton; pip install 'triton>=3.6'") from error
+        raise ConfigError(
+            "triton-missing", "attention backend 'triton' needs the package triton; pip install 'triton>=3.6'"
+        ) from error
     return launches
 
 

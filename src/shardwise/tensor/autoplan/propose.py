@@ -53,7 +53,7 @@ def propose_plan(model: nn.Module, batch: Any, tp: int) -> TensorPlan:
             outputs and gradients, computed in float64 by all ranks of the plan, are not those of the whole.
     """
     if tp < 1:
-        raise ConfigError(f"tp={tp} is no number of ranks; give 1 or more")
+        raise ConfigError("tp-number", f"tp={tp} is no number of ranks; give 1 or more")
     with torch.device("cpu"):  # the caller's default may be another, such as meta
         plan = _propose(model, batch, tp)
         try:
@@ -65,7 +65,8 @@ def propose_plan(model: nn.Module, batch: Any, tp: int) -> TensorPlan:
             wrong = in_short(error)
     if wrong:
         raise ConfigError(
-            f"the plan that was found for tp={tp} is refuted: {wrong}; give a plan as a table, or {NO_TENSOR}"
+            "tp-plan-refuted",
+            f"the plan that was found for tp={tp} is refuted: {wrong}; give a plan as a table, or {NO_TENSOR}",
         )
     return with_proof(plan, tp)
 
@@ -106,8 +107,9 @@ def _propose(model: nn.Module, batch: Any, tp: int) -> TensorPlan:
         whys = [why for name, why in left if why and name not in trace.deciding]
         reasons = "; ".join(dict.fromkeys([*_left_lines(each for each in left if each[0] in trace.deciding), *whys]))
         raise ConfigError(
+            "tp-nothing-to-split",
             f"nothing in the model can be split over tp={tp} ranks ({reasons or 'it has no linear layers'}); "
-            f"{'give a plan as a table, or ' if tables.linears else ''}{NO_TENSOR}"
+            f"{'give a plan as a table, or ' if tables.linears else ''}{NO_TENSOR}",
         )
     split = {layer.module for layer in layers}
     left += [(name, "other code than its own reads its parameters") for name in tables.exposed()]

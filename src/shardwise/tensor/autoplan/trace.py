@@ -152,9 +152,10 @@ def record(
                 raise
             place = f"in {', '.join(trace.deciding) or 'its forward'}"
             raise ConfigError(
+                "tp-value-decisions",
                 f"the model decides on the values of tensors {place} "
                 f"({str(error).splitlines()[0] if str(error) else type(error).__name__}), so tracing it once says "
-                f"nothing of another batch; give a plan as a table, or {NO_TENSOR}"
+                f"nothing of another batch; give a plan as a table, or {NO_TENSOR}",
             ) from error
     trace.outputs = recorder.refs(output)
     return trace
