@@ -11,12 +11,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from harness.context import HEAD_DIM, HEADS, TOKENS, TRANSPORTS, layout_of
 from harness.pool import WorkerPool
+from harness.refusals import refused
 from harness.split_model import make_comm
 from shardwise.attention.block_layout import BlockLayout
 from shardwise.attention.dense import dense_layout
 from shardwise.comm.backends import SimulatedBackend
 from shardwise.comm.collectives import Comm
-from shardwise.config.resolve import ConfigError
 from shardwise.context import ring as loop
 from shardwise.context.attention import ContextAttention
 from shardwise.context.custom_op import ContextCustomOps
@@ -112,7 +112,7 @@ def test_a_plan_that_cannot_be_made_is_refused_alike_again() -> None:
     tensors, split = own_tensors(2), contiguous(TOKENS, 2)
     part = dense_layout(2 * TOKENS, causal=True).select(((0, TOKENS),), ((0, TOKENS),))
     for _ in range(2):
-        with pytest.raises(ConfigError, match="is not that of a sequence of 96 tokens"):
+        with refused("layout-length", "96 tokens"):
             attention(*tensors, part, split)
 
 
@@ -178,5 +178,5 @@ def test_an_output_is_in_its_form_whatever_came_first() -> None:
 def test_numbers_that_are_not_floating_are_refused_under_autocast_too() -> None:
     attention = ContextAttention(simulated(2), TRANSPORTS["ring"])
     q, k, v = (each.detach().long() for each in own_tensors(2))
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ConfigError, match="give all in one floating dtype"):
+    with torch.autocast("cpu", torch.bfloat16), refused("qkv-dtype-device"):
         attention(q, k, v, layout_of("dense"), contiguous(TOKENS, 2))

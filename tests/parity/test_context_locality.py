@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from harness.pool import WorkerPool
+from harness.refusals import refused
 from harness.zoo_cells import Cell, run_cells
 from shardwise.attention.cp_hook import DenseVisibility
 from shardwise.attention.huggingface import use_sparse_attention
-from shardwise.config.resolve import ConfigError
 from shardwise.context.apply import prove_huggingface, prove_own
 from shardwise.context.huggingface import check_length
 from shardwise.runtime.float64 import float64_throughout
@@ -68,7 +68,7 @@ def prove(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("mixes", ["shift", "sum", "mean", "convolution", "norm"])
 def test_a_model_of_ones_own_that_mixes_tokens_is_refused(mixes: str) -> None:
-    with pytest.raises(ConfigError, match=r"use mesh\.dp_shard with zero\.stage=3"):
+    with refused("cp-tokens-apart", "mesh.dp_shard", "zero.stage=3"):
         prove(own_model(mixes))
 
 
@@ -103,11 +103,19 @@ def rope(kind: str, **more: Any) -> dict[str, Any]:
 
 
 LONG = {"short_factor": [1.0, 1.0], "long_factor": [2.0, 3.0], "original_max_position_embeddings": 16}
-REFUSED: dict[str, tuple[tuple[str, str], dict[str, Any], str]] = {
-    "trigrams": (("mobilebert", "MobileBertForMaskedLM"), MOBILE, r"mobilebert\.embeddings of MobileBertForMaskedLM"),
-    "sinks": (("gpt_oss", "GptOssForCausalLM"), {"num_local_experts": 4, "head_dim": 4}, "s_aux of GptOssAttention"),
-    "soft caps": (("gemma2", "Gemma2ForCausalLM"), {"head_dim": 4}, "softcap of Gemma2Attention"),
-    "attention of its own": (("megatron_bert", "MegatronBertForMaskedLM"), {}, "AttentionInterface"),
+REFUSED: dict[str, tuple[tuple[str, str], dict[str, Any], list[str]]] = {
+    "trigrams": (
+        ("mobilebert", "MobileBertForMaskedLM"),
+        MOBILE,
+        ["cp-tokens-apart", "mobilebert.embeddings of MobileBertForMaskedLM"],
+    ),
+    "sinks": (
+        ("gpt_oss", "GptOssForCausalLM"),
+        {"num_local_experts": 4, "head_dim": 4},
+        ["attention-option", "s_aux of GptOssAttention"],
+    ),
+    "soft caps": (("gemma2", "Gemma2ForCausalLM"), {"head_dim": 4}, ["attention-option", "softcap of Gemma2Attention"]),
+    "attention of its own": (("megatron_bert", "MegatronBertForMaskedLM"), {}, ["attention-interface", "MegatronBert"]),
 }
 GROWING: dict[str, tuple[tuple[str, str], dict[str, Any], int]] = {
     "frequencies by length": (
@@ -128,8 +136,8 @@ TAKEN: dict[str, tuple[tuple[str, str], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_family_that_mixes_tokens_is_refused_at_the_start(name: str) -> None:
-    place, options, words = REFUSED[name]
-    with pytest.raises(ConfigError, match=words) as caught:
+    place, options, refusal = REFUSED[name]
+    with refused(*refusal) as caught:
         prove_huggingface(make_model(*place, **options))
     assert str(caught.value).endswith("use mesh.dp_shard with zero.stage=3 in place of mesh.cp")
 
@@ -141,9 +149,9 @@ def test_frequencies_that_follow_from_the_longest_position_are_taken_up_to_where
     assert prove_huggingface(model) == num_positions
     tokens = torch.ones(1, num_positions, dtype=torch.long)
     check_length(model, {"input_ids": tokens}, num_positions)
-    with pytest.raises(ConfigError, match=f"at most {num_positions} tokens"):
+    with refused("cp-rope-length", f"at most {num_positions} tokens"):
         check_length(model, {"input_ids": tokens, "position_ids": torch.tensor([[num_positions]])}, num_positions)
-    with pytest.raises(ConfigError, match=r"use mesh\.dp_shard with zero\.stage=3"):
+    with refused("cp-rope-length", "mesh.dp_shard", "zero.stage=3"):
         check_length(model, {"input_ids": tokens.repeat(1, 2)}, num_positions)
 
 

@@ -14,9 +14,10 @@ from harness.huggingface import build_model
 from harness.models import ModelCase
 from harness.pool import WorkerPool
 from harness.reference import PARITY, call_model, max_error, own_loss
+from harness.refusals import refused
 from harness.tensor import make_case, step_batches
 from harness.training import make_config, make_optimizer
-from shardwise import ConfigError, Engine, init, initialize
+from shardwise import Engine, init, initialize
 from shardwise import backward as backward_common
 from shardwise.models.generate import generate
 from shardwise.runtime.float64 import float64_throughout
@@ -593,28 +594,28 @@ def drop_outside(rank: int, world_size: int) -> tuple[str, str, float]:
     with float64_throughout(), initialize(case.build(torch.float64), make_config(1, LAYOUTS["tp2"])) as engine:
         (batch,) = batches_of("gpt2", "tp2", 0, rank)
         torch.manual_seed(rank)
-        refused = error_of(lambda: engine.model(**batch))
+        raised = error_of(lambda: engine.model(**batch))
         with torch.no_grad():
             also = error_of(lambda: engine.model(**batch))
             loss = engine(batch).item()
         engine.model.eval()
         engine.model(**batch)
-        return refused, also, loss
+        return raised, also, loss
 
 
 def test_dropout_that_ranks_would_draw_differently_is_refused(ranks: WorkerPool) -> None:
     first, second = ranks(2).run(drop_outside)
     assert first == second
-    assert "transformer.drop drops, and ranks that share a layer must drop alike" in first[0]
+    assert "transformer.drop" in first[0]
     assert first[0] == first[1]
 
 
 def test_whole_parameters_in_a_region_are_refused() -> None:
     """What they add to the gradient of the region's input would count once for each rank."""
     adapted = build_model("llama", has_adapters=True)
-    with pytest.raises(ConfigError, match=r"layers.0.self_attn.v_proj is a LowRank"):
+    with refused("tp-plan-weight", "layers.0.self_attn.v_proj is a LowRank"):
         find_plan(adapted, 2, None, sequence_parallel=False)
     model = case_of("decoder").build(torch.float64)
     model.blocks[1].ffn.adapter = nn.Linear(16, 16)
-    with pytest.raises(ConfigError, match=r"blocks.1.ffn.adapter.weight lies in a region .* neither splits it nor"):
+    with refused("tp-whole-in-region", "blocks.1.ffn.adapter.weight"):
         find_plan(model, 2, None, sequence_parallel=False)

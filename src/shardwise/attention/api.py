@@ -172,7 +172,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     if not k.shape[1] or q.shape[1] % k.shape[1]:
         legal = [number for number in range(1, q.shape[1] + 1) if q.shape[1] % number == 0]
         raise ConfigError(
-            "kv-heads-divide",
+            "kv-heads-divide-heads",
             f"{k.shape[1]} KV heads do not divide {q.shape[1]} query heads; legal: {', '.join(map(str, legal))}",
         )
     if not q.is_floating_point():

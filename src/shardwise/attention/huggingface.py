@@ -275,8 +275,12 @@ def whole_layout(model: nn.Module, lengths: tuple[int, ...]) -> BlockLayout:
     """
     for module, given in _all_given(model):
         return given.whole(sum(lengths), lengths if len(lengths) > 1 else None, _is_causal(module, {}))
-    raise ConfigError(
-        "no-structure", f"{type(model).__name__} has no structure; call use_sparse_attention on the whole model"
+    raise _no_structure(model)
+
+
+def _no_structure(module: nn.Module) -> ConfigError:
+    return ConfigError(
+        "no-structure", f"{type(module).__name__} has no structure; call use_sparse_attention on the whole model"
     )
 
 
@@ -345,9 +349,7 @@ def sparse_attention_forward(
     """
     given: _ModuleAttention | None = getattr(module, _GIVEN, None)
     if given is None:
-        raise ConfigError(
-            "no-structure", f"{type(module).__name__} has no structure; call use_sparse_attention on the whole model"
-        )
+        raise _no_structure(module)
     size, value_size = query.shape[-1], value.shape[-1]
     if size != value_size:  # latent attention: padding with zeros changes neither scores nor results
         widest, options["scaling"] = max(size, value_size), options.get("scaling") or size**-0.5

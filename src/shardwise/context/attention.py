@@ -190,6 +190,6 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, key_padding: Tensor | None) 
     if q.shape[1] % k.shape[1]:
         legal = [each for each in range(1, q.shape[1] + 1) if q.shape[1] % each == 0]
         raise ConfigError(
-            "kv-heads-divide",
+            "kv-heads-divide-heads",
             f"{k.shape[1]} KV heads do not divide {q.shape[1]} query heads; legal: {', '.join(map(str, legal))}",
         )

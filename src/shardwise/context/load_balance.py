@@ -200,7 +200,7 @@ def _balanced(layout: BlockLayout, degree: int) -> TokenSplit:
         below = length // step * step
         legal = ", ".join(str(each) for each in (below, below + step) if each)
         raise ConfigError(
-            "balanced-length",
+            "cp-divides-tokens",
             f"mesh.cp={degree} with context.token_layout=balanced does not divide a sequence of {length} tokens into "
             f"equal runs; nearest legal: {legal}",
         )

@@ -58,14 +58,14 @@ def check_team(section: ContextConfig, degree: int) -> None:
     size = team_size(section, degree)
     if section.transport == "ulysses" and size != degree:
         raise ConfigError(
-            "heads-over-ulysses",
+            "heads-over-in-ulysses",
             f"context.heads_over={size} with transport=ulysses is not all ranks of mesh.cp={degree}; leave it out, or "
             "set transport=ring for teams that exchange heads inside a ring",
         )
     if degree % size:
         legal = [each for each in range(1, degree + 1) if degree % each == 0]
         raise ConfigError(
-            "heads-over-cp",
+            "heads-over-divides-cp",
             f"context.heads_over={size} does not divide mesh.cp={degree}; nearest legal: {_nearest(size, legal)}",
         )
 

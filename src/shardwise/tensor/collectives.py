@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.collectives import Comm
+from shardwise.config.resolve import ConfigError
 from shardwise.runtime.streams import StreamName
 
 
@@ -76,12 +77,15 @@ def reduce_scatter(comm: Comm, x: Tensor, dim: int, name: str) -> Tensor:
         name: for counts and messages.
 
     Raises:
-        ValueError: the dim does not divide evenly.
+        ConfigError: the dim does not divide evenly.
     """
     n, dim = comm.world_size, dim % x.dim()
     if x.shape[dim] % n:
         below = x.shape[dim] // n * n
-        raise ValueError(f"{name}: length {x.shape[dim]} does not divide by tp={n}; nearest: {below}, {below + n}")
+        raise ConfigError(
+            "tp-divides-tokens",
+            f"{name}: length {x.shape[dim]} does not divide by tp={n}; nearest: {below}, {below + n}",
+        )
     slices = x.unflatten(dim, (n, -1)).movedim(dim, 0).contiguous()  # [n, ..., length / n, ...]
     out = torch.empty_like(slices[0])
     comm.scatter_sum(slices.view(-1), out.view(-1), name, stream=None).wait()

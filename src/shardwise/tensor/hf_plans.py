@@ -176,7 +176,8 @@ def _heads(draft: PlanBuilder, region: str, inside: Styles) -> HeadSplit:
     kv = min((split_size(draft.modules[name], name, "column") // dim for name in keys), default=query)
     if not kv or query % kv:
         raise ConfigError(
-            "kv-heads-divide", f"{region}: {query} query heads do not divide by {kv} KV heads of {dim}; {_OWN_TABLE}"
+            "kv-heads-divide-heads",
+            f"{region}: {query} query heads do not divide by {kv} KV heads of {dim}; {_OWN_TABLE}",
         )
     return HeadSplit(query, kv, dim)
 

@@ -227,7 +227,8 @@ def equal_parts(name: str, size: int, num_parts: int) -> tuple[FusedPart, ...]:
     """
     if size % num_parts:
         raise ConfigError(
-            "tp-parts-fill", f"{name}: {num_parts} equal parts do not fill {size} features; give the sizes of the parts"
+            "parts-fill-dim",
+            f"{name}: {num_parts} equal parts do not fill {size} features; give the sizes of the parts",
         )
     return (FusedPart(size // num_parts),) * num_parts
 
@@ -504,7 +505,7 @@ def _check_layer(module: nn.Module, layer: LayerSplit, degree: int) -> None:
         )
     total = sum(part.size for part in layer.parts)
     if total != size:
-        raise ConfigError("tp-parts-fill", f"{layer.module}: parts of {total} features in all do not fill its {size}")
+        raise ConfigError("parts-fill-dim", f"{layer.module}: parts of {total} features in all do not fill its {size}")
     for part in layer.parts:
         units = part.size if part.num_units is None else part.num_units
         what = f"the {'features' if part.num_units is None else 'units'} of {layer.module}"

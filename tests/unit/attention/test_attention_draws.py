@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from harness.attention import keep_mask, reference_attention
+from harness.refusals import refused
 from shardwise.attention import BlockLayout, block_sparse_attention
 from shardwise.attention.api import drawn
 from shardwise.dropout import KeyedDraws, ShardRegion, drops_by_function, key_dropouts
@@ -132,7 +132,7 @@ class TestKeyed:
     def test_where_ranks_share_a_forward_it_must_be_open(self) -> None:
         module = Attention(DENSE)
         key_dropouts(module, KeyedDraws(7), must_be_keyed=True)
-        with pytest.raises(ValueError, match="drops, and ranks that share a layer must drop alike"):
+        with refused("dropout-outside-forward"):
             module(*tensors())
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from harness.refusals import refused
 from shardwise.attention.bert import BertSparseSelfAttention
 from shardwise.attention.structures import DenseSparsityConfig
-from shardwise.config.resolve import ConfigError
 
 transformers = pytest.importorskip("transformers")
 
@@ -33,5 +33,5 @@ def test_a_dense_structure_gives_what_bert_gives() -> None:
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ConfigError, match="num_attention_heads=5 does not divide hidden_size=16"):
+    with refused("heads-divide-hidden", "num_attention_heads=5", "hidden_size=16"):
         BertSparseSelfAttention(make_config(5))

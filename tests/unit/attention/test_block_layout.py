@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.refusals import refused
 from shardwise.attention.block_layout import BlockLayout, pack
-from shardwise.config.resolve import ConfigError
 
 
 @st.composite
@@ -87,13 +87,13 @@ def test_a_function_says_the_same_in_rows_at_a_time(num_tokens, monkeypatch):
 
 
 def test_blocks_that_are_none_are_refused():
-    with pytest.raises(ConfigError, match="num_tokens=0 in blocks of 2 are no blocks; give 1 or more of each"):
+    with refused("no-blocks", "num_tokens=0", "2"):
         BlockLayout.from_function(lambda head, query, key: key == 0, 0, 2)
-    with pytest.raises(ConfigError, match=r"blocks of shape \(2, 3\) are not square"):
+    with refused("blocks-square", "(2, 3)"):
         BlockLayout.from_blocks(torch.ones(2, 3), 4)
-    with pytest.raises(ConfigError, match="num_tokens=9 needs 3 blocks of 4, and there are 2; nearest legal: 5 to 8"):
+    with refused("blocks-hold-tokens", "num_tokens=9", "3 blocks of 4", "5 to 8"):
         BlockLayout.from_blocks(torch.ones(2, 2), 4, num_tokens=9)
-    with pytest.raises(ConfigError, match="block=0 is not positive"):
+    with refused("block-positive", "block=0"):
         BlockLayout.from_blocks(torch.ones(2, 2), 0)
 
 
@@ -121,13 +121,13 @@ def test_later_queries_alone():
     assert (late.num_queries, late.num_keys) == (3, 5)
     assert torch.equal(late.allowed(), layout.allowed()[:, 2:])
     for wrong in (lambda: layout.queries_from(5), lambda: pack([layout, layout]).queries_from(1)):
-        with pytest.raises(ConfigError, match="give one document and a position inside it"):
+        with refused("first-query"):
             wrong()
 
 
 def test_documents_of_different_kinds_are_not_packed():
     one, other = BlockLayout.from_blocks(torch.ones(2, 2), 4), BlockLayout.from_blocks(torch.ones(2, 2), 8)
-    with pytest.raises(ConfigError, match=r"\[\(4, 1\), \(8, 1\)\] cannot be packed"):
+    with refused("documents-of-one-kind", "[(4, 1), (8, 1)]"):
         pack([one, other])
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.refusals import refused
 from shardwise.attention.padding import pad_to_block_size, unpad_sequence_output
-from shardwise.config.resolve import ConfigError
 
 
 @given(block=st.integers(1, 9), seq_len=st.integers(1, 20))
@@ -55,7 +54,7 @@ def test_a_mask_is_made_where_tokens_are_added_without_one() -> None:
 
 
 def test_nothing_to_pad_is_refused() -> None:
-    with pytest.raises(ConfigError, match="give input_ids"):
+    with refused("nothing-to-pad"):
         pad_to_block_size(4)
-    with pytest.raises(ConfigError, match="lack 1 tokens"):
+    with refused("padding-embeddings", "1 tokens"):
         pad_to_block_size(4, inputs_embeds=torch.zeros(1, 3, 2))

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from harness.huggingface import build_model
+from harness.refusals import refused
 from shardwise.attention.positions import extend_position_embedding, extend_rope, update_tokenizer_model_max_length
-from shardwise.config.resolve import ConfigError
 
 pytest.importorskip("transformers")
 
@@ -102,17 +102,17 @@ def test_parameters_of_a_method_are_passed_on() -> None:
 
 
 def test_what_cannot_be_extended_is_refused() -> None:
-    with pytest.raises(ConfigError, match="use extend_rope"):
+    with refused("no-learned-positions", "extend_rope"):
         extend_position_embedding(build("llama"), 64)
-    with pytest.raises(ConfigError, match="use extend_position_embedding"):
+    with refused("no-rotary-positions", "extend_position_embedding"):
         extend_rope(build("bert"), 64)
-    with pytest.raises(ConfigError, match="max_position=32 is not more than the 32"):
+    with refused("max-position", "max_position=32", "the 32"):
         extend_position_embedding(build("bert"), 32)
-    with pytest.raises(ConfigError, match="max_position=16 is not more than the 32"):
+    with refused("max-position", "max_position=16", "the 32"):
         extend_rope(build("llama"), 16)
-    with pytest.raises(ConfigError, match="method='longer'"):
+    with refused("rope-method", "method='longer'"):
         extend_rope(build("llama"), 64, "longer")
-    with pytest.raises(ConfigError, match="scales rotary positions already"):
+    with refused("rope-scaled-already"):
         extend_rope(extend_rope(build("llama"), 64), 128)
 
 

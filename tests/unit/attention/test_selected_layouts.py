@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from harness.attention import reference_attention
+from harness.refusals import refused
 from shardwise.attention.api import drawn
 from shardwise.attention.backends import AttentionGrads, Draw, SavedForBackward, ScoreModifiers
 from shardwise.attention.block_layout import BlockLayout, pack
 from shardwise.attention.cpu import CpuBackend
 from shardwise.attention.cpu_plan import unfold
 from shardwise.attention.custom_op import attend, attention_backward_partial, attention_forward_partial
-from shardwise.config.resolve import ConfigError
 from shardwise.layout.token_ranges import Runs, join
 from shardwise.runtime.torch_private import fake_tensors
 
@@ -284,12 +284,12 @@ class TestDraws:
     )
     def test_need_positions(self, queries: Runs, keys: Runs) -> None:
         some = self.LAYOUT.select(queries, keys)
-        with pytest.raises(ConfigError, match=r"keys of 32 tokens .* give a Draw of these queries and keys"):
+        with refused("draw-positions", "keys of 32 tokens"):
             drawn(torch.ones(1, 1, some.num_queries, 8), some, 0.1)
 
     def test_of_documents_cut_at_their_front_are_refused(self) -> None:
         some = pack([self.LAYOUT, self.LAYOUT]).select(((40, 64),), ((0, 64),))
-        with pytest.raises(ConfigError, match="24 queries and 64 keys of 64 tokens"):
+        with refused("draw-positions", "24 queries", "64 keys of 64"):
             drawn(torch.ones(1, 1, 24, 8), some, 0.1)
 
     def test_of_all_tokens_and_of_the_last_queries_are_drawn(self) -> None:

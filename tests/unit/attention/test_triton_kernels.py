@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from harness.attention import reference_attention
+from harness.refusals import refused
 from shardwise.attention import triton
 from shardwise.attention.backends import AttentionGrads, BackendPlan, Draw, SavedForBackward, ScoreModifiers
 from shardwise.attention.block_layout import BlockLayout, pack
 from shardwise.attention.triton import backend
 from shardwise.attention.triton.lut import HeadGroups
 from shardwise.attention.triton.plan import plan_of
-from shardwise.config.resolve import ConfigError
 
 pytest.importorskip("triton")
 
@@ -294,13 +294,13 @@ def test_scores_beyond_the_range_of_exp_stay_finite() -> None:
 def test_what_no_kernel_serves_is_refused() -> None:
     layout = BlockLayout.from_blocks(torch.ones(1, 1), 16)
     double = torch.zeros(1, 1, 16, 32, dtype=torch.float64)
-    with pytest.raises(ConfigError, match="float64"):
+    with refused("triton-dtype", "float64"):
         backend.plan(layout, double, double)
     wide = torch.zeros(1, 1, 16, 320)
-    with pytest.raises(ConfigError, match="nearest legal: 256"):
+    with refused("triton-head-size", "256"):
         backend.plan(layout, wide, wide)
     many = torch.zeros(1, 3, 16, 32)
-    with pytest.raises(ConfigError, match="2 heads and the queries 3"):
+    with refused("layout-heads", "2 heads", "queries 3"):
         backend.plan(BlockLayout.from_blocks(torch.ones(2, 1, 1), 16), many, many)
 
 
@@ -309,5 +309,5 @@ def test_says_that_triton_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "shardwise.attention.triton.launch", None)
     case = Case((1, 1), 16, 32)
     tensors = given(case)
-    with pytest.raises(ConfigError, match="pip install 'triton"):
+    with refused("triton-missing"):
         backend.forward(tensors.q, tensors.k, tensors.v, tensors.extras, planned(case, tensors.q))

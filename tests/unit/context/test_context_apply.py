@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness.refusals import refused
 from harness.split_sequences import make_case
 from shardwise.comm.backends import SimulatedBackend
 from shardwise.comm.collectives import Comm
-from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.resolve import Config
 from shardwise.context.apply import apply_context_parallel, check_context
 from shardwise.context.batch import WholeBatch
 from shardwise.models import Decoder
@@ -68,5 +69,5 @@ def test_one_rank_keeps_its_batches_and_its_attention() -> None:
 
 def test_heads_that_cannot_be_exchanged_are_refused() -> None:
     config = config_of(3).override(["context.transport=ulysses"])
-    with pytest.raises(ConfigError, match=r"mesh.cp=3 does not divide 8 query heads"):
+    with refused("cp-query-heads", "mesh.cp=3", "8 query"):
         check_context(decoder(), config)

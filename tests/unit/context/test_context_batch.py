@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.config.resolve import ConfigError
+from harness.refusals import refused
 from shardwise.context.batch import TokenShardedBatch, WholeBatch, cut_batch, main_input, take_tokens
 from shardwise.layout.token_ranges import zigzag
 
@@ -55,9 +55,9 @@ def test_a_tensor_of_the_same_size_by_chance_is_cut() -> None:
 
 @pytest.mark.parametrize("shape", [(LENGTH, LENGTH), (SAMPLES, 1, LENGTH, LENGTH)])
 def test_masks_of_pairs_are_refused_and_squares_of_samples_or_features_are_cut(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ConfigError, match=r"of all pairs of 8 tokens, which mesh.cp does not split; choose which keys"):
+    with refused("cp-pair-mask", "8 tokens"):
         cut_batch(torch.ones(shape), TOKENS, OWN)
-    with pytest.raises(ConfigError, match="of all pairs"):
+    with refused("cp-pair-mask"):
         cut_batch(torch.ones(SAMPLES, LENGTH, LENGTH, dtype=torch.bool), TOKENS, OWN)
     assert cut_batch(torch.ones(SAMPLES, LENGTH, LENGTH), TOKENS, OWN).shape == (SAMPLES, 4, LENGTH)
     square = torch.arange(LENGTH**2).view(LENGTH, LENGTH)  # as many samples as tokens
@@ -75,7 +75,7 @@ def test_the_sequence_is_that_of_the_tokens() -> None:
     "inputs", [TOKENS[0], TOKENS[:, :0], {"input_ids": TOKENS[0]}, {"input_ids": TOKENS[:, :0]}, {"scale": 1.0}]
 )
 def test_a_batch_without_tokens_is_refused(inputs: Any) -> None:
-    with pytest.raises(ConfigError, match=r"mesh.cp could split; give one of 1 or more tokens, or set mesh.cp=1"):
+    with refused("cp-no-input"):
         main_input(inputs)
 
 
@@ -94,7 +94,7 @@ def test_a_rank_gets_its_tokens_their_positions_and_its_targets(has_more: bool) 
 
 def test_more_inputs_than_the_model_takes_are_refused() -> None:
     sequences = TokenShardedBatch(Model(), 0, lambda length: zigzag(length, 2))
-    with pytest.raises(ConfigError, match=r"has 4 inputs and the model's forward takes 3 \(tokens, kinds, positions\)"):
+    with refused("too-many-inputs", "4 inputs", "3 (tokens, kinds, positions)"):
         sequences.share([TOKENS] * 4, False)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.config.resolve import ConfigError, ContextConfig
+from harness.refusals import refused
+from shardwise.config.resolve import ContextConfig
 from shardwise.context.ulysses import check_heads, check_team, heads_of, team_size
 
 
@@ -30,9 +30,9 @@ def test_teams() -> None:
     assert team_size(ContextConfig(transport="ulysses"), 8) == 8
     assert team_size(ContextConfig(transport="ring"), 8) == 1
     assert team_size(ContextConfig(transport="all-gather", heads_over=4), 8) == 4
-    with pytest.raises(ConfigError, match=r"heads_over=2 with transport=ulysses is not all ranks of mesh.cp=4; leave"):
+    with refused("heads-over-in-ulysses", "heads_over=2", "transport=ulysses", "mesh.cp=4"):
         check_team(ContextConfig(transport="ulysses", heads_over=2), 4)
-    with pytest.raises(ConfigError, match=r"context.heads_over=4 does not divide mesh.cp=6; nearest legal: 3, 6"):
+    with refused("heads-over-divides-cp", "context.heads_over=4", "mesh.cp=6", "3, 6"):
         check_team(ContextConfig(heads_over=4), 6)
 
 
@@ -41,13 +41,11 @@ def test_heads_that_cannot_be_exchanged() -> None:
     check_heads(32, 8, ulysses, 4)
     check_heads(32, 2, ulysses, 4)
     check_heads(6, 1, ContextConfig(), 4)
-    with pytest.raises(ConfigError, match=r"mesh.cp=5 does not divide 32 query heads; nearest legal: 4, 8; or set"):
+    with refused("cp-query-heads", "mesh.cp=5", "32 query", "4, 8"):
         check_heads(32, 8, ulysses, 5)
-    with pytest.raises(ConfigError, match=r"mesh.cp=4 and 6 KV heads do not divide each other; nearest legal: 3, 6;"):
+    with refused("cp-kv-heads", "mesh.cp=4", "6 KV", "3, 6"):
         check_heads(12, 6, ulysses, 4)
-    with pytest.raises(ConfigError, match=r"context.heads_over=4 does not divide 6 query heads; nearest legal: 2$"):
+    with refused("cp-query-heads", "context.heads_over=4", "6 query", "legal: 2"):
         check_heads(6, 6, ContextConfig(heads_over=4), 8)
-    with pytest.raises(
-        ConfigError, match=r"cp=4 does not divide 2 query heads of each of tp=4 ranks; nearest legal: 2"
-    ):
+    with refused("cp-query-heads", "cp=4", "2 query", "tp=4", "legal: 2"):
         check_heads(8, 8, ulysses, 4, tp=4)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from shardwise import Config, ConfigError, build_layout, plan_layout
+from harness.refusals import refused
+from shardwise import Config, build_layout, plan_layout
 from shardwise.layout.layout import Layout
 from shardwise.models import Decoder, DecoderConfig
 
@@ -55,13 +56,13 @@ def test_ranks_of_a_group_have_equal_buffers() -> None:
 
 def test_a_layout_without_a_plan_is_refused() -> None:
     config = Config.from_dict({"mesh": {"tp": 2}}).resolve(2)
-    with pytest.raises(ConfigError, match=r"mesh.tp=2 needs a plan of how layers are split; use shardwise.plan_layout"):
+    with refused("tp-needs-plan", "mesh.tp=2"):
         build_layout(make_model(), config)
 
 
 def test_heads_that_do_not_divide_are_refused_with_the_nearest_that_do() -> None:
     config = Config.from_dict({"mesh": {"tp": 3}}).resolve(3)
-    with pytest.raises(ConfigError, match=r"tp=3 does not divide num_heads=4; nearest legal: 2, 4"):
+    with refused("tp-divides-units", "tp=3", "num_heads=4", "2, 4"):
         plan_layout(make_model(), config)
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise import ConfigError
+from harness.refusals import refused
 from shardwise.layout.tensor_plan import LayerSplit, SharedInput, TensorPlan
 from shardwise.layout.tp_sharding import ParamSplit
 from shardwise.models import Decoder, DecoderConfig
@@ -326,20 +326,20 @@ def test_regions_are_modules_whose_argument_columns_alone_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "why"),
+    ("make", "code", "why"),
     [
-        (lambda: Mlp(nn.LayerNorm(24)), "mixed with all others"),
-        (lambda: Mlp(Scale()), "mixed with all others"),
-        (lambda: Mlp(nn.Softmax(-1)), "mixed with all others"),
-        (lambda: Gpt("input"), "on a rank's share"),
-        (lambda: nn.Sequential(nn.Linear(E, E)), "the model returns"),
-        (lambda: nn.Sequential(nn.Conv1d(SEQ, 3, 1), nn.ReLU()), "no linear layers"),
-        (Mixing, "joins it with something computed whole"),
-        (Deciding, "decides on the values"),
+        (lambda: Mlp(nn.LayerNorm(24)), "tp-nothing-to-split", "mixed with all others"),
+        (lambda: Mlp(Scale()), "tp-nothing-to-split", "mixed with all others"),
+        (lambda: Mlp(nn.Softmax(-1)), "tp-nothing-to-split", "mixed with all others"),
+        (lambda: Gpt("input"), "tp-nothing-to-split", "on a rank's share"),
+        (lambda: nn.Sequential(nn.Linear(E, E)), "tp-nothing-to-split", "the model returns"),
+        (lambda: nn.Sequential(nn.Conv1d(SEQ, 3, 1), nn.ReLU()), "tp-nothing-to-split", "no linear layers"),
+        (Mixing, "tp-nothing-to-split", "joins it with"),
+        (Deciding, "tp-value-decisions", "in "),
     ],
 )
-def test_what_cannot_be_split_is_refused(make: Callable[[], nn.Module], why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
+def test_what_cannot_be_split_is_refused(make: Callable[[], nn.Module], code: str, why: str) -> None:
+    with refused(code, why):
         propose_plan(make(), inputs(), tp=2)
 
 
@@ -355,7 +355,7 @@ def test_parameters_used_on_heads_and_elsewhere_leave_them_whole() -> None:
     assert propose_plan(model, inputs(), tp=2).partial == ("q_norm.bias", "q_norm.weight")
     plain = Grouped.forward
     shared = type("Shared", (Grouped,), {"forward": lambda self, x: plain(self, x) * self.q_norm.weight.sum()})()
-    with pytest.raises(ConfigError, match="is used elsewhere too"):
+    with refused("tp-nothing-to-split", "used elsewhere"):
         propose_plan(shared, inputs(), tp=2)
 
 
