@@ -22,6 +22,7 @@ from harness.time_outs import answers_may_be_late, fail_after
 from harness.training import make_config, merge_ranks
 from harness.waiting import PATIENCE_S
 from shardwise import Engine, initialize
+from shardwise.comm.collectives import Comm
 
 pytestmark = pytest.mark.begin
 
@@ -47,24 +48,25 @@ def error_of_a_step(engine: Engine) -> str:
     return ""
 
 
-def die_in_an_exchange(rank: int, world_size: int, transport: str, number: int, told: Path) -> None:
+def die_in_an_exchange(rank: int, world_size: int, transport: str, number: int, folder: Path) -> None:
     """The last rank is killed in the midst of an exchange, whose messages may be on their way; the others write."""
     engine = make_engine(world_size, transport)
-    exchange, num_exchanges = engine._comms.context.exchange, 0
+    exchange, num_exchanges = Comm.exchange, 0
 
-    def exchange_or_die(*args: Any) -> Any:
+    def exchange_or_die(comm: Comm, *args: Any) -> Any:
         nonlocal num_exchanges
         num_exchanges += 1
-        pending = exchange(*args)
+        pending = exchange(comm, *args)
         if rank == world_size - 1 and num_exchanges == number:
             os.kill(os.getpid(), signal.SIGKILL)
         return pending
 
-    engine._comms.context.exchange = exchange_or_die  # type: ignore[method-assign]
     start_s = time.monotonic()
-    text = error_of_a_step(engine)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Comm, "exchange", exchange_or_die)
+        text = error_of_a_step(engine)
     is_in_time = time.monotonic() - start_s < TIMEOUT_S
-    (told / str(rank)).write_text(text if is_in_time else f"late: {text}")
+    (folder / str(rank)).write_text(text if is_in_time else f"late: {text}")
 
 
 @pytest.mark.quick(2)
@@ -103,7 +105,7 @@ def skip_attention(engine: Engine) -> None:
     engine.model.blocks[0].attention.attend = skip
 
 
-def go_another_way(rank: int, world_size: int, alter: Callable[[Engine], None], checks: bool, told: Path) -> None:
+def go_another_way(rank: int, world_size: int, alter: Callable[[Engine], None], checks: bool, folder: Path) -> None:
     """Rank 1's model is another; both write what they say, and fail, so that the pool ends them with all under way."""
     engine = make_engine(world_size, check_collectives=checks)
     if rank == 1:  # which waits on while the other's time is over
@@ -111,22 +113,22 @@ def go_another_way(rank: int, world_size: int, alter: Callable[[Engine], None], 
     else:
         fail_after(engine.comm.comm_log, SHORT_S)
     with answers_may_be_late():
-        (told / f"{rank}.part").write_text(error_of_a_step(engine))
-    (told / f"{rank}.part").rename(told / str(rank))
-    while not (told / "0").exists():
+        (folder / f"{rank}.part").write_text(error_of_a_step(engine))
+    (folder / f"{rank}.part").rename(folder / str(rank))
+    while not (folder / "0").exists():
         time.sleep(0.05)
-    raise RuntimeError("told")
+    raise RuntimeError("both wrote")
 
 
-def texts_told(ranks: WorkerPool, alter: Callable[[Engine], None], checks: bool, folder: Path) -> dict[str, str]:
-    """By rank; rank 0 tells."""
-    with pytest.raises(RankError, match="told"):
+def texts_of(ranks: WorkerPool, alter: Callable[[Engine], None], checks: bool, folder: Path) -> dict[str, str]:
+    """Return what each rank wrote."""
+    with pytest.raises(RankError, match="both wrote"):
         ranks(2).run(go_another_way, alter, checks, folder)
     return {each.name: each.read_text() for each in folder.iterdir()}
 
 
 def test_a_rank_that_raises_amid_a_layer_is_named_by_the_other(ranks: WorkerPool, tmp_path: Path) -> None:
-    texts = texts_told(ranks, raise_in_a_layer, False, tmp_path)
+    texts = texts_of(ranks, raise_in_a_layer, False, tmp_path)
     waiting = texts["0"]
     assert texts["1"] == "RuntimeError: a bad layer"
     assert re.match(r"CommError: rank 0 failed in exchange #\d+ of context keys over cp", waiting), waiting
@@ -135,8 +137,8 @@ def test_a_rank_that_raises_amid_a_layer_is_named_by_the_other(ranks: WorkerPool
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("checks", [True, False])
-def test_ranks_that_go_different_ways_are_told_where(ranks: WorkerPool, checks: bool, tmp_path: Path) -> None:
-    first = texts_told(ranks, skip_attention, checks, tmp_path)["0"]
+def test_ranks_that_go_different_ways_learn_where(ranks: WorkerPool, checks: bool, tmp_path: Path) -> None:
+    first = texts_of(ranks, skip_attention, checks, tmp_path)["0"]
     assert re.search(r"rank 0 waits in exchange #\d+ of context keys .*; rank 1 waits in \w+ #\d+ of ", first), first
     assert ("rank 1 did not come to exchange #" in first) == checks
 

@@ -86,15 +86,13 @@ def test_what_an_error_leaves_under_way_is_not_taken_for_what_comes_next(ranks: 
 
 
 def attend_by_turns(rank: int, world_size: int) -> list[bool]:
-    """Two engines on the same ranks, whose graphs live at once; one rank alone has forgotten its plans."""
+    """Two engines on the same ranks, whose graphs live at once; one rank alone has new layouts, and plans again."""
     split = contiguous(TOKENS, world_size)
     several = [ContextAttention(make_comm(), TRANSPORTS[each]) for each in ("ring", "ulysses")]
     tensors = [own_tensors(world_size, seed) for seed in range(2)]
     layouts = [layout_of("dense causal"), layout_of("longformer")]
     alone = [results(several[i], tensors[i], layouts[i], split) for i in range(2)]
     if rank == 0:
-        for each in several:
-            each._plans.clear()
         layouts = [BlockLayout(each.patterns) for each in layouts]
     outs = [several[i](*tensors[i], layouts[i], split) for i in range(2)]
     by_turns = [[outs[i].detach(), *torch.autograd.grad(outs[i].sum(), tensors[i])] for i in (1, 0)]

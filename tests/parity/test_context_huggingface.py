@@ -220,7 +220,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
         lambda: LlamaForSequenceClassification(LlamaConfig(**FAMILIES["llama"].options)),
         ["cp-head-of-tokens"],
     ),
-    "images": (lambda: build_model("vit"), ["cp-head-of-tokens"]),
+    "images": (lambda: build_model("vit"), ["cp-token-mixer", "Conv2d"]),
     "biases by distance, and a config of its attention": (
         lambda: MptForCausalLM(MptConfig(d_model=32, n_heads=4, n_layers=1, vocab_size=64)),
         ["cp-no-positions", "position_ids"],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -45,7 +44,7 @@ def test_a_model_is_as_before_when_all_is_undone() -> None:
     for undo in reversed(given.undo):
         undo()
     assert [block.attention.attend for block in model.blocks] == before
-    with pytest.raises(RuntimeError, match="of an engine that is closed"):
+    with refused("engine-closed"):
         out.sum().backward()
 
 
