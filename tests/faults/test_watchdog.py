@@ -250,7 +250,7 @@ def test_ranks_that_built_differently_learn_what_differs(ranks: WorkerPool, kind
 
 
 def stay_away(store: dist.Store) -> None:
-    while not store.check(["told"]):
+    while not store.check(["reported"]):
         time.sleep(0.01)
 
 
@@ -258,7 +258,7 @@ def hang(rank: int, world_size: int, times_out: bool) -> tuple[tuple[str, str], 
     """Rank 1 stays in a block's forward until another has reported that, or has failed; others wait for it."""
     store = open_store()
     assert store is not None
-    records = Records(lambda: times_out or store.set("told", ""))
+    records = Records(lambda: times_out or store.set("reported", ""))
     model = Stack().double()
     engine = make(model)
     engine.train_step([batch()])
@@ -274,7 +274,7 @@ def hang(rank: int, world_size: int, times_out: bool) -> tuple[tuple[str, str], 
     fail_after(engine.comm.comm_log, SHORT_S if times_out else TIMEOUT_S)
     with answers_may_be_late():
         refusal = refusal_of(lambda: engine.train_step([batch()]))
-    store.set("told", "")
+    store.set("reported", "")
     return refusal, [each for each in records.messages if "in stay_away" in each.splitlines()[0]]
 
 

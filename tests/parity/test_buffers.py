@@ -190,7 +190,7 @@ class Promoting(nn.Module):
         return self.line(x + self.table)  # [b, 2]
 
 
-def test_an_error_of_dtypes_names_the_buffer_and_a_cure_that_works() -> None:
+def test_an_error_of_dtypes_names_the_buffer_and_a_fix_that_works() -> None:
     with engine_of(Promoting, precision=BF16) as engine, pytest.raises(RuntimeError) as caught:
         take_steps(engine, 1)
     (note,) = caught.value.__notes__

@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.pool import WorkerPool
+from harness.refusals import refusal_of
 from harness.training import make_config
 from harness.wire_bytes import WireBytes, ring_equivalent_bytes
 from shardwise.comm.backends import ProcessGroupBackend, SimulatedBackend
-from shardwise.comm.collectives import Comm, CommError, ProcessGroupFactory, connect
+from shardwise.comm.collectives import Comm, ProcessGroupFactory, connect
 from shardwise.comm.consistency import CallCheck, divergence
 from shardwise.comm.mesh import Mesh, open_store
 from shardwise.comm.records import CommLog
@@ -109,35 +110,37 @@ def test_each_rank_counts_what_it_sends(ranks: WorkerPool) -> None:
     ]
 
 
-def exchange_checked(rank: int, world_size: int, names: Sequence[str]) -> str:
+def exchange_checked(rank: int, world_size: int, names: Sequence[str]) -> tuple[str, str]:
     comm = make_comm()
     store = open_store()
     assert store is not None
     comm.comm_log.check = CallCheck(store, rank, 20.0)
-    try:
+
+    def run() -> None:
         for name in names[rank].split():
             sends, receives = messages(rank, world_size, 1)
             comm.exchange(sends, receives, name).wait()
             assert is_there(receives, rank, 1)
-    except CommError as error:
-        return str(error)
-    return ""
+
+    return refusal_of(run)
 
 
 def test_checked_exchanges_may_differ_in_size_but_not_in_name(ranks: WorkerPool) -> None:
-    assert ranks(3).run(exchange_checked, ["keys values"] * 3) == [""] * 3
-    texts = ranks(3).run(exchange_checked, ["keys values", "keys grads", "keys values"])
-    assert len(set(texts)) == 1
-    assert texts[0].startswith("rank 1 is at exchange #2 of grads (")
-    assert "ranks 0, 2 at exchange #2 of values (" in texts[0]
+    assert ranks(3).run(exchange_checked, ["keys values"] * 3) == [("", "")] * 3
+    refusals = ranks(3).run(exchange_checked, ["keys values", "keys grads", "keys values"])
+    assert len(set(refusals)) == 1
+    code, message = refusals[0]
+    assert code == "collectives-differ"
+    assert message.startswith("rank 1 is at exchange #2 of grads (")
+    assert "ranks 0, 2 at exchange #2 of values (" in message
 
 
-def test_books_tell_exchanges_of_other_sizes_from_other_calls() -> None:
-    books = [CommLog(rank) for rank in range(2)]
-    groups = [each.open_group("cp", (0, 1)) for each in books]
-    notes = {rank: books[rank].add_exchange("keys", groups[rank], 10 * rank).note() for rank in range(2)}
+def test_logs_distinguish_exchanges_of_other_sizes_from_other_calls() -> None:
+    logs = [CommLog(rank) for rank in range(2)]
+    groups = [each.open_group("cp", (0, 1)) for each in logs]
+    notes = {rank: logs[rank].add_exchange("keys", groups[rank], 10 * rank).note() for rank in range(2)}
     assert divergence(notes) == ""
-    other = {0: notes[0], 1: books[1].add("all_gather", "keys", groups[1], torch.zeros(2), passes=1).note()}
+    other = {0: notes[0], 1: logs[1].add("all_gather", "keys", groups[1], torch.zeros(2), passes=1).note()}
     assert "exchange #1 of keys" in divergence(other)
 
 
@@ -148,10 +151,7 @@ def lose_a_rank(rank: int, port: int, answers: Connection) -> None:
     comm.sum_scalars(torch.zeros(1, dtype=torch.float64), "meet")
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        comm.exchange({1: [torch.ones(3)]}, {1: [torch.ones(3)]}, "blocks.3.keys").wait()
-    except CommError as error:
-        answers.send(str(error))
+    answers.send(refusal_of(lambda: comm.exchange({1: [torch.ones(3)]}, {1: [torch.ones(3)]}, "blocks.3.keys").wait()))
     os._exit(0)
 
 
@@ -163,25 +163,24 @@ def test_a_killed_rank_is_named_by_the_exchange() -> None:
     for process in processes:
         process.start()
     assert ours.poll(30)
-    message = ours.recv()
+    code, message = ours.recv()
     for process in processes:
         process.join(10)
+    assert code == "collective-failed"
     assert message.startswith("rank 0 failed in exchange #2 of blocks.3.keys over cp (2 ranks): another rank died")
 
 
-def wait_too_long(rank: int, world_size: int) -> str:
+def wait_too_long(rank: int, world_size: int) -> tuple[str, str]:
     comm = make_comm(timeout_s=0.5)
     if rank == 1:
-        return "left"
-    try:
-        comm.exchange({}, {1: [torch.zeros(4)]}, "blocks.0").wait()
-    except CommError as error:
-        return str(error)
-    return "not reached"
+        return "", ""
+    return refusal_of(lambda: comm.exchange({}, {1: [torch.zeros(4)]}, "blocks.0").wait())
 
 
 def test_a_late_rank_is_named_by_the_exchange(ranks: WorkerPool) -> None:
-    assert "rank 0 failed in exchange #1 of blocks.0 over cp (2 ranks)" in ranks(2).run(wait_too_long)[0]
+    code, message = ranks(2).run(wait_too_long)[0]
+    assert code == "collective-failed"
+    assert "rank 0 failed in exchange #1 of blocks.0 over cp (2 ranks)" in message
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 
 from harness.pool import WorkerPool
-from harness.refusals import refused
+from harness.refusals import refusal_of, refused
 from harness.time_outs import answers_may_be_late, fail_after
 from shardwise.comm.collectives import ProcessGroupFactory
 from shardwise.comm.consistency import divergence
 from shardwise.comm.mesh import Mesh, open_store
 from shardwise.comm.p2p import P2PChannels
-from shardwise.comm.records import RECEIVE, SEND, CommError, CommLog
+from shardwise.comm.records import RECEIVE, SEND, CommLog
 from shardwise.comm.watchdog import watch
 from shardwise.config.resolve import RunConfig
 from shardwise.layout.mesh_shape import MeshShape
@@ -108,7 +108,7 @@ def test_tensors_are_held_until_they_are_through(ranks: WorkerPool) -> None:
     assert ranks(2).run(hold_until_done) == [(True, False, True, True), (True, True)]
 
 
-def wait_for_the_late(rank: int, world_size: int) -> str:
+def wait_for_the_late(rank: int, world_size: int) -> tuple[str, str]:
     """Rank 1 of a pair is busy elsewhere; the other's error says where."""
     store = open_store()
     books = CommLog(rank)
@@ -121,24 +121,25 @@ def wait_for_the_late(rank: int, world_size: int) -> str:
         if rank == 0:
             pipe.send([torch.ones(4)], "first").wait()
             idle_while_the_other_waits(store)
-            return ""
+            return "", ""
         pipe.receive([torch.ones(4)], "first").wait()
         fail_after(books, 1.5)
-        with answers_may_be_late(), pytest.raises(CommError) as caught:
-            pipe.receive([torch.ones(4)], "second").wait()
-        store.set("told", "")
-        return str(caught.value)
+        with answers_may_be_late():
+            refusal = refusal_of(lambda: pipe.receive([torch.ones(4)], "second").wait())
+        store.set("reported", "")
+        return refusal
     finally:
         watchdog.close()
 
 
 def idle_while_the_other_waits(store: dist.Store) -> None:
-    while not store.check(["told"]):
+    while not store.check(["reported"]):
         time.sleep(0.01)
 
 
 def test_watchdog_knows_messages(ranks: WorkerPool) -> None:
-    text = ranks(2).run(wait_for_the_late)[1]
+    code, text = ranks(2).run(wait_for_the_late)[1]
+    assert code == "collective-failed"
     assert text.startswith(
         "rank 1 failed in receive #2 of second over pp (2 ranks): rank 0 has not started receive #2 of second"
     )

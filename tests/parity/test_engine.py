@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from harness.models import CASES, make_batches
 from harness.pool import WorkerPool
 from harness.reference import Trace, check_parity, train_reference
-from harness.refusals import refused
+from harness.refusals import refusal_of, refused
 from harness.training import LR, make_config, merge_ranks, reference_trace, train_engine
-from shardwise import Engine, NonFiniteLossError, ReleasedParameterError, initialize
+from shardwise import Engine, initialize
 
 STAGES = [0, 1, 2, 3]
 
@@ -200,7 +200,7 @@ class OutsideUse(nn.Module):
         return x @ self.blocks[1].weight * 2 + (self.kept[0] * 0.5).sum()
 
 
-def train_outside_use(rank: int, world_size: int) -> tuple[float, list[str], tuple[Any, ...]]:
+def train_outside_use(rank: int, world_size: int) -> tuple[float, list[tuple[str, str]], tuple[Any, ...]]:
     torch.manual_seed(0)
     model = OutsideUse().double()
     plain = OutsideUse().double()
@@ -218,7 +218,7 @@ def train_outside_use(rank: int, world_size: int) -> tuple[float, list[str], tup
         plain(x).square().mean().backward()
         for parameter in plain.parameters():
             parameter.data -= 0.1 * parameter.grad
-    messages = []
+    refusals = []
     weight = model.blocks[2].weight
     for use in (
         lambda: weight * 2,
@@ -226,10 +226,7 @@ def train_outside_use(rank: int, world_size: int) -> tuple[float, list[str], tup
         lambda: model.state_dict(),
         lambda: torch.linalg.norm(weight),
     ):
-        try:
-            use()
-        except ReleasedParameterError as error:
-            messages.append(str(error))
+        refusals.append(refusal_of(use))
     readable = (
         tuple(weight.shape),
         weight.dtype,
@@ -239,15 +236,15 @@ def train_outside_use(rank: int, world_size: int) -> tuple[float, list[str], tup
     )
     with engine.gathered():
         error = max((a - b).abs().max().item() for a, b in zip(model.parameters(), plain.parameters(), strict=True))
-    return error, messages, readable
+    return error, refusals, readable
 
 
 def test_parameter_used_outside_its_module(ranks: WorkerPool) -> None:
-    for error, messages, readable in ranks(2).run(train_outside_use):
+    for error, refusals, readable in ranks(2).run(train_outside_use):
         assert error < 1e-12
-        assert len(messages) == 4
-        assert messages[0].startswith("parameter blocks.2.weight is released")
-        assert "with engine.gathered():" in messages[0]
+        assert [code for code, _ in refusals] == ["parameter-released"] * 4
+        assert "blocks.2.weight" in refusals[0][1]
+        assert "with engine.gathered():" in refusals[0][1]
         assert readable == ((6, 6), torch.float64, 36, True, True)
 
 
@@ -364,7 +361,7 @@ class Reciprocal(nn.Module):
         return x / (x > -1e6).to(x.dtype) * self.weight
 
 
-def train_poisoned(rank: int, world_size: int, stage: int) -> tuple[str, bool, float]:
+def train_poisoned(rank: int, world_size: int, stage: int) -> tuple[tuple[str, str], bool, float]:
     torch.manual_seed(0)
     model = Poison().double()
     engine = single(model, mean_square, zero={"stage": stage})
@@ -374,21 +371,18 @@ def train_poisoned(rank: int, world_size: int, stage: int) -> tuple[str, bool, f
         before = {name: value.clone() for name, value in model.state_dict().items()}
     sign = math.copysign(1.0, before["blocks.0.weight"].sum(1)[0].item())
     bad = good * -1e9 * sign if rank == 1 else good
-    message = ""
-    try:
-        engine.train_step([bad])
-    except NonFiniteLossError as error:
-        message = str(error)
+    refusal = refusal_of(lambda: engine.train_step([bad]))
     with engine.gathered():
         unchanged = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    return message, unchanged, engine.train_step([good]).loss
+    return refusal, unchanged, engine.train_step([good]).loss
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_nonfinite_loss_names_the_module_and_keeps_the_state(ranks: WorkerPool, stage: int) -> None:
-    for message, unchanged, next_loss in ranks(2).run(train_poisoned, stage):
-        assert "step 2: loss" in message
-        assert "first module with a non-finite output is blocks.1 on rank 1" in message
+    for (code, message), unchanged, next_loss in ranks(2).run(train_poisoned, stage):
+        assert code == "loss-not-finite"
+        assert "step 2" in message
+        assert "blocks.1 on rank 1" in message
         assert unchanged
         assert math.isfinite(next_loss)
 

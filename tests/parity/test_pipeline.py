@@ -11,10 +11,11 @@ import torch
 from harness.combinations import cover
 from harness.pool import WorkerPool
 from harness.reference import Trace, check_parity
+from harness.refusals import refusal_of
 from harness.tensor import DEEP_MODELS, make_case, train_split, train_whole
 from harness.time_outs import fail_after
 from harness.training import make_config, merge_ranks
-from shardwise import CommError, ConfigError, initialize
+from shardwise import initialize
 from shardwise.schedule import RECIPES
 
 NUM_STEPS = 3
@@ -52,21 +53,19 @@ def test_a_schedule_equals_one_process(ranks: WorkerPool, options: dict[str, Any
     check(ranks, options["model"], pp, num_micro_batches, overrides)
 
 
-def evaluate_odd_length(rank: int, world_size: int) -> str:
-    """What an evaluation says of a sequence that does not divide, in a pipeline of sequence-parallel ranks."""
+def evaluate_odd_length(rank: int, world_size: int) -> tuple[str, str]:
+    """How an evaluation refuses a sequence that does not divide, in a pipeline of sequence-parallel ranks."""
     case = make_case("decoder")
     settings = {"mesh": {"pp": 2, "tp": 2}, "tensor": {"sequence_parallel": True}, "run": {"timeout_s": 60.0}}
     engine = initialize(case.build(torch.float64), make_config(1, settings), loss_fn=case.loss)
     tokens = torch.ones(1, 7, dtype=torch.int64)
     fail_after(engine.comm.comm_log, 5.0)
-    try:
-        engine.eval_step([(tokens, tokens)])
-    except (ConfigError, CommError) as error:
-        return str(error)
-    return "evaluated"
+    return refusal_of(lambda: engine.eval_step([(tokens, tokens)]))
 
 
 def test_what_one_stage_refuses_the_others_hear(ranks: WorkerPool) -> None:
-    messages = ranks(4).run(evaluate_odd_length)
-    assert all(message.startswith("sequence length 7 ") for message in messages[:2]), messages
-    assert all("has failed: ConfigError: sequence length 7 " in message for message in messages[2:]), messages
+    refusals = ranks(4).run(evaluate_odd_length)
+    assert len({code for code, _ in refusals[:2]} - {"", "collective-failed"}) == 1, refusals
+    assert [code for code, _ in refusals[2:]] == ["collective-failed"] * 2, refusals
+    assert all("sequence length 7 " in message for _, message in refusals), refusals
+    assert all("has failed: ConfigError: " in message for _, message in refusals[2:]), refusals

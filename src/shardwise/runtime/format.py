@@ -72,9 +72,9 @@ def format_count(number: float) -> str:
     >>> format_count(69_000_000_000), format_count(8_388_608), format_count(950)
     ('69.0 B', '8.39 M', '950')
     """
-    for size, letter in _COUNTS:
+    for size, suffix in _COUNTS:
         if number >= size:
-            return f"{three_digits(number / size)} {letter}"
+            return f"{three_digits(number / size)} {suffix}"
     return f"{number:.0f}"
 
 
