@@ -61,7 +61,7 @@ def wrong_tiers(tiers: TiersConfig, zero: ZeroConfig, recompute: RecomputeConfig
     on_nvme = [state for state, tier in away.items() if tier == "nvme"]
     if on_nvme and not tiers.nvme_path:
         fix = "set tiers.nvme_path to one on a local disk"
-        yield "nvme-path", f"tiers.{on_nvme[0]}=nvme needs a folder for the files of the states; {fix}"
+        yield "no-swap-folder", f"tiers.{on_nvme[0]}=nvme needs a folder for the files of the states; {fix}"
     if tiers.nvme_path is not None and not on_nvme:
         fix = "set tiers.optimizer=nvme or leave the path out"
         yield (

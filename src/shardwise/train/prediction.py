@@ -114,7 +114,7 @@ def predict(trainer: Trainer, folder: Path, cache: Path | None) -> PredictedStep
         cache: the folder that profiles are kept in; None where it is not known.
     """
     try:
-        cluster, note = _cluster(trainer, cache)
+        cluster, note = planned_cluster(trainer, cache)
         prediction = _priced(trainer, cluster, note)
         _write(trainer, folder, prediction, None)
     except Exception as error:  # of whatever kind: a run is worth more than what is said of it
@@ -137,7 +137,7 @@ def compare(
     if prediction is None:
         return None
     try:
-        measured = _measured(trainer, step_s)
+        measured = measured_step(trainer, step_s)
         _write(trainer, folder, prediction, measured)
     except Exception as error:
         log.warning("what this run took is not kept: %s: %s", type(error).__name__, error)
@@ -170,7 +170,7 @@ def exposed_s(actions: Iterable[TimedAction]) -> dict[str, float]:
     return found
 
 
-def _cluster(trainer: Trainer, cache: Path | None) -> tuple[Cluster, str]:
+def planned_cluster(trainer: Trainer, cache: Path | None) -> tuple[Cluster, str]:
     """Return this machine as a cluster, and a note on what is not known about it."""
     device, num_ranks = trainer.engine.device, trainer.engine.comm.world_size
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else CPU
@@ -221,7 +221,13 @@ def _priced(trainer: Trainer, cluster: Cluster, note: str) -> PredictedStep:
     )
 
 
-def _measured(trainer: Trainer, step_s: Sequence[float]) -> MeasuredStep:
+def measured_step(trainer: Trainer, step_s: Sequence[float]) -> MeasuredStep:
+    """Return what the run took: bytes by category, and the parts of the step of median length.
+
+    Args:
+        trainer: after its last step.
+        step_s: seconds of each step that was timed; without any, the result has no times.
+    """
     at_rest = dict.fromkeys((Category.PARAMETERS.value, Category.GRADIENTS.value, Category.OPTIMIZER.value), 0)
     for state in trainer.at_rest():
         at_rest[state.name.partition(" ")[0]] += state.measured_bytes or 0

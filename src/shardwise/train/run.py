@@ -409,7 +409,7 @@ def _log_to(folder: Path, env: RankEnv) -> None:
 def _fail(error: Exception, folder: Path, env: RankEnv) -> int:
     """Print on stderr why this rank ends, log a traceback if the error was not expected, and return the exit code."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        message = f"no room left for the run's files in {folder}: {error.strerror}; free some, or set run.dir"
+        message = f"no space left for the run's files in {folder}: {error.strerror}; free some, or set run.dir"
     elif isinstance(error, _EXPECTED) and str(error):
         headline, *details = str(error).splitlines()
         message = "\n".join([*details, headline])  # a log is read from its end

@@ -43,8 +43,8 @@ def test_every_combination_is_legal_but_parameters_away_below_stage_3(
             {"stage": 0, "params": "nvme", "nvme_path": "swap"},
             ("tier-needs-shards", "tiers.params=nvme", "set zero.stage=3"),
         ),
-        ({"optimizer": "nvme"}, ("nvme-path", "tiers.optimizer=nvme", "set tiers.nvme_path")),
-        ({"optimizer": "nvme", "nvme_path": ""}, ("nvme-path", "tiers.optimizer=nvme", "set tiers.nvme_path")),
+        ({"optimizer": "nvme"}, ("no-swap-folder", "tiers.optimizer=nvme", "set tiers.nvme_path")),
+        ({"optimizer": "nvme", "nvme_path": ""}, ("no-swap-folder", "tiers.optimizer=nvme", "set tiers.nvme_path")),
         (
             {"optimizer": "host", "nvme_path": "/swap"},
             ("path-without-nvme", "tiers.nvme_path=/swap", "set tiers.optimizer=nvme"),
@@ -78,7 +78,7 @@ def test_the_fixes_fix() -> None:
     config = Config.from_dict({"zero": {"stage": 0}, "tiers": {"params": "nvme", "activations": "host"}})
     for code, fix in (
         ("tier-needs-shards", "zero.stage=3"),
-        ("nvme-path", "tiers.nvme_path=swap"),
+        ("no-swap-folder", "tiers.nvme_path=swap"),
         ("activations-need-recompute", "recompute.mode=full"),
     ):
         with refused(code, fix.partition("=")[0]):

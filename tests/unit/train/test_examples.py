@@ -30,8 +30,3 @@ def test_an_example_is_a_job(path: Path) -> None:
 def test_the_example_of_a_cluster_is_one() -> None:
     assert "examples/cluster.toml" in CLUSTER.read_text()
     assert parse_cluster(str(CLUSTER)).num_gpus > 1
-
-
-def test_there_are_some() -> None:
-    expected = {"offload.toml", "nvme.toml", "pipeline.toml", "3d.toml", "long_context.toml", "context.toml"}
-    assert expected <= {path.name for path in EXAMPLES}

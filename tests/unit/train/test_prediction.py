@@ -25,9 +25,15 @@ from shardwise.planner.recalibrate import PARTS, PREDICTION_NAME
 from shardwise.schedule import Action, TimedAction
 from shardwise.train import prediction as prediction_module
 from shardwise.train.loop import StoredBytes, Trainer, build_trainer
-from shardwise.train.prediction import MeasuredStep, PredictedStep, compare, exposed_s, predict
-from shardwise.train.prediction import _cluster as cluster_here
-from shardwise.train.prediction import _measured as measured_of
+from shardwise.train.prediction import (
+    MeasuredStep,
+    PredictedStep,
+    compare,
+    exposed_s,
+    measured_step,
+    planned_cluster,
+    predict,
+)
 from shardwise.train.prepare import prepare_data
 from shardwise.train.summary import RunOutcome, render_outcome
 
@@ -101,7 +107,7 @@ def test_a_profile_gives_times_and_the_file_has_both_sides(trainer: Trainer, tmp
     assert sum(measured.parts.values()) == pytest.approx(step_s[-1])
     assert measured.parts["compute"] == exposed_s(trainer.engine.timeline)["compute"] > 0
     assert measured.peak["activations"] > 0
-    # adamw counts its steps in a scalar for each parameter, which nobody predicts
+    # adamw counts its steps in a scalar for each parameter, which is not predicted
     assert measured.at_rest["optimizer"] == pytest.approx(prediction.at_rest["optimizer"], rel=0.01)
     values = kept(tmp_path)
     assert set(values["predicted"]["parts"]) == set(values["measured"]["parts"]) == set(PARTS)
@@ -110,7 +116,7 @@ def test_a_profile_gives_times_and_the_file_has_both_sides(trainer: Trainer, tmp
     assert values["versions"]["torch"]
 
 
-def test_what_is_predicted_is_the_price_of_rank_0_in_the_ledgers_words(
+def test_what_is_predicted_is_the_price_of_rank_0_in_the_trackers_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_profile(PROFILE, tmp_path)
@@ -139,7 +145,7 @@ def test_what_is_predicted_is_the_price_of_rank_0_in_the_ledgers_words(
     assert prediction.parts["compute"] == pytest.approx(price.time.parts["compute"])
 
 
-def test_parts_of_the_last_step_are_told_as_shares_of_the_median_one(trainer: Trainer, tmp_path: Path) -> None:
+def test_parts_of_the_last_step_are_shares_of_the_median_one(trainer: Trainer, tmp_path: Path) -> None:
     prediction = PredictedStep({}, {}, {})
     take_steps(trainer)
     last = exposed_s(trainer.engine.timeline)
@@ -158,14 +164,14 @@ def test_parts_of_the_last_step_are_told_as_shares_of_the_median_one(trainer: Tr
     assert set(nothing.parts.values()) == {0.0}
 
 
-def test_what_rests_in_several_memories_is_counted_together() -> None:
+def test_states_in_several_memories_are_counted_together() -> None:
     states = [
         StoredBytes("parameters", 5, 8),
         StoredBytes("optimizer (device)", 1, 2),
         StoredBytes("optimizer (host)", 1, 32),
         StoredBytes("optimizer (NVMe)", 99, None),
     ]
-    found = measured_of(SimpleNamespace(at_rest=lambda: states, peak=None), [])  # type: ignore[arg-type]
+    found = measured_step(SimpleNamespace(at_rest=lambda: states, peak=None), [])  # type: ignore[arg-type]
     assert found == MeasuredStep({"parameters": 8, "gradients": 0, "optimizer": 34}, {}, {}, None)
 
 
@@ -183,20 +189,18 @@ def test_gpus_that_were_not_measured_are_those_of_their_data_sheet(
     gpu = find_gpu("h100")
     expected = Cluster(gpu=gpu, num_gpus=num_ranks, gpus_per_node=per_node, nic_bytes_per_s=gpu.nic_bytes_per_s)
     for cache in (None, tmp_path):
-        cluster, note = cluster_here(run_on("cuda", num_ranks), cache)
+        cluster, note = planned_cluster(run_on("cuda", num_ranks), cache)
         assert cluster == expected
         assert note.startswith("times are of data sheets")
     profile = replace(PROFILE, device="NVIDIA H100 80GB HBM3", num_ranks=num_ranks)
     write_profile(profile, tmp_path)
-    assert cluster_here(run_on("cuda", num_ranks), tmp_path) == (cluster_of(profile, num_ranks), "")
+    assert planned_cluster(run_on("cuda", num_ranks), tmp_path) == (cluster_of(profile, num_ranks), "")
 
 
 @pytest.mark.parametrize(("device", "name"), [("cpu", "cpu"), ("cuda", "an abacus")])
-def test_of_a_device_that_nobody_knows_memory_alone_is_said(
-    device: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_an_unknown_device_memory_alone_is_said(device: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    cluster, note = cluster_here(run_on(device, 4), None)
+    cluster, note = planned_cluster(run_on(device, 4), None)
     assert (cluster.gpu.name, cluster.num_gpus, cluster.gpus_per_node, cluster.profile) == ("cpu", 4, 4, None)
     assert 4 * cluster.gpu.memory_bytes == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert "was not measured" in note

@@ -146,7 +146,7 @@ def test_a_full_disk_is_one_line(train, tmp_path, monkeypatch, capsys):
     err = capsys.readouterr().err
     assert code == 1
     assert err.startswith(
-        f"shardwise: no room left for the run's files in {tmp_path / 'run'}: No space left on device; "
+        f"shardwise: no space left for the run's files in {tmp_path / 'run'}: No space left on device; "
     )
     assert err.count("\n") == 1
 

@@ -108,7 +108,7 @@ def test_memory_and_disk_are_each_asked_for_what_is_stored_there(tmp_path, monke
 
 
 def test_nvme_needs_a_folder_with_free_space(tmp_path) -> None:
-    with refused("nvme-path", "tiers.grads=nvme", "tiers.nvme_path"):
+    with refused("no-swap-folder", "tiers.grads=nvme", "tiers.nvme_path"):
         resolved(grads="nvme")
     (tmp_path / "file").touch()
     with refused("swap-refused", str(tmp_path / "file" / "x"), "Not a directory"):
