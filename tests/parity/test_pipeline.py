@@ -45,7 +45,7 @@ def check(ranks: WorkerPool, model: str, num_ranks: int, num_micro_batches: int,
 def test_a_schedule_equals_one_process(ranks: WorkerPool, options: dict[str, Any]) -> None:
     pp, schedule = options["pp"], options["schedule"]
     num_micro_batches = {"1": 1, "p": pp, "2p + 1": 2 * pp + 1}[options["num_micro_batches"]]
-    virtual_stages = 2 if schedule in ("interleaved", "zb-v") else 1
+    virtual_stages = RECIPES[schedule].min_virtual_stages
     overrides = {
         "mesh": {"pp": pp},
         "pipeline": {"schedule": schedule, "virtual_stages": virtual_stages},

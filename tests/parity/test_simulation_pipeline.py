@@ -46,7 +46,7 @@ def simulate_case(
 
 
 def virtual_stages_of(schedule: str) -> int:
-    return 2 if schedule in ("interleaved", "zb-v") else 1
+    return RECIPES[schedule].min_virtual_stages
 
 
 def check_ranks(ranks: WorkerPool, num_ranks: int, *arguments: Any) -> None:

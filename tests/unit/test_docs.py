@@ -1,4 +1,4 @@
-"""Each page's Python runs as it stands, block after block, and each link of the pages leads to a file."""
+"""The Python of the pages runs as it stands, block after block; their links, paths and names lead to something."""
 
 from __future__ import annotations
 
@@ -63,3 +63,32 @@ def test_links_lead_to_files() -> None:
     for page in PAGES:
         for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
             assert link.startswith("http") or (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+def spans(page: Path) -> list[str]:
+    """The texts in backticks of a page, outside its blocks of code."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    prose = "\n".join(line for line in text.split("\n") if not line.startswith("    "))
+    return re.findall("`([^`]+)`", prose)
+
+
+def test_paths_lead_to_files() -> None:
+    package = ROOT / "src" / "shardwise"
+    folders = "|".join(each.name for each in package.iterdir() if each.is_dir())
+    for page in PAGES:
+        for span in spans(page):
+            ours = re.findall(r"(?<![\w./-])(?:tests|src|docs|benchmarks|examples)/[\w./*-]*", span)
+            inside = re.findall(rf"(?<![\w./-])(?:{folders})/[\w/]*\.py\b", span)
+            for path, root in [*((each, ROOT) for each in ours), *((each, package) for each in inside)]:
+                assert any(root.glob(path.rstrip("./"))), f"{page.name} names `{path}`"
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "docs/extending.md", "CONTRIBUTING.md", "AGENTS.md"])
+def test_names_of_code_are_in_the_code(page: str) -> None:
+    """Names in backticks; what an example adds to the library is in italics or in a block of code."""
+    files = [each for folder in ("src", "tests", "benchmarks") for each in (ROOT / folder).rglob("*.py")]
+    words = {word for each in files for word in re.findall(r"\w+", each.read_text())} | {each.name for each in files}
+    for span in spans(ROOT / page):
+        if re.fullmatch(r"_?[A-Za-z][\w.]*", span) and not span.endswith((".toml", ".md", ".lock", ".yaml", ".json")):
+            parts = [span] if span.endswith(".py") else span.split(".")
+            assert words.issuperset(parts), f"{page} names `{span}`"
