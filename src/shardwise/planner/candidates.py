@@ -130,6 +130,15 @@ class SearchSpace:
         """Say whether no pin forbids a value."""
         return name not in self.pins or value in self.pins[name]
 
+    def has(self, strategy: Strategy, job: PlanJob) -> bool:
+        """Say whether a strategy of the job is in the space: as pinned, and off the devices only where allowed."""
+        tiers = {strategy.params_tier, strategy.grads_tier, strategy.optimizer_tier, strategy.activations_tier}
+        if strategy.chunk_tokens != self.base.chunk_tokens:
+            return False
+        if tiers != {"device"} and not (are_states_crowded(job, self.base) if self.offloads is None else self.offloads):
+            return False
+        return all(self.allows(name, getattr(strategy, name)) for name in KEYS.values())
+
 
 def candidates(job: PlanJob, space: SearchSpace) -> Iterator[ParallelismCandidate]:
     """Yield every parallelism candidate of a job that the engine runs; all GPUs of the cluster take part."""

@@ -142,9 +142,9 @@ def refit(profile: Profile, runs: Sequence[StoredRun]) -> Refit:
         predicted = [_predicted(fitted, run) for run in own]
         for name in _FITTED:
             logs[name] = max(-_MOST, min(_MOST, logs[name] + _correction(name, own, predicted)))
-        fitted = _scaled(profile, logs)
+        fitted = scaled(profile, logs)
     logs = {name: each * len(own) / (len(own) + _PRIOR_RUNS) for name, each in logs.items()}
-    fitted = _scaled(profile, logs)
+    fitted = scaled(profile, logs)
     before, after = _error(profile, own), _error(fitted, own)
     if after >= before:
         fitted, after, logs = profile, before, dict.fromkeys(_FITTED, 0.0)
@@ -193,7 +193,7 @@ def _error(profile: Profile, runs: Sequence[StoredRun]) -> float:
     return math.expm1(sum(logs) / len(logs))
 
 
-def _scaled(profile: Profile, logs: Mapping[str, float]) -> Profile:
+def scaled(profile: Profile, logs: Mapping[str, float]) -> Profile:
     """Return the profile with the seconds of each part multiplied by the exponential of its entry in `logs`."""
     compute, data, offload, step = (math.exp(logs[name]) for name in ("compute", "data", "offload", "step"))
     return replace(

@@ -27,13 +27,11 @@ from shardwise.planner.candidates import (
     ParallelismCandidate,
     PlacementCandidate,
     SearchSpace,
-    are_states_crowded,
     candidates,
     placements,
     strategy_at,
     why_none,
 )
-from shardwise.planner.configs import KEYS
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.memory_limit import USUAL_MARGIN, Shortfall, missing_on_node, shortfall, usable_bytes
 from shardwise.planner.neighbours import more_on_device, neighbours
@@ -128,7 +126,7 @@ def search(
         job=job,
         limits=run.limits,
         best=tuple(fitting[: run.limits.num_best]),
-        runners_up=tuple(_runners_up(fitting, run.limits.num_best)),
+        runners_up=tuple(runners_up(fitting, run.limits.num_best)),
         front=front(fitting),
         nearest=None if fitting else run.nearest(),
         rejected=dict(run.rejected),
@@ -139,7 +137,8 @@ def search(
     )
 
 
-def _runners_up(fitting: list[Estimate], num_best: int) -> Iterator[Estimate]:
+def runners_up(fitting: list[Estimate], num_best: int) -> Iterator[Estimate]:
+    """Yield the best of each other mesh and schedule than the fastest one's, in order of time."""
     seen: set[tuple[Any, ...]] = set()
     for price in fitting:
         s = price.strategy
@@ -300,7 +299,7 @@ class _Search:
                 self.rejected["out of memory"] += 1
                 continue
             here = done.setdefault((placement.zero_stage, placement.dp_shard, placement.gather), [])
-            if any(_moves_less(each, placement.tiers) for each in here):
+            if any(moves_less(each, placement.tiers) for each in here):
                 self.rejected["that move what fits on the device"] += 1
             elif self._price(candidate, placement):
                 here.append(placement.tiers)
@@ -321,7 +320,7 @@ class _Search:
         placement = max(every, key=_saving)
         pipeline = candidate._replace(micro_size=0, num_micro_batches=0, recompute="", recompute_every=0)
         too_large = self._too_large.setdefault((pipeline, where), [])
-        if any(_holds_more(candidate, each) for each in too_large):
+        if any(holds_more(candidate, each) for each in too_large):
             return False
         least = candidate._replace(
             micro_size=1, num_micro_batches=candidate.num_micro_batches * candidate.micro_size, recompute="full"
@@ -338,7 +337,7 @@ class _Search:
         """Say whether it fits, or need not be tried since something that recomputes less fits."""
         like = (candidate._replace(recompute="", recompute_every=0), placement._replace(activations_tier="device"))
         kept = self._kept.setdefault(like, [])
-        if any(_recomputes_less(each, candidate) for each in kept):
+        if any(recomputes_less(each, candidate) for each in kept):
             self.rejected["that compute twice what fits kept"] += 1
             return True
         if self._param_bytes(candidate, placement) * self._params_of_rank(candidate) > self._usable_bytes:
@@ -404,7 +403,7 @@ class _Search:
         left = _MOST_SIMULATED * self.limits.num_best
         while True:
             fitting = _ordered(found.values())
-            shown = [*fitting[: self.limits.num_best], *_runners_up(fitting, self.limits.num_best)]
+            shown = [*fitting[: self.limits.num_best], *runners_up(fitting, self.limits.num_best)]
             quick = [each for each in dict.fromkeys(p.strategy for p in shown) if each not in known][:left]
             if not quick:
                 break
@@ -425,7 +424,7 @@ class _Search:
             best = sorted(self.fitting, key=lambda each: each.time.step_s)[:2]
             for price in best:
                 for _, strategy in neighbours(self.job, price.strategy):
-                    if strategy not in seen and self._is_in_space(strategy):
+                    if strategy not in seen and self.space.has(strategy, self.job):
                         seen.add(strategy)
                         self._add(strategy)
             if sorted(self.fitting, key=lambda each: each.time.step_s)[:2] == best:
@@ -435,16 +434,6 @@ class _Search:
         """Leave as large a share on the device as fits and helps, for the fastest strategies that move states."""
         for price in sorted(self.fitting, key=lambda each: each.time.step_s)[: self.limits.num_best]:
             any(self._add(each, price.time.step_s) for each in more_on_device(price, self._usable_bytes))
-
-    def _is_in_space(self, strategy: Strategy) -> bool:
-        tiers = (strategy.params_tier, strategy.grads_tier, strategy.optimizer_tier, strategy.activations_tier)
-        moves = set(tiers) != {"device"}
-        offloads = self.space.offloads
-        if offloads is None:
-            offloads = are_states_crowded(self.job, self.space.base)
-        if strategy.chunk_tokens != self.space.base.chunk_tokens or (moves and not offloads):
-            return False
-        return all(self.space.allows(name, getattr(strategy, name)) for name in KEYS.values())
 
     def nearest(self) -> tuple[Estimate, Shortfall] | None:
         """Return what misses by least."""
@@ -478,7 +467,7 @@ def _saving(placement: PlacementCandidate) -> tuple[int, int, bool, int]:
     return num_away, placement.zero_stage, placement.gather == "micro-batch", placement.dp_shard
 
 
-def _holds_more(candidate: ParallelismCandidate, known: ParallelismCandidate) -> bool:
+def holds_more(candidate: ParallelismCandidate, known: ParallelismCandidate) -> bool:
     """Say whether a candidate holds at least as much as a known one of the same pipeline."""
     is_known_least = known.recompute == "full" and known.recompute_every == 1
     is_known_kept_less = is_known_least or known.recompute == candidate.recompute or candidate.recompute == "none"
@@ -487,7 +476,8 @@ def _holds_more(candidate: ParallelismCandidate, known: ParallelismCandidate) ->
     return is_known_kept_less and candidate.micro_size >= known.micro_size
 
 
-def _recomputes_less(known: ParallelismCandidate, candidate: ParallelismCandidate) -> bool:
+def recomputes_less(known: ParallelismCandidate, candidate: ParallelismCandidate) -> bool:
+    """Say whether a known candidate, otherwise equal, computes less a second time."""
     if candidate.recompute != "full":
         return known.recompute == "none" != candidate.recompute
     return (
@@ -497,7 +487,7 @@ def _recomputes_less(known: ParallelismCandidate, candidate: ParallelismCandidat
     )
 
 
-def _moves_less(known: tuple[str, ...], tiers: tuple[str, ...]) -> bool:
+def moves_less(known: tuple[str, ...], tiers: tuple[str, ...]) -> bool:
     """Say whether a known placement stores nothing further away."""
     return known != tiers and all(_FAR[one] <= _FAR[other] for one, other in zip(known, tiers, strict=True))
 

@@ -161,7 +161,7 @@ class TimeModel:
             return busy[0], None
         transfer_s = self.communication.transfer_s(s)
         times = [stage.times for stage in stages]
-        bubble = _quick_bubble_s(s, times) if is_quick else None
+        bubble = quick_bubble_s(s, times) if is_quick else None
         if bubble is not None:
             span_s = max(busy) + bubble + 2 * (len(stages) - 1) * transfer_s
             return span_s, 1 - sum(busy) / len(busy) / span_s
@@ -185,7 +185,7 @@ class TimeModel:
         return step_s * STRAGGLING * math.sqrt(2 * math.log(num_nodes))
 
 
-def _quick_bubble_s(s: Strategy, stages: Sequence[StageTimes]) -> float | None:
+def quick_bubble_s(s: Strategy, stages: Sequence[StageTimes]) -> float | None:
     """Return the bubble of equal ranks; None with so few micro-batches that only the schedule itself shows it.
 
     The part of W that is longer than F fills no more of the bubble; in H2, the part that is longer than half of F + B.

@@ -153,7 +153,7 @@ def test_predictions_see_no_outputs(accuracy: Any, tmp_path: Path) -> None:
     }
 
 
-def test_orders_are_told_by_tau(accuracy: Any) -> None:
+def test_orders_are_scored_by_tau(accuracy: Any) -> None:
     tau = importlib.import_module("planner_scores").kendall_tau
     assert tau([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(4 / 6)
     assert tau([1, 1, 2], [1, 2, 3]) == pytest.approx(2 / 6**0.5)

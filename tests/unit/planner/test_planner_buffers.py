@@ -57,7 +57,7 @@ class Hand:
         self.under_way.clear()
 
 
-def test_gradients_that_rest_as_shards_have_a_bucket_and_what_is_received() -> None:
+def test_gradients_that_are_stored_as_shards_have_a_bucket_and_what_is_received() -> None:
     strategy = Strategy(dp_shard=2, zero_stage=2)
     folds, hand = folds_of(strategy), Hand()
     root, block = numels(folds)["root@0"], numels(folds)["dense.0"]

@@ -56,7 +56,7 @@ def is_run(job: PlanJob, strategy: Strategy) -> bool:
 
 
 @pytest.mark.parametrize(("num_gpus", "global_batch"), [(4, 4), (6, 12), (8, 8)])
-def test_every_mesh_that_the_engine_runs_is_an_outline(num_gpus: int, global_batch: int) -> None:
+def test_every_mesh_that_the_engine_runs_is_a_candidate(num_gpus: int, global_batch: int) -> None:
     job = job_of(num_gpus, global_batch)
     expected = set()
     for tp, cp, pp in product(divisors(num_gpus), repeat=3):
@@ -85,7 +85,7 @@ def test_every_mesh_that_the_engine_runs_is_an_outline(num_gpus: int, global_bat
     assert set(found) == expected
 
 
-def test_every_way_to_split_sequences_that_the_engine_runs_is_an_outline() -> None:
+def test_every_way_to_split_sequences_that_the_engine_runs_is_a_candidate() -> None:
     job = job_of(4, 4)
     ways = product(("ring", "all-gather", "ulysses"), (None, 2, 4))
     base = Strategy(cp=4, num_micro_batches=4)
@@ -99,7 +99,7 @@ def test_every_way_to_split_sequences_that_the_engine_runs_is_an_outline() -> No
     assert every == {(how, team) for how, team in expected if team != 4}
 
 
-def test_every_schedule_that_the_engine_runs_is_an_outline() -> None:
+def test_every_schedule_that_the_engine_runs_is_a_candidate() -> None:
     job = job_of(2, 4)
     names = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
     base = Strategy(pp=2, num_micro_batches=4)
@@ -126,7 +126,7 @@ def kind_of(
 
 
 @pytest.mark.parametrize(("pp", "cp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
-def test_every_way_to_rest_that_is_another_layout_is_tried_once(pp: int, cp: int) -> None:
+def test_every_placement_that_is_another_layout_is_tried_once(pp: int, cp: int) -> None:
     job = job_of(4 * pp * cp, 4)
     pins: dict[str, tuple[Any, ...]] = {"pp": (pp,), "cp": (cp,), "tp": (1,), "micro_size": (1,), **PLAIN}
     (candidate, *_) = candidates(job, SearchSpace(pins={**pins, "heads_over": (None,)}))

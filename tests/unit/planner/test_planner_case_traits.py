@@ -148,7 +148,9 @@ def test_how_code_of_its_time_worked(name: str, given: dict[str, Any], value: An
         ("B200", "fp8", 3, 1.0),
     ],
 )
-def test_weights_of_fp8_rest_as_products_take_them(gpu: str, precision: str, zero_stage: int, share: float) -> None:
+def test_weights_of_fp8_are_stored_as_products_take_them(
+    gpu: str, precision: str, zero_stage: int, share: float
+) -> None:
     rows = (
         row(LLAMA, gpu, tp=4, zero_stage=zero_stage, precision=dtype, recompute="none") for dtype in (precision, "bf16")
     )

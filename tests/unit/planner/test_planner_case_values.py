@@ -385,7 +385,7 @@ def test_sequences_are_split_where_tensors_are(parallel: dict[str, Any], is_spli
         ({"cp": 1, "cp_impl": "all-gather"}, "ring"),
     ],
 )
-def test_how_keys_travel(parallel: dict[str, Any], transport: str) -> None:
+def test_how_keys_are_sent(parallel: dict[str, Any], transport: str) -> None:
     assert strategy_of(**parallel).transport == transport
 
 

@@ -258,7 +258,7 @@ def test_axes_that_are_not_written_have_one_rank() -> None:
     assert refusal(row_of("parallel", "tp", 4)) is None
 
 
-def test_a_row_without_a_device_is_told_from_one_with_a_wrong_one() -> None:
+def test_a_row_without_a_device_is_not_mistaken_for_one_with_a_wrong_one() -> None:
     assert (refusal(row_of("hardware", "gpu", "")) or "").startswith("hardware.gpu= names no device; write one")
     assert (refusal(row_of("hardware", "gpu", "abacus")) or "").startswith("hardware.gpu: abacus is no device")
 

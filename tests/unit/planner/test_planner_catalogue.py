@@ -108,7 +108,7 @@ def test_figures_agree_with_each_other(device):
     assert find_gpu(device.name) is device
 
 
-def test_a_device_travels_to_other_processes():
+def test_a_device_is_sent_to_other_processes():
     assert pickle.loads(pickle.dumps(find_gpu("h100"))) == find_gpu("h100")
 
 

@@ -208,7 +208,7 @@ def test_transfers_shrink_with_split_sequences() -> None:
     assert split < whole < 8 * split
 
 
-def test_several_stages_of_a_rank_hide_what_is_needed_once_behind_more_micro_batches() -> None:
+def test_several_stages_of_a_rank_hide_what_is_needed_once_beside_more_micro_batches() -> None:
     one, several = (
         MODEL.data(
             Strategy(pp=4, dp_shard=4, zero_stage=1, num_micro_batches=8, schedule=schedule, virtual_stages=stages)
@@ -253,7 +253,7 @@ def test_a_stage_sends_its_activation_to_the_same_rank_of_the_next() -> None:
     assert MODEL.transfer_s(split) == pytest.approx(SECONDS("send", share * ACTIVATION_BYTES / 8, 4, 16))
 
 
-def test_keys_and_values_travel_as_often_as_their_transport_says() -> None:
+def test_keys_and_values_are_sent_as_often_as_their_transport_says() -> None:
     # Of 2,048 tokens and 4 of 8 heads, each of 128 elements of 2 bytes, keys and values: 4 MiB to each other rank.
     ring, gathered = (
         MODEL.block(Strategy(cp=4, tp=2, transport=each)).forward.context_s

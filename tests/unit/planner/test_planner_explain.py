@@ -133,7 +133,7 @@ def test_neighbours_are_legal_and_differ_in_what_they_say() -> None:
     assert not any(words.startswith("zero.stage") for words in alone)
 
 
-def test_the_fastest_change_that_fits_is_the_cure() -> None:
+def test_the_fastest_change_that_fits_is_the_fix() -> None:
     # 32 + 16 GiB a sample; two samples are 21 GiB too many, of which chunks save 32 at no time.
     strategy = Strategy(dp_shard=16, zero_stage=1, micro_size=2, num_micro_batches=2)
     change = smallest_change(JOB, strategy, Prices(), 0.06)
@@ -258,7 +258,7 @@ def test_of_a_default_the_fastest_micro_batch_counts_and_of_what_does_not_fit_th
     assert (megatron.price.strategy.pp, megatron.price.strategy.zero_stage) == (2, 0)
 
 
-def test_neighbours_leave_nothing_behind_that_they_have_no_use_for() -> None:
+def test_neighbours_carry_nothing_that_they_have_no_use_for() -> None:
     split = Strategy(tp=2, dp_shard=8, zero_stage=1, num_micro_batches=8, sequence_parallel=True)
     assert dict(neighbours(JOB, split))["mesh.dp_shard=4"].dp_replicate == 2  # those of a node of 8
     gathering = Strategy(pp=2, dp_shard=8, zero_stage=3, gather="micro-batch", num_micro_batches=8)

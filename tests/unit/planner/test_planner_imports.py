@@ -526,7 +526,7 @@ def test_a_script_that_is_made_to_hurt_is_refused_at_once(tmp_path: Path, script
 
 @pytest.mark.parametrize("value", [10**400, -1, "1\x1b[31m", [1], {"a": 1}, 1e400, True, "x" * 10_000])
 @pytest.mark.parametrize("key", ["num_hidden_layers", "hidden_size", "train_batch_size", "gradient_clipping", "lr"])
-def test_values_that_nobody_means_are_refused_in_one_line(key: str, value: object) -> None:
+def test_senseless_values_are_refused_in_one_line(key: str, value: object) -> None:
     model = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
     model |= {"intermediate_size": 64}
     strategy = {"zero_optimization": {"stage": 1}, "optimizer": {"params": {key: value}}}

@@ -49,7 +49,7 @@ def test_a_model_of_learned_positions_in_parts() -> None:
     assert imported_of(text | {"text_config": {}}, "c").notes == ()
 
 
-def test_a_model_that_nobody_knows() -> None:
+def test_a_model_that_is_unknown() -> None:
     values = {
         "d_model": 96, "n_layers": 2, "n_heads": 6, "n_kv_heads": 2, "ffn_dim": 128, "vocab_size": 10,
         "hidden_act": "GELU", "max_seq_len": 0, "seq_length": 64, "tie_word_embeddings": True,

@@ -117,12 +117,12 @@ def test_outputs_that_are_freed_are_those_of_the_micro_batches_in_flight() -> No
     assert kept - freed == 2 * SEQ_LEN * SHAPE.hidden_size * DTYPE_BYTES["bf16"]
 
 
-def test_parameters_may_rest_in_a_share_of_their_bytes() -> None:
+def test_parameters_may_be_stored_in_a_share_of_their_bytes() -> None:
     whole, half = (of_traits(FrameworkTraits(params_share=each), Strategy()).peak["params"] for each in (1.0, 0.5))
     assert whole == 2 * half > 0
 
 
-def test_states_without_a_master_rest_in_a_share_of_their_bytes() -> None:
+def test_states_without_a_master_are_stored_in_a_share_of_their_bytes() -> None:
     full, third = (of_traits(FrameworkTraits(optimizer_share=each), Strategy()).peak for each in (1.0, 1 / 3))
     assert full["optimizer"] == pytest.approx(3 * third["optimizer"])
     assert third["optimizer"] == pytest.approx(2 * third["params"])  # two moments in bf16
@@ -182,7 +182,7 @@ def peaks(strategy: Strategy) -> list[float]:
     return [rank.peak_bytes for rank in MemoryModel(job()).estimate(strategy).ranks]
 
 
-def test_behind_a_rank_that_holds_too_much_none_is_looked_at() -> None:
+def test_after_a_rank_that_holds_too_much_none_is_looked_at() -> None:
     strategy, model = Strategy(pp=4, num_micro_batches=8), MemoryModel(job())
     every = model.estimate(strategy)
     peaks = [each.peak_bytes for each in every.ranks]
@@ -202,7 +202,7 @@ def test_any_strategy_has_finite_figures_that_grow_with_the_micro_batch(strategy
 
 @settings(deadline=None, max_examples=30)
 @given(strategies())
-def test_later_stages_rest_with_no_more(strategy: Strategy) -> None:
+def test_later_stages_store_no_more(strategy: Strategy) -> None:
     model = MemoryModel(job())
     each = [model.estimate(replace(strategy, zero_stage=stage)).ranks for stage in range(4)]
     for ranks in zip(*each, strict=True):

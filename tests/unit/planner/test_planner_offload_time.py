@@ -25,7 +25,7 @@ def of_host(**fields: float) -> OffloadTimeModel:
     return OffloadTimeModel(replace(JOB, cluster=replace(CLUSTER, host=replace(HOST, **fields))))
 
 
-def test_what_rests_on_the_device_takes_no_time() -> None:
+def test_what_is_stored_on_the_device_takes_no_time() -> None:
     assert MODEL.times(Strategy(dp_shard=8, zero_stage=3)) == OffloadTimes()
     assert OffloadTimes().exposed_s(1.0, 2.0) == 0
 
@@ -85,7 +85,7 @@ def test_stepping_in_the_backward_hides_all_but_the_last_group() -> None:
     assert inside.times(AWAY).exposed_s(0.0, 0.0) == pytest.approx(MODEL.times(AWAY).exposed_s(0.0, 0.0))
 
 
-def test_parameters_on_the_host_hide_behind_what_is_computed() -> None:
+def test_parameters_on_the_host_hide_beside_what_is_computed() -> None:
     times = MODEL.times(replace(AWAY, params_tier="host", grads_tier="host"))
     assert times.forward_s > 0
     assert times.backward_s > 0

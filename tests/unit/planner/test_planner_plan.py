@@ -60,7 +60,7 @@ def test_what_is_given_goes_into_the_config() -> None:
     assert (config.optimizer.lr, config.mesh.tp, config.data.seq_len) == (0.5, 2, 2048)
 
 
-def test_where_nothing_fits_the_best_is_refused_with_a_cure() -> None:
+def test_where_nothing_fits_the_best_is_refused_with_a_fix() -> None:
     cluster = parse_cluster("h100:1")
     small = replace(cluster, gpu=replace(cluster.gpu, memory_bytes=2**30), host=replace(cluster.host, memory_bytes=1.0))
     plan = shardwise.plan("llama-7b", small, global_batch=1, limits=FEW)

@@ -22,8 +22,7 @@ from shardwise.planner.profile import (
     write_profile,
 )
 from shardwise.planner.profiled_cluster import cluster_of
-from shardwise.planner.recalibrate import PREDICTION_NAME, StoredRun, by_part, read_runs, refit
-from shardwise.planner.recalibrate import _scaled as scaled
+from shardwise.planner.recalibrate import PREDICTION_NAME, StoredRun, by_part, read_runs, refit, scaled
 from shardwise.planner.step_time import TimeModel
 
 PROFILE = Profile(

@@ -163,7 +163,7 @@ def test_one_more_of_what_fits_does_not() -> None:
     assert not fits(stage_3.seq_len + 1024, 1)
 
 
-def test_sizes_end_where_nobody_goes() -> None:
+def test_sizes_end_where_none_fits() -> None:
     endless = replace(NODE, gpu=replace(NODE.gpu, memory_bytes=1e24))
     found = next(fit(endless, seq_len=512, shape=SHAPE))
     assert found.shape is not None
@@ -192,7 +192,7 @@ def test_how_well_a_time_is_known(strategy: Strategy, facts: dict[str, Any], kin
     assert interval_s(job, strategy, 10.0) == pytest.approx((10 - 10 * share, 10 + 10 * share))
 
 
-def test_what_is_known_better_is_told_more_closely() -> None:
+def test_what_is_known_better_is_given_more_closely() -> None:
     kinds = ("measured", "usual", "narrow", "gathered", "unfitted")
     assert sorted(SHARES, key=lambda kind: SHARES[kind]) == list(kinds)
     fitted = replace(NODE.gpu, fitted=FittedConstants())

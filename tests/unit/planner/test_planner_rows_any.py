@@ -87,7 +87,7 @@ def test_any_row_is_answered_and_its_outputs_change_nothing(accuracy: Any, row: 
         ("parallel", "tp", 4, None),
     ],
 )
-def test_a_refusal_says_the_value_the_rule_and_the_cure(section: str, key: str, value: Any, words: str | None) -> None:
+def test_a_refusal_says_the_value_the_rule_and_the_fix(section: str, key: str, value: Any, words: str | None) -> None:
     row: dict[str, Any] = {
         "model": {"layers": 8, "hidden": 1024, "seq": 1024},
         "hardware": {"gpu": "H100", "num_gpus": 8},
@@ -98,7 +98,7 @@ def test_a_refusal_says_the_value_the_rule_and_the_cure(section: str, key: str, 
     assert (found is None) if words is None else words in (found or "")
 
 
-def test_odd_rows_among_others_are_told_one_by_one(
+def test_odd_rows_among_others_are_named_one_by_one(
     accuracy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good = next(row for row in ROWS if row["id"] == "llama3-t4-16384-cp16" or row["group"] == "megatron_readme_h100")

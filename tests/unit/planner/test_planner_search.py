@@ -32,11 +32,17 @@ from shardwise.planner.neighbours import neighbours
 from shardwise.planner.pipeline_time import PipelineTimes, StageTimes
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.results import Estimate, MemoryEstimate, RankMemory, TimeEstimate
-from shardwise.planner.search import Limits, bubble_share, pareto, pipeline_of, search
-from shardwise.planner.search import _holds_more as holds_more
-from shardwise.planner.search import _moves_less as moves_less
-from shardwise.planner.search import _recomputes_less as recomputes_less
-from shardwise.planner.search import _runners_up as runners_up
+from shardwise.planner.search import (
+    Limits,
+    bubble_share,
+    holds_more,
+    moves_less,
+    pareto,
+    pipeline_of,
+    recomputes_less,
+    runners_up,
+    search,
+)
 from shardwise.planner.search import _Search as Run
 from shardwise.planner.shape import ModelShape
 from shardwise.planner.step_time import TimeModel
@@ -295,7 +301,7 @@ def test_all_that_is_written_can_be_trained(num_gpus: int) -> None:
 
 
 @pytest.mark.parametrize("hidden_size", [64, 4096])
-def test_no_outline_takes_less_than_its_bound(hidden_size: int) -> None:
+def test_no_candidate_takes_less_than_its_bound(hidden_size: int) -> None:
     """Neither where kernels are long nor where launching them takes longer than they do."""
     job = job_of(8, 16, 80.0, replace(SHAPE, hidden_size=hidden_size, ffn_size=4 * hidden_size))
     model, space, drawn = TimeModel(job), SearchSpace(offloads=False), random.Random(hidden_size)
@@ -447,7 +453,7 @@ def test_runners_up_are_the_best_of_each_other_mesh_and_schedule() -> None:
     assert [each.strategy for each in runners_up(prices, 3)] == [strategies[2], strategies[3]]
 
 
-def test_what_need_not_be_looked_at_is_told_by_what_was() -> None:
+def test_what_need_not_be_looked_at_is_known_by_what_was() -> None:
     plain = next(candidates(job_of(4, 8, 80.0), SearchSpace()))._replace(micro_size=2)
     none, selective, every_4, every_2, full = (
         plain._replace(recompute=mode, recompute_every=every) for mode, every in RECOMPUTES
@@ -495,13 +501,12 @@ def test_a_neighbour_is_taken_only_from_the_space() -> None:
     job = job_of(8, 16, 80.0)
     plain, on_host = Strategy(dp_shard=8, zero_stage=1), Strategy(dp_shard=8, zero_stage=1, optimizer_tier="host")
     space = SearchSpace(pins={"tp": (1,)}, offloads=False)
-    run = Run(job, space, Limits(), fake_pricer(job, 0))
-    assert run._is_in_space(plain)
-    assert not run._is_in_space(replace(plain, tp=2, dp_shard=4))
-    assert not run._is_in_space(replace(plain, chunk_tokens=1024))
-    assert not run._is_in_space(on_host)
-    assert Run(job, replace(space, offloads=True), Limits(), fake_pricer(job, 0))._is_in_space(on_host)
-    assert not Run(job, replace(space, offloads=None), Limits(), fake_pricer(job, 0))._is_in_space(on_host)
+    assert space.has(plain, job)
+    assert not space.has(replace(plain, tp=2, dp_shard=4), job)
+    assert not space.has(replace(plain, chunk_tokens=1024), job)
+    assert not space.has(on_host, job)
+    assert replace(space, offloads=True).has(on_host, job)
+    assert not replace(space, offloads=None).has(on_host, job)
 
 
 def test_nothing_is_computed_twice_that_fits_kept() -> None:

@@ -17,8 +17,7 @@ from shardwise.planner.memory_traffic import PassTimes
 from shardwise.planner.pipeline_time import PipelineTimes, StageTimes
 from shardwise.planner.profile import MatmulTime, Profile
 from shardwise.planner.shape import Experts, ModelShape
-from shardwise.planner.step_time import STRAGGLING, TimeModel
-from shardwise.planner.step_time import _quick_bubble_s as quick_bubble_s
+from shardwise.planner.step_time import STRAGGLING, TimeModel, quick_bubble_s
 
 SHAPE = ModelShape(
     num_layers=16,
@@ -247,7 +246,7 @@ def test_a_step_on_the_host_is_part_of_the_offload() -> None:
     assert parts["step"] == 0 < parts["offload"]
 
 
-def test_gathers_and_moves_hide_behind_the_pass_that_they_belong_to() -> None:
+def test_gathers_and_moves_hide_beside_the_pass_that_they_belong_to() -> None:
     slow = replace(JOB, cluster=replace(CLUSTER, nic_bytes_per_s=1e10, gpu=replace(CLUSTER.gpu, host_bytes_per_s=2e9)))
     model = TimeModel(slow)
     s = Strategy(dp_shard=32, micro_size=1, num_micro_batches=4, zero_stage=3, params_tier="host", reduce="fp32")
@@ -261,7 +260,7 @@ def test_gathers_and_moves_hide_behind_the_pass_that_they_belong_to() -> None:
         assert abs(hides.exposed_s(*passes) - hides.exposed_s(*reversed(passes))) > 1e-4
 
 
-def test_exchanges_of_a_block_hide_behind_its_own_products_and_attention() -> None:
+def test_exchanges_of_a_block_hide_beside_its_own_products_and_attention() -> None:
     far = replace(JOB, cluster=replace(CLUSTER, gpus_per_node=1, gpu=replace(CLUSTER.gpu, link_bytes_per_s=0.0)))
     model = TimeModel(far)
     s = Strategy(

@@ -82,7 +82,7 @@ def test_more_gpus_fill_the_node_first() -> None:
     assert more_gpus(job, away, Pricer, 0.06) == 16
 
 
-def test_each_cure_is_said_with_what_makes_it_so() -> None:
+def test_each_fix_is_said_with_what_makes_it_so() -> None:
     job = job_of("llama-13b", DESKTOP)
     found = search(job)
     assert found.winner is None
@@ -127,7 +127,7 @@ def test_one_rank_has_one_stage_for_each_way_to_rest(away: str) -> None:
     assert len(set(found)) == len(found)
 
 
-def test_your_own_layout_has_a_cure_and_no_pipeline_rank_without_a_pipeline() -> None:
+def test_your_own_layout_has_a_fix_and_no_pipeline_rank_without_a_pipeline() -> None:
     job = job_of("llama-7b", parse_cluster("a100-40:8"))
     pricer = Pricer(job)
     yours: Estimate = pricer.price(Strategy(dp_shard=8, zero_stage=2))
@@ -143,7 +143,7 @@ def test_your_own_layout_has_a_cure_and_no_pipeline_rank_without_a_pipeline() ->
     assert why_yours(fits, None, pricer, 0.06).startswith("fits, ")
 
 
-def test_where_a_config_would_do_nobody_buys_disks() -> None:
+def test_where_a_config_would_do_no_one_buys_disks() -> None:
     job = job_of("llama-7b", parse_cluster("a100-40:8"))
     pricer = Pricer(job)
     price = pricer.price(Strategy(dp_shard=8, zero_stage=2))

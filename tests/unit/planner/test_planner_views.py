@@ -81,7 +81,7 @@ def printed(view: RenderableType, width: int = 120) -> str:
     return " ".join(captured.get().split())
 
 
-def test_speed_is_told_by_tokens_and_by_the_peak() -> None:
+def test_speed_is_given_by_tokens_and_by_the_peak() -> None:
     words = speed_words(price_of({"params": 1.0}, compute=4.0))
     assert words.startswith("4.00 s (3.00 to 6.00 s), 8,192 tokens/s a GPU, MFU 50.0 % of bf16")
     attention = 12 * 4 * 8 * 64 * 8192  # 12 L a d s
@@ -89,7 +89,7 @@ def test_speed_is_told_by_tokens_and_by_the_peak() -> None:
     assert f"{halved:.1f} %" in words
 
 
-def test_memory_is_that_of_the_worst_rank_and_of_what_lies_elsewhere() -> None:
+def test_memory_is_that_of_the_worst_rank_and_of_what_is_stored_elsewhere() -> None:
     ranks = ({"params": 10.0, "activations": 20.0}, {"params": 40.0, "activations": 30.0})
     words = memory_words(price_of(*ranks, strategy=Strategy(pp=2), elsewhere={"host": 5.0, "nvme": 7.0}))
     for each in ("70.0 GiB of 80.0 GiB", "pipeline rank 1 of 2", "10.0 GiB left", "host", "nvme"):
@@ -139,7 +139,7 @@ def test_rows_of_a_table_have_their_own_figures() -> None:
         (90.0, 0.0, "device memory lacks 10.0 GiB"),
     ],
 )
-def test_too_little_room_is_cautioned(peak: float, margin_share: float, words: str | None) -> None:
+def test_too_little_memory_is_cautioned(peak: float, margin_share: float, words: str | None) -> None:
     said = cautions_of(price_of({"params": peak}, compute=1.0), margin_share)
     assert len(said) == (words is not None)
     assert words is None or words in said[0]
@@ -246,7 +246,7 @@ def test_more_free_memory_has_its_price_in_time() -> None:
     assert front([PRICES[0], slower]) == (PRICES[0],)
 
 
-def test_a_change_is_told_by_what_it_takes_more_or_less() -> None:
+def test_a_change_is_described_by_what_it_takes_more_or_less() -> None:
     change = Change(words="mesh.tp=4", price=PRICES[2], missing=None)
     text = view_of(plan_of(*PRICES), is_whole=True, wins="so", changes=(change,))
     assert "mesh.tp=4 +50.0 % -20.0 GiB" in text
