@@ -54,7 +54,7 @@ class Fault:
         moment: of the save; None is before it.
         rank: at whose call.
         said: a pattern of the message.
-        cure: likewise.
+        code: of the error.
         can_reserve: whether the file system gives files their blocks beforehand.
     """
 
@@ -62,7 +62,7 @@ class Fault:
     moment: Moment | None
     rank: int
     said: str
-    cure: str
+    code: str
     can_reserve: bool = True
 
     def __str__(self) -> str:
@@ -97,13 +97,13 @@ def save_into(rank: int, world_size: int, root: Path, is_background: bool, fault
             while engine._saver.is_saving:
                 time.sleep(0.01)
         except CheckpointError as error:
-            said = ("save", str(error))
+            said = ("save", f"{error.code}: {error}")
     dist.barrier()
     if is_background:
         try:
             take_step(engine, rank)
         except CheckpointError as error:
-            said = ("step", str(error))
+            said = ("step", f"{error.code}: {error}")
     found = [step_of(each) for each in step_folders(root) if read_manifest(each)]
     dist.barrier()
     if disk is not None and rank == 0:
@@ -154,9 +154,7 @@ def check_failed(
     assert results[0] == results[1]
     call, text, found, loss = results[0]
     assert call == ("step" if is_background else "save")
-    assert re.fullmatch(
-        rf"checkpoint of step {STEP} failed on rank {fault.rank}: .*{fault.said}.*; .*{fault.cure}.*", text
-    )
+    assert re.fullmatch(rf"{fault.code}: checkpoint of step {STEP} failed on rank {fault.rank}: .*{fault.said}.*", text)
     expected = [STEP, BEFORE, BEFORE - SAVE_EVERY] if fault.is_named else [BEFORE, BEFORE - SAVE_EVERY]
     assert found == expected
     # The engine whose save has failed goes on, and so does another, from the checkpoint before.
@@ -169,19 +167,19 @@ def check_failed(
     check_tidy(root)
 
 
-ROOM = "free some space, keep fewer checkpoints"
-MOUNT = "mount it for writing"
 NO_SPACE, READ_ONLY = "No space left on device", "Read-only file system"
 FULL = [
-    Fault("full", None, 0, rf"{ROOT} has 0\.\d\d MiB free and the checkpoint needs 1\.\d\d MiB", ROOM),
-    Fault("full", Moment("posix_fallocate", FILE), 0, rf"/rank-00000-of-00002.\w+: {NO_SPACE}, after 0", "make room"),
-    Fault("full", Moment("posix_fallocate", FILE), 1, rf"/rank-00001-of-00002.\w+: {NO_SPACE}, after 0", "make room"),
-    Fault("full", Moment("writev", FILE, nth=4), 1, rf"{NO_SPACE}, after \d+ of the \d+ bytes", "make room", False),
-    Fault("full", Moment("writev", FILE), 0, rf"{NO_SPACE}, after \d+ of the \d+ bytes", "make room", False),
-    Fault("full", Moment("write_text", MANIFEST), 0, rf"cannot write .*/manifest.json: {NO_SPACE}", ROOM),
-    Fault("full", Moment("write_text", "latest.partial"), 0, rf"cannot name .* in .*latest: {NO_SPACE}", ROOM),
-    Fault("read-only", None, 0, rf"cannot make a folder in .*{ROOT}: {READ_ONLY}", MOUNT),
-    Fault("read-only", Moment("write_text", MANIFEST), 0, rf"cannot write .*/manifest.json: {READ_ONLY}", MOUNT),
+    Fault("full", None, 0, rf"{ROOT} has 0\.\d\d MiB free .* 1\.\d\d MiB", "too-little-space"),
+    Fault("full", Moment("posix_fallocate", FILE), 0, rf"/rank-00000-of-00002.\w+: {NO_SPACE}, after 0", "disk-full"),
+    Fault("full", Moment("posix_fallocate", FILE), 1, rf"/rank-00001-of-00002.\w+: {NO_SPACE}, after 0", "disk-full"),
+    Fault("full", Moment("writev", FILE, nth=4), 1, rf"{NO_SPACE}, after \d+ of the \d+ bytes", "disk-full", False),
+    Fault("full", Moment("writev", FILE), 0, rf"{NO_SPACE}, after \d+ of the \d+ bytes", "disk-full", False),
+    Fault("full", Moment("write_text", MANIFEST), 0, rf"cannot write .*/manifest.json: {NO_SPACE}", "disk-full"),
+    Fault("full", Moment("write_text", "latest.partial"), 0, rf"cannot name .* in .*latest: {NO_SPACE}", "disk-full"),
+    Fault("read-only", None, 0, rf"cannot make a folder in .*{ROOT}: {READ_ONLY}", "folder-refused"),
+    Fault(
+        "read-only", Moment("write_text", MANIFEST), 0, rf"cannot write .*/manifest.json: {READ_ONLY}", "folder-refused"
+    ),
 ]
 
 
@@ -206,21 +204,21 @@ def test_a_save_that_the_disk_refuses(
 
 IO = "Input/output error"
 BROKEN = [
-    Fault("EIO", Moment("fsync", FILE), 0, rf"/rank-00000-of-00002.safetensors: {IO}, after", "look at that disk"),
-    Fault("EIO", Moment("fsync", FILE), 1, rf"/rank-00001-of-00002.safetensors: {IO}, after", "look at that disk"),
-    Fault("EIO", Moment("fsync", MANIFEST), 0, rf"cannot write .*/manifest.json: {IO}", "check the disk"),
-    Fault("EIO", Moment("fsync", ROOT), 0, rf"cannot make .*/{step_name(STEP)}: {IO}", "check the disk"),
-    Fault("EIO", Moment("fsync", PARTIAL), 0, rf"cannot write .*/manifest.json: {IO}", "check the disk"),
-    Fault("EIO", Moment("fsync", "latest.partial"), 0, rf"cannot name .* in .*/latest: {IO}", "check the disk"),
-    Fault("EIO", Moment("fsync", ROOT, nth=1), 0, rf"cannot name .* in .*/latest: {IO}", "check the disk"),
-    Fault("EIO", Moment("writev", FILE, nth=3), 0, rf"{IO}, after \d+ of the \d+ bytes", "look at that disk"),
-    Fault("EIO", Moment("writev", FILE, nth=7), 1, rf"{IO}, after \d+ of the \d+ bytes", "look at that disk"),
-    Fault("EIO", Moment("posix_fallocate", FILE), 1, rf"/rank-00001-of-00002.safetensors: {IO}", "look at that disk"),
-    Fault("EIO", Moment("mkdir", PARTIAL), 0, rf"cannot make a folder in .*/{ROOT}: {IO}", "check the disk"),
-    Fault("EIO", Moment("rename", FINAL), 0, rf"cannot make .*/{step_name(STEP)}: {IO}", "check the disk"),
-    Fault("EIO", Moment("replace", "latest"), 0, rf"cannot name .* in .*/latest: {IO}", "check the disk"),
-    Fault("EDQUOT", Moment("writev", FILE, nth=2), 1, "Disk quota exceeded, after", "make room within the quota"),
-    Fault("ESTALE", Moment("fsync", FILE), 1, "Stale file handle, after", "look at that disk"),
+    Fault("EIO", Moment("fsync", FILE), 0, rf"/rank-00000-of-00002.safetensors: {IO}, after", "write-refused"),
+    Fault("EIO", Moment("fsync", FILE), 1, rf"/rank-00001-of-00002.safetensors: {IO}, after", "write-refused"),
+    Fault("EIO", Moment("fsync", MANIFEST), 0, rf"cannot write .*/manifest.json: {IO}", "folder-refused"),
+    Fault("EIO", Moment("fsync", ROOT), 0, rf"cannot make .*/{step_name(STEP)}: {IO}", "folder-refused"),
+    Fault("EIO", Moment("fsync", PARTIAL), 0, rf"cannot write .*/manifest.json: {IO}", "folder-refused"),
+    Fault("EIO", Moment("fsync", "latest.partial"), 0, rf"cannot name .* in .*/latest: {IO}", "folder-refused"),
+    Fault("EIO", Moment("fsync", ROOT, nth=1), 0, rf"cannot name .* in .*/latest: {IO}", "folder-refused"),
+    Fault("EIO", Moment("writev", FILE, nth=3), 0, rf"{IO}, after \d+ of the \d+ bytes", "write-refused"),
+    Fault("EIO", Moment("writev", FILE, nth=7), 1, rf"{IO}, after \d+ of the \d+ bytes", "write-refused"),
+    Fault("EIO", Moment("posix_fallocate", FILE), 1, rf"/rank-00001-of-00002.safetensors: {IO}", "write-refused"),
+    Fault("EIO", Moment("mkdir", PARTIAL), 0, rf"cannot make a folder in .*/{ROOT}: {IO}", "folder-refused"),
+    Fault("EIO", Moment("rename", FINAL), 0, rf"cannot make .*/{step_name(STEP)}: {IO}", "folder-refused"),
+    Fault("EIO", Moment("replace", "latest"), 0, rf"cannot name .* in .*/latest: {IO}", "folder-refused"),
+    Fault("EDQUOT", Moment("writev", FILE, nth=2), 1, "Disk quota exceeded, after", "disk-full"),
+    Fault("ESTALE", Moment("fsync", FILE), 1, "Stale file handle, after", "write-refused"),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import re
@@ -12,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.checkpoint_folders import check_all, forked, latest, manifest_of, refused, save, steps_of, write_files
+from harness.checkpoint_folders import check_all, forked, latest, manifest_of, save, steps_of, write_files
+from harness.refusals import refused
 from harness.small_disk import MS_RDONLY, MS_REMOUNT, mount, mount_alone
 from shardwise.checkpoint import commit as folder
 from shardwise.checkpoint.commit import (
@@ -220,15 +222,15 @@ def on_small_disk(tmp_path: Path, num_bytes: int, function: Callable[[Path], obj
 def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
     def fill_up(root: Path) -> None:
         save(root, 10, num_bytes=40_000)
-        with refused(f"{root} has ", "MiB free and the checkpoint needs 2.00 GiB; free some space, keep fewer"):
+        with refused("too-little-space", f"{root} has ", "MiB free", "2.00 GiB"):
             check_free_space(root, 2 * 2**30)
         room = os.statvfs(root)
         check_free_space(root / "new", room.f_bavail * room.f_bsize)
-        with refused("MiB free and the checkpoint needs"):
+        with refused("too-little-space", f"{root}/new", "MiB free"):
             check_free_space(root / "new", room.f_bavail * room.f_bsize + 1)
         temporary = begin(root, 20)
         write_files(temporary, 20, 40_000)
-        with refused(f"cannot write {temporary}/manifest.json: No space left on device; free some space, keep fewer"):
+        with refused("disk-full", f"{temporary}/manifest.json"):
             commit(temporary, root, manifest_of(20, 40_000, extra="long" * 50_000))
         assert check_all(root) == [10]
         # Its room is there again.
@@ -248,7 +250,7 @@ def test_a_disk_that_fills_up_at_any_moment(tmp_path: Path) -> None:
             room = os.statvfs(root)
             ballast.write_bytes(b"x" * (room.f_bavail - num_pages) * room.f_frsize)
             before = check_all(root)
-            temporary, message = root / "none", ""
+            temporary, message, code = root / "none", "", ""
             try:
                 temporary = begin(root, step)
                 write_files(temporary, step)
@@ -256,9 +258,9 @@ def test_a_disk_that_fills_up_at_any_moment(tmp_path: Path) -> None:
             except OSError:
                 message = "no room for files"
             except CheckpointError as error:
-                message = str(error)
+                message, code = str(error), error.code
             seen.add(message.split(str(root))[0].replace(step_name(step), "step"))
-            assert ("No space left on device; free some space" in message) == message.startswith("cannot")
+            assert (code == "disk-full") == message.startswith("cannot")
             assert message or latest(root).strip() == step_name(step)
             discard(temporary)
             assert check_all(root) in (before, [step, *before])
@@ -276,18 +278,18 @@ def test_a_read_only_disk(tmp_path: Path) -> None:
         temporary = begin(root, 30)
         write_files(temporary, 30)
         mount(root, "tmpfs", MS_REMOUNT | MS_RDONLY)
-        why = "Read-only file system; mount it for writing, or use another folder"
-        with refused(f"cannot make a folder in {root}: {why}"):
+        why = os.strerror(errno.EROFS)
+        with refused("folder-refused", f"make a folder in {root}: {why}"):
             begin(root, 40)
-        with refused(f"cannot make a folder in {root}/new: {why}"):
+        with refused("folder-refused", f"make a folder in {root}/new: {why}"):
             begin(root / "new", 40)
-        with refused(f"cannot write {temporary}/manifest.json: {why}"):
+        with refused("folder-refused", f"write {temporary}/manifest.json: {why}"):
             commit(temporary, root, manifest_of(30))
-        with refused(f"cannot delete {root}/{step_name(10)}: {why}"):
+        with refused("folder-refused", f"delete {root}/{step_name(10)}: {why}"):
             retain(root, 1, None)
-        with refused(f"cannot name {step_name(10)}, which is whole, in {root}/latest: {why}"):
+        with refused("folder-refused", step_name(10), f"{root}/latest: {why}"):
             rename_later(root, 10)
-        with refused(f"cannot remove {temporary}: {why}"):
+        with refused("folder-refused", f"remove {temporary}: {why}"):
             clean(root)
         discard(temporary)
         assert check_all(root) == [20, 10]
@@ -299,13 +301,13 @@ def test_a_root_that_is_a_file_or_within_one(tmp_path: Path) -> None:
     taken = tmp_path / "file"
     taken.write_text("")
     for root in (taken, taken / "runs"):
-        with refused(f"cannot make a folder in {root}: Not a directory; a file stands where a folder must be: move it"):
+        with refused("folder-refused", f"make a folder in {root}: {os.strerror(errno.ENOTDIR)}"):
             begin(root, 1)
     dangling = tmp_path / "link"
     dangling.symlink_to(tmp_path / "gone")
-    with refused(f"cannot make a folder in {dangling}: File exists; a file stands where"):
+    with refused("folder-refused", f"make a folder in {dangling}: {os.strerror(errno.EEXIST)}"):
         begin(dangling, 1)
-    with refused(f"cannot list {taken}: Not a directory"):
+    with refused("folder-refused", f"list {taken}: {os.strerror(errno.ENOTDIR)}"):
         clean(taken)
 
 
@@ -319,10 +321,10 @@ def test_a_folder_of_somebody_else(tmp_path: Path) -> None:
         root.chmod(0o555)
         if os.getuid() == 0:  # whom nothing is refused
             os.setuid(65534)
-        with refused("cannot make a folder in .: Permission denied; give this user the right to, or use another"):
+        with refused("folder-refused", f"make a folder in .: {os.strerror(errno.EACCES)}"):
             begin(root, 30)
         # No damage: with the right to read it, it is whole.
-        with refused(f"cannot read {step_name(20)}/manifest.json: Permission denied; mend that, or") as caught:
+        with refused("read-refused", f"{step_name(20)}/manifest.json: {os.strerror(errno.EACCES)}") as caught:
             read_manifest(root / step_name(20))
         assert type(caught.value) is CheckpointError
 

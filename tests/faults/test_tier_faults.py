@@ -19,6 +19,7 @@ from torch import Tensor
 
 from harness.models import CASES, make_batches
 from harness.pool import RankError, WorkerPool
+from harness.refusals import refused
 from harness.small_disk import small_disk
 from harness.time_outs import give_up_after
 from harness.training import make_config
@@ -142,8 +143,12 @@ def test_a_failure_of_the_last_step_is_raised_by_close(tmp_path: Path) -> None:
     with failing("preadv", 0, "EIO"):
         go_on(engine, 0, 1, 2)
         engine.tiers.worker.submit(lambda: None).end()
-    with pytest.raises(HostWorkError, match=r"exp_avg|master"):
+    with pytest.raises(HostWorkError) as caught:
         engine.close()
+    assert (caught.value.code, "exp_avg" in str(caught.value) or "master" in str(caught.value)) == (
+        "swap-refused",
+        True,
+    )
     assert list(tmp_path.iterdir()) == []
     assert all(parameter.detach().isfinite().all() for parameter in engine.model.parameters())  # given back, whole
 
@@ -216,7 +221,7 @@ def test_where_one_rank_has_no_room_none_starts(ranks: WorkerPool, tmp_path: Pat
     with small_disk(tmp_path / "small", 48 * 1024) as disk:
         first, second = ranks(2).run(start_beside_another, [other, disk.root])
         said = r"CommError: rank 1 failed in shardwise.initialize: SwapError: cannot"
-        assert re.match(rf"{said} allocate .*; free some space there", first)
+        assert re.match(rf"{said} allocate ", first)
         assert re.match(r"SwapError: cannot allocate [\d.]+ \w+ in \S+-rank-1/\d+-\S+: No space left on device", second)
         assert list(other.iterdir()) == list(disk.root.iterdir()) == []
     (tmp_path / "enough").mkdir()
@@ -231,7 +236,7 @@ def test_where_one_rank_has_no_room_none_starts(ranks: WorkerPool, tmp_path: Pat
 def test_a_file_in_the_folders_place_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(SwapError, match="a file stands where a folder must be: move it"):
+        with refused("swap-refused", f"make a swap folder in {folder}"):
             make_engine(folder)
 
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from shardwise.checkpoint.commit import begin, candidates, commit, read_manifest, step_name
-from shardwise.checkpoint.manifest import CheckpointError, Manifest
+from shardwise.checkpoint.manifest import Manifest
 
 FILES = ("rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors")
 
@@ -75,13 +72,3 @@ def forked(function: Callable[[], object]) -> tuple[int, str]:
     with os.fdopen(reader) as file:
         text = file.read()
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), text
-
-
-@contextmanager
-def refused(*parts: str) -> Iterator[pytest.ExceptionInfo[CheckpointError]]:
-    """Expect a message of one line with these parts."""
-    with pytest.raises(CheckpointError) as caught:
-        yield caught
-    for part in parts:
-        assert part in str(caught.value)
-    assert "\n" not in str(caught.value)

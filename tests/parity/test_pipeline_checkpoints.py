@@ -222,7 +222,7 @@ def load_misfits(rank: int, world_size: int, root: Path) -> Any:
         try:
             engine.load(root)
         except CheckpointError as error:
-            said = str(error)
+            said = f"{error.code}: {error}"
         unchanged = torch.equal(engine.read("embed.weight", "exp_avg"), weight)
         skipped = engine.load(root, strict=False, weights_only=True).skipped
         kept = torch.equal(engine.read("embed.weight", "exp_avg"), weight), engine.num_steps
@@ -233,7 +233,8 @@ def test_what_does_not_fit_is_reported_alike_on_all_ranks(ranks: WorkerPool, tmp
     results = ranks(4).run(load_misfits, tmp_path)
     expected = stored(tmp_path, 1)["blocks.2.ffn.up.weight", "param"]
     for said, unchanged, skipped, kept, loaded in results:
-        assert "does not fit the model: unexpected head.weight (tied to embed.weight in the model)" in said
+        assert said.startswith("model-misfit: ")
+        assert "unexpected head.weight (tied to embed.weight in the model)" in said
         assert (said, skipped) == (results[0][0], results[0][2])
         assert skipped == ("unexpected head.weight (tied to embed.weight in the model)",)
         assert (unchanged, kept) == (True, (True, NUM_STEPS))

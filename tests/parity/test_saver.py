@@ -21,6 +21,7 @@ import torch
 from safetensors import safe_open
 
 from harness.pool import WorkerPool
+from harness.refusals import refused
 from harness.waiting import PATIENCE_S, wait_until
 from shardwise.checkpoint import commit as folder
 from shardwise.checkpoint import writer as writing
@@ -179,7 +180,12 @@ def fail_to_write(rank: int, world_size: int, root: Path, failing: int, wait: bo
     saver.start(make_request(rank, world_size, root, 300), wait)
     committed = saver.wait()
     assert committed is not None
-    return Failed(str(error), repr(error.__cause__) if error else "", said_again, f"{names} {committed.name}")
+    return Failed(
+        f"{getattr(error, 'code', '')}: {error}",
+        repr(error.__cause__) if error else "",
+        said_again,
+        f"{names} {committed.name}",
+    )
 
 
 @pytest.mark.parametrize("wait", [True, False])
@@ -190,7 +196,8 @@ def test_an_error_on_one_rank_reaches_all(
     results = ranks(num_ranks).run(fail_to_write, tmp_path, failing, wait)
     assert len({failed.text for failed in results}) == 1
     assert re.fullmatch(
-        f"checkpoint of step 200 failed on rank {failing}: .*No space left on device.*", results[0].text
+        f"rank-failed: checkpoint of step 200 failed on rank {failing}: .*{os.strerror(errno.ENOSPC)}.*",
+        results[0].text,
     )
     assert [failed.cause != "None" for failed in results] == [rank == failing for rank in range(num_ranks)]
     assert not any(failed.said_again for failed in results)
@@ -217,26 +224,25 @@ def fail_to_begin(rank: int, world_size: int, root: Path, what: str) -> str:
         request = replace(request, manifest=replace(request.manifest, extra=torch.ones(1)))
     with patch("shardwise.checkpoint.commit._FOLDER_S", 0.5 if what == "another root" else PATIENCE_S):
         error = error_of(lambda: saver.start(request, wait=False)) or error_of(saver.wait)
-    return str(error)
+    return f"{getattr(error, 'code', '')}: {error}"
 
 
 @pytest.mark.parametrize(
-    ("what", "text"),
+    ("what", "code", "text"),
     [
-        ("taken", "rank 0: .*step-00000100 exists and a checkpoint is never overwritten"),
-        (
-            "another root",
-            "rank 1: .*of rank 1/step-00000100.*, made by rank 0, is not there; save to a folder that all ranks share",
-        ),
-        ("another step", "rank 0: rank 1 saves step 90, not 100; save on every rank at the same step"),
-        ("no room", "rank 1: there is no host memory for a copy of"),
-        ("no JSON", "rank 0: the manifest cannot be written as JSON: .*Tensor.*; let `extra` be of"),
+        ("taken", "checkpoint-exists", "rank 0: .*step-00000100"),
+        ("another root", "folder-not-shared", "rank 1: .*of rank 1/step-00000100"),
+        ("another step", "save-steps-differ", "rank 0: rank 1 saves step 90, not 100"),
+        ("no room", "no-copy-memory", "rank 1: "),
+        ("no JSON", "extra-not-json", "rank 0: .*Tensor"),
     ],
 )
-def test_a_save_that_cannot_begin_fails_on_all_ranks(ranks: WorkerPool, tmp_path: Path, what: str, text: str) -> None:
+def test_a_save_that_cannot_begin_fails_on_all_ranks(
+    ranks: WorkerPool, tmp_path: Path, what: str, code: str, text: str
+) -> None:
     results = ranks(2).run(fail_to_begin, tmp_path, what)
     assert len(set(results)) == 1
-    assert re.match(f"checkpoint of step 100 failed on {text}", results[0]), results[0]
+    assert re.match(f"{code}: checkpoint of step 100 failed on {text}", results[0]), results[0]
     assert steps_in(tmp_path) == (["step-00000100"] if what == "taken" else [])
 
 
@@ -267,7 +273,7 @@ def test_an_error_that_nobody_has_heard_comes_before_the_next_save(tmp_path: Pat
     with writing_by(break_down):
         saver.start(make_request(0, 1, tmp_path, 100), wait=False)
         assert wait_until(lambda: not saver.is_saving)
-    with pytest.raises(CheckpointError, match="step 100 failed: SystemExit: of a thread") as caught:
+    with refused("save-failed", "step 100", "SystemExit: of a thread") as caught:
         saver.start(make_request(0, 1, tmp_path, 200), wait=False)
     assert isinstance(caught.value.__cause__, SystemExit)
     saver.poll()
@@ -279,7 +285,7 @@ def test_close_says_what_nobody_has_heard_and_nothing_twice(tmp_path: Path) -> N
     saver = make_saver(0, 1)
     with writing_by(break_down):
         saver.start(make_request(0, 1, tmp_path), wait=False)
-        with pytest.raises(CheckpointError, match="of a thread"):
+        with refused("save-failed", "of a thread"):
             saver.close()
     saver.close()
 

@@ -114,7 +114,7 @@ def candidates(path: Path) -> list[Path]:
     """
     with named_errors("look into", path):
         if not path.is_dir():
-            raise CheckpointError("checkpoint-path", _missing(path))
+            raise _missing(path)
         is_step = step_of(path) is not None or (path / MANIFEST_NAME).is_file()
     return [path] if is_step else step_folders(path)
 
@@ -314,10 +314,12 @@ def rename_step(root: Path, step: int) -> None:
             sync_folder(root)
 
 
-def _missing(path: Path) -> str:
-    """Return the message for a path without checkpoints: it says what there is instead."""
+def _missing(path: Path) -> CheckpointError:
+    """Return the error for a path that is no folder: it says what there is instead."""
     if path.exists():
-        return f"{path} is a file; give the folder of a checkpoint, or the one that these are in"
+        return CheckpointError(
+            "not-a-folder", f"{path} is a file; give the folder of a checkpoint, or the one that these are in"
+        )
     parent = next(each for each in path.parents if each.is_dir())
     names = [each.name for each in step_folders(parent)]
     names += sorted({each.name for each in entries(parent)} - set(names))
@@ -326,7 +328,7 @@ def _missing(path: Path) -> str:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     there = f"has {', '.join(names[:5])}{more}" if names else "is empty"
     fix = f"did you mean {' or '.join(close)}?" if close else "give the folder of a checkpoint, or the one these are in"
-    return f"{path} does not exist, {parent.absolute()} {there}; {fix}"
+    return CheckpointError("no-such-path", f"{path} does not exist, {parent.absolute()} {there}; {fix}")
 
 
 def _make_root(root: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from harness.checkpoint_folders import refused
+from harness.refusals import refused
 from harness.states import Net, assert_same_bits, engine_of, options, take_steps, whole_states
 from shardwise.checkpoint.training_state import optimizer_options, restore_options
 from shardwise.runtime.memory_tracker import Category
@@ -218,7 +218,7 @@ class Matrix(torch.optim.Optimizer):
 def test_states_that_are_not_element_wise_are_refused(tmp_path: Path) -> None:
     with engine_of(arguments=given(Matrix)) as engine:
         take_steps(engine, 1)
-        with refused("state factor of up.weight is (3,)", "use an element-wise optimizer"):
+        with refused("optimizer-state-shape", "factor of up.weight is (3,)"):
             engine.save(tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -247,7 +247,7 @@ def test_other_groups_and_other_schedules_are_refused_before_anything_changes(tm
         with engine_of(seed=1, arguments=arguments) as engine:
             take_steps(engine, 1)
             before = whole_states(engine), options(engine)
-            with refused(what, "strict=False", "weights_only=True"):
+            with refused("model-misfit", what, "strict=False", "weights_only=True"):
                 engine.load(tmp_path)
             assert_same_bits(whole_states(engine), before[0])
             assert options(engine) == before[1]
@@ -273,7 +273,7 @@ def test_what_json_does_not_keep_is_named(tmp_path: Path) -> None:
         optimizer = torch.optim.SGD([{"params": [*model.up.parameters()], "note": {1, 2}}], lr=0.1)
         return {"optimizer": optimizer}
 
-    with engine_of(arguments=arguments) as engine, refused("option note of the optimizer is a set", "numbers, text"):
+    with engine_of(arguments=arguments) as engine, refused("value-not-plain", "option note of the optimizer", "set"):
         engine.save(tmp_path)
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from concurrent.futures import Future
 from pathlib import Path
 
-import pytest
 import torch
 
+from harness.refusals import refused
 from shardwise.offload import disk_bench as speed
 from shardwise.offload.disk_bench import measure_swap
-from shardwise.offload.nvme import SwapError
 
 MIB = 2**20
 
@@ -25,7 +24,7 @@ def test_nothing_stays_behind_and_the_file_is_no_larger_than_said(tmp_path) -> N
 
 def test_a_folder_that_cannot_be_made_is_said_by_its_name(tmp_path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(SwapError, match=f"{tmp_path}/file"):
+    with refused("swap-refused", f"{tmp_path}/file"):
         measure_swap(tmp_path / "file" / "nvme")
 
 

@@ -115,7 +115,7 @@ def _entries(folder: Path) -> Iterator[tuple[str, _WeightEntry]]:
         yield from ((tensor.name, _WeightEntry(WEIGHTS_NAME, tensor)) for tensor in read_header(folder / WEIGHTS_NAME))
         return
     if not (folder / INDEX_NAME).is_file():
-        raise CheckpointError("no-safetensors", _no_weights(folder))
+        raise _no_weights(folder)
     weight_map = _typed(_IndexJson, _read_json(folder / INDEX_NAME), folder / INDEX_NAME)["weight_map"]
     listed = set(weight_map)
     for file, num_known in Counter(weight_map.values()).items():
@@ -139,16 +139,20 @@ def _entries(folder: Path) -> Iterator[tuple[str, _WeightEntry]]:
         )
 
 
-def _no_weights(folder: Path) -> str:
+def _no_weights(folder: Path) -> CheckpointError:
     if not folder.is_dir():
-        return f"{folder} is no folder; give one with {WEIGHTS_NAME} or {INDEX_NAME}"
+        return CheckpointError("not-a-folder", f"{folder} is no folder; give one with {WEIGHTS_NAME} or {INDEX_NAME}")
     pickles = [name for name in _PICKLES if (folder / name).is_file()]
     if pickles:
-        return (
+        return CheckpointError(
+            "weights-pickled",
             f"{folder} has its weights as a pickle alone ({pickles[0]}), which may run any code when read; convert it "
-            "where you trust it: AutoModel.from_pretrained(folder).save_pretrained(new_folder) of transformers"
+            "where you trust it: AutoModel.from_pretrained(folder).save_pretrained(new_folder) of transformers",
         )
-    return f"{folder} has neither {WEIGHTS_NAME} nor {INDEX_NAME}; give a folder that save_pretrained has written"
+    return CheckpointError(
+        "no-safetensors",
+        f"{folder} has neither {WEIGHTS_NAME} nor {INDEX_NAME}; give a folder that save_pretrained has written",
+    )
 
 
 def _read_json(path: Path) -> dict[str, Any]:
