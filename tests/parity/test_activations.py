@@ -36,7 +36,7 @@ SPARSE = AttentionConfig(kind="bigbird", different_layout_per_head=True)
 def make_block(
     num_heads: int, num_kv_heads: int, dtype: torch.dtype, attention: AttentionConfig | None = None
 ) -> tuple[DecoderBlock, LayerShape]:
-    """A block whose hidden size is not num_heads * head_dim, so that no two terms of the formula are alike."""
+    """A block whose hidden size is not num_heads * head_dim, so that no two terms of the formula are equal."""
     sizes = {
         "hidden_size": 448,
         "num_heads": num_heads,
@@ -92,14 +92,12 @@ def inputs(block_dtype: torch.dtype, hidden_size: int, seq_len: int) -> tuple[Te
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "seq_len"), SIZES)
-def test_a_block_keeps_what_the_ledger_says(
-    num_heads: int, num_kv_heads: int, seq_len: int, dtype: torch.dtype
-) -> None:
-    """The ledger as it is published for bf16, without the scales of norms: within 5 %, in fact within 0.1 %."""
+def test_a_block_keeps_what_the_table_says(num_heads: int, num_kv_heads: int, seq_len: int, dtype: torch.dtype) -> None:
+    """The table as it is published for bf16, without the scales of norms: within 5 %, in fact within 0.1 %."""
     block, shape = make_block(num_heads, num_kv_heads, dtype)
     x, rope = inputs(dtype, shape.hidden_size, seq_len)
     h, d, f = shape.hidden_size, HEAD_DIM, shape.ffn_size
-    wide = dtype.itemsize // 2  # the ledger's bytes are of bf16, but for the log-sum-exp
+    wide = dtype.itemsize // 2  # the table's bytes are of bf16, but for the log-sum-exp
     a_token = wide * ((2 * h + 2 * h) + 2 * num_heads * d + 4 * num_kv_heads * d + 2 * num_heads * d)
     a_token += 4 * num_heads + wide * ((2 * h + 2 * h) + 8 * f)
     tracker = seq_len * MICRO_SIZE * a_token
@@ -190,7 +188,7 @@ def korthikanti(s: int, b: int, h: int, t: int, sequence_parallel: bool) -> floa
 
 
 @pytest.mark.parametrize(("tp", "sequence_parallel"), itertools.product([1, 2, 8], [False, True]))
-def test_the_formula_is_korthikantis_where_layers_are_alike(tp: int, sequence_parallel: bool) -> None:
+def test_the_formula_is_korthikantis_where_layers_are_equal(tp: int, sequence_parallel: bool) -> None:
     """A SwiGLU of 2h features keeps what a GELU of 4h does; what they do not count is taken off."""
     s, b, h, a = 2048, 4, 6144, 64
     shape = LayerShape(hidden_size=h, num_heads=a, num_kv_heads=a, head_dim=h // a, ffn_size=2 * h)

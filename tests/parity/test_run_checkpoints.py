@@ -163,9 +163,9 @@ def test_a_run_says_that_it_saves_where_the_save_holds_it_up(values, tmp_path, t
 def test_on_another_layout_it_is_the_same_run_within_rounding(play, tmp_path, world_size, changes):
     fp64 = {"precision": {"param": "fp64"}, "zero": {"stage": 3}, "checkpoint": {"every": 4}}
     whole = play(2, fp64, tmp_path / "whole")
-    rest = play(world_size, fp64 | changes, tmp_path / "rest", tmp_path / "whole" / "step-00000004")
-    assert len(rest) == NUM_STEPS - 4
-    for mine, theirs in zip(rest, whole[4:], strict=True):
+    later = play(world_size, fp64 | changes, tmp_path / "later", tmp_path / "whole" / "step-00000004")
+    assert len(later) == NUM_STEPS - 4
+    for mine, theirs in zip(later, whole[4:], strict=True):
         assert mine == pytest.approx(theirs, rel=1e-9)
 
 
@@ -204,9 +204,9 @@ def test_another_global_batch_goes_on_at_the_next_sample(values, tmp_path, monke
         return seen
 
     whole = rows({}, None, tmp_path / "a")
-    rest = rows({"batch": {"global_size": 6}, "run": {"steps": 4}}, tmp_path / "a", tmp_path / "b")
+    later = rows({"batch": {"global_size": 6}, "run": {"steps": 4}}, tmp_path / "a", tmp_path / "b")
     again = rows({"batch": {"global_size": 2}, "run": {"steps": 4}}, tmp_path / "a", tmp_path / "c")
-    assert rest == whole[12:18]
+    assert later == whole[12:18]
     assert again == whole[12:14]
 
 
@@ -271,9 +271,9 @@ def test_a_stopped_run_saves_and_goes_on(train, tmp_path):
     assert f"saving step 1 into {tmp_path / 'ck'}" in shown
     assert f"shardwise train --resume {tmp_path / 'ck'}\n" in shown
     assert names(tmp_path / "ck") == ["latest", "step-00000001"]
-    code, _, rest = train(resume=tmp_path / "ck")
+    code, _, later = train(resume=tmp_path / "ck")
     assert code == 0
-    assert losses(first + rest) == losses(whole)
+    assert losses(first + later) == losses(whole)
 
 
 def test_nothing_is_saved_where_nothing_is_wanted(train, tmp_path):
@@ -314,14 +314,14 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_older_one_taken(train, tmp
     changes = {"checkpoint": {"every": 3, "path": str(tmp_path / "ck")}}
     _, _, whole = train(changes)
     flip_a_bit(tmp_path / "ck" / "step-00000008")
-    code, shown, rest = train(changes, resume=tmp_path / "ck")
+    code, shown, later = train(changes, resume=tmp_path / "ck")
     assert code == 0
     assert "resumed from step 6" in shown
     (line,) = [line for line in shown.splitlines() if line.startswith("not whole")]
     for part in ("step-00000008", ".safetensors"):
         assert part in line
     assert str(tmp_path / "ck" / "step-00000008.aside-1") in shown
-    assert losses(rest) == losses(whole[6:])
+    assert losses(later) == losses(whole[6:])
     assert names(tmp_path / "ck") == [
         "latest",
         "step-00000003",
@@ -458,11 +458,11 @@ def test_a_stop_while_a_save_is_under_way_finishes_both(train, tmp_path, monkeyp
 def test_a_signal_that_comes_while_it_evaluates_ends_the_run_after_the_next_step(train, tmp_path, monkeypatch):
     evaluate = run.Trainer.evaluate
 
-    def evaluate_when_told_to_stop(trainer):
+    def evaluate_when_asked_to_stop(trainer):
         os.kill(os.getpid(), signal.SIGTERM)
         return evaluate(trainer)
 
-    monkeypatch.setattr(run.Trainer, "evaluate", evaluate_when_told_to_stop)
+    monkeypatch.setattr(run.Trainer, "evaluate", evaluate_when_asked_to_stop)
     stop = StopFlag(in_steps=(signal.SIGTERM,))
     code, _, records = train({"run": {"eval_every": 3}}, stop=stop)
     assert code == 143

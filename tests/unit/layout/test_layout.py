@@ -1,4 +1,4 @@
-"""The layout's books against the tables that papers and the design give, on meta tensors."""
+"""The layout's bytes against the tables that papers and the design give, on meta tensors."""
 
 from typing import Any
 

@@ -276,7 +276,7 @@ def test_the_flat_ranges_of_a_rectangle_are_its_elements_and_gaps_no_larger_than
     assert len(covered) == len(set(covered))
     for (_, stop), (start, _) in pairwise(joined):
         assert stop <= start
-    # What is read over lies between elements that are wanted, in runs no longer than the gap.
+    # What is read over is between elements that are wanted, in runs no longer than the gap.
     for start, stop in joined:
         is_wanted = [value in wanted for value in flat[start:stop].tolist()]
         gaps = "".join(map(str, map(int, is_wanted))).strip("1").split("1")

@@ -57,7 +57,7 @@ def problems(draw: st.DrawFn) -> tuple[list[int], list[int], int]:
 def test_no_cut_is_better(problem: tuple[list[int], list[int], int]) -> None:
     times, memory, num_stages = problem
     found = score(times, memory, cut_of(times, memory, num_stages).starts, range(num_stages))
-    all_cuts = [(0, *rest) for rest in combinations(range(1, len(times)), num_stages - 1)]
+    all_cuts = [(0, *starts) for starts in combinations(range(1, len(times)), num_stages - 1)]
     best = min(score(times, memory, starts, range(num_stages)) for starts in all_cuts)
     largest = min(score(times, memory, starts, range(num_stages))[0] for starts in all_cuts)
     assert found[0] == pytest.approx(largest, abs=1e-9)
@@ -82,9 +82,9 @@ def test_cuts_stand_where_they_may(problem: tuple[list[int], list[int], int], da
     ]
     costs = [UnitCost(each.name, *pair) for each, pair in zip(units, zip(times, memory, strict=True), strict=True)]
     legal = [
-        (0, *rest)
-        for rest in combinations([index for index in range(1, len(times)) if allowed[index]], num_stages - 1)
-        if all(any(has_params[start:stop]) for start, stop in pairwise((0, *rest, len(times))))
+        (0, *starts)
+        for starts in combinations([index for index in range(1, len(times)) if allowed[index]], num_stages - 1)
+        if all(any(has_params[start:stop]) for start, stop in pairwise((0, *starts, len(times))))
     ]
     if not legal:
         with refused("too-many-stages"):
@@ -143,7 +143,7 @@ def test_costs_that_are_all_zero_make_a_cut() -> None:
     ],
 )
 def test_memory_is_balanced_over_ranks(times: list[int], memory: list[int], placement: list[int]) -> None:
-    all_starts = ((0, *rest) for rest in combinations(range(1, len(times)), 3))
+    all_starts = ((0, *starts) for starts in combinations(range(1, len(times)), 3))
     best = min(score(times, memory, starts, placement) for starts in all_starts)
     found = cut_of(times, memory, 4, placement=placement)
     assert score(times, memory, found.starts, placement) == pytest.approx(best)

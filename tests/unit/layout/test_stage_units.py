@@ -54,15 +54,15 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks, and modules before and behind them under the names given."""
+    """Blocks, and modules before and after them under the names given."""
 
-    def __init__(self, before: dict[str, nn.Module], behind: dict[str, nn.Module], num_blocks: int = 2) -> None:
+    def __init__(self, before: dict[str, nn.Module], after: dict[str, nn.Module], num_blocks: int = 2) -> None:
         super().__init__()
         for name, module in before.items():
             self.add_module(name, module)
         self.rotary = nn.Identity()
         self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
-        for name, module in behind.items():
+        for name, module in after.items():
             self.add_module(name, module)
 
 
@@ -207,7 +207,7 @@ def test_every_entry_of_a_sequential_is_a_unit() -> None:
             Stack({"embed": nn.Linear(1, 1), "final_layer_norm": nn.LayerNorm(1)}, {"lm_head": nn.Linear(1, 1)}),
             "embed | blocks.0 | blocks.1 | final_layer_norm | lm_head",
         ),
-        # BART registers a norm of its embeddings behind them.
+        # BART registers a norm of its embeddings after them.
         (
             Stack({"embed": nn.Linear(1, 1)}, {"layernorm_embedding": nn.LayerNorm(1), "unembed": nn.Linear(1, 1)}),
             "embed+layernorm_embedding blocks.0 | blocks.1 | unembed",

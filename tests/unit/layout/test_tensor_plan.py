@@ -1,4 +1,4 @@
-"""From a plan to where each parameter lies."""
+"""From a plan to the slice of each parameter."""
 
 from __future__ import annotations
 

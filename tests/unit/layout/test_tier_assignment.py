@@ -1,4 +1,4 @@
-"""In which memory each state rests, what that makes of the stage, and how much rests where."""
+"""In which tier each state is stored, what that makes of the stage, and how many bytes each tier stores."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_share_is_the_first_groups_of_the_forward(share: float, staying: str) 
         assert "".join(name for name, tiers in found.items() if getattr(tiers, state) == "device") == staying
 
 
-def test_a_group_that_does_not_fit_makes_room_for_the_next_one_that_does() -> None:
+def test_a_group_that_does_not_fit_leaves_space_for_the_next_one_that_does() -> None:
     found = tiers_of([group("root", 80), group("a", 8), group("b", 8)], grads="host", grads_on_device=0.1)
     assert [tiers.grads for tiers in found.values()] == ["host", "device", "host"]
 
@@ -141,7 +141,7 @@ def test_what_is_stored_whole_has_nothing_to_be_brought_back() -> None:
 def test_the_stage_is_the_tables_but_for_two_cases(
     stage: int, num_shards: int, params: Tier, grads: Tier, optimizer: Tier
 ) -> None:
-    """Gradients off the device are slices in stage 1 too; one rank on whose device all rests has nothing to shard."""
+    """Gradients off the device are slices in stage 1 too; one rank whose device stores all has nothing to shard."""
     found = effective_stage(stage, num_shards, TiersConfig(params=params, grads=grads, optimizer=optimizer))
     if (params, grads, optimizer) == ("device", "device", "device"):
         assert found is STAGES[0 if num_shards == 1 else stage]

@@ -54,8 +54,8 @@ def test_compiled_blocks_train_equally(recompute: str) -> None:
         torch.manual_seed(0)
         torch._dynamo.reset()
         compiled = {"enabled": is_compiled, "backend": "eager"}
-        rest = settings(compile=compiled, recompute={"mode": recompute})
-        with initialize(build_model("llama"), {**rest, "zero": {"stage": 3}}) as engine:
+        sections = settings(compile=compiled, recompute={"mode": recompute})
+        with initialize(build_model("llama"), {**sections, "zero": {"stage": 3}}) as engine:
             batches = [FAMILIES["llama"].batch(step, 2, torch.float32) for step in range(3)]
             losses.append([engine.train_step([batch]).loss for batch in batches])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)

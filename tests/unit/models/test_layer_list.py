@@ -35,7 +35,7 @@ def test_it_computes_what_its_layers_compute() -> None:
     assert list(model.state_dict()) == ["0.weight", "1.weight", "1.bias", "3.weight"]
 
 
-def test_each_spec_builds_anew_and_modules_are_taken_as_they_are() -> None:
+def test_each_spec_builds_its_own_and_modules_are_taken_as_they_are() -> None:
     spec, layer = LayerSpec(nn.Linear, 2, 2), nn.Linear(2, 2)
     model = LayerList([spec, spec, layer])
     assert model[0] is not model[1]

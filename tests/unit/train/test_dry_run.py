@@ -1,4 +1,4 @@
-"""What a dry run shows of the memories in which states rest."""
+"""What a dry run shows of the tiers in which states are stored."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def shown(run: DryRun) -> list[list[str]]:
     return [line.split() for line in lines]
 
 
-def test_where_states_rest_and_what_a_step_moves() -> None:
+def test_where_states_are_stored_and_what_a_step_moves() -> None:
     run = run_with(params="host", params_on_device=0.4, grads="host", optimizer="nvme", nvme_path="swap")
     layout, rows = run.layout, shown(run)
     by_tier = layout.bytes_by_tier()

@@ -1,4 +1,4 @@
-"""What a run leaves behind: every step is on the disk at once, in JSON that any reader takes, and as events."""
+"""What a run leaves: every step is on the disk at once, in JSON that any reader takes, and as events."""
 
 import json
 import logging

@@ -40,7 +40,7 @@ def train(tmp_path):
         shard_path = prepare_data(config, tmp_path / "cache").path
         shown = io.StringIO()
         console = Console(file=shown, width=100)
-        stop = StopFlag() if stop is None else stop  # a flag that nobody has set is false
+        stop = StopFlag() if stop is None else stop  # a flag that was not set is false
         code = run.run_rank(config, tmp_path / "run", shard_path, env=lone_rank(), stop=stop, console=console)
         return code, shown.getvalue()
 

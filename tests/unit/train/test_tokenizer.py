@@ -60,12 +60,12 @@ def test_training_learns_and_keeps_to_the_size():
 
 
 def test_a_text_without_spaces_is_learned_in_a_time_that_follows_its_length():
-    """DNA, say. Trained whole, 200,000 letters take the trainer a minute and a half; in pieces, a moment."""
-    letters = np.random.default_rng(0).choice(list("ACGT"), 200_000)
+    """DNA, say. Trained whole, 200,000 bases take the trainer a minute and a half; in pieces, a moment."""
+    bases = np.random.default_rng(0).choice(list("ACGT"), 200_000)
     start_s = time.process_time()
-    tokenizer = train_tokenizer(["".join(letters)], 300)
+    tokenizer = train_tokenizer(["".join(bases)], 300)
     assert time.process_time() - start_s < 30
-    assert len(tokenizer.encode("".join(letters[:1000]))) < 700
+    assert len(tokenizer.encode("".join(bases[:1000]))) < 700
 
 
 def test_training_is_deterministic():
