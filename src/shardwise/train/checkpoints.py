@@ -10,6 +10,7 @@ from pathlib import Path
 from shardwise.checkpoint.commit import rename_later, step_folders, step_of
 from shardwise.checkpoint.manifest import CheckpointError
 from shardwise.checkpoint.match import LENIENT_FIX
+from shardwise.config.errors import system_code
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.layout.layout import Layout
 from shardwise.train.loop import Trainer
@@ -167,7 +168,7 @@ def make_root(config: Config, source: Path | None) -> None:
             pass
     except OSError as error:
         raise ConfigError(
-            "folder-not-writable",
+            system_code(error, "folder-not-writable"),
             f"cannot write checkpoint.path={path}: {error.strerror}; set checkpoint.path to a folder that you may "
             "write to",
         ) from None

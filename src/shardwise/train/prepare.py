@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.config.errors import system_code
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.models.presets import decoder_config
 from shardwise.train.corpus import Corpus, CorpusChunk, CorpusCounts, open_corpus, read_pieces, sample_texts
@@ -106,7 +107,7 @@ def prepare_data(config: Config, cache_dir: str | Path, progress: Progress | Non
             _build(path, corpus, tokenizer, data.val_fraction, progress)
         except OSError as error:
             raise ConfigError(
-                "folder-not-writable",
+                system_code(error, "folder-not-writable"),
                 f"cannot write the token cache {path}: {error.strerror}; "
                 "set data.cache_dir to a folder with free space that you may write to",
             ) from None

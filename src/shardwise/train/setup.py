@@ -25,6 +25,7 @@ from typing import Any, Final, Literal
 import torch
 
 from shardwise.attention.from_config import structure_of
+from shardwise.config.errors import system_code
 from shardwise.config.resolve import Config, ConfigError, read_toml, set_key
 from shardwise.context.apply import check_split
 from shardwise.engine.initialize import check_tiers
@@ -303,7 +304,7 @@ def create_folder(config: Config, now: time.struct_time) -> Path:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
         raise ConfigError(
-            "folder-not-writable",
+            system_code(error, "folder-not-writable"),
             f"cannot write run.dir={config.run.dir}: {error.strerror}; set run.dir to a folder with free space that "
             "you may write to",
         ) from None

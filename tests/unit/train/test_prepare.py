@@ -289,7 +289,7 @@ def test_full_disk_is_named_and_leaves_nothing(config, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr(prepare, "_sync", full)
-    with refused("folder-not-writable", "No space left on device", "data.cache_dir"):
+    with refused("disk-full", "No space left on device", "data.cache_dir"):
         prepare_data(config, tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
 

@@ -9,7 +9,7 @@ import pytest
 from harness.refusals import refused
 from shardwise.checkpoint.commit import begin, commit
 from shardwise.checkpoint.manifest import MANIFEST_NAME, Manifest
-from shardwise.config.resolve import AttentionConfig, BatchConfig, Config, ConfigError
+from shardwise.config.resolve import AttentionConfig, BatchConfig, Config
 from shardwise.models import decoder_config
 from shardwise.train.checkpoints import make_root, refuse_foreign_checkpoints
 from shardwise.train.resume import FOLDER_NAME, fit_micro_size, keep_global_batch, resumed_job
@@ -247,7 +247,7 @@ def test_a_folder_that_may_not_be_read_is_refused():
     root.chmod(0)
     try:
         for resume in ("ck", "auto"):
-            with pytest.raises(ConfigError, match="Permission denied"):
+            with refused("folder-refused", "Permission denied"):
                 resumed(resume, "checkpoint.path=ck")
     finally:
         root.chmod(0o755)
