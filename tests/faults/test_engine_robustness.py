@@ -318,15 +318,15 @@ def test_given_optimizer_keeps_its_learning_rate() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_clipping_gradients_that_are_not_there_is_told_once(ranks: WorkerPool, stage: int) -> None:
-    for told in ranks(2).run(clip_by_hand, stage):
-        assert told == [0, 0, 1, 1, 1]
+def test_clipping_gradients_that_are_not_there_is_reported_once(ranks: WorkerPool, stage: int) -> None:
+    for warnings in ranks(2).run(clip_by_hand, stage):
+        assert warnings == [0, 0, 1, 1, 1]
 
 
 def clip_by_hand(rank: int, world_size: int, stage: int) -> list[int]:
-    told: list[str] = []
+    warnings: list[str] = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("shardwise").addHandler(handler)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).double()
     engine = make(model, stage, loss_fn=lambda output, _: (output.square().sum(), output.numel()))
@@ -335,21 +335,21 @@ def clip_by_hand(rank: int, world_size: int, stage: int) -> list[int]:
         model.zero_grad()
         engine.train_step([x])
         model.zero_grad()
-        nums.append(len(told))
+        nums.append(len(warnings))
         engine.backward(engine(x))
         engine.backward(engine(x))
         copied = copy.deepcopy(model) if stage < 3 else model
-        nums.append(len(told))
+        nums.append(len(warnings))
         assert stage == 3 or {type(each) for each in copied.parameters()} == {nn.Parameter}
         for _ in range(2):
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            nums.append(len(told))
+            nums.append(len(warnings))
         engine.step()
         engine.backward(engine(x))
         engine.zero_grad()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        nums.append(len(told))
-        assert all("optimizer.clip_norm" in each for each in told)
+        nums.append(len(warnings))
+        assert all("optimizer.clip_norm" in each for each in warnings)
         engine(x)
         assert stage == 3 or {type(each) for each in model.parameters()} == {nn.Parameter}
         return nums
@@ -408,7 +408,7 @@ def test_graph_built_while_gathered_may_be_used_outside(ranks: WorkerPool, stage
 
 
 def copy_after_a_step(rank: int, world_size: int) -> tuple[str, float]:
-    """As for a moving average of the weights; the gather behind the step is still under way."""
+    """As for a moving average of the weights; the gather after the step is still under way."""
     model = build(Adapted)
     engine = make(model, 2)
     engine.train_step([inputs(0, 0)])

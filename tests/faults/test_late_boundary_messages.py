@@ -69,7 +69,7 @@ class NearLinks:
         def run() -> None:
             sender = device._streams[P2PStreamKey(SEND, 1)]  # type: ignore[index]
             while not self._mail:
-                assert sender.num_done < len(sender.queue), "nobody sends what is received"
+                assert sender.num_done < len(sender.queue), "what is received is not sent"
                 sender.run_until(sender.num_done + 1)
             target, sent = held(), self._mail.popleft()
             assert target is not None, "freed before it was received"
@@ -81,27 +81,27 @@ class NearLinks:
 
 
 class LateEnds:
-    """Two ways from rank 0 to rank 1, over one pair of streams; `books` of either rank."""
+    """Two ways from rank 0 to rank 1, over one pair of streams; `comm_logs` of both ranks."""
 
     def __init__(self, device: LateDevice) -> None:
-        self.books = [CommLog(rank) for rank in range(2)]
+        self.comm_logs = [CommLog(rank) for rank in range(2)]
         tensors, lines = deque[Tensor](), [deque[Any](), deque[Any]()]
         self.outboxes: list[Sender] = []
         self.inboxes: list[Receiver] = []
         for index in range(2):
             headers, texts = deque[Tensor](), deque[Tensor]()
             for rank in range(2):
-                books, mails = self.books[rank], ((headers, None), (texts, None), (tensors, device))
+                comm_log, mails = self.comm_logs[rank], ((headers, None), (texts, None), (tensors, device))
                 pipes = [
                     P2PChannel(
                         NearLinks(rank, mail, late),  # type: ignore[arg-type]
-                        books.open_pipe("pp", (0, 1), f"way {index}.{place}"),
+                        comm_log.open_pipe("pp", (0, 1), f"way {index}.{place}"),
                         (0, 1),
                         0,
                         CPU,
                         5.0,
                         Streams(CPU),
-                        books,
+                        comm_log,
                     )
                     for place, (mail, late) in enumerate(mails)
                 ]
@@ -149,16 +149,16 @@ def test_late_streams_change_no_value(seed: int) -> None:
 def test_host_runs_ahead_and_the_watchdog_sees_what_is_enqueued() -> None:
     with LateDevice().installed() as device:
         ends = LateEnds(device)
-        for books in ends.books:
-            books.explain = lambda call: None
+        for comm_log in ends.comm_logs:
+            comm_log.explain = lambda call: None
         sent = ends.outboxes[0].send([torch.ones(2)])
-        letter = ends.inboxes[0].post()
+        receive = ends.inboxes[0].post()
         received_before = device._streams[P2PStreamKey(SEND, 1)].num_done  # type: ignore[index]
         assert received_before == 0
         assert not sent.is_done()
-        assert letter.wait()[0].tolist() == [1.0, 1.0]
+        assert receive.wait()[0].tolist() == [1.0, 1.0]
         assert sent.is_done()
         assert not device.host_waits
-        assert [call.op for call, _ in ends.books[0].enqueued] == [SEND]
-        assert [call.op for call, _ in ends.books[1].enqueued] == [RECEIVE]
-        assert ends.books[0].enqueued[0][1].is_reached()
+        assert [call.op for call, _ in ends.comm_logs[0].enqueued] == [SEND]
+        assert [call.op for call, _ in ends.comm_logs[1].enqueued] == [RECEIVE]
+        assert ends.comm_logs[0].enqueued[0][1].is_reached()

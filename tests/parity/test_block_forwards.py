@@ -140,10 +140,10 @@ def test_compiled_code_saves_what_the_mode_says() -> None:
     for mode in ("none", "full", "selective"):
         model = Stack(Block())
         replace(model, make(recompute={"mode": mode}))
-        books = _Saved(model)
-        with torch.autograd.graph.saved_tensors_hooks(books.pack, lambda tensor: tensor):
+        recorder = _Saved(model)
+        with torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
             model(torch.ones(3, 4, requires_grad=True)).sum().backward()
-        saved[mode] = sum(books.numels)
+        saved[mode] = sum(recorder.numels)
     assert saved["full"] == 3 * 4  # the input
     assert saved["selective"] == 2 * 3 * 4  # the product too
 
@@ -169,7 +169,7 @@ def test_an_exception_of_the_blocks_own_is_shown() -> None:
 
 
 class _Borrower(nn.Module):
-    """Uses its own layer and, which nobody can know before, the other block's."""
+    """Uses its own layer and, which cannot be known before, the other block's."""
 
     def __init__(self, lender: Block) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Channels between stages: any pytree arrives as it was sent, whatever came before it, and no byte more than told."""
+"""Channels between stages: any pytree arrives as it was sent, whatever came before it, in as many bytes as planned."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def make_pipes(
 ) -> tuple[P2PChannels, CommLog]:
     shape = MeshShape(pp=world_size)
     network = ProcessGroupFactory(Mesh(shape, timeout_s), CPU)
-    books = CommLog(network.rank)
-    return kind(network, shape, CPU, timeout_s, Streams(CPU), books), books
+    comm_log = CommLog(network.rank)
+    return kind(network, shape, CPU, timeout_s, Streams(CPU), comm_log), comm_log
 
 
 def random_tensor(rng: random.Random) -> Tensor:
@@ -196,15 +196,15 @@ def pass_in_one_line(rank: int, world_size: int, seed: int) -> list[str]:
         for each in [channels[which].send(values[which][index]) for which, index in turns]:
             each.wait()
         return []
-    differences, letters = [], deque()
+    differences, receives = [], deque()
     for which, index in turns:
-        letters.append((channels[which].post_receive(), values[which][index]))
-        while len(letters) > 5 or (letters and rng.random() < 0.4):
-            place = rng.randrange(len(letters))
-            letter, value = letters[place]
-            del letters[place]
-            differences.append(difference(letter.wait(), value))
-    differences += [difference(each.wait(), value) for each, value in letters]
+        receives.append((channels[which].post_receive(), values[which][index]))
+        while len(receives) > 5 or (receives and rng.random() < 0.4):
+            place = rng.randrange(len(receives))
+            receive, value = receives[place]
+            del receives[place]
+            differences.append(difference(receive.wait(), value))
+    differences += [difference(each.wait(), value) for each, value in receives]
     return [text for text in differences if text]
 
 
@@ -217,20 +217,20 @@ def train_three_stages(rank: int, world_size: int) -> list[Any]:
     """y = 3 (2 x + 1), of which the middle stage passes on a part that gets no gradient."""
     pipes, _ = make_pipes(world_size)
     before = BoundaryChannel(pipes, Boundary(rank - 1, (rank - 1, rank), f"cut {rank - 1}")) if rank > 0 else None
-    behind = BoundaryChannel(pipes, Boundary(rank, (rank, rank + 1), f"cut {rank}")) if rank < 2 else None
+    after = BoundaryChannel(pipes, Boundary(rank, (rank, rank + 1), f"cut {rank}")) if rank < 2 else None
     results: list[Any] = []
     for step in range(4):
         x = torch.full((2 + step // 2,), float(step), requires_grad=True)
         given = (
             {"x": x, "unused": torch.ones(1, requires_grad=True)} if before is None else before.post_receive().wait()
         )
-        if behind is None:
+        if after is None:
             (3 * given["x"]).sum().backward()
         else:
             output = {"x": 2 * given["x"] + rank, "unused": given["unused"] * 1}
-            sent, letter = behind.send(output), behind.post_gradients()
+            sent, receive = after.send(output), after.post_gradients()
             leaves = leaves_with_gradient(output)
-            gradients = letter.wait()
+            gradients = receive.wait()
             results.append([None if each is None else each.tolist() for each in gradients])
             pairs = [(leaf, each) for leaf, each in zip(leaves, gradients, strict=True) if each is not None]
             torch.autograd.backward([leaf for leaf, _ in pairs], [each for _, each in pairs])
@@ -250,16 +250,16 @@ def test_gradients_travel_back_and_none_stays_none(ranks: WorkerPool) -> None:
 
 
 def count_bytes(rank: int, world_size: int, shapes: list[int]) -> dict[str, tuple[int, int]]:
-    pipes, books = make_pipes(world_size)
+    pipes, comm_log = make_pipes(world_size)
     channel = BoundaryChannel(pipes, Boundary(0, (0, 1), "cut"))
     for size in shapes:
         value = {"hidden": torch.ones(size, 4), "step": 1}
         (channel.send(value) if rank == 0 else channel.post_receive()).wait()
-    return {op: (count.num_calls, count.wire_bytes) for (_, op), count in books.counts.items()}
+    return {op: (count.num_calls, count.wire_bytes) for (_, op), count in comm_log.counts.items()}
 
 
 def test_bytes_are_counted_exactly(ranks: WorkerPool) -> None:
-    # Agreed after two alike: the third is early and right, the fourth early and wrong, so 16 * 3 bytes are wasted.
+    # Agreed after two of one spec: the third is early and right, the fourth early and wrong: 16 * 3 bytes are wasted.
     shapes = [3, 3, 3, 5, 5, 5, 3]
     texts = [json.dumps([tree_text, [[[size, 4], "float32", False]]]) for size in (3, 5)] + ["[1]"] * 2
     sent, received = ranks(2).run(count_bytes, shapes)
@@ -273,7 +273,7 @@ tree_text = json.dumps(["builtins.dict", ["list", ["hidden", "step"]], ["tensor"
 
 
 def drop_and_close(rank: int, world_size: int) -> tuple[list[int], int]:
-    """Values that nobody waits for are received all the same, and nothing stays."""
+    """Values that no code waits for are received all the same, and nothing stays."""
     pipes, _ = make_pipes(world_size)
     gc.collect()
     before = num_tensors()
@@ -284,10 +284,10 @@ def drop_and_close(rank: int, world_size: int) -> tuple[list[int], int]:
             channel.send([torch.full((2,), index)])  # dropped: it ends all the same
     else:
         for index in range(6):
-            letter = channel.post_receive()
+            receive = channel.post_receive()
             if index % 3 == 0:
-                wanted.append(int(letter.wait()[0][0]))
-        del letter
+                wanted.append(int(receive.wait()[0][0]))
+        del receive
         channel.close()
     del channel
     gc.collect()
@@ -319,14 +319,14 @@ def test_specs_are_forgotten_on_both_ends(ranks: WorkerPool) -> None:
 
 
 def lose_a_neighbour(rank: int, world_size: int, how: str) -> tuple[str, str]:
-    pipes, books = make_pipes(world_size)
+    pipes, comm_log = make_pipes(world_size)
     channel = BoundaryChannel(pipes, Boundary(0, (0, 1), "cut"))
     channel.send(torch.ones(2)).wait() if rank == 0 else channel.post_receive().wait()
     if rank == 0:
         if how == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
         return "", ""
-    fail_after(books, 0.5 if how == "hangs" else PATIENCE_S)
+    fail_after(comm_log, 0.5 if how == "hangs" else PATIENCE_S)
     if how == "dies":
         channel.post_receive().wait()
     return refusal_of(lambda: channel.post_receive().wait())
@@ -382,15 +382,15 @@ def test_simulated_channel_counts_what_a_real_one_sends(ranks: WorkerPool) -> No
     shapes = [3, 3, 3, 5, 5, 5, 3]
     real = ranks(2).run(count_bytes, shapes)
     for rank in range(2):
-        books, shape = CommLog(rank), MeshShape(pp=2)
-        pipes = P2PChannels(SimulatedFactory(shape, rank, "gloo"), shape, CPU, 1.0, Streams(CPU), books)
+        comm_log, shape = CommLog(rank), MeshShape(pp=2)
+        pipes = P2PChannels(SimulatedFactory(shape, rank, "gloo"), shape, CPU, 1.0, Streams(CPU), comm_log)
         with fake_tensors():
             values = [{"hidden": torch.ones(size, 4), "step": 1} for size in shapes]
             channel = BoundaryChannel(pipes, Boundary(0, (0, 1), "cut"), describe=iter(values).__next__)
             for value in values:
                 arrived = (channel.send(value) if rank == 0 else channel.post_receive()).wait()
                 assert rank == 0 or arrived["hidden"].shape == value["hidden"].shape
-        assert {op: (count.num_calls, count.wire_bytes) for (_, op), count in books.counts.items()} == real[rank]
+        assert {op: (count.num_calls, count.wire_bytes) for (_, op), count in comm_log.counts.items()} == real[rank]
 
 
 def test_simulated_gradients_are_those_of_what_was_sent() -> None:

@@ -295,7 +295,7 @@ def test_the_books_know_what_stays_in_fp32(layout: str) -> None:
 
 
 class Normed(nn.Module):
-    """A layer that tensor parallelism splits, behind a batch norm."""
+    """A layer that tensor parallelism splits, after a batch norm."""
 
     def __init__(self) -> None:
         super().__init__()

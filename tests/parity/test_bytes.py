@@ -1,4 +1,4 @@
-"""Bytes at rest, on the wire and at the peak equal the stage table, by books that are not the library's."""
+"""Bytes at rest, on the wire and at the peak equal the stage table, by counts that are not the library's."""
 
 from __future__ import annotations
 

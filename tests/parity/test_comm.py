@@ -19,7 +19,7 @@ from shardwise.runtime.streams import Streams
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
 
-def make_comm(timeout_s: float = 20.0) -> Comm:
+def make_comm(timeout_s: float = 20.0, pool: BufferPool | None = None) -> Comm:
     device = torch.device("cpu")
     return Comm(
         ProcessGroupBackend(dist.group.WORLD, device),
@@ -27,7 +27,7 @@ def make_comm(timeout_s: float = 20.0) -> Comm:
         device,
         timeout_s,
         Streams(device),
-        BufferPool(device),
+        pool or BufferPool(device),
     )
 
 
@@ -84,10 +84,11 @@ def test_bf16_is_summed_in_fp32(ranks: WorkerPool) -> None:
 
 
 def all_reduce(rank: int, world_size: int, dtype: torch.dtype, wire: torch.dtype) -> tuple[list[float], int]:
-    comm = make_comm()
+    pool = BufferPool(torch.device("cpu"))
+    comm = make_comm(pool=pool)
     buffer = torch.arange(world_size * 2, dtype=dtype).add(rank)
     comm.all_reduce(buffer, wire, "test").wait()
-    return buffer.tolist(), comm._pool.live_bytes
+    return buffer.tolist(), pool.live_bytes
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -105,13 +106,14 @@ def test_all_reduce_gives_all_ranks_the_sum(
 def sum_activations(
     rank: int, world_size: int, dtype: torch.dtype
 ) -> tuple[list[float], list[float], list[float], list[float], int]:
-    comm = make_comm()
+    pool = BufferPool(torch.device("cpu"))
+    comm = make_comm(pool=pool)
     source = torch.arange(world_size * 2, dtype=dtype).add(10 * rank)
     buffer, out, own = source.clone(), torch.full_like(source, -1), torch.full((2,), -1, dtype=dtype)
     comm.sum_in_place(buffer, "test")
     comm.start_sum(source, out, "test", stream=None).wait()
     comm.scatter_sum(source, own, "test", stream=None).wait()
-    return buffer.tolist(), out.tolist(), own.tolist(), source.tolist(), comm._pool.live_bytes
+    return buffer.tolist(), out.tolist(), own.tolist(), source.tolist(), pool.live_bytes
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])

@@ -221,13 +221,15 @@ def context_of(rank: int, world_size: int, cp: int) -> tuple[tuple[int, ...], bo
     comms = connect(ProcessGroupFactory(mesh, CPU), shape, config, CPU, Streams(CPU), BufferPool(CPU))
     got = torch.zeros(1)
     context = comms.context
+    context.sum_scalars(torch.zeros(1, dtype=torch.float64), "meet")
+    ranks = context.comm_log.recent[-1].group.ranks
     if context.world_size > 1:
         right, left = (context.rank + 1) % cp, (context.rank - 1) % cp
         context.exchange({right: [torch.tensor([float(rank)])]}, {left: [got]}, "keys").wait()
     is_own = all(context is not each for each in (comms.data, comms.shards, comms.all, comms.model))
     dist.barrier()
     mesh.close()
-    return context._group.ranks, is_own, got.tolist()
+    return ranks, is_own, got.tolist()
 
 
 def test_the_ranks_of_a_sequence_have_a_group_of_their_own(ranks: WorkerPool) -> None:

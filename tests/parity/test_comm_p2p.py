@@ -28,15 +28,17 @@ CPU = torch.device("cpu")
 EVERY_DTYPE = [torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn]
 
 
-def make_pipes(shape: MeshShape, timeout_s: float = 20.0, books: CommLog | None = None) -> tuple[P2PChannels, CommLog]:
+def make_pipes(
+    shape: MeshShape, timeout_s: float = 20.0, comm_log: CommLog | None = None
+) -> tuple[P2PChannels, CommLog]:
     network = ProcessGroupFactory(Mesh(shape, timeout_s), CPU)
-    books = books or CommLog(network.rank)
-    return P2PChannels(network, shape, CPU, timeout_s, Streams(CPU), books), books
+    comm_log = comm_log or CommLog(network.rank)
+    return P2PChannels(network, shape, CPU, timeout_s, Streams(CPU), comm_log), comm_log
 
 
 def send_to_neighbours(rank: int, world_size: int) -> tuple[list[list[float]], dict[str, tuple[int, int]], list[str]]:
     """Each rank of a ring sends to both others, and posts its receives late and in another order of pipes."""
-    pipes, books = make_pipes(MeshShape(pp=world_size))
+    pipes, comm_log = make_pipes(MeshShape(pp=world_size))
     all_ends = [(a, b) for a in range(world_size) for b in range(world_size) if a != b]
     mine = {ends: pipes.open(ends, f"pipe {ends}", tag) for tag, ends in enumerate(all_ends) if rank in ends}
     sent = [
@@ -54,8 +56,8 @@ def send_to_neighbours(rank: int, world_size: int) -> tuple[list[list[float]], d
         transfer.wait()
     for transfer in sent:
         transfer.wait()
-    counts = {op: (count.num_calls, count.wire_bytes) for (_, op), count in books.counts.items()}
-    return [buffer[0].tolist() for _, buffer in posted], counts, [str(call) for call in books.recent]
+    counts = {op: (count.num_calls, count.wire_bytes) for (_, op), count in comm_log.counts.items()}
+    return [buffer[0].tolist() for _, buffer in posted], counts, [str(call) for call in comm_log.recent]
 
 
 def test_messages_arrive_in_order_and_are_counted_once(ranks: WorkerPool) -> None:
@@ -111,10 +113,10 @@ def test_tensors_are_held_until_they_are_through(ranks: WorkerPool) -> None:
 def wait_for_the_late(rank: int, world_size: int) -> tuple[str, str]:
     """Rank 1 of a pair is busy elsewhere; the other's error says where."""
     store = open_store()
-    books = CommLog(rank)
-    pipes, _ = make_pipes(MeshShape(pp=2), books=books)
+    comm_log = CommLog(rank)
+    pipes, _ = make_pipes(MeshShape(pp=2), comm_log=comm_log)
     pipe = pipes.open((0, 1), "pipe", 0)
-    watchdog = watch(store, books, Timeline(rank), RunConfig(watchdog_s=0.5, timeout_s=20.0))
+    watchdog = watch(store, comm_log, Timeline(rank), RunConfig(watchdog_s=0.5, timeout_s=20.0))
     assert store is not None
     assert watchdog is not None
     try:
@@ -123,7 +125,7 @@ def wait_for_the_late(rank: int, world_size: int) -> tuple[str, str]:
             idle_while_the_other_waits(store)
             return "", ""
         pipe.receive([torch.ones(4)], "first").wait()
-        fail_after(books, 1.5)
+        fail_after(comm_log, 1.5)
         with answers_may_be_late():
             refusal = refusal_of(lambda: pipe.receive([torch.ones(4)], "second").wait())
         store.set("reported", "")
@@ -151,15 +153,15 @@ def test_two_ends_of_a_message_are_no_divergence() -> None:
     """They are at one position of a pipe, and ranks with more pipes than others agree on the groups opened later."""
     notes = {}
     for rank, op in enumerate((SEND, RECEIVE, RECEIVE)):
-        books = CommLog(rank)
+        comm_log = CommLog(rank)
         if rank < 2:
-            pipe = books.open_pipe("pp", (0, 1), "pipe")
-            notes[rank] = books.add_message(op, "hidden", pipe, torch.zeros(4)).note()
-        assert books.open_group("dp_shard", (0, 1, 2)).key == "0.0"
+            pipe = comm_log.open_pipe("pp", (0, 1), "pipe")
+            notes[rank] = comm_log.add_message(op, "hidden", pipe, torch.zeros(4)).note()
+        assert comm_log.open_group("dp_shard", (0, 1, 2)).key == "0.0"
     assert divergence(notes) == ""
     assert notes[0].group == notes[1].group
     with pytest.raises(ValueError, match="'twice'"):
-        [books.open_pipe("pp", (0, 1), "twice") for _ in range(2)]
+        [comm_log.open_pipe("pp", (0, 1), "twice") for _ in range(2)]
 
 
 def test_a_bound_device_is_refused_where_messages_would_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:

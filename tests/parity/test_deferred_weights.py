@@ -140,7 +140,7 @@ def test_no_rank_holds_the_model(ranks: WorkerPool, kind: str, num_ranks: int) -
 
 
 def measure_resident(rank: int, world_size: int) -> dict[str, int]:
-    """By how much the process grows at most, as the system sees it, and what the layout says rests here."""
+    """By how much the process grows at most, as the system sees it, and what the layout stores here."""
     config = make_config(1, {"zero": {"stage": 3}, "precision": {"param": "bf16"}})
     trim_host_memory()
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak

@@ -145,8 +145,8 @@ def train_own_optimizer(rank: int, world_size: int, stage: int, kind: str) -> Tr
 
 def own_optimizer(model: nn.Module, kind: str) -> torch.optim.Optimizer:
     head = [parameter for name, parameter in model.named_parameters() if name.startswith("head")]
-    rest = [parameter for name, parameter in model.named_parameters() if not name.startswith("head")]
-    groups = [{"params": rest, "lr": 0.1, "weight_decay": 0.3}, {"params": head, "lr": 0.01, "weight_decay": 0.0}]
+    others = [parameter for name, parameter in model.named_parameters() if not name.startswith("head")]
+    groups = [{"params": others, "lr": 0.1, "weight_decay": 0.3}, {"params": head, "lr": 0.01, "weight_decay": 0.0}]
     classes = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "rmsprop": torch.optim.RMSprop}
     return classes[kind](groups, lr=0.1)
 
@@ -449,7 +449,7 @@ def test_a_batch_that_is_no_list_is_one_micro_batch(batch: Any) -> None:
 
 
 def test_step_before_the_last_micro_batch_is_refused() -> None:
-    """DeepSpeed's idiom, a step behind each backward, would take a step for each micro-batch."""
+    """DeepSpeed's idiom, a step after each backward, would take a step for each micro-batch."""
     engine = initialize(nn.Linear(4, 1), make_config(2, {}), loss_fn=mean_square)
     batches = [torch.ones(1, 4, dtype=torch.float64), torch.zeros(1, 4, dtype=torch.float64)]
     engine.backward(engine(batches[0]))

@@ -200,7 +200,7 @@ def freeze_half_way(rank: int, world_size: int) -> bool:
 
 
 def test_a_regrouping_that_fails_half_way_leaves_a_model_that_can_be_given_back(ranks: WorkerPool) -> None:
-    """What was read of a group that was given back already was memory of nobody: the process died."""
+    """What was read of a group that was released already was freed memory: the process died."""
     assert ranks(2).run(freeze_half_way) == [True, True]
 
 

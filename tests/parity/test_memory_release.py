@@ -1,4 +1,4 @@
-"""States put aside in host memory or in a file come back bit for bit, and memory is empty in between."""
+"""States released to host memory or in a file come back bit for bit, and memory is empty in between."""
 
 from __future__ import annotations
 
@@ -316,13 +316,13 @@ def train_with_tiers(
         engine.tiers.trim()
         engine._pool.trim()
         live_bytes = device_bytes(engine) + host_bytes(engine)
-        with engine.offloaded(include, to, path=swap / "aside" if to == "nvme" else None) as freed_bytes:
+        with engine.offloaded(include, to, path=swap / "released" if to == "nvme" else None) as freed_bytes:
             left_bytes = device_bytes(engine), host_bytes(engine)
             if to == "nvme":
                 found["freed"].append(sum(freed_bytes.values()) == live_bytes - sum(left_bytes))
             if include is None:
                 found["left"].append(left_bytes if to == "nvme" else left_bytes[:1])
-        found["files"] += list((swap / "aside").iterdir()) if world_size == 1 and to == "nvme" else []
+        found["files"] += list((swap / "released").iterdir()) if world_size == 1 and to == "nvme" else []
 
     for number, step in enumerate(batches_of(world_size)):
         if number > 0:

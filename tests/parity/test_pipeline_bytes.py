@@ -76,7 +76,7 @@ def check_trace(planned: list[str], traces: list[Trace]) -> None:
         for action, (start_s, end_s) in zip(actions, times, strict=True):
             assert start_s >= last_s, action
             assert end_s >= start_s, action
-            last_s = start_s if "RECV" in action else end_s  # a receive goes on behind the next actions
+            last_s = start_s if "RECV" in action else end_s  # a receive goes on after the next actions begin
 
 
 @pytest.mark.quick(3)
@@ -136,7 +136,7 @@ def measure(rank: int, world_size: int, model: str, sections: Sections) -> Measu
     sent: Counter[tuple[str, str, str]] = Counter()
     with make_engine(rank, {"precision": {"param": "bf16"}, **sections}, model) as engine:
         engine.train_step([batch] * NUM_MICRO_BATCHES)
-        own_step, own_add, books = engine._step, engine.comm.comm_log.add, engine.comm.comm_log
+        own_step, own_add, comm_log = engine._step, engine.comm.comm_log.add, engine.comm.comm_log
 
         def step() -> Any:
             engine._sharding.finish()
@@ -153,10 +153,10 @@ def measure(rank: int, world_size: int, model: str, sections: Sections) -> Measu
             sent[call.axis, call.op, call.name] += call.wire_bytes
             return call
 
-        engine._step, books.add = step, add  # type: ignore[method-assign]
+        engine._step, comm_log.add = step, add  # type: ignore[method-assign]
         with WireBytes() as wire:
             engine.train_step([batch] * NUM_MICRO_BATCHES)
-        del engine._step, books.add
+        del engine._step, comm_log.add
         layout = engine.layout
     shard = layout.mesh.index_along(SHARD_AXES, rank)
     return Measured(layout, shard, at_rest, dict(sent), ring_equivalent_bytes(wire.calls))

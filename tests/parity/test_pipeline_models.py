@@ -154,7 +154,7 @@ def test_a_rank_never_holds_the_values_of_other_stages(ranks: WorkerPool, how: s
         # One parameter more, which is read for the other rank or drawn, and the copy that is sent.
         assert peak_bytes <= (NUM_WIDE / 2 + 3) * WIDE_BYTES
     assert results[0][2] == results[1][2]
-    if how != "meta":  # whose values nobody has drawn
+    if how != "meta":  # whose values are not drawn
         with nullcontext() if how == "drawn" else init(seed=3):
             torch.manual_seed(0)
             plain = nn.Sequential(*(nn.Linear(WIDE, WIDE, bias=False) for _ in range(NUM_WIDE)))

@@ -162,8 +162,8 @@ def small_decoder(is_tied: bool) -> Decoder:
 def test_a_decoder() -> None:
     model, tokens = small_decoder(is_tied=False), torch.randint(11, (2, 5))
     split = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
-    rest = [each for each in model.parameters() if all(each is not weight for weight in split)]
-    both_ways(lambda: lm_loss(model(tokens), tokens)[0], rest, split, len(split))
+    others = [each for each in model.parameters() if all(each is not weight for weight in split)]
+    both_ways(lambda: lm_loss(model(tokens), tokens)[0], others, split, len(split))
 
 
 def test_a_weight_tied_to_an_embedding() -> None:

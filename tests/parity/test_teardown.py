@@ -113,7 +113,7 @@ def close(
     with LiveBytes() as live, HostPages() as pages:
         live.mark(tensor for batch in batches for tensor in batch.values())
         baseline = collected_bytes(live)
-        # Of engines that other tests have dropped and nobody has collected.
+        # Of engines that other tests have dropped and that are not collected yet.
         others, other_threads = registered_products(), set(threading.enumerate())
         engine = make_engine(stage, **overrides)
         model = engine.model
@@ -176,7 +176,7 @@ def test_a_closed_split_model_is_whole(ranks: WorkerPool, stage: int, failure: s
 
 
 @pytest.mark.quick(3)
-@pytest.mark.parametrize("failure", [each for each in FAILURES if each != "step"])  # of which the lane tells later
+@pytest.mark.parametrize("failure", [each for each in FAILURES if each != "step"])  # reported later
 @pytest.mark.parametrize(("stage", "tier"), [(2, "host"), (3, "host"), (3, "nvme")])
 def test_a_closed_engine_leaves_no_tier(ranks: WorkerPool, tmp_path: Path, stage: int, tier: str, failure: str) -> None:
     tiers: dict[str, Any] = {"grads": tier, "optimizer": tier, "activations": "host"}
@@ -200,7 +200,7 @@ def check_left(found: dict[str, Any]) -> None:
 
 
 class Large(nn.Module):
-    """4 MB of parameters in blocks, so that one engine's states left behind would show."""
+    """4 MB of parameters in blocks, so that one engine's states that stay would show."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,7 +241,7 @@ def usage() -> tuple[int, int, int]:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_engines_one_after_the_other_do_not_grow(ranks: WorkerPool, stage: int) -> None:
     for grown_mb, num_threads, num_groups in ranks(2).run(make_ten, stage):
-        assert grown_mb < 40  # one engine left behind is 16 to 40 MB, ten are ten times that
+        assert grown_mb < 40  # one engine that stays is 16 to 40 MB, ten are ten times that
         assert num_threads <= 1
         assert num_groups == 0
 

@@ -1,4 +1,4 @@
-"""Deferred construction gives what plain construction gives, bit for bit, and leaves nothing behind."""
+"""Deferred construction gives what plain construction gives, bit for bit, and nothing of it stays."""
 
 from __future__ import annotations
 

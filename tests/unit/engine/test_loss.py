@@ -32,7 +32,7 @@ class FakeComm:
         return torch.stack([values, *self._others]).amax(0).tolist()
 
 
-def books(*others: list[float]) -> LossAccumulator:
+def losses_of(*others: list[float]) -> LossAccumulator:
     return LossAccumulator(
         comms_of(FakeComm(others=tuple(torch.tensor(other, dtype=torch.float64) for other in others)))
     )
@@ -136,7 +136,7 @@ def test_an_output_without_a_loss_is_described(
     [(0, 1), (1, 1), (2, 2), (3, 4), (5, 4), (6, 8), (1000, 1024), (0.25, 0.25), (0.1875, 0.25)],
 )
 def test_gradients_weigh_count_over_a_power_of_two_near_it(count: float, normaliser: float) -> None:
-    kept = books()
+    kept = losses_of()
     mean = kept.open(total_of(6.0, count))
     assert kept.close(mean).item() == (count or 1) / normaliser
     assert kept.normaliser == normaliser
@@ -156,7 +156,7 @@ def test_ranks_agree_on_the_largest_count_once() -> None:
 def test_weighted_means_give_the_gradient_of_the_sum() -> None:
     """What the engine does: back(mean, weight) for each micro-batch, then one division at the step."""
     x = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64, requires_grad=True)
-    kept = books()
+    kept = losses_of()
     for part in (x[:3], x[3:]):
         mean = kept.open(read_loss(((part**2).sum(), part.numel()), None, None))
         torch.autograd.backward(mean, kept.close(mean).to(mean.dtype))
@@ -174,7 +174,7 @@ def test_weighted_means_give_the_gradient_of_the_sum() -> None:
 def test_that_losses_without_a_count_weigh_alike_is_said_once_where_it_matters(
     caplog: pytest.LogCaptureFixture, num_others: int, per_step: int, is_counted: bool, expected: int
 ) -> None:
-    kept = books(*[[1.0]] * num_others)
+    kept = losses_of(*[[1.0]] * num_others)
     loss = torch.tensor(3.0, requires_grad=True)
     for _ in range(2):
         for _ in range(per_step):
@@ -185,14 +185,14 @@ def test_that_losses_without_a_count_weigh_alike_is_said_once_where_it_matters(
 
 
 def test_a_models_own_mean_over_known_targets_has_its_count(caplog: pytest.LogCaptureFixture) -> None:
-    kept = books()
+    kept = losses_of()
     for num_targets in (6, 126):
         kept.close(kept.open(read_loss({"loss": torch.ones(())}, None, None, num_targets=torch.tensor(num_targets))))
     assert not caplog.records
 
 
 def test_only_closed_losses_count() -> None:
-    kept = books()
+    kept = losses_of()
     first, _ = kept.open(total_of(6.0, 2.0)), kept.open(total_of(100.0, 1.0))
     kept.close(first)
     kept.add(total_of(1.0, 3.0))
@@ -202,7 +202,7 @@ def test_only_closed_losses_count() -> None:
 
 
 def test_losses_close_in_any_order_each_once() -> None:
-    kept = books()
+    kept = losses_of()
     means = [kept.open(total_of(1.0, count)) for count in (1.0, 2.0, 4.0)]
     assert [kept.close(means[index]).item() * kept.normaliser for index in (2, 0, 1)] == [4, 1, 2]
     for mean in means:
@@ -211,7 +211,7 @@ def test_losses_close_in_any_order_each_once() -> None:
 
 
 def test_a_loss_from_elsewhere_or_from_before_the_step_is_refused() -> None:
-    kept = books()
+    kept = losses_of()
     mean = kept.open(total_of(1.0, 1.0))
     with refused("loss-not-from-engine"):
         kept.close(mean * 2)
@@ -220,26 +220,25 @@ def test_a_loss_from_elsewhere_or_from_before_the_step_is_refused() -> None:
         kept.close(mean)
 
 
-def test_losses_that_nobody_keeps_are_forgotten() -> None:
-    """A forward for its own sake must not hold its graph, nor grow the books."""
-    kept = books()
+def test_losses_that_are_dropped_are_forgotten() -> None:
+    """A forward for its own sake must not hold its graph, nor grow the accumulator."""
+    kept = losses_of()
     x = torch.ones(3, requires_grad=True) * 2
     for _ in range(5):
         kept.open(LossSum(x.sum(), torch.tensor(1)))
     gc.collect()
-    kept.open(total_of(1.0, 1.0))
-    assert len(kept._open) <= 1
+    assert not kept.has_open
 
 
 def test_sums_are_kept_in_double_and_travel_with_other_values() -> None:
-    kept = books([1.0, 2.0, 10.0, 20.0])
+    kept = losses_of([1.0, 2.0, 10.0, 20.0])
     kept.add(LossSum(torch.tensor(2.0**24 + 1, dtype=torch.float64), torch.tensor(1)))
     kept.add(total_of(1.0, 1.0))
     assert kept.sum_with(torch.tensor([5.0, 6.0], dtype=torch.float64), "step") == [2.0**24 + 3, 4.0, 15.0, 26.0]
 
 
 def test_ranks_without_a_loss_take_part_in_the_sum() -> None:
-    assert books([3.0, 2.0]).sum_over_ranks("loss") == (3.0, 2.0)
+    assert losses_of([3.0, 2.0]).sum_over_ranks("loss") == (3.0, 2.0)
 
 
 # The first bad module
@@ -320,8 +319,8 @@ def test_ranks_that_share_tokens_count_their_scalars_once() -> None:
     losses, weights = torch.tensor([3.0, 6.0]), torch.tensor([0.25, 0.75])
     own = [read_loss(loss, None, None, 2, weight) for loss, weight in zip(losses, weights, strict=True)]
     assert sum(float(each.total) for each in own) / sum(float(each.count) for each in own) == 5.25
-    alike = [read_loss(None, None, lambda *_, loss=loss: loss, 2) for loss in losses]
-    assert sum(float(each.total) for each in alike) / sum(float(each.count) for each in alike) == 4.5
-    assert sum(float(each.count) for each in alike) == 1.0
+    sums = [read_loss(None, None, lambda *_, loss=loss: loss, 2) for loss in losses]
+    assert sum(float(each.total) for each in sums) / sum(float(each.count) for each in sums) == 4.5
+    assert sum(float(each.count) for each in sums) == 1.0
     pair = read_loss(None, None, lambda *_: (losses.sum(), 4), 2)
     assert (float(pair.total), float(pair.count)) == (9.0, 4.0)

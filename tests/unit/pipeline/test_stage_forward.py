@@ -1,4 +1,4 @@
-"""Units run in whatever order a model calls them; what crosses a cut is refused in one line, whose cure works."""
+"""Units run in whatever order a model calls them; what crosses a cut is refused in one line, whose fix works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the books say as values: JSON, the table of an out-of-memory message, and advice that can be followed."""
+"""The memory tracker's counts as values: JSON, the table of an out-of-memory message, and advice to follow."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from shardwise.runtime.memory_tracker import Category, MemorySnapshot, format_ta
 
 
 def snapshot_of(**live_bytes: int) -> MemorySnapshot:
-    books = dict.fromkeys(Category, 0) | {Category(name): value for name, value in live_bytes.items()}
-    total_bytes = sum(books.values())
-    return MemorySnapshot("cpu", books, total_bytes, books, total_bytes, fragment_bytes=0, metered=True)
+    live = dict.fromkeys(Category, 0) | {Category(name): value for name, value in live_bytes.items()}
+    total_bytes = sum(live.values())
+    return MemorySnapshot("cpu", live, total_bytes, live, total_bytes, fragment_bytes=0, metered=True)
 
 
 def test_a_snapshot_is_a_line_of_json() -> None:
@@ -67,7 +67,7 @@ def test_advice_follows_what_fills_the_memory() -> None:
     ]
     assert advised(snapshot_of(parameters=1000), resolved(zero={"stage": 2}))[0] == "zero.stage=3"
     savings = {advice.assignments[0]: advice.saved_bytes for advice in oom_advice(snapshot_of(gradients=400), config)}
-    assert savings["zero.stage=2"] == 300, "three of four shards rest elsewhere"
+    assert savings["zero.stage=2"] == 300, "three of four shards are stored elsewhere"
 
 
 def test_no_advice_for_what_is_set_or_cannot_help() -> None:

@@ -1,4 +1,4 @@
-"""The ledger's books against counts that know nothing of it."""
+"""The memory tracker's counts against counts that know nothing of it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def live(tracker: MemoryTracker, category: Category) -> int:
 
 
 def test_a_storage_is_one_object_until_it_dies() -> None:
-    """The ledger stands on this: a torch that makes a new object for each call would empty the books."""
+    """The tracker relies on this: a torch that makes a new object for each call would empty its records."""
     source = torch.ones(8, requires_grad=True)
     saved = (source * 2).exp()
     assert saved.untyped_storage() is saved.view(2, 4).untyped_storage()
@@ -294,7 +294,7 @@ def test_training_steps_by_category_and_nothing_is_left_behind() -> None:
     inputs_bytes = 16 * 32 * 4
     assert 0 <= peak_bytes - inputs_bytes + size_bytes - snapshot.peak_bytes <= 32
     train_one_step(model, optimizer, tracker)
-    assert tracker.snapshot().live_bytes == expected, "a second step leaves nothing behind"
+    assert tracker.snapshot().live_bytes == expected, "after a second step nothing more is live"
     del model, optimizer
     gc.collect()
     assert tracker.snapshot().total_bytes == 0
@@ -415,7 +415,7 @@ def test_snapshots_say_whether_a_meter_was_on() -> None:
 
 
 class FakeAllocator:
-    """An allocator whose counters the test sets, as CUDA's stand between two entries of the books."""
+    """An allocator whose counters the test sets, as CUDA's stand between two entries of the tracker."""
 
     def __init__(self) -> None:
         self.allocated_bytes = self.peak_bytes = self.reserved_bytes = 0
@@ -446,13 +446,13 @@ def test_an_allocator_gives_the_totals_and_the_rest_is_activations() -> None:
     }
     assert (snapshot.total_bytes, snapshot.peak_bytes, snapshot.reserved_bytes) == (700, 1000, 1000)
     assert snapshot.fragment_bytes == 300
-    assert snapshot.peak_live_bytes == {}, "nobody looked when the peak passed"
+    assert snapshot.peak_live_bytes == {}, "the tracker did not look when the peak passed"
     tracker.reset_peak()
     snapshot = tracker.snapshot()
     assert (snapshot.peak_bytes, snapshot.peak_live_bytes[Category.ACTIVATIONS]) == (700, 600)
 
 
-def test_a_metered_peak_is_told_by_the_books_of_its_moment() -> None:
+def test_a_metered_peak_is_reported_by_the_counts_of_its_moment() -> None:
     allocator = FakeAllocator()
     tracker = MemoryTracker(allocator=allocator)
     weight, full = torch.zeros(25), torch.zeros(50)

@@ -183,18 +183,18 @@ def test_results_left_aside_report_their_gradient_before_they_need_it(leave: Cal
     """What a forward records after its outputs runs before them in the backward."""
 
     class Leaving(nn.Module):
-        def forward(self, x: Tensor, aside: Tensor) -> Tensor:
+        def forward(self, x: Tensor, other: Tensor) -> Tensor:
             y = Traced.apply(x, log)
-            leave(self, aside)
+            leave(self, other)
             return y
 
     log = Log()
     module = Leaving()
     log.unit(module)
-    x, aside = activation(), activation()
-    y = module(x, aside)
+    x, other = activation(), activation()
+    y = module(x, other)
     assert log.take() == ["before_forward", "expect_input_gradients True", "compute forward", "after_forward True"]
-    left = module.left["results"][0] if leave is leave_in_attribute else aside
+    left = module.left["results"][0] if leave is leave_in_attribute else other
     (y.sum() + left.sum()).backward()
     assert log.take() == ["before_backward", "before_backward", "compute backward", "after_input_gradients"]
 

@@ -125,7 +125,7 @@ def test_storage_is_freed_and_allocated_again_under_its_views() -> None:
 
 
 def test_backward_takes_a_storage_that_was_freed_and_refilled_since_the_forward() -> None:
-    """ZeRO-3 rests on it: autograd keeps views of the weight, and refilling `flat` bumps no version of theirs."""
+    """ZeRO-3 relies on it: autograd keeps views of the weight, and refilling `flat` bumps no version of theirs."""
     flat = torch.tensor([2.0, 3.0])
     weight = nn.Parameter(torch.empty(1, 2))
     weight.data = flat.view(1, 2)
@@ -297,7 +297,7 @@ def test_compiler_errors_are_those_of_a_graph_break_and_of_too_many_compilations
 
 
 def test_fake_tensors_have_storages_that_are_one_object_and_resize() -> None:
-    """What the ledger and the buffers of `full` rest on; and they are freed, which a cache of fake ops may prevent."""
+    """The memory tracker and the buffers of `full` rely on it; they are freed too, which a cache of ops may prevent."""
     with fake_tensors():
         full = torch.empty(2**40, dtype=torch.uint8)
         view = full[:16].view(torch.float32)
