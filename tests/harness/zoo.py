@@ -80,7 +80,7 @@ class Family:
     """A family of Hugging Face.
 
     Attributes:
-        name: its `model_type`, perhaps with a word behind a "/" for a variant.
+        name: its `model_type`, perhaps with a word after a "/" for a variant.
         head: which of its models, a key of the batches.
         options: of its config, where `SIZES` does not say enough.
     """
@@ -137,7 +137,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _merge(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Both, the second where both have a value; tables within them likewise."""
+    """Both, the second where both have a value; the same in tables within them."""
     both = {key: _merge(one[key], other[key]) for key in one if isinstance(other.get(key), Mapping)}
     return {**one, **other, **{key: both[key] for key in both if isinstance(one[key], Mapping)}}
 

@@ -5,8 +5,8 @@ A row has one sign for each of `CELLS`:
     =   equal to one plain process, to 1e-9 in float64
     -   refused in one line; another layout trains the model, as its stage 3 shows
     p   refused in one line that names `propose_plan`; the proposal is equal
-    c   refused in one line; what it names, in `CURES`, is equal
-    !   a defect that is known, wrong or an error of somebody else's: nothing is asked of it
+    c   refused in one line; what it names, in `FIXES`, is equal
+    !   a defect that is known, wrong or an error of another library: nothing is asked of it
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ EXPECTED: Final[Mapping[str, str]] = MappingProxyType(
         "adapters": "=p==-=",
     }
 )
-CURES: Final[Mapping[tuple[str, str], Mapping[str, Any]]] = MappingProxyType(
+FIXES: Final[Mapping[tuple[str, str], Mapping[str, Any]]] = MappingProxyType(
     {
         **{
             (each, "context"): {"options": {"sliding_window": None}}
@@ -154,10 +154,10 @@ def make_cell(family: str, name: str) -> Cell:
     return Cell(name, target=_TARGETS.get(family) or next(found, "stage 3"), sections=sections)
 
 
-def cure(family: str, name: str) -> Cell:
+def fix(family: str, name: str) -> Cell:
     """What the error of a cell names instead."""
     cell = make_cell(family, name)
-    return Cell(name, target=cell.target, **CURES[family, name])
+    return Cell(name, target=cell.target, **FIXES[family, name])
 
 
 def quick_cells(family: str) -> list[str]:

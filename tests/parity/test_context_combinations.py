@@ -203,7 +203,7 @@ def make_engine(mesh: dict[str, int], stage: int, seed: int, **others: Any) -> E
 
 
 def save(rank: int, world_size: int, root: Path) -> tuple[States, float]:
-    """What is saved, and the loss of the step behind it."""
+    """What is saved, and the loss of the step after it."""
     case = make_case("fixed")
     with make_engine({"cp": 2}, 3, 0) as engine:
         engine.train_step(batches_of(engine, case, 0, 1))

@@ -38,7 +38,7 @@ Options = dict[str, Any]
 
 
 def make_case(name: str) -> ModelCase:
-    """A family's model, as it is, or behind "sparse-" for a config's attention."""
+    """A family's model, as it is, or after "sparse-" for a config's attention."""
     return tensor.make_case(name.removeprefix("sparse-"))
 
 
@@ -82,7 +82,7 @@ def test_a_model_of_transformers_equals_one_process(ranks: WorkerPool, case: str
 
 
 def live(rank: int, world_size: int, name: str) -> tuple[float, list[list[int]], float]:
-    """A loss, what is generated of whole sequences, and a step's loss behind it."""
+    """A loss, what is generated of whole sequences, and a step's loss after it."""
     case = make_case(name)
     model = case.build(torch.float64, seed=rank)
     settings = {"mesh": {"cp": 2}, "zero": {"stage": 3}, "run": {"seed": SEED}}

@@ -26,7 +26,6 @@ from shardwise.attention.backends import BackendPlan
 from shardwise.attention.block_layout import BlockLayout, pack
 from shardwise.attention.cpu import CpuBackend
 from shardwise.attention.structures import LocalSlidingWindowSparsityConfig
-from shardwise.config.resolve import ConfigError
 from shardwise.runtime.float64 import float64_throughout
 
 pytest.importorskip("transformers")
@@ -342,9 +341,12 @@ def test_attention_weights_are_refused() -> None:
         model(**batch, output_attentions=True)
 
 
-@pytest.mark.parametrize("model", [nn.Linear(2, 2), functools.partial(build_model, "mamba")])
-def test_a_model_without_the_registry_is_refused(model: Any) -> None:
-    with pytest.raises(ConfigError):
+@pytest.mark.parametrize(
+    ("model", "code"),
+    [(nn.Linear(2, 2), "not-transformers"), (functools.partial(build_model, "mamba"), "attention-interface")],
+)
+def test_a_model_without_the_registry_is_refused(model: Any, code: str) -> None:
+    with refused(code):
         use_sparse_attention(model if isinstance(model, nn.Module) else model(), Windows())
 
 

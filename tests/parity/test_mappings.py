@@ -201,7 +201,7 @@ class ListedLanes(Streams):
 
 
 def test_what_is_waited_for_at_once_stays_on_the_current_stream() -> None:
-    """On NCCL it would queue behind the gathers and reductions of a data group; the whole for the backward overlaps."""
+    """On NCCL it would queue after the gathers and reductions of a data group; the whole for the backward overlaps."""
     lanes, device = ListedLanes(), torch.device("cpu")
     comm = Comm(SimulatedBackend(1, 2, "nccl"), "tp", device, 5.0, lanes, BufferPool(device))
     with fake_tensors():

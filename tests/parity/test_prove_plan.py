@@ -156,16 +156,17 @@ def test_what_is_not_proved_is_said_once(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_a_table_that_a_tiny_copy_refutes_is_refused_by_every_rank(ranks: WorkerPool) -> None:
-    assert ranks(2).run(start, RIGHT_TABLE) == ["", ""]
-    for message in ranks(2).run(start, WRONG_TABLE):
+    assert ranks(2).run(start, RIGHT_TABLE) == [(), ()]
+    for code, message in ranks(2).run(start, WRONG_TABLE):
+        assert code == "tp-plan-refuted"
         assert "the gradient of model.layers.0.input_layernorm.weight is off by" in message
         assert "propose_plan(model, batch, tp=2)" in message
 
 
-def start(rank: int, world_size: int, table: dict[str, Any]) -> str:
+def start(rank: int, world_size: int, table: dict[str, Any]) -> tuple[str, ...]:
     model = build_model("llama")
     try:
         initialize(model, make_config(1, {"mesh": {"tp": world_size}}), plan=table).close()
     except ConfigError as error:
-        return str(error)
-    return ""
+        return error.code, str(error)
+    return ()

@@ -9,7 +9,7 @@ For t ranks, r = (t - 1) / t and U the bytes of a micro-batch's hidden states, a
 
 (Korthikanti et al. 2022, section 4.2.2, whose 8 r U leave out the two all-gathers for the weights' gradients). What
 stands around the layers: the embedding's sum forward and the head's backward, 4 r U; with sequence parallelism an
-all-gather behind the stack and one before it in the backward, 2 r U; the cross entropy's all-gather of two numbers a
+all-gather after the stack and one before it in the backward, 2 r U; the cross entropy's all-gather of two numbers a
 token and rank. Once a step: the sum of the gradients of which each rank has a part, and the step's own numbers.
 """
 

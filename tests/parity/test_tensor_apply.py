@@ -227,7 +227,7 @@ def registered_products() -> set[str]:
 
 
 def undo_all(rank: int, world_size: int) -> list[Any]:
-    others = registered_products()  # of engines that other tests have dropped and nobody has collected
+    others = registered_products()  # of engines that other tests have dropped and are not collected yet
     model: Any = build()
     plan = make_plan(world_size)
     classes = [type(each) for each in model.modules()]
@@ -345,32 +345,34 @@ def test_fused_transposed_and_whole_layers(ranks: WorkerPool, num_ranks: int) ->
         torch.testing.assert_close(found, parameter.grad, rtol=1e-12, atol=1e-12, msg=name)
 
 
-def refusals(rank: int, world_size: int) -> list[str]:
-    messages = []
+def refusals(rank: int, world_size: int) -> list[Any]:
+    found: list[Any] = []
 
     def refuse(model: nn.Module, plan: TensorPlan, splits: dict[str, ParamSplit]) -> None:
         classes = [type(each) for each in model.modules()]
         try:
             split_model(model, plan, make_comm(), TensorConfig(sequence_parallel=True), splits)
         except ConfigError as error:
-            messages.append(str(error))
-        messages.append(str(classes == [type(each) for each in model.modules()]))
+            found.append((error.code, str(error)))
+        found.append(classes == [type(each) for each in model.modules()])
 
     refuse(nn.Sequential(nn.Linear(8, 8)), TensorPlan(regions=(SharedInput("0", ("hidden",)),)), {})
     split = split_on_rank(rank, world_size, is_sequence=True)
     try:
         split.model(make_ids(length=7))
     except ConfigError as error:
-        messages.append(str(error))
-    return messages
+        found.append((error.code, str(error)))
+    return found
 
 
 def test_what_cannot_be_split_is_refused(ranks: WorkerPool) -> None:
-    messages = ranks(2).run(refusals)[0]
-    assert messages[1] == "True"
-    assert "module 0 has no argument 'hidden'; the plan must name one of input" in messages[0]
-    assert "sequence length 7 does not divide by tp=2" in messages[2]
-    assert "nearest legal: 6, 8" in messages[2]
+    (code, message), is_unchanged, (other_code, other_message) = ranks(2).run(refusals)[0]
+    assert (code, other_code) == ("tp-plan-argument", "tp-divides-tokens")
+    assert "module 0" in message
+    assert "'hidden'" in message
+    assert is_unchanged
+    assert "length 7 " in other_message
+    assert "6, 8" in other_message
 
 
 LENGTHS = (7, 8, 3)

@@ -1,4 +1,4 @@
-"""Many families × layouts: each cell equals one plain process, in float64, or is refused in one line whose cure works.
+"""Many families × layouts: each cell equals one plain process, in float64, or is refused in one line whose fix works.
 
 What is expected of each cell is data, in `harness.zoo_expected`; docs/models.md shows the same.
 """
@@ -13,7 +13,7 @@ from harness.paths import ROOT
 from harness.pool import WorkerPool
 from harness.zoo import ZOO
 from harness.zoo_cells import CELLS, Outcome, run_cells
-from harness.zoo_expected import CURES, EXPECTED, cure, make_cell, quick_cells, sign, table
+from harness.zoo_expected import EXPECTED, FIXES, fix, make_cell, quick_cells, sign, table
 
 pytest.importorskip("transformers")
 
@@ -21,14 +21,14 @@ DOCS = ROOT / "docs" / "models.md"
 
 
 def check(ranks: WorkerPool, family: str, names: list[str], folder: Path) -> None:
-    """Run cells of a family, and the cures of those that are refused."""
+    """Run cells of a family, and the fixes of those that are refused."""
     cells = {name: make_cell(family, name) for name in names}
-    cells |= {f"the cure of {name}": cure(family, name) for name in names if sign(family, name) == "c"}
+    cells |= {f"the fix of {name}": fix(family, name) for name in names if sign(family, name) == "c"}
     both = ranks(2).run(run_cells, family, [*cells.values()], folder)
     problems = [
         f"{name}: {problem}"
         for name, *outcomes in zip(cells, *both, strict=True)
-        if (problem := problem_of(name, outcomes, "=" if name.startswith("the cure") else sign(family, name)))
+        if (problem := problem_of(name, outcomes, "=" if name.startswith("the fix") else sign(family, name)))
     ]
     assert not problems, "\n".join([family, *problems])
 
@@ -42,8 +42,8 @@ def problem_of(name: str, outcomes: list[Outcome], expected: str) -> str:
     if not failed and all(each.text.startswith("CommError") for each in outcomes):
         failed = outcomes  # each waited for the other: nobody refused
     # A plan that is refused is no dead end: stage 3 trains what no plan splits.
-    cure = {"p": "propose_plan", "-": "zero.stage=3"}.get(expected, "") if name in ("own plan", "proposal") else ""
-    failed = failed or [each for each in outcomes if cure not in each.text]
+    fix = {"p": "propose_plan", "-": "zero.stage=3"}.get(expected, "") if name in ("own plan", "proposal") else ""
+    failed = failed or [each for each in outcomes if fix not in each.text]
     return f"{failed[0].kind}: {failed[0].text}" if failed else ""
 
 
@@ -66,7 +66,7 @@ def test_cures_are_cells_that_are_equal() -> None:
         assert "-" not in row or sign(family, "stage 3") == "="
         assert "p" not in row or sign(family, "proposal") == "="
         for name in CELLS:
-            assert (sign(family, name) == "c") == ((family, name) in CURES)
+            assert (sign(family, name) == "c") == ((family, name) in FIXES)
 
 
 def test_the_docs_show_the_same() -> None:

@@ -35,6 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.comm.collectives import Comm
+from shardwise.config.errors import EngineError
 from shardwise.tensor import collectives
 
 
@@ -294,9 +295,10 @@ class _EachToken(torch.autograd.Function):
 def _refuse_second_derivatives() -> None:
     # torch's `once_differentiable` lets a graph pass whose upstream gradient is a constant, and loses its gradients.
     if torch.is_grad_enabled():
-        raise RuntimeError(
+        raise EngineError(
+            "no-second-derivatives",
             "the cross entropy of a split head has no second derivatives (create_graph=True); take the loss of "
-            "logits.compute() for them"
+            "logits.compute() for them",
         )
 
 

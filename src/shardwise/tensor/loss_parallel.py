@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardwise.comm.collectives import Comm
+from shardwise.config.errors import EngineError
 from shardwise.models.decoder import lm_loss
 from shardwise.runtime.torch_private import plain_torch_functions, pytree, version, wrapper_like
 from shardwise.tensor import collectives
@@ -222,9 +223,10 @@ class _Unseen(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise RuntimeError(
+        raise EngineError(
+            "head-logits-unseen",
             "the head's logits went through code that torch functions do not see (a torch.autograd.Function, vmap, a "
-            "checkpoint), which cannot give them gradients; give it logits.compute(), all of them on every rank"
+            "checkpoint), which cannot give them gradients; give it logits.compute(), all of them on every rank",
         )
 
 

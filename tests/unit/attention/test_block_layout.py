@@ -141,7 +141,7 @@ def test_copies_and_pickles_take_no_plans_along():
     assert len(pickled) < plan.nbytes // 100
     loaded = pickle.loads(pickled).layout
     assert loaded.allowed().equal(layout.allowed())
-    assert loaded.cached("plan", lambda whole: "made anew") == "made anew"
+    assert loaded.cached("plan", lambda whole: "made again") == "made again"
 
 
 def test_of_many_keys_the_last_made_are_kept():

@@ -93,7 +93,7 @@ FACTORS: Mapping[str, list[Any]] = {
 
 
 def exists(row: dict[str, Any]) -> bool:
-    """Windows are all alike."""
+    """All windows are equal."""
     return not (row["kind"] == "window" and row["per_head"])
 
 

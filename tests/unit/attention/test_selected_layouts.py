@@ -155,7 +155,7 @@ class TestCpuTiles:
 
         assert visited(((0, 16),), ((0, 128),)) == 1
         assert visited(((24, 32),), ((0, 128),)) == 2
-        assert visited(((20, 24),), ((24, 128),)) == 0  # in one block, and yet behind
+        assert visited(((20, 24),), ((24, 128),)) == 0  # in one block, and yet after
         assert visited(((20, 24),), ((23, 128),)) == 1
 
     def test_have_slots_for_blocks_with_tokens_alone(self) -> None:

@@ -12,7 +12,7 @@ from shardwise.context.ulysses import check_heads, check_team, heads_of, team_si
 
 @given(st.integers(1, 6), st.integers(1, 8), st.sampled_from([1, 2, 4, 8]), st.booleans())
 def test_every_query_head_has_the_kv_head_that_it_reads(own: int, group: int, size: int, is_replicated: bool) -> None:
-    """As in one process, where query head h reads KV head h // (H / K); so behind the exchange too."""
+    """As in one process, where query head h reads KV head h // (H / K); so after the exchange too."""
     num_heads = own * size * group
     num_kv_heads = max(1, size // 2) if is_replicated else own * size
     if num_heads % num_kv_heads:

@@ -1,4 +1,4 @@
-"""A plan proposed for a model that nobody has written one for is right, or leaves layers whole and says why.
+"""A plan proposed for a model that has none is right, or leaves layers whole and says why.
 
 Right means: ranks with the local parameters and attributes that the plan says, in threads that sum what rows give and
 gather what heads give, compute what one process computes, and their parameters get the same gradients.
