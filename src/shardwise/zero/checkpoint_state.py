@@ -151,7 +151,7 @@ def check_optimizer_states(
         if needed is not None:
             wrong += [f"has no {state}" for state in sorted(needed - names.keys()) if names]
             lacking = needed - sharded.stored_names(piece) if sharded.is_offloaded(piece) else ()
-            wrong += [f"has a {state}, for which tiers.optimizer has no room" for state in sorted(lacking)]
+            wrong += [f"has a {state}, which the tier of the optimizer cannot store" for state in sorted(lacking)]
         for state, each in names.items():
             is_number = isinstance(each, ScalarState)
             # Of an optimizer that we do not know, what it has says so, if it has stepped.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from harness.attention import reference_attention
 from harness.refusals import refused
 from shardwise.checkpoint.hf.config_files import config_files, decoder_config, describe, describe_decoder
-from shardwise.config.resolve import AttentionConfig, Config, ConfigError, ModelConfig
+from shardwise.config.resolve import AttentionConfig, Config, ModelConfig
 from shardwise.models import Decoder, DecoderConfig, flops_per_token, generate, lm_loss
 from shardwise.models import decoder_config as chosen_config
 from shardwise.models.decoder import DecoderAttention, DecoderBlock, rope_tables
@@ -174,7 +174,7 @@ def test_a_checkpoint_describes_the_attention(attention: AttentionConfig, caplog
 
 
 def test_a_config_without_such_an_attention_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^num_global_blocks=3 does not divide num_local_blocks=4"):
+    with refused("global-blocks-divide", "num_global_blocks=3", "num_local_blocks=4"):
         chosen_config(ModelConfig(), attention=AttentionConfig(kind="fixed", num_global_blocks=3))
     assert chosen_config(ModelConfig(), attention=FIXED).attention == FIXED
 
