@@ -43,6 +43,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from shardwise.config.errors import EngineError
 from shardwise.config.resolve import Config
 from shardwise.offload.counters import TransferCounters
 from shardwise.runtime.memory_tracker import Category, MemoryTracker
@@ -360,8 +361,9 @@ def _whole(tensor: Tensor) -> Tensor | None:
 
 def _check(handle: StoredActivation, current: int) -> None:
     if current != handle.version:
-        raise RuntimeError(
+        raise EngineError(
+            "recompute-input-written",
             f"an input of a recomputed block, shape {tuple(handle.size)}, was written in place after the block had "
             f"read it (version {current}, not {handle.version}), so the block cannot be recomputed; make the writer "
-            "write into a new tensor, as x = x + y does where x += y does not"
+            "write into a new tensor, as x = x + y does where x += y does not",
         )

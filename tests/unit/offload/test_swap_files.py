@@ -6,6 +6,7 @@ import errno
 import fcntl
 import itertools
 import os
+import re
 import socket
 import stat
 import threading
@@ -203,7 +204,7 @@ def test_close_removes_all_and_ends_what_is_under_way(folder: SwapFolder) -> Non
     assert list(root.iterdir()) == []
     with refused("swap-folder-closed", str(folder.path), "more"):
         folder.allocate("more", 1)
-    with pytest.raises(ValueError, match="is deleted; read it before"):
+    with pytest.raises(ValueError, match=re.escape(str(file.path))):
         file.read(0, buffer(1))
 
 
@@ -212,17 +213,16 @@ def test_close_removes_all_and_ends_what_is_under_way(folder: SwapFolder) -> Non
 
 def test_what_no_file_takes_is_refused(folder: SwapFolder) -> None:
     file = folder.allocate("states", 100)
-    with pytest.raises(ValueError, match=r"cannot read bytes 99 to 101 of .*states: it has 100; keep"):
-        file.read(99, buffer(2))
-    with pytest.raises(ValueError, match="bytes -1 to 1"):
-        file.write(-1, buffer(2))
+    for move, start, named in ((file.read, 99, "read bytes 99 to 101"), (file.write, -1, "write bytes -1 to 1")):
+        with pytest.raises(ValueError, match=f"{named} of {re.escape(str(file.path))}: it has 100"):
+            move(start, buffer(2))
     for tensor in (
         torch.zeros(2),
         buffer(4).view(2, 2),
         buffer(4)[::2],
         torch.zeros(2, dtype=torch.uint8, device="meta"),
     ):
-        with pytest.raises(ValueError, match="files take contiguous 1-D uint8"):
+        with pytest.raises(ValueError, match=re.escape(f"{tensor.dtype} {list(tensor.shape)}")):
             file.write(0, tensor)
 
 
