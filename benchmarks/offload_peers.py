@@ -114,7 +114,7 @@ def build_shardwise(model: Decoder, workload: OffloadWorkload, stage: int, tiers
     import shardwise
 
     engine = shardwise.initialize(model, shardwise_config(workload, stage, tiers), loss_fn=language_loss)
-    return Training(lambda tokens: float(engine.train_step([tokens]).loss), engine.tiers.settle)
+    return Training(lambda tokens: float(engine.train_step([tokens]).loss), engine.tiers.wait_idle)
 
 
 def build_deepspeed(model: Decoder, workload: OffloadWorkload, stage: int, tiers: Mapping[str, str]) -> Training:
@@ -217,7 +217,7 @@ class TierDisk:
         for start in range(0, self._numel, CHUNK_NUMEL):
             stop = min(start + CHUNK_NUMEL, self._numel)
             self._tiers.step_pipeline.submit(StepChunk(parts, start, stop, lambda tensors: None, Event(None)))
-        self._tiers.settle()
+        self._tiers.wait_idle()
         for rest in self._states.values():
             if isinstance(rest, NvmeStorage):
                 rest.flush()

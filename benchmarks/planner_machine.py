@@ -172,7 +172,7 @@ def serve(connection: Connection, system: str, workload: MachineWorkload, rank: 
             start_s = time.perf_counter()
             engine.train_step(batches)
             seconds.append(time.perf_counter() - start_s)
-        engine.tiers.settle()
+        engine.tiers.wait_idle()
         connection.send(seconds)
 
 

@@ -170,7 +170,7 @@ class MemoryTracker:
             if record is None:
                 self._open(storage, category)
             else:
-                self._book(record, category, storage.nbytes())
+                self._count_bytes(record, category, storage.nbytes())
             self._end(before)
 
     def resize(self, tensor: Tensor | torch.UntypedStorage, num_bytes: int) -> None:
@@ -187,7 +187,7 @@ class MemoryTracker:
                 raise ValueError(f"a storage of {storage.nbytes()} bytes is not tracked; track it first")
             self._refuse_above_limit(num_bytes - record.num_bytes)
             set_unsharded_storage(storage, num_bytes)
-            self._book(record, record.category, num_bytes)
+            self._count_bytes(record, record.category, num_bytes)
             self._end(before)
 
     def category_of(self, storage: torch.UntypedStorage) -> Category | None:
@@ -229,7 +229,7 @@ class MemoryTracker:
     def reset_peak(self) -> None:
         """Start a new peak at what is live now."""
         with self._lock:
-            self._settle()
+            self._forget_freed()
             self._was_metered = self._is_metering
             total_bytes = self._total_bytes
             if self._allocator is not None:
@@ -243,7 +243,7 @@ class MemoryTracker:
         idle_bytes = sum(pool.fragment_bytes for pool in self._pools)
         with self._lock:
             before = dict(self._live_bytes)
-            self._settle()
+            self._forget_freed()
             live_bytes = dict(self._live_bytes)
             reserved_bytes = self._total_bytes
             if self._allocator is not None:
@@ -274,13 +274,13 @@ class MemoryTracker:
         """
         storage = output.untyped_storage()
         with self._lock:
-            self._settle()
+            self._forget_freed()
             record = self._records.get(id(storage))
             if record is not None:
                 if record.num_bytes == storage.nbytes():
                     return
                 self._refuse_above_limit(storage.nbytes() - record.num_bytes)
-                self._book(record, record.category, storage.nbytes())
+                self._count_bytes(record, record.category, storage.nbytes())
             elif any(storage is tensor.untyped_storage() for tensor in _strided(inputs)):
                 return
             else:
@@ -291,7 +291,7 @@ class MemoryTracker:
         """Begin an entry, with the lock held: remove dead storages; return the counts of before, for `_end`."""
         before = dict(self._live_bytes) if self._allocator is not None and self._is_metering else self._live_bytes
         if self._dead:
-            self._settle()
+            self._forget_freed()
         return before
 
     def _end(self, before: Mapping[Category, int]) -> None:
@@ -306,9 +306,9 @@ class MemoryTracker:
         record = _Record(storage, self._dead.append)
         record.key, record.category, record.num_bytes = id(storage), category, 0
         self._records[record.key] = record
-        self._book(record, category, storage.nbytes())
+        self._count_bytes(record, category, storage.nbytes())
 
-    def _book(self, record: _Record, category: Category, num_bytes: int) -> None:
+    def _count_bytes(self, record: _Record, category: Category, num_bytes: int) -> None:
         self._live_bytes[record.category] -= record.num_bytes
         self._live_bytes[category] += num_bytes
         self._total_bytes += num_bytes - record.num_bytes
@@ -322,10 +322,10 @@ class MemoryTracker:
             f"of {format_bytes(self._limit_bytes)}"
         )
 
-    def _settle(self) -> None:
+    def _forget_freed(self) -> None:
         while self._dead:
             record = self._dead.popleft()
-            self._book(record, record.category, 0)
+            self._count_bytes(record, record.category, 0)
             del self._records[record.key]
 
     def _note_peak(self) -> None:

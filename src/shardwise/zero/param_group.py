@@ -411,7 +411,7 @@ class GroupParams:
             return False
         self.unshard()
         self._pending.wait()
-        self._enter(ParamState.UNSHARDED)
+        self._set_state(ParamState.UNSHARDED)
         return True
 
     def reshard(self) -> bool:
@@ -420,7 +420,7 @@ class GroupParams:
             return False
         self._pending.wait()
         self._tracker.resize(self.full, 0)
-        self._enter(ParamState.SHARDED)
+        self._set_state(ParamState.SHARDED)
         return True
 
     def prefetch(self) -> None:
@@ -442,7 +442,7 @@ class GroupParams:
             self._narrow()
         self.reshard()
         if self._is_gathered_after_step or (is_narrowed and not self.is_released_between_uses):
-            self._enter(ParamState.SHARDED)
+            self._set_state(ParamState.SHARDED)
         return self.state is ParamState.SHARDED and not self.is_released_between_uses
 
     def adopt_master(self) -> None:
@@ -454,7 +454,7 @@ class GroupParams:
         self.reshard()
         if not self.is_released_between_uses:
             if self.shard.numel < self.full.numel():
-                self._enter(ParamState.SHARDED)
+                self._set_state(ParamState.SHARDED)
                 self.wait()
             for index in range(len(self.parameters)):
                 self.accept_written(index)
@@ -479,7 +479,7 @@ class GroupParams:
         for parameter in self.parameters:
             set_parameter_class(parameter, self._released)
 
-    def _enter(self, state: ParamState) -> None:
+    def _set_state(self, state: ParamState) -> None:
         self.state = state
         if state is not ParamState.UNSHARDED:
             self.guard()

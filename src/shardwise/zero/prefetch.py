@@ -32,7 +32,7 @@ class LockstepError(CodedError, RuntimeError):
 
 
 class PrefetchOrder(Protocol):
-    """Answers what to gather; `enter` and `end` return the skipped blocks, to be gathered and released at once."""
+    """Answers what to gather; `enter_...` and `end_...` return the skipped blocks, to be gathered and released at once."""
 
     def start_forward(self) -> Names:
         """Begin a forward."""
@@ -155,7 +155,7 @@ class StaticOrder:
         Raises:
             LockstepError: the order is past this block already.
         """
-        return self._enter(name, "forward")
+        return self._advance(name, "forward")
 
     def end_forward(self) -> Names:
         """Return the blocks after the last one that ran."""
@@ -171,7 +171,7 @@ class StaticOrder:
         Raises:
             LockstepError: the order is past this block already.
         """
-        return self._enter(name, "backward")
+        return self._advance(name, "backward")
 
     def end_backward(self) -> Names:
         """Return the blocks that the backward has not reached."""
@@ -198,7 +198,7 @@ class StaticOrder:
         self._path, self._position, self._has_ahead = path, 0, True
         return ()
 
-    def _enter(self, name: str, what: str) -> Names:
+    def _advance(self, name: str, what: str) -> Names:
         position = self._path.index(name)
         if position < self._position:
             raise LockstepError(
