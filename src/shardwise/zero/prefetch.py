@@ -32,7 +32,7 @@ class LockstepError(CodedError, RuntimeError):
 
 
 class PrefetchOrder(Protocol):
-    """Answers what to gather; `enter_...` and `end_...` return the skipped blocks, to be gathered and released at once."""
+    """Answers what to gather; `enter_...` and `end_...` return skipped blocks, to be gathered and released at once."""
 
     def start_forward(self) -> Names:
         """Begin a forward."""
