@@ -144,7 +144,7 @@ def test_ranks_that_go_different_ways_learn_where(ranks: WorkerPool, checks: boo
 
 
 @pytest.mark.parametrize("transport", ["ring", "ulysses"])
-def test_checked_collectives_train_alike(ranks: WorkerPool, transport: str) -> None:
+def test_checked_collectives_train_the_same(ranks: WorkerPool, transport: str) -> None:
     overrides = {
         "mesh": {"cp": 2, "tp": 2},
         "run": {"check_collectives": True},

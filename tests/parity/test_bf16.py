@@ -65,7 +65,7 @@ def test_bf16_equals_fsdp2(ranks: WorkerPool, num_ranks: int, reduce: str) -> No
         assert ours == pytest.approx(theirs, rel=TOLERANCE)
 
 
-def test_another_training_is_told_apart(ranks: WorkerPool) -> None:
+def test_another_training_is_recognised(ranks: WorkerPool) -> None:
     ours = ranks(2).run(train_ours, 3, "fp32")[0]
     theirs = ranks(3).run(train_fsdp2, "fp32")[0]
     assert ours != pytest.approx(theirs, rel=TOLERANCE)

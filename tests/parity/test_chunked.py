@@ -209,7 +209,7 @@ def test_config_refuses_what_it_cannot_be() -> None:
             Config.from_dict(section).resolve(2)
 
 
-def test_blocks_and_heads_that_stay_whole_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_blocks_and_heads_that_stay_whole_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4)))
     with caplog.at_level(logging.WARNING, "shardwise"):
         make_chunked(model, 3)

@@ -264,7 +264,7 @@ def test_a_ring_holds_its_own_keys_and_those_of_two_others() -> None:
         ("ring over pairs", "dense", ["heads", "keys", "compute", "compute", "tokens"]),
     ],
 )
-def test_what_the_next_step_needs_travels_while_one_is_computed(
+def test_what_the_next_step_needs_is_sent_while_one_is_computed(
     monkeypatch: pytest.MonkeyPatch, transport: str, structure: str, forward: list[str]
 ) -> None:
     comm, seen = simulated(0, 4), []

@@ -101,11 +101,11 @@ def attend_by_turns(rank: int, world_size: int) -> list[bool]:
     return [all(map(torch.equal, *pair)) for pair in zip(reversed(alone), by_turns, strict=True)]
 
 
-def test_engines_take_turns_and_plans_are_found_or_made_alike(ranks: WorkerPool) -> None:
+def test_engines_take_turns_and_found_plans_equal_made_ones(ranks: WorkerPool) -> None:
     assert ranks(2).run(attend_by_turns) == [[True, True]] * 2
 
 
-def test_a_plan_that_cannot_be_made_is_refused_alike_again() -> None:
+def test_a_plan_that_cannot_be_made_is_refused_again() -> None:
     attention = ContextAttention(simulated(2), TRANSPORTS["ring"])
     tensors, split = own_tensors(2), contiguous(TOKENS, 2)
     part = dense_layout(2 * TOKENS, causal=True).select(((0, TOKENS),), ((0, TOKENS),))
@@ -144,7 +144,7 @@ def in_form(form: str, *shape: int) -> Tensor:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("structure", ["dense causal", "longformer"])
-def test_results_have_the_forms_that_fakes_are_told(form: str, structure: str) -> None:
+def test_results_have_the_forms_of_the_fakes(form: str, structure: str) -> None:
     plans = PlanCache(simulated(4), TRANSPORTS["ring"])
     ops, plan = ContextCustomOps(plans, runs_on_fakes=False), plans.place(layout_of(structure), contiguous(TOKENS, 4))
     q, k, v, grad_out = (in_form(form, 2, num_heads, TOKENS // 4, HEAD_DIM) for num_heads in (HEADS, 2, 2, HEADS))

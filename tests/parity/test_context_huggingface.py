@@ -422,7 +422,7 @@ def test_a_window_of_the_models_own_is_refused() -> None:
         model(**inputs)
 
 
-def test_copies_compute_alike_and_pickles_forget_the_ranks() -> None:
+def test_copies_compute_the_same_and_pickles_forget_the_ranks() -> None:
     model, recorded = make_model("llama"), Recorded([])
     inputs = split_inputs(model, make_batch("plain"), alone, 0).inputs
     with use_sparse_attention(model, DenseVisibility(is_causal=True), spread=recorded):

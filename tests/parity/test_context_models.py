@@ -166,7 +166,7 @@ def compile_blocks(rank: int, world_size: int, enabled: bool, is_padded: bool) -
 
 @pytest.mark.full
 @pytest.mark.parametrize("is_padded", [False, True])
-def test_compiled_blocks_compute_alike(ranks: WorkerPool, is_padded: bool) -> None:
+def test_compiled_blocks_compute_the_same(ranks: WorkerPool, is_padded: bool) -> None:
     plain, compiled = (ranks(2).run(compile_blocks, enabled, is_padded) for enabled in (False, True))
     assert compiled[0] == pytest.approx(plain[0], rel=1e-5)
 

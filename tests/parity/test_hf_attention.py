@@ -266,14 +266,14 @@ def test_generation_plans_once_a_length_and_keeps_a_few(monkeypatch: pytest.Monk
             assert sum(plan() is not None for plan in plans) <= 8
 
 
-@pytest.mark.parametrize("told_by", ["position_ids", "cu_seq_lens"])
+@pytest.mark.parametrize("given_by", ["position_ids", "cu_seq_lens"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_packed_documents_equal_documents_alone(family: str, told_by: str) -> None:
-    model, rows = make_model(family), [[6, 7], [13]] if told_by == "position_ids" else [[5, 8]]
+def test_packed_documents_equal_documents_alone(family: str, given_by: str) -> None:
+    model, rows = make_model(family), [[6, 7], [13]] if given_by == "position_ids" else [[5, 8]]
     tokens = make_batch(family)["input_ids"][: len(rows)]
     positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in rows])  # [B, N]
     options: dict[str, Any] = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
-    if told_by == "cu_seq_lens":
+    if given_by == "cu_seq_lens":
         ends = torch.tensor([0, 5, 13], dtype=torch.int32)
         options |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 8, "max_length_k": 8}
     with use_sparse_attention(model, Windows()), float64_throughout(), torch.no_grad():
@@ -287,14 +287,14 @@ def test_packed_documents_equal_documents_alone(family: str, told_by: str) -> No
 def test_dropout_acts_in_training_alone() -> None:
     model, batch = make_model("llama", attention_dropout=0.5), make_batch("llama")
     with use_sparse_attention(model, Windows()), float64_throughout(), torch.no_grad():
-        rested = model(**batch).logits
-        assert torch.equal(model(**batch).logits, rested)
+        evaluated = model(**batch).logits
+        assert torch.equal(model(**batch).logits, evaluated)
         model.train()
         torch.manual_seed(3)
         dropped = model(**batch).logits
         torch.manual_seed(3)
         assert torch.equal(model(**batch).logits, dropped)
-        assert not torch.allclose(dropped, rested)
+        assert not torch.allclose(dropped, evaluated)
 
 
 def test_a_layout_of_its_own_length_serves_shorter_sequences() -> None:

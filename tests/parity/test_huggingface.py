@@ -263,7 +263,7 @@ def train_bf16(rank: int, world_size: int, stage: int) -> list[float]:
         return [engine.train_step([batch]).loss for _ in range(4)]
 
 
-def test_a_bf16_model_with_fp32_norms_trains_alike_in_every_stage(ranks: WorkerPool) -> None:
+def test_a_bf16_model_with_fp32_norms_trains_the_same_in_every_stage(ranks: WorkerPool) -> None:
     with torch.no_grad():
         model = mixed_model().to(torch.bfloat16)
         first = mean_loss(model, [FAMILIES["mixtral"].batch(rank, 2, torch.bfloat16) for rank in range(2)]).item()

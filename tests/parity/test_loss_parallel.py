@@ -193,7 +193,7 @@ def test_a_hook_of_the_user_gets_the_gradient_of_the_logits() -> None:
     assert torch.equal(logits.grad, torch.ones(B, S, V, dtype=torch.float64))
 
 
-def test_the_graph_is_told_without_computing() -> None:
+def test_the_graph_is_known_without_computing() -> None:
     logits, _, _ = make()
     assert (logits.requires_grad, logits.is_leaf, logits.grad_fn is None, logits.grad) == (True, False, False, None)
     assert (logits.is_floating_point(), logits.numel(), len(logits)) == (True, B * S * V, B)
@@ -203,7 +203,7 @@ def test_the_graph_is_told_without_computing() -> None:
     assert (logits.is_deferred, silent.is_deferred) == (True, True)
 
 
-def test_the_user_is_told_once_and_never_without_gradients(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_user_is_warned_once_and_never_without_gradients(caplog: pytest.LogCaptureFixture) -> None:
     logits, _, _ = make()
     with torch.no_grad():
         logits.argmax(-1)

@@ -37,8 +37,8 @@ PAIRS: tuple[tuple[str, Pair], ...] = (
 def pull(rank: int, world_size: int, pair: str, dtype: torch.dtype) -> list[Tensor]:
     """A pair's output, its gradient for an upstream of this rank, and its gradient's gradient."""
     run, n = dict(PAIRS)[pair], world_size
-    is_alike = pair == "split"  # its input is the same on all ranks
-    x = (torch.arange(2.0 * n * 3 * n).view(2, 3 * n, n) + (0 if is_alike else 100 * rank)).to(dtype).requires_grad_()
+    is_equal = pair == "split"  # its input is the same on all ranks
+    x = (torch.arange(2.0 * n * 3 * n).view(2, 3 * n, n) + (0 if is_equal else 100 * rank)).to(dtype).requires_grad_()
     ops = TpMappings(make_comm())
     y = run(ops, x)
     upstream = torch.linspace(0, 1, y.numel(), dtype=dtype).view_as(y)
@@ -188,8 +188,8 @@ def test_fake_tensors_are_counted_where_links_are_simulated(chunks: int) -> None
     assert counts == {"reduce_scatter": chunks, "all_reduce": chunks, "all_gather": 2}
 
 
-class ListedLanes(Streams):
-    """Streams that keep the names of the lanes they were asked for."""
+class ListedStreams(Streams):
+    """Streams that keep the names by which they were asked for."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
@@ -202,8 +202,8 @@ class ListedLanes(Streams):
 
 def test_what_is_waited_for_at_once_stays_on_the_current_stream() -> None:
     """On NCCL it would queue after the gathers and reductions of a data group; the whole for the backward overlaps."""
-    lanes, device = ListedLanes(), torch.device("cpu")
-    comm = Comm(SimulatedBackend(1, 2, "nccl"), "tp", device, 5.0, lanes, BufferPool(device))
+    streams, device = ListedStreams(), torch.device("cpu")
+    comm = Comm(SimulatedBackend(1, 2, "nccl"), "tp", device, 5.0, streams, BufferPool(device))
     with fake_tensors():
         ops = TpMappings(comm)
         x = fake_copy(torch.empty(1, 4, 8, requires_grad=True)) * 1
@@ -211,8 +211,8 @@ def test_what_is_waited_for_at_once_stays_on_the_current_stream() -> None:
         y = ops.row(ops.column(ops.gather_sequence(x, "t"), weight, None), weight, None, True, "t")
         y = y + ops.row(ops.copy_to_tp(x, "t"), weight, None, False, "t")[:, :4]
         y.sum().backward()
-    assert [name for name in lanes.asked if name is not None] == ["tensor"]
-    assert len(lanes.asked) == len(comm.comm_log.recent) == 7
+    assert [name for name in streams.asked if name is not None] == ["tensor"]
+    assert len(streams.asked) == len(comm.comm_log.recent) == 7
 
 
 def names() -> set[str]:

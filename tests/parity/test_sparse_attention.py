@@ -31,7 +31,7 @@ FACTORS = {
 
 
 def fits(options: dict[str, Any]) -> bool:
-    """Four ranks, of which two share data where there is room; four share two KV heads."""
+    """Four ranks, of which two share data where the ranks suffice; four share two KV heads."""
     return options["tp"] * options["pp"] <= 4
 
 

@@ -1,4 +1,4 @@
-"""Collectives and bytes of a step split over the tp axis, by formula: counted by the engine's books and by watching.
+"""Collectives and bytes of a step split over the tp axis, by formula: counted by the engine's records and by watching.
 
 For t ranks, r = (t - 1) / t and U the bytes of a micro-batch's hidden states, a layer sends, as a ring would,
 
@@ -56,13 +56,13 @@ class Measured:
     layout: Layout
     shard: int
     at_rest_bytes: int
-    ledger_bytes: int
+    tracked_bytes: int
     scalar_bytes: int
     calls: tuple[Collective, ...]
     wire: tuple[WireCall, ...]
 
     def over(self, axis: str) -> tuple[Collective, ...]:
-        """Collectives of the books, the step's numbers excepted."""
+        """Collectives of the records, the step's numbers excepted."""
         return tuple(call for call in self.calls if call.axis == axis and call.op != "all_reduce_scalars")
 
     def wire_over(self, num_apart: int) -> Fraction:
@@ -99,13 +99,13 @@ def measure(rank: int, world_size: int, num_layers: int, overrides: dict[str, An
         with WireBytes() as wire:
             engine.backward(engine((tokens, tokens)))
             at_rest_bytes = settled_bytes(live) - tokens.nbytes
-            ledger_bytes = sum(engine.memory.snapshot().live_bytes.values())
+            tracked_bytes = sum(engine.memory.snapshot().live_bytes.values())
             states = [value for state in engine.optimizer.state.values() for value in state.values()]
             scalar_bytes = storage_bytes(value for value in states if value.dim() == 0) + LOSS_SUM_BYTES
             engine.step()
         calls, shard = tuple(engine.comm.comm_log.recent), engine._comms.shards.rank
         engine.close()
-    return Measured(engine.layout, shard, at_rest_bytes, ledger_bytes, scalar_bytes, calls, tuple(wire.calls))
+    return Measured(engine.layout, shard, at_rest_bytes, tracked_bytes, scalar_bytes, calls, tuple(wire.calls))
 
 
 def overrides_of(tp: int, is_sequence: bool, mode: str = "none", precision: str = "fp32", stage: int = 0) -> dict:
@@ -189,9 +189,9 @@ def check_calls(two: Counted, three: Counted, tp: int, is_sequence: bool, mode: 
         layer = {"all_gather": GATHERS[mode], "reduce_scatter": SCATTERS[mode]}
     # The embedding's and the head's, and those of shared gradients; the stack's two and the cross entropy's.
     ends = {"all_reduce": 2 + len(shared_numels(2, tp, is_sequence)), "all_gather": 3 if is_sequence else 1}
-    books = [Counter(call.op for call in each.calls) for each in (two, three)]
-    assert books[1] - books[0] == layer
-    assert books[0] - twice(layer) == {**ends, "all_reduce_scalars": 1}
+    counts = [Counter(call.op for call in each.calls) for each in (two, three)]
+    assert counts[1] - counts[0] == layer
+    assert counts[0] - twice(layer) == {**ends, "all_reduce_scalars": 1}
     watched = [Counter(call.name for call in each.wire) for each in (two, three)]
     assert watched[1] - watched[0] == as_watched(layer, tp)
     assert watched[0] - twice(as_watched(layer, tp)) == as_watched(ends, tp, num_scalars=1)
@@ -233,7 +233,7 @@ def test_bytes_under_zero(ranks: WorkerPool, options: dict[str, Any]) -> None:
     for measured in found:
         layout = measured.layout
         assert measured.at_rest_bytes - measured.scalar_bytes == sum(layout.bytes_at_rest(measured.shard).values())
-        assert measured.ledger_bytes == measured.at_rest_bytes - LOSS_SUM_BYTES
+        assert measured.tracked_bytes == measured.at_rest_bytes - LOSS_SUM_BYTES
         assert measured.wire_over(tp) == sum(layout.bytes_on_wire(1).values())
         assert sum(call.wire_bytes for call in measured.over("dp_shard")) == sum(layout.bytes_on_wire(1).values())
         at_work = activation_wire_bytes(num_layers, tp, is_sequence, "none", DTYPE_BYTES[precision])

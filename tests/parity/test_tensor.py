@@ -86,7 +86,7 @@ def sample(rank: int, world_size: int) -> float:
         return float(engine(torch.ones(4, 8)))
 
 
-def test_ranks_drop_alike_without_gradients(ranks: WorkerPool) -> None:
+def test_ranks_drop_the_same_without_gradients(ranks: WorkerPool) -> None:
     one, other = ranks(2).run(sample)
     assert one == other
 

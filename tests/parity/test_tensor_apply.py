@@ -235,7 +235,7 @@ def undo_all(rank: int, world_size: int) -> list[Any]:
     splits = make_splits(model, plan, world_size, is_sequence=True)
     config = TensorConfig(sequence_parallel=True)
     undo = split_model(model, plan, make_comm(), config, splits)
-    worn = [
+    swapped = [
         repr(model.blocks[0].mlp.down),
         str(inspect.signature(model.blocks[0].attention.forward)),
         model.blocks[0].attention.num_heads,
@@ -247,7 +247,7 @@ def undo_all(rank: int, world_size: int) -> list[Any]:
     names = sorted(registered_products() - others)
     whole = build()
     return [
-        *worn,
+        *swapped,
         [type(each) for each in model.modules()] == classes,
         [{**vars(each)} for each in model.modules()] == state,
         torch.equal(model(make_ids()), whole(make_ids())),

@@ -533,7 +533,7 @@ def write_gathered(rank: int, world_size: int, layout: str) -> tuple[list[str], 
 
 
 @pytest.mark.parametrize("layout", ["tp4", "tp2-dp2"])
-def test_ranks_stay_alike_when_they_write_unlike(ranks: WorkerPool, layout: str) -> None:
+def test_ranks_stay_equal_when_they_write_different_values(ranks: WorkerPool, layout: str) -> None:
     (found, first), *others = ranks(4).run(write_gathered, layout)
     assert not found
     assert first["norm.weight"].float().mean() == pytest.approx(2, abs=0.1)

@@ -40,7 +40,7 @@ def problem_of(name: str, outcomes: list[Outcome], expected: str) -> str:
     kind = "equal" if expected == "=" else "refused"
     failed = [each for each in outcomes if each.kind != kind]
     if not failed and all(each.text.startswith("CommError") for each in outcomes):
-        failed = outcomes  # each waited for the other: nobody refused
+        failed = outcomes  # each waited for the other: none refused
     # A plan that is refused is no dead end: stage 3 trains what no plan splits.
     fix = {"p": "propose_plan", "-": "zero.stage=3"}.get(expected, "") if name in ("own plan", "proposal") else ""
     failed = failed or [each for each in outcomes if fix not in each.text]
@@ -58,7 +58,7 @@ def test_every_cell_of_a_family(ranks: WorkerPool, family: str, tmp_path: Path) 
     check(ranks, family, [*CELLS], tmp_path)
 
 
-def test_cures_are_cells_that_are_equal() -> None:
+def test_fixes_are_cells_that_are_equal() -> None:
     """Every row is whole, and what its refusals name is there."""
     assert [*EXPECTED] == [*ZOO]
     for family, row in EXPECTED.items():

@@ -57,7 +57,7 @@ class Holder(nn.Module):
         return entry(q, self.layout)
 
 
-def test_another_layout_of_the_same_sizes_is_compiled_anew() -> None:
+def test_another_layout_of_the_same_sizes_is_compiled_again() -> None:
     q, run, holder = make_q(), compiled(entry), Holder()
     run_holder = compiled(holder)
     for layout in (ALL, OWN, ALL):

@@ -248,7 +248,7 @@ def test_no_tensor_grows_beyond_inputs_and_budget(p: float) -> None:
     assert largest[64] * 64 < (64 * 64) ** 2
 
 
-def test_rows_that_see_alike_share_a_tile_and_others_do_not() -> None:
+def test_rows_that_see_the_same_share_a_tile_and_others_do_not() -> None:
     window = (torch.arange(64)[:, None] - torch.arange(64)).abs() <= 8  # [64, 64]
     q = torch.empty(1, 1, 64 * 64, 8)
 

@@ -119,7 +119,7 @@ def test_a_share_over_a_share_is_one_call(split: TokenSplit, causal: bool, over_
     check(layout.select(split.shares[2], ((0, 64),)))
 
 
-def test_queries_behind_a_diagonal_share_its_call() -> None:
+def test_queries_after_a_diagonal_share_its_call() -> None:
     layout = dense_layout(40, causal=True).select(queries=((0, 10), (20, 30)), keys=((0, 10), (35, 40)))
     assert num_calls(layout) == 1
     check(layout)
@@ -189,7 +189,7 @@ def test_strides_of_any_kind_are_taken() -> None:
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
 
 
-def test_behind_the_op_it_is_differentiable_and_fakes_need_no_plan() -> None:
+def test_through_the_op_it_is_differentiable_and_fakes_need_no_plan() -> None:
     layout = dense_layout(20, causal=True).select(((4, 9), (12, 20)), ((0, 3), (5, 20)))
     q, k, v, grad_out = tensors(layout)
     out, _ = attend(q, k, v, EXTRAS, layout, "dense")

@@ -87,7 +87,7 @@ def test_documents_may_differ_in_causality() -> None:
 
 @pytest.mark.parametrize("first_query", [1, 128, 299])
 @pytest.mark.parametrize("block", [64, 128, 256])
-def test_queries_behind_cached_keys(block: int, first_query: int) -> None:
+def test_queries_after_cached_keys(block: int, first_query: int) -> None:
     check(random_layout(0, block, 300, causal=True).queries_from(first_query))
     num_blocks = -(-300 // block)
     whole = BlockLayout.from_blocks(torch.ones(num_blocks, num_blocks), block, causal=True, num_tokens=300)

@@ -146,7 +146,7 @@ class TestCpuTiles:
         for mine, their in zip((out, lse, grads.q, grads.k, grads.v), theirs, strict=True):
             torch.testing.assert_close(mine, their, rtol=0, atol=1e-10)
 
-    def test_visit_no_keys_behind_the_last_query(self) -> None:
+    def test_visit_no_keys_after_the_last_query(self) -> None:
         whole = BlockLayout.from_blocks(torch.ones(8, 8), 16, causal=True)
 
         def visited(queries: Runs, keys: Runs) -> int:

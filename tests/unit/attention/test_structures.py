@@ -154,7 +154,7 @@ def test_layouts_are_kept_for_each_instance_and_length_and_not_for_ever():
     assert first.layout(64) is not kept
 
 
-def test_heads_are_told_apart_only_where_they_differ():
+def test_heads_have_layouts_of_their_own_only_where_they_differ():
     assert BigBirdSparsityConfig(4, different_layout_per_head=True).layout(640).num_heads == 4
     assert BSLongformerSparsityConfig(4, different_layout_per_head=True).layout(640).num_heads == 1
     patterns = FixedSparsityConfig(5, different_layout_per_head=True, num_different_global_patterns=2)

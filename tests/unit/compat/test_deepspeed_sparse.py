@@ -221,7 +221,7 @@ def test_batches_are_padded_with_deepspeeds_arguments():
         pad_token_id=9,
         model_embeddings=None,
     )
-    pad_len, input_ids, attention_mask, *rest = padded
+    pad_len, input_ids, attention_mask, *others = padded
     assert (pad_len, input_ids.tolist(), attention_mask.tolist()) == (1, [[5, 6, 7, 9]], [[1, 1, 1, 0]])
-    assert rest == [None] * 3
+    assert others == [None] * 3
     assert SparseAttentionUtils.unpad_sequence_output(1, torch.ones(1, 4, 2)).shape == (1, 3, 2)

@@ -25,7 +25,7 @@ class Model(nn.Module):
         return tokens
 
 
-def test_what_has_the_sequence_as_dim_1_is_cut_however_deep_it_lies() -> None:
+def test_what_has_the_sequence_as_dim_1_is_cut_however_deep_it_is() -> None:
     features = torch.randn(SAMPLES, LENGTH, 3)  # [B, S, 3]
     batch = {"a": [TOKENS, {"b": (features, None)}], "shared": TOKENS[:1]}
     own = cut_batch(batch, TOKENS, OWN)

@@ -173,14 +173,14 @@ def test_an_empty_layout_has_the_step_of_own_keys_alone():
 
 @settings(deadline=None, max_examples=200)
 @given(layouts(), st.data())
-def test_sight_is_exact(layout, data):
+def test_visibility_is_exact(layout, data):
     allowed = layout.allowed().any(0)
     chosen = [data.draw(st.sets(st.integers(0, layout.num_queries - 1))) for _ in range(2)]
     first, second = sorted(chosen[0]), sorted(chosen[1])
-    sight = VisibilityIndex.of(layout)
-    assert tokens(sight.keys_seen(runs_of(first))) == allowed[first].any(0).nonzero().flatten().tolist()
+    index = VisibilityIndex.of(layout)
+    assert tokens(index.keys_seen(runs_of(first))) == allowed[first].any(0).nonzero().flatten().tolist()
     seeing = [each for each in second if allowed[each, first].any()]
-    assert sight.queries_seeing(runs_of(first), among=runs_of(second)) == runs_of(seeing)
+    assert index.queries_seeing(runs_of(first), among=runs_of(second)) == runs_of(seeing)
 
 
 def test_the_split_is_of_the_layouts_tokens():

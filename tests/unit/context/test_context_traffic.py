@@ -58,7 +58,7 @@ def test_teams_exchange_heads_and_then_keys_of_fewer_heads():
     assert sent(BOTH_WAYS, contiguous(512, 4), heads_over=2) == [expected] * 4
 
 
-def test_pushed_queries_travel_instead_of_keys():
+def test_pushed_queries_are_sent_instead_of_keys():
     layout = BSLongformerSparsityConfig(num_heads=1, block=4, num_sliding_window_blocks=1).layout(512)
     split = contiguous(512, 4)
     steps = plan_steps(layout, split, 0, one_by_one=True)

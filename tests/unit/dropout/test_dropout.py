@@ -105,7 +105,7 @@ class TestDistribution:
             assert abs(correlation(rows[:, :, 1:], rows[:, :, :-1])) < 5
             assert abs(correlation(rows[:, 1:], rows[:, :-1])) < 5
 
-    def test_no_two_rows_are_alike(self) -> None:
+    def test_no_two_rows_are_equal(self) -> None:
         assert len(mask(64, 1024, 64, p=0.5).view(-1, 64).unique(dim=0)) == 64 * 1024
 
     def test_sites_calls_steps_samples_and_seeds_differ(self) -> None:
@@ -243,7 +243,7 @@ class TestModule:
             assert [type(each) for each in model.modules()] != [kind for kind, _ in before]
         assert [(type(each), dict(each.__dict__)) for each in model.modules()] == before
 
-    def test_modules_of_one_class_wear_one_class(self) -> None:
+    def test_modules_of_one_class_get_one_class(self) -> None:
         model = nn.ModuleList([nn.Dropout(P), nn.Dropout(P)])
         with keyed(model):
             assert type(model[0]) is type(model[1])
