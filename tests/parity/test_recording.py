@@ -67,7 +67,7 @@ def test_every_rank_of_a_pipeline_is_in_it(ranks: WorkerPool, mesh: dict[str, in
     (written,) = tmp_path.iterdir()
     assert written.name == "0.json"
     for one, other in zip(results[0][1], read_chrome_trace(json.loads(written.read_text())), strict=True):
-        assert (one.action, one.rank, one.lane) == (other.action, other.rank, other.lane)
+        assert (one.action, one.rank, one.stream) == (other.action, other.rank, other.stream)
         assert one.duration_s == pytest.approx(other.duration_s, abs=1e-6)
 
 

@@ -127,19 +127,21 @@ def _layout(config: Config, seq_len: int, num_heads: int | None, *, causal: bool
     if num_heads is None:
         num_heads = decoder_config(config.model).num_heads
     if seq_len < 1:
-        raise ConfigError(f"seq_len={seq_len} has no token; give 1 or more")
+        raise ConfigError("seq-len-below-one", f"seq_len={seq_len} has no token; give 1 or more")
     structure = structure_of(config.attention, num_heads, causal=causal)
     if structure is None:
         if config.mesh.cp > 1:
             return num_heads, dense_layout(seq_len, causal=causal)
         raise ConfigError(
+            "attention-has-no-blocks",
             "attention.kind=dense has no blocks to draw; set attention.kind=fixed, variable, bigbird, bslongformer or "
-            "sliding-window, or mesh.cp to see what ranks share"
+            "sliding-window, or mesh.cp to see what ranks share",
         )
     if seq_len > _MAX_BLOCKS * structure.block:  # some GiB of blocks, for a picture
         raise ConfigError(
+            "too-many-blocks-to-draw",
             f"{seq_len:,} tokens in blocks of {structure.block} are too many to draw; draw "
-            f"{_MAX_BLOCKS * structure.block:,} or fewer, or take a larger attention.block"
+            f"{_MAX_BLOCKS * structure.block:,} or fewer, or take a larger attention.block",
         )
     return num_heads, structure.layout(seq_len)
 
@@ -183,8 +185,8 @@ def panels(layout: BlockLayout, max_cells: int) -> list[layout_drawing.LayoutPan
         drawn.append(layout_drawing.LayoutPanel(title, _shares(blocks[group[0]], max_cells)))
     if len(groups) > _MAX_PANELS:
         last = drawn[-1]
-        rest = f" and {len(groups) - _MAX_PANELS} more layouts, not drawn"
-        drawn[-1] = layout_drawing.LayoutPanel(last.title + rest, last.shares)
+        others = f" and {len(groups) - _MAX_PANELS} more layouts, not drawn"
+        drawn[-1] = layout_drawing.LayoutPanel(last.title + others, last.shares)
     return drawn
 
 

@@ -156,7 +156,7 @@ def _add_diff(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def _add_reshard(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    reshard = _command(actions, "reshard", "write a checkpoint anew with more or fewer files", _RESHARD_EXAMPLES)
+    reshard = _command(actions, "reshard", "write a checkpoint again with more or fewer files", _RESHARD_EXAMPLES)
     reshard.add_argument("source", type=Path, metavar="SRC", help=_PATH_HELP)
     reshard.add_argument("root", type=Path, metavar="DST", help="the folder in which the step's folder is made")
     reshard.add_argument(
@@ -239,7 +239,7 @@ def _show(arguments: argparse.Namespace) -> int:
         _print(show.render_root(path, found))
         newest = found[0]
         why = f"the newest, {newest.folder.name}: {newest.damage}"
-        return _say(f"{path} has no whole checkpoint; of {why}; copy it anew from where it was saved", 1)
+        return _say(f"{path} has no whole checkpoint; of {why}; copy it again from where it was saved", 1)
     folder, manifest = whole[0] if found else (folders[0], read_manifest(folders[0]))
     tensors = show.matching(manifest.tensors, pattern) if pattern is not None else []
     if arguments.json:
@@ -309,7 +309,7 @@ def _export(arguments: argparse.Namespace) -> int:
         )
     _print(render_exported(source, exported, time.monotonic() - start_s))
     if tokenizer is None:
-        _print("no tokenizer is beside them, as the checkpoint lies in no run's folder; --tokenizer FOLDER adds one")
+        _print("no tokenizer is beside them, as the checkpoint is in no run's folder; --tokenizer FOLDER adds one")
     return 0
 
 
@@ -341,7 +341,9 @@ def _check_files(num_files: int) -> None:
     from shardwise.checkpoint.manifest import CheckpointError
 
     if not 1 <= num_files <= _MAX_FILES:
-        raise CheckpointError(f"--files {num_files} is no number of files; give one from 1 to {_MAX_FILES}")
+        raise CheckpointError(
+            "num-files", f"--files {num_files} is no number of files; give one from 1 to {_MAX_FILES}"
+        )
 
 
 def _print(*blocks: RenderableType) -> None:

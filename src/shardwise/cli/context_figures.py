@@ -4,7 +4,7 @@
 >>> layout, sizes = dense_layout(4096, causal=True), AttentionSizes(samples=1, num_heads=4, num_kv_heads=4, head_dim=64)
 >>> print("\\n".join(figures_of_ranks(layout, sizes, ContextConfig(), degree=4)))
 ranks        cp=4, 1,024 tokens of a sequence each
-token layout   most work    keys that travel
+token layout   most work    keys that are sent
   contiguous   1.75 x mean  50 % of other ranks'
   zigzag       1.00 x mean  75 % of other ranks', taken by auto
   balanced     1.00 x mean  75 % of other ranks'
@@ -50,7 +50,7 @@ def figures_of_ranks(layout: BlockLayout, sizes: AttentionSizes, section: Contex
     others = "other teams'" if size > 1 else "other ranks'"
     lines = [
         f"ranks        cp={degree}, {chosen.own_size:,} tokens of a sequence each{of_teams}",
-        f"token layout   most work    keys that travel{' in a ring; even by ulysses, with any' if is_even else ''}",
+        f"token layout   most work    keys that are sent{' in a ring; even by ulysses, with any' if is_even else ''}",
     ]
     for kind, work, traffic in balance_table(layout, degree, size):
         line = f"{_INDENT}{kind:<13}{f'{work:.2f} x mean':<13}{100 * traffic:.3g} % of {others}"

@@ -58,16 +58,16 @@ examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; a rank of a run does not return."""
     parser = _parser()
-    arguments, rest = parser.parse_known_args(argv)
+    arguments, extra = parser.parse_known_args(argv)
     # argparse would say so before it says which flag is unknown.
     if not hasattr(arguments, "run"):
         parser.print_help(sys.stderr)
         return 2
     # argparse does not take up positional arguments again after an option.
-    if rest and not hasattr(arguments, "settings"):
-        parser.error(f"{' '.join(rest)} is more than the command takes")
-    if rest:
-        arguments.settings += rest
+    if extra and not hasattr(arguments, "settings"):
+        parser.error(f"{' '.join(extra)} is more than the command takes")
+    if extra:
+        arguments.settings += extra
     for stream in (sys.stdout, sys.stderr):
         # A sample may hold any character, and a terminal may not know it.
         if hasattr(stream, "reconfigure"):
@@ -117,12 +117,12 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
         """Parse as argparse does, but refuse unknown flags here, where the known ones are."""
-        known, rest = super().parse_known_args(args, namespace)
-        for text in rest:
+        known, extra = super().parse_known_args(args, namespace)
+        for text in extra:
             if text.startswith("-"):
                 given = list(args or ())
                 self.refuse_unknown(text, given[given.index(text) + 1 :] if text in given else ())
-        return known, rest
+        return known, extra
 
 
 def _nearest(word: str, words: Sequence[str]) -> str:
@@ -196,7 +196,9 @@ def _train(arguments: argparse.Namespace) -> int:
         if arguments.dry_run:
             return _dry_run(arguments)
         if arguments.world_size is not None:
-            raise ConfigError(f"--world-size {arguments.world_size} is of a dry run; add --dry-run or leave it out")
+            raise ConfigError(
+                "flag-of-dry-run", f"--world-size {arguments.world_size} is of a dry run; add --dry-run or leave it out"
+            )
         env = detect(os.environ)
         if env is None and arguments.prepared is None:
             return _start(arguments)
@@ -328,7 +330,7 @@ def _presets(arguments: argparse.Namespace) -> int:
         columns = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
         print("  ".join([name.ljust(widths[0]), *columns]))
     print("\nheads: of queries / of keys and values")
-    print("GiB: at rest over all ranks of ZeRO-3, 18 bytes a parameter: bf16, fp32 gradients and master, Adam")
+    print("GiB: at extra over all ranks of ZeRO-3, 18 bytes a parameter: bf16, fp32 gradients and master, Adam")
     return 0
 
 
@@ -412,7 +414,11 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     except ConfigError as error:
         return _refuse(error)
     except OSError as error:
-        return _refuse(ConfigError(f"the profile cannot be kept: {error}; set XDG_CACHE_HOME to a writable folder"))
+        return _refuse(
+            ConfigError(
+                "profile-not-writable", f"the profile cannot be kept: {error}; set XDG_CACHE_HOME to a writable folder"
+            )
+        )
     except KeyboardInterrupt:
         print("shardwise: stopped by Ctrl-C; no profile was written", file=sys.stderr)
         return 130
@@ -431,7 +437,9 @@ def _refuse_unwritable(folder: Path) -> None:
     """Find this out before minutes of measuring, not after them."""
     place = next(each for each in (folder, *folder.parents) if each.exists())
     if not place.is_dir() or not os.access(place, os.W_OK):
-        raise ConfigError(f"the profile cannot be kept in {folder}; set XDG_CACHE_HOME to a writable folder")
+        raise ConfigError(
+            "profile-not-writable", f"the profile cannot be kept in {folder}; set XDG_CACHE_HOME to a writable folder"
+        )
 
 
 def _launch_calibrators(folder: str, device_kind: str, num_ranks: str, disk: str, extent: str) -> int:
@@ -459,9 +467,12 @@ def _split(settings: Sequence[str]) -> tuple[str | None, list[str]]:
     """Return the config file, if there is one, and the assignments."""
     files = [text for text in settings if "=" not in text]
     if missing := next((text for text in files if text in all_keys()), None):
-        raise ConfigError(f"{missing} has no value; write {missing}=...")
+        raise ConfigError("setting-without-value", f"{missing} has no value; write {missing}=...")
     if len(files) > 1:
-        raise ConfigError(f"{' and '.join(files)} are two config files; give one, and settings as section.key=value")
+        raise ConfigError(
+            "two-config-files",
+            f"{' and '.join(files)} are two config files; give one, and settings as section.key=value",
+        )
     return (files[0] if files else None), [text for text in settings if "=" in text]
 
 

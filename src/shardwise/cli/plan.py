@@ -120,7 +120,7 @@ def _positive(text: str | None, flag: str) -> int | None:
         return None
     digits = text.replace(",", "").replace("_", "")
     if not digits.isascii() or not digits.isdecimal() or int(digits) < 1:
-        raise ConfigError(f"{flag} {text} must be a whole number >= 1, such as {flag} 1024")
+        raise ConfigError("flag-whole-number", f"{flag} {text} must be a whole number >= 1, such as {flag} 1024")
     return int(digits)
 
 
@@ -134,7 +134,9 @@ def _share(text: str | None) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value <= _MAX_MARGIN:
-        raise ConfigError(f"--margin {text} must be a share between 0 and {_MAX_MARGIN}, such as 0.06 or 6%")
+        raise ConfigError(
+            "margin-share", f"--margin {text} must be a share between 0 and {_MAX_MARGIN}, such as 0.06 or 6%"
+        )
     return value
 
 
@@ -147,10 +149,11 @@ def _plan(arguments: argparse.Namespace, split: Split, environ: Mapping[str, str
         if arguments.refit is not None:
             return _refit(arguments.refit, environ)
         if arguments.model is not None and path is not None:
-            raise ConfigError(f"--model {arguments.model} and {path} are two models; give one of them")
+            raise ConfigError("two-models", f"--model {arguments.model} and {path} are two models; give one of them")
         if arguments.fit and assignments:
             raise ConfigError(
-                f"{assignments[0]} pins nothing of --fit, which has setups of its own; leave one of them out"
+                "fit-takes-no-settings",
+                f"{assignments[0]} pins nothing of --fit, which has setups of its own; leave one of them out",
             )
         _refuse_place(arguments.write, "--write", "plan.toml")
         _refuse_place(arguments.json, "--json", "plan.json")
@@ -177,10 +180,10 @@ def _answer(
     if arguments.explain is not None:
         return _explain(arguments, named or _here(environ, num_procs), model, assignments)
     if model is None:
-        raise ConfigError(_NO_MODEL)
+        raise ConfigError("plan-needs-model", _NO_MODEL)
     is_file = Path(model).suffix or "--" in model or Path(model).exists()
     if arguments.global_batch is None and arguments.compare is None and not is_file:
-        raise ConfigError(_NO_BATCH)  # only a file may say it
+        raise ConfigError("plan-needs-batch", _NO_BATCH)  # only a file may say it
     return _search(arguments, named or _here(environ, num_procs), model, assignments)
 
 
@@ -200,7 +203,7 @@ def _check_flags(arguments: argparse.Namespace) -> None:
     }
     chosen = [name for name, is_chosen in modes.items() if is_chosen]
     if len(chosen) > 1:
-        raise ConfigError(f"{chosen[0]} and {chosen[1]} are two questions; ask one at a time")
+        raise ConfigError("two-questions", f"{chosen[0]} and {chosen[1]} are two questions; ask one at a time")
     _refuse_unheeded(arguments, chosen[0] if chosen else "")
     arguments.global_batch = _positive(arguments.global_batch, "--global-batch")
     arguments.seq = _positive(arguments.seq, "--seq")
@@ -221,10 +224,14 @@ def _refuse_unheeded(arguments: argparse.Namespace, question: str) -> None:
         if getattr(arguments, flag.removeprefix("--").replace("-", "_")) in (None, False):
             continue
         if flag in _HEEDS["--dry-run"]:
-            raise ConfigError(f"{flag} is of a dry run; add --dry-run, or say the GPUs by --cluster h100:512")
+            raise ConfigError(
+                "flag-of-dry-run", f"{flag} is of a dry run; add --dry-run, or say the GPUs by --cluster h100:512"
+            )
         if flag in _OF_SEARCH:
-            raise ConfigError(f"{flag} is of a search, and {question} makes none; leave one of them out")
-        raise ConfigError(f"{flag} says nothing to {question}; leave one of them out")
+            raise ConfigError(
+                "flag-of-search", f"{flag} is of a search, and {question} makes none; leave one of them out"
+            )
+        raise ConfigError("flag-unheeded", f"{flag} says nothing to {question}; leave one of them out")
 
 
 def _refuse_place(path: Path | None, flag: str, example: str) -> None:
@@ -232,13 +239,15 @@ def _refuse_place(path: Path | None, flag: str, example: str) -> None:
     if path is None or (str(path) == "-" and flag == "--json"):
         return
     if str(path) == "-":
-        raise ConfigError(f"{flag} - names no file; give one, such as {example}")
+        raise ConfigError("output-names-no-file", f"{flag} - names no file; give one, such as {example}")
     if path.is_dir():
-        raise ConfigError(f"{flag} {path} is a folder; give a file, such as {path / example}")
+        raise ConfigError("output-is-folder", f"{flag} {path} is a folder; give a file, such as {path / example}")
     if not path.parent.is_dir():
-        raise ConfigError(f"{flag} {path}: there is no folder {path.parent}; make it, or give another path")
+        raise ConfigError(
+            "output-folder-absent", f"{flag} {path}: there is no folder {path.parent}; make it, or give another path"
+        )
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"{flag} {path} may not be written; give a path that you may write to")
+        raise ConfigError("output-not-writable", f"{flag} {path} may not be written; give a path that you may write to")
 
 
 def _refuse_taken(path: Path | None) -> None:
@@ -251,7 +260,7 @@ def _refuse_taken(path: Path | None) -> None:
     except (OSError, UnicodeDecodeError):
         is_ours = False
     if not is_ours:
-        raise ConfigError(f"--write {path} is there already, and not from a plan; give another path")
+        raise ConfigError("output-taken", f"--write {path} is there already, and not from a plan; give another path")
 
 
 def _here(environ: Mapping[str, str], num_procs: int | None) -> Cluster:
@@ -330,7 +339,8 @@ def _yours(pricer: Pricer, own: str | None, model: str | None) -> tuple[Estimate
     except ConfigError as error:
         name = Path(source).name if len(source) < _LONG_NAME else "the layout of your flags"
         if own is not None:
-            raise ConfigError(f"{name} cannot be compared: {str(error).removeprefix(f'{name}: ')}") from None
+            why = str(error).removeprefix(f"{name}: ")
+            raise ConfigError(error.code, f"{name} cannot be compared: {why}") from None
         return None, (f"{name} itself has no price here: {str(error).removeprefix(f'{name}: ')}",)
 
 
@@ -420,13 +430,18 @@ def _refit(runs_folder: Path, environ: Mapping[str, str]) -> int:
         found = (find_profile(folder, *each) for each in sorted({(run.device, run.world_size) for run in runs}))
         profiles = {(each.device, each.num_ranks): each for each in found if each is not None}
         if not profiles:
-            raise ConfigError("the machine of these runs was not measured; run shardwise doctor --calibrate first")
+            raise ConfigError(
+                "machine-not-measured",
+                "the machine of these runs was not measured; run shardwise doctor --calibrate first",
+            )
         refits = [refit(profile, runs) for profile in profiles.values()]
     for each in refits:
         try:
             words = f"wrote {write_profile(each.profile, folder)}" if each.is_changed else "nothing was written"
         except OSError as error:
-            raise ConfigError(f"the profile cannot be kept: {error}; set XDG_CACHE_HOME to a writable folder") from None
+            raise ConfigError(
+                "profile-not-writable", f"the profile cannot be kept: {error}; set XDG_CACHE_HOME to a writable folder"
+            ) from None
         Terminal().print(f"{each}\n{words}", markup=False, highlight=False, soft_wrap=True)
     return 0
 
@@ -451,16 +466,18 @@ def _give(arguments: argparse.Namespace, view: RenderableType, values: Mapping[s
 
 def _write_text(path: Path, text: str, flag: str) -> None:
     """Write a file wholly or not at all; write directly to what is no regular file, such as a pipe."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}") if path.is_file() or not path.exists() else path
+    temporary = path.with_name(f".{path.name}.{os.getpid()}") if path.is_file() or not path.exists() else path
     try:
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(path)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
     except OSError as error:
-        raise ConfigError(f"{flag} {path} cannot be written: {error.strerror}; give another path") from None
+        raise ConfigError(
+            "output-not-writable", f"{flag} {path} cannot be written: {error.strerror}; give another path"
+        ) from None
     finally:
-        if aside != path:
+        if temporary != path:
             with suppress(OSError):
-                aside.unlink()
+                temporary.unlink()
 
 
 def _dry_run(arguments: argparse.Namespace, path: str | None, assignments: Sequence[str]) -> int:
@@ -493,5 +510,7 @@ def parse_ranks(text: str | None) -> list[int] | Choice | None:
         return "stages"
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() for part in parts):
-        raise ConfigError(f"--ranks {text} names no ranks; give numbers such as 0,8,16, or worst, or stages")
+        raise ConfigError(
+            "ranks-to-simulate", f"--ranks {text} names no ranks; give numbers such as 0,8,16, or worst, or stages"
+        )
     return [int(part) for part in parts]

@@ -28,8 +28,9 @@ def this_machine(folder: Path, num_ranks: int | None = None) -> Cluster:
         profile = find_profile(folder, CPU, ranks)
         if profile is None:
             raise ConfigError(
+                "machine-not-measured",
                 "this machine has no GPU and was not measured; run shardwise doctor --calibrate, or plan for another "
-                "by --cluster h100:8"
+                "by --cluster h100:8",
             )
         return cluster_of(profile, ranks)
     name, ranks = torch.cuda.get_device_name(0), num_ranks or torch.cuda.device_count()
@@ -38,5 +39,8 @@ def this_machine(folder: Path, num_ranks: int | None = None) -> Cluster:
         return cluster_of(profile, ranks)
     gpu = known_gpu(name)
     if gpu is None:
-        raise ConfigError(f"{name} is no device that the planner knows; run shardwise doctor --calibrate to measure it")
+        raise ConfigError(
+            "device-unknown",
+            f"{name} is no device that the planner knows; run shardwise doctor --calibrate to measure it",
+        )
     return Cluster(gpu=gpu, num_gpus=ranks, gpus_per_node=ranks, nic_bytes_per_s=gpu.nic_bytes_per_s)

@@ -68,7 +68,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], s
         ("forward", "of a forward"),
         ("backward-input", "of the gradient of the input"),
         ("backward-weight", "of the gradient of the weights"),
-        ("transfer", "that a value travels between two ranks (default: 0)"),
+        ("transfer", "that a value takes between two ranks (default: 0)"),
     ):
         parser.add_argument(f"--{name}-s", type=float, metavar="S", help=f"seconds {what}")
     parser.add_argument("--recorded", type=Path, metavar="FILE", help="a run's Chrome trace, drawn under the plan")
@@ -140,8 +140,9 @@ def num_micro_batches_of(config: Config) -> int:
         return 1
     if mesh.dp_shard is None:
         raise ConfigError(
+            "micro-batches-unknown",
             "batch.accumulation follows from the number of data-parallel ranks, which is known only in a run; add "
-            "mesh.dp_shard=N or batch.accumulation=N"
+            "mesh.dp_shard=N or batch.accumulation=N",
         )
     accumulation = resolve_batch(batch, mesh.dp_shard * (mesh.dp_replicate or 1)).accumulation
     return accumulation or 1
@@ -154,7 +155,9 @@ def _op_times(arguments: argparse.Namespace, recorded: Sequence[TimedAction] | N
     for name, value in given.items():
         if not 0 <= value <= _MAX_S:
             option = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{option} {value:g} is no duration; give seconds, from 0 to {_MAX_S:g}")
+            raise ConfigError(
+                "op-time-negative", f"{option} {value:g} is no duration; give seconds, from 0 to {_MAX_S:g}"
+            )
     return replace(default, **given)
 
 
@@ -166,7 +169,7 @@ def _read_recorded(path: Path) -> tuple[TimedAction, ...]:
     try:
         return read_chrome_trace(read_json(path, "give the trace that a run wrote", max_bytes=_MAX_TRACE_BYTES))
     except (UntrustedFileError, ScheduleError) as error:
-        raise ConfigError(f"--recorded {path}: {error}") from None
+        raise ConfigError(error.code, f"--recorded {path}: {error}") from None
 
 
 def _write(arguments: argparse.Namespace, panels: Sequence[TerminalPanel]) -> bool:

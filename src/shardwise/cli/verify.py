@@ -135,9 +135,11 @@ def read_model(path: Path) -> dict[str, Any]:
     try:
         values = read_json(file, "give a Hugging Face config.json")
     except UntrustedFileError as error:
-        raise ConfigError(f"--model: {error}") from None
+        raise ConfigError(error.code, f"--model: {error}") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"--model {file} is no table of keys; give a Hugging Face config.json")
+        raise ConfigError(
+            "model-config-not-a-table", f"--model {file} is no table of keys; give a Hugging Face config.json"
+        )
     return values
 
 

@@ -62,7 +62,10 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON; `schema` changes when a key is removed or changes its meaning."""
-        return {"schema": SCHEMA, **asdict(self)}
+        values = asdict(self)
+        for finding in values["findings"]:
+            finding["cure"] = finding.pop("fix")
+        return {"schema": SCHEMA, **values}
 
 
 def diagnose(
@@ -93,7 +96,7 @@ def read_swap(nvme_path: Path | None, config: Config | None) -> SwapInfo | None:
 
     Args:
         nvme_path: the folder; None takes the config's.
-        config: the job's config, from which the room that it needs follows; None where there is none.
+        config: the job's config, from which the space that it needs follows; None where there is none.
 
     Raises:
         ConfigError: the config is wrong, as for a run.

@@ -54,15 +54,15 @@ _SLOW_SETTINGS: Mapping[str, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Finding:
-    """Names a problem: `what` gives the value and the rule it breaks, `cure` the remedy. `name` never changes."""
+    """Names a problem: `what` gives the value and the rule it breaks, `fix` what helps. `name` never changes."""
 
     level: Level
     name: str
     what: str
-    cure: str
+    fix: str
 
     def __str__(self) -> str:
-        return f"{self.level}: {self.what}; {self.cure}"
+        return f"{self.level}: {self.what}; {self.fix}"
 
 
 def list_findings(facts: SystemInfo, measured: Measurements | None) -> list[Finding]:
@@ -120,8 +120,8 @@ def _on_gpus(facts: SystemInfo) -> Iterator[Finding]:
             yield Finding("warning", "gpus-hidden", what, "unset it to train on GPUs")
         else:
             what += f" for CUDA {software.torch_cuda} sees no GPU"
-            cure = "update the driver to one for that CUDA, and see what nvidia-smi says"
-            yield Finding("error", "gpus-not-seen", what, cure)
+            fix = "update the driver to one for that CUDA, and see what nvidia-smi says"
+            yield Finding("error", "gpus-not-seen", what, fix)
     for index, gpu in enumerate(facts.gpus):
         yield from _on_gpu(index, gpu)
     if facts.gpus_reach_each_other is False:
@@ -181,8 +181,8 @@ def _on_rank_environ(environ: Mapping[str, str]) -> Iterator[Finding]:
     try:
         env = detect(environ)
     except ConfigError as error:
-        what, _, cure = str(error).partition("; ")
-        yield Finding("error", "rank-environment", what, cure)
+        what, _, fix = str(error).partition("; ")
+        yield Finding("error", "rank-environment", what, fix)
         return
     left = [name for name in RANK_NAMES if name in environ]
     if env is not None and env.launcher == "torchrun" and "TORCHELASTIC_RUN_ID" not in environ:
@@ -241,7 +241,7 @@ def _on_swap(swap: SwapInfo) -> Iterator[Finding]:
     disk = swap.disk
     elsewhere = "set tiers.nvme_path, or give --nvme-path, to a folder"
     if not disk.writable:
-        what = f"{disk.path} cannot be written to, and states on NVMe rest there"
+        what = f"{disk.path} cannot be written to, and states on NVMe are stored there"
         yield Finding("error", "swap-not-writable", what, f"{elsewhere} you may write to")
     elif swap.needed_bytes is not None and disk.free_bytes < swap.needed_bytes:
         needed, free = format_bytes(swap.needed_bytes), format_bytes(disk.free_bytes)
@@ -262,8 +262,8 @@ def _on_cores(facts: SystemInfo) -> Iterator[Finding]:
     cpu = facts.cpu
     if cpu.quota_cores is not None and cpu.quota_cores < cpu.num_usable:
         what = f"this cgroup gives {cpu.quota_cores:g} cores' time to {cpu.num_usable} cores; more threads are stalled"
-        cure = f"raise the CPU limit, or start no more than {cpu.num_at_once} threads, as `shardwise train` does"
-        yield Finding("warning", "cores-throttled", what, cure)
+        fix = f"raise the CPU limit, or start no more than {cpu.num_at_once} threads, as `shardwise train` does"
+        yield Finding("warning", "cores-throttled", what, fix)
     if cpu.num_usable < cpu.num_machine:
         what = f"this process may run on {cpu.num_usable} of {cpu.num_machine} cores"
         yield Finding("note", "cores-limited", what, "ask the scheduler, taskset or the container for more")
@@ -284,13 +284,13 @@ def _on_network(facts: SystemInfo) -> Iterator[Finding]:
     asked = environ.get("GLOO_SOCKET_IFNAME")
     if network.error is not None and asked is None:
         what = f"the hostname {network.hostname} does not resolve ({network.error}); gloo connects by it"
-        cure = "add it to /etc/hosts, or name an interface in GLOO_SOCKET_IFNAME"
-        yield Finding("warning", "hostname-unresolved", what, cure)
+        fix = "add it to /etc/hosts, or name an interface in GLOO_SOCKET_IFNAME"
+        yield Finding("warning", "hostname-unresolved", what, fix)
     elif network.addresses and asked is None and all(_is_loopback(address) for address in network.addresses):
         address = network.addresses[0]
         what = f"the hostname {network.hostname} resolves to {address} only, which other machines cannot reach"
-        cure = "for runs on several machines name the interface in GLOO_SOCKET_IFNAME"
-        yield Finding("note", "hostname-is-loopback", what, cure)
+        fix = "for runs on several machines name the interface in GLOO_SOCKET_IFNAME"
+        yield Finding("note", "hostname-is-loopback", what, fix)
     missing = [name for name in (asked or "").split(",") if name and name not in network.interfaces]
     if missing:
         yield _interface_missing("GLOO_SOCKET_IFNAME", missing[0], network.interfaces)
@@ -311,15 +311,15 @@ def _is_loopback(address: str) -> bool:
 
 
 def _on_failures(measured: Measurements) -> Iterator[Finding]:
-    cures = {
+    fixes = {
         "gloo": "if this machine has several networks, name one that is up in GLOO_SOCKET_IFNAME",
         "nccl": "run with NCCL_DEBUG=WARN to see why, and name the network in NCCL_SOCKET_IFNAME",
-        "swap": "set tiers.nvme_path, or give --nvme-path, to a folder with room that you may write to",
-        "disk": "set run.dir, or give --dir, to a folder with room that you may write to",
+        "swap": "set tiers.nvme_path, or give --nvme-path, to a folder with space that you may write to",
+        "disk": "set run.dir, or give --dir, to a folder with space that you may write to",
     }
     for failure in measured.failures:
-        cure = cures.get(failure.probe.split()[0], "see whether a plain torch script does the same here")
-        yield Finding("error", "probe-failed", f"measuring {failure.probe} failed: {failure.reason}", cure)
+        fix = fixes.get(failure.probe.split()[0], "see whether a plain torch script does the same here")
+        yield Finding("error", "probe-failed", f"measuring {failure.probe} failed: {failure.reason}", fix)
 
 
 def _on_speed(facts: SystemInfo, measured: Measurements) -> Iterator[Finding]:
@@ -327,8 +327,8 @@ def _on_speed(facts: SystemInfo, measured: Measurements) -> Iterator[Finding]:
         if matmul.peak_flops_per_s and matmul.flops_per_s < _MIN_SHARE_OF_PEAK * matmul.peak_flops_per_s:
             share = matmul.flops_per_s / matmul.peak_flops_per_s
             what = f"{matmul.device} multiplies {matmul.dtype} at {share:.0%} of its data sheet's speed"
-            cure = "see what else runs there, its clocks and its power limit: nvidia-smi -q -d PERFORMANCE"
-            yield Finding("warning", "gpu-slow", what, cure)
+            fix = "see what else runs there, its clocks and its power limit: nvidia-smi -q -d PERFORMANCE"
+            yield Finding("warning", "gpu-slow", what, fix)
     # On busy cores threads wait for each other, more so in short products, so no ratio can be trusted.
     if not facts.gpus and facts.cpu_has_fast_bf16 and not _is_busy(facts):
         yield from _on_cpu_dtypes({matmul.dtype: matmul for matmul in measured.matmuls})
@@ -336,8 +336,8 @@ def _on_speed(facts: SystemInfo, measured: Measurements) -> Iterator[Finding]:
         if copy.pinned and copy.bytes_per_s < _MIN_PINNED_BYTES_PER_S:
             speed = f"{copy.bytes_per_s / 1e9:.1f} GB/s"
             what = f"copies from {copy.source} to {copy.target} run at {speed}, less than 6"
-            cure = "check the link's width (nvidia-smi -q) and that the process runs on the GPU's NUMA node"
-            yield Finding("warning", "host-link-slow", what, cure)
+            fix = "check the link's width (nvidia-smi -q) and that the process runs on the GPU's NUMA node"
+            yield Finding("warning", "host-link-slow", what, fix)
     for collective in measured.collectives:
         is_small = collective.backend == "gloo" and collective.op == "all_reduce" and collective.num_bytes <= 4096
         if is_small and collective.call_s > _MAX_SMALL_CALL_S:
@@ -367,8 +367,8 @@ def _on_swap_speed(speed: SwapSpeed, num_gpus: int) -> Iterator[Finding]:
         what = (
             f"{speed.path} moves {slowest_bytes_per_s / 1e9:.2f} GB/s, less than {wanted}; steps with NVMe wait for it"
         )
-        cure = "set tiers.nvme_path to a faster disk or several as one (RAID 0), or rest states on the host"
-        yield Finding("warning", "swap-slow", what, cure)
+        fix = "set tiers.nvme_path to a faster disk or several as one (RAID 0), or store states on the host"
+        yield Finding("warning", "swap-slow", what, fix)
     if not speed.direct:
         what = f"files in {speed.path} go through the page cache, which is memory that states on NVMe should not take"
         yield Finding(

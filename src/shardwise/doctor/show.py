@@ -72,7 +72,7 @@ def _findings_grid(findings: Sequence[Finding]) -> Table:
     grid.add_column(min_width=_LABEL_WIDTH)
     grid.add_column(overflow="fold")
     for finding in findings:
-        grid.add_row(Text(finding.level, style=_STYLES[finding.level]), Text(f"{finding.what}; {finding.cure}"))
+        grid.add_row(Text(finding.level, style=_STYLES[finding.level]), Text(f"{finding.what}; {finding.fix}"))
     return grid
 
 

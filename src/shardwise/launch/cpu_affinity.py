@@ -130,7 +130,8 @@ def check_cores(cores: Sequence[int], usable: Sequence[int]) -> None:
     if not cores or missing:
         which = f"{show_list(missing)} of them may not be used by this process" if missing else "names no core"
         raise ConfigError(
-            f"tiers.cores={list(cores)}: {which}; choose from {show_list(usable)}, or set tiers.bind_cores=true"
+            "cores-not-usable",
+            f"tiers.cores={list(cores)}: {which}; choose from {show_list(usable)}, or set tiers.bind_cores=true",
         )
 
 

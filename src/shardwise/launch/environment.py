@@ -57,13 +57,15 @@ class RankEnv:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
             raise ConfigError(
+                "rank-below-world-size",
                 f"rank {self.rank} is not below world size {self.world_size}; ranks count from 0 to "
-                f"{self.world_size - 1}: give every process its own"
+                f"{self.world_size - 1}: give every process its own",
             )
         if not 0 <= self.local_rank < self.local_world_size <= self.world_size:
             raise ConfigError(
+                "local-rank-fits",
                 f"local rank {self.local_rank} of {self.local_world_size} on this machine does not fit world size "
-                f"{self.world_size}; need 0 <= LOCAL_RANK < LOCAL_WORLD_SIZE <= WORLD_SIZE"
+                f"{self.world_size}; need 0 <= LOCAL_RANK < LOCAL_WORLD_SIZE <= WORLD_SIZE",
             )
 
 
@@ -99,14 +101,19 @@ def detect(environ: Mapping[str, str]) -> RankEnv | None:
         return env if env.world_size > 1 else None
     for name in ("LOCAL_RANK", "WORLD_SIZE"):
         if name in environ:
-            raise ConfigError(f"{name} is set but RANK is not; start with torchrun, which sets all, or unset {name}")
+            raise ConfigError(
+                "rank-unset", f"{name} is set but RANK is not; start with torchrun, which sets all, or unset {name}"
+            )
     return None
 
 
 def _from_torchrun(environ: Mapping[str, str]) -> RankEnv:
     for name in ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         if name not in environ:
-            raise ConfigError(f"RANK is set but {name} is not; start with torchrun, which sets all, or unset RANK")
+            raise ConfigError(
+                "launcher-variable-unset",
+                f"RANK is set but {name} is not; start with torchrun, which sets all, or unset RANK",
+            )
     is_local = LAUNCHER_FD in environ
     world_size = _integer(environ, "WORLD_SIZE")
     return RankEnv(
@@ -126,13 +133,17 @@ def _from_srun(environ: Mapping[str, str]) -> RankEnv:
     names = ("SLURM_JOB_ID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS")
     for name in (*names, "SLURM_STEP_TASKS_PER_NODE"):
         if name not in environ:
-            raise ConfigError(f"SLURM_PROCID is set but {name} is not; start with srun or torchrun, which set all")
+            raise ConfigError(
+                "slurm-variable-unset",
+                f"SLURM_PROCID is set but {name} is not; start with srun or torchrun, which set all",
+            )
     tasks_per_node = _tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])
     node = _integer(environ, "SLURM_NODEID")
     if node >= len(tasks_per_node):
         raise ConfigError(
+            "slurm-node-id",
             f"SLURM_NODEID={node} is not one of the {len(tasks_per_node)} nodes of SLURM_STEP_TASKS_PER_NODE="
-            f"{environ['SLURM_STEP_TASKS_PER_NODE']}; start with srun and pass its variables on unchanged"
+            f"{environ['SLURM_STEP_TASKS_PER_NODE']}; start with srun and pass its variables on unchanged",
         )
     # Steps of one job, and jobs with neighbouring ids, may share the first node: their ports must differ.
     offset = _integer(environ, "SLURM_JOB_ID") + 1009 * _integer(environ, "SLURM_STEP_ID")
@@ -156,7 +167,10 @@ def first_host(nodelist: str) -> str:
     """
     match = re.match(r"(?:[^\[\],]|\[[^\[\]]+\])+", nodelist)
     if match is None or nodelist[match.end() :][:1] not in ("", ","):
-        raise ConfigError(f"SLURM_STEP_NODELIST={nodelist!r} is not a node list such as n[1-4,7],m1; set MASTER_ADDR")
+        raise ConfigError(
+            "slurm-node-list",
+            f"SLURM_STEP_NODELIST={nodelist!r} is not a node list such as n[1-4,7],m1; set MASTER_ADDR",
+        )
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", match.group())
 
 
@@ -166,7 +180,10 @@ def _tasks_per_node(text: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
-            raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE={text!r} is not a list such as 2(x3),1; start with srun")
+            raise ConfigError(
+                "slurm-tasks-per-node",
+                f"SLURM_STEP_TASKS_PER_NODE={text!r} is not a list such as 2(x3),1; start with srun",
+            )
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
@@ -176,12 +193,12 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None) 
     if text is None and default is not None:
         return default
     if text is None or not text.isascii() or not text.isdigit():
-        raise ConfigError(f"{name}={text!r} is not a whole number from 0; let the launcher set it")
+        raise ConfigError("launcher-number", f"{name}={text!r} is not a whole number from 0; let the launcher set it")
     return int(text)
 
 
 def _port(environ: Mapping[str, str]) -> int:
     port = _integer(environ, "MASTER_PORT")
     if not 1 <= port <= 65_535:
-        raise ConfigError(f"MASTER_PORT={port} is not a port; choose one from 1024 to 65535")
+        raise ConfigError("master-port", f"MASTER_PORT={port} is not a port; choose one from 1024 to 65535")
     return port

@@ -85,7 +85,10 @@ def default_num_ranks(device: Literal["auto", "cpu", "cuda"]) -> int:
 
         num_gpus = torch.cuda.device_count()
     if device == "cuda" and num_gpus == 0:
-        raise ConfigError("device cuda: torch sees 0 GPUs; use device cpu, or check the driver and torch's build")
+        raise ConfigError(
+            "device-cuda-without-gpu",
+            "device cuda: torch sees 0 GPUs; use device cpu, or check the driver and torch's build",
+        )
     return num_gpus or min(2, num_cores())
 
 
@@ -120,7 +123,7 @@ def launch_local(
         0, or the exit code of the rank that died first, or 128 + the number of the signal that stopped the run.
     """
     if num_ranks < 1:
-        raise ConfigError(f"num_ranks={num_ranks} starts nothing; give at least 1")
+        raise ConfigError("num-ranks-below-one", f"num_ranks={num_ranks} starts nothing; give at least 1")
     inherited = os.environ if environ is None else environ
     rank_environ = _common_environ(inherited, num_ranks, threads_per_rank)
     rank_environ[LAUNCHER_PATIENCE_S] = str(timeout_s)

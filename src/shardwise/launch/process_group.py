@@ -91,13 +91,15 @@ def start_process_group(env: RankEnv, device_kind: Literal["cpu", "cuda"], timeo
         ask_in_time(connect, timeout_s + _VERDICT_S)
     except StoreSilentError as error:
         raise LaunchError(
+            "store-silent",
             f"rank {env.rank} met the others but waits since for {timeout_s:g} s to be connected to them: what holds "
-            f"the store at {env.master_addr}:{env.master_port}, rank 0 or the launcher, does not answer; see its log"
+            f"the store at {env.master_addr}:{env.master_port}, rank 0 or the launcher, does not answer; see its log",
         ) from error
     except RuntimeError as error:
         raise LaunchError(
+            "ranks-not-connected",
             f"rank {env.rank} met the others but could not connect to them: {_first_line(error)}; if the machine has "
-            f"several networks, name the right one in GLOO_SOCKET_IFNAME (on GPUs also NCCL_SOCKET_IFNAME)"
+            f"several networks, name the right one in GLOO_SOCKET_IFNAME (on GPUs also NCCL_SOCKET_IFNAME)",
         ) from error
 
 
@@ -133,8 +135,9 @@ def gpu_index(env: RankEnv, num_gpus: int) -> int:
         return 0
     if env.local_rank >= num_gpus:
         raise ConfigError(
+            "rank-without-gpu",
             f"local rank {env.local_rank} has no GPU: {env.local_world_size} ranks were started on this machine and "
-            f"torch sees {num_gpus} GPUs; start at most one rank a GPU"
+            f"torch sees {num_gpus} GPUs; start at most one rank a GPU",
         )
     return env.local_rank
 
@@ -162,7 +165,7 @@ def meet(env: RankEnv, store: dist.Store, timeout_s: float) -> dist.Store:
     else:
         attempt, verdict = _ask_to_join(env, asked, timeout_s + _VERDICT_S)
     if verdict != _COMPLETE:
-        raise LaunchError(verdict)
+        raise LaunchError("ranks-missing", verdict)
     return dist.PrefixStore(attempt, store)
 
 
@@ -179,11 +182,12 @@ def _open_store(env: RankEnv, timeout_s: float) -> dist.Store:
         address = f"{env.master_addr}:{env.master_port}"
         if hosts:
             raise ConfigError(
-                f"rank 0 cannot listen on {address}: {_first_line(error)}; choose a free MASTER_PORT"
+                "port-taken", f"rank 0 cannot listen on {address}: {_first_line(error)}; choose a free MASTER_PORT"
             ) from error
         raise LaunchError(
+            "rank-zero-unreachable",
             f"rank {env.rank} on {socket.gethostname()} could not reach rank 0 at {address} within {timeout_s:g} s: "
-            f"see rank 0's log, and check that MASTER_ADDR and MASTER_PORT can be reached from here"
+            f"see rank 0's log, and check that MASTER_ADDR and MASTER_PORT can be reached from here",
         ) from error
 
 
@@ -221,8 +225,9 @@ def _ask_to_join(env: RankEnv, store: dist.Store, timeout_s: float) -> tuple[str
         return attempt, store.get(f"{attempt}/verdict").decode()
     except RuntimeError as error:
         raise LaunchError(
+            "rank-zero-absent",
             f"rank {env.rank} on {_own_name()} waited for rank 0 at {env.master_addr}:{env.master_port}, which did not "
-            f"come within {timeout_s:g} s or went away: see rank 0's log ({_first_line(error)})"
+            f"come within {timeout_s:g} s or went away: see rank 0's log ({_first_line(error)})",
         ) from error
 
 

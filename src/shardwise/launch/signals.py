@@ -124,7 +124,7 @@ class StopFlag:
 def _end(signum: int, why: str) -> None:
     name = signal.Signals(signum).name
     with contextlib.suppress(OSError):
-        os.write(2, f"shardwise: this rank was told to stop by {name} and ends at once: {why}\n".encode())
+        os.write(2, f"shardwise: this rank was stopped by {name} and ends at once: {why}\n".encode())
     os._exit(128 + signum)
 
 

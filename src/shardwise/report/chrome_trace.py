@@ -1,11 +1,11 @@
 """Write timed actions in the Trace Event Format, which ui.perfetto.dev and chrome://tracing open, and read them back.
 
-A process of the trace is a rank, a thread is one of its lanes. Times in the format are microseconds; the exact seconds
-are in each event's `args`, where `read_chrome_trace` reads them.
+A process of the trace is a rank, a thread is one of its streams. Times in the format are microseconds; the exact
+seconds are in each event's `args`, where `read_chrome_trace` reads them.
 
 Source: "Trace Event Format", the complete events ("X") and the metadata events ("M").
 
->>> timed = TimedAction(Action.parse("1F0"), rank=1, start_s=0.5, end_s=0.75, lane="compute")
+>>> timed = TimedAction(Action.parse("1F0"), rank=1, start_s=0.5, end_s=0.75, stream="compute")
 >>> event = chrome_trace([timed])["traceEvents"][-1]
 >>> event["name"], event["ph"], event["pid"], event["tid"], event["ts"], event["dur"]
 ('1F0', 'X', 1, 0, 500000.0, 250000.0)
@@ -33,11 +33,11 @@ def chrome_trace(actions: Sequence[TimedAction], rank_name: str = "pp rank") -> 
         rank_name: name of a rank in the trace; its number follows.
     """
     panel = TerminalPanel("", actions)
-    # Lanes without time are kept too, so that no event is lost.
-    lanes = [*panel.lanes, *sorted({each.lane for each in actions} - set(panel.lanes))]
+    # Streams without time are kept too, so that no event is lost.
+    streams = [*panel.streams, *sorted({each.stream for each in actions} - set(panel.streams))]
     events = [
-        *(event for rank in panel.rows for event in _names(rank, rank_name, lanes)),
-        *(_event(each, lanes) for each in actions),
+        *(event for rank in panel.rows for event in _names(rank, rank_name, streams)),
+        *(_event(each, streams) for each in actions),
     ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
@@ -50,11 +50,14 @@ def read_chrome_trace(trace: Mapping[str, Any]) -> tuple[TimedAction, ...]:
     """
     events = trace.get("traceEvents") if isinstance(trace, Mapping) else None
     if not isinstance(events, list):
-        raise ScheduleError("this is no Chrome trace: it has no list traceEvents; give a file that a run recorded")
+        raise ScheduleError(
+            "trace-format", "this is no Chrome trace: it has no list traceEvents; give a file that a run recorded"
+        )
     ours = [event for event in events if isinstance(event, Mapping) and "action" in _arguments(event)]
     if not ours:
         raise ScheduleError(
-            f"none of the {len(events)} events of the trace is a timed action; give a file that a run recorded"
+            "trace-without-actions",
+            f"none of the {len(events)} events of the trace is a timed action; give a file that a run recorded",
         )
     return tuple(_timed(_arguments(event)) for event in ours)
 
@@ -64,11 +67,11 @@ def _arguments(event: Mapping[str, Any]) -> Mapping[str, Any]:
     return arguments if isinstance(arguments, Mapping) else {}
 
 
-def _names(rank: int, rank_name: str, lanes: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _names(rank: int, rank_name: str, streams: Sequence[str]) -> Iterator[dict[str, Any]]:
     yield _metadata("process_name", rank, 0, {"name": f"{rank_name} {rank}"})
     yield _metadata("process_sort_index", rank, 0, {"sort_index": rank})
-    for index, lane in enumerate(lanes):
-        yield _metadata("thread_name", rank, index, {"name": lane})
+    for index, stream in enumerate(streams):
+        yield _metadata("thread_name", rank, index, {"name": stream})
         yield _metadata("thread_sort_index", rank, index, {"sort_index": index})
 
 
@@ -76,20 +79,20 @@ def _metadata(name: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, 
     return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args}
 
 
-def _event(timed: TimedAction, lanes: Sequence[str]) -> dict[str, Any]:
+def _event(timed: TimedAction, streams: Sequence[str]) -> dict[str, Any]:
     return {
         "ph": "X",
         "name": str(timed.action),
         "cat": timed.action.kind.name.lower(),
         "pid": timed.rank,
-        "tid": lanes.index(timed.lane),
+        "tid": streams.index(timed.stream),
         "ts": timed.start_s * _US_PER_S,
         "dur": timed.duration_s * _US_PER_S,
         "args": {
             "action": str(timed.action),
             "what": describe(timed.action),
             "rank": timed.rank,
-            "lane": timed.lane,
+            "lane": timed.stream,
             "start_s": timed.start_s,
             "end_s": timed.end_s,
         },
@@ -110,5 +113,5 @@ def _timed(arguments: Mapping[str, Any]) -> TimedAction:
         return timed
     except (KeyError, TypeError, ValueError) as error:
         raise ScheduleError(
-            f"damaged event of the action {arguments['action']!r}: {error}; record the run again"
+            "trace-event-damaged", f"damaged event of the action {arguments['action']!r}: {error}; record the run again"
         ) from None

@@ -25,7 +25,7 @@ _SIDE = 480
 _MARGIN = 16
 _TITLE_HEIGHT = 28
 _LINE_HEIGHT = 19
-_LETTER_WIDTH = 8
+_CHAR_WIDTH = 8
 _STYLE = """\
 rect { shape-rendering: crispEdges; }
 text { font: 13px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; fill: #14181f; }
@@ -92,7 +92,7 @@ def _shade(share: float) -> str:
 
 def svg(panels: Sequence[LayoutPanel], lines: Sequence[str]) -> str:
     """Draw panels beside each other, lines of text under them; a cell's share is its opacity and its tooltip."""
-    width = _MARGIN + max(len(panels) * (_SIDE + _MARGIN), max(map(len, lines), default=0) * _LETTER_WIDTH)
+    width = _MARGIN + max(len(panels) * (_SIDE + _MARGIN), max(map(len, lines), default=0) * _CHAR_WIDTH)
     height = _TITLE_HEIGHT + _SIDE + 2 * _MARGIN + _LINE_HEIGHT * len(lines)
     drawn = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">',

@@ -1,6 +1,6 @@
 """Define `TerminalPanel`, one timeline of timed actions, and the figures and texts that all drawings of it show.
 
->>> panel = TerminalPanel("plan", [TimedAction(Action.parse("0F0"), rank=1, start_s=2.0, end_s=3.0, lane="compute")])
+>>> panel = TerminalPanel("plan", [TimedAction(Action.parse("0F0"), rank=1, start_s=2.0, end_s=3.0, stream="compute")])
 >>> panel.start_s, panel.makespan_s, panel.idle_fractions
 (2.0, 1.0, {1: 0.0})
 """
@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from shardwise.schedule import (
     COMPUTATIONS,
-    LANES,
+    STREAMS,
     Action,
     ActionKind,
     TimedAction,
@@ -25,13 +25,13 @@ from shardwise.schedule import (
     rank_span_s,
 )
 
-COMPUTE = LANES[ActionKind.FORWARD]
+COMPUTE = STREAMS[ActionKind.FORWARD]
 # Times are sums of floats: a value that is below a round number by less than this counts as that number.
 _ROUNDING = 1 + 1e-9
 _ZERO = 1e-9
 _MANY = 1e4
 
-LETTERS: Mapping[ActionKind, str] = MappingProxyType(
+SYMBOLS: Mapping[ActionKind, str] = MappingProxyType(
     {
         ActionKind.FORWARD: "F",
         ActionKind.RECOMPUTE: "R",
@@ -95,11 +95,11 @@ class TerminalPanel:
         return rows
 
     @cached_property
-    def lanes(self) -> tuple[str, ...]:
-        """Return the lanes in which time is spent: computations first, then those of `LANES` in order, then others."""
-        known = list(dict.fromkeys(LANES.values()))
-        used = {each.lane for each in self.actions if each.duration_s > 0} | {COMPUTE}
-        return tuple(sorted(used, key=lambda lane: (known.index(lane) if lane in known else len(known), lane)))
+    def streams(self) -> tuple[str, ...]:
+        """Return the streams in which time is spent: computations first, then those of `STREAMS`, then others."""
+        known = list(dict.fromkeys(STREAMS.values()))
+        used = {each.stream for each in self.actions if each.duration_s > 0} | {COMPUTE}
+        return tuple(sorted(used, key=lambda stream: (known.index(stream) if stream in known else len(known), stream)))
 
     @cached_property
     def kinds(self) -> tuple[ActionKind, ...]:
@@ -130,7 +130,7 @@ class TerminalPanel:
         """Return each rank's bubble: the share of the makespan in which it computes nothing; `bubble` is the mean."""
         busy_s = dict.fromkeys(self.rows, 0.0)
         for each in self.actions:
-            if each.lane == COMPUTE:
+            if each.stream == COMPUTE:
                 busy_s[each.rank] += each.duration_s
         return {rank: 1.0 - busy / self.makespan_s if self.makespan_s > 0 else 0.0 for rank, busy in busy_s.items()}
 

@@ -45,7 +45,7 @@ tfoot td {{ font-weight: 600; border-bottom: none; }}
 {svg}</div>
 {table}
 <script>
-// Titles and names of ranks stay in sight while the rows scroll.
+// Titles and names of ranks stay visible while the rows scroll.
 for (const drawing of document.querySelectorAll(".drawing")) {{
   const pinned = drawing.querySelector(".pinned"), fit = document.getElementById("fit");
   const place = () => pinned.setAttribute("transform", `translate(${{fit.checked ? 0 : drawing.scrollLeft}},0)`);
@@ -65,8 +65,8 @@ def draw(panels: Sequence[TerminalPanel], title: str = "Timeline", *, same_axis:
         title: title of the page.
         same_axis: use one scale for all panels, so that lengths can be compared; else each panel fills the width.
     """
-    lanes = list(dict.fromkeys(lane for panel in panels for lane in panel.lanes if lane != COMPUTE))
-    hint = _HINT + (f" Thin lanes under a row show, from above: {', '.join(lanes)}." if lanes else "")
+    streams = list(dict.fromkeys(stream for panel in panels for stream in panel.streams if stream != COMPUTE))
+    hint = _HINT + (f" Thin rows under a rank show, from above: {', '.join(streams)}." if streams else "")
     return _PAGE.format(
         title=escape(title),
         hint=escape(hint),

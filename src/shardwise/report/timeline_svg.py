@@ -1,6 +1,6 @@
 """Draw timelines as one self-contained SVG: rows of ranks, time from left to right, a tooltip for each action.
 
-Under the computations of a rank its transfers and collectives are thin lanes. An action that takes no time is not
+Under the computations of a rank its transfers and collectives are thin rows. An action that takes no time is not
 drawn. The group `pinned` holds what a page may keep visible while it scrolls: titles, names of ranks and the legend.
 """
 
@@ -24,7 +24,7 @@ _TITLE_HEIGHT = 46
 _AXIS_HEIGHT = 20
 _ROW_HEIGHT = 22
 _BASELINE = 15
-_LANE_HEIGHT = 6
+_STREAM_HEIGHT = 6
 _ROW_GAP = 5
 _PANEL_GAP = 18
 _LEGEND_HEIGHT = 30
@@ -111,7 +111,7 @@ def _width(panel: TerminalPanel) -> float:
 
 def _pitch(panel: TerminalPanel) -> float:
     """Return the pixels from one rank's row to the next."""
-    return _ROW_HEIGHT + _LANE_HEIGHT * (len(panel.lanes) - 1) + _ROW_GAP
+    return _ROW_HEIGHT + _STREAM_HEIGHT * (len(panel.streams) - 1) + _ROW_GAP
 
 
 def _row_top(panel: TerminalPanel, place: _RowPlace, index: int) -> float:
@@ -140,9 +140,9 @@ def _panel(panel: TerminalPanel, place: _RowPlace) -> Iterator[str]:
 
 def _action(panel: TerminalPanel, place: _RowPlace, row_top: float, timed: TimedAction) -> Iterator[str]:
     kind = timed.action.kind
-    lane = panel.lanes.index(timed.lane)
-    y = row_top if lane == 0 else row_top + _ROW_HEIGHT + _LANE_HEIGHT * (lane - 1) + 1
-    height = _ROW_HEIGHT if lane == 0 else _LANE_HEIGHT - 1
+    stream = panel.streams.index(timed.stream)
+    y = row_top if stream == 0 else row_top + _ROW_HEIGHT + _STREAM_HEIGHT * (stream - 1) + 1
+    height = _ROW_HEIGHT if stream == 0 else _STREAM_HEIGHT - 1
     x, length = place.x(panel, timed.start_s), timed.duration_s * place.per_s
     # A gap to the next action separates neighbours of one kind.
     width = max(_MIN_ACTION_WIDTH, length - (1.0 if length > 4 else 0.0))
@@ -152,7 +152,7 @@ def _action(panel: TerminalPanel, place: _RowPlace, row_top: float, timed: Timed
         f'fill="{colour}"><title>{escape(_hover(panel, timed))}</title></rect>'
     )
     number = "" if timed.action.micro_batch is None else str(timed.action.micro_batch)
-    if lane == 0 and width >= len(number) * _DIGIT_WIDTH > 0:
+    if stream == 0 and width >= len(number) * _DIGIT_WIDTH > 0:
         middle = f'x="{x + width / 2:.2f}" y="{y + _BASELINE:g}"'
         yield f'<text class="number" style="fill: {ink(colour)}" {middle}>{number}</text>'
 

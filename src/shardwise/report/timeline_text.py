@@ -16,7 +16,7 @@ from rich.style import Style
 from rich.text import Text
 
 from shardwise.report.palette import fill, ink
-from shardwise.report.panel import COMPUTE, LETTERS, WORDS, TerminalPanel, format_tick_s, ticks, typical_s
+from shardwise.report.panel import COMPUTE, SYMBOLS, WORDS, TerminalPanel, format_tick_s, ticks, typical_s
 from shardwise.schedule import ActionKind, TimedAction
 
 IDLE = "·"
@@ -64,7 +64,7 @@ def _columns_per_s(panel: TerminalPanel, num_columns: int) -> float:
         return 1.0
     usual_s = typical_s(panel)
     num_cells = panel.makespan_s / usual_s
-    label_columns = max((len(_names(panel, each)[0]) for each in panel.actions if each.lane == COMPUTE), default=1)
+    label_columns = max((len(_names(panel, each)[0]) for each in panel.actions if each.stream == COMPUTE), default=1)
     if panel.num_chunks > 1:
         label_columns += 1  # 0F10F2 cannot be read
     fitting = min(_MAX_CELL_COLUMNS, int(num_columns / num_cells + _FUZZ))
@@ -115,7 +115,7 @@ def _cells(
     largest: list[tuple[float, TimedAction | None]] = [(0.0, None)] * num_columns
     for each in row:
         start, end = ((time_s - panel.start_s) * columns_per_s for time_s in (each.start_s, each.end_s))
-        if each.lane != COMPUTE:
+        if each.stream != COMPUTE:
             continue
         for column in range(int(start), min(num_columns, math.ceil(end))):
             share = min(end, column + 1) - max(start, column)
@@ -137,10 +137,10 @@ def _add_cells(text: Text, panel: TerminalPanel, columns: Sequence[TimedAction |
 
 def _names(panel: TerminalPanel, timed: TimedAction) -> tuple[str, ...]:
     """Return the texts that may be written into a cell, the longest first."""
-    letter = LETTERS.get(timed.action.kind, "")
+    symbol = SYMBOLS.get(timed.action.kind, "")
     number = "" if timed.action.micro_batch is None else str(timed.action.micro_batch)
     stage = str(timed.action.stage) if panel.num_chunks > 1 and number else ""
-    return f"{stage}{letter}{number}", f"{letter}{number}", letter
+    return f"{stage}{symbol}{number}", f"{symbol}{number}", symbol
 
 
 def _style(panel: TerminalPanel, timed: TimedAction) -> Style:
@@ -149,9 +149,9 @@ def _style(panel: TerminalPanel, timed: TimedAction) -> Style:
 
 
 def _add_legend(text: Text, panels: Sequence[TerminalPanel]) -> None:
-    kinds = [kind for kind in ActionKind if kind in LETTERS and any(kind in panel.kinds for panel in panels)]
+    kinds = [kind for kind in ActionKind if kind in SYMBOLS and any(kind in panel.kinds for panel in panels)]
     for kind in kinds:
-        text.append(f" {LETTERS[kind]} ", Style(color=ink(fill(kind)), bgcolor=fill(kind)))
+        text.append(f" {SYMBOLS[kind]} ", Style(color=ink(fill(kind)), bgcolor=fill(kind)))
         text.append(f" {WORDS[kind]}   ")
     text.append(f" {IDLE} ", _DIM)
     text.append(" idle\n")

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from shardwise.schedule.actions import COMPUTATIONS, LANES, Action, ActionKind, TimedAction
+from shardwise.schedule.actions import COMPUTATIONS, STREAMS, Action, ActionKind, TimedAction
 
 _Entry = tuple[ActionKind, int, str | None, float, float]  # kind, micro-batch, group, start, end
 
@@ -131,7 +131,7 @@ class Timeline:
     def _timed(self, entry: _Entry | _Performed) -> TimedAction:
         if isinstance(entry, _Performed):
             kind = entry.action.kind
-            return TimedAction(entry.action, self._rank, entry.start_s, entry.end_s, LANES[kind])
+            return TimedAction(entry.action, self._rank, entry.start_s, entry.end_s, STREAMS[kind])
         kind, micro_batch, group, start_s, end_s = entry
         action = Action(kind, micro_batch=micro_batch if kind in COMPUTATIONS else None, group=group)
-        return TimedAction(action, self._rank, start_s, end_s, LANES[kind])
+        return TimedAction(action, self._rank, start_s, end_s, STREAMS[kind])

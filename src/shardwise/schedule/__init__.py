@@ -13,7 +13,7 @@ A generator writes a `Schedule`, `verify` proves it, `simulate` prices it, and a
 from shardwise.schedule.actions import (
     COLLECTIVES,
     COMPUTATIONS,
-    LANES,
+    STREAMS,
     TRANSFERS,
     Action,
     ActionKind,
@@ -46,8 +46,8 @@ from shardwise.schedule.verify import verify
 __all__ = [
     "COLLECTIVES",
     "COMPUTATIONS",
-    "LANES",
     "RECIPES",
+    "STREAMS",
     "TRANSFERS",
     "Action",
     "ActionKind",

@@ -27,7 +27,7 @@ from shardwise.config.errors import CodedError
 
 
 class ScheduleError(CodedError, ValueError):
-    """Report a schedule that cannot run, or a text that is not one; the first line states value, rule and cure."""
+    """Report a schedule that cannot run, or a text that is not one; the first line states value, rule and fix."""
 
 
 class ActionKind(Enum):
@@ -72,9 +72,9 @@ COMPUTATIONS = frozenset(
 TRANSFERS = frozenset({ActionKind.SEND, ActionKind.RECEIVE})
 COLLECTIVES = frozenset({ActionKind.UNSHARD, ActionKind.REDUCE})
 
-# The actions of one lane run one after another; lanes run side by side. RESHARD computes nothing, but it is in
-# the lane of the computations because it frees memory directly after the computation that used it.
-LANES: Mapping[ActionKind, str] = MappingProxyType(
+# The actions of one stream run one after another; streams run side by side. RESHARD computes nothing, but it is in
+# the stream of the computations because it frees memory directly after the computation that used it.
+STREAMS: Mapping[ActionKind, str] = MappingProxyType(
     {
         **dict.fromkeys((*COMPUTATIONS, ActionKind.STEP, ActionKind.RESHARD), "compute"),
         ActionKind.UNSHARD: "gather",
@@ -112,19 +112,30 @@ class Action:
     def __post_init__(self) -> None:
         kind, micro_batch = self.kind, self.micro_batch  # a kind's name is a call into Python: only errors read it
         if self.stage < 0:
-            raise ScheduleError(f"stage={self.stage} of {kind.name} is negative; stages count from 0")
+            raise ScheduleError("stage-negative", f"stage={self.stage} of {kind.name} is negative; stages count from 0")
         if micro_batch is not None and micro_batch < 0:
-            raise ScheduleError(f"micro_batch={micro_batch} of {kind.name} is negative; micro-batches count from 0")
+            raise ScheduleError(
+                "micro-batch-negative",
+                f"micro_batch={micro_batch} of {kind.name} is negative; micro-batches count from 0",
+            )
         if self.group == "":
-            raise ScheduleError(f"group='' of {kind.name} names no group; use None for the whole stage")
+            raise ScheduleError(
+                "group-name-empty", f"group='' of {kind.name} names no group; use None for the whole stage"
+            )
         if (self.payload is not None) != (kind in TRANSFERS):
             rule = "SEND and RECEIVE carry one, and nothing else does"
-            raise ScheduleError(f"payload={self.payload} for {kind.name}; {rule}")
+            raise ScheduleError("payload-of-transfers", f"payload={self.payload} for {kind.name}; {rule}")
         needs_micro_batch = kind in COMPUTATIONS or kind in TRANSFERS
         if needs_micro_batch and micro_batch is None:
-            raise ScheduleError(f"{kind.name} has no micro_batch; computations and transfers belong to one, name it")
+            raise ScheduleError(
+                "action-needs-micro-batch",
+                f"{kind.name} has no micro_batch; computations and transfers belong to one, name it",
+            )
         if not needs_micro_batch and micro_batch is not None and kind not in (ActionKind.FETCH, ActionKind.EVICT):
-            raise ScheduleError(f"micro_batch={micro_batch} for {kind.name}, which belongs to none; leave it out")
+            raise ScheduleError(
+                "action-without-micro-batch",
+                f"micro_batch={micro_batch} for {kind.name}, which belongs to none; leave it out",
+            )
 
     def __str__(self) -> str:
         payload = "" if self.payload is None else f"_{self.payload.value}"
@@ -147,7 +158,9 @@ class Action:
         codes = [kind.value for kind in ActionKind]
         if match is None or match["code"] not in codes:
             example = "0F1, 2SEND_F0 or 0UNSHARD[blocks.3]"
-            raise ScheduleError(f"{text!r} is not an action; write stage, kind, micro-batch, [group], as in {example}")
+            raise ScheduleError(
+                "action-text", f"{text!r} is not an action; write stage, kind, micro-batch, [group], as in {example}"
+            )
         return cls(
             kind=ActionKind(match["code"]),
             stage=int(match["stage"]),
@@ -177,11 +190,14 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if not self.ranks:
-            raise ScheduleError("a schedule of 0 ranks has nothing to run; give one row of actions per rank")
+            raise ScheduleError(
+                "schedule-without-ranks", "a schedule of 0 ranks has nothing to run; give one row of actions per rank"
+            )
         if self.unshard_for_use and self.unshard_after_step:
             raise ScheduleError(
-                "unshard_after_step=True contradicts unshard_for_use=True; set the first where parameters"
-                " rest whole, the second where they rest as shards"
+                "schedule-rules-contradict",
+                "unshard_after_step=True contradicts unshard_for_use=True; set the first where parameters are"
+                " stored whole, the second where they are stored as shards",
             )
 
     def __str__(self) -> str:
@@ -204,12 +220,16 @@ class Schedule:
         lines = [line.strip() for line in text.strip().splitlines()]
         rules = lines.pop(0).removeprefix("rules:").split() if lines and lines[0].startswith("rules:") else []
         if unknown := sorted(set(rules) - set(_RULES)):
-            raise ScheduleError(f"{unknown[0]!r} is not a rule of schedules; the rules are {', '.join(_RULES)}")
+            raise ScheduleError(
+                "schedule-rule-unknown", f"{unknown[0]!r} is not a rule of schedules; the rules are {', '.join(_RULES)}"
+            )
         rows = []
         for rank, line in enumerate(lines):
             label, _, actions = line.partition(":")
             if label.split() != ["rank", str(rank)]:
-                raise ScheduleError(f"row {line[:40]!r} is not that of rank {rank}; begin it with 'rank {rank}:'")
+                raise ScheduleError(
+                    "schedule-row-label", f"row {line[:40]!r} is not that of rank {rank}; begin it with 'rank {rank}:'"
+                )
             rows.append(tuple(Action.parse(action) for action in actions.split()))
         return cls(tuple(rows), **dict.fromkeys(rules, True))
 
@@ -219,13 +239,13 @@ _RULES = ("unshard_for_use", "reduce_each_backward", "unshard_after_step")
 
 @dataclass(frozen=True, slots=True)
 class TimedAction:
-    """Hold an action of a rank, its times in seconds and its lane; real runs and simulated ones yield it."""
+    """Hold an action of a rank, its times in seconds and its stream; real runs and simulated ones yield it."""
 
     action: Action
     rank: int
     start_s: float
     end_s: float
-    lane: str
+    stream: str
 
     @property
     def duration_s(self) -> float:

@@ -42,7 +42,9 @@ def zero_bubble_searched(
     """
     for name, count in (("num_ranks", num_ranks), ("num_micro_batches", num_micro_batches), ("max_held", max_held)):
         if count < 1:
-            raise ScheduleError(f"{name}={count} is below 1; a pipeline has a rank, a step a micro-batch, both held")
+            raise ScheduleError(
+                "count-below-one", f"{name}={count} is below 1; a pipeline has a rank, a step a micro-batch, both held"
+            )
     walks = [
         _walk([_Rank() for _ in range(num_ranks)], num_micro_batches, times, _Policy(max_held, deferred_share, *flags))
         for flags in product((False, True), repeat=2)
@@ -91,7 +93,7 @@ class _Rank:
         arrived = self.arrivals[kind]
         return arrived[self.done[kind]] if self.done[kind] < len(arrived) else None
 
-    def has_room(self, policy: _Policy) -> bool:
+    def can_hold_another(self, policy: _Policy) -> bool:
         in_flight, deferred = self.done[_F] - self.done[_I], self.done[_I] - self.done[_W]
         return in_flight + policy.deferred_share * deferred + 1 <= policy.max_held + _ROUNDING
 
@@ -120,16 +122,16 @@ def _walk(ranks: list[_Rank], num_micro_batches: int, times: OpTimes, policy: _P
         rank.done[kind] += 1
         rank.last = rank.last if kind is _W else kind
         heapq.heappush(free, (rank.free_s, index))
-        for told, what, delay_s in _told(index, kind, len(ranks), times.transfer_s):
-            other = ranks[told]
+        for receiver, what, delay_s in _unblocked(index, kind, len(ranks), times.transfer_s):
+            other = ranks[receiver]
             other.arrivals[what].append(rank.free_s + delay_s)
             if other.is_asleep:
                 other.is_asleep = False
-                heapq.heappush(free, (rank.free_s + delay_s, told))
+                heapq.heappush(free, (rank.free_s + delay_s, receiver))
     return ranks
 
 
-def _told(index: int, kind: ActionKind, num_ranks: int, transfer_s: float) -> list[tuple[int, ActionKind, float]]:
+def _unblocked(index: int, kind: ActionKind, num_ranks: int, transfer_s: float) -> list[tuple[int, ActionKind, float]]:
     """Return which rank can run which kind with the result, and after what delay."""
     if kind is _F:
         return [(index + 1, _F, transfer_s)] if index + 1 < num_ranks else [(index, _I, 0.0)]
@@ -138,7 +140,7 @@ def _told(index: int, kind: ActionKind, num_ranks: int, transfer_s: float) -> li
 
 def _next_arrival_s(rank: _Rank, now_s: float, num_micro_batches: int, policy: _Policy) -> float | None:
     """Return when the next forward or backward that cannot begin now can begin; None where there is none."""
-    kinds = [_F, _I] if rank.done[_F] < num_micro_batches and rank.has_room(policy) else [_I]
+    kinds = [_F, _I] if rank.done[_F] < num_micro_batches and rank.can_hold_another(policy) else [_I]
     known = [arrival_s for kind in kinds if (arrival_s := rank.arrival_s(kind)) is not None]
     return min((each for each in known if each > now_s + _ROUNDING * now_s), default=None)
 
@@ -158,7 +160,7 @@ def _choice(
         arrival_s = rank.arrival_s(kind)
         return arrival_s is not None and arrival_s <= now_s + _ROUNDING * now_s
 
-    can_forward = is_here(_F) and rank.has_room(policy)
+    can_forward = is_here(_F) and rank.can_hold_another(policy)
     backward_s = rank.arrival_s(_I)
     if rank.done[_I] == 0:  # until the first backward, as many forwards as memory allows
         if is_here(_I):
@@ -170,7 +172,7 @@ def _choice(
     if can_forward and rank.last is _I:
         return _F
     has_weights = rank.done[_W] < rank.done[_I]
-    is_full = rank.done[_F] < num_micro_batches and not rank.has_room(policy)
+    is_full = rank.done[_F] < num_micro_batches and not rank.can_hold_another(policy)
     if has_weights and is_full and rank.last is _I:
         return _W
     if is_here(_I) and rank.arrival_s(_F) is None:

@@ -5,7 +5,7 @@ directions between two ranks, and channels of other pairs, are independent of ea
 
 >>> from shardwise.schedule.actions import Schedule
 >>> crossed = Schedule.parse("rank 0: 0F0 0SEND_F0 0F1 0SEND_F1\\nrank 1: 1RECV_F1 1RECV_F0 1F0 1F1")
->>> next(flaws(crossed, ActionPlaces.of(crossed)))[0]
+>>> next(flaws(crossed, ActionPlaces.of(crossed)))[1]
 '1RECV_F1 on rank 1 takes what 0SEND_F0 on rank 0 gives; a channel delivers in order, align the two'
 """
 
@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from shardwise.schedule.actions import TRANSFERS, Action, ActionKind, Schedule
 from shardwise.schedule.dependencies import ActionPlaces, Position, other_end, source_of
 
-Flaw = tuple[str, tuple[Position, ...]]
-"""A flaw has a line with value, rule and cure, and the positions concerned."""
+Flaw = tuple[str, str, tuple[Position, ...]]
+"""A flaw has a code, a line with value, rule and fix, and the positions concerned."""
 
 _Found = dict[tuple[int, Action], int]  # rank and transfer -> index
 
@@ -28,8 +28,8 @@ def flaws(schedule: Schedule, places: ActionPlaces) -> Iterator[Flaw]:
     for rank, row in enumerate(schedule.ranks):
         for index, action in enumerate(row):
             if action.kind in TRANSFERS and found.setdefault((rank, action), index) != index:
-                text = f"{action} on rank {rank} is there twice; a payload travels once, drop one"
-                yield text, ((rank, found[rank, action]), (rank, index))
+                text = f"{action} on rank {rank} is there twice; a payload is sent once, drop one"
+                yield "transfer-repeated", text, ((rank, found[rank, action]), (rank, index))
     if found:
         yield from _unmatched(found, places)
         yield from _left_out(schedule, found, places)
@@ -42,14 +42,30 @@ def _unmatched(found: _Found, places: ActionPlaces) -> Iterator[Flaw]:
         stage = other_end(action)
         peer = places.partner(rank, action)
         if peer is None:
-            yield f"{action} on rank {rank} has no partner; no rank computes stage {stage}, drop it", here
+            yield (
+                "transfer-without-partner",
+                f"{action} on rank {rank} has no partner; no rank computes stage {stage}, drop it",
+                here,
+            )
         elif peer == rank:
-            yield f"{action} on rank {rank} stays on its rank; there stages hand over directly, drop it", here
+            yield (
+                "transfer-within-rank",
+                f"{action} on rank {rank} stays on its rank; there stages hand over directly, drop it",
+                here,
+            )
         elif (peer, partner := _other_side(action, stage)) not in found:
-            yield f"{action} on rank {rank} is unmatched; add {partner} on rank {peer}, or drop it", here
+            yield (
+                "transfer-unmatched",
+                f"{action} on rank {rank} is unmatched; add {partner} on rank {peer}, or drop it",
+                here,
+            )
         elif (rank, None, action.payload, action.stage, action.micro_batch) not in places.flow:
             text = "sends what nothing computes" if action.kind is ActionKind.SEND else "receives what nothing uses"
-            yield f"{action} on rank {rank} {text}; add the computation, or drop both ends", here
+            yield (
+                "transfer-without-computation",
+                f"{action} on rank {rank} {text}; add the computation, or drop both ends",
+                here,
+            )
 
 
 def _other_side(transfer: Action, stage: int) -> Action:
@@ -68,7 +84,7 @@ def _left_out(schedule: Schedule, found: _Found, places: ActionPlaces) -> Iterat
         if (rank, receive) not in found:
             send = Action(ActionKind.SEND, source, micro_batch, payload=payload)
             text = f"{schedule.ranks[rank][index]} on rank {rank} uses what nothing brings from rank {peer}"
-            yield f"{text}; add {send} there and {receive} here", ((rank, index),)
+            yield "receive-missing", f"{text}; add {send} there and {receive} here", ((rank, index),)
 
 
 def _disorder(schedule: Schedule, found: _Found, places: ActionPlaces) -> Iterator[Flaw]:
@@ -86,5 +102,5 @@ def _disorder(schedule: Schedule, found: _Found, places: ActionPlaces) -> Iterat
             given = other_end(send), send.micro_batch, send.payload
             if given != (receive.stage, receive.micro_batch, receive.payload):
                 text = f"{receive} on rank {receiver} takes what {send} on rank {sender} gives"
-                cure = "a channel delivers in order, align the two"
-                yield f"{text}; {cure}", ((receiver, received_at), (sender, sent_at))
+                rule = "a channel delivers in order, align the two"
+                yield "channel-out-of-order", f"{text}; {rule}", ((receiver, received_at), (sender, sent_at))

@@ -2,8 +2,8 @@
 
 An action at `(rank, index)` follows:
 
-1. the action before it in its lane, on its rank; a transfer follows the one before it with the same peer: each ordered
-   pair of ranks is one channel, which delivers in order, and channels run side by side;
+1. the action before it in its stream, on its rank; a transfer follows the one before it with the same peer: each
+   ordered pair of ranks is one channel, which delivers in order, and channels run side by side;
 2. on its rank, the latest earlier action of each kind that `_FOLLOWS` names, about the same parameters: a
    computation follows the UNSHARD it uses, RESHARD the computations that used the parameters, REDUCE the last
    backward that feeds it, UNSHARD the STEP that updated the shards, and so on;
@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from shardwise.schedule.actions import (
     COLLECTIVES,
     COMPUTATIONS,
-    LANES,
+    STREAMS,
     TRANSFERS,
     Action,
     ActionKind,
@@ -97,15 +97,17 @@ _MAKES: Mapping[ActionKind, Payload] = {
 _FlowKey = tuple[int, ActionKind | None, Payload, int, int | None]
 
 
-def dependencies(schedule: Schedule, lanes: Mapping[ActionKind, str] = LANES) -> dict[Position, tuple[Position, ...]]:
-    """Return for each position those that must have ended before it starts; `lanes` gives each kind its lane."""
+def dependencies(
+    schedule: Schedule, streams: Mapping[ActionKind, str] = STREAMS
+) -> dict[Position, tuple[Position, ...]]:
+    """Return for each position those that must have ended before it starts; `streams` gives each kind its stream."""
     places = ActionPlaces.of(schedule)
-    channelled = {lanes[kind] for kind in TRANSFERS} - {lanes[kind] for kind in ActionKind if kind not in TRANSFERS}
+    channelled = {streams[kind] for kind in TRANSFERS} - {streams[kind] for kind in ActionKind if kind not in TRANSFERS}
     follows: dict[Position, tuple[Position, ...]] = {}
     for rank, row in enumerate(schedule.ranks):
         groups = stage_groups(row)
         queues = [
-            (lane, places.partner(rank, action)) if (lane := lanes[action.kind]) in channelled else lane
+            (stream, places.partner(rank, action)) if (stream := streams[action.kind]) in channelled else stream
             for action in row
         ]
         positions = [(rank, index) for index in range(len(row))]

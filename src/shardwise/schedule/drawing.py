@@ -87,13 +87,13 @@ class _ScheduleGrid:
         """Return the rows and slots around the first place, with the other places' rows where they fit."""
         rows = _rows(len(self.cells), places)
         slot = self.slot_of[places[0]]
-        room = MAX_WIDTH - len(_label(max(rows))) - 2 * len(_GAP + "...")
+        budget = MAX_WIDTH - len(_label(max(rows))) - 2 * len(_GAP + "...")
         widths = {slot: self._width(rows, slot)}
         num_slots = 1 + max(self.slot_of.values())
         for distance in range(1, num_slots):
             for each in (slot - distance, slot + distance):
                 width = self._width(rows, each)
-                if sum(widths.values()) + len(_GAP) * (len(widths) + 1) + width > room:
+                if sum(widths.values()) + len(_GAP) * (len(widths) + 1) + width > budget:
                     return _GridWindow(rows, dict(sorted(widths.items())))
                 if width:
                     widths[each] = width

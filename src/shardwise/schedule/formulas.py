@@ -70,14 +70,18 @@ def bubble_s(
     forward, backward, weight = forward_s, backward_input_s, backward_weight_s
     least = {"naive": 1, "zb-h1": p, "zb-h2": 2 * p - 1, "zb-v": 2 * p - 1}.get(recipe_name, p if v > 1 else 1)
     if m < least:
-        raise ScheduleError(f"num_micro_batches={m} is below {least}, where the bubble of {recipe_name} {_UNKNOWN}")
+        raise ScheduleError(
+            "no-closed-form", f"num_micro_batches={m} is below {least}, where the bubble of {recipe_name} {_UNKNOWN}"
+        )
     costs = f"F={forward} s, B={backward} s, W={weight} s"
     if recipe_name in ("zb-h1", "zb-h2") and weight > forward:
-        raise ScheduleError(f"{costs} with W > F, where the bubble of {recipe_name} {_UNKNOWN}")
+        raise ScheduleError("no-closed-form", f"{costs} with W > F, where the bubble of {recipe_name} {_UNKNOWN}")
     if recipe_name == "zb-h2" and 2 * weight > forward + backward:
-        raise ScheduleError(f"{costs} with 2W > F + B, where the bubble of {recipe_name} {_UNKNOWN}")
+        raise ScheduleError("no-closed-form", f"{costs} with 2W > F + B, where the bubble of {recipe_name} {_UNKNOWN}")
     if recipe_name == "zb-v" and not weight <= forward <= backward:
-        raise ScheduleError(f"{costs} without W <= F <= B, where the bubble of {recipe_name} {_UNKNOWN}")
+        raise ScheduleError(
+            "no-closed-form", f"{costs} without W <= F <= B, where the bubble of {recipe_name} {_UNKNOWN}"
+        )
     whole = forward + backward + weight
     known = {
         "naive": m * (p - 1) * whole,

@@ -50,7 +50,9 @@ def data_parallel_step(
     """
     _check(groups, num_micro_batches, num_ranks)
     if unknown := sorted(set(recompute) - set(groups)):
-        raise ScheduleError(f"recompute={unknown[0]!r} is no group; the groups: {', '.join(groups)}")
+        raise ScheduleError(
+            "recompute-group-unknown", f"recompute={unknown[0]!r} is no group; the groups: {', '.join(groups)}"
+        )
     root = groups[0]
     row: list[Action] = []
     for micro_batch in range(num_micro_batches):
@@ -129,10 +131,14 @@ def _backward(
 
 def _check(groups: Sequence[str], num_micro_batches: int, num_ranks: int) -> None:
     if not groups:
-        raise ScheduleError("groups=[] leaves nothing to run; name at least the root group")
+        raise ScheduleError("groups-empty", "groups=[] leaves nothing to run; name at least the root group")
     if len(set(groups)) < len(groups):
         repeated = next(group for group in groups if groups.count(group) > 1)
-        raise ScheduleError(f"group {repeated!r} is named twice; each group stands once, in execution order")
+        raise ScheduleError(
+            "group-named-twice", f"group {repeated!r} is named twice; each group stands once, in execution order"
+        )
     for name, count in (("num_micro_batches", num_micro_batches), ("num_ranks", num_ranks)):
         if count < 1:
-            raise ScheduleError(f"{name}={count} is below 1; a step runs at least one micro-batch on one rank")
+            raise ScheduleError(
+                "count-below-one", f"{name}={count} is below 1; a step runs at least one micro-batch on one rank"
+            )

@@ -22,7 +22,7 @@ from itertools import accumulate
 from shardwise.schedule.actions import Action, ActionKind, Schedule, ScheduleError
 from shardwise.schedule.channels import Flaw
 
-_ENDS_FLIGHT = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
+_ENDS_IN_FLIGHT = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
 _SPLIT = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
 
 
@@ -51,12 +51,12 @@ def flaws(schedule: Schedule, limits: Sequence[int]) -> Iterator[Flaw]:
     """Yield where a rank first has more in flight than its limit; raise ScheduleError unless each rank has a limit."""
     if len(limits) != len(schedule.ranks):
         text = f"max_in_flight={list(limits)} bounds {len(limits)} ranks of {len(schedule.ranks)}"
-        raise ScheduleError(f"{text}; give one bound for each rank")
+        raise ScheduleError("activation-bounds", f"{text}; give one bound for each rank")
     for rank, (row, limit) in enumerate(zip(schedule.ranks, limits, strict=True)):
         for index, held in enumerate(_held(row, 1, 0)):
             if held > limit:
                 text = f"{row[index]} on rank {rank} puts {int(held)} stage activations in flight, against {limit}"
-                yield f"{text} allowed; move it behind a backward", ((rank, index),)
+                yield "activations-over-limit", f"{text} allowed; move it after a backward", ((rank, index),)
                 break
 
 
@@ -74,7 +74,7 @@ def _held(row: Sequence[Action], in_flight_bytes: float, deferred_bytes: float) 
     # What is held during action k is the sum of the changes up to k.
     changes: list[float] = [0] * (len(row) + 1)
     for key, start in first.items():
-        end = max(last.get((kind, *key), start) for kind in _ENDS_FLIGHT)
+        end = max(last.get((kind, *key), start) for kind in _ENDS_IN_FLIGHT)
         changes[start] += in_flight_bytes
         changes[end + 1] -= in_flight_bytes
         begin, finish = (last.get((kind, *key), end) for kind in _SPLIT)

@@ -144,33 +144,35 @@ def insert_gathers(
     Raises ScheduleError on another `gather`, on rules that contradict, and where such actions are written already.
     """
     if gather not in get_args(Gather):
-        raise ScheduleError(f"gather={gather!r} is no way to gather a stage; use {' or '.join(get_args(Gather))}")
+        raise ScheduleError(
+            "gather-unknown", f"gather={gather!r} is no way to gather a stage; use {' or '.join(get_args(Gather))}"
+        )
     _refuse_twice(schedule, _STATE_KINDS, "insert_gathers")
     rows = []
     for row in schedule.ranks:
         before: _Slots = {}
-        behind: _Slots = {}
-        _reduce(row, reduce_each_backward, behind)
+        after: _Slots = {}
+        _reduce(row, reduce_each_backward, after)
         if unshard_for_use:
-            _gather(row, gather, before, behind)
+            _gather(row, gather, before, after)
         trained = sorted({action.stage for action in row if action.kind in _WEIGHT_GRADIENTS})
-        rows.append((*_inserted(row, before, behind), *_steps(trained, unshard_after_step)))
+        rows.append((*_inserted(row, before, after), *_steps(trained, unshard_after_step)))
     return Schedule(tuple(rows), unshard_for_use, reduce_each_backward, unshard_after_step)
 
 
-def _reduce(row: Sequence[Action], each_backward: bool, behind: _Slots) -> None:
+def _reduce(row: Sequence[Action], each_backward: bool, after: _Slots) -> None:
     makers = _by_stage(row, _WEIGHT_GRADIENTS)
     for stage, indices in makers.items():
         for index in indices if each_backward else indices[-1:]:
-            behind.setdefault(index, []).append(Action(ActionKind.REDUCE, stage))
+            after.setdefault(index, []).append(Action(ActionKind.REDUCE, stage))
 
 
-def _gather(row: Sequence[Action], gather: Gather, before: _Slots, behind: _Slots) -> None:
+def _gather(row: Sequence[Action], gather: Gather, before: _Slots, after: _Slots) -> None:
     early = _computation_before(row)
     for stage, uses in _by_stage(row, USERS).items():
         for first, last in [(early[uses[0]], uses[-1])] if gather == "batch" else zip(uses, uses, strict=True):
             before.setdefault(first, []).append(Action(ActionKind.UNSHARD, stage))
-            behind.setdefault(last, []).append(Action(ActionKind.RESHARD, stage))
+            after.setdefault(last, []).append(Action(ActionKind.RESHARD, stage))
 
 
 def _by_stage(row: Sequence[Action], kinds: Collection[ActionKind]) -> dict[int, list[int]]:
@@ -224,11 +226,11 @@ def _with_moves(
             yield Action(ActionKind.EVICT, stage=action.stage, group=action.group)
 
 
-def _inserted(row: Sequence[Action], before: _Slots, behind: _Slots) -> Iterator[Action]:
+def _inserted(row: Sequence[Action], before: _Slots, after: _Slots) -> Iterator[Action]:
     for index, action in enumerate(row):
         yield from before.get(index, ())
         yield action
-        yield from behind.get(index, ())
+        yield from after.get(index, ())
 
 
 def _refuse_twice(schedule: Schedule, kinds: Collection[ActionKind], name: str) -> None:
@@ -236,4 +238,4 @@ def _refuse_twice(schedule: Schedule, kinds: Collection[ActionKind], name: str) 
         for action in row:
             if action.kind in kinds:
                 text = f"{action} on rank {rank} is there before {name} has run"
-                raise ScheduleError(f"{text}; a pass runs once, begin with schedule.compute_only()")
+                raise ScheduleError("pass-run-twice", f"{text}; a pass runs once, begin with schedule.compute_only()")

@@ -128,8 +128,8 @@ def gpipe_rows(
 def one_f_one_b(num_ranks: int, num_micro_batches: int) -> Schedule:
     """Run a backward as soon as there is one (PipeDream-Flush, Narayanan et al. 2021, section 2.2.1).
 
-    Rank i runs p - i forwards, then a backward and a forward in turn, so at most p - i micro-batches are in
-    flight. Raises ScheduleError on counts below 1.
+    Rank i runs p - i forwards, then a backward and a forward in turn, so at most p - i micro-batches are
+    in flight. Raises ScheduleError on counts below 1.
     """
     return one_f_one_b_rows(num_ranks, num_micro_batches).schedule()
 
@@ -305,4 +305,6 @@ def _each(kind: ActionKind, stages: Iterable[int]) -> _Pattern:
 
 def _check_micro_batches(num_micro_batches: int) -> None:
     if num_micro_batches < 1:
-        raise ScheduleError(f"num_micro_batches={num_micro_batches} is below 1; a step runs at least one")
+        raise ScheduleError(
+            "count-below-one", f"num_micro_batches={num_micro_batches} is below 1; a step runs at least one"
+        )

@@ -34,9 +34,13 @@ class StagePlacement:
     def __post_init__(self) -> None:
         for name in ("num_ranks", "stages_per_rank"):
             if getattr(self, name) < 1:
-                raise ScheduleError(f"{name}={getattr(self, name)} is below 1; a pipeline has a stage on every rank")
+                raise ScheduleError(
+                    "count-below-one", f"{name}={getattr(self, name)} is below 1; a pipeline has a stage on every rank"
+                )
         if self.is_v_shaped and self.stages_per_rank != 2:
-            raise ScheduleError(f"stages_per_rank={self.stages_per_rank} of a V, which goes down and up; use 2")
+            raise ScheduleError(
+                "v-has-two-stages", f"stages_per_rank={self.stages_per_rank} of a V, which goes down and up; use 2"
+            )
 
     @property
     def num_stages(self) -> int:
@@ -45,14 +49,16 @@ class StagePlacement:
     def rank_of(self, stage: int) -> int:
         """Return the pipeline rank that holds a stage; raise ScheduleError where there is no such stage."""
         if not 0 <= stage < self.num_stages:
-            raise ScheduleError(f"stage={stage} is none of {self.num_stages}; stages count from 0")
+            raise ScheduleError(
+                "stage-out-of-range", f"stage={stage} is none of {self.num_stages}; stages count from 0"
+            )
         rank = stage % self.num_ranks
         return self.num_ranks - 1 - rank if self.is_v_shaped and stage >= self.num_ranks else rank
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages that a pipeline rank holds, ascending; raise ScheduleError where there is no such rank."""
         if not 0 <= rank < self.num_ranks:
-            raise ScheduleError(f"rank={rank} is none of {self.num_ranks}; ranks count from 0")
+            raise ScheduleError("rank-out-of-range", f"rank={rank} is none of {self.num_ranks}; ranks count from 0")
         if self.is_v_shaped:
             return (rank, 2 * self.num_ranks - 1 - rank)
         return tuple(range(rank, self.num_stages, self.num_ranks))

@@ -61,7 +61,10 @@ class ScheduleRecipe:
         stages_per_rank = 2 if self.is_v_shaped and virtual_stages == 1 else virtual_stages
         most = stages_per_rank if self.max_virtual_stages is None else self.max_virtual_stages
         if not self.min_virtual_stages <= stages_per_rank <= most:
-            raise ConfigError(f"pipeline.virtual_stages={virtual_stages} for schedule {self.name}, {self.rule}")
+            raise ConfigError(
+                "schedule-virtual-stages",
+                f"pipeline.virtual_stages={virtual_stages} for schedule {self.name}, {self.rule}",
+            )
         return StagePlacement(num_ranks, stages_per_rank, self.is_v_shaped)
 
 
@@ -114,7 +117,9 @@ RECIPES: Mapping[str, ScheduleRecipe] = MappingProxyType(
 def recipe_of(name: str) -> ScheduleRecipe:
     """Return the recipe of a name; raise ConfigError where there is none."""
     if name not in RECIPES:
-        raise ConfigError(f"pipeline.schedule={name!r} is no schedule; use one of {', '.join(RECIPES)}")
+        raise ConfigError(
+            "schedule-unknown", f"pipeline.schedule={name!r} is no schedule; use one of {', '.join(RECIPES)}"
+        )
     return RECIPES[name]
 
 

@@ -1,4 +1,4 @@
-"""Simulate a schedule: an action starts when its lane is free and all that it follows has ended.
+"""Simulate a schedule: an action starts when its stream is free and all that it follows has ended.
 
 The simulator gives a schedule its times; it does not check one (`verify` does), and it knows no hardware: costs
 come from the caller.
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from shardwise.schedule.actions import COLLECTIVES, LANES, Action, ActionKind, Schedule, ScheduleError, TimedAction
+from shardwise.schedule.actions import COLLECTIVES, STREAMS, Action, ActionKind, Schedule, ScheduleError, TimedAction
 from shardwise.schedule.dependencies import Position, dependencies, execution_order
 
 Cost = Callable[[int, Action], float]
@@ -28,7 +28,7 @@ def simulate(
     schedule: Schedule,
     cost: Cost,
     *,
-    lanes: Mapping[ActionKind, str] = LANES,
+    streams: Mapping[ActionKind, str] = STREAMS,
     meeting_kinds: Collection[ActionKind] = COLLECTIVES,
 ) -> tuple[TimedAction, ...]:
     """Give a verified schedule its times, and return its actions rank by rank, in the schedule's order.
@@ -36,24 +36,26 @@ def simulate(
     Args:
         schedule: as `verify` accepts it.
         cost: returns the seconds of an action on a rank.
-        lanes: the lane of each kind on a rank.
+        streams: the stream of each kind on a rank.
         meeting_kinds: kinds whose actions wait for each other across the ranks and last as long as the slowest.
 
     Raises ScheduleError on a negative cost and on a deadlock.
     """
-    follows = dependencies(schedule, lanes)
+    follows = dependencies(schedule, streams)
     order, blocked = execution_order(schedule, follows, meeting_kinds=meeting_kinds)
     if blocked:
         rank, index = min(blocked)
         action = schedule.ranks[rank][index]
-        raise ScheduleError(f"{action} on rank {rank} never starts; it waits in a circle, verify() shows which")
+        raise ScheduleError(
+            "dependency-circle", f"{action} on rank {rank} never starts; it waits in a circle, verify() shows which"
+        )
     times: dict[Position, tuple[float, float]] = {}
     for meeting in order:
         start_s = max((times[before][1] for member in meeting for before in follows[member]), default=0.0)
         end_s = start_s + max(_seconds(cost, rank, schedule.ranks[rank][index]) for rank, index in meeting)
         times.update(dict.fromkeys(meeting, (start_s, end_s)))
     return tuple(
-        TimedAction(action, rank, *times[rank, index], lane=lanes[action.kind])
+        TimedAction(action, rank, *times[rank, index], stream=streams[action.kind])
         for rank, row in enumerate(schedule.ranks)
         for index, action in enumerate(row)
     )
@@ -66,31 +68,33 @@ def makespan_s(timed: Sequence[TimedAction]) -> float:
     return max(action.end_s for action in timed) - min(action.start_s for action in timed)
 
 
-def bubble_fraction(timed: Sequence[TimedAction], *, lane: str = "compute") -> float:
-    """Return the share of the makespan in which `lane` is idle, a mean over the ranks; 0 for no actions."""
+def bubble_fraction(timed: Sequence[TimedAction], *, stream: str = "compute") -> float:
+    """Return the share of the makespan in which `stream` is idle, a mean over the ranks; 0 for no actions."""
     num_ranks = len({action.rank for action in timed})
     whole_s = num_ranks * makespan_s(timed)
-    busy_s = sum(action.duration_s for action in timed if action.lane == lane)
+    busy_s = sum(action.duration_s for action in timed if action.stream == stream)
     return 1.0 - busy_s / whole_s if whole_s > 0 else 0.0
 
 
-def rank_span_s(timed: Sequence[TimedAction], rank: int, *, lane: str = "compute") -> float:
-    """Return the seconds from the first start to the last end of a rank's actions in `lane`; 0 for none.
+def rank_span_s(timed: Sequence[TimedAction], rank: int, *, stream: str = "compute") -> float:
+    """Return the seconds from the first start to the last end of a rank's actions in `stream`; 0 for none.
 
     The spans of the ranks of a pipeline begin and end one after another, so each may be shorter than the makespan.
     `timed` holds the actions of all ranks.
     """
-    return makespan_s([action for action in timed if action.rank == rank and action.lane == lane])
+    return makespan_s([action for action in timed if action.rank == rank and action.stream == stream])
 
 
-def rank_bubble_s(timed: Sequence[TimedAction], rank: int, *, lane: str = "compute") -> float:
-    """Return the idle seconds of `lane` in the span of `rank` among `timed`: the bubble that `formulas` computes."""
-    busy_s = sum(action.duration_s for action in timed if action.rank == rank and action.lane == lane)
-    return rank_span_s(timed, rank, lane=lane) - busy_s
+def rank_bubble_s(timed: Sequence[TimedAction], rank: int, *, stream: str = "compute") -> float:
+    """Return the idle seconds of `stream` in the span of `rank` among `timed`: the bubble that `formulas` computes."""
+    busy_s = sum(action.duration_s for action in timed if action.rank == rank and action.stream == stream)
+    return rank_span_s(timed, rank, stream=stream) - busy_s
 
 
 def _seconds(cost: Cost, rank: int, action: Action) -> float:
     seconds = cost(rank, action)
     if not seconds >= 0:
-        raise ScheduleError(f"cost={seconds} s of {action} on rank {rank} is no duration; return a number >= 0")
+        raise ScheduleError(
+            "cost-negative", f"cost={seconds} s of {action} on rank {rank} is no duration; return a number >= 0"
+        )
     return seconds

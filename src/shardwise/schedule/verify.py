@@ -35,7 +35,7 @@ from enum import Enum
 from itertools import chain, pairwise, zip_longest
 
 from shardwise.schedule import channels, in_flight
-from shardwise.schedule.actions import COLLECTIVES, COMPUTATIONS, LANES, Action, ActionKind, Schedule, ScheduleError
+from shardwise.schedule.actions import COLLECTIVES, COMPUTATIONS, STREAMS, Action, ActionKind, Schedule, ScheduleError
 from shardwise.schedule.channels import Flaw
 from shardwise.schedule.dependencies import (
     USERS,
@@ -53,20 +53,21 @@ _BACKWARDS = frozenset({ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKi
 _TRAINS = _BACKWARDS | {ActionKind.REDUCE, ActionKind.STEP}
 _SPLIT = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
 _NUM_NAMED = 8  # actions of a deadlock that are written out
+_CodeAndText = tuple[str, str]
 
 
 def verify(
-    schedule: Schedule, max_in_flight: Sequence[int] | None = None, *, lanes: Mapping[ActionKind, str] = LANES
+    schedule: Schedule, max_in_flight: Sequence[int] | None = None, *, streams: Mapping[ActionKind, str] = STREAMS
 ) -> None:
     """Raise ScheduleError, with the place drawn, unless the schedule can run and does what its rules say.
 
     Args:
         schedule: of any kind; it may be lowered in part.
         max_in_flight: for each rank, the most stage activations at once, counted as `num_in_flight` does; None: any.
-        lanes: the lane of each kind on a rank.
+        streams: the stream of each kind on a rank.
     """
     places = ActionPlaces.of(schedule)
-    follows = dependencies(schedule, lanes)
+    follows = dependencies(schedule, streams)
     machines = (parameters(schedule), gradients(schedule))
     flaws: Iterator[Flaw] = chain(
         _computations(schedule),
@@ -75,12 +76,12 @@ def verify(
         _collectives(schedule, places),
         _rows(schedule, follows),
         _chains(schedule),
-        ((text, (place,)) for machine in machines for text, place in misuses(schedule, machine)),
+        *(misuses(schedule, machine) for machine in machines),
         _deadlock(schedule, follows),
         () if max_in_flight is None else in_flight.flaws(schedule, max_in_flight),
     )
-    for text, positions in flaws:
-        raise ScheduleError("\n".join([text, *drawn(schedule, positions, follows)]))
+    for code, text, positions in flaws:
+        raise ScheduleError(code, "\n".join([text, *drawn(schedule, positions, follows)]))
 
 
 def _computations(schedule: Schedule) -> Iterator[Flaw]:
@@ -88,7 +89,11 @@ def _computations(schedule: Schedule) -> Iterator[Flaw]:
     micro_batches = {a.micro_batch for row in schedule.ranks for a in row if a.kind in COMPUTATIONS}
     num_micro_batches = 1 + max((m for m in micro_batches if m is not None), default=-1)
     if num_micro_batches == 0:
-        yield "a schedule without FORWARD computes nothing; a step has at least one, add it", ()
+        yield (
+            "schedule-without-forward",
+            "a schedule without FORWARD computes nothing; a step has at least one, add it",
+            (),
+        )
     for rank, row in enumerate(schedule.ranks):
         seen: dict[tuple[int, str | None, int | None], dict[ActionKind, int]] = {}
         about: dict[tuple[int, str | None], list[int]] = {}
@@ -100,7 +105,7 @@ def _computations(schedule: Schedule) -> Iterator[Flaw]:
                     kinds = seen.setdefault((action.stage, group, action.micro_batch), {})
                     if kinds.setdefault(action.kind, index) != index:
                         text = f"{action} on rank {rank} is there twice; a computation runs once, drop one"
-                        yield text, ((rank, kinds[action.kind]), (rank, index))
+                        yield "computation-repeated", text, ((rank, kinds[action.kind]), (rank, index))
         for (stage, group), indices in about.items():
             trained = any(row[index].kind in _TRAINS for index in indices)
             for micro_batch in range(num_micro_batches):
@@ -108,13 +113,13 @@ def _computations(schedule: Schedule) -> Iterator[Flaw]:
                 for kind in _missing(kinds, trained):
                     action = Action(kind, stage, micro_batch, group)
                     text = f"{action} is missing on rank {rank}; a micro-batch runs every group, add it"
-                    yield text, ((rank, max(kinds.values(), default=indices[0])),)
+                    yield "computation-missing", text, ((rank, max(kinds.values(), default=indices[0])),)
                 for part in _SPLIT:
                     if part in kinds and ActionKind.BACKWARD in kinds:
                         both = (kinds[ActionKind.BACKWARD], kinds[part])
                         whole, half = (row[index] for index in both)
                         text = f"{whole} and {half} on rank {rank} make one gradient twice; drop either"
-                        yield text, tuple((rank, index) for index in both)
+                        yield "gradient-made-twice", text, tuple((rank, index) for index in both)
 
 
 def _missing(kinds: Mapping[ActionKind, int], trained: bool) -> list[ActionKind]:
@@ -141,12 +146,13 @@ def _stages(schedule: Schedule, places: ActionPlaces) -> Iterator[Flaw]:
         if stage > 0 and num_here != num_before:
             text = f"stage {stage} is on {num_here} ranks and stage {stage - 1} on {num_before}"
             there = holders.get(stage) or holders[max(holders)]
-            yield f"{text}; each replica of a stage feeds one of the next, give both as many", ((there[0], 0),)
+            rule = "each replica of a stage feeds one of the next, give both as many"
+            yield "stage-replicas-differ", f"{text}; {rule}", ((there[0], 0),)
         if stage - 1 in last_backward and stage not in last_backward:
             rank, index = last_backward[stage - 1]
             action = schedule.ranks[rank][index]
             text = f"{action} on rank {rank} needs gradients of stage {stage}, which has no backward; add it"
-            yield text, ((rank, index),)
+            yield "stage-without-backward", text, ((rank, index),)
 
 
 def _collectives(schedule: Schedule, places: ActionPlaces) -> Iterator[Flaw]:
@@ -162,8 +168,9 @@ def _collectives(schedule: Schedule, places: ActionPlaces) -> Iterator[Flaw]:
                     mine, theirs = (_text_at(schedule, place) for place in (here, there))
                     if mine != theirs:
                         text = f"rank {holders[0]} issues {mine} where rank {other_rank} issues {theirs}"
-                        cure = "replicas issue the same collectives in the same order, align them"
-                        yield f"{text}; {cure}", tuple(place for place in (here, there) if place is not None)
+                        rule = "replicas issue the same collectives in the same order, align them"
+                        both = tuple(place for place in (here, there) if place is not None)
+                        yield "replica-collectives-differ", f"{text}; {rule}", both
 
 
 def _text_at(schedule: Schedule, place: Position | None) -> str:
@@ -177,7 +184,7 @@ def _rows(schedule: Schedule, follows: Follows) -> Iterator[Flaw]:
             if other_rank == rank and other > index:
                 row = schedule.ranks[rank]
                 text = f"{row[index]} on rank {rank} stands before {row[other]}, which it must follow"
-                yield f"{text}; move it behind", ((rank, index), (rank, other))
+                yield "action-out-of-order", f"{text}; move it after that", ((rank, index), (rank, other))
 
 
 def _chains(schedule: Schedule) -> Iterator[Flaw]:
@@ -202,9 +209,9 @@ def _chains(schedule: Schedule) -> Iterator[Flaw]:
             ordered = [(index, order[group]) for index, group in run if group in order]
             for (first, place), (second, next_place) in pairwise(ordered):
                 if (place < next_place) != is_forward:
-                    text = f"{row[second]} on rank {rank} stands behind {row[first]}"
-                    cure = "groups run forward in one order and backward in its reverse, swap the two"
-                    yield f"{text}; {cure}", ((rank, first), (rank, second))
+                    text = f"{row[second]} on rank {rank} comes after {row[first]}"
+                    rule = "groups run forward in one order and backward in its reverse, swap the two"
+                    yield "groups-out-of-order", f"{text}; {rule}", ((rank, first), (rank, second))
 
 
 def _deadlock(schedule: Schedule, follows: Follows) -> Iterator[Flaw]:
@@ -229,7 +236,7 @@ def _deadlock(schedule: Schedule, follows: Follows) -> Iterator[Flaw]:
         half = _NUM_NAMED // 2
         names[half:-half] = [f"{len(names) - 2 * half} others"]
     text = f"deadlock: {' waits for '.join(names)}; issue one of them earlier"
-    yield text, tuple(circle[:-1])
+    yield "schedule-deadlock", text, tuple(circle[:-1])
 
 
 class ParameterStates(Enum):
@@ -252,12 +259,12 @@ class GradientStates(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StateMachine:
-    """Hold the first state, the legal moves, and rule and cure of each illegal move and of each bad end."""
+    """Hold the first state, the legal moves, and code, rule and fix of each illegal move and of each bad end."""
 
     start: Enum
     moves: Mapping[tuple[ActionKind, Enum], Enum]
-    wrong: Mapping[tuple[ActionKind, Enum], str]
-    wrong_at_end: Mapping[Enum, str]
+    wrong: Mapping[tuple[ActionKind, Enum], _CodeAndText]
+    wrong_at_end: Mapping[Enum, _CodeAndText]
 
 
 def parameters(schedule: Schedule) -> StateMachine:
@@ -271,20 +278,26 @@ def parameters(schedule: Schedule) -> StateMachine:
         **{(ActionKind.STEP, state): stale if steps_shards else state for state in (unused, whole, stale)},
         (ActionKind.STEP, sharded): sharded,
     }
-    wrong: dict[tuple[ActionKind, Enum], str] = {
+    wrong: dict[tuple[ActionKind, Enum], _CodeAndText] = {
         **{
-            (kind, state): "uses parameters that are {state}{since}; put {unshard} before it"
+            (kind, state): ("used-while-sharded", "uses parameters that are {state}{since}; put {unshard} before it")
             for kind in USERS
             for state in (sharded, stale)
         },
-        **{(ActionKind.UNSHARD, state): "unshards what is {state}{since}; drop it" for state in (unused, whole)},
-        (ActionKind.RESHARD, sharded): "reshards what is {state}{since}; drop it",
-        (ActionKind.RESHARD, unused): "reshards what nothing has used{since}; move it behind its use",
+        **{
+            (ActionKind.UNSHARD, state): ("unshard-repeated", "unshards what is {state}{since}; drop it")
+            for state in (unused, whole)
+        },
+        (ActionKind.RESHARD, sharded): ("reshard-repeated", "reshards what is {state}{since}; drop it"),
+        (ActionKind.RESHARD, unused): (
+            "reshard-before-use",
+            "reshards what nothing has used{since}; move it after its use",
+        ),
     }
     if schedule.unshard_for_use:
-        left = "leaves parameters {state}, which rest as shards; add {reshard}"
+        left = ("left-unsharded", "leaves parameters {state}, which are stored as shards; add {reshard}")
         return StateMachine(sharded, moves, wrong, dict.fromkeys((unused, whole, stale), left))
-    left = "leaves parameters {state}, which rest whole and up to date; add {unshard}"
+    left = ("left-sharded", "leaves parameters {state}, which are stored whole and up to date; add {unshard}")
     return StateMachine(whole, moves, wrong, dict.fromkeys((sharded, stale), left))
 
 
@@ -302,28 +315,42 @@ def gradients(schedule: Schedule) -> StateMachine:
         (ActionKind.REDUCE, unreduced): reduced,
         (ActionKind.STEP, reduced): stepped,
     }
-    early = "adds to gradients that are {state}{since}, against reduce_each_backward; put {reduce} between"
-    late = "adds to gradients that are {state}{since}; this is done once, move {reduce} behind it"
-    behind = "adds to gradients that are {state}{since}; move {step} behind it"
-    wrong: dict[tuple[ActionKind, Enum], str] = {
-        **{(kind, unreduced): early for kind in makers},
-        **{(kind, reduced): late for kind in makers},
-        **{(kind, stepped): behind for kind in makers},
-        (ActionKind.REDUCE, none): "finds no gradients to reduce; move it behind their backward",
-        (ActionKind.REDUCE, reduced): "reduces what is {state}{since}; drop it, or move it behind a backward",
-        (ActionKind.REDUCE, stepped): "reduces what is {state}{since}; move {step} behind it, or drop it",
-        (ActionKind.STEP, none): "finds no gradients to step on; move it behind {reduce}",
-        (ActionKind.STEP, unreduced): "steps on gradients that are {state}{since}; put {reduce} before it",
-        (ActionKind.STEP, stepped): "steps on what is {state}{since}; drop it",
+    unreduced_text = "adds to gradients that are {state}{since}, against reduce_each_backward; put {reduce} between"
+    reduced_text = "adds to gradients that are {state}{since}; this is done once, move {reduce} after it"
+    stepped_text = "adds to gradients that are {state}{since}; move {step} after it"
+    wrong: dict[tuple[ActionKind, Enum], _CodeAndText] = {
+        **{(kind, unreduced): ("backward-before-reduce", unreduced_text) for kind in makers},
+        **{(kind, reduced): ("backward-after-reduce", reduced_text) for kind in makers},
+        **{(kind, stepped): ("backward-after-step", stepped_text) for kind in makers},
+        (ActionKind.REDUCE, none): (
+            "reduce-without-gradients",
+            "finds no gradients to reduce; move it after their backward",
+        ),
+        (ActionKind.REDUCE, reduced): (
+            "reduce-repeated",
+            "reduces what is {state}{since}; drop it, or move it after a backward",
+        ),
+        (ActionKind.REDUCE, stepped): (
+            "reduce-after-step",
+            "reduces what is {state}{since}; move {step} after it, or drop it",
+        ),
+        (ActionKind.STEP, none): ("step-without-gradients", "finds no gradients to step on; move it after {reduce}"),
+        (ActionKind.STEP, unreduced): (
+            "step-before-reduce",
+            "steps on gradients that are {state}{since}; put {reduce} before it",
+        ),
+        (ActionKind.STEP, stepped): ("step-repeated", "steps on what is {state}{since}; drop it"),
     }
-    wrong_at_end: dict[Enum, str] = {reduced: "makes gradients that nothing steps on; add {step}"}
+    wrong_at_end: dict[Enum, _CodeAndText] = {
+        reduced: ("gradients-not-stepped", "makes gradients that nothing steps on; add {step}")
+    }
     if any(action.kind is ActionKind.REDUCE for row in schedule.ranks for action in row):
-        wrong_at_end[unreduced] = "makes gradients that nothing reduces; add {reduce}"
+        wrong_at_end[unreduced] = ("gradients-not-reduced", "makes gradients that nothing reduces; add {reduce}")
     return StateMachine(none, moves, wrong, wrong_at_end)
 
 
-def misuses(schedule: Schedule, machine: StateMachine) -> Iterator[tuple[str, Position]]:
-    """Walk each row, and yield each illegal move and each bad end: value, rule and cure in a line, and where."""
+def misuses(schedule: Schedule, machine: StateMachine) -> Iterator[Flaw]:
+    """Walk each row, and yield each illegal move and each bad end."""
     kinds = {kind for kind, _ in machine.moves}
     for rank, row in enumerate(schedule.ranks):
         groups = stage_groups(row)
@@ -333,16 +360,18 @@ def misuses(schedule: Schedule, machine: StateMachine) -> Iterator[tuple[str, Po
                 state, since = states.get((action.stage, group), (machine.start, None))
                 move = (action.kind, state)
                 if move not in machine.moves:
-                    text = _worded(machine.wrong[move], action, group, state, since)
-                    yield f"{action} on rank {rank} {text}", (rank, index)
+                    code, text = machine.wrong[move]
+                    text = _worded(text, action, group, state, since)
+                    yield code, f"{action} on rank {rank} {text}", ((rank, index),)
                 states[action.stage, group] = machine.moves.get(move, state), index
         for (_, group), (state, last) in states.items():
             if last is not None and state in machine.wrong_at_end:
-                text = _worded(machine.wrong_at_end[state], row[last], group, state, last)
-                yield f"{row[last]} on rank {rank} {text}", (rank, last)
+                code, text = machine.wrong_at_end[state]
+                text = _worded(text, row[last], group, state, last)
+                yield code, f"{row[last]} on rank {rank} {text}", ((rank, last),)
 
 
 def _worded(text: str, action: Action, group: str | None, state: Enum, since: int | None) -> str:
-    cures = (ActionKind.UNSHARD, ActionKind.RESHARD, ActionKind.REDUCE, ActionKind.STEP)
-    named = {kind.name.lower(): str(Action(kind, action.stage, group=group)) for kind in cures}
+    kinds = (ActionKind.UNSHARD, ActionKind.RESHARD, ActionKind.REDUCE, ActionKind.STEP)
+    named = {kind.name.lower(): str(Action(kind, action.stage, group=group)) for kind in kinds}
     return text.format(state=state.value, since="" if since is None else f" after action {since}", **named)

@@ -142,7 +142,7 @@ def write_timeline(path: Path, actions: Iterable[TimedAction]) -> None:
         json.dumps(
             {
                 "rank": each.rank,
-                "lane": each.lane,
+                "lane": each.stream,
                 "action": str(each.action),
                 "start_s": round(each.start_s - origin_s, 6),
                 "end_s": round(each.end_s - origin_s, 6),

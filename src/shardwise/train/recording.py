@@ -37,16 +37,17 @@ def gather_timeline(engine: Engine) -> tuple[TimedAction, ...]:
     comm.max_scalars(torch.zeros(1, dtype=torch.float64, device=engine.device), "clocks of the timeline")
     here_s = time.perf_counter()
     rows = [
-        (str(each.action), each.start_s - here_s, each.end_s - here_s, each.lane) for each in engine._timeline.last_step
+        (str(each.action), each.start_s - here_s, each.end_s - here_s, each.stream)
+        for each in engine._timeline.last_step
     ]
     gathered = [
-        TimedAction(Action.parse(action), rank, start_s, end_s, lane)
+        TimedAction(Action.parse(action), rank, start_s, end_s, stream)
         for rank, text in enumerate(exchange_texts(comm, json.dumps(rows), "timeline"))
-        for action, start_s, end_s, lane in json.loads(text)
+        for action, start_s, end_s, stream in json.loads(text)
     ]
     first_s = min((each.start_s for each in gathered), default=0.0)
     return tuple(
-        TimedAction(each.action, each.rank, each.start_s - first_s, each.end_s - first_s, each.lane)
+        TimedAction(each.action, each.rank, each.start_s - first_s, each.end_s - first_s, each.stream)
         for each in gathered
     )
 

@@ -133,7 +133,8 @@ def choose_ranks(mesh: MeshShape, ranks: Sequence[int] | Choice | None) -> list[
         for rank in ranks:
             if not 0 <= rank < mesh.world_size:
                 raise ConfigError(
-                    f"rank {rank} is not in a world of {mesh.world_size}; give 0 to {mesh.world_size - 1}"
+                    "rank-out-of-range",
+                    f"rank {rank} is not in a world of {mesh.world_size}; give 0 to {mesh.world_size - 1}",
                 )
         return list(dict.fromkeys(ranks))
     places = list(range(mesh.pp))

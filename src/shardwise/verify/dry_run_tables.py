@@ -35,7 +35,7 @@ def rank_tables(simulation: Simulation, config: Config) -> list[Table]:
 
 def ranks_tables(simulations: Sequence[Simulation]) -> list[Table]:
     """Return tables of several ranks, with a row for each."""
-    return [_rest_of_ranks(simulations), _peaks_of_ranks(simulations), _wires_of_ranks(simulations)]
+    return [_at_rest_of_ranks(simulations), _peaks_of_ranks(simulations), _wires_of_ranks(simulations)]
 
 
 def _memory_table(simulation: Simulation) -> Table:
@@ -53,11 +53,11 @@ def _tier_tables(simulation: Simulation, config: Config) -> Iterator[Table]:
     by_tier = _bytes_by_tier(simulation)
     if set(by_tier) == {"device"}:
         return
-    rests = _table("at rest in", *_ROLES.values(), "total", min_width=12)
+    at_rest = _table("at rest in", *_ROLES.values(), "total", min_width=12)
     for tier, totals in by_tier.items():
         row_bytes = [*(totals[role] for role in _ROLES), sum(totals.values())]
-        rests.add_row(_TIER_NAMES[tier], *map(_bytes, row_bytes))
-    yield rests
+        at_rest.add_row(_TIER_NAMES[tier], *map(_bytes, row_bytes))
+    yield at_rest
     moves = _table("a step moves from", "to", "bytes", min_width=12)
     for (source, target), num_bytes in simulation.layout.bytes_across(config.batch.accumulation or 1).items():
         moves.add_row(_TIER_NAMES[source], _TIER_NAMES[target], _bytes(num_bytes))
@@ -73,7 +73,7 @@ def _wire_table(simulation: Simulation) -> Table:
     return table
 
 
-def _rest_of_ranks(simulations: Sequence[Simulation]) -> Table:
+def _at_rest_of_ranks(simulations: Sequence[Simulation]) -> Table:
     """Return a table of stages, parameters and states, with a row for each memory that stores any."""
     by_tiers = [_bytes_by_tier(each) for each in simulations]
     totals = [sum(sum(held.values()) for held in by_tier.values()) for by_tier in by_tiers]

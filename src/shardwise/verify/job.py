@@ -72,8 +72,9 @@ def fold_mesh(mesh: MeshShape, num_kv_heads: int | None = None, most: int = MOST
     if folded.world_size > most:
         used = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
         raise ConfigError(
+            "too-few-processes",
             f"{most} processes do not hold {used} = {folded.world_size}, which the layout's axes need at least; "
-            f"allow {folded.world_size}"
+            f"allow {folded.world_size}",
         )
     return folded
 
@@ -94,8 +95,8 @@ def fold_micro_batches(num_micro_batches: int, num_ranks: int, num_folded_ranks:
     fits = range(enough, enough + 2 * num_folded_ranks)
     same_parity = [number for number in fits if number % 2 == num_micro_batches % 2]
     is_multiple = num_micro_batches % num_ranks == 0
-    alike = [number for number in same_parity if (number % num_folded_ranks == 0) == is_multiple]
-    return min(num_micro_batches, (alike or same_parity)[0])
+    same_kind = [number for number in same_parity if (number % num_folded_ranks == 0) == is_multiple]
+    return min(num_micro_batches, (same_kind or same_parity)[0])
 
 
 def fold_virtual_stages(virtual_stages: int) -> int:
@@ -175,7 +176,7 @@ def make_job(
             into so many processes, or its model has sizes of unknown names.
     """
     if num_steps < 1:
-        raise ConfigError(f"--steps {num_steps} trains nothing; give at least 1")
+        raise ConfigError("steps-below-one", f"--steps {num_steps} trains nothing; give at least 1")
     config, world_size, assumed = _assume_world(config, world_size)
     whole = ModelSpec("huggingface", dict(huggingface)) if huggingface is not None else _decoder_spec(config)
     resolved = _check_run(config, world_size, whole)
@@ -223,7 +224,7 @@ def small_layout(job: VerifyJob) -> Layout:
     try:
         return plan_layout(build_skeleton(job.model), job.config.resolve(job.world_size))
     except ConfigError as error:
-        raise ConfigError(f"the run has a layout but its small copy has none: {error}") from error
+        raise ConfigError(error.code, f"the run has a layout but its small copy has none: {error}") from error
 
 
 def _assume_world(config: Config, world_size: int | None) -> tuple[Config, int, tuple[str, ...]]:
@@ -250,8 +251,8 @@ def _check_run(config: Config, world_size: int, model: ModelSpec) -> Config:
         return check_job(config, world_size)[0]
     resolved = config.resolve(world_size)
     if resolved.tensor.sequence_parallel:
-        cure = "or set tensor.sequence_parallel=false"
-        check_length(config.data.seq_len, resolved.mesh.tp, "data.seq_len=", cure, resolved.mesh.cp)
+        fix = "or set tensor.sequence_parallel=false"
+        check_length(config.data.seq_len, resolved.mesh.tp, "data.seq_len=", fix, resolved.mesh.cp)
     plan_layout(build_skeleton(model), resolved)
     return resolved
 

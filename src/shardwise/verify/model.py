@@ -98,11 +98,15 @@ def _build_huggingface(values: Mapping[str, Any]) -> nn.Module:
     try:
         import transformers
     except ImportError:
-        raise ConfigError("a Hugging Face model needs the package transformers; pip install transformers") from None
+        raise ConfigError(
+            "transformers-absent", "a Hugging Face model needs the package transformers; pip install transformers"
+        ) from None
     options = copy.deepcopy(dict(values))
     kind = options.pop("model_type", None)
     if kind is None:
-        raise ConfigError("the Hugging Face config has no model_type; give the config.json of a model")
+        raise ConfigError(
+            "model-type-absent", "the Hugging Face config has no model_type; give the config.json of a model"
+        )
     options |= {"use_cache": False, "dtype": None, "torch_dtype": None}
     try:
         config = transformers.AutoConfig.for_model(kind, **options)
@@ -111,7 +115,9 @@ def _build_huggingface(values: Mapping[str, Any]) -> nn.Module:
         model: nn.Module = known[0](config) if known else transformers.AutoModelForCausalLM.from_config(config)
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(f"transformers cannot build the model {kind}: {reason}; try its config there") from error
+        raise ConfigError(
+            "model-not-buildable", f"transformers cannot build the model {kind}: {reason}; try its config there"
+        ) from error
     choose_experts = getattr(model, "set_experts_implementation", None)
     if choose_experts is not None and any("expert" in key for key in options):
         choose_experts("eager")  # the default knows no float64

@@ -100,8 +100,9 @@ def _train_reference(job: VerifyJob) -> TrainingTrace:
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ConfigError(
+            "reference-not-trainable",
             f"one plain process cannot train the small copy, so there is nothing to compare with ({reason}); "
-            "see in docs/verify.md which models can be scaled down"
+            "see in docs/verify.md which models can be scaled down",
         ) from error
 
 

@@ -177,7 +177,9 @@ def _resolved(model: nn.Module, config: Config | Mapping[str, Any] | None, rank:
     config = config if isinstance(config, Config) else Config.from_dict(config or {})
     config = with_own_dtype(model, config).resolve(world_size)
     if not 0 <= rank < world_size:
-        raise ConfigError(f"rank {rank} is not in a world of {world_size}; give 0 to {world_size - 1}")
+        raise ConfigError(
+            "rank-out-of-range", f"rank {rank} is not in a world of {world_size}; give 0 to {world_size - 1}"
+        )
     return config
 
 
@@ -187,8 +189,9 @@ def _values_refused() -> Iterator[None]:
         yield
     except NO_VALUE_ERRORS as error:
         raise ConfigError(
+            "simulated-values-read",
             f"model, loss or optimizer reads the values of a tensor ({_reason(error)}), and a simulated one has "
-            "none; simulate what does not decide on values, and an optimizer such as adamw"
+            "none; simulate what does not decide on values, and an optimizer such as adamw",
         ) from error
 
 
@@ -230,8 +233,9 @@ def _what_stages_receive(
     sizes = {tuple(map(_size, pytree.tree_leaves(batch))) for step in steps for batch in step}
     if len(sizes) > 1:
         raise ConfigError(
+            "simulated-batch-shapes",
             "make_batch made micro-batches of several shapes, which a simulated pipeline does not know in advance; "
-            "make them alike, padded to one length"
+            "give all one shape, padded to one length",
         )
     whole = _without_pipeline(config)
     copied = _copy_without_memory(model)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.report.chrome_trace import chrome_trace, read_chrome_trace
-from shardwise.schedule import LANES, TRANSFERS, Action, ActionKind, Payload, ScheduleError, TimedAction
+from shardwise.schedule import STREAMS, TRANSFERS, Action, ActionKind, Payload, ScheduleError, TimedAction
 from shardwise.schedule.actions import COMPUTATIONS
 
 GROUPS = st.one_of(st.none(), st.text(min_size=1, max_size=8))
@@ -24,7 +24,7 @@ def timed_actions(draw) -> TimedAction:
         payload=draw(st.sampled_from(Payload)) if kind in TRANSFERS else None,
     )
     start_s = draw(st.floats(-1e6, 1e6))
-    return TimedAction(action, draw(st.integers(0, 63)), start_s, start_s + draw(st.floats(0.0, 1e3)), LANES[kind])
+    return TimedAction(action, draw(st.integers(0, 63)), start_s, start_s + draw(st.floats(0.0, 1e3)), STREAMS[kind])
 
 
 @given(st.lists(timed_actions(), min_size=1, max_size=20))
@@ -43,7 +43,7 @@ def test_every_event_has_what_the_format_asks_for(timed):
     processes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     for event, each in zip(complete, timed, strict=True):
         assert event["pid"] == each.rank
-        assert threads[event["pid"], event["tid"]] == each.lane
+        assert threads[event["pid"], event["tid"]] == each.stream
         assert processes[event["pid"]] == f"pp rank {each.rank}"
         assert event["ts"] == pytest.approx(1e6 * each.start_s)
         assert event["dur"] == pytest.approx(1e6 * each.duration_s)

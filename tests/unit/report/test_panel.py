@@ -19,7 +19,7 @@ GPIPE = Schedule.parse("rank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1F1 1B0 1B1")
 def test_the_ranks_bubbles_average_to_the_schedules(times, shift_s):
     costs = dict(zip([(rank, action) for rank, row in enumerate(GPIPE.ranks) for action in row], times, strict=True))
     timed = simulate(GPIPE, lambda rank, action: costs[rank, action])
-    late = [TimedAction(t.action, t.rank, t.start_s + shift_s, t.end_s + shift_s, t.lane) for t in timed]
+    late = [TimedAction(t.action, t.rank, t.start_s + shift_s, t.end_s + shift_s, t.stream) for t in timed]
     fractions = TerminalPanel("", late).idle_fractions
     assert sum(fractions.values()) / len(fractions) == pytest.approx(bubble_fraction(timed), abs=1e-9)
     assert TerminalPanel("", timed).bubble == bubble_fraction(timed)
@@ -33,8 +33,8 @@ def test_the_bubble_of_a_rank_counts_only_what_it_computes():
 def test_lanes_with_time_come_in_the_order_of_the_schedule():
     step = data_parallel_step(["root", "b0"], 1, unshard_for_use=True)
     timed = simulate(step, lambda rank, action: 0.0 if action.kind is ActionKind.REDUCE else 1.0)
-    unheard_of = TimedAction(Action(ActionKind.FETCH, group="b0"), 0, 0.0, 1.0, "a lane of tomorrow")
-    assert TerminalPanel("", [unheard_of, *timed]).lanes == ("compute", "gather", "a lane of tomorrow")
+    unheard_of = TimedAction(Action(ActionKind.FETCH, group="b0"), 0, 0.0, 1.0, "a stream of tomorrow")
+    assert TerminalPanel("", [unheard_of, *timed]).streams == ("compute", "gather", "a stream of tomorrow")
 
 
 def test_a_ranks_stages_are_its_chunks():

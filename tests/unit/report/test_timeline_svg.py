@@ -74,7 +74,8 @@ def test_panels_share_an_axis_or_have_their_own():
 
 def test_the_clock_may_begin_anywhere():
     late = [
-        type(each)(each.action, each.rank, each.start_s + 1e4, each.end_s + 1e4, each.lane) for each in panel().actions
+        type(each)(each.action, each.rank, each.start_s + 1e4, each.end_s + 1e4, each.stream)
+        for each in panel().actions
     ]
     assert timeline_svg.draw([TerminalPanel("title", late, 2.75)]) == timeline_svg.draw([panel()])
 
@@ -117,6 +118,6 @@ def test_transfers_and_collectives_have_lanes_of_their_own():
     by_rank = {kind: sorted(found) for kind, found in tops.items()}
     assert {len(found) for found in by_rank.values()} == {2}
     for rank in (0, 1):
-        lanes = [by_rank[kind][rank] for kind in ("forward", "unshard", "reduce")]
-        assert lanes == sorted(set(lanes))
+        streams = [by_rank[kind][rank] for kind in ("forward", "unshard", "reduce")]
+        assert streams == sorted(set(streams))
     assert by_rank["reduce"][0] < by_rank["forward"][1]

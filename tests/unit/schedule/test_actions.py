@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.schedule import COMPUTATIONS, LANES, TRANSFERS, Action, ActionKind, Payload, Schedule, ScheduleError
+from shardwise.schedule import COMPUTATIONS, STREAMS, TRANSFERS, Action, ActionKind, Payload, Schedule, ScheduleError
 
 counts = st.integers(0, 10_000)
 groups = st.none() | st.text("ab.3_[]%; \n\té", min_size=1, max_size=12)
@@ -107,5 +107,5 @@ def test_what_is_no_schedule_is_refused(text: str, message: str) -> None:
         Schedule.parse(text)
 
 
-def test_every_kind_has_a_lane() -> None:
-    assert set(LANES) == set(ActionKind)
+def test_every_kind_has_a_stream() -> None:
+    assert set(STREAMS) == set(ActionKind)

@@ -18,7 +18,7 @@ GATHERED = "rank 0: 0UNSHARD[a] 0UNSHARD[b] 0F0[a] 0F0[b] 0RESHARD[b] 0B0[b] 0RE
 @pytest.mark.parametrize(
     ("action", "expected"),
     [
-        ("0UNSHARD[b]", {"0:0UNSHARD[a]"}),  # its lane
+        ("0UNSHARD[b]", {"0:0UNSHARD[a]"}),  # its stream
         ("0F0[a]", {"0:0UNSHARD[a]"}),  # not b's: overlap
         ("0F0[b]", {"0:0UNSHARD[b]", "0:0F0[a]"}),
         ("0RESHARD[b]", {"0:0F0[b]", "0:0UNSHARD[b]"}),
@@ -104,7 +104,7 @@ def test_fetch_and_evict_keep_the_actions_of_their_group_in_order() -> None:
     assert followed(row, "0F0[b]") == {"0:0F0[a]"}
 
 
-OWN_LANES = {kind: kind.name for kind in ActionKind}
+OWN_STREAMS = {kind: kind.name for kind in ActionKind}
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ OWN_LANES = {kind: kind.name for kind in ActionKind}
         ("0UNSHARD 0F0 0RECOMPUTE0 0B0", "0F0 0RECOMPUTE0 0UNSHARD"),
         ("0UNSHARD 0F0 0RECOMPUTE0 0I0", "0F0 0RECOMPUTE0 0UNSHARD"),
         ("0F0 0I0 0W0", "0I0"),
-        ("0F0 0F1 0B0 0REDUCE 0B1", "0B0 0F1 0REDUCE"),  # gradients are free again, and B0 is in B1's lane
+        ("0F0 0F1 0B0 0REDUCE 0B1", "0B0 0F1 0REDUCE"),  # gradients are free again, and B0 is in B1's stream
         ("0F0 0I0 0REDUCE 0W0", "0I0 0REDUCE"),
         ("0UNSHARD 0F0 0RECOMPUTE0 0B0 0I1 0RESHARD", "0B0 0F0 0I1 0RECOMPUTE0 0UNSHARD"),
         ("0F0 0B0 0I1 0W1 0REDUCE", "0B0 0W1"),
@@ -127,11 +127,11 @@ OWN_LANES = {kind: kind.name for kind in ActionKind}
         ("0EVICT 0FETCH 0STEP", "0EVICT 0FETCH"),
     ],
 )
-def test_what_a_kind_follows_beside_its_lane(row: str, expected: str) -> None:
-    """With a lane for each kind, only rules 2 to 4 are left: they may not lean on the order of lanes."""
+def test_what_a_kind_follows_beside_its_stream(row: str, expected: str) -> None:
+    """With a stream for each kind, only rules 2 to 4 are left: they may not lean on the order of streams."""
     schedule = Schedule.parse(f"rank 0: {row}")
     last = len(schedule.ranks[0]) - 1
-    earlier = dependencies(schedule, OWN_LANES)[0, last]
+    earlier = dependencies(schedule, OWN_STREAMS)[0, last]
     assert sorted(str(schedule.ranks[0][index]) for _, index in earlier) == expected.split()
 
 
@@ -141,8 +141,8 @@ def test_lanes_are_a_parameter() -> None:
         Action(ActionKind.FORWARD, micro_batch=1),
         Action(ActionKind.UNSHARD),
     )
-    one_lane = dict.fromkeys(ActionKind, "all")
-    assert dependencies(Schedule((row,)), one_lane)[0, 2] == ((0, 1),)
+    one_stream = dict.fromkeys(ActionKind, "all")
+    assert dependencies(Schedule((row,)), one_stream)[0, 2] == ((0, 1),)
     assert dependencies(Schedule((row,)))[0, 2] == ()
     sent = Schedule.parse("rank 0: 0F0 0SEND_F0 0F1\nrank 1: 1RECV_F0 1F0 1F1")
-    assert (0, 1) in dependencies(sent, one_lane)[0, 2]  # a lane of other kinds too keeps its transfers in line
+    assert (0, 1) in dependencies(sent, one_stream)[0, 2]  # a stream of other kinds too keeps its transfers in line

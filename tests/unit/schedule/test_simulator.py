@@ -127,10 +127,10 @@ def test_no_action_starts_before_what_it_follows_has_ended(
         starts = [at[other].end_s for other in earlier]
         assert at[place].start_s >= max(starts, default=0.0)
         assert (at[place].rank, at[place].action) == (place[0], schedule.ranks[place[0]][place[1]])
-    lanes: dict[tuple[int, str], float] = {}
+    streams: dict[tuple[int, str], float] = {}
     for action in sorted(timed, key=lambda action: (action.start_s, action.end_s)):
-        assert action.start_s >= lanes.get((action.rank, action.lane), 0.0)
-        lanes[action.rank, action.lane] = action.end_s
+        assert action.start_s >= streams.get((action.rank, action.stream), 0.0)
+        streams[action.rank, action.stream] = action.end_s
 
 
 def test_helpers_on_nothing_and_on_gaps() -> None:
@@ -139,10 +139,10 @@ def test_helpers_on_nothing_and_on_gaps() -> None:
     timed = (TimedAction(forward, 0, 1.0, 2.0, "compute"), TimedAction(forward, 1, 3.0, 5.0, "compute"))
     timed += (TimedAction(Action(ActionKind.UNSHARD), 1, 1.0, 5.0, "gather"),)
     assert makespan_s(timed) == 4.0
-    assert bubble_fraction(timed, lane="gather") == 1 - 4 / (2 * 4)
+    assert bubble_fraction(timed, stream="gather") == 1 - 4 / (2 * 4)
     assert bubble_fraction(timed) == 1 - (1 + 2) / (2 * 4)
     assert rank_span_s(timed, 1) == 2.0
-    assert rank_span_s(timed, 1, lane="gather") == 4.0
+    assert rank_span_s(timed, 1, stream="gather") == 4.0
     assert rank_span_s(timed, 7) == rank_bubble_s(timed, 7) == 0.0
     behind = (*timed, TimedAction(forward, 1, 8.0, 9.0, "compute"))
     assert [rank_bubble_s(behind, rank) for rank in range(2)] == [0.0, 3.0]
