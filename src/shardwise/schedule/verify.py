@@ -280,7 +280,7 @@ def parameters(schedule: Schedule) -> StateMachine:
     }
     wrong: dict[tuple[ActionKind, Enum], _CodeAndText] = {
         **{
-            (kind, state): ("used-while-sharded", "uses parameters that are {state}{since}; put {unshard} before it")
+            (kind, state): ("used-before-unshard", "uses parameters that are {state}{since}; put {unshard} before it")
             for kind in USERS
             for state in (sharded, stale)
         },
@@ -295,9 +295,9 @@ def parameters(schedule: Schedule) -> StateMachine:
         ),
     }
     if schedule.unshard_for_use:
-        left = ("left-unsharded", "leaves parameters {state}, which are stored as shards; add {reshard}")
+        left = ("reshard-missing-at-end", "leaves parameters {state}, which are stored as shards; add {reshard}")
         return StateMachine(sharded, moves, wrong, dict.fromkeys((unused, whole, stale), left))
-    left = ("left-sharded", "leaves parameters {state}, which are stored whole and up to date; add {unshard}")
+    left = ("unshard-missing-at-end", "leaves parameters {state}, which are stored whole and up to date; add {unshard}")
     return StateMachine(whole, moves, wrong, dict.fromkeys((sharded, stale), left))
 
 

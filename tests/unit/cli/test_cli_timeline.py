@@ -6,9 +6,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+from harness.refusals import refused
 from shardwise.cli import main as cli
 from shardwise.cli.timeline import OpTimes, mean_times, num_micro_batches_of
-from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.resolve import Config
 from shardwise.report.chrome_trace import chrome_trace, read_chrome_trace
 from shardwise.schedule import ActionKind, Schedule, simulate
 
@@ -110,7 +111,7 @@ def test_micro_batches_follow_from_the_config(settings, expected):
 
 def test_micro_batches_that_depend_on_the_run_are_asked_for():
     config = Config().override(["batch.global_size=24", "batch.micro_size=2"])
-    with pytest.raises(ConfigError, match=r"add mesh\.dp_shard=N or batch\.accumulation=N"):
+    with refused("micro-batches-unknown", "mesh.dp_shard=N", "batch.accumulation=N"):
         num_micro_batches_of(config)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.refusals import refused
 from shardwise.cli import main as cli
 from shardwise.cli.verify import conclude, describe, read_model
 from shardwise.config.resolve import Config, ConfigError
@@ -113,10 +114,13 @@ def test_a_difference_is_told():
 def test_models_are_read_from_a_folder_or_a_file(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     assert read_model(tmp_path) == read_model(tmp_path / "config.json") == {"model_type": "llama"}
-    for text in ("{", "[]"):
-        (tmp_path / "config.json").write_text(text)
-        with pytest.raises(ConfigError, match="give a Hugging Face config"):
-            read_model(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with refused("model-config-not-a-table", "config.json"):
+        read_model(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError) as caught:
+        read_model(tmp_path)
+    assert str(tmp_path / "config.json") in str(caught.value)
 
 
 def test_a_job_round_trips_and_describes_itself():

@@ -1,4 +1,4 @@
-"""What the doctor says of a machine: nothing of a sound one, and of each fault its value, the rule and a cure."""
+"""What the doctor says of a machine: nothing of a sound one, and of each fault its value, the rule and a fix."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_nothing_is_said_of_a_sound_machine(changes) -> None:
         ),
         (ON_GPUS | {"gpus_reach_each_other": False}, "no-peer-access", "warning", "NCCL goes through the host's"),
         (gpu(free_bytes=0, error="CUDA error: busy"), "gpu-fails", "error", "GPU 0 cannot be used: CUDA error: busy"),
-        (gpu(free_bytes=40 * GIB), "gpu-in-use", "warning", "40.0 GiB of GPU 0's 80.0 GiB are in use by others"),
+        (gpu(free_bytes=40 * GIB), "gpu-in-use", "warning", "40.00 GiB of GPU 0's 80.00 GiB are in use by others"),
         (gpu(slowdowns=("thermal",)), "gpu-throttled", "warning", "GPU 0 is throttled (thermal)"),
         (gpu(num_ecc_errors=3), "gpu-memory-errors", "error", "GPU 0 counts 3 uncorrected memory errors"),
         (gpu(name="NVIDIA H100 MIG 1g.10gb"), "gpu-is-slice", "warning", "NCCL does not connect slices"),
@@ -79,17 +79,22 @@ def test_nothing_is_said_of_a_sound_machine(changes) -> None:
         ),
         (environ(CUDA_LAUNCH_BLOCKING="1"), "slow-setting", "warning", "unset CUDA_LAUNCH_BLOCKING"),
         (environ(TORCH_DISTRIBUTED_DEBUG="detail"), "slow-setting", "warning", "unset TORCH_DISTRIBUTED_DEBUG"),
-        ({"memory.limit_bytes": 8 * GIB}, "memory-limited", "warning", "8.00 GiB of the machine's 64.0 GiB"),
+        ({"memory.limit_bytes": 8 * GIB}, "memory-limited", "warning", "8.00 GiB of the machine's 64.00 GiB"),
         ({"memory.swap_used_bytes": 2 * GIB}, "swap-in-use", "warning", "2.00 GiB of swap are in use"),
-        ({"memory.shm_bytes": 2**26}, "shm-small", "warning", "/dev/shm has 64.0 MiB"),
+        ({"memory.shm_bytes": 2**26}, "shm-small", "warning", "/dev/shm has 64.00 MiB"),
         ({"open_files_limit": 256}, "open-files-low", "warning", "ulimit -n 1024"),
         (ON_GPUS | {"open_files_limit": 1024}, "open-files-low", "warning", "ulimit -n 4096"),
         ({"disk.writable": False}, "disk-not-writable", "error", "/data/runs cannot be written to"),
-        ({"disk.free_bytes": GIB // 2}, "disk-full", "error", "/data/runs has 512 MiB free"),
+        ({"disk.free_bytes": GIB // 2}, "disk-full", "error", "/data/runs has 512.00 MiB free"),
         ({"disk.free_bytes": 5 * GIB}, "disk-full", "warning", "/data/runs has 5.00 GiB free"),
         ({"disk.filesystem": "nfs4"}, "disk-on-network", "note", "data.cache_dir"),
-        (swap(writable=False), "swap-not-writable", "error", "/nvme cannot be written to, and states on NVMe rest"),
-        (swap(900 * GIB), "swap-full", "error", "/nvme has 500 GiB free and the states on NVMe need 900 GiB"),
+        (
+            swap(writable=False),
+            "swap-not-writable",
+            "error",
+            "/nvme cannot be written to, and states on NVMe are stored",
+        ),
+        (swap(900 * GIB), "swap-full", "error", "/nvme has 500.00 GiB free and the states on NVMe need 900.00 GiB"),
         (swap(free_bytes=5 * GIB), "swap-full", "warning", "/nvme has 5.00 GiB free for states on NVMe"),
         (swap(filesystem="tmpfs"), "swap-in-memory", "warning", "/nvme is in memory (tmpfs)"),
         (swap(filesystem="lustre"), "swap-on-network", "warning", "--nvme-path, to a folder on a local NVMe disk"),
@@ -117,7 +122,7 @@ def test_a_fault_is_found_by_itself(changes, name, level, part) -> None:
     (finding,) = list_findings(changed(changes), FAST)
     assert (finding.name, finding.level) == (name, level)
     assert part in str(finding)
-    assert finding.cure
+    assert finding.fix
     assert "\n" not in str(finding)
 
 

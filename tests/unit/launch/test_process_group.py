@@ -11,8 +11,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from harness.refusals import refused
 from harness.waiting import PATIENCE_S, wait_until
-from shardwise.config.resolve import ConfigError
 from shardwise.launch import process_group as group
 from shardwise.launch.environment import RankEnv
 from shardwise.launch.local import launch_local
@@ -56,7 +56,7 @@ def test_a_store_that_accepts_and_says_nothing_is_given_up(monkeypatch: pytest.M
     monkeypatch.setattr(group, "_VERDICT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         env = rank_env(1, 2, master_port=silent.getsockname()[1], launcher="slurm")
-        with pytest.raises(LaunchError, match=f"could not reach rank 0 at 127.0.0.1:{env.master_port} within 0.5 s"):
+        with refused("rank-zero-unreachable", "rank 1", f"127.0.0.1:{env.master_port}", "0.5 s"):
             start_process_group(env, "cpu", timeout_s=0.5)
 
 
@@ -66,7 +66,7 @@ def test_a_store_that_falls_silent_while_torch_connects_is_given_up(monkeypatch:
     monkeypatch.setattr(group, "meet", lambda env, store, timeout_s: store)
     may_end = threading.Event()
     monkeypatch.setattr(group.dist, "init_process_group", lambda *args, **kwargs: may_end.wait(PATIENCE_S))
-    with pytest.raises(LaunchError, match=r"rank 1 met the others .* 127\.0\.0\.1:29500.* does not answer"):
+    with refused("store-silent", "rank 1", "127.0.0.1:29500"):
         start_process_group(rank_env(1, 2, launcher="slurm"), "cpu", timeout_s=0.2)
     may_end.set()
 
@@ -148,9 +148,9 @@ def test_without_rank_0_the_others_say_so(monkeypatch):
 def test_a_taken_port_is_a_users_mistake_and_a_closed_one_names_rank_0():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"rank 0 cannot listen on 127.0.0.1:{port}: .*choose a free MASTER_PORT"):
+        with refused("port-taken", f"127.0.0.1:{port}", "MASTER_PORT"):
             start_process_group(rank_env(0, master_port=port), "cpu", timeout_s=1.0)
-    with pytest.raises(LaunchError, match=f"could not reach rank 0 at 127.0.0.1:{port} within 0.5 s"):
+    with refused("rank-zero-unreachable", "rank 1", f"127.0.0.1:{port}", "0.5 s"):
         start_process_group(rank_env(1, master_port=port), "cpu", timeout_s=0.5)
 
 
@@ -164,7 +164,7 @@ def test_gpu_of_a_rank(launcher, local_rank, num_gpus, expected):
 
 @pytest.mark.parametrize(("launcher", "num_gpus"), [("torchrun", 1), ("slurm", 2), ("slurm", 0)])
 def test_a_rank_without_a_gpu_is_refused(launcher, num_gpus):
-    with pytest.raises(ConfigError, match=f"local rank 2 has no GPU: .* torch sees {num_gpus} GPUs"):
+    with refused("rank-without-gpu", "local rank 2", f"{num_gpus} GPUs"):
         gpu_index(rank_env(2, launcher=launcher), num_gpus)
 
 

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.refusals import refused
 from shardwise.report.chrome_trace import chrome_trace, read_chrome_trace
-from shardwise.schedule import STREAMS, TRANSFERS, Action, ActionKind, Payload, ScheduleError, TimedAction
+from shardwise.schedule import STREAMS, TRANSFERS, Action, ActionKind, Payload, TimedAction
 from shardwise.schedule.actions import COMPUTATIONS
 
 GROUPS = st.one_of(st.none(), st.text(min_size=1, max_size=8))
@@ -57,9 +58,18 @@ def test_events_of_others_are_passed_over():
     assert read_chrome_trace(trace) == (timed,)
 
 
-@pytest.mark.parametrize("trace", [[], {}, {"traceEvents": 3}, {"traceEvents": []}, {"traceEvents": [{"ph": "X"}]}])
-def test_what_holds_no_timed_action_is_refused(trace):
-    with pytest.raises(ScheduleError, match="give a file that a run recorded"):
+@pytest.mark.parametrize(
+    ("trace", "code"),
+    [
+        ([], "trace-format"),
+        ({}, "trace-format"),
+        ({"traceEvents": 3}, "trace-format"),
+        ({"traceEvents": []}, "trace-without-actions"),
+        ({"traceEvents": [{"ph": "X"}]}, "trace-without-actions"),
+    ],
+)
+def test_what_holds_no_timed_action_is_refused(trace, code):
+    with refused(code):
         read_chrome_trace(trace)
 
 
@@ -69,5 +79,5 @@ def test_what_holds_no_timed_action_is_refused(trace):
 def test_a_damaged_event_is_named(damage):
     trace = chrome_trace([TimedAction(Action.parse("0F0"), 0, 0.0, 1.0, "compute")])
     trace["traceEvents"][-1]["args"] |= damage
-    with pytest.raises(ScheduleError, match=r"damaged event of the action '0[FQ]0'"):
+    with refused("trace-event-damaged", repr(damage.get("action", "0F0"))):
         read_chrome_trace(trace)

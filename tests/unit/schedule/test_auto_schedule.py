@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.refusals import refused
 from shardwise.schedule import (
     Schedule,
-    ScheduleError,
     peak_held_bytes,
     rank_span_s,
     simulate,
@@ -82,5 +82,5 @@ def test_each_thing_that_a_free_rank_weighs_shortens_some_step(
     [(0, 1, 1, "num_ranks=0"), (1, 0, 1, "num_micro_batches=0"), (1, 1, 0.5, "max_held=0.5")],
 )
 def test_counts_below_one_are_refused(num_ranks: int, num_micro_batches: int, max_held: float, what: str) -> None:
-    with pytest.raises(ScheduleError, match=what):
+    with refused("count-below-one", what):
         zero_bubble_searched(num_ranks, num_micro_batches, OpTimes(), max_held=max_held)

@@ -4,7 +4,8 @@ from collections import Counter
 
 import pytest
 
-from shardwise.schedule import ActionKind, Schedule, ScheduleError, data_parallel_step, forward_only, verify
+from harness.refusals import refused
+from shardwise.schedule import ActionKind, Schedule, data_parallel_step, forward_only, verify
 
 GROUPS = ("root", "b0", "b1", "b2")
 STAGES = (
@@ -96,16 +97,16 @@ def test_rules_are_free_to_combine(unshard_for_use, reduce_each_backward) -> Non
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "values"),
     [
-        ({"groups": ()}, r"groups=\[\] leaves nothing to run"),
-        ({"groups": ("root", "b0", "b0")}, "group 'b0' is named twice"),
-        ({"num_micro_batches": 0}, "num_micro_batches=0 is below 1"),
-        ({"num_ranks": 0}, "num_ranks=0 is below 1"),
-        ({"recompute": ("b9",)}, "recompute='b9' is no group; the groups: root, b0"),
-        ({"unshard_for_use": True, "unshard_after_step": True}, "contradicts unshard_for_use=True"),
+        ({"groups": ()}, ("groups-empty", "groups=[]")),
+        ({"groups": ("root", "b0", "b0")}, ("group-named-twice", "'b0'")),
+        ({"num_micro_batches": 0}, ("count-below-one", "num_micro_batches=0")),
+        ({"num_ranks": 0}, ("count-below-one", "num_ranks=0")),
+        ({"recompute": ("b9",)}, ("recompute-group-unknown", "recompute='b9'", "root, b0")),
+        ({"unshard_for_use": True, "unshard_after_step": True}, ("schedule-rules-contradict", "unshard_for_use=True")),
     ],
 )
-def test_refusals(arguments: dict, message: str) -> None:
-    with pytest.raises(ScheduleError, match=message):
+def test_refusals(arguments: dict, values: tuple[str, ...]) -> None:
+    with refused(*values):
         data_parallel_step(**{"groups": ("root", "b0"), "num_micro_batches": 1, **arguments})

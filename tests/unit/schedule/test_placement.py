@@ -2,7 +2,8 @@
 
 import pytest
 
-from shardwise.schedule import ScheduleError, StagePlacement
+from harness.refusals import refused
+from shardwise.schedule import StagePlacement
 
 PLACEMENTS = [StagePlacement(p, v) for p in (1, 2, 5) for v in (1, 2, 3)]
 PLACEMENTS += [StagePlacement(p, 2, is_v_shaped=True) for p in (1, 2, 5)]
@@ -24,15 +25,15 @@ def test_looped_and_v() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ScheduleError, match="num_ranks=0 is below 1"):
+    with refused("count-below-one", "num_ranks=0"):
         StagePlacement(0)
-    with pytest.raises(ScheduleError, match="stages_per_rank=0 is below 1"):
+    with refused("count-below-one", "stages_per_rank=0"):
         StagePlacement(1, 0)
-    with pytest.raises(ScheduleError, match="stages_per_rank=3 of a V"):
+    with refused("v-has-two-stages", "stages_per_rank=3"):
         StagePlacement(2, 3, is_v_shaped=True)
     for stage in (-1, 4):
-        with pytest.raises(ScheduleError, match=f"stage={stage} is none of 4"):
+        with refused("stage-out-of-range", f"stage={stage}", "4"):
             StagePlacement(2, 2).rank_of(stage)
     for rank in (-1, 2):
-        with pytest.raises(ScheduleError, match=f"rank={rank} is none of 2"):
+        with refused("rank-out-of-range", f"rank={rank}", "2"):
             StagePlacement(2, 2).stages_of(rank)

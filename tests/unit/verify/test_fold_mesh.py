@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.config.resolve import ConfigError
+from harness.refusals import refused
 from shardwise.layout.mesh_shape import AXES, MeshShape
 from shardwise.verify.job import MOST_PROCESSES, fold_mesh, fold_micro_batches, fold_virtual_stages
 
@@ -45,9 +45,9 @@ def test_fewer_processes_make_the_pipeline_shorter_but_drop_no_axis():
     mesh = MeshShape(pp=8, dp_shard=8, tp=8)
     assert fold_mesh(mesh, most=12).sizes == (3, 1, 2, 1, 2)
     assert fold_mesh(mesh, most=8).sizes == (2, 1, 2, 1, 2)
-    with pytest.raises(ConfigError, match="6 processes do not hold pp 2 x dp_shard 2 x tp 2 = 8, "):
+    with refused("too-few-processes", "6 processes", "= 8"):
         fold_mesh(mesh, most=6)
-    with pytest.raises(ConfigError, match=r"8 processes do not hold"):
+    with refused("too-few-processes", "8 processes", "= 16"):
         fold_mesh(MeshShape(pp=2, dp_replicate=2, dp_shard=2, tp=2), most=8)
 
 
