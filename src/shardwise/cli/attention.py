@@ -19,7 +19,7 @@ from rich.console import Console
 
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.report import layout_drawing
-from shardwise.report.console import Terminal
+from shardwise.report.console import Terminal, refuse
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,8 +69,7 @@ def _show(arguments: argparse.Namespace, split: Split) -> int:
         num_heads, layout = _layout(config, seq_len, arguments.heads, causal=not arguments.bidirectional)
         ranks = _figures_of_ranks(config, layout, num_heads) if config.mesh.cp > 1 else []
     except ConfigError as error:
-        print(f"shardwise: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     causal = "causal" if layout.patterns[0].causal else "both ways"
     title = f"{config.attention.kind}, {causal}: {seq_len:,} tokens, {num_heads} {_noun(num_heads, 'head')}"
     is_dense = config.attention.kind == "dense"

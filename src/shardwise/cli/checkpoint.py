@@ -21,7 +21,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from shardwise.config.resolve import Dtype
 from shardwise.config.untrusted_files import printable
-from shardwise.report.console import Terminal
+from shardwise.report.console import Terminal, refuse
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.offline import Progress as Report
@@ -203,10 +203,10 @@ def _guarded(
         try:
             return command(arguments)
         except DamagedError as error:
-            return _say(error, damaged_code)
+            return refuse(error, damaged_code)
         except CheckpointError as error:
             # Its cause is what the system refused, if it did.
-            return _say(error, damaged_code if isinstance(error.__cause__, OSError) else 2)
+            return refuse(error, damaged_code if isinstance(error.__cause__, OSError) else 2)
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
             return _say(f"{where}{error.strerror or error}", damaged_code)

@@ -32,11 +32,12 @@ from shardwise.cli.checkpoint import add_commands as add_checkpoint_commands
 from shardwise.cli.plan import add_command as add_plan_command
 from shardwise.cli.timeline import add_command as add_timeline_command
 from shardwise.cli.verify import add_command as add_verify_command
+from shardwise.config.errors import with_code
 from shardwise.config.resolve import Config, ConfigError, all_keys
 from shardwise.launch.environment import RankEnv, cache_folder, detect, lone_rank
 from shardwise.launch.local import default_num_ranks, launch_local
 from shardwise.launch.signals import StopFlag, exit_with_parent, install_stop_signal
-from shardwise.report.console import Terminal
+from shardwise.report.console import Terminal, refuse
 
 _BYTES_AT_REST = 2 + 4 + 12
 _TRAIN_EXAMPLES = f"""\
@@ -203,7 +204,7 @@ def _train(arguments: argparse.Namespace) -> int:
         if env is None and arguments.prepared is None:
             return _start(arguments)
     except ConfigError as error:
-        return _refuse(error)
+        return refuse(error)
     except KeyboardInterrupt:
         print("shardwise: stopped by Ctrl-C before training began", file=sys.stderr)
         return 130
@@ -275,13 +276,12 @@ def _be_rank(arguments: argparse.Namespace, env: RankEnv, stop: StopFlag) -> int
             config = resolve_job(config, env.world_size, num_local_ranks=env.local_world_size)
         except ConfigError as error:
             # All ranks of a machine find the same mistake: one of them says so.
-            return _refuse(error) if env.local_rank == 0 else 2
+            return refuse(error) if env.local_rank == 0 else 2
         return join(config, env, stop, console, resume)
     except ConfigError as error:
-        return _refuse(error)
+        return refuse(error)
     except LaunchError as error:
-        print(f"shardwise: {error}", file=sys.stderr)
-        return 1
+        return refuse(error, 1)
     except KeyboardInterrupt:
         return 130
 
@@ -294,7 +294,7 @@ def _config(arguments: argparse.Namespace) -> int:
     try:
         config = job_config(path, assignments)
     except ConfigError as error:
-        return _refuse(error)
+        return refuse(error)
     if arguments.markdown:
         print(reference_page())
         return 0
@@ -360,7 +360,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
                 announce=lambda doing: status.update(doing),
             )
     except ConfigError as error:
-        return _refuse(error)
+        return refuse(error)
     except KeyboardInterrupt:
         print("shardwise: stopped by Ctrl-C", file=sys.stderr)
         return 130
@@ -386,7 +386,7 @@ def _be_peer(folder: str, device_kind: str) -> int:
     try:
         be_peer(detect(os.environ) or lone_rank(), Path(folder), "cuda" if device_kind == "cuda" else "cpu")
     except (ConfigError, LaunchError, CommError) as error:
-        print(error, file=sys.stderr)
+        print(with_code(error), file=sys.stderr)
         leave(1)
     leave(0)
 
@@ -412,9 +412,9 @@ def _calibrate(arguments: argparse.Namespace) -> int:
             return 1
         path = write_profile(profile, cache_folder(os.environ))
     except ConfigError as error:
-        return _refuse(error)
+        return refuse(error)
     except OSError as error:
-        return _refuse(
+        return refuse(
             ConfigError(
                 "profile-not-writable", f"the profile cannot be kept: {error}; set XDG_CACHE_HOME to a writable folder"
             )
@@ -458,7 +458,7 @@ def _be_calibrator(folder: str, device_kind: str, disk: str, extent: str) -> int
             env, Path(folder), "cuda" if device_kind == "cuda" else "cpu", Path(disk), quick=extent == "quick"
         )
     except (ConfigError, LaunchError, CommError) as error:
-        print(error, file=sys.stderr)
+        print(with_code(error), file=sys.stderr)
         leave(1)
     leave(0)
 
@@ -474,11 +474,6 @@ def _split(settings: Sequence[str]) -> tuple[str | None, list[str]]:
             f"{' and '.join(files)} are two config files; give one, and settings as section.key=value",
         )
     return (files[0] if files else None), [text for text in settings if "=" in text]
-
-
-def _refuse(error: ConfigError) -> int:
-    print(f"shardwise: {error}", file=sys.stderr)
-    return 2
 
 
 def _toml(value: object) -> str:

@@ -20,7 +20,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from shardwise.config.resolve import Config, ConfigError, is_config
-from shardwise.report.console import Terminal
+from shardwise.report.console import Terminal, refuse
 
 if TYPE_CHECKING:
     from shardwise.planner.hardware import Cluster
@@ -160,8 +160,7 @@ def _plan(arguments: argparse.Namespace, split: Split, environ: Mapping[str, str
         _refuse_taken(arguments.write)
         return _answer(arguments, arguments.model or path, assignments, environ)
     except ConfigError as error:
-        print(f"shardwise: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     except KeyboardInterrupt:
         print("shardwise: stopped by Ctrl-C", file=sys.stderr)
         return 130

@@ -19,7 +19,7 @@ from shardwise.config.untrusted_files import UntrustedFileError, read_json
 from shardwise.config.validate import wrong_schedule_size
 from shardwise.report import timeline_html, timeline_svg, timeline_text
 from shardwise.report.chrome_trace import chrome_trace, read_chrome_trace
-from shardwise.report.console import Terminal
+from shardwise.report.console import Terminal, refuse
 from shardwise.report.panel import TerminalPanel
 from shardwise.schedule import (
     ScheduleError,
@@ -87,8 +87,7 @@ def _timeline(arguments: argparse.Namespace, split: Split) -> int:
         recorded = _read_recorded(arguments.recorded) if arguments.recorded is not None else None
         panels = [planned(config, _op_times(arguments, recorded))]
     except (ConfigError, ScheduleError) as error:
-        print(f"shardwise: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     if recorded is not None:
         panels.append(TerminalPanel(f"recorded: {arguments.recorded}", recorded))
     try:
@@ -156,7 +155,7 @@ def _op_times(arguments: argparse.Namespace, recorded: Sequence[TimedAction] | N
         if not 0 <= value <= _MAX_S:
             option = f"--{name.replace('_', '-')}"
             raise ConfigError(
-                "op-time-negative", f"{option} {value:g} is no duration; give seconds, from 0 to {_MAX_S:g}"
+                "op-time-range", f"{option} {value:g} is no duration; give seconds, from 0 to {_MAX_S:g}"
             )
     return replace(default, **given)
 

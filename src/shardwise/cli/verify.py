@@ -17,11 +17,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.config.errors import with_code
 from shardwise.config.resolve import ConfigError
 from shardwise.config.untrusted_files import UntrustedFileError, read_json
 from shardwise.launch.environment import detect, lone_rank
 from shardwise.launch.signals import exit_with_parent
-from shardwise.report.console import Terminal
+from shardwise.report.console import Terminal, refuse
 from shardwise.schedule import ScheduleError
 
 if TYPE_CHECKING:
@@ -86,8 +87,7 @@ def _verify(arguments: argparse.Namespace, split: Split, environ: Mapping[str, s
         with progress.status("training") as status:
             outcome = verify(job, _rank_environ(environ), announce=status.update)
     except (ConfigError, ScheduleError) as error:
-        print(f"shardwise: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     except KeyboardInterrupt:
         print("shardwise: stopped by Ctrl-C; nothing is proved", file=sys.stderr)
         return 130
@@ -103,10 +103,10 @@ def _be_rank(folder: Path, environ: Mapping[str, str]) -> None:
     try:
         be_rank(detect(environ) or lone_rank(), folder)
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        print(with_code(error), file=sys.stderr)
         leave(2)
     except (LaunchError, CommError) as error:
-        print(error, file=sys.stderr)
+        print(with_code(error), file=sys.stderr)
         leave(1)
     leave(0)
 

@@ -40,3 +40,14 @@ def code_of(error: BaseException, otherwise: str) -> str:
 def system_code(error: OSError, otherwise: str) -> str:
     """Return the code for an error of the file system: `disk-full`, or `otherwise` for any other."""
     return "disk-full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else otherwise
+
+
+def with_code(error: Exception) -> str:
+    """Return an error's message for a terminal or a log: the code stands in brackets at the end of the first line.
+
+    >>> with_code(CodedError("tp-divides-heads", "tp=3 does not divide num_heads=32"))
+    'tp=3 does not divide num_heads=32 [tp-divides-heads]'
+    """
+    code = code_of(error, "")
+    headline, newline, details = str(error).partition("\n")
+    return f"{headline} [{code}]{newline}{details}" if code else str(error)

@@ -6,12 +6,14 @@ as wide as asked \\x1b[31m
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.segment import Segment
 
+from shardwise.config.errors import with_code
 from shardwise.config.untrusted_files import printable
 
 
@@ -32,3 +34,10 @@ class Terminal(Console):
     def on_broken_pipe(self) -> NoReturn:
         """Raise BrokenPipeError; rich would exit."""
         raise BrokenPipeError
+
+
+def refuse(error: Exception, exit_code: int = 2) -> int:
+    """Print in a line why a command refuses, with the error's code in brackets; return the exit code."""
+    lines = map(printable, with_code(error).split("\n"))
+    print("shardwise:", "\n".join(lines), file=sys.stderr)
+    return exit_code

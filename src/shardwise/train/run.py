@@ -30,6 +30,7 @@ from shardwise.checkpoint.manifest import AbsentRankError, CheckpointError
 from shardwise.comm.collectives import CommError
 from shardwise.comm.loss import NonFiniteLossError
 from shardwise.comm.store import PatientStore
+from shardwise.config.errors import with_code
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.config.untrusted_files import UntrustedFileError, read_text
 from shardwise.launch.environment import RankEnv
@@ -411,7 +412,7 @@ def _fail(error: Exception, folder: Path, env: RankEnv) -> int:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         message = f"no space left for the run's files in {folder}: {error.strerror}; free some, or set run.dir"
     elif isinstance(error, _EXPECTED) and str(error):
-        headline, *details = str(error).splitlines()
+        headline, *details = with_code(error).splitlines()
         message = "\n".join([*details, headline])  # a log is read from its end
     else:
         log.error("rank %d failed", env.rank, exc_info=error)
