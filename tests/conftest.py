@@ -18,6 +18,7 @@ import torch
 
 from harness.faults import NUM_RANKS, Whole, run_to_end, stored
 from harness.pool import WorkerPool
+from harness.snapshots import Snapshots
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # last: tests have folders of the same names
 torch.set_num_threads(1)
@@ -30,6 +31,7 @@ hypothesis.settings.load_profile("shardwise")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run the tests marked `full`: all combinations")
+    parser.addoption("--update-snapshots", action="store_true", help="write tests/data/snapshots again")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -87,6 +89,12 @@ def _as_talkative_as_before() -> Iterator[None]:
     level = log.level
     yield
     log.setLevel(level)
+
+
+@pytest.fixture(scope="session")
+def snapshots(pytestconfig: pytest.Config) -> Snapshots:
+    """What commands print, compared with the files of `tests/data/snapshots`, or written there."""
+    return Snapshots(Path(__file__).parent / "data" / "snapshots", pytestconfig.getoption("--update-snapshots"))
 
 
 @pytest.fixture(scope="session")

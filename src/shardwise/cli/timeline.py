@@ -154,9 +154,7 @@ def _op_times(arguments: argparse.Namespace, recorded: Sequence[TimedAction] | N
     for name, value in given.items():
         if not 0 <= value <= _MAX_S:
             option = f"--{name.replace('_', '-')}"
-            raise ConfigError(
-                "op-time-range", f"{option} {value:g} is no duration; give seconds, from 0 to {_MAX_S:g}"
-            )
+            raise ConfigError("op-time-range", f"{option} {value:g} is no duration; give seconds, from 0 to {_MAX_S:g}")
     return replace(default, **given)
 
 

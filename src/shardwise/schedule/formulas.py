@@ -25,8 +25,6 @@ from shardwise.schedule.registry import placement_of
 
 Number = TypeVar("Number", int, float)
 
-_UNKNOWN = "has no closed form; simulate the schedule"
-
 
 def bubble_s(
     recipe_name: str,
@@ -69,19 +67,16 @@ def bubble_s(
     v = placement_of(recipe_name, p, virtual_stages).stages_per_rank
     forward, backward, weight = forward_s, backward_input_s, backward_weight_s
     least = {"naive": 1, "zb-h1": p, "zb-h2": 2 * p - 1, "zb-v": 2 * p - 1}.get(recipe_name, p if v > 1 else 1)
+    unknown = f"where the bubble of {recipe_name} has no closed form; simulate the schedule"
     if m < least:
-        raise ScheduleError(
-            "no-closed-form", f"num_micro_batches={m} is below {least}, where the bubble of {recipe_name} {_UNKNOWN}"
-        )
+        raise ScheduleError("no-closed-form", f"num_micro_batches={m} is below {least}, {unknown}")
     costs = f"F={forward} s, B={backward} s, W={weight} s"
     if recipe_name in ("zb-h1", "zb-h2") and weight > forward:
-        raise ScheduleError("no-closed-form", f"{costs} with W > F, where the bubble of {recipe_name} {_UNKNOWN}")
+        raise ScheduleError("no-closed-form", f"{costs} with W > F, {unknown}")
     if recipe_name == "zb-h2" and 2 * weight > forward + backward:
-        raise ScheduleError("no-closed-form", f"{costs} with 2W > F + B, where the bubble of {recipe_name} {_UNKNOWN}")
+        raise ScheduleError("no-closed-form", f"{costs} with 2W > F + B, {unknown}")
     if recipe_name == "zb-v" and not weight <= forward <= backward:
-        raise ScheduleError(
-            "no-closed-form", f"{costs} without W <= F <= B, where the bubble of {recipe_name} {_UNKNOWN}"
-        )
+        raise ScheduleError("no-closed-form", f"{costs} without W <= F <= B, {unknown}")
     whole = forward + backward + weight
     known = {
         "naive": m * (p - 1) * whole,

