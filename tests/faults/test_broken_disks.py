@@ -169,7 +169,7 @@ def check_failed(
 
 NO_SPACE, READ_ONLY = "No space left on device", "Read-only file system"
 FULL = [
-    Fault("full", None, 0, rf"{ROOT} has 0\.\d\d MiB free .* 1\.\d\d MiB", "too-little-space"),
+    Fault("full", None, 0, rf"{ROOT} has \d+ bytes free .* 1\.\d\d MiB", "too-little-space"),
     Fault("full", Moment("posix_fallocate", FILE), 0, rf"/rank-00000-of-00002.\w+: {NO_SPACE}, after 0", "disk-full"),
     Fault("full", Moment("posix_fallocate", FILE), 1, rf"/rank-00001-of-00002.\w+: {NO_SPACE}, after 0", "disk-full"),
     Fault("full", Moment("writev", FILE, nth=4), 1, rf"{NO_SPACE}, after \d+ of the \d+ bytes", "disk-full", False),

@@ -1,4 +1,4 @@
-"""What is on disk after saves, deletions and set-asides that were killed, refused, or ran out of room."""
+"""What is on disk after saves, deletions and renames that were killed, refused, or ran out of space."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_killed_in_deleting(tmp_path: Path) -> None:
     assert seen == {((30, 20, 10), 0), ((30, 20), 1), ((30, 20), 0), ((30,), 1), ((30,), 0)}
 
 
-def test_killed_in_setting_aside(tmp_path: Path) -> None:
+def test_killed_while_renaming(tmp_path: Path) -> None:
     seen = set()
     for root in kill_everywhere(tmp_path, save_three, lambda root: rename_later(root, 10)):
         seen.add((tuple(check_all(root)), latest(root).strip()))
@@ -222,18 +222,18 @@ def on_small_disk(tmp_path: Path, num_bytes: int, function: Callable[[Path], obj
 def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
     def fill_up(root: Path) -> None:
         save(root, 10, num_bytes=40_000)
-        with refused("too-little-space", f"{root} has ", "MiB free", "2.00 GiB"):
+        with refused("too-little-space", f"{root} has ", "KiB free", "2.00 GiB"):
             check_free_space(root, 2 * 2**30)
         room = os.statvfs(root)
         check_free_space(root / "new", room.f_bavail * room.f_bsize)
-        with refused("too-little-space", f"{root}/new", "MiB free"):
+        with refused("too-little-space", f"{root}/new", "KiB free"):
             check_free_space(root / "new", room.f_bavail * room.f_bsize + 1)
         temporary = begin(root, 20)
         write_files(temporary, 20, 40_000)
         with refused("disk-full", f"{temporary}/manifest.json"):
             commit(temporary, root, manifest_of(20, 40_000, extra="long" * 50_000))
         assert check_all(root) == [10]
-        # Its room is there again.
+        # Its space is free again.
         discard(temporary)
         save(root, 30, num_bytes=80_000)
         assert check_all(root) == [30, 10]
@@ -256,7 +256,7 @@ def test_a_disk_that_fills_up_at_any_moment(tmp_path: Path) -> None:
                 write_files(temporary, step)
                 commit(temporary, root, manifest_of(step))
             except OSError:
-                message = "no room for files"
+                message = "no space for files"
             except CheckpointError as error:
                 message, code = str(error), error.code
             seen.add(message.split(str(root))[0].replace(step_name(step), "step"))
@@ -267,7 +267,7 @@ def test_a_disk_that_fills_up_at_any_moment(tmp_path: Path) -> None:
             assert not list(root.glob("*.partial"))
             ballast.unlink()
             retain(root, 1, None)
-        assert {"", "no room for files", "cannot write ", "cannot name step, which is whole, in "} <= seen
+        assert {"", "no space for files", "cannot write ", "cannot name step, which is whole, in "} <= seen
 
     on_small_disk(tmp_path, 2**18, fill_up)
 

@@ -85,6 +85,9 @@ def failing(call: str, nth: int, fault: Fault) -> Iterator[list[str]]:
         yield paths
 
 
+CODES = {"ENOSPC": "disk-full", "EIO": "swap-refused", "short": "swap-file-cut"}
+
+
 def error_of(action: Callable[[], object]) -> Exception | None:
     try:
         action()
@@ -112,10 +115,10 @@ def test_training_goes_on_from_the_checkpoint(
     with failing(call, nth, fault) as paths:
         error = error_of(lambda: go_on(engine, 0, 1))
         assert isinstance(error, HostWorkError | SwapError)
+        assert error.code == CODES[fault]
         assert Path(paths[0]).name in str(error)
         assert Path(paths[0]).parent.parent == swap
     if isinstance(error, HostWorkError):
-        assert "load the last checkpoint" in str(error)
         uses = [
             lambda: go_on(engine, 0, 1),
             lambda: engine.eval_step(batches_of(0, 1)[0]),
@@ -145,10 +148,8 @@ def test_a_failure_of_the_last_step_is_raised_by_close(tmp_path: Path) -> None:
         engine.tiers.worker.submit(lambda: None).end()
     with pytest.raises(HostWorkError) as caught:
         engine.close()
-    assert (caught.value.code, "exp_avg" in str(caught.value) or "master" in str(caught.value)) == (
-        "swap-refused",
-        True,
-    )
+    assert caught.value.code == "swap-refused"
+    assert re.search("exp_avg|master", str(caught.value))
     assert list(tmp_path.iterdir()) == []
     assert all(parameter.detach().isfinite().all() for parameter in engine.model.parameters())  # given back, whole
 
@@ -157,8 +158,10 @@ def test_a_load_that_fails_leaves_an_engine_that_refuses(tmp_path: Path) -> None
     with make_engine(tmp_path / "swap", optimizer="nvme") as engine:
         with failing("preadv", 0, "EIO"), pytest.raises(HostWorkError):
             go_on(engine, 0, 1)
-        assert "does not exist" in str(error_of(lambda: engine.load(tmp_path / "none")))
-        assert "states are mixed" in str(error_of(lambda: go_on(engine, 0, 1)))
+        with refused("no-such-path", "none"):
+            engine.load(tmp_path / "none")
+        with refused("states-mixed"):
+            go_on(engine, 0, 1)
 
 
 def run_whole(rank: int, world_size: int, root: Path) -> States:
@@ -212,7 +215,7 @@ def start_beside_another(rank: int, world_size: int, folders: list[Path]) -> str
     error = error_of(start)
     if engine is not None:
         engine.close()
-    return f"{type(error).__name__}: {error}" if error is not None else ""
+    return f"{type(error).__name__} {getattr(error, 'code', '')}: {error}" if error is not None else ""
 
 
 def test_where_one_rank_has_no_room_none_starts(ranks: WorkerPool, tmp_path: Path) -> None:
@@ -220,9 +223,9 @@ def test_where_one_rank_has_no_room_none_starts(ranks: WorkerPool, tmp_path: Pat
     other = tmp_path / "large"
     with small_disk(tmp_path / "small", 48 * 1024) as disk:
         first, second = ranks(2).run(start_beside_another, [other, disk.root])
-        said = r"CommError: rank 1 failed in shardwise.initialize: SwapError: cannot"
+        said = r"CommError [a-z-]+: rank 1 failed in shardwise.initialize: SwapError: cannot"
         assert re.match(rf"{said} allocate ", first)
-        assert re.match(r"SwapError: cannot allocate [\d.]+ \w+ in \S+-rank-1/\d+-\S+: No space left on device", second)
+        assert re.match(r"SwapError disk-full: cannot allocate [\d.]+ \w+ in \S+-rank-1/\d+-\S+: ", second)
         assert list(other.iterdir()) == list(disk.root.iterdir()) == []
     (tmp_path / "enough").mkdir()
     with small_disk(tmp_path / "enough", 2**20) as disk:  # a tmpfs, so past no page cache
@@ -230,7 +233,8 @@ def test_where_one_rank_has_no_room_none_starts(ranks: WorkerPool, tmp_path: Pat
         disk.remount(read_only=True)
         first, second = ranks(2).run(start_beside_another, [other, disk.root])
         assert re.match(rf"{said} make a swap folder", first)
-        assert "Read-only file system; mount it for writing" in second
+        assert second.startswith("SwapError swap-refused: ")
+        assert os.strerror(errno.EROFS) in second
 
 
 def test_a_file_in_the_folders_place_is_named(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is on disk after saves, deletions and set-asides, and what is said of what is damaged or not there."""
+"""What is on disk after saves, deletions and renames, and what is said of what is damaged or not there."""
 
 from __future__ import annotations
 
@@ -365,7 +365,7 @@ def test_a_run_resumed_from_before_saves_these_steps_again(tmp_path: Path) -> No
     assert retain(tmp_path, 1, None) == clean(tmp_path) == []
 
 
-def test_setting_all_aside_leaves_no_latest(tmp_path: Path) -> None:
+def test_renaming_all_leaves_no_latest(tmp_path: Path) -> None:
     for step in (50, 100):
         save(tmp_path, step)
     (tmp_path / step_name(50) / FILES[0]).unlink()

@@ -83,7 +83,7 @@ class Counted:
 
 
 class Plateau(lr_scheduler.ReduceLROnPlateau):
-    """Asks nobody for a metric."""
+    """Asks for no metric."""
 
     def step(self, metrics: Any = 1.0, epoch: Any = None) -> None:
         super().step(metrics, epoch)

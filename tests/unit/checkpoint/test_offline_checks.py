@@ -1,4 +1,4 @@
-"""Checkpoints without an engine: every damage is found and named, files can be cut anew, differences are seen."""
+"""Checkpoints without an engine: every damage is found and named, files can be cut again, differences are seen."""
 
 import io
 import math
