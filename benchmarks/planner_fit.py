@@ -26,11 +26,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 from planner_accuracy import read_rows, scored_rows
+from planner_eval.models import PublishedLayout, PublishedTimeModel
 from planner_scores import Scored, errors
 from shardwise.planner.compact_layout import CompactLayout
 from shardwise.planner.hardware import FittedConstants
 from shardwise.planner.pipeline_time import PipelineTimes
-from shardwise.planner.step_time import TimeModel
 
 CATALOGUE = Path(__file__).parents[1] / "src/shardwise/planner/catalogue.toml"
 FAMILIES: Mapping[str, str] = {
@@ -65,7 +65,7 @@ class Sample:
             raise ValueError(f"{case.id} has no price")
         gpu = dataclasses.replace(price.job.cluster.gpu, fitted=fitted)
         job = dataclasses.replace(price.job, cluster=dataclasses.replace(price.job.cluster, gpu=gpu))
-        model = TimeModel(job, self.compact)
+        model = PublishedTimeModel(job, self.compact)
         model.pipelines = self.pipelines
         return model.estimate(price.strategy).step_s / self.measured_s
 
@@ -86,7 +86,7 @@ def samples(rows: Sequence[Scored]) -> dict[str, list[Sample]]:
             continue
         measured_s = each.prediction.price.time.step_s / (each.time_ratio or 1.0)
         family = family_of(each.case.job.cluster.gpu.name)
-        sample = Sample(each, measured_s, counts[each.case.group] ** -0.5, CompactLayout(each.case.job), pipelines)
+        sample = Sample(each, measured_s, counts[each.case.group] ** -0.5, PublishedLayout(each.case.job), pipelines)
         found.setdefault(family, []).append(sample)
     return found
 

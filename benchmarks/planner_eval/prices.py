@@ -18,6 +18,7 @@ from typing import Any, Final, Literal
 
 from planner_eval.bubbles import bubble_rate, deferred_share
 from planner_eval.cases import Case, KnownStates
+from planner_eval.models import PublishedPricer, PublishedTimeModel, published_traits
 from planner_eval.rows import tidied
 from planner_eval.traits import is_after_h100
 from shardwise.planner.candidates import RECOMPUTES
@@ -25,9 +26,7 @@ from shardwise.planner.hardware import GIB
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.model_states import estimate_model_states
 from shardwise.planner.pipeline_time import PipelineTimes
-from shardwise.planner.pricer import Pricer
 from shardwise.planner.results import Convention, Estimate, RankMemory
-from shardwise.planner.step_time import TimeModel
 
 MemoryKind = Literal["states", "activations", "states+activations", "allocated", "reserved", "device"]
 """What a figure of memory counts: stored states, activations or both, tensors of the peak, what the allocator holds
@@ -126,15 +125,21 @@ def flops_per_token(job: PlanJob, strategy: Strategy, convention: Convention) ->
     return total + again / strategy.recompute_every
 
 
-def memory_gib(rank: RankMemory, kind: MemoryKind) -> float:
-    """Return the GiB of one rank that a kind of figure counts."""
+def memory_gib(rank: RankMemory, kind: MemoryKind, cached_logits_share: float = 0.0) -> float:
+    """Return the GiB of one rank that a kind of figure counts.
+
+    Args:
+        rank: of a price.
+        kind: of the figure.
+        cached_logits_share: as `PublishedTraits` has it.
+    """
     states = ("params", "grads", "optimizer")
     if kind == "states":
         return sum(rank.at_rest.values()) / GIB
     if kind in ("activations", "states+activations"):
         return rank.bytes_of("activations", *(states if kind == "states+activations" else ())) / GIB
     left_out = {"allocated": ("overhead", "rounding"), "reserved": ("overhead",), "device": ()}[kind]
-    cached = 0.0 if kind == "allocated" else rank.cached_bytes
+    cached = 0.0 if kind == "allocated" else cached_logits_share * rank.peak.get("logits", 0.0)
     return (rank.peak_bytes - rank.bytes_of(*left_out) + cached) / GIB
 
 
@@ -150,7 +155,7 @@ def settled(case: Case, pipelines: PipelineTimes | None = None) -> Estimate | No
     """
     if case.job is None or case.strategy is None:
         return None
-    pricer = Pricer(case.job)
+    pricer = PublishedPricer(case.job)
     if pipelines is not None:
         pricer.time.pipelines = pipelines
     prices: list[Estimate] = []
@@ -214,7 +219,8 @@ def predict(
     if price is None:
         return Prediction() if case.states is None else _of_states(case.states)
     ranks = price.memory.ranks[:1] if of_first_rank else price.memory.ranks
-    memory = [memory_gib(rank, memory_kind or "allocated") for rank in ranks]
+    cached_share = published_traits(price.job).cached_logits_share
+    memory = [memory_gib(rank, memory_kind or "allocated", cached_share) for rank in ranks]
     time_s = price.time.step_s * case.tokens_scale
     flops = flops_per_token(price.job, price.strategy, convention or convention_of(None, case)) * case.trained_share
     tokens = price.job.tokens * case.tokens_scale
@@ -248,7 +254,7 @@ def _bubble_rate(case: Case, price: Estimate) -> float | None:
         strategy.pp,
         strategy.num_micro_batches,
         strategy.virtual_stages,
-        case.op_times or TimeModel(price.job).op_times(strategy),
+        case.op_times or PublishedTimeModel(price.job).op_times(strategy),
         deferred_share=deferred_share(shape.hidden_size, shape.num_heads, price.job.seq_len),
     )
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from planner_eval import words as words
@@ -30,7 +31,44 @@ TORCHS_LOSS_BYTES: Final = 3.0 * FP32_BYTES
 """Bytes of each logit: widened, its log-softmax, its gradient."""
 
 
-def traits_of(row: Mapping[str, Any], shape: ModelShape, strategy: Strategy, gpu: GpuSpec) -> FrameworkTraits:
+@dataclass(frozen=True, kw_only=True)
+class PublishedTraits(FrameworkTraits):
+    """State further facts about the code of a published run, which `planner_eval.models` read.
+
+    Attributes:
+        cached_logits_share: share of the logits' bytes in copies that are freed by the peak of the loss and smaller
+            than all that comes after them, so that the allocator holds them unused.
+        optimizer_shards: ranks over which the optimizer's states are sharded, where that is not the shard group.
+        unsharded_grad_bytes: bytes a parameter of gradients kept whole on every rank, beyond what the stage says.
+        reduces_once: whether these whole gradients are reduced after the last micro-batch alone, whatever the stage.
+        is_graphed: whether kernels are launched as one graph.
+        moves_tensors: whether stage 3 gathers parameters and reduces gradients tensor by tensor, not block by block.
+        frees_outputs: whether what a stage has sent on is freed, though its backward is still to come.
+        defers_gathers: whether parameters that a step leaves sharded are gathered while the next forward runs.
+        has_tuned_attention: whether the attention kernel uses what came with Hopper, as FlashAttention-3 does.
+        has_first_flash: whether it is the first FlashAttention.
+        widens_grads: whether the step widens gradients that are stored narrower than the master; not where its kernel
+            reads them as they are.
+        params_share: share of the bytes of parameters in their dtype that is really stored.
+        optimizer_share: share of the bytes of the optimizer's states, the master among them, that is really stored.
+    """
+
+    cached_logits_share: float = 0.0
+    optimizer_shards: int | None = None
+    unsharded_grad_bytes: float = 0.0
+    reduces_once: bool = False
+    is_graphed: bool = False
+    moves_tensors: bool = False
+    frees_outputs: bool = False
+    defers_gathers: bool = True
+    has_tuned_attention: bool = False
+    has_first_flash: bool = False
+    widens_grads: bool = True
+    params_share: float = 1.0
+    optimizer_share: float = 1.0
+
+
+def traits_of(row: Mapping[str, Any], shape: ModelShape, strategy: Strategy, gpu: GpuSpec) -> PublishedTraits:
     """Infer how the code of the run worked, from what it says of its kernels and from what code of its time did.
 
     Args:
@@ -53,7 +91,7 @@ def traits_of(row: Mapping[str, Any], shape: ModelShape, strategy: Strategy, gpu
     has_fused_norm = "rms" in kernel or is_compiled or is_liger
     overlaps_tensor = strategy.sequence_parallel and (is_new or strategy.schedule == "interleaved")
     overlaps_tensor &= "fp8" in gpu.peak_flops_per_s and strategy.zero_stage < 3
-    return FrameworkTraits(
+    return PublishedTraits(
         attention=attention,
         logits_bytes=logits_bytes,
         # Torch's loss frees the narrow logits, but needs wide ones from then on.
@@ -78,7 +116,6 @@ def traits_of(row: Mapping[str, Any], shape: ModelShape, strategy: Strategy, gpu
         splits_logits=splits_logits,
         selective=_selective(p, strategy.zero_stage),
         fuses_gate=is_compiled or is_liger or is_new,
-        cuts_evenly=True,
         # Code that sharded parameters in fp16 hooked into each layer of the model; later code, in bf16, wraps blocks.
         moves_tensors=strategy.zero_stage == 3 and strategy.param == "fp16",
         trains_all=not words.is_adapter(p),

@@ -127,7 +127,6 @@ class BufferTable:
         folds: RankLayerCounts,
         sums_bytes: Sequence[float] = (),
         reductions: Sequence[tuple[int, bool]] = (),
-        share: float = 1.0,
         backward_bytes: Sequence[float] = (),
     ) -> list[Buffers]:
         """Return the buffers of each stage of a rank, the last first.
@@ -137,13 +136,12 @@ class BufferTable:
             folds: the rank's folded groups.
             sums_bytes: bytes of the buffers that a tensor-parallel sum needs at once.
             reductions: where each micro-batch is reduced, as `InFlightTable.reductions` returns it.
-            share: the share of a block's elements that one reduction moves.
             backward_bytes: bytes of the buffers that such a sum needs while gradients come.
         """
         rules = _Rules.of(self.job, strategy, folds.layout)
         scratch_bytes = rules.scratch_bytes(folds)
         if strategy.pp == 1:
-            units = _Units.of(folds, share)
+            units = _Units.of(folds, self._block_numel(folds))
             key: tuple[object, ...] = (rules, sums_bytes, scratch_bytes, backward_bytes, units)
             if key not in self._known:
                 self._known[key] = [_unpipelined(rules, units, sums_bytes, backward_bytes, scratch_bytes)]
@@ -159,6 +157,10 @@ class BufferTable:
             each = walk.pipelined(stages, ahead, tables, reductions)
             self._known[key] = [replace(one, scratch=scratch_bytes) for one in each]
         return self._known[key]
+
+    def _block_numel(self, folds: RankLayerCounts) -> int:
+        """Return the elements of a block that one reduction moves: those of the largest."""
+        return max(block_numels(folds.folds), default=0)
 
 
 def _sums_ahead(folds: RankLayerCounts) -> bool:
@@ -182,11 +184,11 @@ class _Units:
     num_blocks: int
 
     @classmethod
-    def of(cls, folds: RankLayerCounts, share: float) -> _Units:
-        """Count one rank's groups; `share` of a block's elements is moved at once."""
+    def of(cls, folds: RankLayerCounts, block_numel: int) -> _Units:
+        """Count one rank's groups; `block_numel` elements of a block are moved at once."""
         return cls(
             root=sum(fold.group.padded_numel for fold in folds.folds if fold.group.unit == ROOT),
-            block=int(share * max(block_numels(folds.folds), default=0)),
+            block=block_numel,
             num_blocks=sum(
                 fold.count for fold in folds.folds if fold.group.unit != ROOT and fold.group.name == fold.group.unit
             ),

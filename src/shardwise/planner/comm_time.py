@@ -25,7 +25,6 @@ from typing import Final, Literal, get_args
 
 from shardwise.context.traffic import AttentionSizes, bytes_of_heads, bytes_of_ring
 from shardwise.layout.layout import Layout
-from shardwise.layout.param_groups import GroupSpec
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.layout.zero_stages import Placement
 from shardwise.planner.collectives import NetworkModel, Op
@@ -270,9 +269,6 @@ class CommTimeModel:
             if call.is_alone:
                 alone["first forward" if "forward" in call.moment else "last backward"] += each_s
         step_s = NUM_STEP_SUMS * self.network.collective_s("all_reduce", 4.0, s.num_ranks)
-        if s.zero_stage in (1, 2) and not self.job.traits.defers_gathers:
-            step_s += seconds["first forward"]
-            seconds["first forward"] = alone["first forward"] = 0.0
         return DataParallelComm(
             forward_s=seconds["forward"],
             backward_s=seconds["backward"],
@@ -300,7 +296,7 @@ class CommTimeModel:
         )
 
     def _calls_of(self, s: Strategy, layout: Layout, fold: LayerCount, *, is_first: bool) -> Iterator[PricedCollective]:
-        group, stage = self._resharded(fold.group, layout), layout.stage
+        group, stage = fold.group, layout.stage
         near = s.tp * (s.ep if is_of_experts(group) else 1)
         replicas, far = group.num_ranks // group.num_shards, near * group.num_shards
         widths = layout.precision
@@ -328,16 +324,8 @@ class CommTimeModel:
             yield call("all_reduce", grad_bytes, group.num_ranks, near, "last backward")
             return
         each_time = layout.num_reduces(s.num_micro_batches) == s.num_micro_batches > 1
-        each_time &= not self.job.traits.reduces_once
         yield call("reduce_scatter", grad_bytes, group.num_shards, near, "backward" if each_time else "last backward")
         yield call("all_reduce", grad_bytes // group.num_shards, replicas, far, "last backward")
-
-    def _resharded(self, group: GroupSpec, layout: Layout) -> GroupSpec:
-        """Give the group the optimizer's own number of shards, where the code that runs has one."""
-        shards = self.job.traits.optimizer_shards
-        if shards is None or not layout.stage.unshard_after_step or group.num_ranks % shards:
-            return group
-        return replace(group, num_shards=min(shards, group.num_ranks))
 
     def _block(self, s: Strategy) -> BlockComm:
         pass_s = self._tensor_pass_s(s)

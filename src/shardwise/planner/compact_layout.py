@@ -30,7 +30,7 @@ from shardwise.layout.mesh_shape import GRADIENT_AXES, SHARD_AXES, MeshShape
 from shardwise.layout.param_groups import ROOT, GroupSpec, ParamEntry, build_groups
 from shardwise.layout.pipeline_layout import PipelineLayout
 from shardwise.layout.precision import precision_policy
-from shardwise.layout.zero_stages import Placement, effective_stage
+from shardwise.layout.zero_stages import effective_stage
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.stages import (
     SkeletonParam,
@@ -144,14 +144,7 @@ class CompactLayout:
 
     def _bytes_at_rest(self, strategy: Strategy, pipeline_rank: int, tier: Tier | None) -> dict[str, int]:
         rank = self.rank(strategy, pipeline_rank)
-        totals = rank.total(lambda group: rank.layout.group_bytes_at_rest(group, 0, tier))
-        num_shards = self.job.traits.optimizer_shards
-        if num_shards is None:
-            return totals
-        states = tuple(replace(each, placement=Placement.SHARD) for each in rank.layout.states)
-        layout = replace(rank.layout, states=states)
-        resharded = rank.total(lambda group: layout.group_bytes_at_rest(replace(group, num_shards=num_shards), 0, tier))
-        return {**totals, "optimizer": resharded["optimizer"]}
+        return rank.total(lambda group: rank.layout.group_bytes_at_rest(group, 0, tier))
 
     def _fold(self, strategy: Strategy, pipeline_rank: int) -> RankLayerCounts:
         s, stages = strategy, self.stages.of(strategy)

@@ -57,8 +57,6 @@ _LEAST_FLASH_SHARE: Final = 0.6
 _PLAIN_FLASH_CORE: Final = 3.6e12
 """FLOPs a second that a core does at most, where nothing else limits it, in a kernel that does not use what came with
 Hopper: FlashAttention-2 reaches 350 to 400 TFLOPS on 132 of them (Shah et al. 2024, figure 5)."""
-_FIRST_FLASH_SHARE: Final = 0.5
-"""The first FlashAttention's rate as a share of the second's (Dao 2023, abstract: about twice as fast)."""
 _BATCHED_SHARE: Final = 0.6
 """Share of a large product's rate that unfused attention's batched products reach: small outputs, short inner dim."""
 _FP4_READS: Final = 2.0
@@ -68,7 +66,6 @@ _KERNEL_S: Final = 2.5e-6
 """Seconds that a kernel takes on a device beyond its work: it starts, fills the cores and drains them."""
 _DISPATCH_S: Final = 12e-6
 """Seconds that the host takes to launch one kernel from Python; they show where kernels are shorter."""
-_GRAPHED_KERNEL_S: Final = 1.5e-6
 
 
 @dataclass(frozen=True)
@@ -193,11 +190,9 @@ class ComputeTimeModel:
 
     @property
     def _launches_s(self) -> float:
-        """Return the seconds to launch a block's forward; 0 where kernels were measured with it, or are launched as one
-        graph.
-        """
+        """Return the seconds to launch a block's forward; 0 where kernels were measured with it."""
         profile, traits = self.job.cluster.profile, self.job.traits
-        if (profile is not None and profile.call_s) or traits.is_graphed:
+        if profile is not None and profile.call_s:
             return 0.0
         kernels = passes.NUM_COMPILED_KERNELS if traits.is_compiled else passes.NUM_KERNELS
         kernels += 0.0 if traits.attention == "flash" else passes.NUM_SOFTMAX_KERNELS
@@ -316,7 +311,7 @@ class ComputeTimeModel:
         profile = self.job.cluster.profile
         if profile is not None and profile.call_s:
             return profile.call_s
-        return _GRAPHED_KERNEL_S if self.job.traits.is_graphed else _KERNEL_S
+        return _KERNEL_S
 
     def _stream_s(self, num_bytes: float) -> float:
         return num_bytes / self._bandwidth
@@ -335,11 +330,7 @@ class ComputeTimeModel:
             return PassTimes(forward / forward_rate, forward / backward_rate)
         rate = self._rate("bf16" if _WIDTHS[s.param] <= 2 else s.product_dtype)
         if traits.attention == "flash":
-            if not traits.has_tuned_attention:
-                gpu = self.job.cluster.gpu
-                rate = min(rate, _PLAIN_FLASH_CORE * max(gpu.num_cores, 1) * gpu.fitted.matmul_share)
-            if traits.has_first_flash:
-                rate *= _FIRST_FLASH_SHARE
+            rate = self._flash_rate(rate)
             rate *= min(1.0, _LEAST_FLASH_SHARE + (1 - _LEAST_FLASH_SHARE) * shape.head_dim / _FULL_HEAD_DIM)
             forward_share, backward_share = (
                 share * keys / (keys + ramp) for share, ramp in zip(_FLASH_SHARES, _FLASH_RAMPS, strict=True)
@@ -356,6 +347,11 @@ class ComputeTimeModel:
             forward / batched + self._stream_s(scores * (forward_passes + dropout)),
             2 * forward / batched + self._stream_s(scores * (backward_passes + dropout)),
         )
+
+    def _flash_rate(self, rate: float) -> float:
+        """Return the FLOPs a second of flash attention at its best, where products reach `rate`."""
+        gpu = self.job.cluster.gpu
+        return min(rate, _PLAIN_FLASH_CORE * max(gpu.num_cores, 1) * gpu.fitted.matmul_share)
 
     # --- element-wise ----------------------------------------------------------------------------------------------
 

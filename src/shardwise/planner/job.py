@@ -92,28 +92,21 @@ class Strategy:
 class FrameworkTraits:
     """State facts about the code that runs a job, which change what it holds and how long it takes.
 
+    Runs of other frameworks are priced by `benchmarks/planner_eval`, whose subclass has further facts. These are read
+    in the midst of the models' sums, so that both need them here.
+
     Attributes:
         attention: what the kernel saves.
         logits_bytes: bytes that each logit takes at the peak of the loss, all copies together; 0 where they never exist
             whole, None where they and their gradient do in the parameters' dtype, as in our loss.
-        cached_logits_share: share of these bytes in copies that are freed by then and smaller than all that comes after
-            them, so that the allocator holds them unused.
         splits_logits: whether each tp rank has its part of the vocabulary's logits alone.
-        optimizer_shards: ranks over which the optimizer's states are sharded, where that is not the shard group.
-        unsharded_grad_bytes: bytes a parameter of gradients kept whole on every rank, beyond what the stage says.
-        reduces_once: whether these whole gradients are reduced after the last micro-batch alone, whatever the stage.
         is_compiled: whether element-wise kernels are fused.
-        is_graphed: whether kernels are launched as one graph.
         overlaps_data: whether gradients are reduced and parameters gathered while others compute.
-        defers_gathers: whether parameters that a step leaves sharded are gathered while the next forward runs.
-        moves_tensors: whether stage 3 gathers parameters and reduces gradients tensor by tensor, not block by block.
         steps_in_backward: whether parameters are stepped as soon as their gradients are there; not where gradients are
             clipped by the norm of all.
         overlaps_tensor: whether tensor-parallel collectives run while a product's other part is computed.
         saves_norm_in_fp32: whether norms keep a widened copy of their input.
         has_dropout: whether masks are kept.
-        has_tuned_attention: whether the attention kernel uses what came with Hopper, as FlashAttention-3 does.
-        has_first_flash: whether it is the first FlashAttention.
         trains_all: whether all weights have gradients; False where adapters alone are trained.
         selective: what selective recomputation keeps: the outputs of matrix products and attention, those of every
             other product and attention, or all but the scores of attention.
@@ -121,43 +114,23 @@ class FrameworkTraits:
         reduces_in_place: whether gradients of weights are added where they are stored, and, where they are stored
             whole,
             are sent from there, through no other buffer.
-        frees_outputs: whether what a stage has sent on is freed, though its backward is still to come.
-        widens_grads: whether the step widens gradients that are stored narrower than the master; not where its kernel
-            reads them as they are.
-        params_share: share of the bytes of parameters in their dtype that is really stored.
-        optimizer_share: share of the bytes of the optimizer's states, the master among them, that is really stored.
         is_own: whether it is this library's: its loss, where `logits_bytes` is None, its pool of buffers, its tables of
             angles for each micro-batch, its first block that splits sequences.
-        cuts_evenly: whether all stages have the same number of blocks; otherwise they are cut by cost, as ours are.
     """
 
     attention: Attention = "flash"
     logits_bytes: float | None = None
-    cached_logits_share: float = 0.0
     splits_logits: bool = True
-    optimizer_shards: int | None = None
-    unsharded_grad_bytes: float = 0.0
-    reduces_once: bool = False
     is_compiled: bool = False
-    is_graphed: bool = False
     overlaps_data: bool = True
-    defers_gathers: bool = True
-    moves_tensors: bool = False
     steps_in_backward: bool = False
     overlaps_tensor: bool = False
     saves_norm_in_fp32: bool = False
     has_dropout: bool = False
-    has_tuned_attention: bool = False
-    has_first_flash: bool = False
     trains_all: bool = True
     selective: Literal["products", "half", "all-but-scores"] = "products"
     fuses_gate: bool = False
-    cuts_evenly: bool = False
     reduces_in_place: bool = False
-    frees_outputs: bool = False
-    widens_grads: bool = True
-    params_share: float = 1.0
-    optimizer_share: float = 1.0
     is_own: bool = True
 
 

@@ -136,11 +136,8 @@ class MemoryModel:
         at_rest = self.compact.at_rest(strategy, rank)
         by_tier = self.compact.by_tier(strategy, rank)
         here = by_tier.get("device", {"param": 0, "grad": 0, "optimizer": 0})
-        states = {"params": here["param"] * self.job.traits.params_share, "grads": 0.0, "optimizer": 0.0}
-        if self.job.traits.trains_all:
-            states["grads"] = here["grad"] + self._extra_grads(strategy, rank)
-            states["optimizer"] = here["optimizer"] * self.job.traits.optimizer_share
-        else:  # the adapters' own are too few to count
+        states = self._states(strategy, rank, here)
+        if not self.job.traits.trains_all:
             at_rest = {**at_rest, "grad": 0, "optimizer": 0}
         moments = self._moments(strategy, stages, rank)
         peak = states | max(moments, key=lambda moment: sum(moment.values()))
@@ -152,13 +149,13 @@ class MemoryModel:
             at_rest=at_rest,
             peak=peak | self._of_device(strategy, peak),
             elsewhere=elsewhere,
-            cached_bytes=self.job.traits.cached_logits_share * peak.get("logits", 0.0),
         )
 
-    def _extra_grads(self, strategy: Strategy, rank: int) -> float:
-        """Return the bytes of gradients that other code keeps whole besides."""
-        each = self.job.traits.unsharded_grad_bytes
-        return each * self.compact.rank(strategy, rank).numel if each else 0.0
+    def _states(self, strategy: Strategy, rank: int, here: Mapping[str, int]) -> dict[str, float]:
+        """Return the bytes of the states on the device, of which `here` has those of each role."""
+        if not self.job.traits.trains_all:  # the adapters' own are too few to count
+            return {"params": float(here["param"]), "grads": 0.0, "optimizer": 0.0}
+        return {"params": float(here["param"]), "grads": float(here["grad"]), "optimizer": float(here["optimizer"])}
 
     def _of_device(self, strategy: Strategy, peak: Mapping[str, float]) -> dict[str, float]:
         """Return what the device and its allocator hold beyond tensors."""
@@ -329,24 +326,20 @@ class MemoryModel:
         first = GatheredUnits.of(strategy, folds)
         if first.is_whole or not first.param_bytes:
             return [first] * num_stages
-        each = [first, *(GatheredUnits.of(strategy, folds, index) for index in range(1, num_stages))]
-        if not self.job.traits.moves_tensors:
-            return each
-        return [replace(one, block=int(one.block * self._largest_share())) for one in each]
+        return [first, *(GatheredUnits.of(strategy, folds, index) for index in range(1, num_stages))]
 
     def _buffers(self, strategy: Strategy, rank: int) -> list[Buffers]:
         """Return the buffers of each stage of a pipeline rank, in their order."""
-        s, traits = strategy, self.job.traits
-        whole_bytes = 0.0
+        s, whole_bytes = strategy, 0.0
         if s.tp > 1 and self.job.cluster.gpu.is_cpu:
             whole_bytes = self._block(s, has_experts=False).stream * (s.tp if s.sequence_parallel else 1)
         reductions: tuple[tuple[int, bool], ...] = ()
         if s.pp > 1 and s.gather == "micro-batch":
             reductions = self._counts.reductions(s.schedule, s.pp, s.virtual_stages, s.num_micro_batches, rank=rank)
-        folds, share = self.compact.rank(s, rank), self._largest_share() if traits.moves_tensors else 1.0
+        folds = self.compact.rank(s, rank)
         sums = sums_of(s, whole_bytes, folds) if whole_bytes else ()
         again = sums_in_backward(s, whole_bytes, folds) if whole_bytes else ()
-        return self._buffer_table.of(s, folds, sums, reductions, share, again)[::-1]
+        return self._buffer_table.of(s, folds, sums, reductions, again)[::-1]
 
     def _largest_weight(self, strategy: Strategy, stage: StageBytes) -> float:
         """Return the bytes of the gradient of a stage's largest weight, before it is added to where it is stored."""
@@ -356,19 +349,12 @@ class MemoryModel:
         of_block = DTYPE_BYTES[s.param] * shape.hidden_size * shape.ffn_size / s.tp if stage.num_blocks else 0.0
         return max(of_block, self._head(s).weight if stage.head_deferred else 0.0)
 
-    def _largest_share(self) -> float:
-        """Return the share of a dense block's elements that its largest weight has."""
-        shape = self.job.shape
-        num_matrices = 3 if shape.ffn == "gated" else 2
-        attention = 2 * shape.head_dim * (shape.num_heads + shape.num_kv_heads)
-        return shape.ffn_size / (attention + num_matrices * shape.ffn_size)
-
     def _step_bytes(self, strategy: Strategy, rank: int) -> float:
         """Return the bytes of this rank's gradients that the step widens, where they are stored narrower than the
         master.
         """
         s = strategy
-        if not self.job.traits.trains_all or not self.job.traits.widens_grads:
+        if not self.job.traits.trains_all:
             return 0.0
         if s.optimizer_tier != "device" or DTYPE_BYTES[s.param] >= FP32_BYTES or s.accumulate == "fp32":
             return 0.0
@@ -417,7 +403,7 @@ class MemoryModel:
                 again.append(block.whole - block.kept + block.again if is_again else 0.0)
                 index += 1
         has_norm, has_head = stage == stages.norm_stage, stage == stages.head_stage
-        is_sent = is_remote(stages.placement, stage, stage + 1) and not self.job.traits.frees_outputs
+        is_sent = is_remote(stages.placement, stage, stage + 1)
         has_angles = self.job.traits.is_own and not self.job.shape.num_positions and bool(again)
         angles = 2 * FP32_BYTES * self.job.seq_len / s.cp * self.job.shape.head_dim if has_angles else 0.0
         given = head.given or inlet * (not has_norm and self.job.traits.is_own)

@@ -48,14 +48,12 @@ class RankMemory:
         at_rest: by role, as `Layout.bytes_at_rest` gives it, of all tiers.
         peak: of the device at the highest moment of a step, by category.
         elsewhere: stored in other memories, by tier.
-        cached_bytes: what the device's allocator holds beside the peak, and returns when memory runs short.
     """
 
     pipeline_rank: int
     at_rest: Mapping[str, int]
     peak: Mapping[str, float]
     elsewhere: Mapping[Tier, float] = field(default_factory=dict)
-    cached_bytes: float = 0.0
 
     @property
     def peak_bytes(self) -> float:

@@ -198,8 +198,7 @@ class StageTable:
         self._cuts: dict[StagePlacement, tuple[tuple[int, ...], int]] = {}  # several schedules have one placement
 
     def of(self, strategy: Strategy) -> StageLayouts:
-        """Return the stages of a strategy: its own, or as `shardwise.layout.stage_partition` cuts our decoder, or
-        evenly.
+        """Return the stages of a strategy: its own, or as `shardwise.layout.stage_partition` cuts our decoder.
 
         Raises:
             ConfigError: the schedule has no such stages, there are more stages than units, or the strategy's own are
@@ -221,25 +220,10 @@ class StageTable:
         if s.stage_layers is not None:
             _check_layers(s.stage_layers, placement, shape)
             return StageLayouts(placement, s.stage_layers, num_dense, placement.num_stages - 1)
-        if self.job.traits.cuts_evenly:
-            layers = even_layers(shape.num_layers, placement.num_stages)
-            return StageLayouts(placement, layers, num_dense, placement.num_stages - 1)
         if placement not in self._cuts:
             self._cuts[placement] = cut_by_cost(shape, placement)
         layers, norm_stage = self._cuts[placement]
         return StageLayouts(placement, layers, num_dense, norm_stage)
-
-
-def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Spread blocks evenly over stages; what is left over goes to the stages in the middle.
-
-    >>> even_layers(14, 4)
-    (3, 4, 4, 3)
-    """
-    each, left = divmod(num_layers, num_stages)
-    middle_first = sorted(range(num_stages), key=lambda stage: (abs(2 * stage - num_stages + 1), stage))
-    extra = set(middle_first[:left])
-    return tuple(each + (stage in extra) for stage in range(num_stages))
 
 
 def cut_by_cost(shape: ModelShape, placement: StagePlacement) -> tuple[tuple[int, ...], int]:

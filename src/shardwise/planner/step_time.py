@@ -176,8 +176,10 @@ class TimeModel:
             numel = sum(
                 each.count * each.group.padded_numel for each in rank.folds if each.group.tiers.optimizer == "device"
             )
-        shards = 1 if s.zero_stage == 0 else self.job.traits.optimizer_shards or s.dp_shard * s.cp
-        return self.compute.step_s(s, numel / shards)
+        return self.compute.step_s(s, numel / self._num_optimizer_shards(s))
+
+    def _num_optimizer_shards(self, s: Strategy) -> int:
+        return 1 if s.zero_stage == 0 else s.dp_shard * s.cp
 
     def _straggling_s(self, step_s: float) -> float:
         """Return the delay by the slowest node: the largest of n normal deviates is about sqrt(2 ln n)."""

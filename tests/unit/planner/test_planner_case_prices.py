@@ -11,6 +11,7 @@ import pytest
 from planner_eval import prices
 from planner_eval.bubbles import bubble_rate
 from planner_eval.cases import Case, read_case
+from planner_eval.models import PublishedPricer, PublishedTimeModel
 from planner_eval.prices import (
     convention_of,
     flops_per_token,
@@ -22,9 +23,7 @@ from planner_eval.prices import (
 )
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.pipeline_time import PipelineTimes
-from shardwise.planner.pricer import Pricer
 from shardwise.planner.results import Estimate, MemoryEstimate, RankMemory, TimeEstimate
-from shardwise.planner.step_time import TimeModel
 
 GIB = 2**30
 GPT = {"layers": 4, "hidden": 64, "heads": 4, "ffn": 256, "ffn_type": "gelu_mlp", "vocab": 1000, "seq": 128}
@@ -68,7 +67,7 @@ class MadeUp:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> MadeUp:
     found = MadeUp(lambda strategy: (1.0, 2.0), lambda strategy: 1.0 + strategy.micro_size)
-    monkeypatch.setattr(prices, "Pricer", found)
+    monkeypatch.setattr(prices, "PublishedPricer", found)
     return found
 
 
@@ -186,7 +185,7 @@ def test_bubbles_are_of_measured_times_or_of_priced_ones_where_they_are_asked_fo
     case = read_case(row)
     assert case.job is not None
     assert case.strategy is not None
-    times = TimeModel(case.job).op_times(case.strategy)
+    times = PublishedTimeModel(case.job).op_times(case.strategy)
     assert predict(case).bubble_rate == bubble_rate("1f1b", 2, 16, 1, times) != measured.bubble_rate
     searched = case_of(op_times_ms={"T_F": 1, "T_B": 1, "T_W": 1}, global_batch=64, schedule="zb-2p")
     assert searched.searched_schedule == "zb-2p"
@@ -240,14 +239,14 @@ def test_memory_of_each_kind_has_its_categories() -> None:
         pipeline_rank=0,
         at_rest={"param": 1000 * GIB, "grad": 2000 * GIB, "optimizer": 4000 * GIB},
         peak={name: 2.0**index * GIB for index, name in enumerate(names)},
-        cached_bytes=0.5 * GIB,
     )
     assert memory_gib(rank, "states") == 7000
     assert memory_gib(rank, "activations") == 16
     assert memory_gib(rank, "states+activations") == 1 + 2 + 4 + 16
     assert memory_gib(rank, "allocated") == 63
-    assert memory_gib(rank, "reserved") == 63 + 128 + 0.5
-    assert memory_gib(rank, "device") == 255.5
+    assert memory_gib(rank, "reserved", 0.5) == 63 + 128 + 16
+    assert memory_gib(rank, "device", 0.5) == 255 + 16
+    assert memory_gib(rank, "allocated", 0.5) == 63
 
 
 @pytest.mark.parametrize(
@@ -271,4 +270,4 @@ def test_a_priced_run_is_that_of_the_planner() -> None:
     case = case_of()
     assert case.job is not None
     assert case.strategy is not None
-    assert settled(case) == Pricer(case.job).price(case.strategy)
+    assert settled(case) == PublishedPricer(case.job).price(case.strategy)

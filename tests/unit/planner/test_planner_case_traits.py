@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from planner_eval.cases import read_case
+from planner_eval.models import published_traits
 from planner_eval.prices import is_of_first_rank, memory_gib, memory_kind_of, predict_row
-from shardwise.planner.job import FrameworkTraits, Strategy
+from planner_eval.traits import PublishedTraits
+from shardwise.planner.job import Strategy
 
 LLAMA = {
     "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "ffn_type": "swiglu", "vocab": 128256,
@@ -22,11 +24,11 @@ def row(model: dict[str, Any], gpu: str = "H100", num_gpus: int = 16, **parallel
     return {"id": "x", "model": model, "hardware": hardware, "parallel": {"micro_batch": 1, **parallel}}
 
 
-def known(row: dict[str, Any]) -> tuple[Strategy, FrameworkTraits]:
+def known(row: dict[str, Any]) -> tuple[Strategy, PublishedTraits]:
     case = read_case(row)
     assert case.job is not None
     assert case.strategy is not None
-    return case.strategy, case.job.traits
+    return case.strategy, published_traits(case.job)
 
 
 @pytest.mark.parametrize(
@@ -232,8 +234,8 @@ def test_narrow_logits_that_torchs_loss_lets_go_stay_with_the_allocator(kernel: 
     )
     assert allocated.price is not None
     worst = allocated.price.memory.worst
-    assert worst.cached_bytes == pytest.approx(num_bytes * LLAMA["seq"] * LLAMA["vocab"])
+    cached_bytes = num_bytes * LLAMA["seq"] * LLAMA["vocab"]
     held = [2**30 * (each.memory_gib_per_gpu or 0.0) for each in (allocated, reserved, device)]
-    assert held[1] == pytest.approx(held[0] + worst.peak["rounding"] + worst.cached_bytes)
+    assert held[1] == pytest.approx(held[0] + worst.peak["rounding"] + cached_bytes)
     assert held[2] == pytest.approx(held[1] + worst.peak["overhead"])
     assert allocated.price.margin_bytes == read_case(plain).job.cluster.gpu.memory_bytes - worst.peak_bytes  # type: ignore[union-attr]

@@ -15,7 +15,7 @@ from shardwise.planner.job import FrameworkTraits, PlanJob, Strategy
 from shardwise.planner.shape import Experts, ModelShape
 
 # What holds of all published code, whatever it was.
-OTHERS = {"is_own": False, "cuts_evenly": True, "reduces_in_place": True, "selective": "all-but-scores"}
+OTHERS = {"is_own": False, "reduces_in_place": True, "selective": "all-but-scores"}
 GPT = {"layers": 30, "hidden": 2304, "heads": 24, "ffn_type": "gelu_mlp", "seq": 1024, "name": "GPT"}
 GPT_SHAPE = ModelShape(
     num_layers=30, hidden_size=2304, num_heads=24, num_kv_heads=24, head_dim=96, ffn_size=9216, vocab_size=51200,

@@ -9,6 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planner_eval.models import PublishedCommModel
+from planner_eval.traits import PublishedTraits
 from shardwise.attention.block_layout import BlockLayout
 from shardwise.context.traffic import AttentionSizes, bytes_of_attention, bytes_of_ring
 from shardwise.layout.token_ranges import contiguous, zigzag
@@ -16,7 +18,7 @@ from shardwise.models.presets import preset
 from shardwise.planner.collectives import NetworkModel
 from shardwise.planner.comm_time import CommTimeModel, TokenExchange, exposed_s
 from shardwise.planner.hardware import Cluster, FittedConstants, find_gpu
-from shardwise.planner.job import FrameworkTraits, PlanJob, Strategy
+from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.shape import Experts, ModelShape
 
 CLUSTER = Cluster(gpu=find_gpu("h100"), num_gpus=64, gpus_per_node=8, nic_bytes_per_s=5e10)
@@ -27,8 +29,8 @@ JOB = PlanJob(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, g
 MODEL = CommTimeModel(JOB)
 
 
-def with_practice(**facts: bool | int) -> CommTimeModel:
-    return CommTimeModel(replace(JOB, traits=FrameworkTraits(**facts)))  # type: ignore[arg-type]
+def with_traits(**facts: bool | int) -> CommTimeModel:
+    return PublishedCommModel(replace(JOB, traits=PublishedTraits(**facts)))  # type: ignore[arg-type]
 
 
 def test_one_rank_exchanges_nothing() -> None:
@@ -159,7 +161,7 @@ def test_shards_within_a_node_need_less_of_the_network() -> None:
     )
     assert hybrid.total_s < whole.total_s
     over_all, in_node = (
-        with_practice(optimizer_shards=shards).data(Strategy(dp_shard=64, zero_stage=1)) for shards in (64, 8)
+        with_traits(optimizer_shards=shards).data(Strategy(dp_shard=64, zero_stage=1)) for shards in (64, 8)
     )
     assert in_node.first_forward_s < over_all.first_forward_s
 
@@ -174,7 +176,7 @@ def test_wide_reductions_take_longer() -> None:
 
 def test_codes_that_do_not_overlap_wait_for_all() -> None:
     strategy = Strategy(dp_shard=64, zero_stage=3, num_micro_batches=2)
-    waiting = with_practice(overlaps_data=False).data(strategy)
+    waiting = with_traits(overlaps_data=False).data(strategy)
     assert waiting.exposed_s(10.0, 10.0) == waiting.total_s
     data = MODEL.data(strategy)
     assert data.exposed_s(0.0, 0.0) == pytest.approx(data.total_s)
@@ -183,13 +185,13 @@ def test_codes_that_do_not_overlap_wait_for_all() -> None:
 
 def test_gathers_that_are_not_deferred_belong_to_the_step() -> None:
     strategy = Strategy(dp_shard=64, zero_stage=1, num_micro_batches=2)
-    deferred, waiting = (with_practice(defers_gathers=each).data(strategy) for each in (True, False))
+    deferred, waiting = (with_traits(defers_gathers=each).data(strategy) for each in (True, False))
     assert waiting.total_s == pytest.approx(deferred.total_s)
     assert waiting.first_forward_s == 0
     assert waiting.step_s == pytest.approx(deferred.step_s + deferred.first_forward_s)
     assert waiting.exposed_s(10.0, 10.0) > deferred.exposed_s(10.0, 10.0)
     sharded = Strategy(dp_shard=64, zero_stage=3)
-    assert with_practice(defers_gathers=False).data(sharded) == MODEL.data(sharded)
+    assert with_traits(defers_gathers=False).data(sharded) == MODEL.data(sharded)
 
 
 @given(st.floats(0, 10), st.floats(0, 10), st.floats(0, 10))
@@ -277,7 +279,7 @@ def test_what_hides_behind_products_or_attention_is_a_share_of_each() -> None:
     exchange = TokenExchange(tensor_s=4.0, context_s=10.0, experts_s=1.0, hidden_tensor=0.75, hidden_context=1.0)
     # 1 s in the open and a fifth of 3 s; of 10 s what 6 s of attention leave.
     assert exchange.exposed(16.0, 6.0) == pytest.approx({"tensor": 1.6, "context": 4.0, "experts": 1.0})
-    overlapped = with_practice(overlaps_tensor=True).block(Strategy(tp=4)).forward
+    overlapped = with_traits(overlaps_tensor=True).block(Strategy(tp=4)).forward
     assert overlapped.hidden_tensor == 0.75
 
 
@@ -297,7 +299,7 @@ def test_replicas_of_a_shard_stand_as_far_apart_as_a_shard_group_reaches() -> No
     calls = MODEL.data_calls(Strategy(dp_replicate=2, dp_shard=4, tp=2, zero_stage=1, num_micro_batches=2))
     assert {(call.num_ranks, call.stride) for call in calls if call.op == "all_reduce"} == {(2, 8)}
     assert {(call.num_ranks, call.stride) for call in calls if call.op != "all_reduce"} == {(4, 2)}
-    odd = with_practice(optimizer_shards=48).data_calls(Strategy(dp_shard=64, zero_stage=1))
+    odd = with_traits(optimizer_shards=48).data_calls(Strategy(dp_shard=64, zero_stage=1))
     assert {call.num_ranks for call in odd if call.op != "all_reduce"} == {64}
 
 
@@ -308,13 +310,13 @@ def test_the_first_gathers_and_the_last_reductions_run_alone() -> None:
     reduce_s = SECONDS("reduce_scatter", 4 * root.padded_numel, 8)
     assert (data.alone_forward_s, data.alone_backward_s) == pytest.approx((gather_s, reduce_s))
     assert data.step_s == pytest.approx(3 * SECONDS("all_reduce", 4, 8))  # norm, loss, whether all is finite
-    stage_2 = with_practice(defers_gathers=False).data(Strategy(dp_shard=64, zero_stage=2, num_micro_batches=2))
+    stage_2 = with_traits(defers_gathers=False).data(Strategy(dp_shard=64, zero_stage=2, num_micro_batches=2))
     assert stage_2.first_forward_s == 0
 
 
 def test_gradients_that_stay_whole_are_reduced_once() -> None:
     strategy = Strategy(dp_shard=8, zero_stage=3, num_micro_batches=4)
-    each_time, once = (with_practice(reduces_once=each).data_calls(strategy) for each in (False, True))
+    each_time, once = (with_traits(reduces_once=each).data_calls(strategy) for each in (False, True))
     assert {call.moment for call in each_time if call.op == "reduce_scatter"} == {"backward"}
     assert {call.moment for call in once if call.op == "reduce_scatter"} == {"last backward"}
     assert [call for call in each_time if call.op != "reduce_scatter"] == [

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from planner_eval.models import PublishedComputeModel
+from planner_eval.traits import PublishedTraits
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.planner.compute_time import ComputeTimeModel, ceiling_flops_per_s, shape_share
 from shardwise.planner.hardware import Cluster, FittedConstants, GpuSpec
@@ -195,8 +197,8 @@ def test_the_optimizer_moves_its_states_and_what_is_narrower_besides() -> None:
 
 def unmeasured(shape: ModelShape = SHAPE, gpu: GpuSpec = GPU, **facts: Any) -> ComputeTimeModel:
     cluster = Cluster(gpu=gpu, num_gpus=8, gpus_per_node=8, nic_bytes_per_s=1e9)
-    return ComputeTimeModel(
-        PlanJob(shape=shape, seq_len=128, global_batch=8, cluster=cluster, traits=FrameworkTraits(**facts))
+    return PublishedComputeModel(
+        PlanJob(shape=shape, seq_len=128, global_batch=8, cluster=cluster, traits=PublishedTraits(**facts))
     )
 
 

@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.engine_memory import Sample, job_of
+from planner_eval.models import PublishedMemoryModel
+from planner_eval.traits import PublishedTraits
 from shardwise.layout.activation_bytes import FP32_BYTES
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.models import DecoderConfig
@@ -85,7 +87,7 @@ def test_less_is_held_with_more_recomputation_and_smaller_micro_batches() -> Non
 @pytest.mark.parametrize("param", ["bf16", "fp32"])
 def test_scores_that_are_kept_grow_with_the_square_of_the_sequence(param: Any) -> None:
     flash, fused = (
-        of_traits(FrameworkTraits(attention=attention), Strategy(param=param)).peak["activations"]
+        of_traits(PublishedTraits(attention=attention), Strategy(param=param)).peak["activations"]
         for attention in ("flash", "fused-softmax")  # type: ignore[arg-type]
     )
     each = DTYPE_BYTES[param] * SEQ_LEN - FP32_BYTES  # less the log-sum-exp
@@ -93,13 +95,13 @@ def test_scores_that_are_kept_grow_with_the_square_of_the_sequence(param: Any) -
 
 
 def of_traits(traits: FrameworkTraits, strategy: Strategy, name: str = "h100") -> RankMemory:
-    return MemoryModel(replace(job(name), traits=traits)).estimate(strategy).ranks[0]
+    return PublishedMemoryModel(replace(job(name), traits=traits)).estimate(strategy).ranks[0]
 
 
 @pytest.mark.parametrize("param", ["bf16", "fp32"])
 def test_scores_are_kept_in_the_dtype_of_the_softmax(param: Any) -> None:
     fused, dropped = (
-        of_traits(FrameworkTraits(attention="fused-softmax", has_dropout=each), Strategy(param=param)).peak[
+        of_traits(PublishedTraits(attention="fused-softmax", has_dropout=each), Strategy(param=param)).peak[
             "activations"
         ]
         for each in (False, True)
@@ -111,26 +113,26 @@ def test_scores_are_kept_in_the_dtype_of_the_softmax(param: Any) -> None:
 def test_outputs_that_are_freed_are_those_of_the_micro_batches_in_flight() -> None:
     strategy = Strategy(pp=2, num_micro_batches=4)
     kept, freed = (
-        of_traits(FrameworkTraits(frees_outputs=each, is_own=False), strategy).peak["activations"]
+        of_traits(PublishedTraits(frees_outputs=each, is_own=False), strategy).peak["activations"]
         for each in (False, True)
     )
     assert kept - freed == 2 * SEQ_LEN * SHAPE.hidden_size * DTYPE_BYTES["bf16"]
 
 
 def test_parameters_may_be_stored_in_a_share_of_their_bytes() -> None:
-    whole, half = (of_traits(FrameworkTraits(params_share=each), Strategy()).peak["params"] for each in (1.0, 0.5))
+    whole, half = (of_traits(PublishedTraits(params_share=each), Strategy()).peak["params"] for each in (1.0, 0.5))
     assert whole == 2 * half > 0
 
 
 def test_states_without_a_master_are_stored_in_a_share_of_their_bytes() -> None:
-    full, third = (of_traits(FrameworkTraits(optimizer_share=each), Strategy()).peak for each in (1.0, 1 / 3))
+    full, third = (of_traits(PublishedTraits(optimizer_share=each), Strategy()).peak for each in (1.0, 1 / 3))
     assert full["optimizer"] == pytest.approx(3 * third["optimizer"])
     assert third["optimizer"] == pytest.approx(2 * third["params"])  # two moments in bf16
 
 
 def test_a_step_that_reads_narrow_gradients_widens_none() -> None:
     strategy = Strategy(accumulate="param", recompute="full")
-    wide, narrow = (of_traits(FrameworkTraits(widens_grads=each), strategy, "cpu") for each in (True, False))
+    wide, narrow = (of_traits(PublishedTraits(widens_grads=each), strategy, "cpu") for each in (True, False))
     assert wide.peak["workspace"] >= FP32_BYTES * wide.at_rest["param"] / DTYPE_BYTES["bf16"]
     assert narrow.peak_bytes < wide.peak_bytes
 

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner_eval.models import PublishedComputeModel
+from planner_eval.traits import PublishedTraits
 from shardwise.planner.comm_time import exposed_s
 from shardwise.planner.compute_time import ComputeTimeModel, alignment_share, shape_share
 from shardwise.planner.hardware import Cluster, find_gpu
@@ -140,7 +142,7 @@ def test_rows_begin_where_vectors_do() -> None:
 
 def test_the_first_flash_attention_is_about_half_as_fast() -> None:
     first, second = (
-        ComputeTimeModel(replace(JOB, traits=FrameworkTraits(has_first_flash=is_first))).attention(PLAIN)
+        PublishedComputeModel(replace(JOB, traits=PublishedTraits(has_first_flash=is_first))).attention(PLAIN)
         for is_first in (True, False)
     )
     assert 0.45 < second.total_s / first.total_s < 0.55
@@ -149,7 +151,7 @@ def test_the_first_flash_attention_is_about_half_as_fast() -> None:
 def test_attention_that_knows_nothing_of_hopper_gains_nothing_from_its_matrix_products() -> None:
     long = replace(JOB, seq_len=32768)
     plain, tuned = (
-        ComputeTimeModel(replace(long, traits=FrameworkTraits(has_tuned_attention=is_tuned))).attention(PLAIN)
+        PublishedComputeModel(replace(long, traits=PublishedTraits(has_tuned_attention=is_tuned))).attention(PLAIN)
         for is_tuned in (False, True)
     )
     assert plain.forward_s > 1.3 * tuned.forward_s

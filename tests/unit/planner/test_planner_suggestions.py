@@ -91,8 +91,8 @@ def test_each_fix_is_said_with_what_makes_it_so() -> None:
     held = price.memory.worst.elsewhere["host"]
     assert missing.tier == "host"
     said = list(suggest(price, missing, Pricer(job), Pricer, 0.06))
-    assert said[0] == f"host memory of {held / GIB:.1f} GiB a node would fit (host_memory_gib in the cluster's file)"
-    assert any(each.startswith("disks of 145.5 GiB a node") for each in said)  # 12 bytes of each of 13.0 B parameters
+    assert said[0] == f"host memory of {held / GIB:.0f} GiB a node would fit (host_memory_gib in the cluster's file)"
+    assert any(each.startswith("disks of 145 GiB a node") for each in said)  # 12 bytes of each of 13.0 B parameters
     assert any("adapters alone (LoRA) with tiers.params=host" in each for each in said)
     # What is said of the host holds.
     roomy = replace(job, cluster=replace(DESKTOP, host=Host(memory_bytes=held)))

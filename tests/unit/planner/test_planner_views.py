@@ -190,8 +190,7 @@ def test_kernels_that_are_shorter_than_their_launches_are_cautioned() -> None:
     fast = replace(CLUSTER, gpu=replace(GPU, peak_flops_per_s={"bf16": 1e15}, memory_bytes_per_s=1e13))
     price = price_of({}, compute=1.0)
     short = replace(JOB, seq_len=64, cluster=fast)
-    graphed = replace(short, traits=replace(short.traits, is_graphed=True))
-    for job, is_said in ((JOB, False), (short, True), (graphed, False)):
+    for job, is_said in ((JOB, False), (short, True)):
         said = "".join(cautions_of(replace(price, job=job), 0.0))
         assert ("shorter than the host takes to launch them" in said) is is_said
 

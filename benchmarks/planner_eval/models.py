@@ -1,0 +1,185 @@
+"""Price runs of other frameworks: the planner's models, with what `PublishedTraits` says of the code that ran."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from planner_eval.traits import PublishedTraits
+from shardwise.config.resolve import Tier
+from shardwise.layout.layout import Layout
+from shardwise.layout.zero_stages import Placement
+from shardwise.planner.buffer_memory import BufferTable, GatheredUnits
+from shardwise.planner.comm_time import CommTimeModel, DataParallelComm, PricedCollective
+from shardwise.planner.compact_layout import CompactLayout, LayerCount, RankLayerCounts
+from shardwise.planner.compute_time import ComputeTimeModel
+from shardwise.planner.in_flight import is_remote
+from shardwise.planner.job import PlanJob, Strategy
+from shardwise.planner.memory import MemoryModel, StageBytes
+from shardwise.planner.pricer import Pricer
+from shardwise.planner.shape import ModelShape
+from shardwise.planner.stages import StageLayouts, StageTable
+from shardwise.planner.step_time import TimeModel
+from shardwise.schedule.registry import placement_of
+
+FIRST_FLASH_SHARE: Final = 0.5
+"""The first FlashAttention's rate as a share of the second's (Dao 2023, abstract: about twice as fast)."""
+GRAPHED_KERNEL_S: Final = 1.5e-6
+"""Seconds that a kernel of a graph takes on a device beyond its work."""
+
+
+def published_traits(job: PlanJob) -> PublishedTraits:
+    """Return the traits of a job; those that it does not have are our library's."""
+    return job.traits if isinstance(job.traits, PublishedTraits) else PublishedTraits()
+
+
+class PublishedStages(StageTable):
+    """Give all stages the same number of blocks; the library cuts by cost."""
+
+    def _cut(self, s: Strategy) -> StageLayouts:
+        if s.pp == 1 or s.stage_layers is not None:
+            return super()._cut(s)
+        shape, placement = self.job.shape, placement_of(s.schedule, s.pp, s.virtual_stages)
+        layers = even_layers(shape.num_layers, placement.num_stages)
+        return StageLayouts(placement, layers, shape.num_layers - shape.num_expert_layers, placement.num_stages - 1)
+
+
+class PublishedLayout(CompactLayout):
+    """Shard the optimizer's states over another number of ranks, where the code does."""
+
+    def __init__(self, job: PlanJob) -> None:
+        super().__init__(job, PublishedStages(job))
+
+    def _bytes_at_rest(self, strategy: Strategy, pipeline_rank: int, tier: Tier | None) -> dict[str, int]:
+        totals = super()._bytes_at_rest(strategy, pipeline_rank, tier)
+        num_shards = published_traits(self.job).optimizer_shards
+        if num_shards is None:
+            return totals
+        rank = self.rank(strategy, pipeline_rank)
+        states = tuple(dataclasses.replace(each, placement=Placement.SHARD) for each in rank.layout.states)
+        layout = dataclasses.replace(rank.layout, states=states)
+        resharded = rank.total(
+            lambda group: layout.group_bytes_at_rest(dataclasses.replace(group, num_shards=num_shards), 0, tier)
+        )
+        return {**totals, "optimizer": resharded["optimizer"]}
+
+
+class PublishedBuffers(BufferTable):
+    """Reduce gradients tensor by tensor, where the code does."""
+
+    def _block_numel(self, folds: RankLayerCounts) -> int:
+        numel = super()._block_numel(folds)
+        return int(numel * largest_share(self.job.shape)) if published_traits(self.job).moves_tensors else numel
+
+
+class PublishedMemoryModel(MemoryModel):
+    """Count states as other code stores them, and what it gathers and keeps."""
+
+    def __init__(self, job: PlanJob, compact: CompactLayout | None = None) -> None:
+        super().__init__(job, compact or PublishedLayout(job))
+        self._buffer_table = PublishedBuffers(job)
+
+    def _gathered(self, strategy: Strategy, folds: RankLayerCounts, num_stages: int) -> list[GatheredUnits]:
+        each = super()._gathered(strategy, folds, num_stages)
+        if not published_traits(self.job).moves_tensors or each[0].is_whole:
+            return each
+        return [dataclasses.replace(one, block=int(one.block * largest_share(self.job.shape))) for one in each]
+
+    def _stage(self, strategy: Strategy, stages: StageLayouts, stage: int) -> StageBytes:
+        found = super()._stage(strategy, stages, stage)
+        if not published_traits(self.job).frees_outputs or not is_remote(stages.placement, stage, stage + 1):
+            return found
+        return dataclasses.replace(found, whole=found.whole - found.outlet, sent=0.0, taken=0.0)
+
+    def _states(self, strategy: Strategy, rank: int, here: Mapping[str, int]) -> dict[str, float]:
+        traits, states = published_traits(self.job), super()._states(strategy, rank, here)
+        states["params"] *= traits.params_share
+        states["optimizer"] *= traits.optimizer_share
+        if traits.trains_all:
+            states["grads"] += traits.unsharded_grad_bytes * self.compact.rank(strategy, rank).numel
+        return states
+
+    def _step_bytes(self, strategy: Strategy, rank: int) -> float:
+        return super()._step_bytes(strategy, rank) if published_traits(self.job).widens_grads else 0.0
+
+
+class PublishedComputeModel(ComputeTimeModel):
+    """Time kernels that are launched as a graph, and attention of other generations."""
+
+    @property
+    def _launches_s(self) -> float:
+        return 0.0 if published_traits(self.job).is_graphed else super()._launches_s
+
+    @property
+    def _kernel_s(self) -> float:
+        return GRAPHED_KERNEL_S if published_traits(self.job).is_graphed else super()._kernel_s
+
+    def _flash_rate(self, rate: float) -> float:
+        traits = published_traits(self.job)
+        found = rate if traits.has_tuned_attention else super()._flash_rate(rate)
+        return found * FIRST_FLASH_SHARE if traits.has_first_flash else found
+
+
+class PublishedCommModel(CommTimeModel):
+    """Gather after the step, reduce once, or over other ranks, where the code does."""
+
+    def data(self, strategy: Strategy, pipeline_rank: int = 0) -> DataParallelComm:
+        found = super().data(strategy, pipeline_rank)
+        if strategy.zero_stage not in (1, 2) or published_traits(self.job).defers_gathers:
+            return found
+        step_s = found.step_s + found.first_forward_s
+        return dataclasses.replace(found, step_s=step_s, first_forward_s=0.0, alone_forward_s=0.0)
+
+    def _calls_of(self, s: Strategy, layout: Layout, fold: LayerCount, *, is_first: bool) -> Iterator[PricedCollective]:
+        traits, group = published_traits(self.job), fold.group
+        shards = traits.optimizer_shards
+        if shards is not None and layout.stage.unshard_after_step and group.num_ranks % shards == 0:
+            fold = dataclasses.replace(fold, group=dataclasses.replace(group, num_shards=min(shards, group.num_ranks)))
+        for call in super()._calls_of(s, layout, fold, is_first=is_first):
+            if traits.reduces_once and call.op == "reduce_scatter":
+                yield dataclasses.replace(call, moment="last backward")
+            else:
+                yield call
+
+
+class PublishedTimeModel(TimeModel):
+    """Time steps with the models above."""
+
+    def __init__(self, job: PlanJob, compact: CompactLayout | None = None) -> None:
+        super().__init__(job, compact or PublishedLayout(job))
+        self.compute = PublishedComputeModel(job)
+        self.communication = PublishedCommModel(job, self.compact)
+
+    def _num_optimizer_shards(self, s: Strategy) -> int:
+        shards = published_traits(self.job).optimizer_shards
+        return shards if shards and s.zero_stage else super()._num_optimizer_shards(s)
+
+
+def largest_share(shape: ModelShape) -> float:
+    """Return the share of a dense block's elements that its largest weight has."""
+    num_matrices = 3 if shape.ffn == "gated" else 2
+    attention = 2 * shape.head_dim * (shape.num_heads + shape.num_kv_heads)
+    return shape.ffn_size / (attention + num_matrices * shape.ffn_size)
+
+
+class PublishedPricer(Pricer):
+    """Price the strategies of a published run's job."""
+
+    def __init__(self, job: PlanJob) -> None:
+        self.job = job
+        compact = PublishedLayout(job)
+        self.memory = PublishedMemoryModel(job, compact)
+        self.time = PublishedTimeModel(job, compact)
+
+
+def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Spread blocks evenly over stages; what is left over goes to the stages in the middle.
+
+    >>> even_layers(14, 4)
+    (3, 4, 4, 3)
+    """
+    each, left = divmod(num_layers, num_stages)
+    middle_first = sorted(range(num_stages), key=lambda stage: (abs(2 * stage - num_stages + 1), stage))
+    extra = set(middle_first[:left])
+    return tuple(each + (stage in extra) for stage in range(num_stages))
