@@ -221,9 +221,9 @@ def test_where_nothing_is_whole_no_run_starts_from_nothing_in_silence(resume):
 @pytest.mark.parametrize(
     ("resume", "refusal"),
     [
-        ("chk", ("checkpoint-path", "--resume chk", "did you mean ck?")),
-        ("ck/step-00000006", ("checkpoint-path", "did you mean step-00000005?")),
-        ("ck/step-00000005/manifest.json", ("checkpoint-path", "manifest.json is a file")),
+        ("chk", ("no-such-path", "--resume chk", "did you mean ck?")),
+        ("ck/step-00000006", ("no-such-path", "did you mean step-00000005?")),
+        ("ck/step-00000005/manifest.json", ("not-a-folder", "manifest.json")),
         ("empty", ("no-checkpoint", "empty")),
         ("runs", ("runs-not-checkpoints", "did you mean runs/20250101-000000-25m?")),
         ("weights", ("checkpoint-not-all", "weights/step-00000001")),
