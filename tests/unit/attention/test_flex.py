@@ -15,7 +15,7 @@ from harness.attention import reference_attention
 from harness.refusals import refused
 from shardwise.attention.backends import Draw, ScoreModifiers
 from shardwise.attention.block_layout import BlockLayout, pack
-from shardwise.attention.flex import TILE, _compiled, block_mask_of, flex_attention_of, flex_options
+from shardwise.attention.flex import TILE, block_mask_of, flex_attention_of, flex_options
 from shardwise.layout.token_ranges import Runs
 
 CPU = torch.device("cpu")
@@ -165,7 +165,7 @@ def test_compiled_flex_equals_the_reference() -> None:
     layout = random_layout(0, 64, 300, 4, causal=True)
     q, k, v = (each.float() for each in qkv(2, 4, 2, layout))
     options = flex_options(q, k, layout, ScoreModifiers(0.3)) | {"return_aux": AuxRequest()}
-    out = _compiled()(q, k, v, **options)[0]
+    out = torch.compile(flex_attention, fullgraph=True)(q, k, v, **options)[0]
     expected, _ = reference_attention(q, k, v, layout.allowed(), scale=0.3)
     torch.testing.assert_close(out, expected)
 
