@@ -55,7 +55,7 @@ class Sample:
     scored: Scored
     measured_s: float
     weight: float
-    folded: CompactLayout
+    compact: CompactLayout
     pipelines: PipelineTimes
 
     def ratio(self, fitted: FittedConstants) -> float:

@@ -218,7 +218,7 @@ def ask(
     batch = global_batch or model.global_batch
     if batch is None:
         raise ConfigError(
-            "batch-missing", "no batch is given; say how many sequences a step takes, such as --global-batch 1024"
+            "plan-needs-batch", "no batch is given; say how many sequences a step takes, such as --global-batch 1024"
         )
     pinned = [each for each in settings if _key(each) in KEYS and _key(each) not in _OF_ALL]
     # Refuses a key that is neither with a suggestion.

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.refusals import refused
-from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.resolve import Config
 from shardwise.models.presets import PRESETS, preset
 from shardwise.planner.configs import ALWAYS_WRITTEN, config_of, job_of, pins_of, strategy_of, to_toml
 from shardwise.planner.hardware import Cluster, find_gpu
@@ -141,7 +141,7 @@ def test_pins_are_read_as_the_config_reads_them() -> None:
     assert pins_of(["context.heads_over=none"]) == {"heads_over": (None,)}
     with refused("key-not-planned", "zero.stage"):
         pins_of(["zero.stege=3"])
-    with pytest.raises(ConfigError, match=r"zero\.stage=7 must be"):
+    with refused("out-of-range", "zero.stage=7"):
         pins_of(["zero.stage=7"])
 
 
