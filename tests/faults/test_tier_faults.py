@@ -195,7 +195,7 @@ def test_the_other_ranks_end_with_a_message(ranks: WorkerPool, tmp_path: Path, c
     expected = ranks(2).run(run_whole, tmp_path)
     (other, others_load), (failed, load) = ranks(2).run(fail_on_one_rank, tmp_path, call, nth)
     file = r"shardwise-swap-\S+-rank-1/\d+-\S+: Input/output error; check the disk"
-    assert re.search(rf"^(SwapError|LaneError): cannot write \d+ bytes at \d+ of \S+{file}", failed)
+    assert re.search(rf"^(SwapError|HostWorkError): cannot write \d+ bytes at \d+ of \S+{file}", failed)
     assert re.search(rf"^CommError: rank 0 failed in .* rank 1 has failed: cannot write .*{file}", other)
     assert "start all ranks again and load there" in others_load
     assert "rank 0" in load
