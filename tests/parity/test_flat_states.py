@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from harness.refusals import refused
 from shardwise.checkpoint import file_ranges as spans
 from shardwise.checkpoint import reader as reading
 from shardwise.checkpoint import writer as writing
-from shardwise.checkpoint.async_saver import Saver, SaveRequest
+from shardwise.checkpoint.async_saver import Saver, SaveRequest, StagingMemory
 from shardwise.checkpoint.commit import read_manifest
 from shardwise.checkpoint.hf import ExportTensor, begin_export, finish_export, open_folder, plan_export, write_export
 from shardwise.checkpoint.load import plan_load
@@ -226,7 +227,9 @@ def make_saver() -> Saver:
 def test_a_save_in_the_background_is_written_before_the_states_change(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    values, saver = torch.randn(30, 40), make_saver()
+    memory = StagingMemory(torch.device("cpu"))
+    with patch("shardwise.checkpoint.async_saver.StagingMemory", lambda device: memory):
+        values, saver = torch.randn(30, 40), make_saver()
     held = holding_of(values, WHOLE, make_files(tmp_path / "swap"))
     for step in (3, 4):
         saver.start(make_request(tmp_path / "saved", held, step), wait=False)
@@ -236,7 +239,7 @@ def test_a_save_in_the_background_is_written_before_the_states_change(
     target = holding_of(torch.zeros(30, 40), WHOLE, TensorFlatState)
     load(folder, read_manifest(folder), [target])
     assert torch.equal(whole_of(target.flat), values.view(-1))
-    assert saver._staging.num_bytes == 0
+    assert memory.num_bytes == 0
     assert [record.message for record in caplog.records] == [
         "states are stored on NVMe, and host memory for a copy is not assumed: every save holds up training"
     ]

@@ -25,7 +25,7 @@ from harness.refusals import refused
 from harness.waiting import PATIENCE_S, wait_until
 from shardwise.checkpoint import commit as folder
 from shardwise.checkpoint import writer as writing
-from shardwise.checkpoint.async_saver import Saver, SaveRequest
+from shardwise.checkpoint.async_saver import Saver, SaveRequest, StagingMemory
 from shardwise.checkpoint.commit import read_manifest, step_folders
 from shardwise.checkpoint.manifest import CheckpointError, Manifest
 from shardwise.comm.mesh import open_store
@@ -291,11 +291,13 @@ def test_close_says_what_nobody_has_heard_and_nothing_twice(tmp_path: Path) -> N
 
 
 def test_close_gives_the_memory_of_copies_back(tmp_path: Path) -> None:
-    saver = make_saver(0, 1)
+    memory = StagingMemory(torch.device("cpu"))
+    with patch("shardwise.checkpoint.async_saver.StagingMemory", lambda device: memory):
+        saver = make_saver(0, 1)
     saver.start(make_request(0, 1, tmp_path), wait=False)
-    num_bytes = saver._staging.num_bytes
+    num_bytes = memory.num_bytes
     saver.close()
-    assert (num_bytes > 0, saver._staging.num_bytes) == (True, 0)
+    assert (num_bytes > 0, memory.num_bytes) == (True, 0)
 
 
 def hang(rank: int, world_size: int, root: Path) -> tuple[str, list[str]]:
