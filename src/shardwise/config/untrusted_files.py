@@ -218,7 +218,9 @@ def _parsed(parse: Callable[[], Any], kind: str, text: str, where: str, fix: str
         raise UntrustedFileError("nested-too-deep", f"{where} is nested too deeply; {fix}") from None
     except ValueError as error:  # of its syntax, and of integers that are too long
         what = str(error).partition("; use sys.")[0]
-        raise UntrustedFileError(f"not-{kind.lower()}", f"{where} is not valid {kind}: {what}; {fix}") from None
+        raise UntrustedFileError(
+            "not-json" if kind == "JSON" else "not-toml", f"{where} is not valid {kind}: {what}; {fix}"
+        ) from None
 
 
 def _table(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

@@ -193,7 +193,7 @@ def refuse_foreign_checkpoints(config: Config, source: Path | None) -> None:
         return
     try:
         if root.exists() and not root.is_dir():
-            raise ConfigError("path-is-file", f"checkpoint.path={path} is a file; give a folder")
+            raise ConfigError("not-a-folder", f"checkpoint.path={path} is a file; give a folder")
         found = step_folders(root)
     except CheckpointError as error:
         raise ConfigError(error.code, f"checkpoint.path={path}: {error}") from None

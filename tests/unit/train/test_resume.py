@@ -307,7 +307,7 @@ def test_a_run_saves_only_where_it_starts_afresh_or_goes_on(tmp_path):
         with refused("checkpoints-of-another-run", "checkpoint.path=ours", "step-00000005"):
             refuse_foreign_checkpoints(job("ours"), source)
     Path("file").touch()
-    with refused("path-is-file", "checkpoint.path=file"):
+    with refused("not-a-folder", "checkpoint.path=file"):
         refuse_foreign_checkpoints(job("file"), None)
 
 
