@@ -94,7 +94,7 @@ def test_states_of_every_stage_are_read_and_written_on_every_rank(
         assert early == ("param", "master", "grad")
         assert tied
         codes = ["unknown-parameter", "unknown-state", "unknown-state", "written-shape", "written-shape"]
-        assert [code for code, _ in errors] == [*codes, "unknown-state", "no-such-rank"]
+        assert [code for code, _ in errors] == [*codes, "unknown-state", "rank-out-of-range"]
         assert errors[5:] == results[0][2][5:]
         assert errors[:3] == results[0][2][:3]
         assert f"rank {rank} gave (3,)" in errors[3][1]

@@ -341,7 +341,7 @@ def test_unknown_names_are_refused() -> None:
         engine.read("positions", "momentum")
     with refused("no-gradient", "positions", "engine.backward"):
         engine.write("positions", torch.zeros(11, 12), "grad")
-    with refused("no-such-rank", "to_rank=1", "0 to 0"):
+    with refused("rank-out-of-range", "to_rank=1", "0 to 0"):
         engine.read("positions", to_rank=1)
 
 

@@ -491,7 +491,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def _check_rank(states: EngineState, argument: str, rank: int | None) -> None:
     num_ranks = states.comms.all.world_size
     if rank is not None and not 0 <= rank < num_ranks:
-        raise ConfigError("no-such-rank", f"{argument}={rank} is no rank; there are 0 to {num_ranks - 1}")
+        raise ConfigError("rank-out-of-range", f"{argument}={rank} is no rank; there are 0 to {num_ranks - 1}")
 
 
 def merge_parts(comm: Comm, part: Tensor | None, start: int, numel: int, dtype: torch.dtype, name: str) -> Tensor:
