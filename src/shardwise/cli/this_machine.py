@@ -40,7 +40,7 @@ def this_machine(folder: Path, num_ranks: int | None = None) -> Cluster:
     gpu = known_gpu(name)
     if gpu is None:
         raise ConfigError(
-            "device-unknown",
+            "device-not-measured",
             f"{name} is no device that the planner knows; run shardwise doctor --calibrate to measure it",
         )
     return Cluster(gpu=gpu, num_gpus=ranks, gpus_per_node=ranks, nic_bytes_per_s=gpu.nic_bytes_per_s)

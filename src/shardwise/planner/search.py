@@ -22,7 +22,6 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from shardwise.config.resolve import ConfigError
-from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.planner.candidates import (
     ParallelismCandidate,
     PlacementCandidate,
@@ -33,6 +32,7 @@ from shardwise.planner.candidates import (
     why_none,
 )
 from shardwise.planner.job import PlanJob, Strategy
+from shardwise.planner.memory_bound import MemoryBound
 from shardwise.planner.memory_limit import USUAL_MARGIN, Shortfall, missing_on_node, shortfall, usable_bytes
 from shardwise.planner.neighbours import more_on_device, neighbours
 from shardwise.planner.pricer import Pricer, Pricing
@@ -169,7 +169,7 @@ class _Search:
         self._missed: tuple[float, Strategy] | None = None
         self._least_missed: tuple[float, Strategy] | None = None
         self._beyond_s: dict[tuple[int, int, int], float] = {}
-        self._num_params = job.shape.num_params
+        self._bound = MemoryBound(job, self.space.base)
 
     def work(self) -> None:
         """Price candidates until the bounds pass what was found, or the prices are spent."""
@@ -205,7 +205,9 @@ class _Search:
     def _miss(self, candidate: ParallelismCandidate) -> None:
         """Remember the candidate with the smallest lower bound of memory."""
         every, sizes, _ = self._known_placements(candidate)
-        least = min(sizes, default=0.0) * self._params_of_rank(candidate) + self._least_activation_bytes(candidate)
+        least = min(sizes, default=0.0) * self._bound.params_of_rank(candidate) + self._bound.activation_bytes(
+            candidate
+        )
         if every and (self._least_missed is None or least < self._least_missed[0]):
             self._least_missed = least, strategy_at(candidate, every[sizes.index(min(sizes))], self.space.base)
 
@@ -237,55 +239,15 @@ class _Search:
         if key not in self._placements:
             every = placements(self.job, self.space, candidate)
             moves_activations = any(placement.activations_tier != "device" for placement in every)
-            sizes = tuple(self._param_bytes(candidate, placement) for placement in every)
+            sizes = tuple(self._bound.param_bytes(candidate, placement) for placement in every)
             self._placements[key] = every, sizes, moves_activations
         return self._placements[key]
 
     def _may_fit_at_best(self, candidate: ParallelismCandidate) -> bool:
         """Say whether any placement may fit, by the least that it holds."""
         _, sizes, moves_activations = self._known_placements(candidate)
-        kept = 0.0 if moves_activations else self._least_activation_bytes(candidate)
-        return min(sizes, default=math.inf) * self._params_of_rank(candidate) + kept <= self._usable_bytes
-
-    def _params_of_rank(self, candidate: ParallelismCandidate) -> float:
-        """Return the mean parameters of a pipeline rank, which is no more than the fullest rank has."""
-        return self._num_params / (candidate.tp * candidate.pp * self.space.base.ep)
-
-    def _param_bytes(self, candidate: ParallelismCandidate, placement: PlacementCandidate) -> float:
-        """Return the least bytes of one parameter's states that are stored on the device."""
-        base = self.space.base
-        param_bytes = DTYPE_BYTES[base.param]
-        grad_bytes = param_bytes if base.accumulate == "param" else max(4, param_bytes)
-        states = 2 if self.job.optimizer.startswith("adam") else 0
-        optimizer_bytes = max(4, param_bytes) * (states + (param_bytes < 4))
-        shards = placement.dp_shard * candidate.cp
-        sharded_grads = 3 if candidate.pp > 1 else 2
-        states_of = (
-            (placement.params_tier, param_bytes, 3),
-            (placement.grads_tier, grad_bytes, sharded_grads),
-            (placement.optimizer_tier, optimizer_bytes, 1),
-        )
-        return sum(
-            size / (shards if placement.zero_stage >= stage else 1)
-            for tier, size, stage in states_of
-            if tier == "device"
-        )
-
-    def _least_activation_bytes(self, candidate: ParallelismCandidate) -> float:
-        """Return the bytes of the first pipeline rank that every way of writing a block keeps for its backward."""
-        shape, base = self.job.shape, self.space.base
-        hidden, dtype_bytes = shape.hidden_size, DTYPE_BYTES[base.param]
-        ffn = 0 if base.chunk_tokens is not None or shape.experts is not None else shape.ffn_size
-        inputs = hidden / (candidate.tp if candidate.sequence_parallel else 1)
-        kept = {"none": (3 * hidden + 2 * ffn) / candidate.tp, "selective": (hidden + ffn) / candidate.tp}
-        if candidate.recompute == "full":
-            again = 1 / candidate.recompute_every
-            elements = inputs * again + kept["none"] * (1 - again)
-        else:
-            elements = kept[candidate.recompute]
-        num_layers = max(0.0, shape.num_layers / candidate.pp - (2 if candidate.pp > 1 else 0))
-        tokens = self.job.seq_len * candidate.micro_size / candidate.cp
-        return dtype_bytes * elements * num_layers * tokens * min(candidate.num_micro_batches, candidate.pp)
+        kept = 0.0 if moves_activations else self._bound.activation_bytes(candidate)
+        return min(sizes, default=math.inf) * self._bound.params_of_rank(candidate) + kept <= self._usable_bytes
 
     def _expand(self, candidate: ParallelismCandidate) -> None:
         """Price a candidate with every placement of its states."""
@@ -340,7 +302,7 @@ class _Search:
         if any(recomputes_less(each, candidate) for each in kept):
             self.rejected["that compute twice what fits kept"] += 1
             return True
-        if self._param_bytes(candidate, placement) * self._params_of_rank(candidate) > self._usable_bytes:
+        if self._bound.param_bytes(candidate, placement) * self._bound.params_of_rank(candidate) > self._usable_bytes:
             self.rejected["out of memory"] += 1
             return False
         if not self._add(strategy_at(candidate, placement, self.space.base)):

@@ -27,6 +27,7 @@ from shardwise.planner.configs import KEYS, config_of, strategy_of
 from shardwise.planner.hardware import Cluster, find_gpu
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.memory import MemoryModel
+from shardwise.planner.memory_bound import MemoryBound
 from shardwise.planner.memory_limit import shortfall
 from shardwise.planner.neighbours import neighbours
 from shardwise.planner.pipeline_time import PipelineTimes, StageTimes
@@ -43,7 +44,6 @@ from shardwise.planner.search import (
     runners_up,
     search,
 )
-from shardwise.planner.search import _Search as Run
 from shardwise.planner.shape import ModelShape
 from shardwise.planner.step_time import TimeModel
 from shardwise.planner.tie_break import num_extras, simplest
@@ -486,13 +486,13 @@ def test_what_a_strategy_is_known_to_hold_is_no_more_than_it_holds() -> None:
     shape = replace(SHAPE, num_layers=24, hidden_size=2048, num_heads=16, ffn_size=8192)
     job = replace(job_of(8, 16, 80.0, shape), seq_len=256)
     space, memory, drawn = SearchSpace(offloads=True), MemoryModel(job), random.Random(0)
-    run = Run(job, space, Limits(), Pricer(job))
+    bound = MemoryBound(job, space.base)
     for candidate in drawn.sample(list(candidates(job, space)), 80):
         for placement in drawn.sample(
             placements(job, space, candidate), min(3, len(placements(job, space, candidate)))
         ):
-            states = run._param_bytes(candidate, placement) * run._params_of_rank(candidate)
-            kept = run._least_activation_bytes(candidate) if placement.activations_tier == "device" else 0.0
+            states = bound.param_bytes(candidate, placement) * bound.params_of_rank(candidate)
+            kept = bound.activation_bytes(candidate) if placement.activations_tier == "device" else 0.0
             held = memory.estimate(strategy_at(candidate, placement, space.base))
             assert states + kept <= held.worst.peak_bytes, (candidate, placement)
 

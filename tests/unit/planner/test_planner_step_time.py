@@ -170,14 +170,19 @@ def test_adding_up_a_gradient_costs_more_where_it_is_a_kernel_of_its_own() -> No
 
 def test_fp4_casts_read_more_than_fp8_casts() -> None:
     gpu = find_gpu("b200")
-    model = ComputeTimeModel(replace(JOB, cluster=replace(CLUSTER, gpu=gpu)))
-    products, casts = [], []
-    for dtype in ("fp8", "fp4"):
-        s = replace(PLAIN, matmul=dtype)
-        products.append(sum(model._product_s(each.m, each.n, each.k, dtype) for each in model._dense_linears(s)))
-        casts.append(model._linears(model._dense_linears(s), s, dtype).forward_s - products[-1])
+    free = dict.fromkeys(gpu.peak_flops_per_s, 1e30)  # so that casts are all that differs
+    fast = replace(gpu, peak_flops_per_s=free, ceiling_flops_per_s=free)
+    casts, products = (
+        [
+            ComputeTimeModel(replace(JOB, cluster=replace(CLUSTER, gpu=each)))
+            .block(replace(PLAIN, matmul=dtype))
+            .forward_s
+            for dtype in ("fp8", "fp4")
+        ]
+        for each in (fast, gpu)
+    )
     assert casts[1] > casts[0]
-    assert products[1] < products[0]
+    assert products[1] - casts[1] < products[0] - casts[0]
 
 
 MODEL = TimeModel(JOB)
