@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.refusals import refused
 from harness.waiting import PATIENCE_S, is_running, wait_until
-from shardwise.config.resolve import ConfigError
 from shardwise.launch import local
 from shardwise.launch.local import default_num_ranks, launch_local
 
@@ -395,7 +395,7 @@ time.sleep(600)
 
 
 def test_no_ranks_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="num_ranks=0 starts nothing"):
+    with refused("num-ranks-below-one", "num_ranks=0"):
         launch_local(["-c", ""], 0, tmp_path)
 
 
@@ -411,5 +411,5 @@ def test_default_num_ranks(monkeypatch, device, num_gpus, num_cores, expected):
 
 def test_cuda_without_gpus_is_refused(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    with pytest.raises(ConfigError, match="torch sees 0 GPUs"):
+    with refused("device-cuda-without-gpu", "0 GPUs"):
         default_num_ranks("cuda")

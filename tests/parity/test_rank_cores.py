@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 import shardwise
 from harness.pool import WorkerPool
+from harness.refusals import refused
 from shardwise.comm.mesh import open_store
-from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.resolve import Config
 from shardwise.engine.initialize import with_own_cores
 from shardwise.launch.cpu_affinity import usable_cores
 
@@ -59,5 +60,5 @@ def test_an_engine_knows_its_cores(ranks: WorkerPool) -> None:
 
 
 def test_an_engine_refuses_cores_that_it_may_not_use() -> None:
-    with pytest.raises(ConfigError, match=r"tiers\.cores=\[9999\]: 9999 of them may not be used by this process"):
+    with refused("cores-not-usable", "tiers.cores=[9999]"):
         shardwise.initialize(torch.nn.Linear(4, 4), {"tiers": {"cores": [9999]}, "run": {"device": "cpu"}})

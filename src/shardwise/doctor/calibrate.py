@@ -44,7 +44,7 @@ _COLLECTIVE_TIMEOUT_S: Final = 60.0
 # Square matrices of this size are multiplied before a collective, or while it runs.
 _PRODUCT_SIZE: Final = 512
 # A collective's time varies more from call to call than a kernel's, so it needs more calls.
-_MIN_COLLECTIVES: Final = 9
+MIN_COLLECTIVES: Final = 9
 # So many bytes are gathered to see how much of the time computation hides.
 _HIDDEN_BYTES: Final = 16 * 2**20
 _MAX_PRODUCTS: Final = 200
@@ -133,7 +133,7 @@ def be_calibrator(env: RankEnv, folder: Path, device_kind: DeviceKind, disk: Pat
     watch = RankTimer(comm, _QUICK_BUDGET_S if quick else _BUDGET_S, _QUICK_LIMIT_S if quick else LIMIT_S)
     sizes = kernels.QUICK_SIZES if quick else kernels.CPU_SIZES if device_kind == CPU else kernels.GPU_SIZES
     known = {each.name for each in fields(Profile)}
-    groups = _groups(watch.comm, env)
+    groups = rank_groups(watch.comm, env)
     for _ in range(1 if quick else _NUM_ROUNDS):
         if watch.is_late():
             break
@@ -157,9 +157,9 @@ def _measurements(
     for way, speed in kernels.copy_speeds(watch).items():
         yield _COPIES, {"way": way, "speed": speed}
     if watch.comm.world_size > 1:
-        for collective in _collective_times(watch, groups):
+        for collective in time_collectives(watch, groups):
             yield "collectives", asdict(collective)
-        yield "hidden_share", _hidden_share(watch)
+        yield "hidden_share", measure_hidden_share(watch)
     yield from _disk_speeds(watch.comm.rank, disk)
     for block in kernels.block_times(watch, sizes):
         yield "blocks", asdict(block)
@@ -171,7 +171,7 @@ def _measurements(
         yield "matmuls", asdict(matmul)
 
 
-def _groups(comm: Comm, env: RankEnv) -> list[Comm]:
+def rank_groups(comm: Comm, env: RankEnv) -> list[Comm]:
     """Return collectives among all ranks and, if there are more than two, among pairs, which all work at once."""
     if env.world_size <= 2 or env.world_size % 2:
         return [comm]
@@ -181,7 +181,7 @@ def _groups(comm: Comm, env: RankEnv) -> list[Comm]:
     return [comm, comm_over(groups[env.rank // 2], comm.device, _COLLECTIVE_TIMEOUT_S, pair)]
 
 
-def _collective_times(watch: RankTimer, groups: Sequence[Comm]) -> Iterator[CollectiveTime]:
+def time_collectives(watch: RankTimer, groups: Sequence[Comm]) -> Iterator[CollectiveTime]:
     """Time each collective after some computation, as in training: ranks arrive at different times, with cold caches.
 
     On CPUs two ranks then take two to three times as long for 2 MiB. A GPU's queue is filled in advance, so there the
@@ -191,7 +191,7 @@ def _collective_times(watch: RankTimer, groups: Sequence[Comm]) -> Iterator[Coll
     for comm in groups:
         for num_bytes in SIZES_BYTES:
             for op in OPS:
-                *_, seconds = watch.times_s(*before, _caller(comm, op, num_bytes), min_calls=_MIN_COLLECTIVES)
+                *_, seconds = watch.times_s(*before, _caller(comm, op, num_bytes), min_calls=MIN_COLLECTIVES)
                 yield CollectiveTime(op=op, num_ranks=comm.world_size, num_bytes=num_bytes, seconds=seconds)
 
 
@@ -220,7 +220,7 @@ def _like(full: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(full)
 
 
-def _hidden_share(watch: RankTimer) -> float:
+def measure_hidden_share(watch: RankTimer) -> float:
     """Return the share of a gather's time that is hidden by matrix products that take equally long."""
     comm = watch.comm
     full = torch.zeros(_HIDDEN_BYTES // 4, device=comm.device)  # [n * s]
@@ -237,7 +237,7 @@ def _hidden_share(watch: RankTimer) -> float:
 
     count = max(1, min(_MAX_PRODUCTS, round(watch.time_s(gather) / watch.time_s(partial(_compute, factor, 1)))))
     compute = partial(_compute, factor, count)
-    compute_s, gather_s, both_s = watch.times_s(compute, gather, partial(both, count), min_calls=_MIN_COLLECTIVES)
+    compute_s, gather_s, both_s = watch.times_s(compute, gather, partial(both, count), min_calls=MIN_COLLECTIVES)
     return max(0.0, min(1.0, (gather_s + compute_s - both_s) / min(gather_s, compute_s)))
 
 

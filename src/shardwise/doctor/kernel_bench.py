@@ -147,7 +147,7 @@ def block_times(watch: RankTimer, sizes: BenchSizes) -> Iterator[BlockTime]:
             flops = 4.0 * seq_len * (4 * hidden**2 + 3 * hidden * ffn + hidden * seq_len)
             if pace.allows(flops):
                 num_chained = int(min(_MAX_CHAINED, pace.num_within(flops)))
-                times = _block_time(watch, dtype, seq_len, (hidden, ffn, heads), num_chained)
+                times = block_time(watch, dtype, seq_len, (hidden, ffn, heads), num_chained)
                 pace.note(flops, times.backward_s)
                 yield times
 
@@ -232,9 +232,18 @@ def _product_s(watch: RankTimer, dtype: torch.dtype, m: int, n: int, k: int, *, 
     return sum(watch.times_s(lambda: torch.mm(left, turned_right), lambda: torch.mm(left, right))) / 2
 
 
-def _block_time(
+def block_time(
     watch: RankTimer, dtype: torch.dtype, seq_len: int, shape: tuple[int, int, int], num_chained: int
 ) -> BlockTime:
+    """Time the forward and the backward of one decoder block.
+
+    Args:
+        watch: the timer of this rank.
+        dtype: of parameters and activations.
+        seq_len: tokens of the one sequence.
+        shape: hidden size, feed-forward size and heads.
+        num_chained: blocks that run one after another in a measured call; the result is that of one.
+    """
     hidden, ffn, heads = shape
     config = DecoderConfig(
         vocab_size=8,

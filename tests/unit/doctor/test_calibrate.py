@@ -70,7 +70,7 @@ def test_of_blocks_in_a_row_one_counts():
         return 3.0, 6.0
 
     watch: Any = SimpleNamespace(comm=SimpleNamespace(device=torch.device("cpu")), times_s=times_s)
-    time = kernels._block_time(watch, torch.float32, 8, (32, 96, 2), num_chained=3)
+    time = kernels.block_time(watch, torch.float32, 8, (32, 96, 2), num_chained=3)
     assert (time.forward_s, time.backward_s) == (1.0, 2.0)
     num_parameters = len(list(DecoderBlock(DECODER).parameters()))
     assert len(found) == 1 + 3 * num_parameters, "gradients of the input and of each block's weights"
@@ -244,7 +244,7 @@ def test_what_computing_hides_is_a_share_of_the_shorter_of_both():
         return 4.0, 2.0, 5.0
 
     watch: Any = SimpleNamespace(comm=comm, time_s=lambda call: next(seconds), times_s=times_s)
-    assert calibration._hidden_share(watch) == 0.5
+    assert calibration.measure_hidden_share(watch) == 0.5
     assert order == ["alone", "waited", "beside", "waited"]
 
 
@@ -260,16 +260,16 @@ def test_a_collective_is_timed_after_some_computing():
         watch: Any = SimpleNamespace(comm=SimpleNamespace(device=SimpleNamespace(type=kind)), times_s=times_s)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(calibration, "_factor", lambda device: None)
-            found = list(calibration._collective_times(watch, [comm]))
+            found = list(calibration.time_collectives(watch, [comm]))
         assert {each.seconds for each in found} == {float(num_calls)}, "the collective's own time"
-        assert set(asked) == {(num_calls, calibration._MIN_COLLECTIVES)}
+        assert set(asked) == {(num_calls, calibration.MIN_COLLECTIVES)}
         asked.clear()
 
 
 def test_an_odd_number_of_ranks_makes_no_pairs():
     comm: Any = SimpleNamespace(world_size=5)
     env: Any = SimpleNamespace(world_size=5, rank=4)
-    assert calibration._groups(comm, env) == [comm]
+    assert calibration.rank_groups(comm, env) == [comm]
 
 
 def test_a_limit_of_the_machine_is_all_its_memory(monkeypatch):

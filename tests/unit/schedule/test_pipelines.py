@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as theirs
 
 from harness.refusals import refused
-from shardwise.config.resolve import ConfigError
 from shardwise.schedule import (
     RECIPES,
     Action,
@@ -263,31 +262,26 @@ def test_the_order_of_computations_is_torchs(
 
 
 @pytest.mark.parametrize(
-    ("name", "virtual_stages", "message"),
+    ("name", "virtual_stages", "code", "value"),
     [
-        (
-            "1f1b",
-            2,
-            "pipeline.virtual_stages=2 for schedule 1f1b, which has one stage a rank; use 1, or schedule inter",
-        ),
-        ("zb-h1", 2, "=2 for schedule zb-h1, which has one stage a rank"),
-        ("zb-h2", 3, "=3 for schedule zb-h2, which has one stage a rank"),
-        ("interleaved", 1, "=1 for schedule interleaved, which has several stages a rank; use 2 or more, or"),
-        ("zb-v", 3, "=3 for schedule zb-v, which has two stages a rank"),
-        ("gpipe", 0, "=0 for schedule gpipe, which has a stage or more on every rank; use 1 or more"),
-        ("2f2b", 1, "pipeline.schedule='2f2b' is no schedule; use one of naive, gpipe, 1f1b, interleaved, zb-h1"),
+        ("1f1b", 2, "schedule-virtual-stages", "pipeline.virtual_stages=2 for schedule 1f1b"),
+        ("zb-h1", 2, "schedule-virtual-stages", "=2 for schedule zb-h1"),
+        ("zb-h2", 3, "schedule-virtual-stages", "=3 for schedule zb-h2"),
+        ("interleaved", 1, "schedule-virtual-stages", "=1 for schedule interleaved"),
+        ("zb-v", 3, "schedule-virtual-stages", "=3 for schedule zb-v"),
+        ("gpipe", 0, "schedule-virtual-stages", "=0 for schedule gpipe"),
+        ("2f2b", 1, "schedule-unknown", "pipeline.schedule='2f2b'"),
     ],
 )
-def test_what_a_recipe_does_not_take(name: str, virtual_stages: int, message: str) -> None:
+def test_what_a_recipe_does_not_take(name: str, virtual_stages: int, code: str, value: str) -> None:
     for refuses in (
         lambda: placement_of(name, 2, virtual_stages),
         lambda: pipeline_step(name, 2, 4, virtual_stages),
         lambda: bubble_s(name, 2, 4, virtual_stages, 1, 1, 1),
         lambda: max_in_flight(name, 2, 4, virtual_stages, 0),
     ):
-        with pytest.raises(ConfigError) as raised:
+        with refused(code, value):
             refuses()
-        assert message in str(raised.value)
 
 
 def test_a_v_has_two_stages_by_default() -> None:
@@ -309,23 +303,22 @@ def test_counts_below_one_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "code", "value"),
     [
-        (("gpipe", 4, 3, 2, 1, 1, 1), "num_micro_batches=3 is below 4, where the bubble of gpipe has no closed form"),
-        (("interleaved", 4, 3, 2, 1, 1, 1), "num_micro_batches=3 is below 4"),
-        (("zb-h1", 4, 3, 1, 1, 1, 1), "num_micro_batches=3 is below 4"),
-        (("zb-h2", 4, 6, 1, 1, 1, 1), "num_micro_batches=6 is below 7"),
-        (("zb-v", 4, 6, 1, 1, 1, 1), "num_micro_batches=6 is below 7"),
-        (("zb-h1", 4, 8, 1, 1, 3, 2), "F=1 s, B=3 s, W=2 s with W > F"),
-        (("zb-h2", 4, 8, 1, 1, 3, 2), "F=1 s, B=3 s, W=2 s with W > F"),
-        (("zb-h2", 4, 8, 1, 4, 1, 3), "F=4 s, B=1 s, W=3 s with 2W > F"),
-        (("zb-v", 4, 8, 1, 1, 1, 2), "F=1 s, B=1 s, W=2 s without W <= F <= B"),
-        (("zb-v", 4, 8, 1, 2, 1, 1), "F=2 s, B=1 s, W=1 s without W <= F <= B"),
-        (("1f1b", 4, 0, 1, 1, 1, 1), "num_micro_batches=0 is below 1"),
-        (("naive", 4, 0, 2, 1, 1, 1), "num_micro_batches=0 is below 1"),
+        (("gpipe", 4, 3, 2, 1, 1, 1), "no-closed-form", "num_micro_batches=3 is below 4"),
+        (("interleaved", 4, 3, 2, 1, 1, 1), "no-closed-form", "num_micro_batches=3 is below 4"),
+        (("zb-h1", 4, 3, 1, 1, 1, 1), "no-closed-form", "num_micro_batches=3 is below 4"),
+        (("zb-h2", 4, 6, 1, 1, 1, 1), "no-closed-form", "num_micro_batches=6 is below 7"),
+        (("zb-v", 4, 6, 1, 1, 1, 1), "no-closed-form", "num_micro_batches=6 is below 7"),
+        (("zb-h1", 4, 8, 1, 1, 3, 2), "no-closed-form", "F=1 s, B=3 s, W=2 s with W > F"),
+        (("zb-h2", 4, 8, 1, 1, 3, 2), "no-closed-form", "F=1 s, B=3 s, W=2 s with W > F"),
+        (("zb-h2", 4, 8, 1, 4, 1, 3), "no-closed-form", "F=4 s, B=1 s, W=3 s with 2W > F"),
+        (("zb-v", 4, 8, 1, 1, 1, 2), "no-closed-form", "F=1 s, B=1 s, W=2 s without W <= F <= B"),
+        (("zb-v", 4, 8, 1, 2, 1, 1), "no-closed-form", "F=2 s, B=1 s, W=1 s without W <= F <= B"),
+        (("1f1b", 4, 0, 1, 1, 1, 1), "no-closed-form", "num_micro_batches=0 is below 1"),
+        (("naive", 4, 0, 2, 1, 1, 1), "no-closed-form", "num_micro_batches=0 is below 1"),
     ],
 )
-def test_closed_forms_say_where_they_do_not_hold(arguments: tuple, message: str) -> None:
-    with pytest.raises(ScheduleError) as raised:
+def test_closed_forms_say_where_they_do_not_hold(arguments: tuple, code: str, value: str) -> None:
+    with refused(code, value):
         bubble_s(*arguments)
-    assert message in str(raised.value)
