@@ -92,3 +92,12 @@ def test_names_of_code_are_in_the_code(page: str) -> None:
         if re.fullmatch(r"_?[A-Za-z][\w.]*", span) and not span.endswith((".toml", ".md", ".lock", ".yaml", ".json")):
             parts = [span] if span.endswith(".py") else span.split(".")
             assert words.issuperset(parts), f"{page} names `{span}`"
+
+
+def test_a_function_named_after_its_file_is_in_it() -> None:
+    text = (ROOT / "docs" / "extending.md").read_text()
+    pairs = re.findall(r"`([\w/]+\.py)`: `([\w.]+)`", re.sub(r"\s+", " ", text))
+    assert pairs
+    for path, name in pairs:
+        words = re.findall(r"\w+", (ROOT / "src" / "shardwise" / path).read_text())
+        assert name.split(".")[-1] in words, f"`{path}` has no `{name}`"
