@@ -1,4 +1,4 @@
-"""Full, read-only and broken disks: each is said on every rank, with file, reason and cure, and nothing is lost."""
+"""Full, read-only and broken disks: each is said on every rank, with file, reason and fix, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def save_into(rank: int, world_size: int, root: Path, is_background: bool, fault
             engine.save(root, wait=not is_background, keep_last=KEEP_LAST)
     engine.finish_saves()
     if fault.moment is None and rank == 0:
-        befall(fault, disk)
+        break_disk(fault, disk)
     dist.barrier()
     said = ("", "")
     with watching(on_call_of(fault, rank, disk)):
@@ -119,7 +119,7 @@ def save_into(rank: int, world_size: int, root: Path, is_background: bool, fault
 
 
 def on_call_of(fault: Fault, rank: int, disk: SmallDisk | None) -> OnCall:
-    at = once_at(fault.moment, lambda: befall(fault, disk)) if fault.moment is not None else None
+    at = once_at(fault.moment, lambda: break_disk(fault, disk)) if fault.moment is not None else None
 
     def on_call(call: str, target: str, when: When) -> None:
         if call == "posix_fallocate" and not fault.can_reserve:
@@ -130,7 +130,7 @@ def on_call_of(fault: Fault, rank: int, disk: SmallDisk | None) -> OnCall:
     return on_call
 
 
-def befall(fault: Fault, disk: SmallDisk | None) -> None:
+def break_disk(fault: Fault, disk: SmallDisk | None) -> None:
     if disk is None:
         number = getattr(errno, fault.kind)
         raise OSError(number, os.strerror(number))

@@ -224,10 +224,10 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
         save(root, 10, num_bytes=40_000)
         with refused("too-little-space", f"{root} has ", "KiB free", "2.00 GiB"):
             check_free_space(root, 2 * 2**30)
-        room = os.statvfs(root)
-        check_free_space(root / "new", room.f_bavail * room.f_bsize)
+        system = os.statvfs(root)
+        check_free_space(root / "new", system.f_bavail * system.f_bsize)
         with refused("too-little-space", f"{root}/new", "KiB free"):
-            check_free_space(root / "new", room.f_bavail * room.f_bsize + 1)
+            check_free_space(root / "new", system.f_bavail * system.f_bsize + 1)
         temporary = begin(root, 20)
         write_files(temporary, 20, 40_000)
         with refused("disk-full", f"{temporary}/manifest.json"):
@@ -247,8 +247,8 @@ def test_a_disk_that_fills_up_at_any_moment(tmp_path: Path) -> None:
         seen = set()
         for num_pages in range(12):
             step, ballast = 10 + num_pages, root / "ballast"
-            room = os.statvfs(root)
-            ballast.write_bytes(b"x" * (room.f_bavail - num_pages) * room.f_frsize)
+            system = os.statvfs(root)
+            ballast.write_bytes(b"x" * (system.f_bavail - num_pages) * system.f_frsize)
             before = check_all(root)
             temporary, message, code = root / "none", "", ""
             try:
@@ -311,10 +311,10 @@ def test_a_root_that_is_a_file_or_within_one(tmp_path: Path) -> None:
         clean(taken)
 
 
-def test_a_folder_of_somebody_else(tmp_path: Path) -> None:
+def test_a_folder_of_another_user(tmp_path: Path) -> None:
     save_two(tmp_path)
 
-    def as_somebody() -> None:
+    def as_another_user() -> None:
         root = Path()
         os.chdir(tmp_path)
         (root / step_name(20) / "manifest.json").chmod(0)
@@ -328,6 +328,6 @@ def test_a_folder_of_somebody_else(tmp_path: Path) -> None:
             read_manifest(root / step_name(20))
         assert type(caught.value) is CheckpointError
 
-    code, text = forked(as_somebody)
+    code, text = forked(as_another_user)
     tmp_path.chmod(0o755)
     assert code == 0, text

@@ -234,7 +234,7 @@ def test_a_damaged_checkpoint_that_is_asked_for(ranks: WorkerPool, root: Path, d
 
 
 def load_and_save_again(rank: int, world_size: int, root: Path) -> tuple[str, str]:
-    """As a loop of one's own would, which knows nothing of setting checkpoints aside."""
+    """As a loop of one's own would, which does not rename checkpoints."""
     engine = make_engine()
     assert engine.load(root).step == OLDER
     while engine.num_steps < NUM_STEPS:
@@ -247,7 +247,7 @@ def load_and_save_again(rank: int, world_size: int, root: Path) -> tuple[str, st
     return refused(lambda: engine.save(root)), refused(lambda: other.save(root))
 
 
-def test_a_damaged_checkpoint_makes_room_for_a_new_one_of_its_step_and_a_whole_one_does_not(
+def test_a_damaged_checkpoint_makes_way_for_a_new_one_of_its_step_and_a_whole_one_does_not(
     ranks: WorkerPool, root: Path, whole_run: Whole
 ) -> None:
     flip_data(root / step_name(NEWEST), random.Random(1))

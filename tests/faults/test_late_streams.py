@@ -50,7 +50,7 @@ def make_engine(overrides: dict[str, dict[str, Any]]) -> Engine:
 
 
 def train(overrides: dict[str, dict[str, Any]]) -> tuple[list[tuple[float, float]], dict[tuple[str, str], Tensor]]:
-    """Losses and norms, and the states at the end; half-way a backward is given up, with a lane that is behind."""
+    """Losses and norms, and the states at the end; half-way a backward is given up, with a worker that lags."""
     accumulation = overrides.get("batch", {}).get("accumulation", 1)
     batches = make_batches(CASES["transformer"], num_steps=NUM_STEPS, world_size=1, num_micro_batches=accumulation)
     with make_engine(overrides) as engine:
@@ -96,13 +96,13 @@ def test_late_copies_change_no_bit(tmp_path: Path, where: str, stage: int, accum
 
 
 def test_the_backward_begins_before_the_count_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What gradients are divided by is waited for when a group is first stepped, with reductions behind it."""
+    """What gradients are divided by is waited for when a group is first stepped, with reductions after it."""
     seen: list[str] = []
     start_sum, reduce = LossAccumulator.start_sum, GroupGrads.reduce
 
-    def start_noted(books: LossAccumulator, name: str) -> Callable[[], list[float]]:
+    def start_noted(losses: LossAccumulator, name: str) -> Callable[[], list[float]]:
         seen.append("start")
-        read = start_sum(books, name)
+        read = start_sum(losses, name)
         return lambda: (seen.append("read"), read())[1]
 
     def reduce_noted(grads: GroupGrads, is_last: bool) -> None:
@@ -121,8 +121,8 @@ def test_the_backward_begins_before_the_count_is_known(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("where", ["all host", "optimizer host", "activations", "all host, activations too"])
-def test_only_the_lane_waits_for_copies(where: str) -> None:
-    """The program itself waits for the lane where it needs what that has stepped, and for no event."""
+def test_only_the_worker_waits_for_copies(where: str) -> None:
+    """The program itself waits for the worker where it needs what that has stepped, and for no event."""
     device = LateDevice(num_asks=10**9)
     batches = make_batches(CASES["transformer"], num_steps=NUM_STEPS, world_size=1, num_micro_batches=1)
     recompute = {"mode": "full" if "activations" in where else "none"}
@@ -138,8 +138,8 @@ def test_only_the_lane_waits_for_copies(where: str) -> None:
 
 
 @pytest.mark.parametrize("grads", ["host", "nvme"])
-def test_the_norm_is_there_before_the_gradients_are_where_they_rest(tmp_path: Path, grads: str) -> None:
-    """It is taken on their way out, unless they are added to others there; the lane may have steps to do before."""
+def test_the_norm_is_there_before_the_gradients_are_stored(tmp_path: Path, grads: str) -> None:
+    """It is taken on their way out, unless they are added to others there; the worker may have steps to do before."""
     (step,) = make_batches(CASES["transformer"], num_steps=1, world_size=1, num_micro_batches=1)
     tiers = {"grads": grads, "optimizer": "host", "nvme_path": str(tmp_path) if grads == "nvme" else None}
     gate = threading.Event()

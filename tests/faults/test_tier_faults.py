@@ -1,4 +1,4 @@
-"""What befalls the disk of states on NVMe ends in one clear message, and the last checkpoint goes on bit for bit."""
+"""What happens to the disk of states on NVMe ends in one clear message, and the last checkpoint goes on bit for bit."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def start_beside_another(rank: int, world_size: int, folders: list[Path]) -> str
     return f"{type(error).__name__} {getattr(error, 'code', '')}: {error}" if error is not None else ""
 
 
-def test_where_one_rank_has_no_room_none_starts(ranks: WorkerPool, tmp_path: Path) -> None:
+def test_where_one_rank_has_no_space_none_starts(ranks: WorkerPool, tmp_path: Path) -> None:
     (tmp_path / "small").mkdir()
     other = tmp_path / "large"
     with small_disk(tmp_path / "small", 48 * 1024) as disk:

@@ -20,7 +20,7 @@ from harness.pool import WorkerPool
 from harness.training import make_config
 from shardwise import Engine, initialize
 from shardwise.offload import io_threads
-from shardwise.offload import worker as lane
+from shardwise.offload import worker as host_worker
 from shardwise.offload.nvme_storage import NvmeStorage, _NvmeView
 from shardwise.offload.storage import DeviceStorage, HostStorage
 
@@ -31,9 +31,9 @@ NUM_STEPS, NUM_MICRO_BATCHES = 4, 2
 MOST_SLEEP_S = 0.08
 STATES = ("param", "master", "exp_avg", "exp_avg_sq")
 
-# What the engine's thread, its lane and the threads of its files come to.
+# What the engine's thread, its worker and the threads of its files come to.
 LATE: tuple[tuple[Any, str], ...] = (
-    (lane, "_do"),
+    (host_worker, "_do"),
     (io_threads._IoTransfer, "move"),
     *(
         (kind, name)

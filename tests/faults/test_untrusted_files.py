@@ -22,13 +22,13 @@ from shardwise.config.untrusted_files import (
     read_text,
 )
 
-CURE = "fetch it again"
+FIX = "fetch it again"
 
 
 def refused_line(error: BaseException) -> str:
     line = str(error)
     assert line.isprintable()
-    assert line.endswith(CURE)
+    assert line.endswith(FIX)
     return line
 
 
@@ -52,7 +52,7 @@ def refused_line(error: BaseException) -> str:
 )
 def test_hostile_json_is_refused_in_one_line(text: str, code: str, named: str) -> None:
     with refused(code, named) as caught:
-        parse_json(text, "a\x1b.json", CURE)
+        parse_json(text, "a\x1b.json", FIX)
     refused_line(caught.value)
 
 
@@ -61,14 +61,14 @@ def test_hostile_json_is_refused_in_one_line(text: str, code: str, named: str) -
 )
 def test_hostile_toml_is_refused_in_one_line(text: str) -> None:
     with pytest.raises(UntrustedFileError) as caught:
-        parse_toml(text, "my.toml", CURE)
+        parse_toml(text, "my.toml", FIX)
     refused_line(caught.value)
 
 
 def test_brackets_in_text_are_no_nesting() -> None:
-    assert parse_json('["' + "[{" * 500 + '\\"[", 1]', "a", CURE)[1] == 1
+    assert parse_json('["' + "[{" * 500 + '\\"[", 1]', "a", FIX)[1] == 1
     nested = "[" * MAX_DEPTH + "]" * MAX_DEPTH
-    assert str(parse_json(nested, "a", CURE)) == nested
+    assert str(parse_json(nested, "a", FIX)) == nested
 
 
 def test_only_regular_files_are_opened(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
         (tmp_path / "none", "No such file"),
     ):
         with refused("file-unreadable", str(path), why) as caught:
-            read_text(path, CURE)
+            read_text(path, FIX)
         refused_line(caught.value)
     with refused("file-unreadable", "a pipe"):
         Config.from_toml(tmp_path / "pipe")
@@ -89,12 +89,12 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
 def test_sizes_and_encodings_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text('"' + "x" * 100 + '"')
-    assert len(read_json(path, CURE, max_bytes=102)) == 100
+    assert len(read_json(path, FIX, max_bytes=102)) == 100
     with refused("file-unreadable", "101 bytes"):
-        read_json(path, CURE, max_bytes=101)
+        read_json(path, FIX, max_bytes=101)
     path.write_bytes(b'"\xff"')
     with refused("not-utf8", str(path)):
-        read_json(path, CURE)
+        read_json(path, FIX)
 
 
 def test_links_stay_in_their_folder(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_links_stay_in_their_folder(tmp_path: Path) -> None:
     for name, target in {"out": tmp_path / "secret", "hub": Path("../../blobs/1"), "in": Path("own")}.items():
         (folder / name).symlink_to(target)
     assert [read_bytes(folder / name, folder=folder) for name in ("hub", "in", "own")] == [b"1", b"own", b"own"]
-    assert read_bytes(folder / "out") == b"secret"  # whoever names the file itself means it
+    assert read_bytes(folder / "out") == b"secret"  # a file that is named itself is meant
     with pytest.raises(OSError, match=re.escape(str(tmp_path / "secret"))):
         open_regular(folder / "out", folder)
     (tmp_path / "linked").symlink_to(folder)
@@ -126,6 +126,6 @@ def test_what_a_message_writes_out_a_config_refuses(character: str) -> None:
     assert not set(character) & set(printable(character))
 
 
-def test_joiners_are_letters() -> None:
+def test_joiners_are_text() -> None:
     for text in ("می\u200cخواهم", "\U0001f469\u200d\U0001f680"):
         assert Config.from_dict({"run": {"name": text}}).run.name == printable(text) == text

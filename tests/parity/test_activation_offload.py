@@ -59,7 +59,7 @@ def train(rank: int, world_size: int, options: dict[str, Any], activations: str)
 
 
 def check(ranks: WorkerPool, options: dict[str, Any]) -> None:
-    """All models drop but the decoder, so recomputation has masks to draw anew."""
+    """All models drop but the decoder, so recomputation has masks to draw again."""
     num_ranks, traces = 2, {}
     for activations in ("device", "host"):
         trained = ranks(num_ranks).run(train, options, activations)
@@ -88,7 +88,7 @@ FACTORS = {
 
 
 def is_quick(options: dict[str, Any]) -> bool:
-    """Activations move alike in stages 0, 1 and 2: one model shows it, the others what they add to a block's inputs."""
+    """Stages 0, 1 and 2 move activations in one way, which one model shows; the others show what they add to inputs."""
     return options["stage"] in (0, 3) or (options["model"], options["recompute"]) == ("decoder", "full")
 
 

@@ -1,4 +1,4 @@
-"""Rounds: what one rank says reaches all, whatever its length, and nobody is waited for without end."""
+"""Rounds: what one rank says reaches all, whatever its length, and no rank is waited for without end."""
 
 from __future__ import annotations
 

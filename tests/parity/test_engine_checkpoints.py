@@ -440,7 +440,7 @@ def test_what_was_written_is_saved_or_refused(tmp_path: Path) -> None:
         engine.write("down.weight", 2 * value, "exp_avg")
         engine.save(tmp_path)
         with torch.no_grad():
-            engine.model.up.bias.zero_()  # behind the engine's back: its master knows nothing of it
+            engine.model.up.bias.zero_()  # its master knows nothing of it
         with refused("parameter-written", "up.bias", "engine.gathered(write=True)"):
             engine.save(tmp_path / "other")
         engine.load(tmp_path)
@@ -629,7 +629,7 @@ def fail_on_one_rank(rank: int, world_size: int, root: Path) -> None:
             engine.save(root, extra={1j} if rank == 1 else None)
         engine.save(root)
         if rank == 1:
-            engine._sharded.forget_states = None  # something that nobody has foreseen
+            engine._sharded.forget_states = None  # something unforeseen
         with pytest.raises(TypeError, match="not callable") if rank == 1 else refused("rank-failed", "rank 1"):
             engine.load(root)
         with refused("states-mixed"):

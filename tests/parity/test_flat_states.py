@@ -75,16 +75,16 @@ def random_layout(shape: Shape, rng: random.Random) -> list[Held]:
     for local in locals_:
         for shard in range(num_shards):
             start, stop = (local.numel * each // num_shards for each in (shard, shard + 1))
-            before, behind = rng.randrange(9), rng.randrange(9)
+            before, after = rng.randrange(9), rng.randrange(9)
             pieces = tuple(piece.shifted(before) for piece in intersect(local, start, stop))
-            if rng.random() < 0.4:  # a few elements of another tensor behind each piece
+            if rng.random() < 0.4:  # a few elements of another tensor after each piece
                 pieces = tuple(piece.shifted(3 * index) for index, piece in enumerate(pieces))
             end = max((piece.local_stop for piece in pieces), default=before)
-            held.append((pieces, end + behind))
+            held.append((pieces, end + after))
     return held
 
 
-def holding_of(
+def state_shard_of(
     values: Tensor, held: Held, put: Callable[[Tensor], FlatState], fill: Tensor | None = None
 ) -> StateShard:
     """What a rank holds of a tensor, whose state `put` makes; `fill` stands for its values and around them."""
@@ -127,8 +127,8 @@ def test_any_layout_is_saved_and_loaded_as_in_memory(seed: int, dtype: torch.dty
         set_small_limits(patch)
         put = make_files(Path(root, "swap"))
         layout = random_layout(shape, rng)
-        in_files = [holding_of(values, held, put) for held in layout]
-        in_memory = [holding_of(values, held, TensorFlatState) for held in layout]
+        in_files = [state_shard_of(values, held, put) for held in layout]
+        in_memory = [state_shard_of(values, held, TensorFlatState) for held in layout]
         manifest = save(Path(root, "of files"), in_files)
         assert manifest == save(Path(root, "of memory"), in_memory)
         assert contents(Path(root, "of files")) == contents(Path(root, "of memory"))
@@ -137,7 +137,7 @@ def test_any_layout_is_saved_and_loaded_as_in_memory(seed: int, dtype: torch.dty
 
         wanted = torch.zeros(shape, dtype=torch.float64 if is_cast else dtype)
         for held in random_layout(shape, rng):
-            in_file, expected = holding_of(wanted, held, put), holding_of(wanted, held, TensorFlatState)
+            in_file, expected = state_shard_of(wanted, held, put), state_shard_of(wanted, held, TensorFlatState)
             for target in (in_file, expected):
                 load(Path(root, "of files"), manifest, [target])
             assert torch.equal(whole_of(in_file.flat), whole_of(expected.flat))
@@ -174,13 +174,13 @@ def test_windows_have_every_piece_once_and_in_bounds(lengths: list[tuple[int, in
 def test_large_states_go_through_little_memory_in_large_parts(tmp_path: Path) -> None:
     values = torch.randn(5000, 2000)  # rows x columns; 40 MB
     whole = (LocalTensor.whole((5000, 2000)).pieces, 10_000_000)
-    held = holding_of(values, whole, make_files(tmp_path / "swap"))
+    held = state_shard_of(values, whole, make_files(tmp_path / "swap"))
     manifest = save(tmp_path / "saved", [held])
     book = held.flat.book
     assert (sum(book.reads), max(book.reads), len(book.reads)) == (40_000_000, 4 * MIB, 10)
     # One that was written, one that is, and the next.
     assert book.peak <= 12 * MIB
-    target = holding_of(torch.zeros(5000, 2000), whole, make_files(tmp_path / "other"))
+    target = state_shard_of(torch.zeros(5000, 2000), whole, make_files(tmp_path / "other"))
     load(tmp_path / "saved", manifest, [target])
     assert target.flat.book.writes == [16 * MIB, 16 * MIB, 40_000_000 - 32 * MIB]
     assert target.flat.book.reads == []
@@ -193,12 +193,12 @@ def test_rows_of_a_fused_matrix_are_not_read_and_written_one_by_one(tmp_path: Pa
     split = ParamSplit((768, 3 * 768), degree=2, dim=1, parts=(FusedPart(768),) * 3)
     layout = [(local.pieces, local.numel) for local in (split.local(index) for index in range(2))]
     assert len(layout[0][0]) == 3 * 768
-    in_files = [holding_of(values, held, make_files(tmp_path / "swap")) for held in layout]
+    in_files = [state_shard_of(values, held, make_files(tmp_path / "swap")) for held in layout]
     manifest = save(tmp_path / "saved", in_files)
     for held in in_files:
         # For each of the three all of the rank's matrix, but for the two others in its first row or in its last.
         assert held.flat.book.reads == [768 * 1152 * 4 - 2 * 384 * 4] * 3
-    targets = [holding_of(torch.zeros(768, 3 * 768), held, make_files(tmp_path / "other")) for held in layout]
+    targets = [state_shard_of(torch.zeros(768, 3 * 768), held, make_files(tmp_path / "other")) for held in layout]
     load(tmp_path / "saved", manifest, targets)
     for target, held in zip(targets, in_files, strict=True):
         assert (target.flat.book.reads, target.flat.book.writes) == ([], [768 * 1152 * 4])
@@ -230,13 +230,13 @@ def test_a_save_in_the_background_is_written_before_the_states_change(
     memory = StagingMemory(torch.device("cpu"))
     with patch("shardwise.checkpoint.async_saver.StagingMemory", lambda device: memory):
         values, saver = torch.randn(30, 40), make_saver()
-    held = holding_of(values, WHOLE, make_files(tmp_path / "swap"))
+    held = state_shard_of(values, WHOLE, make_files(tmp_path / "swap"))
     for step in (3, 4):
         saver.start(make_request(tmp_path / "saved", held, step), wait=False)
         assert not saver.is_saving
     held.flat.write(0, torch.zeros(1200))
     folder = saver.wait()
-    target = holding_of(torch.zeros(30, 40), WHOLE, TensorFlatState)
+    target = state_shard_of(torch.zeros(30, 40), WHOLE, TensorFlatState)
     load(folder, read_manifest(folder), [target])
     assert torch.equal(whole_of(target.flat), values.view(-1))
     assert memory.num_bytes == 0
@@ -259,8 +259,8 @@ def fill_disk(call: int, calls: list[int], writev: Callable[..., int]) -> Callab
 
 @pytest.mark.parametrize("call", [1, 2, 4])
 def test_a_full_disk_leaves_the_states_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int) -> None:
-    values, saver = torch.randn(2000, 2000), make_saver()  # 16 MB: four writes behind that of the header
-    held = holding_of(values, (LocalTensor.whole((2000, 2000)).pieces, 4_000_000), make_files(tmp_path / "swap"))
+    values, saver = torch.randn(2000, 2000), make_saver()  # 16 MB: four writes after that of the header
+    held = state_shard_of(values, (LocalTensor.whole((2000, 2000)).pieces, 4_000_000), make_files(tmp_path / "swap"))
     monkeypatch.setattr(os, "writev", fill_disk(call, [], os.writev))
     with refused("disk-full", "rank 0", os.strerror(errno.ENOSPC)):
         saver.start(make_request(tmp_path / "saved", held), wait=False)
@@ -274,7 +274,7 @@ def test_a_full_disk_leaves_the_states_as_they_were(tmp_path: Path, monkeypatch:
 def fail_on_one(rank: int, world_size: int, root: Path) -> str:
     """Rank 1, which has no element to write, cannot read its state; both are to hear of that in the call itself."""
     saver = Saver(open_store(), rank, world_size, 20.0, torch.device("cpu"))
-    held = holding_of(torch.randn(30, 40), WHOLE, make_files(root / f"swap of {rank}"))
+    held = state_shard_of(torch.randn(30, 40), WHOLE, make_files(root / f"swap of {rank}"))
     if rank == 1:
         held = replace(held, written=())
     else:
@@ -310,25 +310,25 @@ def test_hugging_face_folders_are_the_same_from_files_and_into_files(seed: int) 
             begin_export(plan, folder)
             for name, values in tensors.items():
                 for held in layouts[name]:
-                    write_export(plan, folder, [replace(holding_of(values, held, make), name=name)])
+                    write_export(plan, folder, [replace(state_shard_of(values, held, make), name=name)])
             finish_export(folder)
         assert contents(Path(root, "of files")) == contents(Path(root, "of memory"))
         stored = open_folder(Path(root, "of files"), dict.fromkeys(tensors, ()), NAMES)
         manifest = Manifest(0, stored, {}, "weights")
         found = {
-            name: [replace(holding_of(torch.zeros_like(values), held, put), name=name) for held in layouts[name]]
+            name: [replace(state_shard_of(torch.zeros_like(values), held, put), name=name) for held in layouts[name]]
             for name, values in tensors.items()
         }
         for targets in zip(*(each * 9 for each in found.values()), strict=False):
             load(Path(root, "of files"), manifest, targets)
         for name, values in tensors.items():
             for target, held in zip(found[name], layouts[name], strict=True):
-                expected = holding_of(values.bfloat16().float(), held, TensorFlatState)
+                expected = state_shard_of(values.bfloat16().float(), held, TensorFlatState)
                 assert torch.equal(whole_of(target.flat), whole_of(expected.flat))
 
 
 def test_the_dtype_of_a_state_in_a_file_is_its_own(tmp_path: Path) -> None:
-    held = holding_of(torch.randn(30, 40).bfloat16(), WHOLE, make_files(tmp_path / "swap"))
+    held = state_shard_of(torch.randn(30, 40).bfloat16(), WHOLE, make_files(tmp_path / "swap"))
     assert held.num_written_bytes == 2400
     manifest = save(tmp_path / "saved", [held])
     assert manifest.tensors[0].states["param"].dtype == dtype_name(torch.bfloat16) == "BF16"

@@ -261,7 +261,7 @@ def fail_to_export(rank: int, world_size: int, folder: Path) -> list[str]:
     return said
 
 
-def test_whatever_fails_fails_on_all_ranks_alike_and_leaves_nothing(ranks: WorkerPool, tmp_path: Path) -> None:
+def test_what_fails_fails_on_all_ranks_and_leaves_nothing(ranks: WorkerPool, tmp_path: Path) -> None:
     (tmp_path / "mine").touch()
     first, second = ranks(2).run(fail_to_export, tmp_path)
     # The subject names the folder as each rank was given it; what failed has the same words.
@@ -387,7 +387,7 @@ def build_from(rank: int, world_size: int, layout: LayoutSpec, folder: Path, is_
     """An engine that has its values from a folder, and draws none; what one says that cannot have them there."""
 
     def refuse(*_: Any) -> None:
-        raise RuntimeError("values were read that nobody needs")
+        raise RuntimeError("values were read that are not needed")
 
     values, said = {}, ""
     for weights in (folder, folder / "nowhere"):
@@ -472,7 +472,7 @@ def fail_to_import(rank: int, world_size: int, folders: list[Path], whole: Path)
     return said
 
 
-def test_a_folder_that_does_not_fit_is_refused_on_all_ranks_alike(ranks: WorkerPool, tmp_path: Path) -> None:
+def test_a_folder_that_does_not_fit_is_refused_on_all_ranks(ranks: WorkerPool, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     model = make_model("llama").bfloat16()

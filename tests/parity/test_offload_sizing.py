@@ -54,19 +54,19 @@ def settled_pools() -> Iterator[None]:
 def measure(
     rank: int, world_size: int, num_blocks: int, precision: str, tiers: dict[str, Any]
 ) -> tuple[Layout, int, dict[Category, int]]:
-    """The most that the host's buffers took, and the device's books at their peak."""
+    """The most that the host's buffers took, and the device's tracked bytes at their peak."""
     torch.manual_seed(0)
     with HostPages() as pages, settled_pools():
         model = Transformer(tied=True, hidden_size=64, num_blocks=num_blocks)
         config = make_config(2, {"zero": {"stage": 3}, "precision": {"param": precision}, "tiers": tiers})
         tokens = torch.zeros(1, 4, dtype=torch.long)
         with initialize(model, config, loss_fn=lambda output, batch: output.square().mean()) as trained:
-            resting_bytes = pages.live_bytes - trained.tiers.buffers.reserved_bytes
+            stored_bytes = pages.live_bytes - trained.tiers.buffers.reserved_bytes
             for index in range(3):
                 if index == 2:
                     trained.memory.reset_peak()
                 trained.train_step([tokens, tokens])
-            return trained.layout, pages.peak_bytes - resting_bytes, dict(trained.memory.snapshot().peak_live_bytes)
+            return trained.layout, pages.peak_bytes - stored_bytes, dict(trained.memory.snapshot().peak_live_bytes)
 
 
 @pytest.mark.quick(2)
@@ -86,8 +86,8 @@ def test_buffers_are_within_the_formula_however_many_groups(
         assert max(small_bytes, large_bytes) <= most_buffer_bytes(large)
 
 
-def test_a_device_that_is_behind_keeps_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its copies are done only where somebody waits for them."""
+def test_a_device_that_is_late_keeps_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its copies are done only where they are waited for."""
     monkeypatch.setattr(Event, "is_reached", lambda event: False)
     tiers = {**PLACES["params nvme, optimizer device"], "nvme_path": str(tmp_path)}
     layout, num_bytes, _ = measure(0, 1, 32, "bf16", tiers)
@@ -122,7 +122,7 @@ def test_the_device_holds_a_few_groups_at_its_peak(
 
 
 @pytest.mark.parametrize("where", ["all nvme", "all host"])
-def test_a_host_that_is_behind_keeps_nothing_of_the_device(tmp_path: Path, where: str) -> None:
+def test_a_host_that_is_late_keeps_nothing_of_the_device(tmp_path: Path, where: str) -> None:
     """What it adds gradients to may take as long as it likes: those on the device are gone once they are copied."""
     tiers = {**PLACES[where], "nvme_path": str(tmp_path) if "nvme" in PLACES[where].values() else None}
     tokens, goes_on = torch.zeros(1, 4, dtype=torch.long), threading.Event()

@@ -27,7 +27,7 @@ from shardwise.models.decoder import DecoderConfig
 Layout = Mapping[str, Any]
 
 NUM_SAMPLES = 8
-NUM_STEPS = 2  # before the save, and behind it
+NUM_STEPS = 2  # before the save, and after it
 
 ONE: Layout = {"mesh": {}}
 LAYOUTS: Mapping[str, Layout] = {
@@ -229,7 +229,7 @@ def load_misfits(rank: int, world_size: int, root: Path) -> Any:
         return said, unchanged, skipped, kept, engine.read("blocks.2.ffn.up.weight").clone()
 
 
-def test_what_does_not_fit_is_reported_alike_on_all_ranks(ranks: WorkerPool, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_the_same_report_on_all_ranks(ranks: WorkerPool, tmp_path: Path) -> None:
     results = ranks(4).run(load_misfits, tmp_path)
     expected = stored(tmp_path, 1)["blocks.2.ffn.up.weight", "param"]
     for said, unchanged, skipped, kept, loaded in results:

@@ -79,7 +79,7 @@ def steps_in(root: Path) -> list[str]:
 
 @contextmanager
 def writing_by(before: Callable[[], object]) -> Iterator[list[tuple[StateShard, ...]]]:
-    """Run `before` in front of each write; gives the holdings that were written."""
+    """Run `before` in front of each write; gives the state shards that were written."""
     write, written = writing.write_state_shards, []
 
     def wrapped(path: Path, file: str, state_shards: tuple[StateShard, ...], *args: Any, **kwargs: Any) -> Any:
@@ -268,7 +268,7 @@ def break_down() -> None:
     raise SystemExit("of a thread")
 
 
-def test_an_error_that_nobody_has_heard_comes_before_the_next_save(tmp_path: Path) -> None:
+def test_an_error_that_was_not_raised_yet_comes_before_the_next_save(tmp_path: Path) -> None:
     saver = make_saver(0, 1)
     with writing_by(break_down):
         saver.start(make_request(0, 1, tmp_path, 100), wait=False)
@@ -281,7 +281,7 @@ def test_an_error_that_nobody_has_heard_comes_before_the_next_save(tmp_path: Pat
     assert saver.wait() == tmp_path / "step-00000200"
 
 
-def test_close_says_what_nobody_has_heard_and_nothing_twice(tmp_path: Path) -> None:
+def test_close_raises_what_was_not_raised_yet_and_nothing_twice(tmp_path: Path) -> None:
     saver = make_saver(0, 1)
     with writing_by(break_down):
         saver.start(make_request(0, 1, tmp_path), wait=False)

@@ -1,4 +1,4 @@
-"""Bytes in each tier and what a step moves between them equal the Layout's figures, by books of the tests' own."""
+"""Bytes in each tier and what a step moves between them equal the Layout's figures, by counts of the tests' own."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Measured:
 
     layout: Layout
     device_bytes: int
-    device_ledger_bytes: int
+    device_tracked_bytes: int
     host_bytes: int
-    host_ledger: dict[Category, int]
+    host_tracked: dict[Category, int]
     swap_bytes: int
     moved: Ways
-    moved_ledger: Ways
+    moved_counted: Ways
     kept_bytes: int
     mixed: Counter[str]
 
@@ -71,20 +71,20 @@ def measure(rank: int, world_size: int, case_name: str, num_micro_batches: int, 
             hosts = host_tensors(engine)
             settled_bytes(live)
             device_bytes = _device_bytes(live, hosts, pages) - _scalar_bytes(engine, live) - batch_bytes
-            device_ledger_bytes = sum(engine.memory.snapshot().live_bytes.values()) - _counter_bytes(engine)
-            host_ledger = engine.tiers.memory.snapshot().live_bytes
+            device_tracked_bytes = sum(engine.memory.snapshot().live_bytes.values()) - _counter_bytes(engine)
+            host_tracked = engine.tiers.memory.snapshot().live_bytes
             num_swap_bytes = swap_bytes(engine)
             engine.step()
             settle(engine)
         measured = Measured(
             layout=engine.layout,
             device_bytes=device_bytes,
-            device_ledger_bytes=device_ledger_bytes,
+            device_tracked_bytes=device_tracked_bytes,
             host_bytes=storage_bytes(hosts),
-            host_ledger=dict(host_ledger),
+            host_tracked=dict(host_tracked),
             swap_bytes=num_swap_bytes,
             moved=dict(seen.bytes),
-            moved_ledger=engine.tiers.traffic.moved_bytes,
+            moved_counted=engine.tiers.traffic.moved_bytes,
             kept_bytes=engine.tiers.traffic.kept_bytes,
             mixed=seen.mixed,
         )
@@ -94,9 +94,9 @@ def measure(rank: int, world_size: int, case_name: str, num_micro_batches: int, 
 
 def _device_bytes(live: LiveBytes, hosts: list[torch.Tensor], pages: HostPages) -> int:
     """Of all storages but the host's, of which a view has been seen now and then."""
-    resting = {id(each.untyped_storage()) for each in hosts}
+    in_host = {id(each.untyped_storage()) for each in hosts}
     storages = live.live_storages()
-    return sum(each.nbytes() for each in storages if id(each) not in resting and not pages.hold(each))
+    return sum(each.nbytes() for each in storages if id(each) not in in_host and not pages.hold(each))
 
 
 def _scalar_bytes(engine: Engine, live: LiveBytes) -> int:
@@ -148,14 +148,14 @@ def check(measured: Measured, shard: int, num_micro_batches: int) -> None:
     expected = {tier: sum(layout.bytes_at_rest(shard, tier).values()) for tier in ("device", "host", "nvme")}
     assert sum(expected.values()) == sum(layout.bytes_at_rest(shard).values())
     file_padding_bytes, moved_padding = padding_of_files(layout, num_micro_batches)
-    assert measured.device_bytes == measured.device_ledger_bytes == expected["device"]
+    assert measured.device_bytes == measured.device_tracked_bytes == expected["device"]
     assert measured.host_bytes == expected["host"]
     assert measured.swap_bytes == expected["nvme"] + file_padding_bytes
     roles = {Category.PARAMETERS: "param", Category.GRADIENTS: "grad", Category.OPTIMIZER: "optimizer"}
     in_host = layout.bytes_at_rest(shard, "host")
-    assert {role: measured.host_ledger[category] for category, role in roles.items()} == in_host
+    assert {role: measured.host_tracked[category] for category, role in roles.items()} == in_host
     across = Counter(layout.bytes_across(num_micro_batches)) + moved_padding
-    assert without_zeros(measured.moved) == without_zeros(measured.moved_ledger)
+    assert without_zeros(measured.moved) == without_zeros(measured.moved_counted)
     moved = Counter(measured.moved)
     moved["nvme", "host"] += measured.kept_bytes
     assert without_zeros(moved) == without_zeros(across)

@@ -44,7 +44,7 @@ QUICK_TO_FAIL = settings(
 
 @dataclass(frozen=True)
 class TierSpec:
-    """Where states rest, and the share of each that stays on the device."""
+    """Where states are stored, and the share of each that stays on the device."""
 
     params: str = "device"
     grads: str = "device"

@@ -1,4 +1,4 @@
-"""What an engine can beside plain training, it can wherever states rest, and computes the same bits."""
+"""What an engine can beside plain training, it can wherever states are stored, and computes the same bits."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def use_states(make: Make, rank: int) -> Seen:
 
 
 def freeze(make: Make, rank: int) -> Seen:
-    """Blocks frozen and unfrozen between steps: their groups are made anew."""
+    """Blocks frozen and unfrozen between steps: their groups are made again."""
     engine = make()
     seen: Seen = []
     for step, frozen in enumerate([("blocks.1",), ("embedding", "blocks.1.up"), ("blocks.0", "norm"), ()]):

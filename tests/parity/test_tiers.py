@@ -1,4 +1,4 @@
-"""Wherever states rest, training computes the same bits as on the device alone."""
+"""Wherever states are stored, training computes the same bits as on the device alone."""
 
 from __future__ import annotations
 

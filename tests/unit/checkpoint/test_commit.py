@@ -287,7 +287,7 @@ def test_folders_that_cannot_be_synced(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(os.listdir("/proc/self/fd")) == open_before
 
 
-# Deleting and setting aside.
+# Deleting and renaming.
 
 
 def test_retain_keeps_the_last_and_the_milestones(tmp_path: Path) -> None:
@@ -353,8 +353,8 @@ def test_keeping_less_than_one_is_refused(keep_last: int, keep_every: int | None
 def test_a_run_resumed_from_before_saves_these_steps_again(tmp_path: Path) -> None:
     for step in (50, 100, 150):
         save(tmp_path, step)
-    aside = ["step-00000150.aside-1", "step-00000100.aside-1"]
-    assert [each.name for each in rename_later(tmp_path, 50)] == aside
+    renamed = ["step-00000150.aside-1", "step-00000100.aside-1"]
+    assert [each.name for each in rename_later(tmp_path, 50)] == renamed
     assert check_all(tmp_path) == [50]
     assert latest(tmp_path) == "step-00000050\n"
     save(tmp_path, 100)

@@ -150,7 +150,7 @@ def kinds(engine: Any) -> list[Any]:
 
 
 def check_goes_on(root: Path, arguments: Arguments, num_steps: int = 3) -> None:
-    """Whoever loads goes on bitwise, and has options and states of the same kinds."""
+    """An engine that loads goes on bitwise, and has options and states of the same kinds."""
     with engine_of(arguments=arguments) as engine:
         take_steps(engine, num_steps)
         engine.save(root)
@@ -257,7 +257,7 @@ def test_other_groups_and_other_schedules_are_refused_before_anything_changes(tm
             take_steps(engine, 1)
 
 
-def test_a_schedule_without_a_state_starts_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_schedule_without_a_state_starts_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with engine_of(arguments=with_groups(2, Counted)) as engine:
         take_steps(engine, 2)
         engine.save(tmp_path)
@@ -333,7 +333,7 @@ def test_options_keep_the_types_that_are_there() -> None:
     assert rate == torch.tensor(0.1)
 
 
-def test_the_ledger_knows_the_states_of_a_load(tmp_path: Path) -> None:
+def test_the_tracker_knows_the_states_of_a_load(tmp_path: Path) -> None:
     with engine_of(Net) as engine:
         take_steps(engine, 1)
         engine.save(tmp_path)

@@ -168,7 +168,7 @@ def test_a_base_model_leaves_no_head_over_and_a_whole_one_lacks_it(tmp_path: Pat
 
 
 def test_no_prefix_is_made_up_for_one_tensor(tmp_path: Path) -> None:
-    """A tensor that is missing is not some other one whose name happens to end alike."""
+    """A tensor that is missing is not some other one whose name happens to end in the same way."""
     save_file({"up.weight": torch.ones(2), "old.norm.weight": torch.ones(2)}, tmp_path / "model.safetensors")
     found = open_folder(tmp_path, {"up.weight": (), "norm.weight": (), "down.weight": ()})
     assert [tensor.name for tensor in found] == ["up.weight", "old.norm.weight"]
@@ -260,7 +260,7 @@ def test_the_index_says_which_of_two_tensors_of_one_name_counts(tmp_path: Path) 
     torch.testing.assert_close(read(tmp_path, found[0]), torch.ones(8), rtol=0, atol=0)
 
 
-def test_a_folder_without_safetensors_is_refused_with_the_cure(tmp_path: Path) -> None:
+def test_a_folder_without_safetensors_is_refused_with_a_fix(tmp_path: Path) -> None:
     with refused("not-a-folder", "nowhere"):
         open_folder(tmp_path / "nowhere", {})
     with refused("no-safetensors", "model.safetensors"):

@@ -1,4 +1,4 @@
-"""Name rules: both directions of each are one, and wrong ones are refused with the cure."""
+"""Name rules: both directions of each are one, and wrong ones are refused with a fix."""
 
 from __future__ import annotations
 

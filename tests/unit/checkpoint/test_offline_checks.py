@@ -51,7 +51,7 @@ def test_a_whole_checkpoint_is_found_whole_and_read_to_its_last_byte(tmp_path):
     assert seen == sorted(seen)
 
 
-def test_every_damage_is_named_and_those_behind_it_are_found(tmp_path):
+def test_every_damage_is_named_and_those_after_it_are_found(tmp_path):
     folder = save(tmp_path, values_of())
     up = next(tensor for tensor in read_manifest(folder).tensors if tensor.name == "up.weight")
     param, exp_avg = (up.states[state].pieces for state in STATES)
@@ -122,7 +122,7 @@ def test_torn_and_missing_files_and_a_torn_manifest_are_named(tmp_path):
     assert messages(folder) == ["manifest.json: is missing"]
 
 
-def test_a_block_that_cannot_be_read_does_not_hide_those_behind_it(tmp_path, monkeypatch):
+def test_a_block_that_cannot_be_read_does_not_hide_those_after_it(tmp_path, monkeypatch):
     folder = save(tmp_path, values_of(), num_ranks=1)
     (piece,) = next(each for each in read_manifest(folder).tensors if each.name == "up.weight").states["param"].pieces
     flip(folder / piece.file, piece.offset + BLOCK_BYTES)
@@ -366,7 +366,7 @@ def test_layouts_do_not_matter(tmp_path):
     assert found.num_states == 2 * len(SHAPES) + 3
 
 
-def test_differences_are_told_by_kind(tmp_path):
+def test_differences_are_listed_by_kind(tmp_path):
     shapes = {"same": (4, 3), "moved": (8, 8), "shape": (2, 3), "gone": (5,)}
     a_values, b_values = values_of(shapes), values_of(shapes)
     b_values["moved", "exp_avg"][3, 4] += 0.5

@@ -17,7 +17,7 @@ DTYPES = [torch.bool, torch.uint8, torch.bfloat16, torch.float32, torch.float64]
 
 @st.composite
 def state_shards(draw: st.DrawFn) -> StateShard:
-    """Ranges of a buffer in which a tensor lies behind some padding; some of its pieces are written."""
+    """Ranges of a buffer in which a tensor comes after some padding; some of its pieces are written."""
     shape = tuple(draw(st.lists(st.integers(1, 5), max_size=3)))
     whole = LocalTensor.whole(shape)
     start, stop = sorted(draw(st.tuples(*[st.integers(0, whole.numel)] * 2)))
@@ -47,18 +47,18 @@ def test_copies_have_what_is_written_and_nothing_else(held: list[StateShard]) ->
             assert torch.equal(values_of(copy, piece), values_of(state_shard, original))
 
 
-def make_holding(numel: int) -> StateShard:
+def make_state_shard(numel: int) -> StateShard:
     pieces = (Chunk(Rect((0,), (numel,)), 0),)
     return StateShard("up", (), "param", (numel,), TensorFlatState(torch.ones(numel)), pieces, written=pieces)
 
 
 def test_memory_is_used_again() -> None:
     staging = StagingMemory(CPU)
-    copies = (staging.copy([make_holding(numel)])[0] for numel in (1000, 1000, 10))
+    copies = (staging.copy([make_state_shard(numel)])[0] for numel in (1000, 1000, 10))
     places = [copy.flat.read(0, 1).data_ptr() for copy in copies]
     assert len(set(places)) == 1
     assert staging.num_bytes == 4000
-    staging.copy([make_holding(1001)])
+    staging.copy([make_state_shard(1001)])
     assert staging.num_bytes == 4004
 
 
@@ -69,7 +69,7 @@ def test_parameters_are_copied_without_a_graph() -> None:
     assert not copy.flat.read(0, 3).requires_grad
 
 
-def test_too_little_memory_has_a_cure() -> None:
+def test_too_little_memory_has_a_fix() -> None:
     pieces = (Chunk(Rect((0,), (2**58,)), 0),)
     held = StateShard("up", (), "param", (2**58,), TensorFlatState(torch.ones(1).expand(2**58)), pieces, pieces)
     with refused("no-copy-memory", f"{2**60} bytes"):

@@ -134,7 +134,7 @@ ONE = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}
         ("header-malformed", header_of(b"\xff\xfe")),
     ],
 )
-def test_a_header_that_lies_is_refused(tmp_path: Path, code: str, header: bytes) -> None:
+def test_a_wrong_header_is_refused(tmp_path: Path, code: str, header: bytes) -> None:
     path = tmp_path / "bad.safetensors"
     path.write_bytes(header + bytes(4))
     with refused(code, "bad.safetensors") as caught:

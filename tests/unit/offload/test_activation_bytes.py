@@ -1,4 +1,4 @@
-"""With the inputs of recomputed blocks in host memory, the engine's books are short of exactly those; simulated too."""
+"""With the inputs of recomputed blocks in host memory, the engine tracks exactly those less; simulated too."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def loss(logits: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def measure(num_layers: int, activations: str) -> tuple[Measured, dict[Any, int]]:
-    """A step's books, and the bytes that moved in two steps of two micro-batches."""
+    """A step's tracked bytes, and the bytes that moved in two steps of two micro-batches."""
     engine = initialize(build(num_layers), make(activations), loss_fn=loss)
     measured = measure_steps(engine, [[make_batch(), make_batch()]] * 2)
     return measured, engine._activations._traffic.moved_bytes if engine._activations is not None else {}

@@ -221,7 +221,7 @@ def test_views_of_all_kinds_come_back_as_they_were(rig: Rig, view: Callable[[Ten
 
 
 def test_parameters_and_buffers_stay(rig: Rig) -> None:
-    """Whatever the ledger books as a state, in any view: its storage may be freed and made anew."""
+    """What the tracker counts as a state, in any view: its storage may be freed and allocated again."""
     flat = torch.randn(2 * ROWS * NUM_FEATURES, dtype=torch.float64)
     rig.tracker.track(flat, Category.GATHERED)
     weight = nn.Parameter(flat[: ROWS * NUM_FEATURES].view(ROWS, NUM_FEATURES))
@@ -319,7 +319,7 @@ def test_without_gradients_nothing_moves(rig: Rig) -> None:
     assert rig.moved == (0, 0)
 
 
-def test_an_exception_in_a_block_leaves_nothing_behind(rig: Rig) -> None:
+def test_an_exception_in_a_block_leaves_nothing(rig: Rig) -> None:
     def fail(x: Tensor) -> Tensor:
         raise KeyError("no such expert")
 
@@ -336,7 +336,7 @@ def test_an_exception_in_a_block_leaves_nothing_behind(rig: Rig) -> None:
     del y
 
 
-def test_a_graph_that_nobody_walks_gives_its_memory_back(rig: Rig) -> None:
+def test_a_graph_that_is_never_walked_gives_its_memory_back(rig: Rig) -> None:
     y, _ = run_blocks(rig, 4)
     assert len(rig.host.leased) == 3
     del y, _
@@ -444,7 +444,7 @@ def test_the_store_keeps_no_graph_alive(rig: Rig) -> None:
 
 
 class LateCopies:
-    """A side stream whose copies happen late: when somebody waits for an event behind them, or has asked often enough.
+    """A side stream whose copies happen late: when an event after them is waited for, or has asked often enough.
 
     At that moment the memory on both sides must still be there: nothing here holds it.
     """
@@ -452,15 +452,15 @@ class LateCopies:
     def __init__(self, host: Host, num_asks: int | None) -> None:
         self.queue: list[tuple[weakref.ref[Any], Tensor, Callable[[], object]]] = []
         self.host, self.num_asks, self.num_done = host, num_asks, 0
-        self.is_in_lane = False
+        self.is_in_stream = False
 
     @contextmanager
-    def lane(self, name: str) -> Iterator[None]:
+    def side_stream(self, name: str) -> Iterator[None]:
         assert name in ("offload", "reload")
-        own, self.is_in_lane = Tensor.copy_, True
+        own, self.is_in_stream = Tensor.copy_, True
         with mock.patch.object(Tensor, "copy_", lambda target, source, non_blocking: self.put(own, target, source)):
             yield
-        self.is_in_lane = False
+        self.is_in_stream = False
 
     def put(self, copy: Callable[[Tensor, Tensor], object], target: Tensor, source: Tensor) -> None:
         is_out = any(memory.untyped_storage() is target.untyped_storage() for memory in self.host.leased.values())
@@ -485,13 +485,13 @@ class LateCopies:
 
 
 class LateEvent:
-    """A point behind the copies so far."""
+    """A point after the copies so far."""
 
     def __init__(self, copies: LateCopies) -> None:
         self.copies, self.position, self.num_asks = copies, len(copies.queue), 0
 
     def wait(self) -> None:
-        if not self.copies.is_in_lane:  # there, what comes behind it in the queue is done behind it anyway
+        if not self.copies.is_in_stream:  # there, what comes after it in the queue is done after it anyway
             self.copies.run_until(self.position)
 
     def is_reached(self) -> bool:
@@ -511,7 +511,7 @@ def test_memory_stays_until_late_copies_are_over(num_asks: int | None, end: str)
     """As on a GPU, where copies run beside the blocks; a graph may also be dropped while copies are under way."""
     rig = Rig()
     copies = LateCopies(rig.host, num_asks)
-    rig.store._streams = SimpleNamespace(device=torch.device("cpu"), side_stream=copies.lane)  # type: ignore[assignment]
+    rig.store._streams = SimpleNamespace(device=torch.device("cpu"), side_stream=copies.side_stream)  # type: ignore[assignment]
     expected = late_blocks(Plain(), "walked")
     with mock.patch("shardwise.offload.activations.Event", LateEvents(copies)):
         found = [late_blocks(rig, end) for _ in range(3)][-1]
@@ -528,7 +528,7 @@ def test_memory_stays_until_late_copies_are_over(num_asks: int | None, end: str)
 def test_an_input_written_while_it_leaves_is_refused() -> None:
     rig = Rig()
     copies = LateCopies(rig.host, None)
-    rig.store._streams = SimpleNamespace(device=torch.device("cpu"), side_stream=copies.lane)  # type: ignore[assignment]
+    rig.store._streams = SimpleNamespace(device=torch.device("cpu"), side_stream=copies.side_stream)  # type: ignore[assignment]
     held = make_x() * 1
     with mock.patch("shardwise.offload.activations.Event", LateEvents(copies)):
         y = rig.call(torch.sin, held)

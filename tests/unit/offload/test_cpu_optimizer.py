@@ -49,7 +49,7 @@ OPTIONS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
 
 
 class Host:
-    """Masters and states as they rest on the host, stepped in parts by the rule of an optimizer."""
+    """Masters and states as they are stored on the host, stepped in parts by the rule of an optimizer."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module", params=["one thread", "own threads"])
 def threads(request: pytest.FixtureRequest) -> Iterator[StepThreads | None]:
-    """None where the blocks are stepped by whoever calls, with one or two threads of torch's."""
+    """None where the blocks are stepped by the caller, with one or two threads of torch's."""
     before = torch.get_num_threads()
     torch.set_num_threads(1 if request.param == "one thread" else 2)
     own = StepThreads() if request.param == "own threads" else None
@@ -224,7 +224,7 @@ def test_without_the_users_choice_the_step_is_fused(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_pieces_may_have_taken_different_numbers_of_steps(name: str) -> None:
-    """A parameter that got no gradient is behind the others, or has not begun."""
+    """A parameter that got no gradient lags the others, or has not begun."""
     torch.manual_seed(0)
     masters = tensors([70, 80], torch.float32)
     params = [nn.Parameter(master.clone()) for master in masters]
@@ -246,7 +246,7 @@ def test_pieces_may_have_taken_different_numbers_of_steps(name: str) -> None:
     assert all(map(torch.equal, masters, params))
 
 
-def test_steps_leave_what_lies_beside_a_piece_alone() -> None:
+def test_steps_leave_what_is_beside_a_piece_alone() -> None:
     buffers = {name: torch.full((300,), 7.0) for name in ("master", "param", "exp_avg")}
     options = Lion([torch.zeros(1)], lr=1.0).param_groups[0]
     inside = slice(10, 210)

@@ -1,4 +1,4 @@
-"""The disk's speed as it is measured at the start: what was moved by the time it took, and nothing left behind."""
+"""The disk's speed as it is measured at the start: what was moved by the time it took, and nothing is left."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwise.offload.disk_bench import measure_swap
 MIB = 2**20
 
 
-def test_nothing_stays_behind_and_the_file_is_no_larger_than_said(tmp_path) -> None:
+def test_nothing_stays_and_the_file_is_no_larger_than_said(tmp_path) -> None:
     measured = measure_swap(tmp_path / "nvme", budget_s=0.06, num_bytes=16 * MIB)
     assert measured.num_bytes in (8 * MIB, 16 * MIB)
     assert measured.path == str(tmp_path / "nvme")
@@ -49,7 +49,7 @@ class Clocked:
         return self.move("read", offset_bytes)
 
 
-def test_the_first_writing_does_not_count_and_the_time_ends_the_rest(tmp_path, monkeypatch) -> None:
+def test_the_first_writing_does_not_count_and_the_time_ends_the_others(tmp_path, monkeypatch) -> None:
     file = Clocked()
     monkeypatch.setattr(speed.SwapFolder, "allocate", lambda self, name, num_bytes: file)
     monkeypatch.setattr(speed.time, "perf_counter", lambda: file.now_s)

@@ -33,7 +33,7 @@ def test_every_byte_counts_once(stage, num_ranks, num_micro_batches, params, gra
     assert (seconds == 0) == ("nvme" not in layout.bytes_by_tier())
 
 
-def test_the_sweep_is_of_the_optimizer_and_the_passes_of_parameters_and_gradients() -> None:
+def test_the_step_is_of_the_optimizer_and_the_passes_of_parameters_and_gradients() -> None:
     numel, micro = 4 * 16 * 16 // 2, 3  # this rank's of two
     optimizer = layout_of(2, 2, optimizer="nvme")
     assert step_s(optimizer, 1.0, 1e9) == pytest.approx(12 * numel, rel=1e-6)

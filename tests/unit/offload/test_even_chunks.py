@@ -1,4 +1,4 @@
-"""Chunks of a state: as few as can be, alike, whole blocks of a file."""
+"""Chunks of a state: as few as can be, equal, whole blocks of a file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shardwise.offload.step_pipeline import CHUNK_NUMEL, even_chunk_numel
 
 
 @pytest.mark.parametrize("numel", [1, 2047, 2048, 2049, CHUNK_NUMEL, CHUNK_NUMEL + 1, 10_000_001, 218_112_000])
-def test_chunks_are_few_and_alike(numel: int) -> None:
+def test_chunks_are_few_and_equal(numel: int) -> None:
     length = even_chunk_numel(numel, CHUNK_NUMEL)
     lengths = [min(length, numel - start) for start in range(0, numel, length)]
     assert sum(lengths) == numel

@@ -130,7 +130,7 @@ def _run_one(run: dict[str, Any], hidden_size: int, num_layers: int) -> dict[str
 
 
 def main() -> None:
-    """Fork a process for each run, behind the imports, and print what they found, a line each."""
+    """Fork a process for each run, after the imports, and print what they found, a line each."""
     order = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     pipes = []

@@ -102,7 +102,7 @@ def test_a_trillion_parameters_train_on_16_devices_and_nvme() -> None:
     by_tier = layout.bytes_by_tier(shard=3)
     show(f"{num_params(TRILLION) / 1e12:.3f} trillion parameters over 16 ranks", simulation, by_tier)
     assert num_params(TRILLION) > 1e12
-    # No state rests on the device, and in host memory there are buffers of what was on its way to the disk.
+    # No state is stored on the device, and in host memory there are buffers of what was on its way to the disk.
     assert by_tier.keys() == {"nvme"}
     assert set(simulation.states_bytes.values()) == set(by_role(simulation.host_at_rest.live_bytes).values()) == {0}
     assert sum(by_tier["nvme"].values()) == pytest.approx(18 * num_params(TRILLION) / 16, rel=1e-3)
@@ -111,7 +111,7 @@ def test_a_trillion_parameters_train_on_16_devices_and_nvme() -> None:
     across = layout.bytes_across(1)
     for way in (("device", "host"), ("host", "device")):
         assert simulation.moved_bytes[way] == across[way] + input_bytes
-    # The disk moves whole blocks; and what the last sweep left in memory is not read again.
+    # The disk moves whole blocks; and what the last step left in memory is not read again.
     written, read = simulation.moved_bytes["host", "nvme"], simulation.moved_bytes["nvme", "host"]
     assert across["host", "nvme"] <= written < across["host", "nvme"] * (1 + 1e-5)
     assert across["nvme", "host"] * (1 - 1e-3) < read < across["nvme", "host"] * (1 + 1e-5)

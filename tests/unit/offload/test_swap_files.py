@@ -52,7 +52,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 
 
 def buffer(num_bytes: int, shift: int = 0) -> Tensor:
-    """Memory that starts so many bytes behind a multiple of the alignment."""
+    """Memory that starts so many bytes after a multiple of the alignment."""
     return host_pages(shift + num_bytes)[shift : shift + num_bytes]
 
 
@@ -140,7 +140,7 @@ def test_what_is_aligned_goes_past_the_page_cache_and_the_rest_through_it(
     assert sorted(opened[4:]) == ([False, True] if folder.is_direct else [False])
 
 
-def test_a_file_reads_as_zeros_and_has_its_room(folder: SwapFolder) -> None:
+def test_a_file_reads_as_zeros_and_has_its_blocks(folder: SwapFolder) -> None:
     file = folder.allocate("states", NUM_BYTES)
     assert content(file) == bytes(NUM_BYTES)
     assert file.path.stat().st_size == NUM_BYTES
@@ -303,7 +303,7 @@ def test_a_file_that_was_cut_is_an_error(folder: SwapFolder) -> None:
     assert not file.path.exists()
 
 
-def test_a_disk_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_without_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = tmp_path / "disk"
     place.mkdir()
     with small_disk(place, 2**20) as disk:

@@ -1,4 +1,4 @@
-"""Swap folders: a dead run's goes, what is living or not ours stays, and a run leaves none behind."""
+"""Swap folders: a dead run's goes, what is living or not ours stays, and a run leaves none."""
 
 from __future__ import annotations
 
