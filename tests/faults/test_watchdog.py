@@ -439,19 +439,27 @@ def test_a_rank_that_was_stopped_itself_has_not_waited_meanwhile() -> None:
 
 
 def test_a_report_whose_wait_is_over_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """The other rank never answers, so the report comes a second after the alarm."""
     store = dist.HashStore()
-    comm_log, watchdog = watched(store, 0, patience_s=100.0)
+    comm_log, watchdog = watched(store, 0)
     with entered(comm_log, gather(comm_log)):
-        watchdog._answer(1, comm_log, comm_log.inside, waited_s=101.0)
-        watchdog._report(1, is_over=True)
-        assert not caplog.messages
-        watchdog._answer(2, comm_log, comm_log.inside, waited_s=101.0)
-        watchdog._report(2, is_over=False)
-        assert len(caplog.messages) == 1
-        watchdog._pending.clear()
-        watchdog._answer(3, comm_log, comm_log.inside, waited_s=1.0)  # it has but entered, and waits for no rank yet
-        assert not watchdog._pending
+        assert wait_until(lambda: store.check(["num_answers/1"]))
+    assert wait_until(lambda: not store.check(["answer/1/0"]))  # the report has read it
+    assert not caplog.messages
     watchdog.close()
+
+
+def test_a_rank_that_has_only_just_entered_its_collective_does_not_report(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The lowest rank that is held up reports; rank 0 would have to wait for 50 s to be one."""
+    store = dist.HashStore()
+    (comm_log, own), (others, other) = watched(store, 0, patience_s=100.0), watched(store, 1)
+    with answers_may_be_late(), entered(comm_log, gather(comm_log)), entered(others, gather(others)):
+        assert wait_until(lambda: bool(caplog.messages))
+    assert [message.splitlines()[0].partition(" is in ")[0] for message in caplog.messages] == ["shardwise: rank 1"]
+    own.close()
+    other.close()
 
 
 def test_a_rank_that_closed_its_engine_is_not_taken_for_dead() -> None:
