@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from harness.paths import SOURCE
+from harness.paths import ROOT, SOURCE
 
 FILES = sorted(SOURCE.rglob("*.py"))
 MAX_FILE_LINES = 600
@@ -29,6 +30,53 @@ ALONE = {
     r"\.__class__ = ": {"runtime/class_swap.py", "runtime/param_guard.py"},
     r"os\.environ|os\.getenv": {"cli/", "launch/"},
 }
+
+# A word that the glossary does not have: the word that it has.
+WORDS = {
+    **dict.fromkeys(("room", "rooms"), "space, memory, budget or buffer"),
+    **dict.fromkeys(("rest", "rests", "rested", "resting"), "tier, storage or stored; 'the rest of' is allowed"),
+    **dict.fromkeys(("holding", "holdings"), "state shard"),
+    **dict.fromkeys(("books", "ledger"), "counters, records or memory tracker"),
+    **dict.fromkeys(("conceal", "conceals", "concealed"), "reshard"),
+    **dict.fromkeys(("wear", "wears", "wearing", "worn", "wore"), "swap the class"),
+    **dict.fromkeys(("lane", "lanes"), "stream, worker thread or row"),
+    **dict.fromkeys(("travel", "travels", "travelled"), "is sent"),
+    **dict.fromkeys(("letter", "letters", "letterbox"), "message"),
+    **dict.fromkeys(("flight", "flights"), "micro-batches in flight"),
+    **dict.fromkeys(("ghost", "ghosts"), "placeholder"),
+    **dict.fromkeys(("told", "untold"), "said, recorded or known"),
+    **dict.fromkeys(("outline", "outlines"), "candidate"),
+    **dict.fromkeys(("practice", "practices"), "framework traits"),
+    **dict.fromkeys(("cure", "cures"), "fix"),
+    **dict.fromkeys(("sweep", "sweeps"), "pass"),
+    **dict.fromkeys(("whoever", "nobody", "somebody"), "a rank, a user or none"),
+    **dict.fromkeys(("anew", "likewise", "alike"), "again, also, equal"),
+    **dict.fromkeys(("lies", "befall", "befalls"), "is, happens"),
+    "behind": "after",
+    "else's": "another rank's",
+    "aside": "moved out, kept or renamed",
+    "sight": "visibility",
+}
+# What is written in such words all the same: the field's own phrases, and names that files and users have.
+ALLOWED = re.compile(
+    r"at[ _]rest|in[ _]?flight|\bthe rest\b|\*rest\b|(capital|lower-case) letters?|\bin practice\b|\bholding (?=\w)"
+    r"|\.aside-|[\"`](lane|cures?)[\"`]|num_outlines|_sweep\b|sweeps?( of layouts|, mean|, tau| at a few)",
+    re.IGNORECASE,
+)
+CODE = re.compile(r"(?=.{3,40}$)[a-z0-9]+(-[a-z0-9]+){1,4}")
+# Codes of rules that several packages state; any other code is of one package.
+SHARED_CODES = frozenset(
+    re.findall(
+        r"\S+",
+        """
+    batch-equation batch-multiple config-not-resolved cp-divides-tokens device-not-measured dropout-rate
+    engine-closed extra-not-json file-unreadable heads-divide-hidden kv-heads-divide-heads layout-heads
+    layout-length model-not-named no-checkpoint no-gpu no-swap-folder no-whole-checkpoint not-a-folder not-json
+    not-utf8 operand-device parts-fill-dim pipeline-rank-alone plan-needs-batch qkv-dtype-device qkv-empty
+    rank-out-of-range sparse-gradient store-silent too-little-space tp-divides-tokens unknown-parameter
+    """,
+    )
+)
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -94,3 +142,63 @@ def test_no_work_inside_assert() -> None:
             if isinstance(node, ast.Assert):
                 calls = [ast.unparse(each.func) for each in ast.walk(node.test) if isinstance(each, ast.Call)]
                 assert set(calls) <= {"isinstance", "len"}, f"{path}, line {node.lineno} calls {calls}"
+
+
+def words_in(line: str) -> list[str]:
+    """The words of a line in lower case, those of its names too: `_HostRooms` has host and rooms."""
+    spaced = re.sub(r"([a-z0-9])([A-Z])", r"\1 \2", ALLOWED.sub(" ", line)).replace("_", " ")
+    return re.findall(r"else's|[a-z]+", spaced.lower())
+
+
+def test_the_words_are_those_of_the_glossary() -> None:
+    pages = [
+        *sorted((ROOT / "docs").glob("*.md")),
+        *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "AGENTS")),
+    ]
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {word!r} is not a word of ours; {WORDS[word]}: {line.strip()}"
+        for path in (*FILES, *pages)
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        for word in words_in(line)
+        if word in WORDS
+    ]
+    assert not found, "\n".join(found)
+
+
+def coded_errors(trees: Iterable[ast.AST]) -> set[str]:
+    """The names of the classes that derive from CodedError."""
+    bases = {
+        node.name: {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    found = {"CodedError"}
+    while more := {name for name, its in bases.items() if its & found} - found:
+        found |= more
+    return found
+
+
+def literals(code: ast.expr) -> list[str]:
+    """The codes that an expression may be: a literal, either branch of a choice, what `code_of` falls back to."""
+    if isinstance(code, ast.IfExp):
+        return literals(code.body) + literals(code.orelse)
+    if isinstance(code, ast.Call):
+        return literals(code.args[-1])
+    return [code.value] if isinstance(code, ast.Constant) else []
+
+
+def test_every_error_has_a_code_and_a_code_is_one_rule() -> None:
+    trees = {path.relative_to(SOURCE): ast.parse(path.read_text()) for path in FILES}
+    errors, wrong, packages_of = coded_errors(trees.values()), [], defaultdict(set)
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in errors:
+                codes = literals(node.args[0]) if len(node.args) > 1 else [""]
+                if not all(CODE.fullmatch(code) for code in codes):
+                    wrong.append(f"{path}:{node.lineno}: {ast.unparse(node)[:80]}")
+                for code in codes:
+                    packages_of[code].add(path.parts[0])
+    assert not wrong, "\n".join(["the first argument of an error is no code of two to five words:", *wrong])
+    shared = {code for code, packages in packages_of.items() if len(packages) > 1}
+    assert sorted(shared - SHARED_CODES) == [], "list them above, if they state one rule in several packages"
