@@ -52,7 +52,7 @@ def test_show_says_what_is_damaged_and_goes_on_with_the_newest_whole_one(root, c
     (root / "step-00000200" / "rank-00001-of-00002.safetensors").unlink()
     code, out, _ = call(capsys, "show", "runs/a")
     assert code == 0
-    assert "latest, damaged: rank-00001-of-00002.safetensors is missing\n" in out
+    assert "damaged: rank-00001-of-00002.safetensors" in out
     assert "AdamW, step 100" in out
     code, _, err = call(capsys, "show", "runs/a", "--step", "200")
     assert code == 1
@@ -60,8 +60,8 @@ def test_show_says_what_is_damaged_and_goes_on_with_the_newest_whole_one(root, c
     (root / "step-00000100" / MANIFEST_NAME).unlink()
     code, out, err = call(capsys, "show", "runs/a")
     assert (code, err.count("\n")) == (1, 1)
-    assert err.startswith("shardwise: runs/a has no whole checkpoint; of the newest, step-")
-    assert "has no manifest.json" in out
+    assert "step-00000200" in err
+    assert MANIFEST_NAME in out
 
 
 def test_show_answers_other_programs(root, capsys):
@@ -236,11 +236,11 @@ def test_export_says_what_is_wrong_and_leaves_nothing(root, capsys):
     Path("taken").mkdir()
     Path("taken/mine").touch()
     for arguments, parts in {
-        ("runs/a", "hf"): ("is of Decoder, and does not say how", "--hf-config"),
-        ("runs/b", "hf"): ("has the trainable parameters alone", "engine.export_weights"),
-        ("runs/c", "hf", "--hf-config", "torn.json"): ("torn.json is not valid JSON",),
-        ("runs/c", "taken"): ("taken is there already, and is not overwritten",),
-        ("runs/nowhere", "hf"): ("runs/nowhere",),
+        ("runs/a", "hf"): ("[model-class-unknown]", "of Decoder", "--hf-config"),
+        ("runs/b", "hf"): ("[trainable-weights-only]", "engine.export_weights"),
+        ("runs/c", "hf", "--hf-config", "torn.json"): ("[not-json]", "torn.json"),
+        ("runs/c", "taken"): ("[export-exists]", "taken"),
+        ("runs/nowhere", "hf"): ("[no-such-path]", "runs/nowhere"),
     }.items():
         code, out, err = call(capsys, "export", *arguments)
         assert (code, out, err.count("\n")) == (2, "", 1), arguments
@@ -249,7 +249,7 @@ def test_export_says_what_is_wrong_and_leaves_nothing(root, capsys):
     flip(Path("runs/c/step-00000007") / piece.file, piece.offset)
     code, _, err = call(capsys, "export", "runs/c", "hf")
     assert code == 1
-    assert "does not match its checksum" in err
+    assert "[checksum-differs]" in err
     assert not list(Path().glob("*hf*"))
 
 
@@ -286,18 +286,16 @@ def test_import_says_what_is_wrong_and_leaves_nothing(tmp_path, monkeypatch, cap
     save_file({"lm_head.weight": torch.ones(2, 2)}, "qwen/model.safetensors")
     Path("qwen/config.json").write_text('{"model_type": "qwen2"}')
     for arguments, part in {
-        ("nowhere", "run"): "nowhere is no folder",
-        ("pickle", "run"): "has its weights as a pickle alone",
-        ("qwen", "run", "--decoder"): "is of a 'qwen2', which our decoder cannot be",
-        ("qwen", "run", "--files", "0"): "--files 0 is no number of files",
+        ("nowhere", "run"): "[not-a-folder]",
+        ("pickle", "run"): "[weights-pickled]",
+        ("qwen", "run", "--decoder"): "[decoder-family]",
+        ("qwen", "run", "--files", "0"): "[num-files]",
     }.items():
         code, out, err = call(capsys, "import", *arguments)
         assert (code, out, err.count("\n")) == (2, "", 1), arguments
         assert part in err
     assert not Path("run").exists()
-    code, out, _ = call(capsys, "import", "qwen", "run")
-    assert code == 0
-    assert out.startswith("run/step-00000000 has all of qwen: 1 file, ")
+    assert call(capsys, "import", "qwen", "run")[0] == 0
     code, _, err = call(capsys, "import", "qwen", "run")
     assert code == 2
     assert "step-00000000" in err
