@@ -99,7 +99,7 @@ def test_a_rank_that_diverges_says_so(settings, capfd):
     )
     assert code == 1
     err = capfd.readouterr().err
-    assert "must be finite" in err
+    assert "[loss-not-finite]" in err
     assert "Traceback" not in err
 
 
@@ -110,7 +110,6 @@ def test_ranks_of_another_launcher_join(settings):
     process = start_train([*settings, "run.sample_tokens=0"], **place)
     out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, err
-    assert "1 rank, so nothing is sharded" in out
     assert "eval loss" in out
     assert "prompt" not in out
     assert "step 2: loss" in (run_folder() / "rank-0.log").read_text()
