@@ -187,7 +187,7 @@ def korthikanti(s: int, b: int, h: int, t: int, sequence_parallel: bool) -> floa
     return s * b * h * (32 / t if sequence_parallel else 8 + 24 / t)
 
 
-@pytest.mark.parametrize(("tp", "sequence_parallel"), itertools.product([1, 2, 8], [False, True]))
+@pytest.mark.parametrize(("tp", "sequence_parallel"), list(itertools.product([1, 2, 8], [False, True])))
 def test_the_formula_is_korthikantis_where_layers_are_equal(tp: int, sequence_parallel: bool) -> None:
     """A SwiGLU of 2h features keeps what a GELU of 4h does; what they do not count is taken off."""
     s, b, h, a = 2048, 4, 6144, 64
