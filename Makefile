@@ -8,14 +8,14 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 # What `make lock` does not take the newest of: torch is what the project is tested with.
 HOLD ?= torch==2.13.0
 INDEX ?= https://pypi.org/simple
-# Two processes take the tests file by file: many of them wait, and no two of a file meet. ARGS="-n0" runs all in one.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Three processes take the tests file by file, on two cores too, as many tests wait. ARGS="-n0" runs all in one.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help train test test-full lint types imports check check-locks check-wheel lock clean
 
 help:
 	@echo "make train      set up and train the default model on this machine (ARGS=\"zero.stage=3\" to change it)"
-	@echo "make test       set up and run the tests, in two processes (ARGS=\"-n0\" for one)"
+	@echo "make test       set up and run the tests, in three processes (ARGS=\"-n0\" for one)"
 	@echo "make test-full  the tests, with every combination"
 	@echo "make check      lint, types, import rules"
 	@echo "make check-locks  the locks resolve on each platform and Python, from the public index alone"

@@ -339,7 +339,7 @@ def test_after_an_exception_amid_a_schedule_no_stage_takes_an_old_message_for_a_
     first, last = ranks(2).run(fail_in_loss)
     assert last[0] == ("ZeroDivisionError", "in the loss")
     assert first[0][0] == "collective-failed"
-    assert "rank 0 failed in receive" in first[0][1]
+    assert "rank 0 failed in " in first[0][1]  # to receive, or to send where the other is gone by then
     assert [code for code, _ in (*first[1:], *last[1:])] == ["stages-out-of-step"] * 4
 
 

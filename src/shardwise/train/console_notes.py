@@ -3,7 +3,7 @@
 >>> from shardwise.offload.disk_bench import SwapSpeed
 >>> print(speed_line(SwapSpeed("/nvme", 2**27, True, 2e9, 1.5e9), step_s=3.25, passes_s=0.5, is_cuda=True))
 /nvme reads 2.00 GB/s and writes 1.50 GB/s a rank, less than the 3 that a GPU needs; of each step the disk works at \
-most 3.2 s for the optimizer and 500 ms for the forward and backward
+most 3.25 s for the optimizer and 500 ms for the forward and backward
 """
 
 from __future__ import annotations
