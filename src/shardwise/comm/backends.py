@@ -108,7 +108,13 @@ class CommFactory(Protocol):
         """Make the back end of the ranks that differ from this one along `axes` only; each use has its communicator."""
 
     def backend_among(self, axes: tuple[str, ...], indices: tuple[int, ...], use: str) -> CommBackend | None:
-        """Make a back end for some of those ranks, by their indices there; None where this rank is none of them."""
+        """Make a back end for some of those ranks; None where this rank is none of them.
+
+        Args:
+            axes: axes of the mesh along which the ranks differ.
+            indices: of the ranks along these axes, ascending.
+            use: what the collectives are for; each use has its communicator.
+        """
 
     def close(self) -> None:
         """Free what was made."""
@@ -399,7 +405,7 @@ class SimulatedFactory:
         return SimulatedBackend(self._mesh.index_along(axes, self.rank), self._mesh.size_along(axes), self._backend)
 
     def backend_among(self, axes: tuple[str, ...], indices: tuple[int, ...], use: str) -> SimulatedBackend | None:
-        """Make a back end for some of the ranks along `axes`, for any use."""
+        """Make a back end for the ranks along `axes` with these `indices`, for any `use`."""
         index = self._mesh.index_along(axes, self.rank)
         return SimulatedBackend(indices.index(index), len(indices), self._backend) if index in indices else None
 

@@ -66,7 +66,7 @@ class ProcessGroupFactory:
         return ProcessGroupBackend(self._mesh.group(axes, use), torch.device("cpu") if use == HOST else self._device)
 
     def backend_among(self, axes: tuple[str, ...], indices: tuple[int, ...], use: str) -> CommBackend | None:
-        """Make a back end over the process group of some of the ranks along `axes`."""
+        """Make a back end over the process group, of this `use`, of the ranks along `axes` with these `indices`."""
         group = self._mesh.group_among(axes, indices, use)
         return None if group is None else ProcessGroupBackend(group, self._device)
 
