@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -53,7 +54,7 @@ from shardwise.checkpoint.offline import Progress, read_pieces, rewrite
 from shardwise.checkpoint.reader import ChunkReader
 from shardwise.checkpoint.safetensors_io import dtype_name
 from shardwise.config.resolve import Dtype
-from shardwise.config.untrusted_files import UntrustedFileError, read_json
+from shardwise.config.untrusted_files import MAX_TOKENIZER_BYTES, UntrustedFileError, read_bytes, read_json
 from shardwise.layout.slicing import Rect
 from shardwise.models import Decoder
 from shardwise.runtime.precision import torch_dtype
@@ -96,7 +97,8 @@ def export_checkpoint(
         progress: called with how many bytes of how many are done; None for no calls.
 
     Raises:
-        CheckpointError: the checkpoint lacks weights or a description of its model, or the folder cannot be written.
+        CheckpointError: the checkpoint lacks weights or a description of its model, a file of the tokenizer cannot be
+            read, or the folder cannot be written.
         DamagedError: the source is damaged.
     """
     manifest = read_manifest(source)
@@ -180,10 +182,20 @@ def _described(
     return dict(config_files({"class": architecture, "config": values}, dtype)), names.then(family_names(values))
 
 
-def _tokenizer_files(folder: Path | None) -> dict[str, Path]:
+def _tokenizer_files(folder: Path | None) -> dict[str, bytes]:
     if folder is None:
         return {}
-    files = {name: folder / name for name in _TOKENIZER_NAMES if (folder / name).is_file()}
+    try:
+        files = {
+            name: read_bytes(folder / name, MAX_TOKENIZER_BYTES, folder)
+            for name in _TOKENIZER_NAMES
+            if os.path.lexists(folder / name)
+        }
+    except OSError as error:
+        raise CheckpointError(
+            "file-unreadable",
+            f"cannot read {error.filename}: {error.strerror or error}; give a folder that AutoTokenizer loads",
+        ) from None
     if not files:
         raise CheckpointError("no-tokenizer", f"{folder} has no tokenizer.json; give a folder that AutoTokenizer loads")
     return files

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 MAX_DEPTH: Final = 64
 # The limit for a config or a script. Callers that allow larger files pass their own.
 MAX_BYTES: Final = 4 * 2**20
+# The limit for a file of a tokenizer: those of vocabularies of a quarter of a million tokens have some 35 MB.
+MAX_TOKENIZER_BYTES: Final = 256 * 2**20
 _MAX_TOML_BYTES: Final = 2**16
 # The limit for a message: a longer one loses its middle, which is part of some value.
 _MAX_LINE: Final = 2000

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
-import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from shardwise.config.resolve import ConfigError
+from shardwise.config.untrusted_files import MAX_TOKENIZER_BYTES, read_bytes
 
 END_OF_TEXT = "<|endoftext|>"
 NUM_BYTE_TOKENS = 257
@@ -82,15 +83,17 @@ class Tokenizer:
         Args:
             folder: the folder, which is made where it does not exist.
             source: the value of `data.tokenizer`; a folder's own settings, such as a chat template, are copied.
+
+        Raises:
+            ConfigError: one of the settings cannot be read.
         """
         folder.mkdir(exist_ok=True)
         (folder / "tokenizer.json").write_text(self.to_json(), encoding="utf-8")
         end = self.backend.id_to_token(self.eot_id)
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
         (folder / _SETTINGS_NAMES[0]).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-        own = [Path(source).expanduser() / name for name in _SETTINGS_NAMES] if source is not None else []
-        for file in filter(Path.is_file, own):
-            shutil.copyfile(file, folder / file.name)
+        for name, content in _own_settings(source).items():
+            (folder / name).write_bytes(content)
 
 
 def make_tokenizer(name: str | None, vocab_size: int, sample: Iterable[str]) -> Tokenizer:
@@ -113,6 +116,7 @@ def tokenizer_fingerprint(name: str | None, vocab_size: int) -> str:
     if name == "bytes":
         return "bytes"
     if name is not None:
+        _own_settings(name)  # refuses before the run, not when it saves them
         return hashlib.blake2b(_read(name), digest_size=16).hexdigest()
     return f"bpe {vocab_size} on {SAMPLE_BYTES} bytes by tokenizers {tokenizers.__version__}"
 
@@ -177,12 +181,21 @@ _FIX = 'give the path of a tokenizer.json, "bytes", or leave data.tokenizer out 
 
 def _read(path: str | Path) -> bytes:
     file = Path(path).expanduser()
-    file = file / "tokenizer.json" if file.is_dir() else file
+    return _read_bytes(file / "tokenizer.json", file) if file.is_dir() else _read_bytes(file)
+
+
+def _own_settings(source: str | None) -> dict[str, bytes]:
+    """Return the settings that stand beside the tokenizer.json of a folder, by name."""
+    files = [Path(source).expanduser() / name for name in _SETTINGS_NAMES] if source is not None else []
+    return {file.name: _read_bytes(file, file.parent) for file in files if os.path.lexists(file)}
+
+
+def _read_bytes(file: Path, folder: Path | None = None) -> bytes:
     try:
-        return file.read_bytes()
+        return read_bytes(file, MAX_TOKENIZER_BYTES, folder)
     except OSError as error:
         raise ConfigError(
-            "file-unreadable", f"data.tokenizer={path} cannot be read: {error.strerror}; {_FIX}"
+            "file-unreadable", f"data.tokenizer={file} cannot be read: {error.strerror or error}; {_FIX}"
         ) from None
 
 

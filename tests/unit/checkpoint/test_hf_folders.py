@@ -6,6 +6,7 @@ Oracles: folders that transformers writes, models that it reads, the public safe
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -478,6 +479,15 @@ def test_a_folder_is_not_written_over_and_is_not_there_until_it_is_whole(tmp_pat
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
     with refused("export-file-name", "model.safetensors"):
         begin_export(plan, tmp_path / "new", {"model.safetensors": b""})
+
+
+@pytest.mark.timeout(60)  # nothing ever writes into the pipe
+def test_only_regular_files_are_copied_beside_the_weights(tmp_path: Path) -> None:
+    plan = plan_export([ExportTensor("w", (), (2,), "F32")])
+    os.mkfifo(tmp_path / "pipe")
+    for file in (tmp_path / "pipe", Path("/dev/zero")):
+        with refused("folder-refused", str(file), "not a regular file"):
+            begin_export(plan, tmp_path / "out", {"a.txt": file})
 
 
 @pytest.mark.parametrize(

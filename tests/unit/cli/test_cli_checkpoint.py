@@ -270,6 +270,19 @@ def test_export_puts_a_tokenizer_beside_the_weights(root, capsys):
     assert (code, err.count("\n"), Path("hf3").exists()) == (2, 1, False)
 
 
+@pytest.mark.timeout(60)  # nothing ever writes into the pipe
+@pytest.mark.parametrize("put", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: path.mkdir()])
+def test_export_refuses_a_tokenizer_that_is_no_regular_file(root, capsys, put):
+    save(Path("runs/d/checkpoints"), values_of(), step=7, **ABOUT | {"model": LLAMA})
+    byte_tokenizer().save(Path("base"), None)
+    Path("base/tokenizer.json").unlink()
+    put(Path("base/tokenizer.json"))
+    code, out, err = call(capsys, "export", "runs/d/checkpoints", "hf", "--tokenizer", "base")
+    assert (code, out, err.count("\n"), list(Path().glob("*hf*"))) == (2, "", 1, [])
+    assert "base/tokenizer.json" in err
+    assert "[file-unreadable]" in err
+
+
 def test_export_takes_the_config_of_another_folder(root, capsys):
     Path("config.json").write_text(json.dumps({"model_type": "mine", "architectures": ["Mine"], "dtype": "float16"}))
     code, _, err = call(capsys, "export", "runs/a", "hf", "--hf-config", "config.json", "--dtype", "fp32")

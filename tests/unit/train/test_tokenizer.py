@@ -1,5 +1,6 @@
 """Round trips, determinism, and each error's words."""
 
+import os
 import time
 
 import numpy as np
@@ -120,6 +121,47 @@ def test_tokenizer_that_is_not_there(tmp_path):
         load_tokenizer(tmp_path / "missing.json")
     with refused("file-unreadable", str(tmp_path), "No such file"):
         tokenizer_fingerprint(str(tmp_path), 300)
+
+
+@pytest.mark.timeout(60)  # nothing ever writes into the pipe
+def test_only_regular_files_are_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "tokenizer.json").symlink_to("/dev/zero")
+    for path, why in (("pipe", "a pipe"), ("/dev/zero", "a device"), ("folder", "/dev/zero")):
+        for read in (load_tokenizer, lambda path: tokenizer_fingerprint(str(path), 300)):
+            with refused("file-unreadable", "data.tokenizer", path, why) as caught:
+                read(tmp_path / path)
+            assert str(caught.value).isprintable()
+
+
+@pytest.mark.timeout(60)
+def test_settings_beside_a_tokenizer_are_copied_or_refused_before_the_run(tmp_path):
+    folder = tmp_path / "mine"
+    BYTES.save(folder, None)
+    template = folder / "chat_template.jinja"
+    (tmp_path / "secret").write_text("secret")
+    for make, why in (
+        (lambda: os.mkfifo(template), "a pipe"),
+        (lambda: template.symlink_to("/dev/zero"), "/dev/zero"),
+        (lambda: template.symlink_to(tmp_path / "secret"), "out of its folder"),
+    ):
+        make()
+        for use in (lambda: tokenizer_fingerprint(str(folder), 300), lambda: BYTES.save(tmp_path / "run", str(folder))):
+            with refused("file-unreadable", str(template), why):
+                use()
+        template.unlink()
+    assert not (tmp_path / "run" / template.name).exists()
+    template.write_text("{{ messages }}")
+    BYTES.save(tmp_path / "run", str(folder))
+    assert (tmp_path / "run" / template.name).read_text() == "{{ messages }}"
+
+
+def test_a_file_larger_than_any_tokenizer_is_refused(tmp_path):
+    with open(tmp_path / "tokenizer.json", "wb") as file:
+        file.truncate(2**40)
+    with refused("file-unreadable", str(tmp_path), "bytes"):
+        load_tokenizer(tmp_path)
 
 
 def test_file_that_is_no_tokenizer(tmp_path):

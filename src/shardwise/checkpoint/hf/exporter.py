@@ -43,6 +43,7 @@ from shardwise.checkpoint.hf.key_map import NameMap, WeightPart
 from shardwise.checkpoint.manifest import ITEM_BYTES, CheckpointError
 from shardwise.checkpoint.safetensors_io import TensorHeader, dtype_name, encode_header, named_dtype
 from shardwise.comm.consistency import listed
+from shardwise.config.untrusted_files import open_regular
 from shardwise.layout.slicing import Shape
 from shardwise.runtime.pinned_memory import memory_of
 from shardwise.runtime.state_shards import PARAM, StateShard
@@ -184,8 +185,12 @@ def begin_export(plan: ExportPlan, folder: Path, others: Mapping[str, bytes | Pa
                     f"{name} cannot stand beside the weights of {folder}; give another plain file name",
                 )
             if isinstance(content, Path):
-                with named_errors("copy", content):
-                    shutil.copyfile(content, temporary / name)
+                with (
+                    named_errors("copy", content),
+                    open(open_regular(content), "rb") as source,
+                    (temporary / name).open("xb") as stream,
+                ):
+                    shutil.copyfileobj(source, stream)
             else:
                 (temporary / name).write_bytes(content)
 
