@@ -19,6 +19,7 @@ from harness.huggingface import FAMILIES, VOCAB_SIZE, build_model, make_case
 from harness.models import IGNORED, ModelCase
 from harness.pool import WorkerPool
 from harness.reference import Trace, check_parity, own_loss
+from harness.refusals import refused
 from harness.training import make_config, make_optimizer, merge_ranks, reference_of, train_case
 from shardwise import initialize
 from shardwise.layout.param_groups import find_units
@@ -283,31 +284,89 @@ def uneven_batch(number: int, num_targets: int) -> dict[str, Tensor]:
 UNEVEN = [uneven_batch(0, 6), uneven_batch(1, 126)]
 
 
-def train_unevenly(rank: int, world_size: int, mesh: dict[str, int]) -> tuple[float, float, float, float]:
+NUM_ITEMS = "num_items_in_batch"  # the Trainer's: a model given it returns sum / 132 in place of its mean
+
+
+def train_unevenly(
+    rank: int, world_size: int, mesh: dict[str, int], extra: Options
+) -> tuple[float, float, float, float, float]:
     torch.manual_seed(0)
     model = build_model("llama", max_position_embeddings=64).double()
     num_data_ranks = world_size // (mesh.get("pp", 1) * mesh.get("tp", 1) * mesh.get("cp", 1))
     config = make_config(2 // num_data_ranks, {"mesh": mesh})
-    batches = [UNEVEN[rank]] if num_data_ranks == 2 else UNEVEN
+    batches = [{**batch, **extra} for batch in ([UNEVEN[rank]] if num_data_ranks == 2 else UNEVEN)]
     with float64_throughout(), initialize(model, config) as engine:
         result = engine.train_step(batches)
         evaluation = engine.eval_step(batches)
-    return result.loss, result.grad_norm, result.count, evaluation.count
+    return result.loss, result.grad_norm, result.count, evaluation.loss, evaluation.count
+
+
+def uneven_sum(model: nn.Module) -> Tensor:
+    total = torch.tensor(0.0, dtype=torch.float64)
+    for batch in UNEVEN:
+        logits = model(batch["input_ids"]).logits[:, :-1].flatten(0, 1)
+        total = total + F.cross_entropy(logits, batch["labels"][:, 1:].flatten(), reduction="sum")
+    return total
+
+
+@functools.cache
+def uneven_reference() -> tuple[float, float, float, float, float]:
+    """Loss, gradient norm and count of a step, then loss and count of an evaluation after it."""
+    torch.manual_seed(0)
+    model = build_model("llama", max_position_embeddings=64).double()
+    optimizer = make_optimizer(model)
+    with float64_throughout():
+        loss = uneven_sum(model) / 132
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf).item()
+        optimizer.step()
+        with torch.no_grad():
+            return loss.item(), norm, 132, uneven_sum(model).item() / 132, 132
 
 
 @pytest.mark.parametrize("mesh", [{}, {"pp": 2}, {"tp": 2}, {"cp": 2}], ids=str)
 def test_every_target_of_uneven_micro_batches_weighs_the_same(ranks: WorkerPool, mesh: dict[str, int]) -> None:
+    for found in ranks(2).run(train_unevenly, mesh, {}):
+        assert found == pytest.approx(uneven_reference(), rel=1e-9)
+
+
+@pytest.mark.parametrize("given", [132, torch.tensor(132)], ids=["a number", "a tensor"])
+@pytest.mark.parametrize("mesh", [{}, {"pp": 2}, {"tp": 2}], ids=str)
+def test_a_count_of_items_in_the_batch_changes_no_weight(
+    ranks: WorkerPool, mesh: dict[str, int], given: int | Tensor
+) -> None:
+    for found in ranks(2).run(train_unevenly, mesh, {NUM_ITEMS: given}):
+        assert found == pytest.approx(uneven_reference(), rel=1e-9)
+
+
+def test_a_loss_fn_gets_the_models_loss_by_the_count_of_items_given() -> None:
     torch.manual_seed(0)
     model = build_model("llama", max_position_embeddings=64).double()
-    with float64_throughout():
-        total = torch.tensor(0.0, dtype=torch.float64)
-        for batch in UNEVEN:
-            logits = model(batch["input_ids"]).logits[:, :-1].flatten(0, 1)
-            total = total + F.cross_entropy(logits, batch["labels"][:, 1:].flatten(), reduction="sum")
-        (total / 132).backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf).item()
-    for found in ranks(2).run(train_unevenly, mesh):
-        assert found == pytest.approx((total.item() / 132, norm, 132, 132), rel=1e-9)
+    batch = {**UNEVEN[0], NUM_ITEMS: 132}
+    with float64_throughout(), torch.no_grad():
+        expected = model(**batch).loss.item()
+        with initialize(model, make_config(1, {}), loss_fn=lambda output, _: output.loss) as engine:
+            assert engine.eval_step([batch]).loss == pytest.approx(expected, rel=1e-9)
+
+
+class MeanLoss(nn.Module):
+    """A model of no library, with a loss of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, num_items_in_batch: int) -> dict[str, Tensor]:  # [B, 4]
+        return {"loss": self.linear(x).sum() / num_items_in_batch}
+
+
+def test_a_count_of_items_for_a_loss_of_unknown_targets_is_refused() -> None:
+    with (
+        initialize(MeanLoss(), make_config(1, {})) as engine,
+        refused("num-items-in-batch", "num_items_in_batch=7", "MeanLoss", "loss_fn") as caught,
+    ):
+        engine.train_step([{"x": torch.ones(2, 4), NUM_ITEMS: 7}])
+    assert "\n" not in str(caught.value)
 
 
 def train_both_ways(rank: int, world_size: int) -> dict[str, list[list[float]]]:

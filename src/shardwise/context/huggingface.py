@@ -32,7 +32,8 @@ from shardwise.runtime.torch_private import is_fake
 _IGNORED: Final = -100  # the target that transformers' losses leave out
 _PACKING: Final = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _REPLACED: Final = ("attention_mask", "position_ids", "labels", "shift_labels", *_PACKING)
-_WHOLE: Final = ("past_key_values", "logits_to_keep", "num_items_in_batch")
+_NUM_ITEMS: Final = "num_items_in_batch"
+_WHOLE: Final = ("past_key_values", "logits_to_keep", _NUM_ITEMS)
 _PER_TOKEN: Final = ("ForMaskedLM", "ForTokenClassification")
 _CAUSAL: Final = ("ForCausalLM", "LMHeadModel")
 # Of transformers' losses, those that are a mean over the labels that are not ignored.
@@ -273,6 +274,32 @@ def target_counter(model: nn.Module) -> Callable[[Any], Tensor | None]:
         return (labels != _IGNORED).sum()
 
     return count
+
+
+def without_num_items(model: nn.Module, inputs: Any, num_targets: Tensor | None) -> Any:
+    """Return inputs without `num_items_in_batch`, so that the model's own loss is the mean over its own targets.
+
+    Given it, transformers' losses are a sum divided by it, and the engine would multiply that by the wrong number.
+
+    Args:
+        model: named in the error.
+        inputs: of its forward.
+        num_targets: that `target_counter` counts in them.
+
+    Raises:
+        ConfigError: they have it, and it is not known over which targets the loss is a mean.
+    """
+    given = inputs.get(_NUM_ITEMS) if isinstance(inputs, Mapping) else None
+    if given is None:
+        return inputs
+    if num_targets is None:
+        raise ConfigError(
+            "num-items-in-batch",
+            f"the batch has {_NUM_ITEMS}={given}, and how many targets the own loss of {type(model).__name__} is "
+            f"over is not known, so micro-batches cannot be weighed; leave {_NUM_ITEMS} out, or pass a loss_fn that "
+            "returns (sum, count)",
+        )
+    return {name: value for name, value in inputs.items() if name != _NUM_ITEMS}
 
 
 def _mean_shifts(inner: Any) -> bool | None:

@@ -20,6 +20,7 @@ from shardwise.comm.consistency import BatchCheck
 from shardwise.comm.loss import LossAccumulator, LossFn, LossSum, read_loss
 from shardwise.comm.watchdog import Watchdog
 from shardwise.context.batch import BatchSharder, TokenShard
+from shardwise.context.huggingface import without_num_items
 from shardwise.dropout import KeyedDraws
 from shardwise.engine.types import StepResult
 from shardwise.layout.layout import Layout
@@ -130,7 +131,10 @@ class RankBatch:
         engine._check_batch(batch, is_first_step=engine.num_steps == 0)
         has_more = engine._loss_fn is not None and isinstance(batch, list | tuple)
         share = engine._sequences.share(to_device(batch, engine.device), has_more)
-        inputs = to_device(share.inputs, engine.device, torch_dtype(engine.layout.precision.param))
+        given = share.inputs
+        if engine._loss_fn is None:
+            given = without_num_items(engine.model, given, share.num_targets)
+        inputs = to_device(given, engine.device, torch_dtype(engine.layout.precision.param))
         sizes = [leaf.shape[0] for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim() > 0]
         return cls(replace(share, inputs=inputs), sizes[0] if sizes else 0, first_sample, number)
 
