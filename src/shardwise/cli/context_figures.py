@@ -1,5 +1,7 @@
 """Describes a sequence that is split over ranks, in lines of text: how even their work is, and what they send.
 
+It imports torch, which `shardwise.cli.attention` does not before it knows that the question is right.
+
 >>> from shardwise.attention.dense import dense_layout
 >>> layout, sizes = dense_layout(4096, causal=True), AttentionSizes(samples=1, num_heads=4, num_kv_heads=4, head_dim=64)
 >>> print("\\n".join(figures_of_ranks(layout, sizes, ContextConfig(), degree=4)))

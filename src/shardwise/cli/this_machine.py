@@ -1,4 +1,7 @@
-"""Describes this machine as a cluster, with its measured speeds or, without those, its GPUs' data sheets."""
+"""Describes this machine as a cluster, with its measured speeds or, without those, its GPUs' data sheets.
+
+It imports torch, which `shardwise.cli.plan` does not before it knows that the question is right.
+"""
 
 from __future__ import annotations
 

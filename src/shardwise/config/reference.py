@@ -1,5 +1,7 @@
 """Explain the keys of the config: what each means, which values it takes, and its default, from the schema itself.
 
+Only the command `shardwise config` needs it; a run that reads its config does not load it.
+
 >>> describe_key("batch.micro_size")
 'Samples of one forward on a rank.'
 >>> describe_values("zero.stage")

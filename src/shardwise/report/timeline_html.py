@@ -1,4 +1,7 @@
-"""Draw timelines as one self-contained HTML page: the drawing, and a table of what each rank did."""
+"""Draw timelines as one self-contained HTML page: the drawing, and a table of what each rank did.
+
+The page is apart from the drawing (`shardwise.report.timeline_svg`), which is used without it too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Parameters that only other ranks of the pipeline hold are on meta here, and raise an error when they are used."""
+"""Parameters that only other ranks of the pipeline hold are on meta here, and raise an error when they are used.
+
+They are apart from `shardwise.zero.sharding_state`, which only handles parameters that are on this rank.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Spread first values: buffers come from rank 0, and so do parameters across the stages of a pipeline."""
+"""Spread first values: buffers come from rank 0, and so do parameters across the stages of a pipeline.
+
+It is apart from `shardwise.zero.state_access`, which serves users between steps; this runs once, in `initialize`.
+"""
 
 from __future__ import annotations
 

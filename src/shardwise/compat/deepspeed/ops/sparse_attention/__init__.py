@@ -11,7 +11,6 @@ ValueError: Sequence Length, 100, needs to be dividable by Block size 16!
 """
 
 from shardwise.compat.deepspeed.ops.sparse_attention.bert_sparse_self_attention import BertSparseSelfAttention
-from shardwise.compat.deepspeed.ops.sparse_attention.json_section import sparsity_config_of
 from shardwise.compat.deepspeed.ops.sparse_attention.sparse_attention_utils import SparseAttentionUtils
 from shardwise.compat.deepspeed.ops.sparse_attention.sparse_self_attention import SparseSelfAttention
 from shardwise.compat.deepspeed.ops.sparse_attention.sparsity_config import (
@@ -22,6 +21,7 @@ from shardwise.compat.deepspeed.ops.sparse_attention.sparsity_config import (
     LocalSlidingWindowSparsityConfig,
     SparsityConfig,
     VariableSparsityConfig,
+    sparsity_config_of,
 )
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""DeepSpeed's helpers for models, as functions of one class."""
+"""Offers DeepSpeed's helpers for models at DeepSpeed's path, as functions of one class."""
 
 from __future__ import annotations
 

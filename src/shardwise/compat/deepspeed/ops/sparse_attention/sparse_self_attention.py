@@ -1,4 +1,4 @@
-"""The attention module, which applies a structure to queries, keys and values."""
+"""Offers the attention module at DeepSpeed's path, which users' code imports."""
 
 from shardwise.attention.module import SparseSelfAttention
 

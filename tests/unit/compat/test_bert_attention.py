@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from harness.refusals import refused
-from shardwise.attention.bert import BertSparseSelfAttention
 from shardwise.attention.structures import DenseSparsityConfig
+from shardwise.compat.deepspeed.ops.sparse_attention import BertSparseSelfAttention
 
 transformers = pytest.importorskip("transformers")
 
