@@ -30,7 +30,7 @@ import torch
 
 from shardwise import Engine, initialize
 from shardwise.config.resolve import Config
-from shardwise.deferred_init.parameters import left_blank
+from shardwise.deferred_init.parameters import skip_init
 from shardwise.doctor.system_info import read_memory
 from shardwise.models.decoder import Decoder, DecoderConfig, flops_per_token, lm_loss, num_params
 from shardwise.models.presets import preset
@@ -113,7 +113,7 @@ def config_of(case: Case, load: Load, device: str, folder: str | None) -> Config
 def make_engine(shape: DecoderConfig, config: Config) -> Engine:
     """An engine with random weights that the device draws: the host would take minutes."""
     model = Decoder(shape, device="meta", dtype=torch.float32)
-    with left_blank(model):
+    with skip_init(model):
         engine = initialize(model, config, loss_fn=lambda output, batch: lm_loss(output, batch[1]))
     generator = torch.Generator(engine.device).manual_seed(0)
     with torch.no_grad():

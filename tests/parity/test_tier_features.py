@@ -192,7 +192,7 @@ def step_with_nan(rank: int, world_size: int) -> tuple[str, str]:
     engine = initialize(CASE.build(torch.float32), config, loss_fn=CASE.loss)
     engine.train_step(batches_of(rank, 0))
     if rank == 0:
-        engine._ahead._steady.clear()
+        engine._step_in_backward._steady.clear()
     engine.model.blocks[0].gate.register_hook(lambda gradient: gradient * float("nan"))
     texts = []
     for _ in range(2):

@@ -377,7 +377,7 @@ def _start_words(path: Path, cluster: Cluster, *, is_here: bool) -> str:
 
 def _explain(arguments: argparse.Namespace, cluster: Cluster, model: str | None, assignments: Sequence[str]) -> int:
     with Console(stderr=True).status("starting torch"):
-        from shardwise.planner.memory_limit import shortfall
+        from shardwise.planner.memory_limit import missing_memory
         from shardwise.planner.plan_view import explain_view, job_dict, price_dict
         from shardwise.planner.pricer import Pricer
         from shardwise.planner.suggestions import suggest
@@ -389,14 +389,14 @@ def _explain(arguments: argparse.Namespace, cluster: Cluster, model: str | None,
         )
         pricer = Pricer(asked.job)
         price = pricer.price(asked.strategy)
-        missing = shortfall(price.memory, cluster, arguments.margin)
+        missing = missing_memory(price.memory, cluster, arguments.margin)
         found = () if missing is None else tuple(suggest(price, missing, pricer, Pricer, arguments.margin))
     is_coloured, margin = _is_coloured(Terminal()), arguments.margin
     view = explain_view(
         price, pricer, is_coloured=is_coloured, margin_share=margin, notes=asked.notes, suggestions=found
     )
     _give(arguments, view, {"job": job_dict(price.job), **price_dict(price), "cures": list(found)})
-    return 0 if shortfall(price.memory, cluster, 0.0) is None else 1
+    return 0 if missing_memory(price.memory, cluster, 0.0) is None else 1
 
 
 def _fit(arguments: argparse.Namespace, cluster: Cluster, model: str | None) -> int:

@@ -68,7 +68,7 @@ class ContextCustomOps:
 
 
 def _function(ops: ContextCustomOps) -> Callable[..., Tensor]:
-    class Attend(Function):
+    class ContextAttentionFunction(Function):
         @staticmethod
         def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
             num_heads = [q.shape[1], k.shape[1], k.shape[1]]
@@ -107,7 +107,7 @@ def _function(ops: ContextCustomOps) -> Callable[..., Tensor]:
                 grads = [each.to(dtype).transpose(1, 2) for each in found]
             return (*grads, *[None] * 8)
 
-    return Attend.apply
+    return ContextAttentionFunction.apply
 
 
 def _own(num_heads: int, size: int) -> int:

@@ -423,11 +423,11 @@ class ParamInitializer:
 
 
 @contextmanager
-def left_blank(model: nn.Module) -> Iterator[None]:
+def skip_init(model: nn.Module) -> Iterator[None]:
     """Make an engine of the model neither draw nor copy values for its parameters: another source gives them.
 
     >>> model = torch.nn.Linear(2, 3, device="meta")
-    >>> with left_blank(model):
+    >>> with skip_init(model):
     ...     ParamInitializer(model, seed=0).is_blank("weight")
     True
     """

@@ -45,7 +45,7 @@ from shardwise.runtime.timeline import Timeline
 from shardwise.tensor.apply import split_model
 from shardwise.tensor.chunked import chunk_model
 from shardwise.tensor.plan_layout import dropout_zones
-from shardwise.zero.optimizer import ShardedOptimizer, StepInBackward, may_step_ahead
+from shardwise.zero.optimizer import ShardedOptimizer, StepInBackward, may_step_in_backward
 from shardwise.zero.optimizer_plan import OptimizerFactory, plan_optimizer
 from shardwise.zero.pipeline_adapter import PipelineAdapter
 from shardwise.zero.resources import ShardingResources
@@ -130,7 +130,7 @@ class Engine(HfApi):
         except Exception:
             self.close()
             raise
-        self._ahead = StepInBackward(self._sharding, self._sharded, may_step_ahead(config, layout))
+        self._step_in_backward = StepInBackward(self._sharding, self._sharded, may_step_in_backward(config, layout))
         self._scaler = LossScaler(config.precision)
         self._losses = LossAccumulator(self._comms)
         self._loss_fn = loss_fn
@@ -138,7 +138,7 @@ class Engine(HfApi):
         self.num_steps = 0
         self._num_backwards = 0
         self._syncs = True
-        self._undo += [self._sharded.close, self._ahead.close, self._losses.clear, self._batches.clear]
+        self._undo += [self._sharded.close, self._step_in_backward.close, self._losses.clear, self._batches.clear]
 
     def _open_tiers(self, streams: Streams, values: ParamInitializer) -> ShardingResources:
         """Reserve memory on the host and on NVMe, on all ranks or none, and collect what param groups need."""
@@ -279,15 +279,15 @@ class Engine(HfApi):
                 "engine.step() without a backward since the last step; call engine.backward(loss) first",
             )
         self._sharding.finish()
-        self._ahead.end()
-        loss_sum, count, square_sum, used, is_ahead = self._agree(self._sharded.square_sums())
+        self._step_in_backward.end()
+        loss_sum, count, square_sum, used, has_stepped = self._agree(self._sharded.square_sums())
         scale = self._scaler.scale
         to_mean = self._to_mean(count)
         grad_norm = math.sqrt(square_sum) * to_mean if square_sum >= 0 else math.nan
         overflowed = not math.isfinite(grad_norm)
         skipped = overflowed and math.isfinite(loss_sum) and self._scaler.can_shrink
         if (overflowed or not math.isfinite(loss_sum)) and not skipped:
-            self._fail_nonfinite(loss_sum, grad_norm, is_ahead)
+            self._fail_nonfinite(loss_sum, grad_norm, has_stepped)
         learning_rate = self.optimizer.param_groups[0]["lr"]
         if skipped:
             self._sharded.clear()
@@ -305,8 +305,8 @@ class Engine(HfApi):
         """Forget the gradients since the last step, and a backward that an exception ended. All ranks call it."""
         self._refuse_if_away()
         self._sharding.abandon()
-        self._ahead.end()
-        if self._sharded.has_stepped_ahead:
+        self._step_in_backward.end()
+        if self._sharded.has_stepped_in_backward:
             self._is_half_loaded = self._has_mixed_states = True
         self._sharded.clear()
         self._is_broken = False
@@ -419,7 +419,7 @@ class Engine(HfApi):
         self._sharding.is_last = self._syncs and is_boundary
         self._sharding.will_reduce = self._syncs and (self.layout.stage.reduce_each_backward or is_boundary)
         self._sharding.prepare_backward()
-        if self._ahead.is_armed and self._ahead.is_allowed and self._sharding.is_last:
+        if self._step_in_backward.is_armed and self._step_in_backward.is_allowed and self._sharding.is_last:
             read = self._losses.start_sum("count of the step")
             is_refused = self._sharding.has_foreign_gradients
 
@@ -427,7 +427,7 @@ class Engine(HfApi):
                 loss_sum, count = read()
                 return self._to_mean(count) if math.isfinite(loss_sum) and not is_refused else None
 
-            self._ahead.begin(read_factor)
+            self._step_in_backward.begin(read_factor)
 
     def _to_mean(self, count: float) -> float:
         """Return the factor that turns accumulated sums of gradients into the mean over all that counts."""
@@ -478,14 +478,14 @@ class Engine(HfApi):
         was_used = dict(zip(self._sharded.names, self._sharded.used(), strict=True))
         names = self.layout.trained_names
         flags = [was_used.get(name, False) for name in names]
-        ahead = [self._sharded.has_stepped_ahead] if self._ahead.is_allowed else []
+        stepped = [self._sharded.has_stepped_in_backward] if self._step_in_backward.is_allowed else []
         scale = [self._losses.normaliser * self._losses.is_first] if self.layout.pipeline is not None else []
-        summed = self._losses.sum_with(own, "step", [*flags, *ahead, *scale])
+        summed = self._losses.sum_with(own, "step", [*flags, *stepped, *scale])
         if scale:  # ranks without a loss do not know it, and simulated ranks do not send it
             self._losses.normaliser = summed.pop() or self._losses.normaliser
         loss_sum, count, square_sum, *counts = summed
         used = {name: number > 0 for name, number in zip(names, counts, strict=False)}
-        return loss_sum, count, square_sum, used, bool(ahead) and counts[-1] > 0
+        return loss_sum, count, square_sum, used, bool(stepped) and counts[-1] > 0
 
     def _end_step(self, is_taken: bool = True) -> None:
         self.num_steps += is_taken
@@ -497,8 +497,8 @@ class Engine(HfApi):
         self._losses.clear()
         self._timeline.close_step()
 
-    def _fail_nonfinite(self, loss_sum: float, grad_norm: float, is_ahead: bool) -> None:
-        if is_ahead:
+    def _fail_nonfinite(self, loss_sum: float, grad_norm: float, has_stepped: bool) -> None:
+        if has_stepped:
             self._is_half_loaded = self._has_mixed_states = True
             left = "some parameters were stepped before that was known: load a checkpoint, tiers.step_in_backward=false"
         else:

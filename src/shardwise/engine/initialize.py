@@ -29,7 +29,7 @@ from shardwise.comm.loss import LossFn
 from shardwise.comm.mesh import Mesh, open_store
 from shardwise.comm.records import MissingRankError
 from shardwise.config.resolve import Config, ConfigError, TiersConfig
-from shardwise.deferred_init.parameters import left_blank
+from shardwise.deferred_init.parameters import skip_init
 from shardwise.engine.engine import Engine
 from shardwise.engine.hf_api import Names, check_folder
 from shardwise.engine.types import Scheduler
@@ -105,7 +105,7 @@ def initialize(
     options: dict[str, Any] = {"loss_fn": loss_fn, "optimizer": optimizer, "scheduler": scheduler}
     memory, where = MemoryTracker(device), f"on rank {rank} while its engine is made"
     try:
-        with nullcontext() if weights is None else left_blank(model), explain_out_of_memory(memory, config, where):
+        with nullcontext() if weights is None else skip_init(model), explain_out_of_memory(memory, config, where):
             engine = Engine(model, config, layout, memory, comm_factory, **options)
     except Exception:
         comm_factory.close()

@@ -90,7 +90,7 @@ class StateApi:
                 if not was_held:
                     self._sharding.reshard_all(release_held=True)
                     if num_recorded() > num_before:
-                        self._sharding.keep_all_until_backward()
+                        self._sharding.pin_all_until_backward()
 
     def read(self, name: str, state: str = "param", *, to_rank: int | None = None) -> Tensor | None:
         """Return a copy of one state of a parameter, whole, on every rank or on one; see

@@ -41,7 +41,7 @@ class StepEngine(Protocol):
     layout: Layout
     device: torch.device
     num_steps: int
-    _ahead: StepInBackward
+    _step_in_backward: StepInBackward
     _batches: deque[Any]
     _check_batch: BatchCheck
     _comm_factory: CommFactory
@@ -200,7 +200,7 @@ class SequentialRunner:
         """Take a step; during the last backward parameters may be stepped as soon as their gradients are final."""
         for index, batch in enumerate(batches, 1):
             loss = engine(batch)
-            engine._ahead.is_armed = index == len(batches)
+            engine._step_in_backward.is_armed = index == len(batches)
             engine.backward(loss)
         # Not `step`: an error of a save, raised there, would leave the gradients of these batches to the next step.
         return engine._step()

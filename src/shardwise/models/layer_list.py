@@ -101,7 +101,7 @@ class LayerList(nn.Sequential):
                 if entry.tied is not None:
                     _tie(layer, owners.setdefault(entry.tied, layer), f"entry {name}, tied={entry.tied!r}")
                 if entry.forward_fn is not None:
-                    layer = _OtherForward(layer, entry.forward_fn)
+                    layer = _CustomForward(layer, entry.forward_fn)
             elif isinstance(entry, nn.Module):
                 layer = entry
             else:
@@ -137,7 +137,7 @@ class _Function(nn.Module):
         return getattr(self.function, "__name__", repr(self.function))
 
 
-class _OtherForward(nn.Module):
+class _CustomForward(nn.Module):
     """A layer with another forward; it is a module, so that hooks on the entry see it run."""
 
     def __init__(self, layer: nn.Module, forward_fn: Callable[..., Any]) -> None:

@@ -339,22 +339,22 @@ def _padded(numel: int) -> int:
 
 
 @dataclass(frozen=True)
-class VectorFrame:
+class PaddedPiece:
     """Copies a few elements into a vector of zeros, where the kernel rounds them as in the whole parameter.
 
     Attributes:
         piece: the elements where they are stored.
-        framed: the copy that is stepped.
+        padded: the copy that is stepped.
         offset: the position of the elements in the copy.
     """
 
     piece: StepPiece
-    framed: StepPiece
+    padded: StepPiece
     offset: int
 
     @classmethod
-    def around(cls, piece: StepPiece, offset: int, numel: int) -> VectorFrame:
-        """Return a frame: a copy of `numel` elements that has those of `piece` at `offset`, and zeros elsewhere."""
+    def around(cls, piece: StepPiece, offset: int, numel: int) -> PaddedPiece:
+        """Return a copy of `numel` elements that has those of `piece` at `offset`, and zeros elsewhere."""
 
         def put(values: Tensor) -> Tensor:
             copy = values.new_zeros(numel)
@@ -370,15 +370,15 @@ class VectorFrame:
     def put_back(self) -> None:
         """Copy the elements back, once the copy is stepped."""
         own = slice(self.offset, self.offset + self.piece.master.numel())
-        self.piece.master.copy_(self.framed.master[own])
+        self.piece.master.copy_(self.padded.master[own])
         for name, state in self.piece.states.items():
-            state.copy_(self.framed.states[name][own])
+            state.copy_(self.padded.states[name][own])
         if self.piece.param is not None:
             self.piece.param.copy_(self.piece.master)
 
 
-def framed(piece: StepPiece, position: int, is_end: bool) -> tuple[list[StepPiece], list[VectorFrame]]:
-    """Split a part into what can be stepped where it is stored, and frames for its ends.
+def pad_ends(piece: StepPiece, position: int, is_end: bool) -> tuple[list[StepPiece], list[PaddedPiece]]:
+    """Split a part into what can be stepped where it is stored, and padded for its ends.
 
     Args:
         piece: a part of a parameter.
@@ -389,14 +389,14 @@ def framed(piece: StepPiece, position: int, is_end: bool) -> tuple[list[StepPiec
     before = position % CUT_NUMEL
     head = min(numel, -position % CUT_NUMEL)
     tail = numel if is_end else max(head, numel - (position + numel) % CUT_NUMEL)
-    frames = []
+    padded = []
     if head:
         ends_in_head = is_end and head == numel
-        frames.append(VectorFrame.around(piece.part(0, head), before, before + head if ends_in_head else CUT_NUMEL))
+        padded.append(PaddedPiece.around(piece.part(0, head), before, before + head if ends_in_head else CUT_NUMEL))
     if tail < numel:
-        frames.append(VectorFrame.around(piece.part(tail, numel), 0, CUT_NUMEL))
+        padded.append(PaddedPiece.around(piece.part(tail, numel), 0, CUT_NUMEL))
     direct = [piece.part(head, tail)] if head < tail else []
-    return direct, frames
+    return direct, padded
 
 
 class StepThreads:

@@ -104,7 +104,7 @@ def takes_direct_io(folder: Path) -> bool:
         path.unlink(missing_ok=True)
 
 
-class _Turns:
+class _DirectIoLock:
     """Lets blocks of a file that bypass the page cache take turns with those that go through it, in order of arrival.
 
     The two kinds never run at the same time. The kernel keeps them coherent one after the other, but not while they run
@@ -117,7 +117,7 @@ class _Turns:
         self._is_direct = False
 
     @contextmanager
-    def turn(self, is_direct: bool) -> Iterator[None]:
+    def hold(self, is_direct: bool) -> Iterator[None]:
         """Run the context's body beside blocks of the same kind only."""
         with self._changed:
             ticket = self._num_come
@@ -147,7 +147,7 @@ class MovedFile:
 
     path: Path
     is_direct: bool
-    turns: _Turns = field(default_factory=_Turns, repr=False, compare=False)
+    lock: _DirectIoLock = field(default_factory=_DirectIoLock, repr=False, compare=False)
 
 
 class _IoBlock(NamedTuple):
@@ -180,7 +180,7 @@ class _IoTransfer:
         error: BaseException | None = None
         try:
             doing = f"{'write' if self._is_write else 'read'} {len(block.memory)} bytes at {block.offset_bytes} of"
-            with named_errors(doing, self._file.path), self._file.turns.turn(block.is_direct):
+            with named_errors(doing, self._file.path), self._file.lock.hold(block.is_direct):
                 self._move(block, doing)
         except BaseException as each:
             error = each

@@ -197,7 +197,7 @@ class _Product:
         return weight.t() if self.is_transposed else weight
 
 
-class _Split(Function):
+class _SplitBackward(Function):
     """A product with a parameter; its backward queues what it does not compute.
 
     Products are computed as torch computes them, so that no bit differs: `x` folded to two dims, and gradients in the
@@ -283,7 +283,7 @@ class _Splitting(TorchFunctionMode):
             product = operands(*args, **kwargs)
             if product is not None and _can_split(product):
                 anchor = None if product.x.requires_grad else self._anchor
-                return _Split.apply(product.x, anchor, product, self._queue)
+                return _SplitBackward.apply(product.x, anchor, product, self._queue)
         return func(*args, **kwargs)
 
 

@@ -34,8 +34,8 @@ class Corrections:
         self._profile = profile if is_measured else None
         self._job = job
         self._price_block, self._price_head = price_block, price_head
-        self._blocks: dict[str, Surface | None] = {}
-        self._heads: dict[str, Surface | None] = {}
+        self._blocks: dict[str, LogInterpolator | None] = {}
+        self._heads: dict[str, LogInterpolator | None] = {}
 
     def block(self, times: PassTimes, strategy: Strategy, tokens: float) -> PassTimes:
         """Return the corrected times of a block; `recompute_s` stays as it is.
@@ -49,7 +49,7 @@ class Corrections:
         if self._profile is None or shape.experts is not None or strategy.matmul not in (None, dtype):
             return times
         if dtype not in self._blocks:
-            self._blocks[dtype] = _surface(self._block_points(self._profile, dtype))
+            self._blocks[dtype] = _interpolator(self._block_points(self._profile, dtype))
         return _scaled(times, self._blocks[dtype], tokens, _num_weights(shape) / strategy.tp)
 
     def head(self, times: PassTimes, strategy: Strategy, tokens: float) -> PassTimes:
@@ -64,7 +64,7 @@ class Corrections:
         if self._profile is None:
             return times
         if dtype not in self._heads:
-            self._heads[dtype] = _surface(self._head_points(self._profile, dtype))
+            self._heads[dtype] = _interpolator(self._head_points(self._profile, dtype))
         width = self._job.shape.vocab_size * self._job.shape.hidden_size / strategy.tp
         return _scaled(times, self._heads[dtype], tokens, width)
 
@@ -97,11 +97,11 @@ def _point(measured: BlockTime | HeadTime, priced: PassTimes, tokens: int, width
     return (tokens, width**0.5), (measured.forward_s / priced.forward_s, measured.backward_s / priced.backward_s)
 
 
-def _surface(points: Sequence[Point]) -> Surface | None:
-    return Surface(points) if points else None
+def _interpolator(points: Sequence[Point]) -> LogInterpolator | None:
+    return LogInterpolator(points) if points else None
 
 
-def _scaled(times: PassTimes, factors: Surface | None, tokens: float, width: float) -> PassTimes:
+def _scaled(times: PassTimes, factors: LogInterpolator | None, tokens: float, width: float) -> PassTimes:
     if factors is None:
         return times
     forward, backward = factors.at(tokens, width**0.5)
@@ -145,7 +145,7 @@ def _head_shape(each: HeadTime) -> ModelShape:
 Point = tuple[tuple[float, ...], tuple[float, ...]]
 
 
-class Surface:
+class LogInterpolator:
     """Interpolate positive values over positive coordinates; in logarithms, nearer points weigh more.
 
     Weights fall with the fourth power of the distance (Shepard 1968), so that many far points do not drown a near one.

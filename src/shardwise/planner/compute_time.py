@@ -24,7 +24,7 @@ from types import MappingProxyType
 from typing import Final
 
 from shardwise.planner import memory_traffic as passes
-from shardwise.planner.calibration import Corrections, Surface
+from shardwise.planner.calibration import Corrections, LogInterpolator
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.memory_traffic import PassTimes
 from shardwise.planner.profile import AttentionTime, MatmulTime
@@ -86,7 +86,7 @@ class ComputeTimeModel:
     def __init__(self, job: PlanJob) -> None:
         self.job = job
         self._products: dict[tuple[float, float, float, float, str, bool], float] = {}
-        self._rates: dict[str, Surface | None] = {}
+        self._rates: dict[str, LogInterpolator | None] = {}
         self._blocks: dict[tuple[object, ...], PassTimes] = {}
         gpu = job.cluster.gpu
         self._is_cpu = gpu.is_cpu  # one thread runs one kernel after the other
@@ -288,7 +288,7 @@ class ComputeTimeModel:
             self._products[key] = self._roofline_s(*key) if measured_s is None else measured_s
         return self._products[key]
 
-    def _matmul_rates(self, dtype: str) -> Surface | None:
+    def _matmul_rates(self, dtype: str) -> LogInterpolator | None:
         if dtype not in self._rates:
             profile = self.job.cluster.profile
             self._rates[dtype] = None if profile is None else _matmul_rates(profile.matmuls, dtype)
@@ -448,14 +448,14 @@ def alignment_share(n: float, k: float, width: float) -> float:
     return share
 
 
-def _matmul_rates(table: Iterable[MatmulTime], dtype: str) -> Surface | None:
+def _matmul_rates(table: Iterable[MatmulTime], dtype: str) -> LogInterpolator | None:
     """Fit FLOPs a second over m, n and k; None where the table has no row of this dtype."""
     rows = [each for each in table if each.dtype == dtype]
     points = [((each.m, each.n, each.k), (2.0 * each.m * each.n * each.k / each.seconds,)) for each in rows]
-    return Surface(points) if points else None
+    return LogInterpolator(points) if points else None
 
 
-def _attention_rates(table: Iterable[AttentionTime], dtype: str) -> Surface | None:
+def _attention_rates(table: Iterable[AttentionTime], dtype: str) -> LogInterpolator | None:
     """Fit the forward's FLOPs by the seconds of each pass, over keys, and tokens times the heads' elements."""
     points = []
     for each in table:
@@ -463,4 +463,4 @@ def _attention_rates(table: Iterable[AttentionTime], dtype: str) -> Surface | No
             width = each.seq_len * each.num_heads * each.head_dim
             flops = 4.0 * width * each.seq_len
             points.append(((each.seq_len, width), (flops / each.forward_s, flops / each.backward_s)))
-    return Surface(points) if points else None
+    return LogInterpolator(points) if points else None

@@ -14,7 +14,7 @@ from typing import Final
 from shardwise.planner.candidates import divisors, is_legal
 from shardwise.planner.format import layout_words
 from shardwise.planner.job import PlanJob, Strategy
-from shardwise.planner.memory_limit import Shortfall, shortfall
+from shardwise.planner.memory_limit import MissingMemory, missing_memory
 from shardwise.planner.neighbours import Change, price_changes
 from shardwise.planner.pricer import Pricer, Pricing
 from shardwise.planner.results import TIME_PARTS, Estimate, RankMemory
@@ -57,7 +57,7 @@ class DefaultChoice:
 
     name: str
     price: Estimate | None
-    missing: Shortfall | None
+    missing: MissingMemory | None
     sentence: str
 
 
@@ -151,7 +151,7 @@ def why_yours(yours: Estimate, winner: Estimate | None, pricing: Pricing, margin
         pricing: prices the strategies of the job.
         margin_share: share of a device's memory that is to stay free.
     """
-    missing = shortfall(yours.memory, yours.job.cluster, margin_share)
+    missing = missing_memory(yours.memory, yours.job.cluster, margin_share)
     if missing is not None:
         return why_not(yours, missing, smallest_change(yours.job, yours.strategy, pricing, margin_share))
     if winner is None:
@@ -173,7 +173,7 @@ def parts_words(differences: Mapping[str, float]) -> str:
     )
 
 
-def why_not(price: Estimate, missing: Shortfall, change: Change | None) -> str:
+def why_not(price: Estimate, missing: MissingMemory, change: Change | None) -> str:
     """Say how much memory a strategy lacks, and the smallest change that makes it fit.
 
     Args:
@@ -206,7 +206,7 @@ def _default(name: str, strategies: list[Strategy], plan: SearchResult, pricing:
     fitting = [
         Estimate(job=job, strategy=each, memory=memory, time=pricing.time.estimate(each))
         for each, memory in memories
-        if shortfall(memory, job.cluster, margin_share) is None
+        if missing_memory(memory, job.cluster, margin_share) is None
     ]
     if fitting:
         best = min(fitting, key=lambda each: each.time.step_s)
@@ -218,7 +218,7 @@ def _default(name: str, strategies: list[Strategy], plan: SearchResult, pricing:
         return DefaultChoice(name=name, price=best, missing=None, sentence=sentence)
     strategy, memory = min(memories, key=lambda each: each[1].worst.peak_bytes)
     price = Estimate(job=job, strategy=strategy, memory=memory, time=pricing.time.estimate(strategy))
-    missing = shortfall(memory, job.cluster, margin_share)
+    missing = missing_memory(memory, job.cluster, margin_share)
     if missing is None:
         raise RuntimeError(f"{strategy} fits and does not")
     change = smallest_change(job, strategy, pricing, margin_share)
@@ -258,7 +258,7 @@ def _differences(one: Estimate, other: Estimate) -> dict[str, float]:
     return {part: one.time.parts.get(part, 0.0) - other.time.parts.get(part, 0.0) for part in TIME_PARTS}
 
 
-def lacks(price: Estimate, missing: Shortfall) -> str:
+def lacks(price: Estimate, missing: MissingMemory) -> str:
     """Say how much memory a strategy lacks, and what takes most of it."""
     words = f"out of memory by {format_bytes(missing.missing_bytes)}"
     if missing.tier != "device":

@@ -15,7 +15,7 @@ from shardwise.config.resolve import Dtype
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.memory import MemoryModel
-from shardwise.planner.memory_limit import USUAL_MARGIN, shortfall
+from shardwise.planner.memory_limit import USUAL_MARGIN, missing_memory
 from shardwise.planner.neighbours import CHUNK_TOKENS
 from shardwise.planner.shape import ModelShape
 
@@ -138,9 +138,9 @@ def fit(
         param: dtype of the parameters.
     """
     for setup in setups(cluster, param):
-        models = _Holds(cluster, setup.strategy, margin_share)
+        models = _MemoryFit(cluster, setup.strategy, margin_share)
 
-        def holds_heads(count: int, models: _Holds = models) -> bool:
+        def holds_heads(count: int, models: _MemoryFit = models) -> bool:
             return models.holds(family_shape(_HEADS_STEP * count), seq_len, 1)
 
         count = largest(holds_heads, 1, _MOST_HEADS // _HEADS_STEP)
@@ -154,13 +154,13 @@ def _splits(strategy: Strategy, shape: ModelShape) -> bool:
     return shape.num_heads % strategy.tp == 0
 
 
-def _fit_model(found: Fit, models: _Holds, shape: ModelShape, seq_len: int) -> Fit:
+def _fit_model(found: Fit, models: _MemoryFit, shape: ModelShape, seq_len: int) -> Fit:
     samples = largest(lambda size: models.holds(shape, seq_len, size), 1, _MOST_SAMPLES)
     lengths = largest(lambda count: models.holds(shape, _LENGTH_STEP * count, 1), 1, _MOST_LENGTHS)
     return replace(found, micro_size=samples, seq_len=None if lengths is None else _LENGTH_STEP * lengths)
 
 
-class _Holds:
+class _MemoryFit:
     """Say whether one strategy holds a model, by its memory alone."""
 
     def __init__(self, cluster: Cluster, strategy: Strategy, margin_share: float) -> None:
@@ -169,4 +169,4 @@ class _Holds:
     def holds(self, shape: ModelShape, seq_len: int, micro_size: int) -> bool:
         strategy = replace(self._strategy, micro_size=micro_size)
         job = PlanJob(shape=shape, seq_len=seq_len, global_batch=strategy.global_batch, cluster=self._cluster)
-        return shortfall(MemoryModel(job).estimate(strategy), self._cluster, self._margin_share) is None
+        return missing_memory(MemoryModel(job).estimate(strategy), self._cluster, self._margin_share) is None

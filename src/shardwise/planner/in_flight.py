@@ -90,7 +90,7 @@ class InFlight:
         return (*(held for moments in self.backwards for held in moments), *self.between)
 
 
-class _Row(NamedTuple):
+class _ScheduleRow(NamedTuple):
     """Name a rank of a schedule."""
 
     recipe_name: str
@@ -104,8 +104,8 @@ class InFlightTable:
     """Count what schedules have in flight, and keep the counts that were asked for."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[_Row, int | None], InFlight] = {}
-        self._reductions: dict[_Row, tuple[tuple[int, bool], ...]] = {}
+        self._known: dict[tuple[_ScheduleRow, int | None], InFlight] = {}
+        self._reductions: dict[_ScheduleRow, tuple[tuple[int, bool], ...]] = {}
         self._same: dict[InFlight, InFlight] = {}
 
     def of(
@@ -132,16 +132,16 @@ class InFlightTable:
             ConfigError: no such schedule.
             ScheduleError: a count below 1, or no such rank.
         """
-        return self._of(_Row(recipe_name, num_ranks, virtual_stages, num_micro_batches, rank), most_sent)
+        return self._of(_ScheduleRow(recipe_name, num_ranks, virtual_stages, num_micro_batches, rank), most_sent)
 
-    def _of(self, row: _Row, most_sent: int | None) -> InFlight:
+    def _of(self, row: _ScheduleRow, most_sent: int | None) -> InFlight:
         key = (row, most_sent)
         if key not in self._known:
             in_flight = self._counted(row, most_sent)
             self._known[key] = self._same.setdefault(in_flight, in_flight)
         return self._known[key]
 
-    def _counted(self, row: _Row, most_sent: int | None) -> InFlight:
+    def _counted(self, row: _ScheduleRow, most_sent: int | None) -> InFlight:
         name, num_ranks, virtual_stages, num_micro_batches, rank = row
         placement = placement_of(name, num_ranks, virtual_stages)
         if placement.stages_per_rank == 1 and not recipe_of(name).splits_backward:
@@ -181,7 +181,7 @@ class InFlightTable:
         if placement.stages_per_rank == 1 and not recipe_of(recipe_name).splits_backward:
             return ((0, False), (0, True)) * min(num_micro_batches, _NUM_ROUNDS)
         num = min(num_micro_batches, num_ranks + 1)
-        row = _Row(recipe_name, num_ranks, virtual_stages, num, rank)
+        row = _ScheduleRow(recipe_name, num_ranks, virtual_stages, num, rank)
         if row not in self._reductions:
             actions = pipeline_rows(recipe_name, num_ranks, num, virtual_stages).of(rank)
             self._reductions[row] = tuple(_reductions(actions, sorted(placement.stages_of(rank), reverse=True)))

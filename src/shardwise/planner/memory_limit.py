@@ -14,7 +14,7 @@ USUAL_MARGIN: Final = 0.06
 
 
 @dataclass(frozen=True)
-class Shortfall:
+class MissingMemory:
     """Say how many bytes a memory lacks.
 
     Attributes:
@@ -57,7 +57,7 @@ def missing_on_node(memory: MemoryEstimate, cluster: Cluster, margin_share: floa
     return device + host + max(0.0, held_on_node(memory, cluster, "nvme") - cluster.host.nvme_bytes)
 
 
-def shortfall(memory: MemoryEstimate, cluster: Cluster, margin_share: float) -> Shortfall | None:
+def missing_memory(memory: MemoryEstimate, cluster: Cluster, margin_share: float) -> MissingMemory | None:
     """Return what is missing, of the device first; None where all fits.
 
     Args:
@@ -68,11 +68,11 @@ def shortfall(memory: MemoryEstimate, cluster: Cluster, margin_share: float) -> 
     worst = memory.worst
     missing = worst.peak_bytes - usable_bytes(cluster, margin_share)
     if missing > 0:
-        return Shortfall("device", missing, worst.pipeline_rank)
+        return MissingMemory("device", missing, worst.pipeline_rank)
     held: tuple[tuple[Tier, float], ...] = (("host", cluster.host.memory_bytes), ("nvme", cluster.host.nvme_bytes))
     for tier, node_bytes in held:
         missing = held_on_node(memory, cluster, tier) - node_bytes
         if missing > 0:
             fullest = max(memory.ranks, key=lambda rank: rank.elsewhere.get(tier, 0.0))
-            return Shortfall(tier, missing, fullest.pipeline_rank)
+            return MissingMemory(tier, missing, fullest.pipeline_rank)
     return None

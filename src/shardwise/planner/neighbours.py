@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from shardwise.planner.candidates import RECOMPUTES, is_legal
 from shardwise.planner.job import PlanJob, Strategy
-from shardwise.planner.memory_limit import Shortfall, shortfall
+from shardwise.planner.memory_limit import MissingMemory, missing_memory
 from shardwise.planner.pricer import Pricing
 from shardwise.planner.results import Estimate
 
@@ -44,7 +44,7 @@ class Change:
 
     words: str
     price: Estimate
-    missing: Shortfall | None
+    missing: MissingMemory | None
 
 
 def neighbours(job: PlanJob, strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
@@ -69,7 +69,7 @@ def price_changes(job: PlanJob, strategy: Strategy, pricing: Pricing, margin_sha
     for words, other in neighbours(job, strategy):
         memory = pricing.memory.estimate(other)
         price = Estimate(job=job, strategy=other, memory=memory, time=pricing.time.estimate(other))
-        found.append(Change(words=words, price=price, missing=shortfall(memory, job.cluster, margin_share)))
+        found.append(Change(words=words, price=price, missing=missing_memory(memory, job.cluster, margin_share)))
     return tuple(sorted(found, key=lambda each: (each.missing is not None, each.price.time.step_s)))
 
 

@@ -18,7 +18,7 @@ from shardwise.planner.fit import Fit
 from shardwise.planner.format import layout_words
 from shardwise.planner.hardware import GIB, Cluster, cluster_words
 from shardwise.planner.job import PlanJob
-from shardwise.planner.memory_limit import USUAL_MARGIN, shortfall
+from shardwise.planner.memory_limit import USUAL_MARGIN, missing_memory
 from shardwise.planner.neighbours import CHUNK_TOKENS
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.render import YOURS, blocks, facts, job_rows, price_rows, price_table, stage_table, time_rows
@@ -402,7 +402,7 @@ def cautions(price: Estimate, compute: ComputeTimeModel, margin_share: float) ->
         margin_share: share of a device's memory that should stay free.
     """
     job, strategy = price.job, price.strategy
-    missing = shortfall(price.memory, job.cluster, margin_share)
+    missing = missing_memory(price.memory, job.cluster, margin_share)
     if missing is not None and missing.tier == "device" and price.margin_bytes >= 0:
         share = price.margin_bytes / job.cluster.gpu.memory_bytes
         yield f"only {format_bytes(price.margin_bytes)} ({100 * share:.1f} %) of device memory are left; try less"

@@ -12,11 +12,11 @@ from shardwise.planner.results import Estimate, MemoryEstimate, TimeEstimate
 from shardwise.planner.step_time import TimeModel
 
 
-class _MemoryModel(Protocol):
+class _MemoryEstimator(Protocol):
     def estimate(self, strategy: Strategy, *, too_much_bytes: float = math.inf) -> MemoryEstimate: ...
 
 
-class _TimeModel(Protocol):
+class _TimeEstimator(Protocol):
     def estimate(self, strategy: Strategy, *, is_quick: bool = False) -> TimeEstimate: ...
 
     def busy_s(self, strategy: Strategy) -> float: ...
@@ -26,10 +26,10 @@ class Pricing(Protocol):
     """Describe what prices strategies: `Pricer`, or another class with its attributes."""
 
     @property
-    def memory(self) -> _MemoryModel: ...
+    def memory(self) -> _MemoryEstimator: ...
 
     @property
-    def time(self) -> _TimeModel: ...
+    def time(self) -> _TimeEstimator: ...
 
 
 class Pricer:

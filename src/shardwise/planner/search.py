@@ -33,7 +33,7 @@ from shardwise.planner.candidates import (
 )
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.memory_bound import MemoryBound
-from shardwise.planner.memory_limit import USUAL_MARGIN, Shortfall, missing_on_node, shortfall, usable_bytes
+from shardwise.planner.memory_limit import USUAL_MARGIN, MissingMemory, missing_memory, missing_on_node, usable_bytes
 from shardwise.planner.neighbours import more_on_device, neighbours
 from shardwise.planner.pricer import Pricer, Pricing
 from shardwise.planner.results import Estimate, MemoryEstimate
@@ -87,7 +87,7 @@ class SearchResult:
     best: tuple[Estimate, ...]
     runners_up: tuple[Estimate, ...]
     front: tuple[Estimate, ...]
-    nearest: tuple[Estimate, Shortfall] | None
+    nearest: tuple[Estimate, MissingMemory] | None
     rejected: Mapping[str, int]
     num_candidates: int
     num_priced: int
@@ -115,24 +115,24 @@ def search(
         ConfigError: there is no candidate: batch, cluster and pins do not go together.
     """
     began = time.perf_counter()
-    run = _Search(job, space or SearchSpace(), limits or Limits(), pricer or Pricer(job))
-    run.work()
-    if not run.num_candidates:
-        raise ConfigError("no-layout", why_none(job, run.space))
-    if not run.is_proven:
-        run.look_at_usual_ones()
-    fitting = run.finish()
+    search = _Search(job, space or SearchSpace(), limits or Limits(), pricer or Pricer(job))
+    search.run()
+    if not search.num_candidates:
+        raise ConfigError("no-layout", why_none(job, search.space))
+    if not search.is_proven:
+        search.search_usual_values()
+    fitting = search.finish()
     return SearchResult(
         job=job,
-        limits=run.limits,
-        best=tuple(fitting[: run.limits.num_best]),
-        runners_up=tuple(runners_up(fitting, run.limits.num_best)),
+        limits=search.limits,
+        best=tuple(fitting[: search.limits.num_best]),
+        runners_up=tuple(runners_up(fitting, search.limits.num_best)),
         front=front(fitting),
-        nearest=None if fitting else run.nearest(),
-        rejected=dict(run.rejected),
-        num_candidates=run.num_candidates,
-        num_priced=run.num_prices,
-        is_proven=run.is_proven,
+        nearest=None if fitting else search.nearest(),
+        rejected=dict(search.rejected),
+        num_candidates=search.num_candidates,
+        num_priced=search.num_prices,
+        is_proven=search.is_proven,
         elapsed_s=time.perf_counter() - began,
     )
 
@@ -171,7 +171,7 @@ class _Search:
         self._beyond_s: dict[tuple[int, int, int], float] = {}
         self._bound = MemoryBound(job, self.space.base)
 
-    def work(self) -> None:
+    def run(self) -> None:
         """Price candidates until the bounds pass what was found, or the prices are spent."""
         heap = self._list()
         while heap:
@@ -313,7 +313,7 @@ class _Search:
     def _add(self, strategy: Strategy, below_s: float = math.inf) -> bool:
         """Price a strategy and keep it; return whether it fits and takes less than `below_s`."""
         memory = self._memory_of(strategy)
-        if shortfall(memory, self.job.cluster, self.limits.margin_share) is not None:
+        if missing_memory(memory, self.job.cluster, self.limits.margin_share) is not None:
             self.rejected["out of memory"] += 1
             return False
         quick = self.pricer.time.estimate(strategy, is_quick=True)
@@ -338,7 +338,7 @@ class _Search:
             self._missed = lacking, strategy
         return memory
 
-    def look_at_usual_ones(self) -> None:
+    def search_usual_values(self) -> None:
         """Search once more among what most runs do, where the bounds leave too many candidates."""
         pins = dict(self.space.pins)
         for name, usual in _USUAL.items():
@@ -346,11 +346,11 @@ class _Search:
         if not all(pins.values()):
             return
         limits = replace(self.limits, max_prices=max(1, int(_USUAL_SHARE * self.limits.max_prices)))
-        run = _Search(self.job, replace(self.space, pins=pins), limits, self.pricer)
-        run.work()
+        search = _Search(self.job, replace(self.space, pins=pins), limits, self.pricer)
+        search.run()
         seen = {each.strategy for each in self.fitting}
-        self.fitting += [each for each in run.fitting if each.strategy not in seen]
-        self.num_prices += run.num_prices
+        self.fitting += [each for each in search.fitting if each.strategy not in seen]
+        self.num_prices += search.num_prices
 
     def finish(self) -> list[Estimate]:
         """Return all that fit: the simplest of the fastest, then the fastest first.
@@ -397,14 +397,14 @@ class _Search:
         for price in sorted(self.fitting, key=lambda each: each.time.step_s)[: self.limits.num_best]:
             any(self._add(each, price.time.step_s) for each in more_on_device(price, self._usable_bytes))
 
-    def nearest(self) -> tuple[Estimate, Shortfall] | None:
+    def nearest(self) -> tuple[Estimate, MissingMemory] | None:
         """Return what misses by least."""
         found = self._missed or self._least_missed
         if found is None:
             return None
         strategy = found[1]
         memory = self.pricer.memory.estimate(strategy)
-        missing = shortfall(memory, self.job.cluster, self.limits.margin_share)
+        missing = missing_memory(memory, self.job.cluster, self.limits.margin_share)
         price = Estimate(job=self.job, strategy=strategy, memory=memory, time=self.pricer.time.estimate(strategy))
         return None if missing is None else (price, missing)
 

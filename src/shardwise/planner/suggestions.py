@@ -13,7 +13,7 @@ from typing import Any, Final
 from shardwise.planner.candidates import is_legal
 from shardwise.planner.hardware import Cluster, usual_node
 from shardwise.planner.job import PlanJob, Strategy
-from shardwise.planner.memory_limit import Shortfall, held_on_node, shortfall
+from shardwise.planner.memory_limit import MissingMemory, held_on_node, missing_memory
 from shardwise.planner.neighbours import CHUNK_TOKENS, Change, price_changes
 from shardwise.planner.pricer import Pricing
 from shardwise.planner.results import Estimate
@@ -94,7 +94,11 @@ def made_to_fit(job: PlanJob, strategy: Strategy, pricing: Pricing, margin_share
 
 
 def suggest(
-    price: Estimate, missing: Shortfall, pricing: Pricing, pricing_of: Callable[[PlanJob], Pricing], margin_share: float
+    price: Estimate,
+    missing: MissingMemory,
+    pricing: Pricing,
+    pricing_of: Callable[[PlanJob], Pricing],
+    margin_share: float,
 ) -> Iterator[str]:
     """Yield what would make it fit, one sentence each; disks and adapters only where no config would.
 
@@ -217,4 +221,4 @@ def _saved(strategy: Strategy, savings: Sequence[Saving]) -> Strategy:
 
 
 def _fits(job: PlanJob, strategy: Strategy, pricing: Pricing, margin_share: float) -> bool:
-    return shortfall(pricing.memory.estimate(strategy), job.cluster, margin_share) is None
+    return missing_memory(pricing.memory.estimate(strategy), job.cluster, margin_share) is None

@@ -138,7 +138,7 @@ class LazyLogits(Tensor):
     @classmethod
     def _standing_for(cls, source: _LogitsSource) -> Self:
         with torch.set_grad_enabled(source.is_recorded):
-            logits: Self = _Unseen.apply(cls, source, source.hidden, source.weight, source.bias)
+            logits: Self = _LogitsPlaceholder.apply(cls, source, source.hidden, source.weight, source.bias)
         logits._source, logits._full, logits._seen = source, None, 0
         return logits
 
@@ -214,7 +214,7 @@ class LazyLogits(Tensor):
             return func(*args, **kwargs)
 
 
-class _Unseen(torch.autograd.Function):
+class _LogitsPlaceholder(torch.autograd.Function):
     """Shows deferred logits to autograd; their graph is that of `hidden`, so a gradient that arrives here raises."""
 
     @staticmethod

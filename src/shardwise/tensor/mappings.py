@@ -132,9 +132,9 @@ class TpMappings:
             return x
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return self._gather_sequence(x, name, None)
-        again = _Again(self.comm, self._recomputed, name)
-        whole = self._gather_sequence(x, name, again)
-        whole.__dict__[_GATHERED] = _Gathered(self, x, again, version(whole))
+        regather = _Regather(self.comm, self._recomputed, name)
+        whole = self._gather_sequence(x, name, regather)
+        whole.__dict__[_GATHERED] = _Gathered(self, x, regather, version(whole))
         return whole
 
     def split_sequence(self, x: Tensor, name: str) -> Tensor:
@@ -237,14 +237,14 @@ def _sum_pair(all_reduce: Op) -> tuple[Callable[..., Tensor], Callable[..., Tens
 def _sequence_pair(gather: Op, scatter: Op) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     class GatherSequence(Function):
         @staticmethod
-        def forward(ctx: Any, x: Tensor, name: str, again: _Again | None) -> Tensor:
-            ctx.name, ctx.again = name, again
+        def forward(ctx: Any, x: Tensor, name: str, regather: _Regather | None) -> Tensor:
+            ctx.name, ctx.regather = name, regather
             return gather(x, name)
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Any:
-            if ctx.again is not None:
-                ctx.again.drop()  # all column layers that share the input have their gradients
+            if ctx.regather is not None:
+                ctx.regather.drop()  # all column layers that share the input have their gradients
             return ScatterSequence.apply(grad, ctx.name), None, None
 
     class ScatterSequence(Function):
@@ -296,7 +296,7 @@ def _column_function(gather_sequence: Callable[..., Tensor]) -> Callable[..., Te
         def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gathered: _Gathered) -> Tensor:
             """Multiply `x` by `weight` and add `bias`; `ctx` keeps the slice that `gathered` holds."""
             ctx.save_for_backward(gathered.x_local, weight if ctx.needs_input_grad[0] else None)
-            ctx.again = gathered.again
+            ctx.regather = gathered.regather
             return F.linear(x, weight, bias).detach()  # not a view, which could not be changed in place
 
         @staticmethod
@@ -304,12 +304,12 @@ def _column_function(gather_sequence: Callable[..., Tensor]) -> Callable[..., Te
             x_local, weight = ctx.saved_tensors
             is_differentiated, needs_weight = torch.is_grad_enabled(), ctx.needs_input_grad[1]
             if needs_weight and not is_differentiated:
-                ctx.again.start(x_local)
+                ctx.regather.start(x_local)
             grad_x = grad.matmul(weight) if ctx.needs_input_grad[0] else None
             grad_bias = rows_of(grad).sum(0) if ctx.needs_input_grad[2] else None
             if not needs_weight:
                 return grad_x, None, grad_bias, None
-            whole = gather_sequence(x_local, ctx.again.name, None) if is_differentiated else ctx.again.wait()
+            whole = gather_sequence(x_local, ctx.regather.name, None) if is_differentiated else ctx.regather.wait()
             return grad_x, weight_gradient(grad, whole), grad_bias, None
 
     return Column.apply
@@ -372,7 +372,7 @@ class _Recomputed:
         return id(x.untyped_storage()), x.storage_offset(), x.shape
 
 
-class _Again:
+class _Regather:
     """Gathers the whole sequence once in the backward for the column layers that share one input.
 
     Args:
@@ -425,7 +425,7 @@ class _Gathered:
 
     ops: TpMappings
     x_local: Tensor
-    again: _Again
+    regather: _Regather
     version: int
 
 

@@ -71,7 +71,7 @@ def refute(model: nn.Module, plan: TensorPlan, batch: Any, degree: int, sequence
                 parameter.add_(0.1 * torch.randn_like(parameter))
         batch = pytree.tree_map(_widened, batch)
         splits = param_splits(whole, plan, degree, sequence_parallel)
-        world = _World(degree, TensorConfig(sequence_parallel=sequence_parallel))
+        world = _ThreadGroup(degree, TensorConfig(sequence_parallel=sequence_parallel))
         ranks = [_part_of(whole, splits, rank) for rank in range(degree)]
         try:
             expected = _run(whole, batch)
@@ -110,7 +110,7 @@ def _quiet() -> Iterator[None]:
         log.disabled = before
 
 
-class _World:
+class _ThreadGroup:
     """Lets ranks meet at a barrier."""
 
     def __init__(self, degree: int, config: TensorConfig) -> None:
@@ -146,7 +146,7 @@ class _ThreadComm:
 
     is_simulated = False
 
-    def __init__(self, world: _World, rank: int) -> None:
+    def __init__(self, world: _ThreadGroup, rank: int) -> None:
         self.world, self.rank, self.world_size = world, rank, len(world.slots)
 
     def _exchange(self, x: Tensor) -> list[Tensor]:

@@ -68,7 +68,7 @@ class GroupGrads:
         self._is_squared_at_once = False  # on the device, not by the worker thread
         self._bucket: Tensor | None = None
         self._accumulator: Tensor | None = None
-        self._carried: Tensor | None = None
+        self._stashed: Tensor | None = None
         self._pending: AsyncWork | None = None
         self._holds_sum = False
         self._is_partial = False
@@ -157,7 +157,7 @@ class GroupGrads:
             self._pending = self._reduce_away(wire, borrowed, is_last)
             return
         if has_replicas and self._holds_sum and not self._is_partial:
-            self._carry(self._open_accumulator())
+            self._stash_sum(self._open_accumulator())
         accumulate = self._holds_sum and not self._is_stored_whole
         summed = self._comms.reductions.reduce_scatter(wire, self._open_accumulator(), accumulate=accumulate, name=name)
 
@@ -286,11 +286,11 @@ class GroupGrads:
     @property
     def has_gradients(self) -> bool:
         """Say whether the buffers hold gradients."""
-        return self._holds_sum or self._carried is not None or any(self._is_written)
+        return self._holds_sum or self._stashed is not None or any(self._is_written)
 
     def buffers(self) -> list[Tensor]:
         """Return the buffers that are allocated; two may share a storage."""
-        return [each for each in (self._bucket, self._accumulator, self._carried) if each is not None]
+        return [each for each in (self._bucket, self._accumulator, self._stashed) if each is not None]
 
     def drop(self) -> int:
         """Free the buffers, which hold no gradients; the next backward makes new ones. Returns the freed bytes."""
@@ -303,7 +303,7 @@ class GroupGrads:
         self.finish_reduce()
         self.await_taken()  # what is still to be added must not be added to what comes next
         self._holds_sum = self._is_partial = False
-        self._carried = self._square = None
+        self._stashed = self._square = None
         self._is_written = [False] * len(self.spec.params)
         self._was_used = [False] * len(self.spec.params)
         if not self._is_stored_whole and self._bucket is not None:
@@ -323,14 +323,14 @@ class GroupGrads:
     def _finish_sum(self, summed: AsyncWork, is_partial: bool) -> None:
         summed.wait()
         self._holds_sum, self._is_partial = True, is_partial
-        if self._carried is not None and not is_partial:
-            self._open_accumulator().add_(self._carried)
-            self._carried = None
+        if self._stashed is not None and not is_partial:
+            self._open_accumulator().add_(self._stashed)
+            self._stashed = None
 
-    def _carry(self, total: Tensor) -> None:
+    def _stash_sum(self, total: Tensor) -> None:
         """Keep the finished sum of earlier backwards apart: it is added once the new one is finished too."""
-        self._carried = total.clone() if self._carried is None else self._carried.add_(total)
-        self._tracker.track(self._carried, Category.GRADIENTS)
+        self._stashed = total.clone() if self._stashed is None else self._stashed.add_(total)
+        self._tracker.track(self._stashed, Category.GRADIENTS)
         self._holds_sum = False
 
     def _open_bucket(self, will_reduce: bool) -> Tensor:
@@ -345,7 +345,7 @@ class GroupGrads:
             self.finish_reduce()
             if self._holds_sum:
                 # A backward after a reduction: its own slice of the bucket is the accumulator, so that moves out.
-                self._carry(bucket[self._own])
+                self._stash_sum(bucket[self._own])
         return bucket
 
     def _persistent_bucket(self) -> Tensor:

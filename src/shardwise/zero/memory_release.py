@@ -486,7 +486,7 @@ class FileSpillBuffer:
         self._position = self._num_done = 0
 
     def read(self, target: Tensor) -> None:
-        """Copy what is there, and read ahead."""
+        """Copy what is there, and start to read what is needed next."""
         while target.numel() > 0:
             while len(self._moving) < _MOST_MOVING and self._position < self._num_bytes:
                 buffer = self._buffers.acquire(self._next_bytes())

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config.resolve import ConfigError
-from shardwise.offload.cpu_optimizer import CpuOptimizer, StepPiece, VectorFrame, framed, step_pieces
+from shardwise.offload.cpu_optimizer import CpuOptimizer, PaddedPiece, StepPiece, pad_ends, step_pieces
 from shardwise.offload.step_pipeline import CHUNK_NUMEL, SIMULATED_CHUNK_NUMEL, ChunkInput, StepChunk, even_chunk_numel
 from shardwise.offload.storage import DeviceStorage, StateStorage
 from shardwise.offload.tiers import Tiers
@@ -203,7 +203,7 @@ class OffloadedStep:
         if is_fake(tensors[_MASTER]):
             return  # no values to step, and no tracker counts the step's buffers
         found: list[StepPiece] = []
-        frames: list[VectorFrame] = []
+        padded: list[PaddedPiece] = []
         end = 0
         for piece, options, num_steps, is_first in plans:
             low, high = max(piece.start, start) - start, min(piece.stop, stop) - start
@@ -214,13 +214,13 @@ class OffloadedStep:
                 param = tensors[_PARAM][low:high] if _PARAM in tensors else None
                 master, grad = tensors[_MASTER][low:high], tensors[_GRAD][low:high]
                 part = StepPiece(options, master, grad, states, num_steps, is_first, param)
-                direct, ends = framed(part, start + low - piece.start, is_end=start + high == piece.stop)
+                direct, ends = pad_ends(part, start + low - piece.start, is_end=start + high == piece.stop)
                 found += direct
-                frames += ends
+                padded += ends
         self._narrow(tensors, end, stop - start)
-        step_pieces(self.rule, found + [each.framed for each in frames], factor, self.tiers.step_threads)
-        for frame in frames:
-            frame.put_back()
+        step_pieces(self.rule, found + [each.padded for each in padded], factor, self.tiers.step_threads)
+        for each in padded:
+            each.put_back()
 
     @staticmethod
     def _narrow(tensors: Mapping[str, Tensor], low: int, high: int) -> None:

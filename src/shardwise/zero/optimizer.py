@@ -61,7 +61,7 @@ class ShardedOptimizer:
         self._tiers = resources.tiers
         self._options_of: dict[int, int] = {}  # the index of the optimizer's group, by a view's identity
         self._offloaded: dict[ParamGroup, OffloadedStep] = {}
-        self._stepped: dict[ParamGroup, Task] = {}  # ahead of `step`
+        self._stepped: dict[ParamGroup, Task] = {}  # in the backward, before `step`
         self._gradients: dict[ParamGroup, Tensor] = {}
         self._groups: list[ParamGroup] = []
         self.pieces: list[ParamPiece] = []
@@ -277,7 +277,7 @@ class ShardedOptimizer:
         self._clear_gradients()
         return stepping
 
-    def step_ahead(self, group: ParamGroup, factor: float) -> None:
+    def step_in_backward(self, group: ParamGroup, factor: float) -> None:
         """Start to update a group whose gradients are final before the others' are; all its parameters were used."""
         if group in self._offloaded:
             names = (place.name for place in group.spec.params)
@@ -286,7 +286,7 @@ class ShardedOptimizer:
             )
 
     @property
-    def has_stepped_ahead(self) -> bool:
+    def has_stepped_in_backward(self) -> bool:
         """Say whether groups are stepped, or being stepped, before `step`."""
         return bool(self._stepped)
 
@@ -338,7 +338,7 @@ class ShardedOptimizer:
         """Forget the gradients."""
         for group, task in self._stepped.items():
             task.wait()
-            group.is_ahead = False
+            group.is_stepped = False
         self._stepped.clear()
         self._gradients.clear()
         self._clear_gradients()
@@ -406,7 +406,7 @@ def _place_state(optimizer: Optimizer, view: nn.Parameter, state: str, value: Te
         of_piece[state] = value
 
 
-def may_step_ahead(config: Config, layout: Layout) -> bool:
+def may_step_in_backward(config: Config, layout: Layout) -> bool:
     """Say whether the config lets groups be stepped before the backward has ended, and any can be."""
     is_offloaded = any(group.tiers.optimizer != "device" for group in layout.groups if group.trainable)
     is_scaled = config.precision.param == "fp16" and config.precision.loss_scale == "dynamic"
@@ -460,8 +460,8 @@ class StepInBackward:
         if self._read_factor is not None:
             self._factor, self._read_factor = self._read_factor(), None
         if self._factor is not None:
-            group.is_ahead = True
-            self._sharded.step_ahead(group, self._factor)
+            group.is_stepped = True
+            self._sharded.step_in_backward(group, self._factor)
 
 
 def _is_complete(group: ParamGroup) -> bool:

@@ -52,7 +52,7 @@ class ParamGroup:
         self.params = GroupParams(spec, layout, parameters, resources, released)
         self.grads = GroupGrads(spec, layout, resources) if spec.trainable else None
         self.is_pinned = False
-        self.is_ahead = False  # stepped in the backward that is under way
+        self.is_stepped = False  # stepped in the backward that is under way
         self._stepping: Task | None = None
         self._gather_updates: Callable[[], None] | None = None
         self._overlap = resources.overlap
@@ -63,16 +63,16 @@ class ParamGroup:
     def unshard(self) -> None:
         """Start to gather the parameters where they are sharded."""
         self.finish_update()
-        self._refuse_if_ahead()
+        self._refuse_if_stepped()
         self._unshard_start_s = self._timeline.now()
         self.params.unshard()
         if not self._overlap:
             self.wait()
 
     def wait(self) -> None:
-        """Make the parameters present; unshard them now if that was not started ahead."""
+        """Make the parameters present; unshard them now if no prefetch has started that."""
         self.finish_update()
-        self._refuse_if_ahead()
+        self._refuse_if_stepped()
         start_s = self._unshard_start_s if self.params.is_unsharding else self._timeline.now()
         if self.params.wait():
             if self.params.is_released_between_uses and self.params.shard.tier != "device":
@@ -84,7 +84,7 @@ class ParamGroup:
         if self.params.is_released_between_uses:
             self.params.unguard()
 
-    def keep(self) -> None:
+    def pin(self) -> None:
         """Make the parameters present, and keep them so."""
         self.wait()
         self.unguard()
@@ -103,7 +103,7 @@ class ParamGroup:
 
     def prefetch(self) -> None:
         """Start what `unshard` would have to wait for on the host, if the last step is over."""
-        is_stepping = self.is_ahead or not (self._stepping is None or self._stepping.is_done)
+        is_stepping = self.is_stepped or not (self._stepping is None or self._stepping.is_done)
         if not is_stepping:
             self.params.prefetch()
 
@@ -121,7 +121,7 @@ class ParamGroup:
             gather_updates: called before the parameters are used, if they are stored whole: gathers groups up to this
                 one in the order of all ranks.
         """
-        self._stepping, self.is_ahead = stepping, False
+        self._stepping, self.is_stepped = stepping, False
         if self.params.refresh(is_narrowed=True):
             self._gather_updates = gather_updates
         self._show_if_pinned()
@@ -145,8 +145,8 @@ class ParamGroup:
             self._gather_updates()
         self.await_step()
 
-    def _refuse_if_ahead(self) -> None:
-        if self.is_ahead and self.params.is_released:
+    def _refuse_if_stepped(self) -> None:
+        if self.is_stepped and self.params.is_released:
             raise EngineError(
                 "parameters-after-step",
                 f"the parameters of {self.spec.name} are needed again in a backward that has stepped them already; "

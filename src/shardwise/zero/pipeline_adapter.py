@@ -46,7 +46,7 @@ class PipelineAdapter:
         """Wait for the parameters that `unshard` has asked for."""
         for group in self._groups_of(stage):
             if stage in self._kept_for.get(group, ()) and group not in self._sharding.kept:
-                group.keep()
+                group.pin()
                 self._sharding.kept.add(group)
 
     def reshard(self, stage: int) -> None:

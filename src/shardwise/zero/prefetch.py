@@ -1,17 +1,17 @@
 """Decide in which order a model's blocks are gathered: as they run, or in lockstep with the other ranks.
 
-An order learns what runs and answers what to gather ahead. It knows blocks by name only, and moves nothing itself.
+An order learns what runs and answers what to prefetch. It knows blocks by name only, and moves nothing itself.
 
 `RecordedOrder` follows the model: the last forward's order is a hint for the next, a wrong guess costs a wait. It
 assumes that all ranks run the same blocks, since a gather needs them all. `StaticOrder` does not: every rank
 gathers every block once a forward and once a backward, in module order, also those that its own input skips.
 
 >>> order = StaticOrder(("a", "b", "c", "d"))
->>> order.start_forward(), order.enter_forward("a"), order.ahead()
+>>> order.start_forward(), order.enter_forward("a"), order.next_units()
 ((), (), ('b',))
 >>> order.enter_forward("d"), order.end_forward()
 (('b', 'c'), ())
->>> order.start_backward(), order.enter_backward("c"), order.ahead()
+>>> order.start_backward(), order.enter_backward("c"), order.next_units()
 ((), ('d',), ('b',))
 >>> order.end_backward()
 ('b', 'a')
@@ -52,7 +52,7 @@ class PrefetchOrder(Protocol):
     def end_backward(self) -> Names:
         """End the backward."""
 
-    def ahead(self) -> Names:
+    def next_units(self) -> Names:
         """Return the block that is likely to be needed next."""
 
     def upcoming(self, count: int) -> Names:
@@ -76,19 +76,19 @@ class RecordedOrder:
         self._names = tuple(names)
         self._order: Names = self._names
         self._seen: list[str] = []
-        self._ahead: Names = ()
+        self._next: Names = ()
         self._beyond: Names = ()
 
     def start_forward(self) -> Names:
         """Start to record a new order."""
         self._seen = []
-        self._ahead, self._beyond = self._order[:1], self._order[1:]
+        self._next, self._beyond = self._order[:1], self._order[1:]
         return ()
 
     def enter_forward(self, name: str) -> Names:
         """Note the block; none is skipped."""
         self._seen.append(name)
-        self._look_ahead(name, self._order)
+        self._set_next(name, self._order)
         return ()
 
     def end_forward(self) -> Names:
@@ -98,22 +98,22 @@ class RecordedOrder:
 
     def start_backward(self) -> Names:
         """Begin with the forward's order in reverse."""
-        self._ahead, self._beyond = self._order[-1:], self._order[-2::-1]
+        self._next, self._beyond = self._order[-1:], self._order[-2::-1]
         return ()
 
     def enter_backward(self, name: str) -> Names:
         """Note where the backward is."""
-        self._look_ahead(name, self._order[::-1])
+        self._set_next(name, self._order[::-1])
         return ()
 
     def end_backward(self) -> Names:
         """End the backward; none is skipped."""
         return ()
 
-    def ahead(self) -> Names:
+    def next_units(self) -> Names:
         """Return the block that followed last time; only once for each block that runs."""
-        ahead, self._ahead = self._ahead, ()
-        return ahead
+        units, self._next = self._next, ()
+        return units
 
     def upcoming(self, count: int) -> Names:
         """Return the blocks that followed that one."""
@@ -127,9 +127,9 @@ class RecordedOrder:
         """Return the blocks that the current forward has not run."""
         return [name for name in self._names if name not in self._seen]
 
-    def _look_ahead(self, name: str, order: Names) -> None:
+    def _set_next(self, name: str, order: Names) -> None:
         position = order.index(name) + 1 if name in order else len(order)
-        self._ahead, self._beyond = order[position : position + 1], order[position + 1 :]
+        self._next, self._beyond = order[position : position + 1], order[position + 1 :]
 
 
 class StaticOrder:
@@ -143,7 +143,7 @@ class StaticOrder:
         self._names = tuple(names)
         self._position = 0  # of the next block to gather, in `_path`
         self._path: Names = ()
-        self._has_ahead = False
+        self._has_next = False
 
     def start_forward(self) -> Names:
         """Begin at the first block."""
@@ -177,10 +177,10 @@ class StaticOrder:
         """Return the blocks that the backward has not reached."""
         return self._end()
 
-    def ahead(self) -> Names:
+    def next_units(self) -> Names:
         """Return the next block in module order; only once for each block that runs."""
-        has_ahead, self._has_ahead = self._has_ahead, False
-        return self._path[self._position : self._position + 1] if has_ahead else ()
+        has_next, self._has_next = self._has_next, False
+        return self._path[self._position : self._position + 1] if has_next else ()
 
     def upcoming(self, count: int) -> Names:
         """Return the blocks after the next one in module order."""
@@ -195,7 +195,7 @@ class StaticOrder:
         return ()
 
     def _start(self, path: Names) -> Names:
-        self._path, self._position, self._has_ahead = path, 0, True
+        self._path, self._position, self._has_next = path, 0, True
         return ()
 
     def _advance(self, name: str, what: str) -> Names:
@@ -208,10 +208,10 @@ class StaticOrder:
                 "zero.lockstep=false where all ranks run the same blocks",
             )
         skipped = self._path[self._position : position]
-        self._position, self._has_ahead = position + 1, True
+        self._position, self._has_next = position + 1, True
         return skipped
 
     def _end(self) -> Names:
         skipped = self._path[self._position :]
-        self._position, self._has_ahead = len(self._path), False
+        self._position, self._has_next = len(self._path), False
         return skipped

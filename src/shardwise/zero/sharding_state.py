@@ -1,6 +1,6 @@
 """Decides when a model's groups unshard, reshard and reduce, from the hooks of its units.
 
-A unit is unsharded before its forward and its backward, and the next one in order is unsharded ahead. The order is
+A unit is unsharded before its forward and its backward, and the next one in order is prefetched. The order is
 only a hint, taken from the last forward: a wrong guess costs a wait or some memory for a while, never an error.
 Reductions start in one fixed order, from the last unit to the root, so that ranks whose models take different paths
 still meet.
@@ -194,7 +194,7 @@ class ShardingState:
     def on_forward(self) -> None:
         """Start to gather the next unit; this unit's parameters are present."""
         if not in_backward():
-            self._unshard_ahead()
+            self._prefetch_units()
 
     def on_forward_end(self, unit: Unit, backward_follows: bool | None) -> None:
         """Release after a unit's forward what is not needed before its backward.
@@ -214,7 +214,7 @@ class ShardingState:
             return
         if backward_follows is None:
             for group in unit.groups:
-                self.keep_until_backward(group)
+                self.pin_until_backward(group)
         if backward_follows is False or (backward_follows and not self.order.is_last(unit.name)):
             unit.reshard()
 
@@ -229,7 +229,7 @@ class ShardingState:
         self._reduce_after(unit)
         # The root's backward may begin after that of a block whose output is the model's.
         if self.num_in_backward == 0:
-            self._unshard_ahead()
+            self._prefetch_units()
         self.num_in_backward += unit is not self.units[0]
 
     def on_inputs_done(self, unit: Unit) -> None:
@@ -241,7 +241,7 @@ class ShardingState:
     def on_backward_end(self, unit: Unit) -> None:
         """Start to gather the previous unit after a unit's backward."""
         if self._in_backward:
-            self._unshard_ahead()
+            self._prefetch_units()
 
     def finish(self) -> None:
         """Reduce what backwards have left unreduced, so that a step may follow."""
@@ -299,7 +299,7 @@ class ShardingState:
             group.wait()
             group.is_pinned = True
 
-    def keep_until_backward(self, group: ParamGroup) -> None:
+    def pin_until_backward(self, group: ParamGroup) -> None:
         """Keep a group whose use no hook ends until the end of the backward, or of an evaluation's forward."""
         group.is_pinned = True
         if group not in self._unannounced:
@@ -316,7 +316,7 @@ class ShardingState:
         """Say whether all parameters are kept whole, as inside `gathered`."""
         return self._is_held
 
-    def keep_all_until_backward(self) -> None:
+    def pin_all_until_backward(self) -> None:
         """Make all parameters present in the next backward: a graph was built while all of them were plain."""
         for group in self.groups:
             if group.params.is_released_between_uses and group not in self._unannounced:
@@ -344,7 +344,7 @@ class ShardingState:
         for group in self.groups:
             group.unshard()
         for group in self.groups:
-            group.keep()
+            group.pin()
         self._is_held = True
 
     def reshard_all(self, release_held: bool = False) -> None:
@@ -381,9 +381,9 @@ class ShardingState:
         self.ever_late.clear()
         self._release_claim()
 
-    def _unshard_ahead(self) -> None:
-        for name in self.order.ahead():
-            self._unit_of[name].unshard_ahead()
+    def _prefetch_units(self) -> None:
+        for name in self.order.next_units():
+            self._unit_of[name].start_unshard()
         for name in self.order.upcoming(NUM_PREFETCHED):
             self._unit_of[name].prefetch()
 
@@ -438,7 +438,7 @@ class ShardingState:
             # Used outside its unit, before it: what comes now is reduced at the end, once more.
             self._late.append(group)
             self.ever_late.add(group)
-            if group.is_ahead:
+            if group.is_stepped:
                 raise EngineError(
                     "gradient-after-step",
                     f"a parameter of {group.spec.name} got a gradient after its step in this backward, because it is "
@@ -541,7 +541,7 @@ class ShardingState:
             if not group.params.is_released:
                 group.wait()
                 if torch.is_grad_enabled():
-                    self.keep_until_backward(group)
+                    self.pin_until_backward(group)
                 return
             raise ReleasedParameterError(
                 "parameter-released",
@@ -549,7 +549,7 @@ class ShardingState:
                 "read it inside `with engine.gathered():`",
             )
         group.wait()
-        self.keep_until_backward(group)
+        self.pin_until_backward(group)
         group.unguard()
 
 

@@ -36,7 +36,7 @@ class UnitObserver(Protocol):
 
     def on_backward_end(self, unit: Unit) -> None: ...
 
-    def keep_until_backward(self, group: ParamGroup) -> None: ...
+    def pin_until_backward(self, group: ParamGroup) -> None: ...
 
 
 class Unit:
@@ -75,10 +75,10 @@ class Unit:
         for group in self.used_groups:
             group.wait()
 
-    def unshard_ahead(self) -> None:
+    def start_unshard(self) -> None:
         """Start to gather the parameters, which are likely to be needed next."""
         for group in self.used_groups:
-            if not group.is_ahead:
+            if not group.is_stepped:
                 group.unshard()
 
     def prefetch(self) -> None:
@@ -108,7 +108,7 @@ class Unit:
         read = read_with(outputs)
         for group in self.groups:
             if group.params.is_viewed_by(read):
-                self._sharding.keep_until_backward(group)
+                self._sharding.pin_until_backward(group)
             group.guard()
         self._sharding.on_forward_end(self, backward_follows)
 
@@ -146,7 +146,7 @@ class Unit:
             self._sharding.enter_backward(self)
         if torch.is_grad_enabled():
             for group in self.used_groups:  # a graph through this backward is being built, and will need the data again
-                self._sharding.keep_until_backward(group)
+                self._sharding.pin_until_backward(group)
         self.wait()
         for group in self.used_groups:
             group.unguard()  # to a recomputation, which runs inside the module's own hooks

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.offload.cpu_optimizer import CpuOptimizer, StepPiece, framed, rule_of, step_pieces
+from shardwise.offload.cpu_optimizer import CpuOptimizer, StepPiece, pad_ends, rule_of, step_pieces
 from shardwise.runtime.optimizers import Lion
 
 NUMEL = 700
@@ -39,10 +39,10 @@ def test_a_cut_changes_no_bit(name: str, numel: int, cuts: list[int]) -> None:
     step_pieces(rule, [whole], 0.5)
     bounds = sorted({0, numel, *(each for each in cuts if each < numel)})
     for start, stop in itertools.pairwise(bounds):
-        direct, frames = framed(cut.part(start, stop), start, is_end=stop == numel)
-        step_pieces(rule, [*direct, *(each.framed for each in frames)], 0.5)
-        for frame in frames:
-            frame.put_back()
+        direct, padded = pad_ends(cut.part(start, stop), start, is_end=stop == numel)
+        step_pieces(rule, [*direct, *(each.padded for each in padded)], 0.5)
+        for each in padded:
+            each.put_back()
     assert torch.equal(cut.master, whole.master)
     assert torch.equal(cut.param, whole.param)
     assert all(torch.equal(cut.states[key], state) for key, state in whole.states.items())

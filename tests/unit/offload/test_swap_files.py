@@ -353,12 +353,12 @@ def test_the_probe_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_kinds_of_a_file_take_turns_in_the_order_they_come() -> None:
-    turns, entered = io_threads._Turns(), []
+    lock, entered = io_threads._DirectIoLock(), []
     kinds = {"direct 1": True, "direct 2": True, "plain": False, "direct 3": True}
     leave = {name: threading.Event() for name in kinds}
 
     def run(name: str) -> None:
-        with turns.turn(kinds[name]):
+        with lock.hold(kinds[name]):
             entered.append(name)
             leave[name].wait(PATIENCE_S)
 
@@ -370,7 +370,7 @@ def test_the_kinds_of_a_file_take_turns_in_the_order_they_come() -> None:
     threads = [threading.Thread(target=run, args=(name,)) for name in kinds]
     for index, thread in enumerate(threads):
         thread.start()
-        assert wait_until(lambda index=index: turns._num_come > index)
+        assert wait_until(lambda index=index: lock._num_come > index)
     wait_for(["direct 1", "direct 2"])
     leave["direct 1"].set()
     wait_for(["direct 1", "direct 2"])
@@ -380,4 +380,4 @@ def test_the_kinds_of_a_file_take_turns_in_the_order_they_come() -> None:
     leave["direct 3"].set()
     for thread in threads:
         thread.join(PATIENCE_S)
-    assert turns._num_running == 0
+    assert lock._num_running == 0

@@ -11,7 +11,7 @@ from shardwise.planner.candidates import SearchSpace, is_legal
 from shardwise.planner.explain import parts_words, reasons_of, why_faster, why_not, why_slower, why_yours
 from shardwise.planner.hardware import Cluster, Host, find_gpu
 from shardwise.planner.job import PlanJob, Strategy
-from shardwise.planner.memory_limit import Shortfall, shortfall, usable_bytes
+from shardwise.planner.memory_limit import MissingMemory, missing_memory, usable_bytes
 from shardwise.planner.neighbours import neighbours, price_changes
 from shardwise.planner.results import Estimate, MemoryEstimate, RankMemory, TimeEstimate
 from shardwise.planner.search import Limits, cost_per_step, search
@@ -100,21 +100,21 @@ def test_the_parts_that_differ_are_said() -> None:
 
 def test_what_does_not_fit_is_of_the_rank_that_lacks_most() -> None:
     memory = memory_of({"params": 10.0}, {"params": 10.0, "activations": 60.0, "logits": 12.0})
-    missing = shortfall(memory, CLUSTER, 0.06)
+    missing = missing_memory(memory, CLUSTER, 0.06)
     assert missing is not None
     assert (missing.tier, missing.pipeline_rank) == ("device", 1)
     assert missing.missing_bytes == pytest.approx(82 * GIB - 0.94 * 80 * GIB)
     said = why_not(price_of(Strategy(pp=2), memory, compute=1.0), missing, None)
     assert said.startswith("out of memory by 6.80 GiB on pipeline rank 1: activations 60.0 GiB, logits 12.0 GiB;")
-    assert shortfall(memory, CLUSTER, -0.1) is None
+    assert missing_memory(memory, CLUSTER, -0.1) is None
     assert usable_bytes(CLUSTER, 0.5) == 40 * GIB
 
 
 def test_hosts_hold_what_all_their_ranks_move() -> None:
-    assert shortfall(memory_of({}, host_gib=125.0), CLUSTER, 0.0) is None
-    missing = shortfall(memory_of({}, host_gib=126.0), CLUSTER, 0.0)
-    assert missing == Shortfall("host", 8 * GIB, 0)
-    said = why_not(price_of(Strategy(), memory_of({}), compute=1.0), Shortfall("host", 8 * GIB, 0), None)
+    assert missing_memory(memory_of({}, host_gib=125.0), CLUSTER, 0.0) is None
+    missing = missing_memory(memory_of({}, host_gib=126.0), CLUSTER, 0.0)
+    assert missing == MissingMemory("host", 8 * GIB, 0)
+    said = why_not(price_of(Strategy(), memory_of({}), compute=1.0), MissingMemory("host", 8 * GIB, 0), None)
     assert said.startswith("out of memory by 8.00 GiB of each node's host memory")
 
 
@@ -301,6 +301,6 @@ def test_a_simpler_one_may_be_two_per_cent_slower() -> None:
 def test_disks_hold_what_all_ranks_of_a_node_move_there() -> None:
     cluster = replace(CLUSTER, host=Host(memory_bytes=1e15, nvme_bytes=800 * GIB))
     (rank,) = memory_of({}).ranks
-    for size, missing in ((100, None), (101, Shortfall("nvme", 8 * GIB, 0))):
+    for size, missing in ((100, None), (101, MissingMemory("nvme", 8 * GIB, 0))):
         held = MemoryEstimate(ranks=(replace(rank, elsewhere={"nvme": size * GIB}),))
-        assert shortfall(held, cluster, 0.0) == missing
+        assert missing_memory(held, cluster, 0.0) == missing

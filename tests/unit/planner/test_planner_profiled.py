@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.profiles import BLOCKS, PROFILE, SHAPES
-from shardwise.planner.calibration import Surface
+from shardwise.planner.calibration import LogInterpolator
 from shardwise.planner.comm_time import CommTimeModel
 from shardwise.planner.compute_time import ComputeTimeModel
 from shardwise.planner.job import PlanJob, Strategy
@@ -98,28 +98,28 @@ POINTS = st.lists(
 
 
 @given(POINTS, st.tuples(st.floats(1, 1e6), st.floats(1, 1e6)))
-def test_a_surface_stays_between_its_points(points, where):
-    values = Surface(points).at(*where)
+def test_an_interpolation_stays_between_its_points(points, where):
+    values = LogInterpolator(points).at(*where)
     for index, value in enumerate(values):
         known = [point[1][index] for point in points]
         assert min(known) * (1 - 1e-9) <= value <= max(known) * (1 + 1e-9)
 
 
 @given(POINTS)
-def test_a_surface_goes_through_its_points(points):
+def test_an_interpolation_goes_through_its_points(points):
     far = [
         point
         for point in points
         if all(abs(point[0][0] / other[0][0] - 1) > 1e-3 for other in points if other != point)
     ]
     for where, values in far:
-        assert Surface(points).at(*where) == pytest.approx(values)
+        assert LogInterpolator(points).at(*where) == pytest.approx(values)
 
 
 def test_near_points_weigh_more_by_the_fourth_power_of_their_distance():
-    surface = Surface([((1.0,), (1.0,)), ((math.exp(3.0),), (math.e,))])
+    interpolator = LogInterpolator([((1.0,), (1.0,)), ((math.exp(3.0),), (math.e,))])
     # 1 and 2 away: weights 16 to 1.
-    assert surface.at(math.e) == pytest.approx((math.exp(1 / 17),))
+    assert interpolator.at(math.e) == pytest.approx((math.exp(1 / 17),))
 
 
 def test_a_split_block_is_corrected_as_a_whole_one_of_as_many_weights():

@@ -16,7 +16,7 @@ from shardwise.planner.fit import CHUNK_TOKENS, family_shape, fit, largest, setu
 from shardwise.planner.hardware import FittedConstants, Host, find_gpu, parse_cluster
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.memory import MemoryModel
-from shardwise.planner.memory_limit import shortfall
+from shardwise.planner.memory_limit import missing_memory
 from shardwise.planner.profile import Profile
 from shardwise.planner.request import ModelSource, ask, read_model, usual_dtype
 from shardwise.planner.shape import ModelShape
@@ -147,15 +147,15 @@ def test_one_more_of_what_fits_does_not() -> None:
     def fits(seq_len: int, micro_size: int) -> bool:
         strategy = replace(stage_3.setup.strategy, micro_size=micro_size)
         job = PlanJob(shape=narrow, seq_len=seq_len, global_batch=strategy.global_batch, cluster=cluster)
-        return shortfall(MemoryModel(job).estimate(strategy), cluster, 0.25) is None
+        return missing_memory(MemoryModel(job).estimate(strategy), cluster, 0.25) is None
 
     assert stage_3.shape is not None
     heads = stage_3.shape.num_heads
     assert heads % 4 == 0
     job = PlanJob(shape=stage_3.shape, seq_len=512, global_batch=8, cluster=cluster)
-    assert shortfall(MemoryModel(job).estimate(stage_3.setup.strategy), cluster, 0.25) is None
+    assert missing_memory(MemoryModel(job).estimate(stage_3.setup.strategy), cluster, 0.25) is None
     larger = replace(job, shape=family_shape(heads + 4))
-    assert shortfall(MemoryModel(larger).estimate(stage_3.setup.strategy), cluster, 0.25) is not None
+    assert missing_memory(MemoryModel(larger).estimate(stage_3.setup.strategy), cluster, 0.25) is not None
     assert next(fit(cluster, seq_len=512)).micro_size is None
     assert fits(512, stage_3.micro_size)
     assert not fits(512, stage_3.micro_size + 1)

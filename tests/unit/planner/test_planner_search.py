@@ -28,7 +28,7 @@ from shardwise.planner.hardware import Cluster, find_gpu
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.memory import MemoryModel
 from shardwise.planner.memory_bound import MemoryBound
-from shardwise.planner.memory_limit import shortfall
+from shardwise.planner.memory_limit import missing_memory
 from shardwise.planner.neighbours import neighbours
 from shardwise.planner.pipeline_time import PipelineTimes, StageTimes
 from shardwise.planner.pricer import Pricer
@@ -155,7 +155,7 @@ def brute_force(job: PlanJob, pricer: FakePricer, space: SearchSpace, margin_sha
         for placement in placements(job, space, candidate):
             strategy = strategy_at(candidate, placement, space.base)
             memory = pricer.memory.estimate(strategy)
-            if shortfall(memory, job.cluster, margin_share) is None:
+            if missing_memory(memory, job.cluster, margin_share) is None:
                 time = pricer.time.estimate(strategy)
                 found.append(Estimate(job=job, strategy=strategy, memory=memory, time=time))
     return simplest(found) if found else None
@@ -256,7 +256,7 @@ def test_where_prices_are_spent_no_neighbour_of_the_winner_is_better() -> None:
     assert plan.winner is not None
     for words, strategy in neighbours(job, plan.winner.strategy):
         is_asked_for = strategy.chunk_tokens is None and "tiers." not in words
-        if is_asked_for and shortfall(pricer.memory.estimate(strategy), job.cluster, 0.06) is None:
+        if is_asked_for and missing_memory(pricer.memory.estimate(strategy), job.cluster, 0.06) is None:
             assert pricer.time.estimate(strategy).step_s >= plan.winner.time.step_s, words
 
 
@@ -363,7 +363,7 @@ def test_as_much_stays_on_the_device_as_fits_and_helps() -> None:
     less, more = (pricer.price(replace(winner.strategy, optimizer_on_device=each)) for each in (0.0, share + 0.05))
     assert winner.time.step_s < less.time.step_s
     assert sum(winner.memory.worst.elsewhere.values()) < sum(less.memory.worst.elsewhere.values())
-    assert shortfall(more.memory, job.cluster, Limits().margin_share) is not None
+    assert missing_memory(more.memory, job.cluster, Limits().margin_share) is not None
 
 
 def test_the_front_has_what_none_beats() -> None:

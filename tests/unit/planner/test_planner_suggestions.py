@@ -12,7 +12,7 @@ from shardwise.planner.explain import lacks, why_yours
 from shardwise.planner.hardware import Cluster, Host, find_gpu, parse_cluster
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.memory import MemoryModel
-from shardwise.planner.memory_limit import missing_on_node, shortfall
+from shardwise.planner.memory_limit import missing_memory, missing_on_node
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.results import Estimate, MemoryEstimate, RankMemory, TimeEstimate
 from shardwise.planner.search import search
@@ -112,7 +112,7 @@ def test_what_lacks_in_both_memories_counts_twice() -> None:
     memory = MemoryEstimate(ranks=ranks)
     cluster = replace(DESKTOP, gpu=replace(DESKTOP.gpu, memory_bytes=20 * GIB))
     assert missing_on_node(memory, cluster, 0.0) == 12 * GIB
-    missing = shortfall(memory, cluster, 0.0)
+    missing = missing_memory(memory, cluster, 0.0)
     assert missing is not None
     assert missing.missing_bytes == 10 * GIB
 
@@ -136,7 +136,7 @@ def test_your_own_layout_has_a_fix_and_no_pipeline_rank_without_a_pipeline() -> 
     assert "pipeline rank" not in said
     assert " would fit, at " in said
     split = pricer.price(Strategy(pp=2, dp_shard=4, num_micro_batches=2))
-    missing = shortfall(split.memory, job.cluster, 0.06)
+    missing = missing_memory(split.memory, job.cluster, 0.06)
     assert missing is not None
     assert "on pipeline rank 0: " in lacks(split, missing)
     fits = pricer.price(Strategy(dp_shard=8, zero_stage=3, recompute="full"))
@@ -147,7 +147,7 @@ def test_where_a_config_would_do_no_one_buys_disks() -> None:
     job = job_of("llama-7b", parse_cluster("a100-40:8"))
     pricer = Pricer(job)
     price = pricer.price(Strategy(dp_shard=8, zero_stage=2))
-    missing = shortfall(price.memory, job.cluster, 0.06)
+    missing = missing_memory(price.memory, job.cluster, 0.06)
     assert missing is not None
     said = list(suggest(price, missing, pricer, Pricer, 0.06))
     assert " would fit, at " in said[0]

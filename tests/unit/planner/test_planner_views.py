@@ -14,7 +14,7 @@ from shardwise.planner.explain import DefaultChoice, Reasons
 from shardwise.planner.format import batch_words, layout_words
 from shardwise.planner.hardware import Cluster, GpuSpec, Host
 from shardwise.planner.job import PlanJob, Strategy
-from shardwise.planner.memory_limit import Shortfall, shortfall
+from shardwise.planner.memory_limit import MissingMemory, missing_memory
 from shardwise.planner.neighbours import Change
 from shardwise.planner.plan_view import cautions, default_words, plan_dict, plan_view, price_dict
 from shardwise.planner.render import (
@@ -197,11 +197,11 @@ def test_kernels_that_are_shorter_than_their_launches_are_cautioned() -> None:
 
 def test_a_default_that_does_not_fit_names_what_takes_most() -> None:
     price = price_of({"params": 1.0}, {"params": 20.0, "logits": 70.0}, strategy=Strategy(pp=2))
-    missing = shortfall(price.memory, CLUSTER, 0.0)
-    assert missing == Shortfall("device", 10 * GIB, 1)
+    missing = missing_memory(price.memory, CLUSTER, 0.0)
+    assert missing == MissingMemory("device", 10 * GIB, 1)
     default = DefaultChoice(name="DDP", price=price, missing=missing, sentence="")
     assert default_words(default) == "out of memory by 10.0 GiB (logits 70.0 GiB)"
-    on_host = replace(default, missing=Shortfall("host", 3 * GIB, 0))
+    on_host = replace(default, missing=MissingMemory("host", 3 * GIB, 0))
     assert default_words(on_host).startswith("out of memory by 3.00 GiB of each node's host memory")
 
 
@@ -263,7 +263,7 @@ def test_losers_are_numbered_as_in_the_table() -> None:
 def test_a_plan_is_written_in_gib_and_with_what_is_nearest() -> None:
     found = price_dict(PRICES[0])
     assert (found["peak_gib"], found["margin_gib"], found["mfu"]) == (70.0, 10.0, 0.5)
-    missing = Shortfall("device", 1.0, 0)
+    missing = MissingMemory("device", 1.0, 0)
     said = Reasons(wins="", runners_up=(), defaults=(), changes=(), suggestions=())
     assert plan_dict(plan_of(nearest=(PRICES[1], missing)), said)["nearest"] == price_dict(PRICES[1])
 

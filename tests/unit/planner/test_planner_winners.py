@@ -18,7 +18,7 @@ from shardwise.planner.candidates import SearchSpace, candidates, placements, st
 from shardwise.planner.configs import ALWAYS_WRITTEN, config_of, strategy_of, to_toml
 from shardwise.planner.hardware import Cluster, GpuSpec, find_gpu
 from shardwise.planner.job import PlanJob, Strategy
-from shardwise.planner.memory_limit import shortfall
+from shardwise.planner.memory_limit import missing_memory
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.results import Estimate
 from shardwise.planner.search import Limits, search
@@ -163,7 +163,7 @@ def test_nothing_beats_the_winner_by_real_prices(job: PlanJob, pins: dict[str, t
         for placement in placements(job, space, candidate)
     ]
     fitting = [
-        each for each in every if shortfall(pricer.memory.estimate(each), job.cluster, limits.margin_share) is None
+        each for each in every if missing_memory(pricer.memory.estimate(each), job.cluster, limits.margin_share) is None
     ]
     fastest_s = min(pricer.time.estimate(each).step_s for each in fitting)
     plan = search(job, space, limits, pricer)

@@ -1,13 +1,13 @@
 """The look-up tables of the kernels: cut a document's queries, or its keys, into tiles. Pure numpy; no Triton.
 
 Tensors hold a document's tokens one run after another. A tile takes neighbouring tokens of a tensor, from several runs
-where their GRANULES (a power of two of tokens that divides a block) are whole. The kernels compare a query's place m in
-its tensor with a key's place n, n <= m + shift, with one shift for each tile: it is right for a STRETCH of tokens.
+where their CHUNKS (a power of two of tokens that divides a block) are whole. The kernels compare a query's place m in
+its tensor with a key's place n, n <= m + shift, with one shift for each tile: it is right for a SEGMENT of tokens.
 
 >>> zigzag = TokenAxis(own=((0, 4), (8, 12)), other=((0, 12),), places=(0, 0), of_queries=True)
->>> [(each.begin, each.index, each.shift) for each in stretches_of(zigzag, causal=True)]
+>>> [(each.begin, each.index, each.shift) for each in segments_of(zigzag, causal=True)]
 [(0, 0, 0), (8, 4, 4)]
->>> tiles_of(zigzag, causal=True, granule=4, width=8).tokens.tolist()
+>>> tiles_of(zigzag, causal=True, chunk=4, width=8).tokens.tolist()
 [[0, 0, 4, 0], [4, 4, 8, 4]]
 """
 
@@ -49,7 +49,7 @@ class TokenAxis:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Segment:
     """Tokens of one run to which one shift applies.
 
     Attributes:
@@ -68,17 +68,17 @@ class Stretch:
 
 
 @dataclass(frozen=True, eq=False)
-class Granules:
-    """Tokens of one granule and one stretch.
+class AlignedChunks:
+    """Tokens of one chunk and one segment.
 
     Attributes:
-        stretch: the number of the stretch.
+        segment: the number of the segment.
         begin: the first token.
         end: the token after the last.
         index: the index of `begin` in the tensor.
     """
 
-    stretch: Ints
+    segment: Ints
     begin: Ints
     end: Ints
     index: Ints
@@ -90,19 +90,19 @@ class AxisTiles:
 
     Attributes:
         tokens: [tiles, 4]: origin, begin and end in the tensor, and the shift.
-        granules: in the order of the tiles.
-        slots: [granules], the place of each: granules from the origin of the first tile, if all tiles were whole.
+        chunks: in the order of the tiles.
+        slots: [chunks], the place of each: chunks from the origin of the first tile, if all tiles were whole.
     """
 
     tokens: Ints
-    granules: Granules
+    chunks: AlignedChunks
     slots: Ints
 
 
-def stretches_of(axis: TokenAxis, *, causal: bool) -> list[Stretch]:
+def segments_of(axis: TokenAxis, *, causal: bool) -> list[Segment]:
     """Cut the runs of an axis where a causal pattern needs another shift.
 
-    The bits of entries cover granules that are wholly before or after others. So the comparison must be exact only for
+    The bits of entries cover chunks that are wholly before or after others. So the comparison must be exact only for
     tokens that are on both axes, and must be True for all other pairs that are seen. Queries are cut where a run of
     keys begins, except the first, before which there are no keys; keys are cut where a run of queries ends, except the
     last, after which there are no queries.
@@ -123,60 +123,60 @@ def stretches_of(axis: TokenAxis, *, causal: bool) -> list[Stretch]:
                     shift = (before - index - max(0, start - begin)) * (1 if axis.of_queries else -1)
                 else:
                     least = before - 1 - index if axis.of_queries else index + end - begin - 1 - before
-            found.append(Stretch(begin, end, index, shift, least))
+            found.append(Segment(begin, end, index, shift, least))
             index += end - begin
     return found
 
 
-def granules_of(stretches: Sequence[Stretch], granule: int) -> Granules:
-    """Cut the tokens of stretches at granules."""
-    cuts = [np.arange(each.begin // granule * granule, each.end, granule) for each in stretches]
-    stretch = np.repeat(np.arange(len(stretches)), _ints([len(each) for each in cuts]))  # [granules]
-    first, last, place = _ints([(each.begin, each.end, each.index) for each in stretches]).reshape(-1, 3)[stretch].T
+def chunks_of(segments: Sequence[Segment], chunk: int) -> AlignedChunks:
+    """Cut the tokens of segments at chunks."""
+    cuts = [np.arange(each.begin // chunk * chunk, each.end, chunk) for each in segments]
+    segment = np.repeat(np.arange(len(segments)), _ints([len(each) for each in cuts]))  # [chunks]
+    first, last, place = _ints([(each.begin, each.end, each.index) for each in segments]).reshape(-1, 3)[segment].T
     begin = np.concatenate([_ints([]), *cuts])
-    end, begin = np.minimum(begin + granule, last), np.maximum(begin, first)
-    return Granules(stretch, begin, end, begin - first + place)
+    end, begin = np.minimum(begin + chunk, last), np.maximum(begin, first)
+    return AlignedChunks(segment, begin, end, begin - first + place)
 
 
-def tiles_of(axis: TokenAxis, *, causal: bool, granule: int, width: int) -> AxisTiles:
+def tiles_of(axis: TokenAxis, *, causal: bool, chunk: int, width: int) -> AxisTiles:
     """Make the tiles of an axis.
 
     In a long run they begin at multiples of their width in the document, as the repeated parts of patterns do. They
-    continue into the next run where that leaves granules whole and the shift right.
+    continue into the next run where that leaves chunks whole and the shift right.
 
     Args:
         axis: of one document.
         causal: whether a token sees none after it.
-        granule: tokens of a granule; divides the width and the block.
+        chunk: tokens of a chunk; divides the width and the block.
         width: tokens of a tile.
     """
-    stretches = stretches_of(axis, causal=causal)
-    anchors: list[int] = []  # of each stretch: where slots are counted from
+    segments = segments_of(axis, causal=causal)
+    anchors: list[int] = []  # of each segment: where slots are counted from
     origins: list[int] = []  # of each tile
     shifts: list[tuple[int | None, int]] = []  # of each tile: the exact one, and the least
-    for each in stretches:
+    for each in segments:
         place = each.index - origins[-1] if origins else 0  # in the tile before
-        is_whole = bool(origins) and each.begin % granule == 0 == place % granule
+        is_whole = bool(origins) and each.begin % chunk == 0 == place % chunk
         both = _agreed(shifts[-1], (each.shift, each.least)) if is_whole and place < width else None
         if both is not None:
             origin, shifts[-1] = origins.pop(), both
         else:
             is_long = each.begin // width < (each.end - 1) // width
-            origin = each.index - (0 if is_whole and place == width else each.begin % (width if is_long else granule))
+            origin = each.index - (0 if is_whole and place == width else each.begin % (width if is_long else chunk))
         anchors.append(origin - len(origins) * width)
         origins += range(origin, each.index + each.end - each.begin, width)
         shifts += [(each.shift, each.least)] * (len(origins) - len(shifts))
-    granules = granules_of(stretches, granule)
-    slots = (granules.index - _ints(anchors)[granules.stretch]) // granule
-    borders = np.searchsorted(slots, np.arange(len(origins) + 1) * (width // granule))  # [tiles + 1], of granules
-    begin = granules.index[borders[:-1]]
-    end = (granules.index + granules.end - granules.begin)[borders[1:] - 1]
+    chunks = chunks_of(segments, chunk)
+    slots = (chunks.index - _ints(anchors)[chunks.segment]) // chunk
+    borders = np.searchsorted(slots, np.arange(len(origins) + 1) * (width // chunk))  # [tiles + 1], of chunks
+    begin = chunks.index[borders[:-1]]
+    end = (chunks.index + chunks.end - chunks.begin)[borders[1:] - 1]
     exact = [NOT_CAUSAL if shift is None else shift for shift, _ in shifts]
-    return AxisTiles(np.stack([_ints(origins), begin, end, _ints(exact)], 1), granules, slots)
+    return AxisTiles(np.stack([_ints(origins), begin, end, _ints(exact)], 1), chunks, slots)
 
 
 def _agreed(one: tuple[int | None, int], other: tuple[int | None, int]) -> tuple[int | None, int] | None:
-    """Return the (exact, least) shift that is right for two stretches together; None if there is none."""
+    """Return the (exact, least) shift that is right for two segments together; None if there is none."""
     exact = {shift for shift, _ in (one, other) if shift is not None}
     least = max(one[1], other[1])
     if len(exact) > 1 or any(shift < least for shift in exact):
@@ -336,15 +336,15 @@ def _heads_lists(pattern: Pattern, query: int, key: int, side: TileSide) -> list
     queries = TokenAxis(pattern.query_runs, pattern.key_runs, (query, key), of_queries=True)
     keys = TokenAxis(pattern.key_runs, pattern.query_runs, (key, query), of_queries=False)
     own, other = (queries, keys) if side.of_queries else (keys, queries)
-    tiles = tiles_of(own, causal=pattern.causal, granule=run, width=side.width.tile)
-    entries = granules_of(stretches_of(other, causal=False), sub_block)
+    tiles = tiles_of(own, causal=pattern.causal, chunk=run, width=side.width.tile)
+    entries = chunks_of(segments_of(other, causal=False), sub_block)
     return [_lists(pattern, head.numpy(), tiles, entries, side) for head in pattern.blocks]
 
 
-def _lists(pattern: Pattern, blocks: Bools, tiles: AxisTiles, entries: Granules, side: TileSide) -> _TileLists:
+def _lists(pattern: Pattern, blocks: Bools, tiles: AxisTiles, entries: AlignedChunks, side: TileSide) -> _TileLists:
     """Return the entries of each tile of a document, for one head."""
     run, sub_block = _runs(pattern.block, side.width)
-    some, every = _pairs(pattern, blocks if side.of_queries else blocks.T, (tiles.granules, entries), side.of_queries)
+    some, every = _pairs(pattern, blocks if side.of_queries else blocks.T, (tiles.chunks, entries), side.of_queries)
     shape = len(tiles.tokens), side.width.tile // run, len(entries.begin)  # [tiles, runs, sub-blocks]
     seen, whole = np.zeros(shape, dtype=bool), np.ones(shape, dtype=bool)
     for found, into in ((some, seen), (every, whole)):
@@ -359,8 +359,10 @@ def _lists(pattern: Pattern, blocks: Bools, tiles: AxisTiles, entries: Granules,
     return _TileLists(tiles.tokens, lengths, full, _partial(is_partial, seen, entries, num_subs))
 
 
-def _pairs(pattern: Pattern, blocks: Bools, axes: tuple[Granules, Granules], of_queries: bool) -> tuple[Bools, Bools]:
-    """Say for granules [of tiles, of entries] whether any pair of tokens is seen, and whether all are."""
+def _pairs(
+    pattern: Pattern, blocks: Bools, axes: tuple[AlignedChunks, AlignedChunks], of_queries: bool
+) -> tuple[Bools, Bools]:
+    """Say for chunks [of tiles, of entries] whether any pair of tokens is seen, and whether all are."""
     tiles, entries = axes
     seen = blocks[np.ix_(tiles.begin // pattern.block, entries.begin // pattern.block)]
     if not pattern.causal:
@@ -374,7 +376,7 @@ def _pairs(pattern: Pattern, blocks: Bools, axes: tuple[Granules, Granules], of_
     return seen & any_pair, seen & all_pairs
 
 
-def _partial(is_partial: Bools, seen: Bools, entries: Granules, num_subs: int) -> Ints:
+def _partial(is_partial: Bools, seen: Bools, entries: AlignedChunks, num_subs: int) -> Ints:
     """Return the partial entries of all tiles, [entries, 2 * sub-blocks + runs]; missing sub-blocks are empty."""
     tile, column = np.nonzero(is_partial)
     counts = is_partial.sum(1)
