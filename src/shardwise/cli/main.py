@@ -52,7 +52,7 @@ examples:
   shardwise train runs/a/config.json                  what a run had, once more
   shardwise train my.toml --dry-run --world-size 512  what each of 512 ranks would hold and send, in seconds
   shardwise train my.toml --resume auto               goes on from the last checkpoint, on however many ranks
-  torchrun --nproc-per-node 8 -m shardwise.cli train  joins the ranks there are; so does srun
+  torchrun --nproc-per-node 8 -m shardwise train      joins the ranks there are; so does srun
 """
 
 

@@ -372,7 +372,7 @@ def _start_words(path: Path, cluster: Cluster, *, is_here: bool) -> str:
         return f"start it by shardwise train {path}"
     num_nodes = cluster.num_gpus // cluster.gpus_per_node
     nodes = f"--nnodes {num_nodes} " if num_nodes > 1 else ""
-    return f"start it by torchrun {nodes}--nproc-per-node {cluster.gpus_per_node} -m shardwise.cli train {path}"
+    return f"start it by torchrun {nodes}--nproc-per-node {cluster.gpus_per_node} -m shardwise train {path}"
 
 
 def _explain(arguments: argparse.Namespace, cluster: Cluster, model: str | None, assignments: Sequence[str]) -> int:

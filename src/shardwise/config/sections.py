@@ -82,7 +82,7 @@ class DataConfig(Section):
     seq_len: Tokens = 256
     """Tokens of a sample; 256 is short, so that a first run is quick."""
     val_fraction: Fraction = 0.05
-    """Share of the documents that is held out for evaluation."""
+    """Share of the tokens, in whole documents, that is held out for evaluation and not trained on."""
     tokenizer: str | None = None
     """A folder or file of a Hugging Face tokenizer; without it, one is trained on the data."""
     cache_dir: str | None = None
@@ -130,11 +130,11 @@ class PrecisionConfig(Section):
     loss_scale: PositiveFloat | Literal["dynamic"] = "dynamic"
     """Factor on the loss of fp16; "dynamic" adapts it. Other dtypes do not use it."""
     initial_loss_scale: PositiveFloat = 65536.0
-    """The first dynamic loss scale."""
+    """The first dynamic loss scale; 2^16, as DeepSpeed's. One that is too large costs some skipped steps."""
     loss_scale_window: Positive = 1000
-    """Steps without overflow after which a dynamic loss scale doubles."""
+    """Steps without overflow after which a dynamic loss scale doubles; 1000, as DeepSpeed's. Fewer skip more steps."""
     min_loss_scale: PositiveFloat = 1.0
-    """The smallest dynamic loss scale; a run that needs less ends with an error."""
+    """The smallest dynamic loss scale; 1 is no scaling. A run that needs less ends with an error."""
 
 
 class ZeroConfig(Section):
@@ -146,11 +146,12 @@ class ZeroConfig(Section):
     blocks: Names | None = None
     """Patterns of module names that are gathered as one unit; found where they are not given."""
     overlap: bool = True
-    """Whether collectives run beside computation; off only to look for errors."""
+    """Whether collectives run beside computation. On, since off gives the same bits, more slowly; off saves the memory
+    of one gathered unit in stage 3."""
     lockstep: bool = False
     """Whether ranks may run different blocks: each then gathers all of them, in module order."""
     replicate_frozen: bool = False
-    """Whether frozen parameters stay whole on every rank in stage 3."""
+    """Whether frozen parameters stay whole on every rank in stage 3; off, since that needs memory. It saves gathers."""
 
 
 class TiersConfig(Section):
@@ -159,7 +160,7 @@ class TiersConfig(Section):
     params: Tier = "device"
     """Memory that stores parameters; "host" and "nvme" need stage 3."""
     grads: Tier = "device"
-    """Memory that stores gradients between backward and step."""
+    """Memory that stores gradients between backward and step. All tiers are "device" by default: others are slower."""
     optimizer: Tier = "device"
     """Memory that stores masters and moments; the step runs on the host where it is not the device."""
     params_on_device: Fraction = 0.0
@@ -177,7 +178,7 @@ class TiersConfig(Section):
     pin_memory: bool = True
     """Whether host memory is pinned, which copies to and from a GPU need to be asynchronous."""
     bind_cores: bool = False
-    """Whether each rank keeps to its share of the machine's cores."""
+    """Whether each rank's host work keeps to its share of the machine's cores."""
     cores: Cores | None = None
     """Numbers of the cores that the step on the host keeps to."""
 
@@ -186,16 +187,19 @@ class TensorConfig(Section):
     """Tensor and sequence parallelism over the `tp` axis."""
 
     sequence_parallel: bool = False
-    """Whether activations between split layers are split along the sequence over tp (less memory, same traffic)."""
+    """Whether activations between split layers are split along the sequence over tp (less memory, same traffic); tp
+    must then divide the length."""
     overlap_chunks: Positive = 1
-    """Parts in which a row layer multiplies its tokens; the sum of one part runs beside the product of the next."""
+    """Parts in which a row layer multiplies its tokens; the sum of one part runs beside the product of the next. 1 is
+    off."""
 
 
 class PipelineConfig(Section):
     """The stages over the `pp` axis, and their schedule; `batch.accumulation` micro-batches go through it each step."""
 
     schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"] = "1f1b"
-    """Order of forwards and backwards; the zero-bubble ones (zb-...) idle less than 1f1b and need more memory."""
+    """Order of forwards and backwards; 1f1b needs less memory than gpipe, the zero-bubble ones (zb-...) idle less than
+    1f1b and need more memory."""
     virtual_stages: Layers = 1
     """Stages of each rank; more idle less and send more."""
     balance: Literal["both", "time", "memory"] = "both"
@@ -209,14 +213,15 @@ class PipelineConfig(Section):
     unit_seconds: dict[str, PositiveFloat] | None = None
     """Measured seconds of modules by name pattern, for the partition."""
     gather: Literal["batch", "micro-batch"] = "batch"
-    """In stage 3: gather a stage once a batch, or each block for each micro-batch (less memory, more traffic)."""
+    """In stage 3: gather a stage once a batch, which sends least, or each block for each micro-batch (less memory)."""
 
 
 class ContextConfig(Section):
     """One sequence over the `cp` axis, and long sequences on one rank."""
 
     transport: Literal["ring", "all-gather", "ulysses"] = "ring"
-    """How keys and values move: ring (step by step), all-gather (at once), or ulysses (heads for tokens)."""
+    """How keys and values move: ring (step by step, beside attention), all-gather (at once), or ulysses (heads for
+    tokens)."""
     heads_over: Positive | None = None
     """Neighbouring ranks that exchange heads for tokens; the transport runs between such groups."""
     token_layout: Literal["auto", "contiguous", "zigzag", "balanced"] = "auto"
@@ -264,10 +269,10 @@ class RecomputeConfig(Section):
     """Activation checkpointing: recompute every n-th block in full, or all but its matrix products and attention."""
 
     mode: Literal["none", "full", "selective"] = "none"
-    """Activations: kept (none), recomputed from each block's input (full), or all but products and attention
-    (selective)."""
+    """Activations: kept (none, which computes nothing twice), recomputed from each block's input (full), or all but
+    products and attention (selective)."""
     every: Positive = 1
-    """Recompute every n-th block only."""
+    """Recompute every n-th block; 1 is every block, which saves most memory."""
 
 
 class OptimizerConfig(Section):
@@ -276,19 +281,21 @@ class OptimizerConfig(Section):
     name: str = "adamw"
     """An element-wise optimizer of torch.optim, or lion."""
     lr: PositiveFloat = 3e-4
-    """Peak learning rate; 3e-4 suits small models."""
+    """Peak learning rate: factor on a step's update, without a unit. 3e-4 suits small models; large ones take less."""
     betas: Betas = (0.9, 0.95)
     """Adam's decay rates of the two moments; 0.95, as usual for language models."""
     eps: PositiveFloat = 1e-8
-    """Adam's term against division by zero."""
+    """Adam's term against division by zero; 1e-8, as torch's."""
     momentum: Fraction = 0.9
-    """SGD's momentum."""
+    """SGD's momentum: the share of the last update that is kept; 0.9 is the usual one."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
-    """Decay of weights a step, times the learning rate."""
+    """Share of each weight that a step subtracts, times the learning rate; 0.1 is usual for language models, torch's
+    AdamW has 0.01."""
     decay_1d: bool = False
-    """Whether parameters of less than two dims (norms, biases) are decayed, too."""
+    """Whether parameters of less than two dims (norms, biases) are decayed, too; usually they are not."""
     clip_norm: PositiveFloat | None = 1.0
-    """Largest norm of all gradients together; larger ones are scaled down to it. "none" turns it off."""
+    """Largest L2 norm of all gradients together; larger ones are scaled down to it. 1.0, as in the Trainer, Megatron
+    and newer DeepSpeed; "none" turns it off."""
 
 
 class SchedulerConfig(Section):
@@ -297,18 +304,19 @@ class SchedulerConfig(Section):
     name: Literal["constant", "linear", "cosine"] | None = None
     """Decay after the warm-up; cosine in `shardwise train` and where total_steps is given, else constant."""
     warmup_steps: NotNegative = 0
-    """Steps in which the learning rate rises from 0."""
+    """Steps in which the learning rate rises from 0; 0 in the library, a twentieth of the run in `shardwise train`."""
     total_steps: Positive | None = None
     """Steps until the decay ends; run.steps where it is not given."""
     final_ratio: Fraction = 0.1
-    """Learning rate at the end, as a share of the peak."""
+    """Learning rate at the end, as a share of the peak; a tenth is usual for language models."""
 
 
 class CompileConfig(Section):
     """torch.compile of each block."""
 
     enabled: bool = False
-    """Whether each block's forward is compiled by torch.compile, as one graph."""
+    """Whether each block's forward is compiled by torch.compile, as one graph; compiling makes the first steps
+    slow."""
     backend: str = "inductor"
     """torch.compile's back end."""
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
@@ -327,11 +335,11 @@ class CheckpointConfig(Section):
     at_end: bool = True
     """Whether the run saves when it ends, by a signal, too."""
     keep_last: NotNegative = 3
-    """Newest checkpoints that stay; 0 keeps all."""
+    """Newest checkpoints that stay, 0 for all; `load` falls back to an older one where the newest is damaged."""
     keep_every: Positive | None = None
     """Checkpoints whose step is a multiple of this stay, too."""
     background: bool = True
-    """Whether training goes on while files are written."""
+    """Whether training goes on while files are written; on, since a save then holds it up only for a copy in memory."""
 
 
 class RunConfig(Section):
@@ -344,7 +352,7 @@ class RunConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """With "auto" a run takes the GPUs where there are some, else the CPU."""
     num_procs: Ranks | None = None
-    """Local ranks to start; one a GPU, and on the CPU one, where it is not given."""
+    """Local ranks to start; where it is not given, one for each GPU, or on the CPU two (one on a single core)."""
     num_threads: Threads | None = None
     """Threads of each rank; the machine's cores shared out where it is not given."""
     dir: str = "runs"
@@ -354,13 +362,15 @@ class RunConfig(Section):
     eval_every: Positive | None = None
     """Steps between two evaluations on held-out data; without it there is one at the end."""
     eval_batches: Positive = 8
-    """Batches of an evaluation."""
+    """Global batches of an evaluation; more take longer and scatter less."""
     sample_tokens: NotNegative = 64
     """Tokens of text to generate at the end; 0 generates none."""
     timeout_s: TimeoutSeconds = 300.0
-    """Seconds after which a collective fails; a little more than a rank may be alone with its work."""
+    """Seconds after which a collective fails: a little more than a rank may be alone with its work, as when it reads
+    data. A hang costs so long."""
     watchdog_s: Annotated[float, Field(ge=0.0, le=1e7)] = 60.0
-    """Seconds after which a waiting collective is reported with what every rank does; 0 turns it off."""
+    """Seconds after which a waiting collective is reported with what every rank does, at most half of timeout_s, so
+    that the report comes before the error; 0 turns it off."""
     check_collectives: bool = False
     """Whether each collective is compared over the ranks before it starts; slow, for debugging."""
     record_timeline: Positive | None = None

@@ -101,7 +101,7 @@ def test_a_config_is_started_on_each_node() -> None:
     path = Path("plan.toml")
     two = parse_cluster("h100:2x8")
     torchrun = "start it by torchrun"
-    launched = "-m shardwise.cli train plan.toml"
+    launched = "-m shardwise train plan.toml"
     assert start_words(path, two, is_here=False) == f"{torchrun} --nnodes 2 --nproc-per-node 8 {launched}"
     one = replace(two, num_gpus=8)
     assert start_words(path, one, is_here=False) == f"{torchrun} --nproc-per-node 8 {launched}"
