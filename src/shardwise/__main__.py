@@ -1,4 +1,4 @@
-"""The program `shardwise`: its command line, and one line where Ctrl-C comes while that is still imported."""
+"""Runs the program `shardwise`: its command line, and one line where Ctrl-C comes while that is still imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The functional entry to block-sparse attention.
+"""Offers the function of block-sparse attention.
 
 >>> import torch
 >>> from shardwise.attention import BlockLayout

@@ -18,7 +18,7 @@ from shardwise.dropout.hash_rng import keep_threshold
 
 @dataclass(frozen=True, eq=False)
 class Draw:
-    """The bits of one dropout, stored as hashes of indices (`shardwise.dropout.hash_rng`): no mask exists.
+    """Describes the bits of one dropout, stored as hashes of indices (`shardwise.dropout.hash_rng`): no mask exists.
 
     With x = factor[query row] * column[key] + offset[query row], in int32 that wraps, a probability is kept where
     x * (2 * x + 1) < threshold, and then scaled by 1 / (1 - p).
@@ -43,7 +43,7 @@ class Draw:
 
 @dataclass(frozen=True, eq=False)
 class ScoreModifiers:
-    """The modifiers that act on scores besides the layout, in this order: scale, bias, key padding, softmax, dropout.
+    """Holds what acts on scores besides the layout, in this order: scale, bias, key padding, softmax, dropout.
 
     Attributes:
         scale: factor of q k^T.
@@ -60,7 +60,7 @@ class ScoreModifiers:
 
 @dataclass(frozen=True, eq=False)
 class BackendPlan:
-    """The plan that a back end made of a layout, as parts that can pass through a registered op.
+    """Holds the plan that a back end made of a layout, as parts that can pass through a registered op.
 
     Only the back end that made it reads it.
 
@@ -75,7 +75,7 @@ class BackendPlan:
 
 @dataclass(frozen=True, eq=False)
 class SavedForBackward:
-    """The tensors that a forward keeps for its backward, besides extras and plan.
+    """Holds the tensors that a forward keeps for its backward, besides extras and plan.
 
     Attributes:
         q: [B, H, Nq, D].
@@ -94,7 +94,7 @@ class SavedForBackward:
 
 @dataclass(frozen=True, eq=False)
 class AttentionGrads:
-    """Gradients of q, k, v and, if needed, of the bias in its own shape; in their dtypes, or in the wide dtype."""
+    """Holds gradients of q, k, v and, if needed, of the bias in its shape; in their dtypes, or in the wide dtype."""
 
     q: Tensor
     k: Tensor

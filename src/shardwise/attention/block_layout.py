@@ -37,7 +37,7 @@ _MOST_MADE: Final = 64
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """The blocks of one sequence, whose queries and keys are the same tokens.
+    """Says which blocks of one sequence see each other; its queries and keys are the same tokens.
 
     Attributes:
         blocks: [heads or 1, num_blocks, num_blocks], bool, on the CPU, rows of queries; read only.
@@ -75,7 +75,7 @@ class Pattern:
 
 @dataclass(frozen=True, eq=False)
 class BlockLayout:
-    """Patterns of documents in the order in which they are packed, with the plans that back ends made of them.
+    """Holds patterns of documents in the order in which they are packed, and the plans that back ends made of them.
 
     A copy is the layout itself, and a pickle has the patterns alone: plans are never copied.
 

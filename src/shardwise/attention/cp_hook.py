@@ -1,4 +1,4 @@
-"""The hook for context parallelism: a mask that describes the whole sequence, and a function that computes attention.
+"""Defines how context parallelism enters: a mask that describes the whole sequence, a function that computes attention.
 
 transformers passes a mask of four dims to every layer unchanged. So this ordinary argument carries the documents and
 the padding of the whole sequence, which a rank's own tokens do not show. Recomputation, pipelines and copies keep it.
@@ -29,7 +29,7 @@ from shardwise.runtime.torch_private import is_fake
 
 
 class SequenceMask(NamedTuple):
-    """The documents and the padding that a mask describes.
+    """Holds the documents and the padding that a mask describes.
 
     Attributes:
         lengths: tokens of the documents of a row, in order; the same in all rows.

@@ -47,7 +47,7 @@ WRITTEN_OUT_SCORES: Final = 1 << 18  # of a call: they stay in the cache of a co
 
 @dataclass(frozen=True)
 class CpuBackend:
-    """The `Backend` of the CPU.
+    """Implements `Backend` on the CPU.
 
     Attributes:
         flash_scores: most scores of a call of flash attention; a call has at least one tile.
@@ -132,7 +132,7 @@ class CpuBackend:
 
 @dataclass(frozen=True, eq=False)
 class _Sources:
-    """The inputs in blocks: [B, H or K, num_blocks, block, D]."""
+    """Holds the inputs in blocks: [B, H or K, num_blocks, block, D]."""
 
     plan: CpuPlan
     heads: HeadCounts
@@ -160,7 +160,7 @@ def _sources(q: Tensor, k: Tensor, v: Tensor, extras: ScoreModifiers, plan: Back
 
 @dataclass(frozen=True, eq=False)
 class _RowSource:
-    """Tensors of the rows for a backward, in blocks: [B, H, num_blocks, block, D], and without D for the lse ones."""
+    """Holds rows for a backward, in blocks: [B, H, num_blocks, block, D], and without D for the lse ones."""
 
     grad_out: Tensor
     out: Tensor

@@ -32,7 +32,7 @@ MASK_FACTOR: Final = 1.05  # a mask takes 5 % more time
 
 @dataclass(frozen=True, eq=False)
 class TileBucket:
-    """Tiles of equal sizes.
+    """Holds tiles of equal sizes.
 
     Attributes:
         head: the query head of the tiles, or `ALL_HEADS`.
@@ -49,7 +49,7 @@ class TileBucket:
 
 @dataclass(frozen=True, eq=False)
 class BlockTable:
-    """Whole blocks of tokens, or of gaps.
+    """Lists whole blocks of tokens, or of gaps.
 
     Attributes:
         num_blocks: number of blocks.
@@ -66,7 +66,7 @@ class BlockTable:
 
 @dataclass(frozen=True, eq=False)
 class CpuPlan:
-    """A plan that `unfold` has read."""
+    """Holds a plan that `unfold` has read."""
 
     block: int
     queries: BlockTable
@@ -76,7 +76,7 @@ class CpuPlan:
 
 @dataclass(frozen=True, eq=False)
 class _Side:
-    """A pattern's blocks with queries, or those with keys.
+    """Lists a pattern's blocks with queries, or those with keys.
 
     Attributes:
         blocks: [blocks], their indices in the pattern, ascending.
@@ -93,7 +93,7 @@ class _Side:
 
 @dataclass(frozen=True, eq=False)
 class _Tiles:
-    """Tiles of one pattern and one height, unsorted; `columns` and `seen` list those of all tiles one after another."""
+    """Holds tiles of one pattern and one height, unsorted; `columns` and `seen` list those of all tiles in turn."""
 
     heads: Tensor  # [tiles]
     rows: Tensor  # [tiles, block rows]

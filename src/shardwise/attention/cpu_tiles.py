@@ -19,7 +19,7 @@ from shardwise.attention.reference import Scores
 
 @dataclass(frozen=True)
 class HeadCounts:
-    """The number of query heads and of KV heads; `group` query heads read one KV head."""
+    """Counts query heads and KV heads; `group` query heads read one KV head."""
 
     num: int
     num_kv: int
@@ -31,7 +31,7 @@ class HeadCounts:
 
 @dataclass(frozen=True, eq=False)
 class TileBatch:
-    """The tiles that one call of a kernel computes.
+    """Holds the tiles that one call of a kernel computes.
 
     Attributes:
         sample: of the batch.
@@ -164,7 +164,7 @@ def _mask(plan: CpuPlan, rows: Tensor, columns: Tensor, seen: Tensor, dtype: tor
 
 @dataclass(frozen=True, eq=False)
 class ScoreSource:
-    """The source of the masks and dropout factors of calls.
+    """Provides the masks and dropout factors of calls.
 
     Attributes:
         plan: the tiles.

@@ -135,7 +135,7 @@ def _plan(place: tuple[Any, ...], layout: BlockLayout) -> _Planned:
 
 
 class _Extra(NamedTuple):
-    """The arguments of the ops after the tensors of attention, in the schemas' order."""
+    """Holds the arguments of the ops after the tensors of attention, in the schemas' order."""
 
     key_padding: Tensor | None
     bias: Tensor | None

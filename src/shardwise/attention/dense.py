@@ -1,4 +1,4 @@
-"""Dense attention among some of a sequence's tokens on the CPU, in the fewest calls of torch's flash attention.
+"""Computes dense attention among some tokens of a sequence on the CPU, by the fewest calls of torch's flash attention.
 
 A rank's queries and the keys that it has at a time are runs of tokens. In causal attention, neighbouring queries see
 one rectangle of keys, and perhaps a triangle after it: each is one call, and results are merged where queries are in
@@ -137,7 +137,7 @@ def bands_of(layout: BlockLayout) -> list[Band]:
 
 @dataclass(frozen=True)
 class _Edges:
-    """The start of a band, the start of its diagonal, and its end, in queries and in keys."""
+    """Gives the start of a band, the start of its diagonal, and its end, in queries and in keys."""
 
     q_start: int
     q_diagonal: int
@@ -198,7 +198,7 @@ def _stretches(queries: Runs, keys: Runs) -> Iterator[tuple[int, bool, bool]]:
 
 
 class DenseBackend:
-    """The `Backend` of dense layouts on the CPU; of the extras it takes the scale only."""
+    """Implements `Backend` for dense layouts on the CPU; of the extras it takes the scale only."""
 
     def plan(self, layout: BlockLayout, q: Tensor, k: Tensor) -> BackendPlan:
         """Plan the bands of a layout, as eight numbers each; they are the same for all q and k."""

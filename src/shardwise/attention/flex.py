@@ -1,4 +1,4 @@
-"""FlexAttention on a block layout: the second back end on GPUs, with torch's own kernels and autograd.
+"""Runs FlexAttention on a block layout: the second back end on GPUs, with torch's own kernels and autograd.
 
 torch writes and compiles the kernels (Dong et al. 2024, arXiv 2412.05496), for a mask of tiles of 128 x 128 tokens. The
 tiles come from the layout's blocks and not from a mask of N x N. A tile that is wholly seen is computed without a mask;

@@ -1,4 +1,4 @@
-"""The block-sparse structure that a config's `attention` section chooses.
+"""Builds the block-sparse structure that a config's `attention` section chooses.
 
 >>> from shardwise.config.resolve import AttentionConfig
 >>> structure_of(AttentionConfig(), num_heads=4) is None

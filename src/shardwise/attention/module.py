@@ -1,4 +1,4 @@
-"""Self-attention as a module, with the signature of DeepSpeed's `SparseSelfAttention`.
+"""Offers self-attention as a module, with the signature of DeepSpeed's `SparseSelfAttention`.
 
 >>> import torch
 >>> from shardwise.attention import BlockLayout
@@ -29,7 +29,7 @@ _MOST_LAYOUTS: Final = 32
 
 
 class SparseSelfAttention(nn.Module):
-    """Softmax attention with relative positions and masks; "mul" masks act after everything is added to the scores.
+    """Computes softmax attention with relative positions and masks; "mul" masks act after all is added to the scores.
 
     Unlike DeepSpeed's module it takes any dtype and fewer KV heads than query heads, `rpe` and masks that are added get
     gradients, rows that see no key give 0, and each instance keeps its own layouts.

@@ -23,7 +23,7 @@ from shardwise.config.resolve import ConfigError
 
 
 class PaddedInputs(NamedTuple):
-    """Inputs of whole blocks, in the order of DeepSpeed's `pad_to_block_size`; None for inputs that were left out.
+    """Holds inputs of whole blocks in the order of DeepSpeed's `pad_to_block_size`; None for inputs that were left out.
 
     Attributes:
         pad_len: tokens added to each sequence.

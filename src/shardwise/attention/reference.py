@@ -1,4 +1,4 @@
-"""Attention of tiles that stores every score: for dropout, and for gradients of bias and log-sum-exp.
+"""Computes attention of tiles and stores every score: for dropout, and for gradients of bias and log-sum-exp.
 
 Shapes: L KV heads, T tiles, R rows (of all query heads of the KV head), C keys, D head. Sums run in fp32, or
 fp64 for fp64.
@@ -16,7 +16,7 @@ from shardwise.attention.backends import wide_dtype
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """The modifiers that act on the scores of tiles.
+    """Holds what acts on the scores of tiles.
 
     Attributes:
         scale: factor of q k^T.

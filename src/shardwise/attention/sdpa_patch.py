@@ -50,7 +50,7 @@ _MOST_LAYOUTS: Final = 32
 
 
 class LayoutSource(Protocol):
-    """An object that has a layout for each length."""
+    """Gives a layout for each length."""
 
     def layout(self, seq_len: int) -> BlockLayout:
         """Return the layout of a sequence of this many tokens."""
@@ -110,7 +110,7 @@ _MODE: Final = "_shardwise_sparse_sdpa"
 
 
 class _PatchedModule(nn.Module):
-    """A module whose forward enters the interception itself, so that recomputations of it run inside too."""
+    """Enters the interception in its own forward, so that recomputations of it run inside too."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         mode: _Interception = self.__dict__[_MODE]
@@ -123,7 +123,7 @@ class _PatchedModule(nn.Module):
 
 
 class _Interception(TorchFunctionMode):
-    """The mode that replaces torch's attention, and `keyed_attention`, which has dropout in an engine's forward.
+    """Replaces torch's attention, and `keyed_attention`, which has dropout in an engine's forward.
 
     Args:
         structure: a layout, or an object that has one for each length.
@@ -256,7 +256,7 @@ def _kind_of_values(mask: Tensor) -> str:
 
 @dataclass(frozen=True, eq=False)
 class _SdpaCall:
-    """Arguments of `F.scaled_dot_product_attention`, and the site of its dropout, if any."""
+    """Holds the arguments of `F.scaled_dot_product_attention`, and the site of its dropout, if any."""
 
     query: Tensor
     key: Tensor

@@ -40,7 +40,7 @@ _MAX_KEPT_LENGTHS: Final = 32
 
 @dataclass(frozen=True)
 class SparsityConfig:
-    """The base class of all structures.
+    """Defines what all structures share: this is their base class.
 
     Attributes:
         num_heads: query heads.
@@ -244,7 +244,7 @@ _GLOBAL: Final = "Number of global blocks"
 
 @dataclass(frozen=True)
 class DenseSparsityConfig(SparsityConfig):
-    """The structure in which all blocks are visible.
+    """Makes all blocks visible.
 
     Attributes:
         attention: `unidirectional` for causal attention; DeepSpeed has no such key here.
@@ -270,8 +270,8 @@ class DenseSparsityConfig(SparsityConfig):
 
 @dataclass(frozen=True)
 class FixedSparsityConfig(SparsityConfig):
-    """Windows of blocks that see each other, each with global blocks that represent it (Child et al., 2019,
-    arXiv 1904.10509, "fixed", as customised by DeepSpeed).
+    """Cuts a sequence into windows of blocks that see each other, each with global blocks that represent it (Child et
+    al., 2019, arXiv 1904.10509, "fixed", as customised by DeepSpeed).
 
     Attributes:
         num_local_blocks: of a window.
@@ -349,7 +349,7 @@ class FixedSparsityConfig(SparsityConfig):
 
 @dataclass(frozen=True)
 class VariableSparsityConfig(SparsityConfig):
-    """Windows of given sizes, given global blocks, and random ones.
+    """Combines windows of given sizes, given global blocks, and random ones.
 
     Attributes:
         num_random_blocks: further blocks that each row of blocks sees.
@@ -401,7 +401,7 @@ class VariableSparsityConfig(SparsityConfig):
 
 @dataclass(frozen=True)
 class BigBirdSparsityConfig(SparsityConfig):
-    """Random blocks, a sliding window, and global first blocks (Zaheer et al., 2020, arXiv 2007.14062, "ITC").
+    """Combines random blocks, a sliding window, and global first blocks (Zaheer et al., 2020, arXiv 2007.14062, "ITC").
 
     Attributes:
         num_random_blocks: further blocks that each row of blocks sees.
@@ -438,7 +438,7 @@ class BigBirdSparsityConfig(SparsityConfig):
 
 @dataclass(frozen=True)
 class BSLongformerSparsityConfig(SparsityConfig):
-    """A sliding window and given global blocks (Beltagy et al., 2020, arXiv 2004.05150, in blocks).
+    """Combines a sliding window and given global blocks (Beltagy et al., 2020, arXiv 2004.05150, in blocks).
 
     Attributes:
         num_sliding_window_blocks: of a window; half of it, rounded down, is on either side of its row's block.
@@ -475,7 +475,7 @@ class BSLongformerSparsityConfig(SparsityConfig):
 
 @dataclass(frozen=True)
 class LocalSlidingWindowSparsityConfig(SparsityConfig):
-    """A sliding window alone.
+    """Shows a sliding window alone.
 
     Attributes:
         num_sliding_window_blocks: of a window; half of it, rounded down, is on either side of its row's block, or only
@@ -504,7 +504,7 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
 
 @dataclass(frozen=True)
 class CustomSparsityConfig(SparsityConfig):
-    """A structure of the user's own, for any length.
+    """Takes a structure of the user's own, for any length.
 
     >>> def strided(head, query, key):
     ...     return ((query - key) % 4 == 0) | (query - key <= 1)

@@ -51,7 +51,7 @@ log = logging.getLogger("shardwise")
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """One rank's part of a save: its states, and where they go.
+    """Describes one rank's part of a save: its states, and where they go.
 
     Attributes:
         root: the folder of the step folders, the same folder on all ranks; its path may differ.
@@ -81,7 +81,7 @@ class SaveRequest:
 
 @dataclass
 class _Background:
-    """The thread of a save, and its error until that is raised."""
+    """Runs a save on a thread, and keeps its error until that is raised."""
 
     thread: threading.Thread | None = None
     failure: BaseException | None = None
@@ -258,7 +258,7 @@ class Saver:
 
 @dataclass
 class _Save:
-    """One save on one rank."""
+    """Tracks one save on one rank."""
 
     request: SaveRequest
     rank: int
@@ -364,7 +364,7 @@ _PORTABLE = 1
 
 
 class StagingMemory:
-    """Host memory for the pieces that one rank writes; it grows as needed and keeps its size until it is released.
+    """Holds host memory for what one rank writes; it grows as needed and keeps its size until it is released.
 
     Args:
         device: of the engine; the memory is pinned if it is a GPU.

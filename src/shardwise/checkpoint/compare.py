@@ -33,7 +33,7 @@ _BITS: Final[Mapping[int, torch.dtype]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class ChangedState:
-    """A key whose values in the two checkpoints differ.
+    """Names a key whose values in the two checkpoints differ.
 
     Attributes:
         key: with dots between its levels.
@@ -48,7 +48,7 @@ class ChangedState:
 
 @dataclass(frozen=True)
 class ChangedValues:
-    """A state of a tensor whose elements differ.
+    """Describes a state of a tensor whose elements differ.
 
     Attributes:
         name: of the tensor.
@@ -67,7 +67,7 @@ class ChangedValues:
 
 @dataclass(frozen=True)
 class Pair:
-    """A state that both checkpoints have, in one shape."""
+    """Holds a state that both checkpoints have, in one shape."""
 
     a: StoredTensor
     b: StoredTensor
@@ -88,7 +88,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class StateDifference:
-    """The differences between checkpoints A and B.
+    """Lists how checkpoints A and B differ.
 
     Attributes:
         only_a: tensors, or states as `name/state`, that B does not have.

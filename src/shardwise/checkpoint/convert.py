@@ -69,7 +69,7 @@ _TOKENIZER_NAMES: Final = (
 
 @dataclass(frozen=True)
 class Exported:
-    """A folder that was written: its path, the weights' dtype by safetensors' name, and their count and bytes."""
+    """Describes a written folder: its path, the weights' dtype by safetensors' name, and their count and bytes."""
 
     folder: Path
     dtype: str

@@ -92,7 +92,7 @@ def _runs(spans: Sequence[Span]) -> Iterator[list[Span]]:
 
 @dataclass(frozen=True)
 class FileRange:
-    """The elements [start, stop) of a state, and the pieces in them, offsets counted from `start`."""
+    """Names the elements [start, stop) of a state, and the pieces in them, offsets counted from `start`."""
 
     start: int
     stop: int

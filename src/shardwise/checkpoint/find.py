@@ -23,7 +23,7 @@ from shardwise.checkpoint.match import listed_names
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint, or what is left of one.
+    """Describes a checkpoint, or what is left of one.
 
     Attributes:
         folder: the step folder.

@@ -47,7 +47,7 @@ from shardwise.runtime.state_shards import PARAM, ScalarState, StateShard
 
 @dataclass(frozen=True)
 class LoadReport:
-    """The outcome of a load.
+    """Says what a load has read and left out.
 
     Attributes:
         path: the checkpoint that was loaded.
@@ -70,7 +70,7 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """The stored tensors that a load will read, and what it will leave out.
+    """Lists the stored tensors that a load will read, and what it will leave out.
 
     Attributes:
         manifest: of the checkpoint.

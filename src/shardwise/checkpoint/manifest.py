@@ -73,7 +73,7 @@ class CheckpointError(OneLineError):
 
 
 class AbsentRankError(CheckpointError):
-    """Raised where a save fails since another rank or the store does not answer: a retry would not help."""
+    """Says that a save fails since another rank or the store does not answer: a retry would not help."""
 
 
 class DamagedError(CheckpointError):
@@ -82,7 +82,7 @@ class DamagedError(CheckpointError):
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """One rectangle of a tensor in a file.
+    """Describes one rectangle of a tensor in a file.
 
     Attributes:
         rect: the rectangle of the tensor.
@@ -102,7 +102,7 @@ class StoredChunk:
 
 @dataclass(frozen=True)
 class StoredState:
-    """One state of a tensor: pieces that cover it once, or one number.
+    """Describes one state of a tensor: pieces that cover it once, or one number.
 
     Attributes:
         dtype: safetensors' name of it, such as BF16; for a number also `int` or `float`.
@@ -119,7 +119,7 @@ class StoredState:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A parameter with its states, or a buffer.
+    """Describes a parameter with its states, or a buffer.
 
     Attributes:
         name: the first of its fully qualified names in the unmodified model.
@@ -140,7 +140,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The index of a whole checkpoint; see the module's example.
+    """Lists all that a whole checkpoint has, and where; see the module's example.
 
     Attributes:
         step: optimizer steps taken.

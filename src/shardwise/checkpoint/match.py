@@ -39,7 +39,7 @@ _MAX_COMPARED = 1000
 
 @dataclass(frozen=True)
 class WantedState:
-    """A parameter or buffer of the model: its names and its whole shape."""
+    """Describes a parameter or buffer of the model: its names and its whole shape."""
 
     name: str
     aliases: tuple[str, ...]
@@ -48,7 +48,7 @@ class WantedState:
 
 @dataclass(frozen=True)
 class StateMatch:
-    """The result of `match`: which stored tensors fit the model, and which names do not.
+    """Holds the result of `match`: which stored tensors fit the model, and which names do not.
 
     Attributes:
         found: stored tensors by the model's name.

@@ -222,7 +222,7 @@ class ChunkReader:
 
 @dataclass(frozen=True)
 class _Box:
-    """A wanted rectangle, and the memory for it in its shape."""
+    """Names a wanted rectangle, and the memory for it in its shape."""
 
     rect: Rect
     view: Tensor

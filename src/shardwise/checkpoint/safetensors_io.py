@@ -48,7 +48,7 @@ _NAMES: Final[Mapping[torch.dtype, str]] = MappingProxyType({dtype: name for nam
 
 
 class TensorHeader(NamedTuple):
-    """A tensor that a file will have: its name, safetensors' name of its dtype, its shape."""
+    """Describes a tensor that a file will have: its name, safetensors' name of its dtype, its shape."""
 
     name: str
     dtype: str
@@ -57,7 +57,7 @@ class TensorHeader(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A tensor in a file.
+    """Describes a tensor in a file.
 
     Attributes:
         name: as in the file.

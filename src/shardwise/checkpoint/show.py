@@ -284,7 +284,7 @@ def render_exported(source: Path, exported: Exported, took_s: float) -> Renderab
 
 @dataclass(frozen=True)
 class _StateRow:
-    """A row of the table of states: the totals of one state over the tensors of one kind."""
+    """Holds a row of the table of states: the totals of one state over the tensors of one kind."""
 
     name: str
     num_tensors: int

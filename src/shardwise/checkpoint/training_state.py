@@ -314,7 +314,7 @@ Role = Literal["writes", "runs", "keeps"]
 
 @dataclass(frozen=True)
 class SavedBuffer:
-    """A buffer and its state shard, whose values are the buffer's own memory where that is contiguous, else a copy."""
+    """Holds a buffer and its state shard, whose values are the buffer's own memory where contiguous, else a copy."""
 
     state_shard: StateShard
     buffer: Tensor

@@ -132,7 +132,7 @@ def _stored_numbers(state_shards: Sequence[StateShard], numbers: Sequence[Scalar
 
 @dataclass
 class _WriteJob:
-    """One entry of the file: a rectangle, and the spans of the state's bytes that contain it row-major.
+    """Describes one entry of the file: a rectangle, and the spans of the state's bytes that contain it row-major.
 
     `source` is the state's memory, 1-D uint8; None where it is stored in a file. `crcs` fills as blocks are written.
     """

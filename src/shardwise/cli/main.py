@@ -1,4 +1,4 @@
-"""The command line: `shardwise train | verify | plan | checkpoint | timeline | attention | config | presets | doctor`.
+"""Runs the commands `shardwise train | verify | plan | checkpoint | timeline | attention | config | presets | doctor`.
 
 It reads arguments and the environment, and turns errors into one line and an exit code: 2 for what the user can mend in
 the config, 1 for a run that failed, 128 + n for signal n. torch is imported by the commands that need it, so that
@@ -58,17 +58,9 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; a rank of a run does not return."""
-    parser = _parser()
-    arguments, extra = parser.parse_known_args(argv)
-    # argparse would say so before it says which flag is unknown.
-    if not hasattr(arguments, "run"):
-        parser.print_help(sys.stderr)
+    arguments = parse_arguments(argv)
+    if arguments is None:
         return 2
-    # argparse does not take up positional arguments again after an option.
-    if extra and not hasattr(arguments, "settings"):
-        parser.error(f"{' '.join(extra)} is more than the command takes")
-    if extra:
-        arguments.settings += extra
     for stream in (sys.stdout, sys.stderr):
         # A sample may hold any character, and a terminal may not know it.
         if hasattr(stream, "reconfigure"):
@@ -86,6 +78,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"shardwise: cannot write {error.filename or 'the answer'}: {error.strerror}", file=sys.stderr)
         return 1
     return exit_code
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace | None:
+    """Parse a command line and run nothing; without a command print the help and return None."""
+    parser = _parser()
+    arguments, extra = parser.parse_known_args(argv)
+    # argparse would say so before it says which flag is unknown.
+    if not hasattr(arguments, "run"):
+        parser.print_help(sys.stderr)
+        return None
+    # argparse does not take up positional arguments again after an option.
+    if extra and not hasattr(arguments, "settings"):
+        parser.error(f"{' '.join(extra)} is more than the command takes")
+    if extra:
+        arguments.settings += extra
+    return arguments
 
 
 def _silence(stream: TextIO) -> None:

@@ -1,1 +1,1 @@
-"""The only caller of torch.distributed's collectives."""
+"""Calls torch.distributed's collectives, which no other package does."""

@@ -50,7 +50,7 @@ class CommError(CodedError, RuntimeError):
 
 
 class MissingRankError(CommError):
-    """A rank did not come to compare its collective."""
+    """Says that a rank did not come to compare its collective."""
 
 
 @dataclass(frozen=True)

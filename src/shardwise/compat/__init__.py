@@ -1,1 +1,1 @@
-"""Other libraries' names, over this one's engine."""
+"""Offers other libraries' names over this one's engine."""

@@ -1,4 +1,4 @@
-"""Errors that carry a code: it names the broken rule, and stays when the message is worded better."""
+"""Defines errors that carry a code: it names the broken rule, and stays when the message is worded better."""
 
 from __future__ import annotations
 

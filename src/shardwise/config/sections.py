@@ -1,4 +1,4 @@
-"""The sections of the config: keys, types, ranges, defaults and meanings, and nothing that computes.
+"""Defines the sections of the config: keys, types, ranges, defaults and meanings, and nothing that computes.
 
 The text under a key is its description: `shardwise config` and `docs/config.md` are made of it.
 
@@ -52,7 +52,7 @@ Indices = Annotated[tuple[NotNegative, ...], Field(strict=False)]
 
 
 class ModelConfig(Section):
-    """The model of `shardwise train`: a preset, and what differs from it. The library API ignores this section."""
+    """Chooses the model of `shardwise train`: a preset, and what differs from it. The library API ignores this."""
 
     preset: str = "tiny"
     """Name of a model of `shardwise presets`; "tiny" trains in two minutes on two cores."""
@@ -73,7 +73,7 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    """The text to train on: a file, a folder or JSONL; without a path, the source of Python's standard library."""
+    """Names the text to train on: a file, a folder or JSONL; without a path, the source of Python's library."""
 
     path: str | None = None
     """A text file, a folder of text files or a JSONL file; without it, the source of Python's standard library."""
@@ -90,7 +90,7 @@ class DataConfig(Section):
 
 
 class BatchConfig(Section):
-    """Samples per optimizer step: global_size = micro_size x accumulation x data-parallel ranks; two give the third."""
+    """Counts samples per optimizer step: global_size = micro_size x accumulation x data ranks; two give the third."""
 
     global_size: Positive | None = None
     """Samples of an optimizer step over all ranks; two keys of this section give the third."""
@@ -116,7 +116,7 @@ class MeshConfig(Section):
 
 
 class PrecisionConfig(Section):
-    """Dtypes of the states and of what is sent; sums never run in less than fp32."""
+    """Sets the dtypes of the states and of what is sent; sums never run in less than fp32."""
 
     param: Dtype | None = None
     """Dtype of parameters in forward and backward; the model's own where it is not given."""
@@ -155,7 +155,7 @@ class ZeroConfig(Section):
 
 
 class TiersConfig(Section):
-    """The memory that stores each state. Shares on the device are whole groups, those that run first in the forward."""
+    """Chooses where each state is stored. Shares on the device are whole groups, those that run first in the forward."""
 
     params: Tier = "device"
     """Memory that stores parameters; "host" and "nvme" need stage 3."""
@@ -184,7 +184,7 @@ class TiersConfig(Section):
 
 
 class TensorConfig(Section):
-    """Tensor and sequence parallelism over the `tp` axis."""
+    """Sets tensor and sequence parallelism over the `tp` axis."""
 
     sequence_parallel: bool = False
     """Whether activations between split layers are split along the sequence over tp (less memory, same traffic); tp
@@ -195,7 +195,7 @@ class TensorConfig(Section):
 
 
 class PipelineConfig(Section):
-    """The stages over the `pp` axis, and their schedule; `batch.accumulation` micro-batches go through it each step."""
+    """Sets the stages over the `pp` axis and their schedule, which runs `batch.accumulation` micro-batches a step."""
 
     schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"] = "1f1b"
     """Order of forwards and backwards; 1f1b needs less memory than gpipe, the zero-bubble ones (zb-...) idle less than
@@ -217,7 +217,7 @@ class PipelineConfig(Section):
 
 
 class ContextConfig(Section):
-    """One sequence over the `cp` axis, and long sequences on one rank."""
+    """Splits one sequence over the `cp` axis, and long sequences on one rank."""
 
     transport: Literal["ring", "all-gather", "ulysses"] = "ring"
     """How keys and values move: ring (step by step, beside attention), all-gather (at once), or ulysses (heads for
@@ -266,7 +266,7 @@ class AttentionConfig(Section):
 
 
 class RecomputeConfig(Section):
-    """Activation checkpointing: recompute every n-th block in full, or all but its matrix products and attention."""
+    """Sets activation checkpointing: recompute every n-th block in full, or all but its products and attention."""
 
     mode: Literal["none", "full", "selective"] = "none"
     """Activations: kept (none, which computes nothing twice), recomputed from each block's input (full), or all but
@@ -276,7 +276,7 @@ class RecomputeConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """An element-wise optimizer."""
+    """Chooses an element-wise optimizer and sets its options."""
 
     name: str = "adamw"
     """An element-wise optimizer of torch.optim, or lion."""
@@ -299,7 +299,7 @@ class OptimizerConfig(Section):
 
 
 class SchedulerConfig(Section):
-    """The learning rate over steps: linear warm-up, then a decay to `final_ratio` of the peak."""
+    """Sets the learning rate over steps: linear warm-up, then a decay to `final_ratio` of the peak."""
 
     name: Literal["constant", "linear", "cosine"] | None = None
     """Decay after the warm-up; cosine in `shardwise train` and where total_steps is given, else constant."""
@@ -312,7 +312,7 @@ class SchedulerConfig(Section):
 
 
 class CompileConfig(Section):
-    """torch.compile of each block."""
+    """Sets whether and how torch.compile compiles each block."""
 
     enabled: bool = False
     """Whether each block's forward is compiled by torch.compile, as one graph; compiling makes the first steps
@@ -343,7 +343,7 @@ class CheckpointConfig(Section):
 
 
 class RunConfig(Section):
-    """The run itself: length, seed, devices, folders, time-outs."""
+    """Sets up the run itself: length, seed, devices, folders, time-outs."""
 
     steps: Positive = 200
     """Optimizer steps."""

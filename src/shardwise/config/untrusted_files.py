@@ -55,7 +55,7 @@ _DOTTED_KEY: Final = re.compile(rf"(?<![\w'\"-])(?:[\w'\"-]++[ \t]*+\.[ \t]*+){{
 
 
 class OneLineError(CodedError, ValueError):
-    """An error whose message has one line, and nothing in it steers a terminal, whatever a foreign file contains."""
+    """Has a message of one line in which nothing steers a terminal, whatever a foreign file contains."""
 
     # Not in __init__: torch's compiler reads errors that are raised while it traces, and follows no constructor.
     def __str__(self) -> str:

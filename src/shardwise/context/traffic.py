@@ -52,7 +52,7 @@ class AttentionSizes:
 
 
 class ContextTraffic(NamedTuple):
-    """Bytes that a rank sends.
+    """Counts the bytes that a rank sends.
 
     Attributes:
         forward: in the forward.

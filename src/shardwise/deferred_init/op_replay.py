@@ -105,7 +105,7 @@ class OpHistory:
 
 @dataclass(frozen=True)
 class RecordedView:
-    """A tensor's place in a storage that has a history."""
+    """Describes a tensor's place in a storage that has a history."""
 
     history: OpHistory
     size: tuple[int, ...]
@@ -140,7 +140,7 @@ class RecordedView:
 
 @dataclass(eq=False)
 class RecordedOp:
-    """One op on the tape.
+    """Describes one op on the tape.
 
     Attributes:
         func: the op.

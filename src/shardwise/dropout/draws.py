@@ -19,7 +19,7 @@ from shardwise.runtime.torch_private import unseen_by_op_modes
 
 @dataclass(eq=False)
 class _SitePart:
-    """A call on some tokens of a sequence; the calls on its other tokens count as the same call.
+    """Names a call on some tokens of a sequence; the calls on its other tokens count as the same call.
 
     Attributes:
         tokens: of this part.
@@ -71,7 +71,7 @@ def _draw_mark() -> int:
 
 
 class KeyedDraws:
-    """The keyed numbers of one run.
+    """Draws the keyed numbers of one run.
 
     A forward's context has ended when its recomputation runs, perhaps after other forwards and on another thread. The
     recomputation finds it by the seed of torch's generator, whose state each checkpoint saves and restores.

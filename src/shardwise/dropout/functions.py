@@ -1,4 +1,4 @@
-"""Dropout by function: a mode that replaces torch's inside a module's forward, and attention that stores its scores."""
+"""Replaces dropout by function: a mode for torch's inside a module's forward, and attention that stores its scores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.dropout.hash_rng import Hashes, HashGrid, Samples, grid_of, keyed
 
 
 class DropoutSite(Protocol):
-    """The place in a model from which dropouts draw their numbers."""
+    """Names the place in a model from which dropouts draw their numbers."""
 
     def drop(self, values: Tensor, p: float, inplace: bool = False) -> Tensor:
         """Apply dropout of rate p to values of any shape, in place if `inplace`."""
@@ -45,7 +45,7 @@ def probability_hashes(shape: Sequence[int], device: torch.device, first_row: in
 
 
 class KeyedFunctions(TorchFunctionMode):
-    """The mode that replaces torch's dropouts by function, in attention too, with those of a site.
+    """Replaces torch's dropouts by function, in attention too, with those of a site.
 
     Args:
         site: of the module whose forward runs.

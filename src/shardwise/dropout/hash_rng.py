@@ -18,7 +18,7 @@ from shardwise.layout.token_ranges import Runs, count_tokens, part
 
 @dataclass(frozen=True)
 class ShardRegion:
-    """The part of a split tensor that a rank holds.
+    """Says which part of a split tensor a rank holds.
 
     Attributes:
         dim: along which the tensor is split; it may be negative.
@@ -33,7 +33,7 @@ class ShardRegion:
 
 @dataclass(frozen=True)
 class Samples:
-    """The samples that a forward computes, of all samples in the step: `num` from number `first` on."""
+    """Counts the samples that a forward computes, of all samples in the step: `num` from number `first` on."""
 
     first: int
     num: int
@@ -41,7 +41,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The part of a sequence, dim 1, that a forward is called with: `num` of `total` from number `first` on."""
+    """Says which part of a sequence, dim 1, a forward is called with: `num` of `total` from number `first` on."""
 
     first: int
     num: int
@@ -50,7 +50,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class HashGrid:
-    """Hashes of the indices of a tensor, common to all draws for it.
+    """Holds hashes of the indices of a tensor, common to all draws for it.
 
     Attributes:
         rows: of all indices but the last, flat; [number of rows], int64.

@@ -1,4 +1,4 @@
-"""The modules that draw: find them, and swap their classes so that they draw keyed numbers."""
+"""Finds the modules that draw, and swaps their classes so that they draw keyed numbers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def key_dropouts(
 
 @dataclass(frozen=True)
 class _ModuleSite:
-    """The site of one module. A copy of the module has this object too, but does not own it, and drops as torch does.
+    """Describes the site of one module. A copy of the module has this object too, but does not own it, and drops as
+    torch does.
 
     Attributes:
         module: that owns the site.

@@ -1,1 +1,1 @@
-"""The engine: a model, its optimizer and its ranks, trained step by step."""
+"""Trains a model step by step, with its optimizer, over its ranks."""

@@ -1,4 +1,4 @@
-"""The library's own small decoder: its shapes by name, its loss and its sampler.
+"""Holds the library's own small decoder: its shapes by name, its loss and its sampler.
 
 Not needed to use the engine, which takes any `nn.Module`; `shardwise train` and the proofs train this one.
 """

@@ -1,4 +1,4 @@
-"""A Llama-style decoder in plain PyTorch, its loss, and its size and cost by formula.
+"""Defines a Llama-style decoder in plain PyTorch, its loss, and its size and cost by formula.
 
 It has no sharding code: no collectives, no groups, no tiers. Its state is its parameters alone; rotary tables are
 recomputed in each forward, so a model built on meta needs only its parameters filled.
@@ -103,7 +103,7 @@ class DecoderConfig:
 
 
 class DecoderLinear(nn.Linear):
-    """A linear layer without bias, drawn from normal(0, init_std)."""
+    """Is a linear layer without bias, drawn from normal(0, init_std)."""
 
     def __init__(self, num_in: int, num_out: int, init_std: float = INIT_STD, **factory: Any) -> None:
         self.init_std = init_std  # before the constructor of nn.Linear, which calls reset_parameters
@@ -114,14 +114,14 @@ class DecoderLinear(nn.Linear):
 
 
 class DecoderEmbedding(nn.Embedding):
-    """An embedding drawn from normal(0, 0.02): small enough to serve as the head too."""
+    """Is an embedding drawn from normal(0, 0.02): small enough to serve as the head too."""
 
     def reset_parameters(self) -> None:
         _draw_normal(self.weight, INIT_STD)
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dim, in fp32 or wider (Zhang and Sennrich 2019, eq. 4)."""
+    """Computes x / rms(x) * weight over the last dim, in fp32 or wider (Zhang and Sennrich 2019, eq. 4)."""
 
     def __init__(self, size: int, eps: float, **factory: Any) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class _RMSNormProduct(torch.autograd.Function):
 
 
 class DecoderAttention(nn.Module):
-    """Causal self-attention with rotary positions; H / K query heads share each key and value head.
+    """Computes causal self-attention with rotary positions; H / K query heads share each key and value head.
 
     Attributes:
         num_heads: of the whole model; so is `num_kv_heads`.
@@ -205,7 +205,7 @@ class DecoderAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
+    """Computes SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
 
     def __init__(self, config: DecoderConfig, **factory: Any) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ class FeedForward(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """One layer: attention, then feed-forward, each normalised before and added to the residual stream.
+    """Runs one layer: attention, then feed-forward, each normalised before and added to the residual stream.
 
     Args:
         config: of the decoder.

@@ -1,4 +1,4 @@
-"""The decoder's attention: dense, or block-sparse by a structure; always causal.
+"""Defines the decoder's attention: dense, or block-sparse by a structure; always causal.
 
 Shapes: B batch, H query heads, K key and value heads, S sequence, D head.
 """
@@ -24,7 +24,7 @@ _MAX_LAYOUTS: Final = 32
 
 
 class Attend(Protocol):
-    """Causal attention of some heads."""
+    """Computes causal attention of some heads."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, first_head: int, positions: Tensor | None = None) -> Tensor:
         """Compute attention.

@@ -1,4 +1,4 @@
-"""A model written as the list of its layers, each of which takes the result of the one before it.
+"""Builds a model from the list of its layers, each of which takes the result of the one before it.
 
 Such a model can be cut into pipeline stages anywhere. A language model whose head is its embedding:
 
@@ -77,7 +77,7 @@ class LayerSpec:
 
 
 class LayerList(nn.Sequential):
-    """Layers that run in order; a tuple that one returns becomes the positional arguments of the next.
+    """Runs layers in order; a tuple that one returns becomes the positional arguments of the next.
 
     The entries' names are their indices, so parameters are called `0.weight`, `1.bias` and so on. The loss is the
     `loss_fn` of `shardwise.initialize`, as with every model.
@@ -124,7 +124,7 @@ class LayerList(nn.Sequential):
 
 
 class _Function(nn.Module):
-    """A function without parameters."""
+    """Wraps a function without parameters."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()

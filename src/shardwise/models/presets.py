@@ -1,4 +1,4 @@
-"""Decoder shapes by name: small ones of the library to train, published ones to train or to plan for.
+"""Lists decoder shapes by name: small ones of the library to train, published ones to train or to plan for.
 
 Not weights: a preset is a shape, and training starts from drawn parameters.
 

@@ -32,7 +32,7 @@ _BLOCK: Final = 2
 
 @dataclass(frozen=True)
 class Scale:
-    """The meshes and stages that the shrunk sizes must fit.
+    """Says which meshes and stages the shrunk sizes must fit.
 
     Attributes:
         mesh: of the run.
@@ -51,7 +51,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The sizes of a model that are scaled."""
+    """Holds the sizes of a model that are scaled."""
 
     num_layers: int
     hidden_size: int

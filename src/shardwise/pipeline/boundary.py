@@ -44,7 +44,7 @@ class ChannelOutput(Protocol):
 
 
 class ChannelInput(Protocol):
-    """A value that has not been taken yet."""
+    """Holds a value that has not been taken yet."""
 
     def wait(self) -> Any:
         """Wait for the value and return it; may be called again."""
@@ -71,7 +71,7 @@ class BoundaryTransport(Protocol):
 
 @dataclass(frozen=True)
 class Boundary:
-    """The cut between two neighbouring stages on different ranks.
+    """Describes the cut between two neighbouring stages on different ranks.
 
     Attributes:
         number: counts the boundaries of the pipeline; each rank opens its channels in this order.
@@ -85,7 +85,7 @@ class Boundary:
 
 
 class BoundaryChannel:
-    """One end of a channel between two ranks.
+    """Is one end of a channel between two ranks.
 
     Args:
         pipes: this rank's point-to-point channels.
@@ -176,7 +176,7 @@ class SameRankChannel:
 
 
 class _ReceivedTensors:
-    """Values by number that one stage has put and the other has not yet taken."""
+    """Holds values by number that one stage has put and the other has not yet taken."""
 
     def __init__(self) -> None:
         self._values: dict[int, Any] = {}
@@ -197,7 +197,7 @@ class _ReceivedTensors:
 
 
 class _LocalMessage:
-    """A value that has been handed over."""
+    """Holds a value that has been handed over."""
 
     def wait(self) -> None:
         """Return at once."""
@@ -208,7 +208,7 @@ class _LocalMessage:
 
 
 class _PostedReceive:
-    """A value that has been put, or will be before it is waited for."""
+    """Holds a value that has been put, or will be before it is waited for."""
 
     def __init__(self, values: dict[int, Any], number: int) -> None:
         self._values = values
@@ -241,7 +241,7 @@ OnEnd = Callable[[], None]
 
 
 class StageBoundary:
-    """One end of a channel, or both where the two stages are on one rank.
+    """Is one end of a channel, or both where the two stages are on one rank.
 
     Args:
         channel: the channel to the neighbour.

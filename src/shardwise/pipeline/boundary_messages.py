@@ -45,7 +45,7 @@ _HEADER_FIELDS: Final = 5
 
 @dataclass
 class SpecCache:
-    """The spec on which both ends of a direction agree before the next message.
+    """Keeps the spec on which both ends of a direction agree before the next message.
 
     >>> agreement = SpecCache()
     >>> [agreement.follow(spec) for spec in (1, 1, 1, 2, 2, 1)]
@@ -64,7 +64,7 @@ class SpecCache:
 
 @dataclass
 class KnownSpec:
-    """A spec that both ends know, and the text of its last plain values."""
+    """Holds a spec that both ends know, and the text of its last plain values."""
 
     spec: PytreeSpec
     plain: str = ""
@@ -108,7 +108,7 @@ class SpecMemory:
 
 @dataclass(frozen=True)
 class P2PDirection:
-    """The channels of one direction between two ranks: for headers, for texts, and for tensors."""
+    """Holds the channels of one direction between two ranks: for headers, for texts, and for tensors."""
 
     name: str
     header: P2PChannel
@@ -136,7 +136,7 @@ class P2PDirection:
 
 
 class PendingSend:
-    """A message that is being sent, and its tensors. Dropping it blocks the thread until the message has arrived."""
+    """Holds a message that is being sent, and its tensors. Dropping it blocks the thread until the message arrives."""
 
     def __init__(self, transfers: Sequence[P2PTransfer]) -> None:
         self._transfers = tuple(transfers)
@@ -154,7 +154,7 @@ class PendingSend:
 
 
 class Sender:
-    """The sending end of a direction."""
+    """Sends the messages of a direction."""
 
     def __init__(self, direction: P2PDirection) -> None:
         self._direction = direction
@@ -197,7 +197,7 @@ class Sender:
 
 
 class Receiver:
-    """The receiving end of a direction.
+    """Receives the messages of a direction.
 
     Args:
         direction: the channels on which this rank receives.

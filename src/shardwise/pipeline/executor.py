@@ -49,7 +49,7 @@ class StageEvents(Protocol):
 
 @dataclass
 class _MicrobatchState:
-    """The state that a stage keeps of a micro-batch between forward and backward."""
+    """Holds what a stage keeps of a micro-batch between forward and backward."""
 
     received: list[Tensor]
     roots: list[Any]  # the loss, or edges of the graph

@@ -37,7 +37,7 @@ _COMMON: Mapping[str, type] = MappingProxyType({f"builtins.{kind.__name__}": kin
 
 @dataclass(frozen=True)
 class TensorPart:
-    """One tensor of a spec."""
+    """Describes one tensor of a spec."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -50,7 +50,7 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class PytreeSpec:
-    """The structure of a value: its containers and the shapes of its tensors.
+    """Describes the structure of a value: its containers and the shapes of its tensors.
 
     Attributes:
         tree: its containers as JSON.

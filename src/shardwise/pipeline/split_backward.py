@@ -40,7 +40,7 @@ from shardwise.runtime.weight_grad_queue import parameter_of_weight, weight_sink
 
 
 class WeightGradQueue:
-    """The gradients of weights that are still to be computed, by the backward that deferred them."""
+    """Queues the gradients of weights that a backward has deferred, until they are computed."""
 
     def __init__(self) -> None:
         self._queued: list[_QueuedGrad] = []
@@ -142,7 +142,7 @@ class WeightGradQueue:
 
 @dataclass(eq=False)
 class _QueuedGrad:
-    """Gradients that are still to be computed."""
+    """Holds what computes gradients later."""
 
     parameters: tuple[Tensor, ...]
     compute: Callable[[], Sequence[Tensor]] | None
@@ -184,7 +184,7 @@ class _Deliver(Function):
 
 @dataclass(frozen=True, eq=False)
 class _Product:
-    """`x @ right + bias`, where `right` is a parameter or its transpose, and so is what the function is given."""
+    """Describes `x @ right + bias`, where `right` is a parameter or its transpose, as the function is given it."""
 
     x: Tensor  # [..., in]
     weight: nn.Parameter

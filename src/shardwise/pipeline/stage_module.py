@@ -39,7 +39,7 @@ _FIX: Final = f"name the modules that compute it from the inputs alone in pipeli
 
 
 class CutError(ConfigError):
-    """Raised where a model cannot be cut: a value other than the output of the unit before the cut crosses it."""
+    """Says that a model cannot be cut: a value other than the output of the unit before the cut crosses it."""
 
 
 class _StageDone(BaseException):
@@ -360,7 +360,7 @@ _MODULE: Final = "transformers.utils.output_capturing"
 
 
 class RecordedOutputs(NamedTuple):
-    """A boundary value, and what the model has recorded until there."""
+    """Holds a boundary value, and what the model has recorded until there."""
 
     output: Any
     lists: dict[str, list[Any]]

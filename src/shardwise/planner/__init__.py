@@ -1,1 +1,1 @@
-"""The planner: what a layout of a job takes in memory and time, which one is best, and why the others lose."""
+"""Plans a job: what a layout takes in memory and time, which one is best, and why the others lose."""

@@ -1,4 +1,4 @@
-"""The backward kernels: dQ over tiles of queries, dK and dV over tiles of keys (FlashAttention-2, algorithm 2).
+"""Defines the backward kernels: dQ over tiles of queries, dK and dV over tiles of keys (FlashAttention-2, algorithm 2).
 
 Each recomputes the probabilities from the log-sum-exp, so that no program adds to what another writes: there are no
 atomic operations.
@@ -34,7 +34,7 @@ from shardwise.attention.triton.common import (
 
 
 class OutputGrad(NamedTuple):
-    """The output's gradient, and for each row [B, H, Nq] the log-sum-exp in base 2 and delta (see `prepare`)."""
+    """Holds the output's gradient, and for each row [B, H, Nq] the log-sum-exp in base 2 and delta (see `prepare`)."""
 
     grad: StridedRows
     lse: Any
@@ -42,7 +42,7 @@ class OutputGrad(NamedTuple):
 
 
 class RowInputs(NamedTuple):
-    """The inputs of `prepare`: the output, its log-sum-exp, and the gradient of that, contiguous or None."""
+    """Holds the inputs of `prepare`: the output, its log-sum-exp, and the gradient of that, contiguous or None."""
 
     out: StridedRows
     lse: Any
@@ -50,7 +50,7 @@ class RowInputs(NamedTuple):
 
 
 class GradOfQueries(NamedTuple):
-    """Gradient of q, partial sums of split tiles, gradient of the bias with its strides; the first sample and head."""
+    """Holds q's gradient, partial sums of split tiles, the bias's gradient and its strides, first sample and head."""
 
     grad: StridedRows
     sums: Any
@@ -64,7 +64,7 @@ class GradOfQueries(NamedTuple):
 
 
 class GradOfKeys(NamedTuple):
-    """Gradients of k and v, and partial sums of each."""
+    """Holds the gradients of k and v, and partial sums of each."""
 
     k: StridedRows
     v: StridedRows

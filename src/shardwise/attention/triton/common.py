@@ -1,4 +1,4 @@
-"""Shared parts of the kernels: their arguments as tuples, and functions that read tables, rows and extras.
+"""Defines what the kernels share: their arguments as tuples, and functions that read tables, rows and extras.
 
 A program computes the tile [TILE] of a table's item and loops over entries [ENTRY]; "at" is (sample, query head), both
 int64. Index arguments `queries` and `keys` are two-dimensional and broadcast, so that one function serves tiles of
@@ -24,7 +24,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 class StridedRows(NamedTuple):
-    """A tensor [B, heads, N, D] whose last dim is contiguous: its pointer, and its other strides."""
+    """Describes a tensor [B, heads, N, D] whose last dim is contiguous: its pointer, and its other strides."""
 
     at: Any
     sample: int
@@ -70,7 +70,7 @@ class ModifierArgs(NamedTuple):
 
 
 class KernelScalars(NamedTuple):
-    """Sizes, the scale of the scores in base e and in base 2, and the factor of kept probabilities."""
+    """Holds sizes, the scale of the scores in base e and in base 2, and the factor of kept probabilities."""
 
     num_heads: int
     num_kv: int
@@ -83,7 +83,7 @@ class KernelScalars(NamedTuple):
 
 
 class KernelShape(NamedTuple):
-    """The constants that a kernel is compiled for.
+    """Holds the constants that a kernel is compiled for.
 
     IS_PLAIN: the scale is not negative. IS_AHEAD: registers suffice to load an entry's place one iteration ahead.
     UPCAST: the kernel runs in the interpreter, whose product of bf16 is wrong.

@@ -1,4 +1,4 @@
-"""The forward kernel: an online softmax over a tile's entries (FlashAttention-2, Dao 2023, algorithm 1), base 2.
+"""Defines the forward kernel: online softmax over a tile's entries in base 2 (FlashAttention-2, Dao 2023, algorithm 1).
 
 Full entries come first, without any mask, then partial ones. A long tile is split over several programs, whose sums
 `merge_softmax` joins in a fixed order.
@@ -33,7 +33,7 @@ from shardwise.attention.triton.common import (
 
 
 class ForwardOutputs(NamedTuple):
-    """The results: output, log-sum-exp [B, H, Nq]; for split tiles the sums, and each row's maximum and total."""
+    """Holds the output, log-sum-exp [B, H, Nq]; for split tiles the sums, and each row's maximum and total."""
 
     out: StridedRows
     lse: Any

@@ -1,4 +1,4 @@
-"""The kernel launches of a forward and a backward, as values: tests compile them for GPUs that are not present."""
+"""Describes kernel launches of a forward and a backward as values: tests compile them for GPUs that are not present."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The look-up tables of the kernels: cut a document's queries, or its keys, into tiles. Pure numpy; no Triton.
+"""Makes the look-up tables of the kernels: cuts a document's queries, or its keys, into tiles. Pure numpy; no Triton.
 
 Tensors hold a document's tokens one run after another. A tile takes neighbouring tokens of a tensor, from several runs
 where their CHUNKS (a power of two of tokens that divides a block) are whole. The kernels compare a query's place m in
@@ -33,7 +33,7 @@ NOT_CAUSAL: Final = 1 << 30  # a shift that lets every query see every key
 
 @dataclass(frozen=True)
 class TokenAxis:
-    """One axis of a document.
+    """Describes one axis of a document.
 
     Attributes:
         own: its tokens.
@@ -50,7 +50,7 @@ class TokenAxis:
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens of one run to which one shift applies.
+    """Describes tokens of one run to which one shift applies.
 
     Attributes:
         begin: the first token.
@@ -69,7 +69,7 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class AlignedChunks:
-    """Tokens of one chunk and one segment.
+    """Lists the tokens of each chunk, cut where a segment ends.
 
     Attributes:
         segment: the number of the segment.
@@ -86,7 +86,7 @@ class AlignedChunks:
 
 @dataclass(frozen=True, eq=False)
 class AxisTiles:
-    """The tiles of an axis.
+    """Holds the tiles of an axis.
 
     Attributes:
         tokens: [tiles, 4]: origin, begin and end in the tensor, and the shift.
@@ -198,7 +198,7 @@ _MOST_SUB_BLOCKS: Final = 16  # of an entry: their bits fit one int32
 
 @dataclass(frozen=True)
 class TileWidth:
-    """Tokens of a tile and of an entry; powers of two, at least 16."""
+    """Counts the tokens of a tile and of an entry; powers of two, at least 16."""
 
     tile: int
     entry: int
@@ -206,7 +206,7 @@ class TileWidth:
 
 @dataclass(frozen=True)
 class TileSide:
-    """The side of attention that tiles cut: queries or else keys, and the width of the tiles."""
+    """Says which side of attention tiles cut, queries or else keys, and how wide the tiles are."""
 
     of_queries: bool
     width: TileWidth
@@ -214,7 +214,7 @@ class TileSide:
 
 @dataclass(frozen=True)
 class HeadGroups:
-    """Query heads, and the key and value heads that they share."""
+    """Counts query heads, and the key and value heads that they share."""
 
     query: int
     kv: int
@@ -303,7 +303,7 @@ _NARROW_COST: Final = 1.6  # a tile below 64 cannot use the widest matrix instru
 
 @dataclass(frozen=True, eq=False)
 class _TileLists:
-    """The tiles of one document and head: tokens [tiles, 4], lengths [tiles, 2], and their entries."""
+    """Holds the tiles of one document and head: tokens [tiles, 4], lengths [tiles, 2], and their entries."""
 
     tokens: Ints
     lengths: Ints

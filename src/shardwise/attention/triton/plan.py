@@ -25,7 +25,7 @@ from shardwise.attention.triton.lut import ITEM_HEAD, HeadGroups, TileSide, best
 
 @dataclass(frozen=True, eq=False)
 class DeviceLut:
-    """The tables of one side (`lut.Lut`) on the device, int32; a spare row after the entries allows a load ahead."""
+    """Holds the tables of one side (`lut.Lut`) on the device, int32; a spare row at the end allows an early load."""
 
     items: Tensor
     full: Tensor

@@ -55,7 +55,7 @@ MAX_FILE_BYTES: Final = 5 * 10**9
 
 @dataclass(frozen=True)
 class ExportTensor:
-    """A tensor of the model's state dict, as it is to be exported.
+    """Describes a tensor of the model's state dict, as it is to be exported.
 
     Attributes:
         name: the first of its names in the model.
@@ -83,7 +83,7 @@ class PlacedTensor:
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """The content of every file of the folder.
+    """Lists the content of every file of the folder.
 
     Attributes:
         tensors: of the folder, in the model's order.
@@ -411,7 +411,7 @@ _FLOATS: Final = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """One rank's part of an export: its weights, their dtype, and the folder to write.
+    """Describes one rank's part of an export: its weights, their dtype, and the folder to write.
 
     Attributes:
         folder: the folder to write, the same on all ranks; its path may differ.

@@ -40,7 +40,7 @@ _MAX_PREFIX: Final = 16
 
 @dataclass(frozen=True)
 class _WeightEntry:
-    """A tensor of the folder and the file that it is in."""
+    """Describes a tensor of the folder and the file that it is in."""
 
     file: str
     tensor: FileTensor

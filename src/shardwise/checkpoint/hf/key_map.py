@@ -35,7 +35,7 @@ _COUNTER: Final = "#"
 
 @dataclass(frozen=True)
 class WeightPart:
-    """A rectangle of a model's tensor that is one whole tensor of a folder.
+    """Describes a rectangle of a model's tensor that is one whole tensor of a folder.
 
     Attributes:
         stored: the name of the folder's tensor.
@@ -58,7 +58,7 @@ class WeightPart:
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule for the names and the form of tensors in a folder; see the module.
+    """Maps the names and the form of tensors in a folder to the model's; see the module.
 
     Attributes:
         model: the pattern of the model's names.

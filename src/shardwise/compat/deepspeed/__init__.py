@@ -1,1 +1,1 @@
-"""DeepSpeed's names, at DeepSpeed's paths."""
+"""Offers DeepSpeed's names at DeepSpeed's paths."""

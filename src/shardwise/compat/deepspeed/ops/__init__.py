@@ -1,1 +1,1 @@
-"""DeepSpeed's operators, at DeepSpeed's paths."""
+"""Offers DeepSpeed's operators at DeepSpeed's paths."""

@@ -1,1 +1,1 @@
-"""DeepSpeed's runtime, at DeepSpeed's paths."""
+"""Offers DeepSpeed's runtime at DeepSpeed's paths."""

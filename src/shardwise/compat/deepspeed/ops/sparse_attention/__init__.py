@@ -1,4 +1,4 @@
-"""DeepSpeed's sparse attention by its own paths and names: change the import, and keep the code.
+"""Offers DeepSpeed's sparse attention by its own paths and names: change the import, and keep the code.
 
 Structures are in strict mode here: layouts and errors are DeepSpeed's, quirks included. `strict_deepspeed=False` mends
 them. DeepSpeed itself removed its sparse attention after 0.19.6.

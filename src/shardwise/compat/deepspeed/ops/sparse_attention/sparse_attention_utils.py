@@ -15,7 +15,7 @@ from shardwise.runtime.class_swap import set_attribute
 
 
 class SparseAttentionUtils:
-    """DeepSpeed's names for this library's functions; each supports more models than DeepSpeed's, which had two."""
+    """Offers this library's functions by DeepSpeed's names; each supports more models than DeepSpeed's two."""
 
     extend_position_embedding = staticmethod(positions.extend_position_embedding)
     update_tokenizer_model_max_length = staticmethod(positions.update_tokenizer_model_max_length)

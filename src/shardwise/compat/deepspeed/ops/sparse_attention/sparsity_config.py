@@ -1,4 +1,4 @@
-"""The structures, by default in DeepSpeed's strict mode, and the base class for a user's own.
+"""Offers the structures, by default in DeepSpeed's strict mode, and the base class for a user's own.
 
 >>> class Diagonal(SparsityConfig):
 ...     def make_layout(self, seq_len):
@@ -22,7 +22,7 @@ from shardwise.attention import structures
 
 
 class SparsityConfig(structures.SparsityConfig):
-    """The base class of structures: a user's subclass defines `make_layout`.
+    """Serves as the base class of structures: a user's subclass defines `make_layout`.
 
     Args:
         num_heads: query heads.

@@ -1,1 +1,1 @@
-"""DeepSpeed's names about ZeRO, at DeepSpeed's paths."""
+"""Offers DeepSpeed's names about ZeRO at DeepSpeed's paths."""
