@@ -155,7 +155,7 @@ class ZeroConfig(Section):
 
 
 class TiersConfig(Section):
-    """Chooses where each state is stored. Shares on the device are whole groups, those that run first in the forward."""
+    """Chooses where each state is stored. Shares on the device are whole groups, those that run first in a forward."""
 
     params: Tier = "device"
     """Memory that stores parameters; "host" and "nvme" need stage 3."""
