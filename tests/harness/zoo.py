@@ -311,9 +311,11 @@ _FAMILIES: Final[Mapping[str, Family]] = {
         jamba={"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
         mixtral={},
         qwen2_moe={},
+        qwen2_moe__window={"use_sliding_window": True, "layer_types": ["sliding_attention"] * 2},
         qwen3_moe={},
         deepseek_v2={"num_key_value_heads": 4},
         deepseek_v3={"num_key_value_heads": 4},
+        phimoe={},
         dbrx={"attn_config": {"clip_qkv": 8.0, "kv_n_heads": 2, "rope_theta": 1e4}},
     ),
     **_families(

@@ -55,9 +55,11 @@ EXPECTED: Final[Mapping[str, str]] = MappingProxyType(
         "jamba": "=p==-=",
         "mixtral": "=p==c=",
         "qwen2_moe": "=p====",
+        "qwen2_moe/window": "=p==c=",
         "qwen3_moe": "=p====",
         "deepseek_v2": "=p====",
         "deepseek_v3": "=p====",
+        "phimoe": "=p==c=",
         "dbrx": "=p====",
         "bert": "======",
         "roberta": "======",
@@ -106,11 +108,11 @@ FIXES: Final[Mapping[tuple[str, str], Mapping[str, Any]]] = MappingProxyType(
     {
         **{
             (each, "context"): {"options": {"sliding_window": None}}
-            for each in ("mistral", "mixtral", "phi3", "starcoder2")
+            for each in ("mistral", "mixtral", "phi3", "phimoe", "starcoder2")
         },
         **{
             (each, "context"): {"options": {"layer_types": ["full_attention"] * 2}}
-            for each in ("gemma3_text", "olmo3", "modernbert")
+            for each in ("gemma3_text", "olmo3", "modernbert", "qwen2_moe/window")
         },
         **{
             (name, "pipeline"): {"sections": {"pipeline": {"replicate": [module]}}}

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 
 from harness.pool import WorkerPool
 from harness.refusals import refused
-from harness.zoo_cells import Cell, run_cells
+from harness.zoo_cells import Cell, case_of, run_cells
 from shardwise.attention.cp_hook import DenseVisibility
 from shardwise.attention.huggingface import use_sparse_attention
-from shardwise.context.apply import prove_huggingface, prove_own
+from shardwise.context.apply import find_window, prove_huggingface, prove_own
 from shardwise.context.huggingface import check_length
 from shardwise.runtime.float64 import float64_throughout
 
@@ -125,12 +125,23 @@ GROWING: dict[str, tuple[tuple[str, str], dict[str, Any], int]] = {
     ),
     "frequencies that grow": (("llama", "LlamaForCausalLM"), {"rope_parameters": rope("dynamic", factor=2.0)}, 32),
 }
+SLIDING = {"use_sliding_window": True, "sliding_window": 7}
 TAKEN: dict[str, tuple[tuple[str, str], dict[str, Any]]] = {
     "no trigrams": (("mobilebert", "MobileBertForMaskedLM"), {**MOBILE, "trigram_input": False}),
     "a table of positions": (("bert", "BertForMaskedLM"), {}),
     "experts": (("mixtral", "MixtralForCausalLM"), {"num_local_experts": 4}),
     "latent attention": (("deepseek_v3", "DeepseekV3ForCausalLM"), {**EXPERTS, **LATENT}),
     "a window": (("mistral", "MistralForCausalLM"), {"sliding_window": 8}),
+}
+# What a model builds into its mask alone, and the shortest such window.
+WINDOWS: dict[str, tuple[str, dict[str, Any], int | None]] = {
+    "in every layer": ("phimoe", {"sliding_window": 9}, 9),
+    "longer than any table": ("phimoe", {"sliding_window": 5000}, 5000),
+    "none": ("phimoe", {"sliding_window": None}, None),
+    "in one layer": ("qwen2_moe", {**SLIDING, "layer_types": ["full_attention", "sliding_attention"]}, 7),
+    "in no layer": ("qwen2_moe", {**SLIDING, "layer_types": ["full_attention"] * 2}, None),
+    "told to the attention": ("mistral", {"sliding_window": 9}, None),
+    "of a bidirectional model": ("bert", {}, None),
 }
 
 
@@ -171,6 +182,35 @@ def test_a_family_whose_tokens_meet_in_attention_is_taken(name: str, caplog: pyt
     place, options = TAKEN[name]
     assert prove_huggingface(make_model(*place, **options)) is None
     assert not caplog.records
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_a_window_in_the_models_mask_alone_is_found(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    family, options, expected = WINDOWS[name]
+    found = find_window(case_of(family, options).build(torch.float32))
+    assert (found and found.num_tokens) == expected
+    assert not caplog.records
+
+
+def test_a_mask_that_is_not_the_attentions_is_refused() -> None:
+    hiding, looking = (case_of("bert", {}).build(torch.float32) for _ in range(2))
+    hiding.config.is_decoder = True  # the model's masks follow it
+    for module in looking.modules():
+        if hasattr(module, "is_causal"):
+            module.is_causal = True
+    for model, code in ((hiding, "mask-hides-ahead"), (looking, "mask-looks-ahead")):
+        with refused(code, "mesh.dp_shard", "zero.stage=3") as caught:
+            find_window(model)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_run_within_the_window_equals_one_process_and_a_longer_one_is_refused(
+    ranks: WorkerPool, tmp_path: Path
+) -> None:
+    cells = [Cell("context", options={"sliding_window": window}) for window in (12, 11)]
+    for outcomes in ranks(2).run(run_cells, "phimoe", cells, tmp_path):
+        assert [each.kind for each in outcomes] == ["equal", "refused"], outcomes
+        assert all(text in outcomes[1].text for text in ("PhimoeAttention", "11 tokens", "12 keys", "mesh.cp=1"))
 
 
 def test_values_of_another_size_than_keys_are_attended_to() -> None:

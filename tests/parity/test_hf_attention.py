@@ -21,6 +21,7 @@ from harness.pool import WorkerPool
 from harness.reference import Trace, check_parity, train_reference
 from harness.refusals import refused
 from harness.training import make_config, make_optimizer, merge_ranks, reference_of, train_case
+from harness.zoo_cells import case_of
 from shardwise import initialize
 from shardwise.attention.backends import BackendPlan
 from shardwise.attention.block_layout import BlockLayout, pack
@@ -333,6 +334,57 @@ def test_what_is_not_computed_is_refused(case: str) -> None:
     model, batch = make_model(family, **options), make_batch(family)
     with use_sparse_attention(model, structure), refused(*refusal):
         run(model, change(batch), real_of(batch))
+
+
+# Models that build a window into their mask and tell their attention nothing of it.
+IN_MASK: dict[str, tuple[str, dict[str, Any]]] = {
+    "in every layer": ("phimoe", {}),
+    "in one layer": ("qwen2_moe", {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}),
+}
+
+
+def zoo_model(name: str, options: dict[str, Any]) -> nn.Module:
+    return case_of(name, options).build(torch.float64).eval()
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize("case", IN_MASK)
+def test_a_window_in_the_models_mask_alone_is_refused_where_it_hides_keys(case: str, is_padded: bool) -> None:
+    name, options = IN_MASK[case]
+    batch = make_batch("llama")
+    given = batch if is_padded else {"input_ids": batch["input_ids"]}
+    for window in (LENGTH - 1, 5):
+        model = zoo_model(name, {**options, "sliding_window": window})
+        with use_sparse_attention(model, Dense()), refused("sliding-window", f"{window} tokens", "13 keys"):
+            run(model, given, real_of(batch))
+    model = zoo_model(name, {**options, "sliding_window": LENGTH})
+    expected = run(model, given, real_of(batch))
+    with use_sparse_attention(model, Dense()):
+        check_equal(run(model, given, real_of(batch)), expected)
+
+
+@pytest.mark.parametrize("lengths", [(5, 8), (4, 9)])
+def test_a_window_in_the_mask_hides_keys_of_the_own_document_only(lengths: tuple[int, int]) -> None:
+    model = zoo_model("phimoe", {"sliding_window": 8})
+    tokens = make_batch("llama", 1)["input_ids"]
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    batch = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
+    real = torch.ones_like(tokens, dtype=torch.bool)
+    expected = run(model, batch, real)
+    with use_sparse_attention(model, Dense()):
+        if max(lengths) > 8:
+            with refused("sliding-window", "8 tokens"):
+                run(model, batch, real)
+        else:
+            check_equal(run(model, batch, real), expected)
+
+
+def test_a_mask_with_a_window_that_no_layer_uses_is_served() -> None:
+    model, batch = zoo_model("qwen2_moe", {}), make_batch("llama")
+    model.config.sliding_window = 5
+    expected = run(model, batch)
+    with use_sparse_attention(model, Dense()):
+        check_equal(run(model, batch), expected)
 
 
 def test_attention_weights_are_refused() -> None:

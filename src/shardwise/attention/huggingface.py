@@ -35,20 +35,26 @@ from torch.nn import functional as F
 from shardwise.attention.api import block_sparse_attention
 from shardwise.attention.block_layout import BlockLayout, keep_last, require_structure
 from shardwise.attention.cp_hook import ContextHook, SequenceMask, is_sequence_mask, read_sequence_mask
+from shardwise.attention.huggingface_masks import (
+    OWN_ATTENTION,
+    is_module_causal,
+    is_window_mark,
+    padding_mask,
+    window_error,
+)
 from shardwise.config.resolve import ConfigError
 from shardwise.runtime.class_swap import set_attribute
-from shardwise.runtime.torch_private import constant_in_graphs, is_fake
+from shardwise.runtime.torch_private import constant_in_graphs
 
 NAME: Final = "shardwise_block_sparse"
 _GIVEN: Final = "_shardwise_structure"
 _MOST_LAYOUTS: Final = 32
 _MOST_WITH_CACHE: Final = 4  # generation comes with every length once
 _CROSS: Final = re.compile(r"cross_?att|enc_?dec_?att|encoder_att", re.IGNORECASE)
-_OWN_ATTENTION: Final = "leave the model its own attention (mesh.cp=1, attention.kind=dense)"
 
 
 class LayoutFactory(Protocol):
-    """An object that makes layouts of any length, such as a `FixedSparsityConfig`."""
+    """Makes layouts of any length, as a `FixedSparsityConfig` does."""
 
     def layout(self, seq_len: int) -> BlockLayout:
         """Return the layout of one sequence."""
@@ -58,7 +64,7 @@ class LayoutFactory(Protocol):
 
 
 class _LayoutKey(NamedTuple):
-    """The key under which a layout is kept.
+    """Identifies a kept layout.
 
     Attributes:
         num_heads: of this rank.
@@ -78,7 +84,7 @@ class _LayoutKey(NamedTuple):
 
 
 class _Layouts:
-    """The layouts made last: for whole sequences, and, fewer of them, for queries after cached keys."""
+    """Keeps the layouts made last: for whole sequences, and, fewer of them, for queries after cached keys."""
 
     def __init__(self) -> None:
         self._whole: dict[_LayoutKey, BlockLayout] = {}
@@ -184,7 +190,7 @@ def _given(structure: LayoutFactory | BlockLayout, is_cross: bool, name: str) ->
 
 
 class SparseAttention(AbstractContextManager["SparseAttention"]):
-    """The handle of a model's sparse attention, which `undo` or the end of a `with` removes."""
+    """Represents a model's sparse attention, which `undo` or the end of a `with` removes."""
 
     def __init__(self, undo: list[Callable[[], None]]) -> None:
         self._undo = undo
@@ -274,7 +280,7 @@ def whole_layout(model: nn.Module, lengths: tuple[int, ...]) -> BlockLayout:
         ConfigError: the model has no structure.
     """
     for module, given in _all_given(model):
-        return given.whole(sum(lengths), lengths if len(lengths) > 1 else None, _is_causal(module, {}))
+        return given.whole(sum(lengths), lengths if len(lengths) > 1 else None, is_module_causal(module, {}))
     raise _no_structure(model)
 
 
@@ -296,7 +302,7 @@ def attends_causally(model: nn.Module) -> bool:
     """Say whether all self-attention of a model is causal; that of an encoder-decoder is not."""
     modules = [(path, each) for path, each in model.named_modules() if _attends(each)]
     own = [each for path, each in modules if not _crosses(path, each)]
-    return bool(own) and all(_is_causal(each, {}) for each in own)
+    return bool(own) and all(is_module_causal(each, {}) for each in own)
 
 
 def _crosses(path: str, module: nn.Module) -> bool:
@@ -359,7 +365,7 @@ def sparse_attention_forward(
     if given.spread is not None and is_sequence_mask(attention_mask):
         return _spread(given.spread, given, module, (query, key, value), attention_mask, options), None
     _refuse(module, attention_mask, key.shape[2], options)
-    is_causal = _is_causal(module, options)
+    is_causal = is_module_causal(module, options)
     if given.is_cross or (not is_causal and query.shape[2] != key.shape[2]):
         return _dense(query, key, value, attention_mask, options), None
     if attention_mask is not None and attention_mask.shape[1] < key.shape[2]:  # a static cache, not full yet
@@ -410,7 +416,7 @@ def _spread(
             "context parallelism does not compute; set mesh.cp=1",
         )
     packed = lengths if len(lengths) > 1 else None
-    place = _LayoutKey(num_heads, _rank_of(module), num_tokens, num_tokens, packed, _is_causal(module, options))
+    place = _LayoutKey(num_heads, _rank_of(module), num_tokens, num_tokens, packed, is_module_causal(module, options))
     given.lay_out(*place)
     out = spread(
         query,
@@ -428,18 +434,15 @@ def _spread(
 def _refuse(module: nn.Module, mask: Tensor | None, num_keys: int, options: dict[str, Any]) -> None:
     window = options.get("sliding_window")
     if window is not None and window < num_keys:
-        raise ConfigError(
-            "sliding-window",
-            f"{type(module).__name__} has a window of sliding_window={window} tokens, less than the {num_keys} keys; "
-            "set config.sliding_window=None and use_sliding_window=False, or layer_types of full attention, and give "
-            f"LocalSlidingWindowSparsityConfig; or {_OWN_ATTENTION}",
-        )
+        raise window_error(type(module).__name__, f"sliding_window={window} tokens", num_keys)
+    if is_window_mark(mask):
+        raise window_error(type(module).__name__, f"{mask.shape[2]} tokens in its mask", num_keys)
     refused = [each for each in ("softcap", "s_aux", "output_attentions") if _is_asked(options.get(each))]
     if refused:
         raise ConfigError(
             "attention-option",
             f"{refused[0]} of {type(module).__name__} is not computed by the library's attention; take it out of the "
-            f"model's config, or {_OWN_ATTENTION}",
+            f"model's config, or {OWN_ATTENTION}",
         )
     if mask is not None and mask.ndim != 2:
         raise ConfigError(
@@ -451,12 +454,6 @@ def _refuse(module: nn.Module, mask: Tensor | None, num_keys: int, options: dict
 
 def _is_asked(value: Any) -> bool:
     return isinstance(value, Tensor) or bool(value)
-
-
-def _is_causal(module: nn.Module, options: dict[str, Any]) -> bool:
-    given = options.get("is_causal")
-    own = getattr(module, "is_causal", True) and getattr(getattr(module, "config", None), "is_causal", True)
-    return bool(own if given is None else given)
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
@@ -519,60 +516,3 @@ def _of_rank(layout: BlockLayout, place: _LayoutKey) -> BlockLayout:
             "or one for all heads",
         )
     return layout.of_heads(place.rank * place.num_heads, place.num_heads)
-
-
-def padding_mask(batch_size: int, q_length: int, kv_length: int, **options: Any) -> Tensor | None:
-    """Make the mask that `sparse_attention_forward` reads, of size B x N, with the signature that transformers calls.
-
-    Args:
-        batch_size: B.
-        q_length: queries.
-        kv_length: slots for keys; in a static cache that is not full, more than there are keys.
-        options: `q_offset`, `kv_offset`, `mask_function`, `attention_mask` [B, Nk] and others, which transformers
-            passes.
-
-    Returns:
-        None; or bool [B, Nk], True for a real token; or, where documents are packed, their numbers as int64 [B, Nk].
-
-    Raises:
-        ConfigError: the model masks more than padding and documents.
-    """
-    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
-
-    mask, function = options.get("attention_mask"), options.get("mask_function", causal_mask_function)
-    is_own = options.get("use_vmap", False)
-    if is_own or options.get("kv_offset", 0) or (mask is not None and mask.ndim != 2):
-        what = "a mask function of its own" if is_own else "a sliding cache" if mask is None else "a mask not [B, N]"
-        raise ConfigError(
-            "mask-kind", f"block-sparse attention got {what}; it takes padding masks [B, N] and packed documents"
-        )
-    num_keys = kv_length
-    if function is not bidirectional_mask_function:
-        num_keys = min(kv_length, int(options.get("q_offset", 0)) + q_length)
-    if mask is None and function not in (causal_mask_function, bidirectional_mask_function) and q_length == kv_length:
-        return _documents(function, batch_size, q_length, torch.device(options.get("device", "cpu")))
-    if mask is None:
-        missing = torch.ones(batch_size, num_keys, dtype=torch.bool, device=options.get("device", "cpu"))
-        return missing if num_keys < kv_length else None
-    return F.pad(mask[:, :num_keys], (0, max(num_keys - mask.shape[1], 0)))  # [B, Nk]
-
-
-def _documents(function: Callable[..., Tensor], batch_size: int, length: int, device: torch.device) -> Tensor | None:
-    """Number the documents of each token, int64 [B, N]; None where each row has one.
-
-    A document begins where a token does not see the one before it.
-    """
-    rows = torch.arange(batch_size, device=device)[:, None]
-    tokens = torch.arange(1, length, device=device)[None]
-    begins = ~function(rows, 0, tokens, tokens - 1)  # [B, N - 1]
-    ahead = function(rows, 0, tokens - 1, tokens)  # [B, N - 1]
-    if is_fake(begins):
-        return None  # simulated tokens have no values; they count as one document
-    if ahead.expand(batch_size, -1).any():
-        raise ConfigError(
-            "mask-looks-ahead",
-            "the model's mask lets tokens see some after them, beyond padding and documents; such models need their "
-            "own attention",
-        )
-    numbers = F.pad(begins.expand(batch_size, -1).cumsum(-1), (1, 0))  # [B, N]
-    return numbers if numbers.any() else None

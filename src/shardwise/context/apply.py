@@ -14,11 +14,13 @@ from functools import partial
 from operator import index
 from typing import Any, Final, Generic, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from shardwise.attention.block_layout import BlockLayout, keep_last
 from shardwise.attention.cp_hook import DenseVisibility
 from shardwise.attention.huggingface import attends_causally, use_sparse_attention, whole_layout
+from shardwise.attention.huggingface_masks import MaskWindow, find_mask_window
 from shardwise.comm.collectives import Comm
 from shardwise.config.resolve import Config, ConfigError, ContextConfig
 from shardwise.context.attention import ContextAttention
@@ -43,12 +45,13 @@ from shardwise.context.huggingface import (
     trained_length,
 )
 from shardwise.context.load_balance import choose_split
-from shardwise.context.locality import NO_CONTEXT, attend_alone, check_tokens_apart, copy_for_proof
+from shardwise.context.locality import NO_CONTEXT, attend_alone, check_tokens_apart, copy_for_proof, warn_unproved
 from shardwise.context.ulysses import check_heads, team_size
 from shardwise.layout.token_ranges import TokenSplit
 from shardwise.models.apply_attention import apply_attention
 from shardwise.models.decoder_attention import Attend
 from shardwise.runtime.class_swap import set_attribute
+from shardwise.runtime.float64 import float64_throughout
 from shardwise.runtime.torch_private import constant_in_graphs
 
 
@@ -122,8 +125,8 @@ def apply_context_parallel(model: nn.Module, config: Config, comm: Comm) -> Appl
     check_context(model, config)
     attention = ContextAttention(comm, config.context)
     if is_huggingface(model):
-        num_positions = None if comm.is_simulated else prove_huggingface(model)
-        given = _give_huggingface(model, config, attention, comm.rank, num_positions)
+        limits = SequenceLimits() if comm.is_simulated else SequenceLimits(prove_huggingface(model), find_window(model))
+        given = _give_huggingface(model, config, attention, comm.rank, limits)
     else:
         given = _give_own(model, config, attention, comm.rank, None if comm.is_simulated else prove_own(model))
     return AppliedContext(given.sequences, [attention.close, *given.undo])
@@ -156,13 +159,39 @@ def prove_huggingface(model: nn.Module) -> int | None:
     return None
 
 
+def find_window(model: nn.Module) -> MaskWindow | None:
+    """Return the shortest window that a model of transformers has in its masks only, by running a copy; None without
+    one.
+
+    Raises:
+        ConfigError: its masks say more than that.
+    """
+    copied = copy_for_proof(model)
+    if copied is None:
+        return None
+    inner, attempts = inputs_for_proof(copied)
+    given = {name: value for name, value in attempts[0][1].items() if name != "attention_mask"}
+    try:
+        with torch.no_grad(), float64_throughout():
+            return find_mask_window(inner, given)
+    except ConfigError as error:
+        raise _not_for(model, error) from error
+    except Exception as error:
+        warn_unproved(model, error)
+        return None
+
+
+def _not_for(model: nn.Module, error: ConfigError) -> ConfigError:
+    return ConfigError(error.code, f"mesh.cp is not for {type(model).__name__}: {error}; or {NO_CONTEXT}")
+
+
 def _copy_alone(model: nn.Module) -> nn.Module | None:
     copied = copy_for_proof(model)
     try:
         if copied is not None:
             use_sparse_attention(copied, DenseVisibility(attends_causally(copied)), spread=_alone)
     except ConfigError as error:
-        raise ConfigError(error.code, f"mesh.cp is not for {type(model).__name__}: {error}; or {NO_CONTEXT}") from error
+        raise _not_for(model, error) from error
     return copied
 
 
@@ -202,7 +231,7 @@ def _give_own(
 
 
 def _give_huggingface(
-    model: nn.Module, config: Config, attention: ContextAttention, rank: int, num_positions: int | None
+    model: nn.Module, config: Config, attention: ContextAttention, rank: int, limits: SequenceLimits
 ) -> AppliedContext:
     split_of = TokenSplits(partial(whole_layout, model), config.context, config.mesh.cp)
 
@@ -212,7 +241,20 @@ def _give_huggingface(
         return attention(q, k, v, layout, split_of(lengths), **extras)
 
     undo = apply_attention(model, config.attention, spread)
-    return AppliedContext(HuggingFaceSequences(model, rank, split_of, num_positions), undo)
+    return AppliedContext(HuggingFaceSequences(model, rank, split_of, limits), undo)
+
+
+@dataclass(frozen=True)
+class SequenceLimits:
+    """Holds how long a model's sequences may be when they are split.
+
+    Attributes:
+        num_positions: up to which it computes tokens apart; None for any number.
+        window: that no sequence may be longer than; None without one.
+    """
+
+    num_positions: int | None = None
+    window: MaskWindow | None = None
 
 
 class HuggingFaceSequences:
@@ -222,13 +264,13 @@ class HuggingFaceSequences:
         model: with a model of transformers in it.
         rank: of this process along the `cp` axis.
         split_of: returns the token split of a sequence, by the lengths of its documents.
-        num_positions: that a batch may have; None for any number.
+        limits: of the length of its sequences.
     """
 
     def __init__(
-        self, model: nn.Module, rank: int, split_of: TokenSplits[tuple[int, ...]], num_positions: int | None
+        self, model: nn.Module, rank: int, split_of: TokenSplits[tuple[int, ...]], limits: SequenceLimits
     ) -> None:
-        self._model, self._num_positions = model, num_positions
+        self._model, self._limits = model, limits
         self._names = list(inspect.signature(model.forward).parameters)
         self._count_targets = target_counter(model)
         self._rank = rank
@@ -241,9 +283,11 @@ class HuggingFaceSequences:
             ConfigError: the batch cannot be split.
         """
         inputs = by_name(batch[0] if has_more else batch, self._names)
-        if self._num_positions is not None:
-            check_length(self._model, inputs, self._num_positions)
+        if self._limits.num_positions is not None:
+            check_length(self._model, inputs, self._limits.num_positions)
         own = split_inputs(self._model, inputs, self._split_of, self._rank)
+        if self._limits.window is not None:
+            self._limits.window.check(own.inputs["attention_mask"].shape[-1])
         cut, num_targets = cut_batch(batch, main_input(inputs), own.tokens), self._count_targets(inputs)
         return TokenShard(cut, own.inputs, own.tokens, own.loss_weight, num_targets)
 

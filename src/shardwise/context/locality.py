@@ -55,7 +55,7 @@ def copy_for_proof(model: nn.Module) -> nn.Module | None:
     try:
         copied = copy.deepcopy(model, replaced).eval()
     except Exception as error:
-        _warn(model, error)
+        warn_unproved(model, error)
         return None
     for module in copied.modules():
         if isinstance(module, nn.modules.batchnorm._NormBase):
@@ -86,7 +86,7 @@ def check_tokens_apart(copied: nn.Module, attempts: Sequence[Sequence[Inputs]]) 
             ) from error
         except Exception as error:
             if number == len(attempts) - 1:
-                _warn(copied, error)
+                warn_unproved(copied, error)
                 return
     if all(map(_is_like, *(_floats(run[-1][2]) for run in runs))):
         return
@@ -103,7 +103,8 @@ def check_tokens_apart(copied: nn.Module, attempts: Sequence[Sequence[Inputs]]) 
     )
 
 
-def _warn(model: nn.Module, error: Exception) -> None:
+def warn_unproved(model: nn.Module, error: Exception) -> None:
+    """Warn that a model could not be run to prove that mesh.cp may split its sequences."""
     _LOG.warning(
         "it could not be proved that %s computes its tokens apart from each other, as mesh.cp needs: %s: %s",
         type(model).__name__,
