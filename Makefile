@@ -11,13 +11,14 @@ INDEX ?= https://pypi.org/simple
 # Three processes take the tests file by file, on two cores too, as many tests wait. ARGS="-n0" runs all in one.
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help train test test-full lint types imports check check-locks check-wheel lock clean
+.PHONY: help train test test-full docs-check lint types imports check check-locks check-wheel lock clean
 
 help:
 	@echo "make train      set up and train the default model on this machine (ARGS=\"zero.stage=3\" to change it)"
 	@echo "make test       set up and run the tests, in three processes (ARGS=\"-n0\" for one)"
 	@echo "make test-full  the tests, with every combination"
 	@echo "make check      lint, types, import rules"
+	@echo "make docs-check every block of code of the pages runs, or is read as it would be"
 	@echo "make check-locks  the locks resolve on each platform and Python, from the public index alone"
 	@echo "make check-wheel      the wheel builds, installs in an empty environment, and trains there"
 	@echo "make lock       resolve both locks anew from the public index"
@@ -30,6 +31,9 @@ test: $(READY_DEV)
 
 test-full: $(READY_DEV)
 	$(PYTEST) --full $(ARGS)
+
+docs-check: $(READY_DEV)
+	$(BIN)/python -m pytest -n0 tests/unit/test_docs.py tests/unit/attention/test_attention_docs.py $(ARGS)
 
 check: lint types imports
 

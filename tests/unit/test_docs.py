@@ -1,27 +1,24 @@
-"""The Python of the pages runs as it stands, block after block; their links, paths and names lead to something."""
+"""Every block of code of the pages runs, or is read as it would be; their links, paths and names lead somewhere."""
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
-import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from harness.pages import PAGES, PRELUDES, arguments_of_shardwise, blocks_of, commands_in, outside_blocks
 from harness.paths import ROOT
+from shardwise import Config, Engine
+from shardwise.cli.main import parse_arguments
+from shardwise.config.resolve import all_keys
+from shardwise.planner.hardware import parse_cluster
+from shardwise.train.setup import job_config
 
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
-
-
-def python_of(page: Path) -> str:
-    """The fenced blocks of a page; of the README, its indented example."""
-    text = page.read_text()
-    fenced = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
-    indented = re.findall(r"^    import torch, shardwise\n(?:(?:    .*)?\n)*", text, re.M)
-    return "\n".join([*fenced, *(re.sub("^    ", "", each, flags=re.M) for each in indented)])
+# A program writes the others.
+WRITTEN = [page for page in PAGES if page.name not in ("config.md", "planner-accuracy.md")]
 
 
 def write_inputs(folder: Path) -> None:
@@ -35,28 +32,115 @@ def write_inputs(folder: Path) -> None:
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="[UNK]", pad_token="[PAD]")
     sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
-    for each in (tokenizer, transformers.LlamaForCausalLM(config)):
-        each.save_pretrained(folder / "my-llama")
+    for name in ("my-llama", "Llama-3.2-1B"):
+        for each in (tokenizer, transformers.LlamaForCausalLM(config)):
+            each.save_pretrained(folder / name)
     shutil.copy(ROOT / "examples" / "ds_config.json", folder)
+    for name in ("nvme", "shared"):
+        (folder / name).mkdir()
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        "README.md",
-        pytest.param("docs/start.md", marks=pytest.mark.full),
-        pytest.param("docs/concepts.md", marks=pytest.mark.full),
-        pytest.param("docs/moving-in.md", marks=pytest.mark.full),
-    ],
-)
-def test_the_python_of_a_page_runs(tmp_path: Path, page: str) -> None:
+def pages_with(*languages: str) -> list[Path]:
+    return [page for page in PAGES if any(block.language in languages for block in blocks_of(page))]
+
+
+def named(pages: list[Path]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("page", pages, ids=lambda page: page.stem)
+
+
+# The engines of a page share its process, and a page may leave one open.
+@pytest.mark.filterwarnings("ignore")
+@named([page for page in pages_with("python") if page.stem != "attention"])  # test_attention_docs.py runs that
+def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run its blocks one after another in one process; those that cannot run here say why: `python no-run: why`."""
+    monkeypatch.chdir(tmp_path)
     write_inputs(tmp_path)
-    script = python_of(ROOT / page)
-    assert "shardwise" in script
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-c", script]
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr[-2000:]
+    blocks = [block for block in blocks_of(page) if block.language == "python"]
+    names: dict[str, object] = {"__name__": f"docs_{page.stem}"}
+    preludes = PRELUDES.get(page.stem, {})
+    for number, block in enumerate(blocks):
+        exec(preludes.get(number, ""), names)
+        if block.note:
+            assert re.fullmatch("no-run: .{8,}", block.note), f"{page.name}:{block.line}: {block.note}"
+            compile(block.text, page.name, "exec")
+            continue
+        # Places of a cluster are folders here.
+        text = re.sub(r'"/(shared|nvme)\b', lambda found: f'"{tmp_path}/{found[1]}', block.text)
+        try:
+            exec(compile("\n" * (block.line - 1) + text, str(page), "exec"), names)
+        except Exception as error:
+            error.add_note(f"{page.name}, the block of line {block.line}")
+            raise
+        if isinstance(config := names.get("config"), dict):
+            Config.from_dict(config)
+    for engine in [each for each in names.values() if isinstance(each, Engine)]:
+        engine.close()
+
+
+def test_the_toml_of_the_pages_is_legal(tmp_path: Path) -> None:
+    for page in pages_with("toml"):
+        for block in blocks_of(page):
+            if block.language == "toml":
+                path = tmp_path / "block.toml"
+                path.write_text(block.text)
+                if "gpu" in tomllib.loads(block.text):
+                    assert parse_cluster(str(path)).num_gpus
+                else:
+                    Config.from_toml(path)
+
+
+def test_the_commands_of_the_pages_are_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Parse each command of `shardwise` as it does, and its keys; the targets of `make` and the files exist."""
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.toml").write_text("")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    num_checked = 0
+    for page in pages_with("sh", "console"):
+        for block in blocks_of(page):
+            for command in commands_in(block) if block.language in ("sh", "console") else ():
+                where = f"{page.name}:{block.line}: {' '.join(command)}"
+                for word in command:
+                    if re.match(r"(tests|src|docs|benchmarks|examples)/", word):
+                        assert (ROOT / word).exists(), where
+                if command[0] == "make":
+                    assert command[1] in targets, where
+                arguments = arguments_of_shardwise(command)
+                if arguments is not None:
+                    check_command(arguments, where)
+                    num_checked += 1
+    assert num_checked > 50
+    capsys.readouterr()
+
+
+def check_command(arguments: list[str], where: str) -> None:
+    """Parse the arguments of `shardwise`; nothing runs. A key that is wrong on purpose has an error under it."""
+    if arguments == ["--version"]:
+        return
+    parsed = parse_arguments(arguments)
+    assert parsed is not None, where
+    for setting in getattr(parsed, "settings", ()):
+        key, is_setting, _ = setting.partition("=")
+        if is_setting:
+            assert key in all_keys() or key == "zero.stge", f"{where}: no key {key}"
+    if arguments[0] in ("train", "verify", "timeline"):
+        files = [text for text in parsed.settings if "=" not in text]
+        assert len(files) <= 1, where
+        job_config(next(iter(files), None), [each for each in parsed.settings if "=" in each and "stge" not in each])
+
+
+def test_code_is_fenced_with_its_language() -> None:
+    """An indented block is a drawing or an output: neither a command, nor TOML or Python."""
+    for page in WRITTEN:
+        for block in blocks_of(page):
+            assert block.language in ("python", "toml", "sh", "console", "text"), f"{page.name}:{block.line}"
+        for indented in re.findall(r"(?:^    .*\n)+", outside_blocks(page), re.M):
+            first = indented.strip().partition("\n")[0]
+            assert not re.match(r"(\$ |(shardwise|torchrun|srun|make|pip|python|import|from|with) [\w-]+)", first), (
+                f"{page.name}: {first}"
+            )
 
 
 def test_links_lead_to_files() -> None:
@@ -67,8 +151,7 @@ def test_links_lead_to_files() -> None:
 
 def spans(page: Path) -> list[str]:
     """The texts in backticks of a page, outside its blocks of code."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
-    prose = "\n".join(line for line in text.split("\n") if not line.startswith("    "))
+    prose = "\n".join(line for line in outside_blocks(page).split("\n") if not line.startswith("    "))
     return re.findall("`([^`]+)`", prose)
 
 

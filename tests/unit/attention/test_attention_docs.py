@@ -46,10 +46,9 @@ def test_configs_are_legal() -> None:
 
 def test_the_drawing_is_the_commands(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    command, *lines = re.search(r"^    \$ shardwise (.*\n(?:    .*\n|\n)+)", TEXT, re.MULTILINE).group(1).splitlines()
+    command, *lines = fenced("console")[0].removeprefix("$ shardwise ").splitlines()
     assert cli.main(command.split()) == 0
-    shown = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    assert [line.removeprefix("    ") for line in lines][: len(shown)] == shown
+    assert lines == [line.rstrip() for line in capsys.readouterr().out.splitlines()]
 
 
 @pytest.mark.parametrize(
