@@ -28,6 +28,9 @@ if not torch.cuda.is_available():
 hypothesis.settings.register_profile("shardwise", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("shardwise")
 
+PARITY = Path(__file__).parent / "parity"
+NUM_PARITY_VARIANTS = 2  # each starts ranks and a plain process; `tests/parity/test_stages.py` has all combinations
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run the tests marked `full`: all combinations")
@@ -47,11 +50,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def variants_left_out(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Of each test marked `quick(n)`, all variants but n, which lie evenly over them: first and last stay."""
+    """Of each test marked `quick(n)`, and of parity tests without the mark (n = 2), all variants but n.
+
+    Those that run lie evenly over all: the first and the last one stay.
+    """
     variants = defaultdict(list)
     for item in items:
-        if (mark := item.get_closest_marker("quick")) is not None:
-            variants[item.path, getattr(item, "originalname", item.name), mark.args[0]].append(item)
+        mark = item.get_closest_marker("quick")
+        if mark is not None or PARITY in item.path.parents:
+            num = NUM_PARITY_VARIANTS if mark is None else mark.args[0]
+            variants[item.path, getattr(item, "originalname", item.name), num].append(item)
     left_out = set()
     for (_, _, num), group in variants.items():
         kept = {round(i * (len(group) - 1) / max(num - 1, 1)) for i in range(num)}

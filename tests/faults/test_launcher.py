@@ -40,12 +40,17 @@ DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN); meet()\n"
 
 @pytest.fixture
 def launch(tmp_path):
-    """Launch ranks that run the prelude and then `code`."""
+    """Launch ranks that run the prelude and then `code`, with no signal ignored, as `nohup make test` does."""
+    ignored = [each for each in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_IGN]
+    for each in ignored:
+        signal.signal(each, signal.SIG_DFL if each is signal.SIGHUP else signal.default_int_handler)
 
     def run(code: str, num_ranks: int = 2, **options) -> int:
         return launch_local([write_script(tmp_path, code), str(tmp_path)], num_ranks, tmp_path / "logs", **options)
 
-    return run
+    yield run
+    for each in ignored:
+        signal.signal(each, signal.SIG_IGN)
 
 
 def write_script(folder: Path, code: str) -> str:

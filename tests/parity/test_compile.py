@@ -96,7 +96,7 @@ def is_quick(options: dict[str, Any]) -> bool:
     return options["stage"] in (0, 3) or (options["recompute"], options["accumulation"]) == ("none", 1)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("options", cover(FACTORS, quick=is_quick))
 def test_compiled_blocks_equal_one_process(ranks: WorkerPool, options: dict[str, Any]) -> None:
     for num_graphs in check(ranks, options):

@@ -95,6 +95,7 @@ def test_all_axes_together_equal_one_process(ranks: WorkerPool) -> None:
     check_parity(merge_ranks(traces), reference("bigbird", 2))
 
 
+@pytest.mark.full
 def test_compiled_blocks_equal_one_process(ranks: WorkerPool) -> None:
     overrides = {"mesh": {"cp": 2}, "zero": {"stage": 3}, "compile": {"enabled": True, "backend": "aot_eager"}}
     check_parity(merge_ranks(ranks(2).run(train_split, "fixed", overrides)), reference("fixed", 1))

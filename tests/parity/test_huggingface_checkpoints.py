@@ -225,6 +225,7 @@ def train_and_export(
         }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("layout", [LayoutSpec(2, 1, 1, 1), LayoutSpec(2, 1, 2, 3)], ids=str)
 def test_training_goes_on_bitwise_as_if_nothing_had_been_exported(
     ranks: WorkerPool, layout: LayoutSpec, tmp_path: Path

@@ -409,6 +409,7 @@ def use_and_close(
     return found | {"driver": 0 if driver() is None else 1, "gone": settled_bytes(live) - baseline}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("num_ranks", "sections"),
     [

@@ -61,7 +61,7 @@ def check_ranks(ranks: WorkerPool, num_ranks: int, *arguments: Any) -> None:
         assert found == reals[rank]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "options",
     cover(
@@ -93,7 +93,7 @@ def test_simulated_ranks_are_real_ones(ranks: WorkerPool, options: dict[str, Any
     check_ranks(ranks, 4, options["model"], 3, overrides)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "overrides",
     [

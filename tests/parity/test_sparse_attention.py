@@ -88,6 +88,7 @@ def test_a_hugging_face_model_given_the_configs_attention_equals_one_process(
     check_parity(merge_ranks(traces), reference(GIVEN + options["model"], num_data_ranks))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on the CPU")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
 def test_compiled_blocks_equal_one_process(ranks: WorkerPool, backend: str) -> None:

@@ -332,6 +332,7 @@ def test_all_ranks_raise_where_one_fails_to_start(ranks: WorkerPool, num_ranks: 
         assert (found["same"], found["kinds"], found["hooks"]) == (True, True, 0)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_an_engine_may_be_closed_without_its_values(stage: int) -> None:
     with LiveBytes() as live:

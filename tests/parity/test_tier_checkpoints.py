@@ -270,6 +270,7 @@ def load_parts(rank: int, world_size: int, root: Path, swap: Path, side: Side) -
     return found
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("before", "after"), [("nvme", "host"), ("host", "apart"), ("apart", "nvme")])
 def test_parts_of_the_states_are_saved_and_loaded(ranks: WorkerPool, tmp_path: Path, before: str, after: str) -> None:
     sides = [Side(LayoutSpec(2, 1, 1, 3), WHERE[each], "bf16") for each in (before, after)]

@@ -47,6 +47,7 @@ def problem_of(name: str, outcomes: list[Outcome], expected: str) -> str:
     return f"{failed[0].kind}: {failed[0].text}" if failed else ""
 
 
+@pytest.mark.quick(len(ZOO))
 @pytest.mark.parametrize("family", ZOO)
 def test_a_family_equals_one_process_or_is_refused(ranks: WorkerPool, family: str, tmp_path: Path) -> None:
     check(ranks, family, quick_cells(family), tmp_path)

@@ -267,7 +267,7 @@ CASES: dict[str, tuple[BlockLayout, HeadGroups, torch.dtype, list[Runs], int | N
 }
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", CASES)
 def test_partial_results_and_gradients_add_up_to_the_reference(name: str) -> None:
     """Each rank's queries over each rank's keys: merged, and differentiated by the final results."""

@@ -147,7 +147,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[StepThreads | None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(3)
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("master_dtype", [torch.float32, torch.float64])
@@ -174,6 +174,7 @@ def test_steps_have_the_bits_of_the_optimizer(
         host.assert_equals(optimizer)
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("threads", ["one thread", "torch's threads", "own threads"], indirect=True)
 @pytest.mark.parametrize("name", NAMES)
 def test_pieces_of_many_blocks_have_the_bits_of_the_optimizer(threads: StepThreads | None, name: str) -> None:

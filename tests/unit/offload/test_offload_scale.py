@@ -63,7 +63,7 @@ def test_13_billion_parameters_do_not_fit_without_offload() -> None:
         train(preset("llama-13b"), stage=2, tiers={"optimizer": "host"})  # whole gradients are 52 GB
 
 
-@pytest.mark.quick(1)
+@pytest.mark.full
 @pytest.mark.parametrize(("stage", "tiers"), [(2, HOST), (3, {**HOST, "params": "host"})])
 def test_13_billion_parameters_train_on_one_device_and_its_host(stage: int, tiers: dict[str, str]) -> None:
     """ZeRO-Offload's headline (Ren et al. 2021, arXiv 2101.06840): 13 billion on one V100 of 32 GB."""

@@ -72,6 +72,7 @@ def run(cores: list[int] | None, process_threads: int | None = None, main_first:
     return json.loads(process.stdout)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system binds no threads")
 @pytest.mark.parametrize("main_first", [True, False])
 def test_threads_of_the_bound_thread_keep_to_its_cores(main_first: bool) -> None:
@@ -95,6 +96,7 @@ def test_the_number_of_threads_is_that_of_the_cores_and_only_there() -> None:
     assert (found["main_threads"], found["later_threads"]) == (2, 2)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("process_threads", "expected"), [(None, 2), (3, 3)])
 def test_without_cores_a_thread_works_as_the_process_does(process_threads, expected) -> None:
     found = run(None, process_threads)

@@ -33,7 +33,7 @@ def job(name: str = "cpu", **changes: Any) -> PlanJob:
     return replace(plain, shape=replace(plain.shape, **changes))
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(
     ("strategy", "pipeline_rank"),
     [

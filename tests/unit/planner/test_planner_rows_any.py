@@ -60,7 +60,7 @@ def odd_rows(draw: st.DrawFn) -> dict[str, Any]:
     return row
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(row=odd_rows())
 def test_any_row_is_answered_and_its_outputs_change_nothing(accuracy: Any, row: dict[str, Any]) -> None:
     (found,) = accuracy.scored_rows([row])

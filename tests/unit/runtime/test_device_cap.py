@@ -147,6 +147,7 @@ def train_on_32_gib(shape: DecoderConfig) -> Simulation:
     return run(shape, {"precision": {"param": "bf16"}, "recompute": {"mode": "full"}}, device_gib=32)
 
 
+@pytest.mark.full
 def test_without_offload_1_8_billion_parameters_are_the_most() -> None:
     """At 18 bytes a parameter no more than 1.9 billion can be. ZeRO-Offload's paper (arXiv 2101.06840) found 1.4
     billion for PyTorch's data parallelism on a V100 of 32 GB, which holds more beside the states."""
