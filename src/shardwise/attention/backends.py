@@ -1,4 +1,4 @@
-"""The interface of the back ends of block-sparse attention: one autograd function serves all of them.
+"""Defines the interface of the back ends of block-sparse attention: one autograd function serves all of them.
 
 Shapes: B samples, H query heads, K key and value heads (H is a multiple of K; query head h reads KV head h // (H / K)),
 Nq queries, Nk keys, D head.

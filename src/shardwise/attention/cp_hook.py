@@ -75,7 +75,7 @@ class ContextHook(Protocol):
 
 @dataclass(frozen=True)
 class DenseVisibility:
-    """The structure of dense attention: each token sees all of its document, or all up to itself.
+    """Describes dense attention: each token sees all of its document, or all up to itself.
 
     Attributes:
         is_causal: a token sees none after it.

@@ -1,4 +1,4 @@
-"""The plan of the CPU back end cuts a layout into tiles: rows of blocks that see nearly the same keys share a tile.
+"""Cuts a layout into tiles for the CPU back end: rows of blocks that see nearly the same keys share a tile.
 
 A tile is a run of block rows and the union of the key blocks they see, listed by index; it is masked where a row does
 not see all of them. Taller tiles multiply faster and copy each key once for more rows, but compute more pairs that no

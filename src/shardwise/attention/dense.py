@@ -92,7 +92,7 @@ def partial_backend(layout: BlockLayout, q: Tensor, extras: ScoreModifiers) -> s
 
 
 class Band(NamedTuple):
-    """Neighbouring queries and the keys that they see; all are slices of indices into the tensors.
+    """Names neighbouring queries and the keys that they see; all are slices of indices into the tensors.
 
     Attributes:
         queries: of the band.

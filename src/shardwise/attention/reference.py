@@ -31,7 +31,7 @@ class Scores:
 
 @dataclass(frozen=True, eq=False)
 class TileGrads:
-    """Gradients of tiles; `scores` is [L, T, R, C], before the scale."""
+    """Holds gradients of tiles; `scores` is [L, T, R, C], before the scale."""
 
     q: Tensor
     k: Tensor

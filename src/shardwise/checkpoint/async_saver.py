@@ -98,7 +98,7 @@ class _Background:
 
 
 class Saver:
-    """The saves of one engine on one rank; every rank makes the same calls in the same order, on one thread.
+    """Runs the saves of one engine on one rank; every rank makes the same calls in the same order, on one thread.
 
     Args:
         store: of the engine; None where there is one rank.

@@ -45,7 +45,7 @@ log = logging.getLogger("shardwise")
 
 
 class StoreBarrier:
-    """The rounds of one save, on one rank; only the thread that saves uses it.
+    """Counts the rounds of one save, on one rank; only the thread that saves uses it.
 
     Args:
         store: of the engine, the same on all ranks; None where there is one rank.

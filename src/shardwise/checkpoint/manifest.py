@@ -69,7 +69,7 @@ ITEM_BYTES: Final[Mapping[str, int]] = MappingProxyType(
 
 
 class CheckpointError(OneLineError):
-    """Raised where a checkpoint cannot be saved or loaded; the message says what, where, and what would help."""
+    """Says that a checkpoint cannot be saved or loaded; the message says what, where, and what would help."""
 
 
 class AbsentRankError(CheckpointError):
@@ -77,7 +77,7 @@ class AbsentRankError(CheckpointError):
 
 
 class DamagedError(CheckpointError):
-    """Raised where a checkpoint is not what was written: a file is missing, torn or changed. Another may be whole."""
+    """Says that a checkpoint is not what was written: a file is missing, torn or changed. Another may be whole."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class RankManifest:
-    """One rank's part of a manifest: its file and the tensors in it; `merge_parts` merges the parts of all ranks.
+    """Describes one rank's part of a manifest: its file and the tensors in it; `merge_parts` merges those of all ranks.
 
     Attributes:
         file: its name; empty where the rank wrote none.

@@ -1,4 +1,4 @@
-"""The comm log records the collectives of one engine: how many and how large, the latest, and the one this rank is in.
+"""Records the collectives of one engine: how many and how large, the latest, and the one this rank is in.
 
 `shardwise.comm.collectives` writes it, and the watchdog's thread reads it at the same time: so a value that changes is
 replaced whole.
@@ -46,7 +46,7 @@ EXCHANGE: Final = "exchange"
 
 
 class CommError(CodedError, RuntimeError):
-    """A collective failed, or ranks began different ones; the message says which rank was in which one, and why."""
+    """Says that a collective failed, or ranks began different ones: which rank was in which one, and why."""
 
 
 class MissingRankError(CommError):

@@ -1,5 +1,6 @@
-"""The requests of a `PatientStore` end. torch bounds how long a key is waited for, not how long the store's host may be
-silent: if that is stopped or its machine freezes, a request of torch's never returns, for any time-out.
+"""Bounds the requests to a store: those of a `PatientStore` end. torch bounds how long a key is waited for, not how
+long the store's host may be silent: if that is stopped or its machine freezes, a request of torch's never returns, for
+any time-out.
 
 >>> store = PatientStore(dist.HashStore(), timeout_s=5.0, prefix="part")
 >>> store.set("key", "value")
@@ -34,7 +35,7 @@ _Request = tuple[Future[Any], Callable[[], Any]] | None
 
 
 class StoreSilentError(CodedError, RuntimeError):
-    """The process that holds the store does not answer; it has not closed the connection either."""
+    """Says that the process of the store does not answer; it has not closed the connection either."""
 
 
 class PatientStore(dist.Store):

@@ -6,7 +6,7 @@ import errno
 
 
 class CodedError(Exception):
-    """An error whose `code` names the rule that was broken; `str` gives the message alone.
+    """Carries a `code` that names the rule that was broken; `str` gives the message alone.
 
     Args:
         code: lower-case words with hyphens between them, such as `tp-divides-units`; each stands for one rule.

@@ -1,4 +1,4 @@
-"""The typed config: everything a user may write, and nothing else.
+"""Defines the typed config: everything a user may write, and nothing else.
 
 A config is a frozen tree of sections. Unknown keys are refused with a suggestion, values are checked before any process
 group starts, and `resolve` turns what the user wrote into the one immutable config that determines a run.

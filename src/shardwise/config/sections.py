@@ -101,7 +101,7 @@ class BatchConfig(Section):
 
 
 class MeshConfig(Section):
-    """Ranks along each axis of the mesh."""
+    """Sets the number of ranks along each axis of the mesh."""
 
     pp: Ranks = 1
     """Pipeline stages, in ranks."""

@@ -1,4 +1,4 @@
-"""Keyed dropout: every layout draws the numbers that one process draws for the whole model and batch.
+"""Draws dropout by keys: every layout draws the numbers that one process draws for the whole model and batch.
 
 A bit of a mask is a hash of (run seed, step, site, number of the call) and (global sample, index in the unsplit
 tensor), in integers only, so that ranks, devices and dtypes agree. A site is a module: each `nn.Dropout`, and each

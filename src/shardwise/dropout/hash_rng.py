@@ -1,4 +1,4 @@
-"""The bits of a mask: hashes of a key and of an element's indices in the unsplit tensor.
+"""Draws the bits of a mask: hashes of a key and of an element's indices in the unsplit tensor.
 
 All but the last index go into a 64-bit hash for each row; the last is combined with it in three operations on int32, so
 that a mask costs little more than writing it. Overflow wraps, on every device.
@@ -63,7 +63,7 @@ class HashGrid:
 
 @dataclass(frozen=True, eq=False)
 class Hashes:
-    """A key's hashes for a tensor; `keyed_mask` defines which elements they keep.
+    """Holds a key's hashes for a tensor; `keyed_mask` defines which elements they keep.
 
     Attributes:
         factors: odd; [number of rows], int32.

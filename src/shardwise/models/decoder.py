@@ -41,7 +41,7 @@ INIT_STD = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """The shape of a decoder; `head_dim` is a field, since it need not be hidden_size / num_heads.
+    """Describes the shape of a decoder; `head_dim` is a field, since it need not be hidden_size / num_heads.
 
     `attention` defines which keys before it each query sees, in every layer; no parameter depends on it.
 
@@ -247,7 +247,7 @@ class DecoderBlock(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks, norm and head; `head.weight` is `embed.weight` where embeddings are tied.
+    """Runs embedding, blocks, norm and head; `head.weight` is `embed.weight` where embeddings are tied.
 
     Args:
         config: the shape.

@@ -51,7 +51,7 @@ class Attend(Protocol):
 
 
 class Dense:
-    """Dense attention: every query sees its own key and all keys before it."""
+    """Computes dense attention: every query sees its own key and all keys before it."""
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, first_head: int, positions: Tensor | None = None

@@ -28,7 +28,7 @@ from shardwise.config.resolve import ConfigError
 
 
 class LayerSpec:
-    """The description of a layer: `factory(*args, **kwargs)` is called when the list is built.
+    """Describes a layer: `factory(*args, **kwargs)` is called when the list is built.
 
     Args:
         factory: a module's class, or a function that returns a module.

@@ -34,7 +34,7 @@ from shardwise.schedule.placement import StagePlacement
 
 
 class ChannelOutput(Protocol):
-    """A value that is being sent; it holds the tensors, so keep it until it is done."""
+    """Represents a value that is being sent; it holds the tensors, so keep it until it is done."""
 
     def wait(self) -> None:
         """Return when the receiver has it; on CUDA let the compute stream wait for that."""
@@ -51,7 +51,7 @@ class ChannelInput(Protocol):
 
 
 class BoundaryTransport(Protocol):
-    """The interface of both kinds of channel; the receiver may post a receive before the other end has sent."""
+    """Defines the interface of both kinds of channel; the receiver may post a receive before the other end has sent."""
 
     def send(self, value: Any) -> ChannelOutput:
         """Start to send a boundary value, any pytree of tensors and plain values; returns at once."""
@@ -141,7 +141,7 @@ class BoundaryChannel:
 
 
 class SameRankChannel:
-    """A channel between two stages of one rank: tensors are handed over, not copied."""
+    """Connects two stages of one rank: tensors are handed over, not copied."""
 
     def __init__(self) -> None:
         self._values = _ReceivedTensors()

@@ -72,7 +72,7 @@ class KnownSpec:
 
 @dataclass
 class SpecMemory:
-    """The specs of a direction that were used last, by number; the same on both ends, which see the same messages.
+    """Keeps the specs of a direction that were used last, by number; both ends see the same messages, so keep the same.
 
     Attributes:
         specs: by number; the one used last is the last entry.
@@ -229,7 +229,7 @@ class Receiver:
 
 
 class PendingRecv:
-    """A message that has been posted: `wait` gives its value. One that is dropped is received all the same."""
+    """Represents a posted message: `wait` gives its value. One that is dropped is received all the same."""
 
     def __init__(self, receiver: Receiver, number: int) -> None:
         direction = receiver.direction

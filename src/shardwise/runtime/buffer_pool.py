@@ -1,4 +1,4 @@
-"""A buffer pool reuses flat buffers, the memory for collectives, from one collective to the next.
+"""Reuses flat buffers, the memory for collectives, from one collective to the next.
 
 Not a general allocator: buffers are few and large, come from one device, and are handed out whole, as 1-D
 tensors.

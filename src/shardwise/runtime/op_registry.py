@@ -1,5 +1,5 @@
-"""Ops are registered with torch for as long as an engine lives, so that recomputation, `torch.compile` and fake tensors
-see each as one.
+"""Registers ops with torch for as long as an engine lives, so that recomputation, `torch.compile` and fake tensors see
+each as one.
 
 Every engine registers its own, whose kernels know its ranks, and removes them at its end.
 """

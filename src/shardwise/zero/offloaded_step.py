@@ -1,4 +1,4 @@
-"""A group whose optimizer is stored on the host or on NVMe is stepped there, chunk by chunk.
+"""Steps groups whose optimizer is stored on the host or on NVMe there, chunk by chunk.
 
 Each state is one flat tensor over the rank's slice of the group. A chunk brings together what its step needs from all
 tiers: gradient, master, the optimizer's states; and what it makes: the parameters, narrowed.

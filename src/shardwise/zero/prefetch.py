@@ -28,7 +28,7 @@ Names = Sequence[str]
 
 
 class LockstepError(CodedError, RuntimeError):
-    """A block ran out of module order, or twice, under `zero.lockstep`."""
+    """Says that a block ran out of module order, or twice, under `zero.lockstep`."""
 
 
 class PrefetchOrder(Protocol):

@@ -1,4 +1,4 @@
-"""Parameters that only other ranks of the pipeline hold are on meta here, and raise an error when they are used.
+"""Puts parameters on meta that only other ranks of the pipeline hold; using them raises an error.
 
 They are apart from `shardwise.zero.sharding_state`, which only handles parameters that are on this rank.
 """

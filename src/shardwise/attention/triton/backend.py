@@ -1,4 +1,4 @@
-"""The Triton back end: this module is a `backends.Backend`.
+"""Implements the Triton back end: this module is a `backends.Backend`.
 
 It is deterministic, and takes fp32, fp16 and bf16 and head sizes up to 256.
 """

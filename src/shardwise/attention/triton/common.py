@@ -39,7 +39,7 @@ class KernelInputs(NamedTuple):
 
 
 class LutPointers(NamedTuple):
-    """The tables of one side; `group` is the stride of items between heads, 0 where heads share them."""
+    """Holds the tables of one side; `group` is the stride of items between heads, 0 where heads share them."""
 
     items: Any
     full: Any
@@ -48,14 +48,14 @@ class LutPointers(NamedTuple):
 
 
 class SplitTiles(NamedTuple):
-    """The tiles that are split; `group` is the stride between heads, 0 where heads share them."""
+    """Lists the tiles that are split; `group` is the stride between heads, 0 where heads share them."""
 
     items: Any
     group: int
 
 
 class ModifierArgs(NamedTuple):
-    """The extras, None for those that are not used; strides of the bias are 0 where it is broadcast."""
+    """Holds the extras, None for those that are not used; strides of the bias are 0 where it is broadcast."""
 
     padding: Any
     bias: Any

@@ -30,7 +30,7 @@ NO_BIAS_STRIDES = (0, 0, 0, 0)
 
 @dataclass(frozen=True, eq=False)
 class KernelLaunch:
-    """A kernel, its grid, its arguments, and the warps, stages and registers that it is compiled for."""
+    """Describes a kernel, its grid, its arguments, and the warps, stages and registers that it is compiled for."""
 
     kernel: Any
     grid: tuple[int, int, int]

@@ -222,7 +222,7 @@ class HeadGroups:
 
 @dataclass(frozen=True, eq=False)
 class Lut:
-    """The look-up tables that the programs of one side read; `groups` is 1 where all heads share a layout.
+    """Holds the look-up tables that the programs of one side read; `groups` is 1 where all heads share a layout.
 
     Attributes:
         items: [groups, items, 5 + 4 * lists], longest first: origin, begin and end of the tile's tokens, shift (a query

@@ -72,7 +72,7 @@ class ExportTensor:
 
 @dataclass(frozen=True)
 class PlacedTensor:
-    """A tensor of the folder and its place; `offset` is in bytes from the start of its file."""
+    """Places a tensor in the folder; `offset` is in bytes from the start of its file."""
 
     name: str
     dtype: str

@@ -130,7 +130,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class NameMap:
-    """Rules for names: the first that fits applies; a tensor without a rule has the same name in the folder."""
+    """Maps names by rules: the first that fits applies; a tensor without a rule has the same name in the folder."""
 
     rules: tuple[Rule, ...] = ()
 

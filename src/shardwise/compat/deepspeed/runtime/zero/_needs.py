@@ -1,4 +1,4 @@
-"""DeepSpeed's memory estimators, computed by the planner: the figures are those of Shardwise's engine."""
+"""Computes DeepSpeed's memory estimates with the planner: the figures are those of Shardwise's engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory that stage 2 needs, by the names of DeepSpeed's estimators; figures are of Shardwise's engine.
+"""Estimates the memory of stage 2 by the names of DeepSpeed's estimators; figures are of Shardwise's engine.
 
 >>> estimate_zero2_model_states_mem_needs(1_000_000_000, num_gpus_per_node=8, cpu_offload=False)
 (0, 4000000000)
