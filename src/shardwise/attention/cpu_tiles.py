@@ -93,9 +93,12 @@ def calls_of(
 
 
 def into_blocks(tensor: Tensor, slots: BlockTable, block: int) -> Tensor:
-    """Copy the tokens of tensor [B, H, N, ...] into blocks by slots: contiguous [B, H, num_blocks, block, ...].
+    """Copy tokens into blocks: contiguous [B, H, num_blocks, block, ...]; gaps hold any values.
 
-    Gaps hold any values.
+    Args:
+        tensor: [B, H, N, ...], any dtype.
+        slots: the place of each token.
+        block: tokens of a block.
     """
     if slots.token_of.numel():
         tensor = tensor.index_select(2, slots.token_of.clamp(min=0))
@@ -123,7 +126,13 @@ def keys_of(blocks: Tensor, call: TileBatch) -> Tensor:
 
 
 def put_rows(blocks: Tensor, call: TileBatch, values: Tensor) -> None:
-    """Write a call's values of rows [L, T, R, D] to their places in blocks [B, num_blocks, block, H, D]."""
+    """Write values of a call's rows to their places.
+
+    Args:
+        blocks: [B, num_blocks, block, H, D], written.
+        call: the tiles.
+        values: [L, T, R, D], in the dtype of blocks.
+    """
     height = call.rows.shape[1]
     split = values.unflatten(2, (call.group, height, -1)).permute(1, 3, 4, 0, 2, 5)  # [T, height, block, L, G, D]
     flat = split.reshape(call.rows.numel(), blocks.shape[2], -1, blocks.shape[4])
@@ -131,7 +140,13 @@ def put_rows(blocks: Tensor, call: TileBatch, values: Tensor) -> None:
 
 
 def put_row_numbers(blocks: Tensor, call: TileBatch, values: Tensor) -> None:
-    """Write a call's values [L, T, R], one for each row, to their places in blocks [B, H, num_blocks, block]."""
+    """Write one number for each of a call's rows to its place.
+
+    Args:
+        blocks: [B, H, num_blocks, block], written.
+        call: the tiles.
+        values: [L, T, R], in the dtype of blocks.
+    """
     height = call.rows.shape[1]
     split = values.unflatten(2, (call.group, height, -1)).transpose(1, 2)  # [L, G, T, height, block]
     flat = split.reshape(-1, call.rows.numel(), blocks.shape[3])
@@ -139,14 +154,26 @@ def put_row_numbers(blocks: Tensor, call: TileBatch, values: Tensor) -> None:
 
 
 def add_keys(blocks: Tensor, call: TileBatch, values: Tensor) -> None:
-    """Add a call's gradient values of keys [L, T, C, D] to blocks [B, num_blocks, block, K, D], one after another."""
+    """Add gradients of a call's keys to their places, one after another.
+
+    Args:
+        blocks: [B, num_blocks, block, K, D], added to.
+        call: the tiles.
+        values: [L, T, C, D], cast to the dtype of blocks.
+    """
     flat = values.permute(1, 2, 0, 3).to(blocks.dtype)  # [T, C, L, D]
     flat = flat.reshape(call.columns.numel(), blocks.shape[2], call.num_kv, blocks.shape[4])
     blocks[call.sample, :, :, call.kv_heads].index_add_(0, call.columns.reshape(-1), flat)
 
 
 def tokens_of(slots: BlockTable, blocks: Tensor, block: int) -> Tensor:
-    """Return the tokens [T, blocks of a tile x block] in the slots of blocks [T, blocks of a tile]; 0 in gaps."""
+    """Return the tokens [T, blocks of a tile x block] in the slots of blocks; 0 in gaps.
+
+    Args:
+        slots: the place of each token.
+        blocks: [T, blocks of a tile], int64.
+        block: tokens of a block.
+    """
     in_slots = (blocks[..., None] * block + torch.arange(block)).flatten(1)
     return slots.token_of.clamp(min=0)[in_slots] if slots.token_of.numel() else in_slots
 
@@ -182,7 +209,13 @@ class ScoreSource:
 
     @staticmethod
     def of(plan: CpuPlan, extras: ScoreModifiers, num_samples: int) -> ScoreSource:
-        """Copy key padding and draw into blocks, by the plan's slots; `extras` has them, for `num_samples` samples."""
+        """Copy key padding and draw into blocks.
+
+        Args:
+            plan: whose slots say where tokens go.
+            extras: has the padding [B, Nk] and the draw.
+            num_samples: B.
+        """
         is_padded, real, draw = (False,) * num_samples, None, None
         if extras.key_padding is not None:
             is_padded = tuple((~extras.key_padding.all(1)).tolist())
@@ -212,7 +245,13 @@ class ScoreSource:
         return Scores(self.extras.scale, mask, None if self.draw is None else _kept(self.draw, call, wide_dtype(dtype)))
 
     def add_bias_grad(self, grad: Tensor, call: TileBatch, values: Tensor) -> None:
-        """Add values [L, T, R, C], the gradient of a call's scores, to grad, the bias' gradient in its own shape."""
+        """Add the gradient of a call's scores to the bias' gradient.
+
+        Args:
+            grad: [1 or B, 1 or H, Nq, Nk], added to.
+            call: the tiles.
+            values: [L, T, R, C], cast to the dtype of grad.
+        """
         by_head = values.unflatten(2, (call.group, -1)).transpose(1, 2).flatten(0, 1)  # [heads, T, R of one head, C]
         if grad.shape[1] == 1:
             by_head = by_head.sum(0, keepdim=True)

@@ -40,7 +40,14 @@ class TileGrads:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-    """Compute output [L, T, R, D] and log-sum-exp [L, T, R] of q [L, T, R, D], k and v [L, T, C, D] under scores."""
+    """Compute output [L, T, R, D] and log-sum-exp [L, T, R], in the dtype in which sums run.
+
+    Args:
+        q: [L, T, R, D].
+        k: [L, T, C, D].
+        v: [L, T, C, D].
+        scores: scale, mask and dropout of the scores [L, T, R, C].
+    """
     q, k, v = _wide(q, k, v)
     logits = _logits(q, k, scores)  # [L, T, R, C]
     lse = logits.logsumexp(-1)  # [L, T, R]

@@ -40,7 +40,13 @@ from shardwise.runtime.streams import Event, StreamName, Streams
 
 
 class ProcessGroupFactory:
-    """Makes back ends over the mesh's process groups, and has this engine's part of their store."""
+    """Makes back ends over the mesh's process groups, and has this engine's part of their store.
+
+    Args:
+        mesh: with the process groups.
+        device: of the tensors that are sent.
+        store: this engine's part of the process group's; None where there is one rank.
+    """
 
     examples: Mapping[int, Any] | None = None
 

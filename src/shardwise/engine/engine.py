@@ -78,6 +78,11 @@ class Engine(HfApi):
         memory: the tracker of live bytes on the device on which the engine computes.
         num_steps: optimizer steps taken, skipped ones included.
         optimizer: the torch optimizer over this rank's shards.
+
+    Args:
+        comm_factory: makes the communicators, real or simulated.
+        loss_fn: as for `initialize`, which gives the optimizer and the scheduler too.
+        scheduler: of that optimizer.
     """
 
     def __init__(

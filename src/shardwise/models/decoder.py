@@ -103,7 +103,14 @@ class DecoderConfig:
 
 
 class DecoderLinear(nn.Linear):
-    """Is a linear layer without bias, drawn from normal(0, init_std)."""
+    """Is a linear layer without bias, drawn from normal(0, init_std).
+
+    Args:
+        num_in: input features.
+        num_out: output features.
+        init_std: standard deviation of the initial weight.
+        factory: device and dtype, as in `nn.Linear`.
+    """
 
     def __init__(self, num_in: int, num_out: int, init_std: float = INIT_STD, **factory: Any) -> None:
         self.init_std = init_std  # before the constructor of nn.Linear, which calls reset_parameters
@@ -121,7 +128,13 @@ class DecoderEmbedding(nn.Embedding):
 
 
 class RMSNorm(nn.Module):
-    """Computes x / rms(x) * weight over the last dim, in fp32 or wider (Zhang and Sennrich 2019, eq. 4)."""
+    """Computes x / rms(x) * weight over the last dim, in fp32 or wider (Zhang and Sennrich 2019, eq. 4).
+
+    Args:
+        size: of the last dim.
+        eps: added to the mean square.
+        factory: device and dtype of the weight.
+    """
 
     def __init__(self, size: int, eps: float, **factory: Any) -> None:
         super().__init__()

@@ -25,7 +25,13 @@ Price = Callable[[PlanJob, Strategy], "PassTimes"]
 
 
 class Corrections:
-    """Scale a job's priced blocks and heads, by dtype, to their measured times."""
+    """Scale a job's priced blocks and heads, by dtype, to their measured times.
+
+    Args:
+        job: whose cluster's profile has the measured times.
+        price_block: gives the priced seconds of a block's passes.
+        price_head: gives those of the head with its loss.
+    """
 
     def __init__(self, job: PlanJob, price_block: Price, price_head: Price) -> None:
         profile = job.cluster.profile

@@ -89,7 +89,12 @@ class PlanBuilder:
         )
 
     def layer(self, name: str, style: StyleRule, *parts: FusedPart) -> None:
-        """Split one module by `style`; without `parts`, by single features.
+        """Split one module.
+
+        Args:
+            name: of the module.
+            style: how it is split.
+            parts: the logical tensors in its matrix, one after the other; without them, single features.
 
         Raises:
             ConfigError: the module has no weight of two dims.
@@ -113,7 +118,13 @@ class PlanBuilder:
         )
 
     def columns(self, prefix: str, names: Iterable[str], *parts: FusedPart) -> None:
-        """Split the linear layers `prefix.name` by their outputs."""
+        """Split linear layers by their outputs.
+
+        Args:
+            prefix: name of the module that has them.
+            names: of the layers in it.
+            parts: as for `layer`.
+        """
         for name in names:
             self.layer(f"{prefix}.{name}", StyleRule("column"), *parts)
 

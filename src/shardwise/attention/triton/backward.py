@@ -213,8 +213,11 @@ def backward_keys(
 ) -> None:
     """Compute dK and dV of one key and value head, over all the query heads that share it.
 
-    inputs are `KernelInputs`, incoming an `OutputGrad`, out the `GradOfKeys` to write, lists the `LutPointers` of keys;
-    given, numbers and shape are as in `common`.
+    Args:
+        inputs, incoming: `KernelInputs`, `OutputGrad`.
+        out: `GradOfKeys`, written.
+        lists: `LutPointers` of the keys.
+        given, numbers, shape: `ModifierArgs`, `KernelScalars`, `KernelShape`.
     """
     kv, sample = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     index = tl.program_id(0) * (HEAD + 4 * shape.LISTS)

@@ -108,7 +108,13 @@ class KernelShape(NamedTuple):
 
 @triton.jit
 def dot(a: tl.tensor, b: tl.tensor, shape: tl.constexpr) -> tl.tensor:
-    """Multiply the matrices a [M, K] and b [K, N]; the result is fp32, and so are the inputs if shape.UPCAST."""
+    """Multiply two matrices; the result [M, N] is fp32, and so are the inputs if shape.UPCAST.
+
+    Args:
+        a: [M, K].
+        b: [K, N], in the dtype of a.
+        shape: `KernelShape`.
+    """
     if shape.UPCAST:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision="ieee", out_dtype=tl.float32)
@@ -124,13 +130,25 @@ def zero_rows(shape: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def head_of(rows: tl.tuple, sample: tl.tensor, head: tl.tensor) -> tl.tuple:
-    """Return the pointer to the first row of a sample's head, and the stride between rows."""
+    """Return the pointer to the first row of a sample's head, and the stride between rows.
+
+    Args:
+        rows: `StridedRows`.
+        sample: number of the sample, int64.
+        head: number of the head, int64.
+    """
     return rows.at + sample * rows.sample + head * rows.head, rows.token
 
 
 @triton.jit
 def row_pointers(rows: tl.tuple, tokens: tl.tensor, shape: tl.constexpr) -> tl.tensor:
-    """Return pointers [tokens, WIDE_D] to the elements of rows; shape has the sizes."""
+    """Return pointers [tokens, WIDE_D] to the elements of rows.
+
+    Args:
+        rows: of a head, from `head_of`.
+        tokens: [tokens], numbers of the rows.
+        shape: `KernelShape`.
+    """
     begin, stride = rows
     return begin + tokens[:, None].to(tl.int64) * stride + tl.arange(0, shape.WIDE_D)[None, :]
 
@@ -148,9 +166,14 @@ def row_mask(is_real: tl.tensor, shape: tl.constexpr) -> tl.tensor:
 def load_rows(
     rows: tl.tuple, tokens: tl.tensor, is_real: tl.tensor, masked: tl.constexpr, shape: tl.constexpr
 ) -> tl.tensor:
-    """Load rows of tokens, [tokens, WIDE_D]; shape has the sizes.
+    """Load rows of tokens, [tokens, WIDE_D]; elements beyond the head size are 0.
 
-    Elements beyond the head size are 0 and, where `masked`, so are rows that do not exist (`is_real` is False).
+    Args:
+        rows: of a head, from `head_of`.
+        tokens: [tokens], numbers of the rows.
+        is_real: [tokens], bool, whether each row exists.
+        masked: whether rows that do not exist are 0; without it all exist.
+        shape: `KernelShape`.
     """
     pointers = row_pointers(rows, tokens, shape)
     if masked:
@@ -166,14 +189,28 @@ def load_rows(
 def store_rows(
     rows: tl.tuple, tokens: tl.tensor, is_real: tl.tensor, values: tl.tensor, shape: tl.constexpr
 ) -> tl.tensor:
-    """Store values [tokens, WIDE_D] into the rows of tokens that exist (`is_real`); shape has the sizes."""
+    """Store values into the rows of tokens that exist.
+
+    Args:
+        rows: of a head, from `head_of`.
+        tokens: [tokens], numbers of the rows.
+        is_real: [tokens], bool, whether each row exists.
+        values: [tokens, WIDE_D], cast to the dtype of the rows.
+        shape: `KernelShape`.
+    """
     pointers = row_pointers(rows, tokens, shape)
     tl.store(pointers, values.to(pointers.dtype.element_ty), mask=row_mask(is_real, shape))
 
 
 @triton.jit
 def item_of(items: tl.tensor, index: tl.tensor, group: tl.tensor) -> tl.tuple:
-    """Load an item's origin, begin, end and two further numbers, at items + group (its head's offset) + index."""
+    """Load an item's origin, begin, end and two further numbers.
+
+    Args:
+        items: pointer to the items.
+        index: offset of the item in its head's items.
+        group: offset of the head's items.
+    """
     item = items + group + index.to(tl.int64)
     return tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4)
 
@@ -194,10 +231,16 @@ def ranges_of(items: tl.tensor, index: tl.tensor, group: tl.tensor, each: tl.ten
 
 @triton.jit
 def entry_at(lists: tl.tuple, number: tl.tensor, is_partial: tl.constexpr, shape: tl.constexpr) -> tl.tuple:
-    """Load the begin and end of the sub-blocks of entry `number` of lists, in the table that `is_partial` selects.
+    """Load the begin and end of the sub-blocks of an entry.
 
     Loops call it one iteration ahead, for which tables have a spare row: if the load of rows waited for another load
-    of its own iteration, fewer loads would overlap. shape has the sizes.
+    of its own iteration, fewer loads would overlap.
+
+    Args:
+        lists: `LutPointers`.
+        number: of the entry in its table.
+        is_partial: whether the table is that of partial entries.
+        shape: `KernelShape`.
     """
     num_subs: tl.constexpr = shape.ENTRY // shape.SUB
     row = entry_row(lists, number, is_partial, shape) + (0 if num_subs == 1 else tl.arange(0, shape.ENTRY) // shape.SUB)
@@ -208,7 +251,14 @@ def entry_at(lists: tl.tuple, number: tl.tensor, is_partial: tl.constexpr, shape
 
 @triton.jit
 def entry_row(lists: tl.tuple, number: tl.tensor, is_partial: tl.constexpr, shape: tl.constexpr) -> tl.tensor:
-    """Return the pointer to entry `number` in the table of lists that `is_partial` selects; shape has the sizes."""
+    """Return the pointer to an entry in its table.
+
+    Args:
+        lists: `LutPointers`.
+        number: of the entry in its table.
+        is_partial: whether the table is that of partial entries.
+        shape: `KernelShape`.
+    """
     num_subs: tl.constexpr = shape.ENTRY // shape.SUB
     size: tl.constexpr = 2 * num_subs + shape.TILE // shape.RUN if is_partial else num_subs
     return (lists.partial if is_partial else lists.full) + tl.full([], size, tl.int64) * number
@@ -316,5 +366,11 @@ def slot_tokens(
 
 @triton.jit
 def slot_pointers(sums: tl.tensor, tokens: tl.tensor, shape: tl.constexpr) -> tl.tensor:
-    """Return pointers [TILE, WIDE_D] to rows of sums; tokens are of `slot_tokens`, and shape has the sizes."""
+    """Return pointers [TILE, WIDE_D] to rows of partial sums.
+
+    Args:
+        sums: pointer to the sums, fp32.
+        tokens: [TILE], int64, from `slot_tokens`.
+        shape: `KernelShape`.
+    """
     return sums + tokens[:, None] * shape.WIDE_D + tl.arange(0, shape.WIDE_D)[None, :]
