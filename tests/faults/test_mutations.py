@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
+from harness import mutations
 from harness.checkpoints import save, values_of
-from harness.mutations import forge, fresh, mutate_text, mutated, replace_file, spared
+from harness.mutations import (
+    forge,
+    fresh,
+    mutate_header,
+    mutate_text,
+    mutated,
+    printed,
+    replace_file,
+    spared,
+    tensors_of,
+)
 from harness.states import engine_of, take_steps
 from shardwise import CheckpointError
 from shardwise.checkpoint.commit import read_manifest
 from shardwise.checkpoint.compare import compare
 from shardwise.checkpoint.convert import import_folder
 from shardwise.checkpoint.manifest import MANIFEST_NAME
-from shardwise.checkpoint.offline import verify
-from shardwise.checkpoint.show import render_checkpoint, render_tensors
+from shardwise.checkpoint.offline import Damage, verify
+from shardwise.checkpoint.show import MAX_SHOWN, render_checkpoint, render_tensors, render_verification
 from shardwise.cli.checkpoint import _print
 from shardwise.cli.timeline import _read_recorded
 from shardwise.config.resolve import Config, ConfigError
@@ -35,6 +49,8 @@ from shardwise.report.chrome_trace import chrome_trace
 from shardwise.report.panel import TerminalPanel
 from shardwise.schedule import Action, ScheduleError, TimedAction
 from shardwise.schedule.op_times import mean_times
+from shardwise.train.prepare import open_data, prepare_data
+from shardwise.train.tokenizer import END_OF_TEXT, NUM_BYTE_TOKENS
 
 ERRORS = (OneLineError, ConfigError, ScheduleError)
 SHAPES = {"a.weight": (40, 3), "a.bias": (5,), "scale": ()}
@@ -58,10 +74,16 @@ SCRIPT = "TP=8\nN=$((TP*2))\nrun.py --tensor-model-parallel-size ${TP} --num-lay
 SCRIPT += " --num-attention-heads ${HEADS:-8} --seq-length 128 --max-position-embeddings 128 --micro-batch-size 1\n"
 YAML = "model:\n  num_layers: 4\n  hidden_size: 64 # wide\n  num_attention_heads: 8\n  seq_length: 128\n  bf16: true\n"
 TOML = '[zero]\nstage = 3\n[batch]\nglobal_size = 8\n[model]\npreset = "tiny"\n[optimizer]\nbetas = [0.9, 0.95]\n'
+TEXT = "".join(f"line {number} of a text that is tokenized, byte by byte\n" for number in range(1800))  # of 3 chunks
+
+
+def data_config(root: Path) -> Config:
+    data = {"path": str(root / "text.txt"), "tokenizer": "bytes", "seq_len": 16, "val_fraction": 0.1}
+    return Config.from_dict({"data": data})
 
 
 def make(root: Path) -> Path:
-    """One of each: a checkpoint, a folder of Hugging Face's, files for the planner, a trace."""
+    """One of each: a checkpoint, a folder of Hugging Face's, a cache of tokens, files for the planner, a trace."""
     extra = {"config": {"zero": {"stage": 2}}, "layout": LAYOUT, "trajectory": TRAJECTORY, "model": {"class": "A"}}
     save(root, values_of(SHAPES), extra=[1], **extra)
     hub = root / "hub"
@@ -78,6 +100,8 @@ def make(root: Path) -> Path:
         save_file({name: each for name, each in tensors.items() if weight_map[name] == file}, hub / file)
     (hub / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     (hub / "config.json").write_text(json.dumps(LLAMA))
+    (root / "text.txt").write_text(TEXT)
+    prepare_data(data_config(root), root / "cache")
     plan = root / "plan"
     plan.mkdir()
     actions = [TimedAction(Action.parse("1F0"), rank, 0.5, 0.75, "compute") for rank in range(3)]
@@ -108,15 +132,22 @@ READERS: dict[str, Callable[[Path], object]] = {
 }
 
 
+def without_spaces(*lines: str) -> str:
+    return "".join("".join(lines).split())
+
+
 def check_checkpoint(whole: Path, place: Path, draw: random.Random) -> None:
     folder = fresh(whole, place / whole.name)
-    is_forged = draw.random() < 0.6
-    if is_forged:
+    may_be_whole = draw.random() < 0.6
+    if may_be_whole:
         values = json.loads((folder / MANIFEST_NAME).read_text())["manifest"]
         new = mutated(values, draw)
         forge(folder, lambda old: (old.clear(), old.update(new)))
     else:
-        draw.choice([mutate_text, replace_file])(draw.choice(sorted(folder.iterdir())), draw)
+        path = draw.choice(sorted(folder.iterdir()))
+        changes = [mutate_text, replace_file, *([mutate_header] if path.suffix == ".safetensors" else [])]
+        draw.choice(changes)(path, draw)
+        may_be_whole = path.suffix == ".safetensors" and tensors_of(path) == tensors_of(whole / path.name)
 
     def read() -> None:
         found = compare(whole, folder)
@@ -127,14 +158,21 @@ def check_checkpoint(whole: Path, place: Path, draw: random.Random) -> None:
 
     def show() -> None:
         manifest = read_manifest(folder)
-        _print(render_checkpoint(folder, manifest), render_tensors(manifest.tensors))
+        printed(lambda: _print(render_checkpoint(folder, manifest), render_tensors(manifest.tensors)))
 
+    def check() -> None:
+        found = verify(folder)
+        damages.extend(found.damages)
+        shown = without_spaces(*printed(lambda: _print(render_verification(folder, found, 1.0))))
+        for damage in map(str, damages[:MAX_SHOWN]):
+            assert damage.isprintable()
+            assert without_spaces(damage) in shown
+
+    damages: list[Damage] = []
     said = spared(place, read, ERRORS)
     spared(place, show, ERRORS)
-    damages = verify(folder).damages
-    assert not said or damages
-    assert is_forged or damages
-    assert all(str(damage).isprintable() for damage in damages if folder.exists() and is_forged) or damages
+    is_refused = bool(spared(place, check, ERRORS) or damages)
+    assert is_refused or (may_be_whole and not said)
 
 
 def check_hub(whole: Path, place: Path, draw: random.Random) -> None:
@@ -143,10 +181,7 @@ def check_hub(whole: Path, place: Path, draw: random.Random) -> None:
     if path.suffix == ".json" and draw.random() < 0.7:
         path.write_text(json.dumps(mutated(json.loads(path.read_text()), draw)))
     elif path.suffix == ".safetensors" and draw.random() < 0.5:
-        data = path.read_bytes()
-        start = 8 + int.from_bytes(data[:8], "little")
-        header = json.dumps(mutated(json.loads(data[8:start]), draw)).encode()
-        path.write_bytes(len(header).to_bytes(8, "little") + header + data[start:])
+        mutate_header(path, draw)
     else:
         draw.choice([mutate_text, replace_file])(path, draw)
     is_decoder = draw.random() < 0.5
@@ -155,6 +190,29 @@ def check_hub(whole: Path, place: Path, draw: random.Random) -> None:
         lambda: import_folder(folder, fresh(folder.parent / "none", place / "out"), 1, is_decoder=is_decoder),
         ERRORS,
     )
+
+
+def check_cache(whole: Path, place: Path, draw: random.Random) -> None:
+    """As the launcher does, which builds again what is damaged; or as a rank does, which only opens it."""
+    cache = fresh(whole, place / "cache")
+    (folder,) = cache.iterdir()
+    path = draw.choice(sorted(folder.iterdir()))
+    if path.name == "index.json" and draw.random() < 0.7:
+        fields = mutated({key: each for key, each in json.loads(path.read_text()).items() if key != "index_hash"}, draw)
+        own_hash = hashlib.blake2b(json.dumps(fields, sort_keys=True).encode(), digest_size=16).hexdigest()
+        path.write_text(json.dumps(fields | {"index_hash": own_hash}))
+    else:
+        draw.choice([mutate_text, replace_file])(path, draw)
+    config = data_config(whole.parent)
+    is_launcher = draw.random() < 0.5
+
+    def read() -> None:
+        data = prepare_data(config, cache) if is_launcher else open_data(folder, config)
+        tokens = np.concatenate([each.read(0, each.num_tokens) for each in (data.train, data.val)])
+        assert data.tokenizer.decode(tokens.tolist()) == TEXT + END_OF_TEXT
+        assert (data.vocab_size, data.tokenizer.eot_id, data.num_tokens) == (NUM_BYTE_TOKENS, 256, len(TEXT) + 1)
+
+    spared(place, read, ERRORS)
 
 
 def check_plan(whole: Path, place: Path, draw: random.Random) -> None:
@@ -170,11 +228,15 @@ def check_plan(whole: Path, place: Path, draw: random.Random) -> None:
 def run(tmp_path: Path, seed: int, number: int) -> None:
     whole, place = make(tmp_path / "whole"), tmp_path / "place"
     (place / "none").mkdir(parents=True)
+    kinds = [
+        (check_checkpoint, whole / "step-00000100"),
+        (check_hub, whole / "hub"),
+        (check_cache, whole / "cache"),
+        (check_plan, whole / "plan"),
+    ]
     for index in range(number):
         draw = random.Random(f"{seed} {index}")
-        kind, source = draw.choice(
-            [(check_checkpoint, whole / "step-00000100"), (check_hub, whole / "hub"), (check_plan, whole / "plan")]
-        )
+        kind, source = draw.choice(kinds)
         try:
             kind(source, place, draw)
         except Exception as error:
@@ -189,6 +251,21 @@ def test_some_mutations_are_read_or_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", [1, 2])
 def test_500_mutations_are_read_or_refused(tmp_path: Path, seed: int) -> None:
     run(tmp_path, seed, 500)
+
+
+def test_the_watch_sees_what_it_is_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait that takes no time of the processor, memory of Python's and of torch's, and a link that is followed."""
+    monkeypatch.setattr(mutations, "_WALL_S", 0.2)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(AssertionError, match="not done"):
+        spared(tmp_path, (tmp_path / "pipe").read_text, ERRORS)
+    monkeypatch.setattr(mutations, "_WALL_S", 60.0)
+    for num_bytes, take in ((8 * 2**20, bytearray), (2**28, lambda number: torch.ones(number, dtype=torch.uint8))):
+        with pytest.raises(AssertionError, match="bytes"):
+            spared(tmp_path, lambda number=num_bytes, take=take: take(number), ERRORS)
+    (tmp_path / "link").symlink_to("/etc/passwd")
+    with pytest.raises(AssertionError, match="passwd"):
+        spared(tmp_path, (tmp_path / "link").read_text, ERRORS)
 
 
 def with_adamw(model: nn.Module) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from shardwise.checkpoint.manifest import (
 )
 from shardwise.checkpoint.reader import ChunkReader
 from shardwise.checkpoint.safetensors_io import FileTensor, TensorHeader, encode_header, named_dtype, read_header
-from shardwise.config.untrusted_files import open_regular, read_bytes
+from shardwise.config.untrusted_files import open_regular, printable, read_bytes
 from shardwise.layout.slicing import Chunk, Rect, Shape, flat_range_to_rects
 from shardwise.runtime.pinned_memory import memory_of
 
@@ -55,7 +55,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Damage:
-    """A fault at one place of a checkpoint.
+    """Describes a fault at one place of a checkpoint.
 
     Attributes:
         file: its name in the checkpoint.
@@ -68,12 +68,12 @@ class Damage:
     entry: str = ""
 
     def __str__(self) -> str:
-        return ": ".join(part for part in (self.file, self.entry, self.what) if part)
+        return printable(": ".join(part for part in (self.file, self.entry, self.what) if part))
 
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of reading all of a checkpoint.
+    """Holds the result of reading all of a checkpoint.
 
     Attributes:
         manifest: None where it cannot be read; then no file was read.
@@ -90,7 +90,7 @@ class Verification:
 
 @dataclass(frozen=True)
 class NamedChunk:
-    """A piece with its tensor and state: one entry of a safetensors file."""
+    """Names a piece with its tensor and state: one entry of a safetensors file."""
 
     tensor: StoredTensor
     state: str

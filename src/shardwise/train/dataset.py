@@ -75,8 +75,8 @@ def _new_hash(data: bytes = b"") -> hashlib.blake2b:
 
 
 def hash_file(path: Path) -> str:
-    """Return the blake2b of a file's bytes."""
-    with open(open_regular(path), "rb") as file:
+    """Return the blake2b of the bytes of a shard's file."""
+    with open(open_regular(path, path.parent), "rb") as file:
         return hashlib.file_digest(file, _new_hash).hexdigest()
 
 
@@ -98,7 +98,7 @@ def read_index(path: Path, checks_documents: bool = True) -> ShardIndex:
         ConfigError: the shard is missing, not whole or damaged.
     """
     try:
-        fields = read_json(path / INDEX_NAME, "build it again")
+        fields = read_json(path / INDEX_NAME, "build it again", folder=path)
         own_hash = fields.pop(_OWN_HASH, None) if isinstance(fields, dict) else None
         index = ShardIndex.model_validate(fields)
         if index._hash() != own_hash:
@@ -111,12 +111,12 @@ def read_index(path: Path, checks_documents: bool = True) -> ShardIndex:
             if (checks_documents or name != DOCUMENTS_NAME) and hash_file(path / name) != expected:
                 raise ValueError(f"{name} does not have the checksum that {INDEX_NAME} gives it")
     except (OSError, ValueError) as error:
-        raise _damaged(path, _reason(error)) from None
+        raise damaged(path, _reason(error)) from None
     return index
 
 
 def _check_size(path: Path, num_bytes: int) -> None:
-    with open(open_regular(path), "rb") as file:
+    with open(open_regular(path, path.parent), "rb") as file:
         found = os.fstat(file.fileno()).st_size
     if found != num_bytes:
         raise ValueError(f"{path.name} has {found:,} bytes where {num_bytes:,} belong")
@@ -129,7 +129,8 @@ def _reason(error: Exception) -> str:
     return str(error.strerror if isinstance(error, OSError) else error)
 
 
-def _damaged(path: Path, reason: str) -> ConfigError:
+def damaged(path: Path, reason: str) -> ConfigError:
+    """Return the error that refuses the shard in folder `path` for a reason."""
     fix = "delete the folder and run again, or put data.cache_dir where every node sees it"
     return ConfigError("token-shard-damaged", f"{path} holds no whole token shard: {reason}; {fix}")
 
@@ -179,9 +180,11 @@ class TokenDataset:
         for number in range(wanted.start // chunk_tokens, -(-wanted.stop // chunk_tokens)):
             if not self._is_checked[number]:
                 chunk = self._shard[number * chunk_tokens : (number + 1) * chunk_tokens]
+                where = f"bytes {number * _CHUNK_BYTES:,} to {number * _CHUNK_BYTES + chunk.nbytes:,} of {TOKENS_NAME}"
                 if zlib.crc32(chunk.tobytes()) != self._checksums[number]:
-                    where = f"bytes {number * _CHUNK_BYTES:,} to {number * _CHUNK_BYTES + chunk.nbytes:,}"
-                    raise _damaged(self.path, f"{where} of {TOKENS_NAME} are not those that were written")
+                    raise damaged(self.path, f"{where} are not those that were written")
+                if chunk.max() >= self.index.vocab_size:
+                    raise damaged(self.path, f"{where} hold token {chunk.max()} of {self.index.vocab_size}")
                 self._is_checked[number] = True
         return self._shard[wanted.start : wanted.stop]
 

@@ -36,6 +36,7 @@ from shardwise.train.dataset import (
     TOKENS_NAME,
     ShardIndex,
     TokenDataset,
+    damaged,
     hash_file,
     read_index,
     split_point,
@@ -128,6 +129,9 @@ def open_data(path: str | Path, config: Config, checks_documents: bool = True) -
     """
     path = Path(path)
     index = read_index(path, checks_documents)
+    tokenizer = load_tokenizer(path / TOKENIZER_NAME)
+    if (index.vocab_size, index.eot_id) != (tokenizer.vocab_size, tokenizer.eot_id):
+        raise damaged(path, f"{INDEX_NAME} is of a vocabulary of {index.vocab_size}, {TOKENIZER_NAME} of another")
     decoder_config(config.model, vocab_size=index.vocab_size)  # refuses a model too small for the tokens
     starts = np.memmap(path / DOCUMENTS_NAME, dtype=np.uint64, mode="r")
     val_fraction, seq_len = config.data.val_fraction, config.data.seq_len
@@ -137,7 +141,7 @@ def open_data(path: str | Path, config: Config, checks_documents: bool = True) -
         source=index.source,
         train=TokenDataset(path, stop=cut, index=index),
         val=TokenDataset(path, start=cut, index=index),
-        tokenizer=load_tokenizer(path / TOKENIZER_NAME),
+        tokenizer=tokenizer,
         vocab_size=index.vocab_size,
         num_bytes=index.num_bytes,
         num_documents=index.num_documents,

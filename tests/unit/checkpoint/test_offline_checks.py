@@ -157,6 +157,7 @@ def test_what_is_appended_to_a_file_is_found(tmp_path):
             "up.bias[0:3]: the file's own header has up.bios[0:3], F32 of shape (3,), in its place, which is F32",
         ),
         (b'"F32","shape":[3]', b'"I32","shape":[3]', "has up.bias[0:3], I32 of shape (3,), in its place"),
+        (b'"up.bias[', b'"u\\nbias[', "has u\\nbias[0:3], F32"),  # one line, whatever the names of others
         (b'"shape":[3]', b'"shape":[4]', "by its shape"),
         (b'"__metadata__"', b'\x00__metadata__"', "not of safetensors"),
     ],

@@ -18,6 +18,7 @@ from shardwise.launch.signals import StopFlag
 from shardwise.train import corpus, dataset, prepare, run
 from shardwise.train.dataset import TokenDataset, hash_file
 from shardwise.train.prepare import open_data, prepare_data
+from shardwise.train.tokenizer import byte_tokenizer
 
 TEXT = "".join(f"line {number} of the text, größer als 世界\n" for number in range(200))
 
@@ -242,12 +243,32 @@ def test_one_long_text_is_held_out_at_its_end(tmp_path, monkeypatch):
     assert TEXT.encode().endswith(bytes(tokens_of(data.val)[:-1].tolist()))
 
 
-def test_large_vocabularies_take_four_bytes(config, tmp_path, monkeypatch):
-    tokenizer = dataclasses.replace(prepare.make_tokenizer("bytes", 0, ()), vocab_size=1 << 17)
-    monkeypatch.setattr(prepare, "make_tokenizer", lambda *args: tokenizer)
-    data = prepare_data(config.override(["model.vocab_size=200000"]), tmp_path / "cache")
+def test_large_vocabularies_take_four_bytes(config, tmp_path):
+    values = json.loads(byte_tokenizer().to_json())
+    values["model"]["vocab"]["the last"] = (1 << 17) - 1
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values))
+    config = config.override([f"data.tokenizer={tmp_path}", "model.vocab_size=200000"])
+    data = prepare_data(config, tmp_path / "cache")
     assert tokens_of(data.train).dtype == np.uint32
     assert data.tokenizer.decode(tokens_of(data.train)[:2].tolist()) == "00"
+
+
+def test_tokens_outside_of_the_vocabulary_are_refused_where_all_checksums_are_right(config, tmp_path):
+    config = config.override(["data.tokenizer=bytes"])
+    path = prepare_data(config, tmp_path / "cache").path
+    index = dataset.read_index(path)
+    for change in ({"vocab_size": 258}, {"vocab_size": 100}, {"eot_id": 7}):
+        (path / "index.json").write_text(index.model_copy(update=change).to_json())
+        with refused("token-shard-damaged", "index.json"):
+            open_data(path, config)
+    tokens = np.fromfile(path / "tokens.bin", dtype=np.uint16)
+    tokens[0] = 999
+    tokens.tofile(path / "tokens.bin")
+    dataset.write_checksums(path)
+    hashes = index.hashes | {"tokens.crc": hash_file(path / "tokens.crc")}
+    (path / "index.json").write_text(index.model_copy(update={"hashes": hashes}).to_json())
+    with refused("token-shard-damaged", "999", "257"):
+        tokens_of(open_data(path, config).train)
 
 
 def test_progress_ends_at_all_bytes(config, tmp_path):
