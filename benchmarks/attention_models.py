@@ -169,7 +169,7 @@ def values_unread() -> Iterator[None]:
 
 
 def peak_bytes(name: str, way: str, options: Options, length: int) -> int:
-    """The most that a step of a way holds, by the ledger of fake tensors."""
+    """The most that a step of a way holds, by the memory tracker of fake tensors."""
     config = {
         "zero": {"stage": 0},
         "precision": {"param": "bf16"},
@@ -191,7 +191,7 @@ def longest(peak: Callable[[int], int], limit_bytes: int) -> int:
     """The longest sequence, a multiple of `STEP`, whose peak is within a limit; peaks grow as a polynomial of length.
 
     A parabola through the three lengths that are nearest to the limit says where to look, until the answer and the
-    length behind it have both been looked at.
+    length after it have both been looked at.
     """
     peaks = {length: peak(length) for length in (STEP, 2 * STEP, 4 * STEP)}
     while True:

@@ -31,9 +31,9 @@ from pairs import Pair, Record
 from peers import FP32
 from step_time import MB, machine, ratio
 
-SAVE, ASIDE = "save", "save aside"
+SAVE, BACKGROUND = "save", "save aside"
 WARM, COLD, ALONE = "load warm", "load cold", "load from 1 rank"
-UNABLE = {"raw": (ASIDE, ALONE), "dd": tuple(each for each in OPERATIONS if each != SAVE)}
+UNABLE = {"raw": (BACKGROUND, ALONE), "dd": tuple(each for each in OPERATIONS if each != SAVE)}
 LARGE, SMALL = "12 x 768", "2 x 128"
 QUICK = {"model": SMALL, "rounds": 1}
 MIN_OF_RAW, MAX_OF_DCP, MAX_SHARE = 0.8, 1.0, 0.05
@@ -92,7 +92,7 @@ def results_table(operation: str, workload: CheckpointWorkload, rows: Rows) -> T
     for heading in ("system", "recipe"):
         table.add_column(heading)
     headings = ["s", "quartiles", "first", "GB/s", "/ raw", "/ dcp", "MB above rest"]
-    if operation == ASIDE:
+    if operation == BACKGROUND:
         headings = ["s blocked", "quartiles", "first", "s in all", "blocked", "/ dcp", "steps beside it"]
     for heading in headings:
         table.add_column(heading, justify="right")
@@ -100,7 +100,7 @@ def results_table(operation: str, workload: CheckpointWorkload, rows: Rows) -> T
         low, median, high = row.quartiles_s()
         cells = [f"{median:.3f}", f"{low:.3f} {high:.3f}", f"{row.first['seconds']:.3f}"]
         over_dcp = _shown(ratio(rows, system, "dcp"))
-        if operation == ASIDE:
+        if operation == BACKGROUND:
             share, slower = _shown(row.figure("share"), "{:.1%}"), _shown(row.figure("slower"), "x {:.2f}")
             cells += [_shown(row.figure("whole_s")), share, over_dcp, slower]
         else:
@@ -118,7 +118,7 @@ def _shown(value: float | None, form: str = "{:.3f}") -> str:
 
 def aim_line(operation: str, rows: Rows) -> str | None:
     """What is aimed at beside what was reached; nothing where the other side did not run."""
-    if operation == ASIDE:
+    if operation == BACKGROUND:
         share = rows["shardwise"].figure("share") if "shardwise" in rows else None
         return None if share is None else _judged("blocked / save", share, MAX_SHARE, share <= MAX_SHARE)
     peer = "raw" if operation == SAVE else "dcp"

@@ -92,18 +92,18 @@ class Pending:
 
 @dataclass(frozen=True)
 class Subject:
-    """One rank of what is compared; all ranks call it alike.
+    """One rank of what is compared; all ranks make the same calls.
 
     Attributes:
         save: write all states into a new folder, and return when they are on disk.
         load: fill all states from it; nothing where a system does not load.
-        save_aside: the same as `save`, but return as soon as training may go on.
+        save_async: the same as `save`, but return as soon as training may go on.
         step: an optimizer step.
     """
 
     save: Callable[[Path], object]
     load: Callable[[Path], object] | None = None
-    save_aside: Callable[[Path], Pending] | None = None
+    save_async: Callable[[Path], Pending] | None = None
     step: Callable[[], object] = field(default=lambda: None)
 
 
@@ -185,13 +185,13 @@ def time_load(subject: Subject, place: Place, prepare: Callable[[Path], None], *
     return Sample(seconds, {"peak_bytes": peak_rss_bytes() - before_bytes})
 
 
-def time_save_aside(subject: Subject, place: Place) -> Sample:
+def time_save_async(subject: Subject, place: Place) -> Sample:
     """How long training is held up; and the save as a whole, and the steps beside it over those without."""
-    assert subject.save_aside is not None
+    assert subject.save_async is not None
     plain_s = [_timed_s(subject.step) for _ in range(NUM_PLAIN_STEPS)]
     folder = place.next()
     start = time.perf_counter()
-    pending = subject.save_aside(folder)
+    pending = subject.save_async(folder)
     blocked_s = time.perf_counter() - start
     done_s: list[float] = []
 
@@ -228,7 +228,7 @@ OPERATIONS: Mapping[str, Operation] = MappingProxyType(
         "load warm": partial(time_load, prepare=warm, from_one_rank=False),
         "load cold": partial(time_load, prepare=cool, from_one_rank=False),
         "load from 1 rank": partial(time_load, prepare=warm, from_one_rank=True),
-        "save aside": time_save_aside,
+        "save aside": time_save_async,
     }
 )
 
@@ -295,11 +295,11 @@ def build_shardwise(model: Decoder, workload: CheckpointWorkload) -> Subject:
     tokens = workload.tokens(0, dist.get_rank())
     engine.train_step([tokens])
 
-    def save_aside(folder: Path) -> Pending:
+    def save_async(folder: Path) -> Pending:
         engine.save(folder, wait=False)
         return Pending((folder / "latest").exists, engine.finish_saves)
 
-    return Subject(engine.save, engine.load, save_aside, lambda: engine.train_step([tokens]))
+    return Subject(engine.save, engine.load, save_async, lambda: engine.train_step([tokens]))
 
 
 def build_dcp(model: Decoder, workload: CheckpointWorkload) -> Subject:
@@ -321,14 +321,14 @@ def build_dcp(model: Decoder, workload: CheckpointWorkload) -> Subject:
 
     kept = state()
 
-    def save_aside(folder: Path) -> Pending:
+    def save_async(folder: Path) -> Pending:
         future = dcp.async_save(kept, checkpoint_id=folder, process_group=group)
         return Pending(future.done, future.result)
 
     return Subject(
         lambda folder: dcp.save(kept, checkpoint_id=folder),
         lambda folder: dcp.load(kept, checkpoint_id=folder),
-        save_aside,
+        save_async,
         lambda: train(tokens),
     )
 

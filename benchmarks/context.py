@@ -3,7 +3,7 @@
 A decoder of four layers, hidden size 256, 8 heads of 64 and 4 KV heads, in fp32 over gloo, one thread a rank; sequences
 grow. `each` is the whole sequence on both ranks, one thread each; `one` is one process with both threads; `hand`, for
 dense attention, gathers keys and values and masks torch's attention. Systems take turns as in `step_time.py`; ratios
-are taken within a round. The losses must agree. Memory is the ledger's, of ranks simulated over fake tensors
+are taken within a round. The losses must agree. Memory is the tracker's, of ranks simulated over fake tensors
 (`shardwise.simulate`), so lengths are not bound by this machine.
 
     python benchmarks/context.py --quick

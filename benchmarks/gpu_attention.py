@@ -1,6 +1,6 @@
 """Block-sparse attention on one GPU: our kernels and FlexAttention on the same mask, beside dense SDPA.
 
-All systems of a case run alternately. Forward and backward lie between events behind a kernel that keeps the GPU busy
+All systems of a case run alternately. Forward and backward lie between events after a kernel that keeps the GPU busy
 until the host has enqueued them, so that the GPU's time alone is measured. A mask is a window of blocks with as many
 global ones as asked for, of the density nearest to the one asked for: the share of the scores that dense attention
 computes, those of the lower triangle where it is causal. Efficiency (`eff`) is density x speed-up over SDPA by flash: 1

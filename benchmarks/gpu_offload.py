@@ -122,8 +122,8 @@ def make_engine(shape: DecoderConfig, config: Config) -> Engine:
             for start in range(0, params.master.numel, CHUNK_NUMEL):
                 numel = min(CHUNK_NUMEL, params.master.numel - start)
                 values = torch.randn(numel, device=engine.device, generator=generator) * 0.02
-                for rest in {params.master, params.shard}:
-                    rest.write(start, values)
+                for storage in {params.master, params.shard}:
+                    storage.write(start, values)
     return engine
 
 
@@ -144,7 +144,7 @@ def run_case(case: Case, load: Load, device: str, num_steps: int, end_s: float) 
             return time.perf_counter() - began_s
 
         built_s = time.perf_counter() - start_s
-        # The first makes memory and learns; the end of a step that runs behind shows in the next one.
+        # The first makes memory and learns; the end of a step that runs later shows in the next one.
         warmup = [step() for _ in range(2)]
         times: list[float] = []
         while len(times) < num_steps and (not times or time.time() + 2.5 * times[-1] < end_s):
@@ -212,9 +212,9 @@ def host_bytes() -> float:
 
 def largest_case(mode: str, load: Load, device_bytes: float) -> Case:
     """As many layers as fit by the formula."""
-    room = DEVICE_SHARE * device_bytes - DEVICE_MARGIN_BYTES
+    space = DEVICE_SHARE * device_bytes - DEVICE_MARGIN_BYTES
     on_host = host_bytes() if mode == "optimizer" else 0.0
-    most = (room + on_host) / (PARAM_AND_GRAD_BYTES + OPTIMIZER_BYTES)
+    most = (space + on_host) / (PARAM_AND_GRAD_BYTES + OPTIMIZER_BYTES)
     one, two = (num_params(shape_of(Case(LARGEST, mode, layers), load)) for layers in (1, 2))
     return with_layers(Case(LARGEST, mode), max(1, int((most - one) / (two - one)) + 1), load, on_host)
 

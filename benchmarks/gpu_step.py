@@ -1,6 +1,6 @@
 """Step time, MFU and peak memory of one training step on one GPU: plain torch, FSDP2 and every stage of Shardwise.
 
-One GPU has nobody to talk to, so this shows what the machinery costs: stage 0 is what one rank really runs, and stages
+One GPU has no other rank, so this shows what the machinery costs: stage 0 is what one rank really runs, and stages
 1 to 3 are forced, with NCCL on one rank. `tp2` is one of two ranks that split each layer, with collectives that move
 nothing: beside half of stage 0 it shows what splitting costs the host, and its loss means nothing. With `+compile` each
 block is compiled by torch.compile as one graph. All systems run alternately, in one process, on the same batches; each

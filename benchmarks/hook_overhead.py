@@ -5,12 +5,12 @@ returns at once. The figure is the slope over depth, so that what is paid once a
 
     ((engine at L2 blocks - engine at L1) - (plain at L2 - plain at L1)) / (L2 - L1)
 
-The row `hooks` has the hooks alone: on blocks, inputs, outputs and parameters, with nobody to tell.
+The row `hooks` has the hooks alone: on blocks, inputs, outputs and parameters, which report to no engine.
 
 Counted in the others: hooks; the driver; storage made and freed; the copy of the shard into the gathered buffer
-(stage 3); the local sum after a reduction; pool, ledger, timeline, counts of collectives.
+(stage 3); the local sum after a reduction; pool, memory tracker, timeline, counts of collectives.
 Not counted: what moves between ranks, the root's groups, the optimizer step. The plain model copies each gradient into
-a buffer behind its backward, as the engine's hooks do within theirs. Blocks are so small that their own arithmetic is
+a buffer after its backward, as the engine's hooks do within theirs. Blocks are so small that their own arithmetic is
 a few microseconds an op. Time is the thread's on the CPU, which other processes disturb less than the clock on the
 wall. The systems take turns; each figure is the median over the rounds, with its quartiles.
 
@@ -126,7 +126,7 @@ class Silent:
 
 
 def hooks_alone(num_blocks: int, num_params: int) -> System:
-    """The engine's hooks on blocks, inputs, outputs and parameters, with nobody to tell but for the gradients."""
+    """The engine's hooks on blocks, inputs, outputs and parameters, which report nothing but gradients."""
     model = build_model(num_blocks, num_params)
     for block in model:
         hook_unit(block, Silent())

@@ -3,7 +3,7 @@
 Writes a Llama of random weights (bf16, never whole in memory), starts two ranks under ZeRO-3, and asks the kernel for
 the peak of the anonymous memory of each. `train` keeps fp32 masters and Adam states, which one tiny step allocates
 before the import; gradients accumulate in bf16, so that 1.1 B parameters fit into 24 GB. `evaluate` is bf16 alone, all
-frozen. In both `initialize` takes the folder and draws nothing (`--draw` shows what that saves); the import behind it
+frozen. In both `initialize` takes the folder and draws nothing (`--draw` shows what that saves); the import after it
 comes into an engine that has all its states.
 
     python benchmarks/huggingface_load.py --params-like 150m
@@ -120,7 +120,7 @@ class Phases:
             self.found[self._name] = {"peak_bytes": peak_bytes, "taken_s": taken_s}
         else:
             self.found["imports"] = {"peak_bytes": status["RssAnon"], "taken_s": time.process_time()}
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again
         self._name, self._start_s, self._file_bytes = name, time.perf_counter(), status["RssFile"]
 
 

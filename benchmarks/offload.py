@@ -1,7 +1,7 @@
 """What states off the device cost: the step on the host, the disk through the tier, whole steps beside DeepSpeed.
 
 - `cpu`: the optimizer's step on the host, as in `cpu_step.py`, beside fused AdamW alone and DeepSpeed's CPUAdam.
-- `disk`: what the sweep reads and writes a second, beside fio, or a bare loop where there is none, by the same blocks
+- `disk`: what the step reads and writes a second, beside fio, or a bare loop where there is none, by the same blocks
   and as many at a time.
 - `step`: a whole step with states on NVMe over the larger of the same step with these states in host memory and the
   time for its bytes at the disk's bandwidth, measured in the same round by the bare loop: read bytes by read bandwidth

@@ -48,7 +48,7 @@ class OffloadWorkload(Workload):
 
 
 class Training:
-    """A system under way: a step, and the end of what it does behind that."""
+    """A system under way: a step, and the end of what it does after that."""
 
     def __init__(self, step: Callable[[Tensor], float], settle: Settle) -> None:
         self.step = step
@@ -121,7 +121,7 @@ def build_deepspeed(model: Decoder, workload: OffloadWorkload, stage: int, tiers
     """DeepSpeed's CPUAdam on what is offloaded; with NVMe, reads and writes in a pipeline, which is off by default.
 
     Else its defaults but for clipping (to 1.0) and persistence (small parameters are not sharded). So 1e9 parameters
-    stay in host memory although they rest on NVMe: with less it stops for want of buffers ("Not enough buffers").
+    stay in host memory although they are stored on NVMe: with less it stops for want of buffers ("Not enough buffers").
     """
     import deepspeed
     from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -187,7 +187,7 @@ OFFLOAD_PEERS: Mapping[str, Peer] = MappingProxyType(
 
 
 class TierDisk:
-    """Swap files read and written as the sweep does it, without a step: Adam's states on NVMe, chunk by chunk.
+    """Swap files read and written as a step does it, but alone: Adam's states on NVMe, chunk by chunk.
 
     Args:
         folder: on the disk.
@@ -209,18 +209,18 @@ class TierDisk:
         self.bandwidth(is_read=False, is_written=True)  # a disk is slower where nothing was written yet
 
     def bandwidth(self, *, is_read: bool, is_written: bool) -> float:
-        """Bytes a second of one sweep, those that were moved; what is still in memory is not read again."""
+        """Bytes a second of one pass, those that were moved; what is still in memory is not read again."""
         traffic = self._tiers.traffic
         traffic.reset()
-        parts = {name: ChunkInput(rest, is_read, is_written) for name, rest in self._states.items()}
+        parts = {name: ChunkInput(storage, is_read, is_written) for name, storage in self._states.items()}
         start_s = time.perf_counter()
         for start in range(0, self._numel, CHUNK_NUMEL):
             stop = min(start + CHUNK_NUMEL, self._numel)
             self._tiers.step_pipeline.submit(StepChunk(parts, start, stop, lambda tensors: None, Event(None)))
         self._tiers.wait_idle()
-        for rest in self._states.values():
-            if isinstance(rest, NvmeStorage):
-                rest.flush()
+        for storage in self._states.values():
+            if isinstance(storage, NvmeStorage):
+                storage.flush()
         seconds = time.perf_counter() - start_s
         return sum(traffic.moved_bytes.values()) / seconds
 

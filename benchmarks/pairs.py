@@ -76,7 +76,7 @@ def run_rank(
 
 
 def serve_steps(connection: Connection, system: str, workload: Workload, rank: int) -> None:
-    """Build the system, then run as many steps as is told, turn by turn."""
+    """Build the system, then run as many steps as asked, turn by turn."""
     model = workload.model()
     start = time.perf_counter()
     step = workload.peers[system].build(model, workload)
@@ -112,7 +112,7 @@ def rss_bytes() -> int:
 
 
 def forget_peak() -> None:
-    """Let the peak start anew."""
+    """Let the peak start again."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -302,7 +302,7 @@ class Residents:
             self._alive.pop().close()
 
     def _start(self, record: Record) -> Pair:
-        # Room for the new pair, and for the sleeping one that grows most when it wakes.
+        # Space for the new pair, and for the sleeping one that grows most when it wakes.
         while self._alive and available_bytes() < 2 * self._largest_bytes:
             self._alive.pop().close()
         pair = Pair(record.system, self._workload, self._timeout_s, self._serve, self._num_ranks)

@@ -32,7 +32,7 @@ VIRTUAL_STAGES: Mapping[str, int] = MappingProxyType({"interleaved": 2, "zb-v": 
 
 @dataclass(frozen=True)
 class PipelineWorkload(Workload):
-    """Both ranks get all tokens of a step, micro-batch behind micro-batch."""
+    """Both ranks get all tokens of a step, micro-batch after micro-batch."""
 
     num_micro_batches: int = 4
 
@@ -46,7 +46,7 @@ class PipelineWorkload(Workload):
 
     @property
     def shape(self) -> DecoderConfig:
-        """The preset's, but that head and embedding are apart, since torch's pipelines do not keep tied ones alike."""
+        """The preset's, but that head and embedding are apart, since torch's pipelines do not keep tied ones equal."""
         return replace(preset(self.preset), tie_embeddings=False)
 
     def model(self) -> Decoder:
@@ -117,7 +117,7 @@ def build_torch(model: Decoder, workload: Workload, schedule: str) -> Step:
     def step(tokens: Tensor) -> float:
         losses: list[Tensor] = []
         inputs = (tokens,) if has_first else ()
-        # Outputs are logits of all micro-batches, which nobody needs.
+        # Outputs are logits of all micro-batches, which are not needed.
         runner.step(*inputs, target=tokens if has_last else None, losses=losses, return_outputs=False)
         optimizer.step()
         optimizer.zero_grad()

@@ -122,8 +122,8 @@ def out_of_memory(rows: Iterable[Scored]) -> dict[str, float]:
     }
 
 
-def sweeps(rows: Iterable[Scored]) -> dict[str, list[Scored]]:
-    """Runs of one model on one cluster that differ in their layout, of each sweep at least `MIN_SWEEP`."""
+def layout_runs(rows: Iterable[Scored]) -> dict[str, list[Scored]]:
+    """Runs of one model on one cluster that differ in their layout, of each group at least `MIN_SWEEP`."""
     found: dict[str, list[Scored]] = defaultdict(list)
     for each in rows:
         if each.time_ratio is None or each.case.job is None:
@@ -132,19 +132,19 @@ def sweeps(rows: Iterable[Scored]) -> dict[str, list[Scored]]:
         key = (each.case.group, job.shape.name, f"{job.seq_len} tokens", f"{job.cluster.num_gpus} GPUs")
         if each.case.strategy is not None and each.case.strategy.matmul is None:
             found[", ".join(key)].append(each)
-    return {name: sweep for name, sweep in found.items() if len(sweep) >= MIN_SWEEP and _layouts(sweep) >= MIN_SWEEP}
+    return {name: runs for name, runs in found.items() if len(runs) >= MIN_SWEEP and _layouts(runs) >= MIN_SWEEP}
 
 
-def _layouts(sweep: Sequence[Scored]) -> int:
-    return len({each.case.strategy for each in sweep})
+def _layouts(runs: Sequence[Scored]) -> int:
+    return len({each.case.strategy for each in runs})
 
 
-def order(sweep: Sequence[Scored]) -> dict[str, float]:
+def order(runs: Sequence[Scored]) -> dict[str, float]:
     """Kendall's tau-b of measured against predicted speed, and what the planner's choice loses to the best."""
-    measured = [each.measured_tokens_per_s or 0.0 for each in sweep]
-    predicted = [speed / (each.time_ratio or 1.0) for speed, each in zip(measured, sweep, strict=True)]
-    best = max(range(len(sweep)), key=lambda index: predicted[index])
-    return {"n": len(sweep), "tau": kendall_tau(measured, predicted), "regret": max(measured) / measured[best] - 1}
+    measured = [each.measured_tokens_per_s or 0.0 for each in runs]
+    predicted = [speed / (each.time_ratio or 1.0) for speed, each in zip(measured, runs, strict=True)]
+    best = max(range(len(runs)), key=lambda index: predicted[index])
+    return {"n": len(runs), "tau": kendall_tau(measured, predicted), "regret": max(measured) / measured[best] - 1}
 
 
 def kendall_tau(left: Sequence[float], right: Sequence[float]) -> float:
@@ -203,7 +203,7 @@ def bubble_errors(rows: Iterable[Scored]) -> list[float]:
 
 def scores(rows: Sequence[Scored]) -> dict[str, Any]:
     """All of them, of the rows that have what each needs."""
-    order_of = {name: order(sweep) for name, sweep in sweeps(rows).items()}
+    order_of = {name: order(runs) for name, runs in layout_runs(rows).items()}
     kinds = sorted({each.memory_kind for each in rows if each.memory_ratio is not None})
     bubbles = bubble_errors(rows)
     return {

@@ -1,4 +1,4 @@
-"""The measurements behind four choices: how gloo reduces, gathers and sums, and how two dtypes are added on the CPU.
+"""The measurements for four choices: how gloo reduces, gathers and sums, and how two dtypes are added on the CPU.
 
 python benchmarks/primitives.py --ranks 2
 """

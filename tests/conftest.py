@@ -24,7 +24,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # last: tests ha
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, here and in worker processes
-# The same examples in every run: a suite that fails once in ten runs is a suite nobody trusts.
+# The same examples in every run: a suite that fails once in ten runs is a suite that is not trusted.
 hypothesis.settings.register_profile("shardwise", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("shardwise")
 
@@ -92,7 +92,7 @@ def _seeded() -> None:
 
 @pytest.fixture(autouse=True)
 def _as_talkative_as_before() -> Iterator[None]:
-    """A rank of `shardwise train` in the tests' own process makes the library say more, for all tests behind it."""
+    """A rank of `shardwise train` in the tests' own process makes the library say more, for all tests after it."""
     log = logging.getLogger("shardwise")
     level = log.level
     yield

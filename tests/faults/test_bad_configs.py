@@ -1,20 +1,26 @@
 """Configs that cannot work: each is refused in one line, at once, and leaves nothing; or it is one that resolves."""
 
+import itertools
 import json
+import os
 import random
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from harness.mutations import ended_after
+from harness.waiting import PATIENCE_S
 from shardwise.cli import main as cli
 from shardwise.config.resolve import Config, ConfigError, all_keys
-from shardwise.train.setup import job_config, resolve_job
+from shardwise.train.dataset import CHECKSUMS_NAME, DOCUMENTS_NAME, INDEX_NAME, TOKENIZER_NAME, TOKENS_NAME
+from shardwise.train.setup import job_config, prepare_job_data, resolve_job
 
 MAX_LINE = 700
 WORDS = [
@@ -35,12 +41,15 @@ WORDS = [
 ]
 NUMBERS = [-1, 0, 1, 2, 3, 7, 10**4, 10**6, 10**9, 10**12, 10**30, 10**5000, -(10**20), 0.5, 1.5, 1e-300, 1e300, -0.0]
 OTHERS: list[Any] = [True, False, [], {}, [[]], [1, 2, 3], ["a", 1], {"a": 1}, [-1], [9999], [1.0, 1.0], [10**30]]
+PLACES = ["pipe", "/dev/zero", "/dev/null", "/proc/self", "/etc", "/etc/passwd", "../..", "new/folder", "bytes", "~none/a"]
+
+Accepted = tuple[dict[str, dict[str, Any]], Config]
 
 
 def bad_values(num: int, seed: int) -> Iterator[dict[str, dict[str, Any]]]:
     """One to three keys of the config, each with a value that is likely to be wrong for it."""
     draw = random.Random(seed)
-    keys = [key for key in all_keys() if not key.startswith("data.")]
+    keys = all_keys()
     for number in range(num):
         values: dict[str, dict[str, Any]] = {}
         for _ in range(draw.choice([1, 1, 1, 2, 3])):
@@ -49,30 +58,90 @@ def bad_values(num: int, seed: int) -> Iterator[dict[str, dict[str, Any]]]:
         yield values
 
 
-def outcome(values: dict[str, dict[str, Any]], world_size: int) -> str | None:
-    """The line with which a config is refused; None for one that may be run."""
+def outcome(values: dict[str, dict[str, Any]], world_size: int) -> tuple[Config | None, str]:
+    """The config, and no line; or none, and the line with which it is refused."""
     try:
         config = job_config(None, ["run.device=cpu"], base=values)
         resolve_job(config, world_size, num_local_ranks=1)
     except ConfigError as error:
+        return None, str(error)
+    return config, ""
+
+
+def preparation(config: Config, values: dict[str, dict[str, Any]], text: Path) -> str:
+    """The line with which a config's data is refused; empty where it is prepared.
+
+    It is of the text where the values name no data: Python's library takes too long for each of many.
+    """
+    try:
+        prepare_job_data(config if "path" in values.get("data", {}) else config.override([f"data.path={text}"]))
+    except ConfigError as error:
         return str(error)
-    return None
+    return ""
+
+
+@contextmanager
+def at_once(values: dict[str, dict[str, Any]]) -> Iterator[None]:
+    """Nobody waits: 5 s of the processor, however many others want it."""
+    start_s = time.process_time()
+    with ended_after(PATIENCE_S):
+        yield
+    assert time.process_time() - start_s < 5, f"{str(values)[:200]} keeps a user waiting"
+
+
+def check_line(line: str) -> None:
+    assert line.isprintable(), f"{line!r} is not one plain line"
+    assert 10 < len(line) < MAX_LINE, line
+
+
+def resolved(all_values: Iterable[dict[str, dict[str, Any]]], world_size: int) -> Iterator[Accepted]:
+    """Those that are accepted, with their configs; the others are refused in a line."""
+    for values in all_values:
+        with at_once(values):
+            config, line = outcome(values, world_size)
+        if config is None:
+            check_line(line)
+        else:
+            yield values, config
+
+
+def check_preparations(tmp_path: Path, accepted: list[Accepted], monkeypatch) -> int:
+    """Prepare the data of each in a folder of its own, which has a pipe; return how many are refused."""
+    text, refused = tmp_path / "text.txt", 0
+    text.write_text("".join(f"line {number} of a text\n" for number in range(3000)))
+    for number, (values, config) in enumerate(accepted):
+        place = tmp_path / str(number) / "a" / "b"  # "../.." leads to what is this test's own
+        place.mkdir(parents=True)
+        os.mkfifo(place / "pipe")
+        monkeypatch.chdir(place)
+        with at_once(values):
+            line = preparation(config, values, text)
+        if line:
+            refused += 1
+            check_line(line)
+    left = {each.name for each in tmp_path.rglob("*") if each.is_file()} - {text.name}
+    assert left <= {TOKENS_NAME, CHECKSUMS_NAME, DOCUMENTS_NAME, TOKENIZER_NAME, INDEX_NAME}
+    return refused
 
 
 @pytest.mark.parametrize(("num", "seed"), [(120, 1), pytest.param(600, 2, marks=pytest.mark.full)])
 def test_bad_values_are_refused_in_one_line_at_once(tmp_path, monkeypatch, num, seed) -> None:
+    """And the data of those that are accepted is prepared, or refused likewise; nothing but the cache is left."""
     monkeypatch.chdir(tmp_path)
-    refused = 0
-    for values in bad_values(num, seed):
-        start_s = time.process_time()
-        line = outcome(values, world_size=random.Random(seed).choice([1, 2, 8]))
-        assert time.process_time() - start_s < 30, f"{str(values)[:200]} keeps a user waiting"
-        if line is not None:
-            refused += 1
-            assert line.isprintable(), f"{line!r} is not one plain line"
-            assert 10 < len(line) < MAX_LINE, line
-    assert refused > num // 2
+    accepted = list(resolved(bad_values(num, seed), world_size=random.Random(seed).choice([1, 2, 8])))
+    assert len(accepted) < num // 2
     assert list(tmp_path.iterdir()) == []
+    check_preparations(tmp_path, accepted[:20], monkeypatch)
+
+
+@pytest.mark.parametrize(("num", "seed"), [(20, 1), pytest.param(200, 2, marks=pytest.mark.full)])
+def test_data_is_prepared_or_refused_in_one_line_at_once(tmp_path, monkeypatch, num, seed) -> None:
+    draw = random.Random(seed)
+    keys = [key.partition(".")[2] for key in all_keys() if key.startswith("data.")]
+    values = [{"data": {key: draw.choice([*PLACES, *WORDS, *NUMBERS])}} for key in keys for _ in range(10 * num)]
+    draw.shuffle(values)
+    accepted = list(itertools.islice(resolved(values, world_size=1), num))
+    assert 0 < check_preparations(tmp_path, accepted, monkeypatch) < num
 
 
 @pytest.mark.parametrize(
@@ -133,7 +202,7 @@ def shardwise(tmp_path: Path, before: str, *arguments: str, after: str = "") -> 
     return subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=300)
 
 
-def test_shells_that_allow_too_little_are_told_so_in_one_line(tmp_path) -> None:
+def test_shells_that_allow_too_little_say_so_in_one_line(tmp_path) -> None:
     few_files = shardwise(tmp_path, "ulimit -n 24", "train", "run.device=cpu")
     assert (few_files.returncode, few_files.stderr.count("\n")) == (2, 1)
     assert "ulimit -n" in few_files.stderr

@@ -142,7 +142,7 @@ def break_disk(fault: Fault, disk: SmallDisk | None) -> None:
 
 def mend(fault: Fault, disk: SmallDisk) -> None:
     if fault.kind == "full":
-        disk.make_room()
+        disk.make_space()
     else:
         disk.remount(read_only=False)
 

@@ -1,4 +1,4 @@
-"""Runs under a real torchrun that restarts its ranks: killed, hung or told to stop, they come to their end."""
+"""Runs under a real torchrun that restarts its ranks: killed, hung or asked to stop, they come to their end."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_save() -> None:
     assert "resumed from step 5 of ck" in written
     steps = taken_steps()
     assert [step for step, _ in steps] == [*range(1, 9), *range(6, 13)]
-    assert dict(steps[:8]) | dict(steps[8:]) == dict(steps[8:]) | dict(steps[:8]), "what was taken twice came out alike"
+    assert dict(steps[:8]) | dict(steps[8:]) == dict(steps[8:]) | dict(steps[:8]), "what was taken twice came out equal"
 
 
 @pytest.mark.full

@@ -54,7 +54,7 @@ TERM, KILL = signal.SIGTERM, signal.SIGKILL
         ([(0, 1, LOST), (1, 1, OWN, [TERM])], 1),
         ([(0, 1, IN_COMM), (1, 1, OWN, [TERM])], 1),
         ([(0, 1, LOST), (1, 1, LOST)], 0),  # no better one
-        ([(0, -15, [], [TERM]), (1, 143, [], [TERM])], None),  # as told
+        ([(0, -15, [], [TERM]), (1, 143, [], [TERM])], None),  # as asked
         ([(0, -9, [], [TERM, KILL])], None),
         ([(0, -9, [], [TERM])], 0),  # not by the launcher
         ([(0, -15, [])], 0),

@@ -264,7 +264,7 @@ def test_options_that_ask_for_other_states_are_taken_with_these(tmp_path: Path) 
         take_steps(engine, 1)
     check_refused(
         tmp_path, "optimizer-states-unfit", plain, tiers={"optimizer": "host"}
-    )  # which has made room for its own
+    )  # which has made space for its own
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_threads_per_rank(launch, tmp_path, monkeypatch, threads_per_rank, envir
 
 
 @pytest.mark.parametrize(("given", "expected"), [({}, "lo"), ({"GLOO_SOCKET_IFNAME": "eth0"}, "eth0")])
-def test_gloo_is_told_to_listen_on_loopback_unless_the_user_says_where(launch, tmp_path, monkeypatch, given, expected):
+def test_gloo_has_to_listen_on_loopback_unless_the_user_says_where(launch, tmp_path, monkeypatch, given, expected):
     monkeypatch.setattr(local.sys, "platform", "linux")
     launch('note("where", os.environ["GLOO_SOCKET_IFNAME"])', 1, environ=given)
     assert json.loads((tmp_path / "where").read_text()) == expected

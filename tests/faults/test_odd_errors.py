@@ -164,7 +164,7 @@ def tied_by_storage(engine: Engine, rank: int) -> None:
     engine_of(model, {})
 
 
-class Holding(nn.Module):
+class OneParameter(nn.Module):
     """A linear layer and a parameter of any kind."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
@@ -174,15 +174,15 @@ class Holding(nn.Module):
 
 
 def complex_parameter(engine: Engine, rank: int) -> None:
-    engine_of(Holding(nn.Parameter(torch.ones(2, dtype=torch.complex64))), {})
+    engine_of(OneParameter(nn.Parameter(torch.ones(2, dtype=torch.complex64))), {})
 
 
 def integer_parameter(engine: Engine, rank: int) -> None:
-    engine_of(Holding(nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False)), {})
+    engine_of(OneParameter(nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False)), {})
 
 
 def sparse_parameter(engine: Engine, rank: int) -> None:
-    engine_of(Holding(nn.Parameter(torch.eye(3).to_sparse())), {})
+    engine_of(OneParameter(nn.Parameter(torch.eye(3).to_sparse())), {})
 
 
 CLEAR: list[tuple[Misuse, list[int], str, str]] = [
@@ -316,7 +316,7 @@ def differ_checked(rank: int, world_size: int) -> tuple[str, str]:
     return refusal_of(lambda: engine.train_step([batch_of(0, rank)]))
 
 
-def test_ranks_that_gather_in_another_order_are_told(ranks: WorkerPool) -> None:
+def test_ranks_that_gather_in_another_order_are_named(ranks: WorkerPool) -> None:
     first, second = ranks(2).run(differ_checked)
     assert first == second
     assert first[0] == "collectives-differ"

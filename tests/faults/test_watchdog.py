@@ -593,7 +593,7 @@ def test_the_report_has_a_line_for_each_state_and_the_culprit_first() -> None:
     assert lines[0].count("does not answer") == 1
 
 
-def test_a_report_travels_whole() -> None:
+def test_a_report_is_sent_whole() -> None:
     whole = replace(report(0, note()), actions=("0UNSHARD[a] 3 ms",), stack=("a.py:1 in f",))
     assert RankReport.from_json(whole.to_json()) == whole
     assert RankReport.from_json(report(1).to_json()) == report(1)

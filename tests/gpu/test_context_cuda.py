@@ -1,4 +1,4 @@
-"""One rank of the cp axis on a GPU: exchanges on their lane beside the kernels, beside the same rank on the CPU."""
+"""One rank of the cp axis on a GPU: exchanges on their stream beside the kernels, beside the same rank on the CPU."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def train(device: torch.device, model_name: str, **sections: dict[str, Any]) -> 
 @pytest.mark.parametrize("transport", ["ring", "all-gather", "ulysses"])
 @pytest.mark.parametrize("model_name", ["decoder", "sparse-fixed"])
 def test_a_rank_computes_what_it_computes_on_the_cpu(model_name: str, transport: str, recompute: str) -> None:
-    """With stage 3, gathers and reductions are on their lanes meanwhile."""
+    """With stage 3, gathers and reductions are on their streams meanwhile."""
     sections = {
         "zero": {"stage": 3},
         "context": {"transport": transport},

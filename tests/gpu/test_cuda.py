@@ -1,4 +1,4 @@
-"""The engine on one CUDA device: streams, pools and the ledger, with the machinery of every stage at work on one rank.
+"""The engine on one CUDA device: streams, pools and the memory tracker, with the machinery of every stage on one rank.
 
 One rank shards nothing, and its layout says stage 0. Here the stage is put back, so that gathers, reductions and
 releases run through NCCL on their streams; what they compute is compared with the CPU's plain training.
@@ -92,7 +92,7 @@ def test_overlap_changes_no_bit(stage: int, param: str) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_ledger_agrees_with_the_allocator(stage: int) -> None:
+def test_tracker_agrees_with_the_allocator(stage: int) -> None:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     case = CASES["transformer"]

@@ -51,7 +51,7 @@ def train(device: torch.device, world_size: int, **sections: dict[str, Any]) -> 
 def test_a_rank_computes_what_it_computes_on_the_cpu(
     stage: int, world_size: int, sequence_parallel: bool, recompute: str
 ) -> None:
-    """With stage 3, gathers and reductions are on their lanes meanwhile."""
+    """With stage 3, gathers and reductions are on their streams meanwhile."""
     sections = {
         "zero": {"stage": stage},
         "tensor": {"sequence_parallel": sequence_parallel},

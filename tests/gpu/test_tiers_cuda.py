@@ -82,7 +82,7 @@ def test_host_and_nvme_compute_the_same_bits(tmp_path: Path, clip_norm: float | 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_optimizer_on_the_host_steps_parameters_of_the_device(stage: int) -> None:
-    """Windows on the device's parameters and gradients, at every stage alike."""
+    """Windows on the device's parameters and gradients, at every stage."""
     check_bitwise(train({"optimizer": "host"}, stage), train(HOST, 3))
 
 
@@ -126,7 +126,7 @@ def no_waits() -> Iterator[None]:
 def test_a_step_waits_for_the_norm_alone(
     tmp_path: Path, tiers: dict[str, Any], stage: int, accumulation: int, clip_norm: float | None
 ) -> None:
-    """Which it reads behind an event; nothing else in it stops the device, nor copies from memory that is not pinned.
+    """Which it reads after an event; nothing else in it stops the device, nor copies from memory that is not pinned.
 
     The first steps make memory and learn what is used.
     """

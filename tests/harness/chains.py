@@ -144,7 +144,7 @@ class FrozenStart(nn.Module):
 
 
 class CachingBlock(Layer):
-    """Keeps a table that its first forward makes from the input's type, and its last input, for nobody else."""
+    """Keeps a table that its first forward makes from the input's type, and its last input, for its own use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class Masked(nn.Module):
 
 
 class Shared(nn.Module):
-    """Parameters of its own, used before, between and behind the blocks, so by every stage, and units in no order."""
+    """Parameters of its own, used before, between and after the blocks, so by every stage, and units in no order."""
 
     def __init__(self) -> None:
         super().__init__()

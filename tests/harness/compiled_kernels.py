@@ -84,8 +84,8 @@ def spilled_bytes(launch: KernelLaunch) -> int:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        told = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    (stack,), (local,) = (re.findall(rf"{name}:(\d+)", told.stdout) for name in ("STACK", "LOCAL"))
+        listed = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    (stack,), (local,) = (re.findall(rf"{name}:(\d+)", listed.stdout) for name in ("STACK", "LOCAL"))
     return int(stack) + int(local)
 
 

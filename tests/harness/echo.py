@@ -1,7 +1,7 @@
 """Links to ranks that are echoes of this one, used as NCCL's are, so that one GPU shows what streams and events do.
 
 NCCL cannot put two ranks on one GPU. The others hold what this rank holds: their part of each collective is computed
-from it, behind a long kernel. What does not wait for it reads what was there before.
+from it, after a long kernel. What does not wait for it reads what was there before.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A pipeline's stages in one process, one behind the other: losses and gradients of any model, without ranks.
+"""A pipeline's stages in one process, one after the other: losses and gradients of any model, without ranks.
 
 Each stage has a copy of the model in which the parameters of other stages are NaN, so that what uses one shows.
 """

@@ -70,7 +70,7 @@ class Emulation:
         self.regions = [region.module for region in plan.regions]
         self._cut(splits)
         for layer in plan.layers:
-            self._wear(layer)
+            self._swap_class(layer)
         for name, attribute, value in plan.attributes_of(ring.rank, len(ring.slots)):
             setattr(self.model.get_submodule(name), attribute, value)
         for region in plan.regions:
@@ -102,7 +102,7 @@ class Emulation:
             parameter = cut.setdefault(id(param), nn.Parameter(local))
             self.model.get_submodule(owner)._parameters[own_name] = parameter
 
-    def _wear(self, layer: LayerSplit) -> None:
+    def _swap_class(self, layer: LayerSplit) -> None:
         module = self.model.get_submodule(layer.module)
         inner = module.forward
         is_split = self.is_split(layer.module)

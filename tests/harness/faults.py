@@ -1,4 +1,4 @@
-"""A small run that saves often, and what may befall it: a rank is killed, or refused by the system, at a named moment.
+"""A small run that saves often, and what may happen: a rank is killed, or refused by the system, at a named moment.
 
 A `Moment` is a call, to the system or of the training, that the ranks of a run come to; see `watching` for which are
 seen. Everything acts in worker processes of the pool, on two ranks.
@@ -146,7 +146,7 @@ def run_to_end(
 
 
 def resume(engine: Engine, rank: int, root: Path) -> tuple[str, ...]:
-    """Load the newest whole checkpoint and set later ones aside; returns what was said of these."""
+    """Load the newest whole checkpoint and rename later ones; returns what was said of these."""
     report = engine.load(root)
     if rank == 0:
         rename_later(root, report.step)
@@ -258,7 +258,7 @@ class Kill:
         victim: the rank that dies.
         step: of the run.
         is_background: whether saves run beside the training.
-        survivor_s: for how long the other outlives it, before the launcher ends it too; None if nobody ends it.
+        survivor_s: for how long the other outlives it, before the launcher ends it too; None if it is not ended.
     """
 
     window: Window

@@ -1,7 +1,7 @@
-"""A device whose side streams are late: what is enqueued there happens when somebody waits for it, and no sooner.
+"""A device whose side streams are late: what is enqueued there happens when it is waited for, and no sooner.
 
 The engine runs on the CPU as it is; its compute stream is the order of the program. Copies inside `Streams.side_stream`
-up until an event behind them is waited for, by the compute stream, by the host, or by another stream that runs. What is
+up until an event after them is waited for, by the compute stream, by the host, or by another stream that runs. What is
 read too early is then not there, what is written too early is what a late copy sees, and what is freed too early is
 missed. So that neither goes unseen by luck, memory is spoilt when it is handed out and when it is given back.
 """
@@ -84,7 +84,7 @@ class LateEvent:
 
 
 class LateDevice:
-    """The streams, and what of the library is told of them inside `installed`.
+    """The streams, and what of the library sees of them inside `installed`.
 
     Args:
         num_asks: how often an event may be asked before it says that it is reached.
@@ -129,7 +129,7 @@ class LateDevice:
                 spoil(tensor)
 
         def release_spoilt(pool: BufferPool, tensor: Tensor, stream: Any = None) -> None:
-            if _is_of_device(pool):  # whoever comes next writes behind the last use
+            if _is_of_device(pool):  # the next user writes after the last use
                 memory = bytes_of(tensor)
                 (stream or self.current).enqueue(lambda: memory.fill_(SPOILT))
             release(pool, tensor, stream)
@@ -159,7 +159,7 @@ class LateDevice:
     @property
     def _side_stream(self) -> Callable[..., Any]:
         @contextmanager
-        def lane(streams: Streams, name: StreamName | None, after: Event | None = None) -> Iterator[None]:
+        def on_stream(streams: Streams, name: StreamName | None, after: Event | None = None) -> Iterator[None]:
             before = self.current
             if name is None:
                 if after is not None:
@@ -167,7 +167,7 @@ class LateDevice:
                 yield
                 return
             is_helper = threading.current_thread().name.startswith("shardwise")
-            assert after is not None or not is_helper, "the lane's current stream is not the one that computes"
+            assert after is not None or not is_helper, "the worker's current stream is not the one that computes"
             with self.lock:
                 stream = self._streams.setdefault(name, LateStream(self, name))
             stream.wait_event(after.cuda_event if after is not None else before.record_event())
@@ -177,7 +177,7 @@ class LateDevice:
             finally:
                 self._local.stream = before
 
-        return lane
+        return on_stream
 
     def _late_copy(self) -> Callable[..., Tensor]:
         def copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:

@@ -1,8 +1,8 @@
-"""The bytes of live tensors on CPU, counted by watching storages: the ledger is compared with it.
+"""The bytes of live tensors on CPU, counted by watching storages: the memory tracker is compared with it.
 
 Not the library's own book: nothing here is imported from it. A dispatch mode adds the storage of every op's
 output once and takes it off when the storage dies; `resize_` of a storage is followed. What existed before is
-told with `mark`.
+marked with `mark`.
 
 Not seen: tensors that come from no op until one touches them (`from_numpy`, memory maps: mark them), ops in
 other threads (CPU backward runs in the calling one), memory without a tensor (gloo's own buffers, a kernel's

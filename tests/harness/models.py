@@ -167,10 +167,10 @@ class PytreeBlock(nn.Module):
         self.side = nn.Linear(width, 3)
 
     def forward(self, state: dict[str, Any], *, scale: float) -> dict[str, Any]:
-        x, (history, depth, nothing) = state["x"], state["rest"]
+        x, (history, depth, nothing) = state["x"], state["others"]
         side = self.side(x)  # [B, 3]
         history = (*history, side if depth % 2 == 0 else side.detach())
-        return {"x": x + scale * torch.tanh(self.main(x)), "rest": (history, depth + 1, nothing)}
+        return {"x": x + scale * torch.tanh(self.main(x)), "others": (history, depth + 1, nothing)}
 
 
 class PytreeOutput(nn.Module):
@@ -181,13 +181,13 @@ class PytreeOutput(nn.Module):
         self.blocks = nn.ModuleList(PytreeBlock(width) for _ in range(num_blocks))
 
     def forward(self, x: Tensor) -> dict[str, Any]:
-        state: dict[str, Any] = {"x": x, "rest": ((), 0, None)}
+        state: dict[str, Any] = {"x": x, "others": ((), 0, None)}
         for block in self.blocks:
             state = block(state, scale=0.5)
-        history = state["rest"][0]
+        history = state["others"][0]
         penalty = torch.stack([side.square().mean() for side in history]).sum()
         loss = (state["x"] - x.flip(-1)).square().mean() + penalty
-        return {"loss": loss, "prediction": state["x"], "history": history, "depth": state["rest"][1]}
+        return {"loss": loss, "prediction": state["x"], "history": history, "depth": state["others"][1]}
 
 
 def _frozen_transformer() -> nn.Module:

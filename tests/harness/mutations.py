@@ -163,7 +163,7 @@ class _TooLateError(BaseException):
 
 
 @contextmanager
-def _ended_after(limit_s: float) -> Iterator[None]:
+def ended_after(limit_s: float) -> Iterator[None]:
     """Interrupt what runs inside, be it blocked in an `open`, and let an alarm that was set before go on after it."""
 
     def ring(number: int, frame: object) -> None:
@@ -215,7 +215,7 @@ def spared(folder: Path, read: Callable[[], object], errors: tuple[type[Exceptio
     """
     num_bytes = sum(path.lstat().st_size for path in folder.rglob("*"))
     start_s, said = time.process_time(), ""
-    with opened_paths() as opened, taken_bytes() as taken, _ended_after(_WALL_S):
+    with opened_paths() as opened, taken_bytes() as taken, ended_after(_WALL_S):
         try:
             read()
         except errors as error:

@@ -256,8 +256,8 @@ class UNet(nn.Module):
         self.merge, self.head = self.step(16, 8), nn.Conv2d(8, 3, 1)
 
     @staticmethod
-    def step(before: int, behind: int) -> nn.Module:
-        return nn.Sequential(nn.Conv2d(before, behind, 3, padding=1), nn.GroupNorm(2, behind), nn.SiLU())
+    def step(before: int, after: int) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(2, after), nn.SiLU())
 
     def forward(self, x: Tensor) -> Tensor:  # [B, C, 8, 8]
         top = self.inc(x)

@@ -13,7 +13,7 @@ process has torch and the library imported.
     def test_add_ranks(ranks):
         assert ranks(2).run(add_ranks, 1.0) == [3.0, 3.0]
 
-Functions, arguments and results travel by pickle. A tensor that is a view carries its whole storage: return a
+Functions, arguments and results are sent by pickle. A tensor that is a view carries its whole storage: return a
 clone. `assert` in a worker is plain Python: return the values and compare them in the test.
 """
 

@@ -24,7 +24,7 @@ PARITY = 1e-9
 
 @dataclass(frozen=True)
 class Trace:
-    """What a training leaves behind, one entry a step or, after the last step, one a parameter.
+    """What a training leaves, one entry a step or, after the last step, one a parameter.
 
     `grad_norms` and `gradients` are before clipping. `gradients` holds every trainable parameter, zeros for
     unused ones; `parameters` also the frozen ones; tied parameters stand once, under their first name.

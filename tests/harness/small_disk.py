@@ -47,7 +47,7 @@ class SmallDisk:
     Attributes:
         root: its root.
         orders: a named pipe, to the process that has mounted it.
-        answers: likewise, from it.
+        answers: also from it.
     """
 
     root: Path
@@ -55,18 +55,18 @@ class SmallDisk:
     answers: Path
 
     def remount(self, read_only: bool) -> None:
-        """Let nobody write to it any more; or again."""
+        """Let no process write to it any more; or again."""
         self.orders.write_text("r" if read_only else "w")
         if answer := self.answers.read_text():
             raise OSError(answer)
 
     def fill(self, free_bytes: int = 0) -> None:
         """Write a file that leaves about so many bytes free."""
-        room = os.statvfs(self.root)
+        space = os.statvfs(self.root)
         with suppress(OSError):  # another has been faster
-            (self.root / "ballast").write_bytes(bytes(max(0, room.f_bavail * room.f_frsize - free_bytes)))
+            (self.root / "ballast").write_bytes(bytes(max(0, space.f_bavail * space.f_frsize - free_bytes)))
 
-    def make_room(self) -> None:
+    def make_space(self) -> None:
         """Remove that file."""
         (self.root / "ballast").unlink()
 
@@ -97,7 +97,7 @@ def small_disk(place: Path, num_bytes: int) -> Iterator[SmallDisk]:
 
 
 def _serve(place: Path, num_bytes: int, orders: Path, answers: Path) -> None:
-    """Mount, and remount as told, until killed; an answer is empty, or what went wrong."""
+    """Mount, and remount as asked, until killed; an answer is empty, or what went wrong."""
     try:
         answers.write_text(_refusal(lambda: mount_alone(place, num_bytes)))
         while True:

@@ -42,14 +42,14 @@ MODELS: Final[Mapping[str, tuple[AttentionConfig, int, int]]] = MappingProxyType
 
 
 class DroppingBlock(DecoderBlock):
-    """A layer that drops behind itself."""
+    """A layer that drops after itself."""
 
     def forward(self, x: Tensor, rope: Tensor, positions: Tensor | None = None) -> Tensor:  # [B, S, E]
         return F.dropout(super().forward(x, rope, positions), DROPOUT, self.training)
 
 
 class DroppingDecoder(Decoder):
-    """A decoder that drops behind every layer, and behind the embedding."""
+    """A decoder that drops after every layer, and after the embedding."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
@@ -59,7 +59,7 @@ class DroppingDecoder(Decoder):
 
 
 def make_case(name: str) -> ModelCase:
-    """A model of `MODELS`; behind "dropping-" it drops."""
+    """A model of `MODELS`; after "dropping-" it drops."""
     kind = name.removeprefix("dropping-")
     return ModelCase(name, partial(_decoder, kind, kind != name), _batch, _loss)
 

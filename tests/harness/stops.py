@@ -119,7 +119,7 @@ class Stopped:
         if victim == "launcher":
             who = "the launcher (died|has been stopped)|SIG(TERM|INT|HUP): the ranks stop"
         else:
-            how = "was stopped|was (told|asked) to|killed by|exited with|does not answer|has shown no progress"
+            how = "was stopped|was asked to|killed by|exited with|does not answer|has shown no progress"
             who = rf"rank {victim} ({how})"
         return re.search(who, self.said) is not None
 
@@ -172,7 +172,7 @@ def stored(folder: Path, step: int) -> list[StoredTensor]:
             },
         )
         for tensor in tensors
-        if tensor.kind != "rank"  # generators, which no run seeds alike
+        if tensor.kind != "rank"  # generators, which no run seeds equally
     ]
 
 

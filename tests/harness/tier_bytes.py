@@ -1,8 +1,8 @@
-"""The bytes of the host tier and of swap files, and what crosses between tiers, by books that are not the library's.
+"""The bytes of the host tier and of swap files, and what crosses between tiers, by counters that are not the library's.
 
-On the CPU the device's memory and the host's are one, so what is the host's must be told: the states that rest there,
-and the pages of pooled buffers. All else is the device's. Ops are watched on the engine's thread and on its lane, reads
-and writes where they are handed to the system.
+On the CPU the device's memory and the host's are one, so what is the host's must be named: its states, and the
+pages of pooled buffers. All else is the device's. Ops are watched on the engine's thread and on its worker thread,
+reads and writes where they are handed to the system.
 
     with HostPages() as pages:
         engine = initialize(...)
@@ -85,12 +85,12 @@ class Crossings:
         self.mixed: Counter[str] = Counter()
         self._engine = engine
         self._pages = pages
-        self._resting = {id(each.untyped_storage()): each for each in host_tensors(engine)}
+        self._stored = {id(each.untyped_storage()): each for each in host_tensors(engine)}
         self._lock = threading.Lock()
         self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by the host, from what it has
         self._patch = pytest.MonkeyPatch()
         self._stack = ExitStack()
-        self._lane_mode = _Watch(self, is_of_host=True)
+        self._worker_mode = _Watch(self, is_of_host=True)
 
     def __enter__(self) -> Self:
         read, write = os.preadv, os.pwritev
@@ -103,9 +103,9 @@ class Crossings:
 
         self._patch.setattr(os, "preadv", preadv)
         self._patch.setattr(os, "pwritev", pwritev)
-        lane = self._engine.tiers.worker
-        lane.submit(self._lane_mode.__enter__).wait()
-        self._stack.callback(lambda: lane.submit(lambda: self._lane_mode.__exit__(None, None, None)).wait())
+        worker = self._engine.tiers.worker
+        worker.submit(self._worker_mode.__enter__).wait()
+        self._stack.callback(lambda: worker.submit(lambda: self._worker_mode.__exit__(None, None, None)).wait())
         self._stack.enter_context(_Watch(self, is_of_host=False))
         return self
 
@@ -131,7 +131,7 @@ class Crossings:
         storage = tensor.untyped_storage()
         made = self._made.get(id(storage))
         is_made = made is not None and made() is storage
-        return is_made or id(storage) in self._resting or self._pages.hold(storage)
+        return is_made or id(storage) in self._stored or self._pages.hold(storage)
 
     def _count(self, source: str, target: str, num_bytes: int) -> int:
         with self._lock:
@@ -158,15 +158,15 @@ def settle(engine: Engine) -> None:
     """Return once nothing is under way between tiers, the files' writes included."""
     engine._sharding.drain()
     engine.tiers.wait_idle()
-    for rest in rests_of(engine):
-        if rest.tier == "nvme":
-            rest.flush()
+    for storage in storages_of(engine):
+        if storage.tier == "nvme":
+            storage.flush()
 
 
 def host_tensors(engine: Engine) -> list[Tensor]:
     """All states that rest in host memory."""
-    rests = [rest for rest in rests_of(engine) if rest.tier == "host"]
-    return list({id(rest): rest.tensor for rest in rests}.values())
+    storages = [storage for storage in storages_of(engine) if storage.tier == "host"]
+    return list({id(storage): storage.tensor for storage in storages}.values())
 
 
 def swap_bytes(engine: Engine) -> int:
@@ -177,8 +177,8 @@ def swap_bytes(engine: Engine) -> int:
     return sum(file.stat().st_size for file in folder.path.iterdir() if file.name != "lock")
 
 
-def rests_of(engine: Engine) -> Iterator[Any]:
-    """Where the states of every group rest, the optimizer's only where that is off the device."""
+def storages_of(engine: Engine) -> Iterator[Any]:
+    """Where the states of every group are stored, the optimizer's only where that is off the device."""
     for group in engine._sharding.groups:
         yield group.params.shard
         yield group.params.master

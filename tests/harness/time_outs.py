@@ -20,12 +20,12 @@ from shardwise.comm.p2p import P2PChannel
 from shardwise.comm.records import CommLog
 
 
-def fail_after(books: CommLog, timeout_s: float) -> None:
+def fail_after(log: CommLog, timeout_s: float) -> None:
     """From now on the collectives and messages that are counted there, and checks of them, wait only so long."""
-    if books.check is not None:
-        books.check._timeout_s = timeout_s
+    if log.check is not None:
+        log.check._timeout_s = timeout_s
     for each in gc.get_objects():
-        if type(each) in (Comm, P2PChannel) and each.comm_log is books:
+        if type(each) in (Comm, P2PChannel) and each.comm_log is log:
             each._timeout = timedelta(seconds=timeout_s)
 
 

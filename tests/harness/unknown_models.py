@@ -1,4 +1,4 @@
-"""Language models in the ways that people write them, for which nobody has a plan of tensor parallelism.
+"""Language models in the ways that people write them, for which there is no plan of tensor parallelism.
 
 >>> [case.name for case in CASES]
 ['nano', 'grouped', 'gated', 'crossed', 'routed']

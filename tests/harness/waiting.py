@@ -49,7 +49,7 @@ def num_lines(pattern: str) -> int:
 
 
 def state(pid: int) -> str:
-    """The system's letter for what a process does: Z that it only waits to be fetched, T that it is stopped."""
+    """The system's code for what a process does: Z that it only waits to be fetched, T that it is stopped."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -1,4 +1,4 @@
-"""The bytes that collectives carry, counted by watching c10d ops: `comm`'s books are compared with it.
+"""The bytes that collectives carry, counted by watching c10d ops: `comm`'s counters are compared with it.
 
 Not what gloo puts on the wire (its reduce-scatter moves an all-reduce's bytes): `ring_equivalent_bytes` is
 what ring algorithms would send, which is the unit of the stage table. Nothing here is imported from the

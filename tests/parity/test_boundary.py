@@ -241,7 +241,7 @@ def train_three_stages(rank: int, world_size: int) -> list[Any]:
     return results
 
 
-def test_gradients_travel_back_and_none_stays_none(ranks: WorkerPool) -> None:
+def test_gradients_are_sent_back_and_none_stays_none(ranks: WorkerPool) -> None:
     first, middle, last = ranks(3).run(train_three_stages)
     sizes = [2, 2, 3, 3]
     assert first[::2] == [[[6.0] * size, None] for size in sizes]
@@ -298,7 +298,7 @@ def num_tensors() -> int:
     return sum(isinstance(each, Tensor) for each in gc.get_objects())
 
 
-def test_what_nobody_waits_for_ends_and_nothing_stays(ranks: WorkerPool) -> None:
+def test_what_is_not_waited_for_ends_and_nothing_stays(ranks: WorkerPool) -> None:
     assert ranks(2).run(drop_and_close) == [([], 0), ([0, 3], 0)]
 
 

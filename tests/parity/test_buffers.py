@@ -278,7 +278,7 @@ def convolutions() -> nn.Module:
 
 
 @pytest.mark.parametrize("layout", ["stage 0", "stage 1", "stage 2", "stage 3", "hybrid", "offload"])
-def test_the_books_know_what_stays_in_fp32(layout: str) -> None:
+def test_the_tracker_knows_what_stays_in_fp32(layout: str) -> None:
     config = Config.from_dict({"precision": BF16, **LAYOUTS[layout]})
     found = simulate(convolutions, config, lambda: torch.randn(2, 3, 4, 4), rank=1, world_size=2, loss_fn=square_loss)
     assert {group.name for group in found.layout.groups if group.is_wide}

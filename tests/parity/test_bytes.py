@@ -35,7 +35,7 @@ class Measured:
     layout: Layout
     num_trainable: int
     at_rest_bytes: int
-    ledger_bytes: int
+    tracked_bytes: int
     scalar_bytes: int
     wire_bytes: Fraction
     counted_wire_bytes: int
@@ -57,7 +57,7 @@ def measure(
             for batch in batches[1][rank]:
                 engine.backward(engine(batch))
             at_rest_bytes = settled_bytes(live) - batch_bytes
-            ledger_bytes = sum(engine.memory.snapshot().live_bytes.values())
+            tracked_bytes = sum(engine.memory.snapshot().live_bytes.values())
             scalar_bytes = storage_bytes(_scalars(engine))
             engine.step()
     counts = engine.comm.comm_log.counts
@@ -66,7 +66,7 @@ def measure(
     engine.close()
     num_trainable = sum(parameter.requires_grad for parameter in model.parameters())
     return Measured(
-        engine.layout, num_trainable, at_rest_bytes, ledger_bytes, scalar_bytes, wire_bytes, counted_wire_bytes
+        engine.layout, num_trainable, at_rest_bytes, tracked_bytes, scalar_bytes, wire_bytes, counted_wire_bytes
     )
 
 
@@ -100,11 +100,11 @@ def test_bytes_at_rest(ranks: WorkerPool, options: dict[str, Any]) -> None:
         padding_bytes = 8 * padding_numel(measured.layout, rank if stage > 0 else None)
         assert measured.at_rest_bytes - measured.scalar_bytes == table[stage] - padding_bytes
         assert sum(measured.layout.bytes_at_rest(rank).values()) == table[stage] - padding_bytes
-        assert measured.ledger_bytes == measured.at_rest_bytes - LOSS_SUM_BYTES
+        assert measured.tracked_bytes == measured.at_rest_bytes - LOSS_SUM_BYTES
 
 
 def padding_numel(layout: Layout, rank: int | None) -> int:
-    """Elements of a rank's slices, or of the whole buffers, in which no parameter lies."""
+    """Elements of a rank's slices, or of the whole buffers, that no parameter has."""
     found = 0
     for group in layout.groups:
         start, stop = (0, group.padded_numel) if rank is None else group.shard_range(rank)
@@ -183,7 +183,7 @@ def test_frozen_parameters_may_stay_whole(ranks: WorkerPool, is_replicated: bool
         at_rest = measured.layout.bytes_at_rest()
         assert at_rest["param"] == 2 * (frozen if is_replicated else frozen // 2) + 2 * trained // 2
         assert at_rest["grad"] == 4 * trained // 2
-        assert measured.ledger_bytes == measured.at_rest_bytes - LOSS_SUM_BYTES
+        assert measured.tracked_bytes == measured.at_rest_bytes - LOSS_SUM_BYTES
         wire = measured.layout.bytes_on_wire(1)
         assert measured.wire_bytes == sum(wire.values()) + Fraction(1, 2) * 2 * 8 * (3 + measured.num_trainable)
         assert wire["reduce_scatter"] == 2 * trained // 2

@@ -82,7 +82,7 @@ def exchange_twice_beside_a_gather(rank: int, world_size: int) -> tuple[bool, bo
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_every_tensor_comes_whole_whatever_else_travels(ranks: WorkerPool, num_ranks: int) -> None:
+def test_every_tensor_comes_whole_whatever_else_is_sent(ranks: WorkerPool, num_ranks: int) -> None:
     gathered = [float(rank + 1) for rank in range(num_ranks) for _ in range(3)]
     for first, second, full, counted, sent in ranks(num_ranks).run(exchange_twice_beside_a_gather):
         assert first

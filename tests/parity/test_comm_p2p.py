@@ -79,7 +79,7 @@ def send_every_dtype(rank: int, world_size: int) -> list[bool]:
     return [torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(tensors, buffers, strict=True)]
 
 
-def test_every_dtype_travels(ranks: WorkerPool) -> None:
+def test_every_dtype_is_sent(ranks: WorkerPool) -> None:
     assert ranks(2).run(send_every_dtype) == [[True] * len(EVERY_DTYPE)] * 2
 
 

@@ -140,7 +140,7 @@ WINDOWS: dict[str, tuple[str, dict[str, Any], int | None]] = {
     "none": ("phimoe", {"sliding_window": None}, None),
     "in one layer": ("qwen2_moe", {**SLIDING, "layer_types": ["full_attention", "sliding_attention"]}, 7),
     "in no layer": ("qwen2_moe", {**SLIDING, "layer_types": ["full_attention"] * 2}, None),
-    "told to the attention": ("mistral", {"sliding_window": 9}, None),
+    "given to the attention": ("mistral", {"sliding_window": 9}, None),
     "of a bidirectional model": ("bert", {}, None),
 }
 

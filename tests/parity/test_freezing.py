@@ -114,7 +114,7 @@ def test_freezing_and_unfreezing(ranks: WorkerPool, options: dict[str, Any]) -> 
 
 
 def test_states_go_and_come(ranks: WorkerPool) -> None:
-    """After each step the ledger holds what the layout says, and beside it four bytes a step count."""
+    """After each step the tracker holds what the layout says, and beside it four bytes a step count."""
     for _, _, other_bytes in ranks(2).run(train, {"zero": {"stage": 3}}, False):
         assert all(0 <= num_bytes <= 4 * 32 for num_bytes in other_bytes), other_bytes
 
@@ -188,12 +188,12 @@ def freeze_half_way(rank: int, world_size: int) -> bool:
     def make(*args: Any) -> Any:
         made.append(args)
         if len(made) == 2:
-            raise MemoryError("no room for the second group")
+            raise MemoryError("no space for the second group")
         return make_group(*args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ShardingState, "_make_group", make)
-        with pytest.raises((MemoryError, torch.OutOfMemoryError), match="no room for the second"):
+        with pytest.raises((MemoryError, torch.OutOfMemoryError), match="no space for the second"):
             engine.train_step(batches[rank])
     engine.close()
     return all(torch.equal(parameter, values[name]) for name, parameter in model.named_parameters())

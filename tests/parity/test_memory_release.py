@@ -46,7 +46,7 @@ def batches_of(world_size: int, num_steps: int = 4) -> list[list[list[Any]]]:
 
 
 def device_bytes(engine: Engine) -> int:
-    """What the ledger knows of beside the model's buffers, once gloo's threads have let go of theirs."""
+    """What the tracker knows of beside the model's buffers, once gloo's threads have let go of theirs."""
 
     def read() -> int:
         live = engine.memory.snapshot().live_bytes
@@ -121,7 +121,7 @@ def test_training_goes_on_bit_for_bit(ranks: WorkerPool, options: dict[str, Any]
             assert all(torch.equal(value, expected[state][name]) for name, value in found[state].items())
 
 
-def test_what_is_away_lies_in_host_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_away_is_in_host_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tape, "CHUNK_BYTES", 4096)
     with LiveBytes() as live:
         engine = make_engine(0, "bf16")
@@ -249,7 +249,7 @@ def test_restoring_goes_on_where_memory_ran_out(monkeypatch: pytest.MonkeyPatch)
         nonlocal num_calls
         num_calls += 1
         if num_calls == 5:
-            raise torch.OutOfMemoryError("no room")
+            raise torch.OutOfMemoryError("no space")
         resize(tracker, tensor, num_bytes)
 
     monkeypatch.setattr(MemoryTracker, "resize", run_out)
@@ -418,7 +418,7 @@ def test_what_cannot_be_chosen_is_refused(tmp_path: Path) -> None:
     engine.train_step(batches_of(1)[0][0])
 
 
-FAILURES = ["room", "write"]
+FAILURES = ["space", "write"]
 
 
 def fail_to_offload(rank: int, world_size: int, what: str, swap: Path) -> tuple[str, str, bool, int, bool]:
@@ -440,7 +440,7 @@ def fail_to_offload(rank: int, world_size: int, what: str, swap: Path) -> tuple[
 
 
 def failing(what: str) -> tuple[type, str, Any]:
-    def lack_room(folder: SwapFolder, name: str, num_bytes: int) -> SwapFile:
+    def lack_space(folder: SwapFolder, name: str, num_bytes: int) -> SwapFile:
         raise SwapError("disk-full", f"cannot allocate {num_bytes} bytes: No space left on device")
 
     def fail(file: SwapFile, offset_bytes: int, source: torch.Tensor) -> Future[None]:
@@ -448,7 +448,7 @@ def failing(what: str) -> tuple[type, str, Any]:
         future.set_exception(SwapError("disk-full", "cannot write: No space left on device"))
         return future
 
-    return (SwapFolder, "allocate", lack_room) if what == "room" else (SwapFile, "write", fail)
+    return (SwapFolder, "allocate", lack_space) if what == "space" else (SwapFile, "write", fail)
 
 
 @pytest.mark.parametrize("what", FAILURES)

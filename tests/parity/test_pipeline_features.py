@@ -394,8 +394,8 @@ def use_and_close(
     found = {
         "closed": settled_bytes(live) - baseline - storage_bytes(held),
         "shared": sum(each.untyped_storage().nbytes() - each.nbytes for each in held),
-        "worn": len({type(each) for each in model.parameters()} - {nn.Parameter}),
-        "ledger": sum(num_bytes for category, num_bytes in tracker.items() if category != Category.OTHER),
+        "swapped": len({type(each) for each in model.parameters()} - {nn.Parameter}),
+        "tracked": sum(num_bytes for category, num_bytes in tracker.items() if category != Category.OTHER),
         "host": engine.tiers.memory.snapshot().total_bytes + pages.live_bytes,
         "threads": sum("shardwise" in each.name for each in threading.enumerate() if each not in others),
         "hooks": sum(

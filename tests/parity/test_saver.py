@@ -216,7 +216,7 @@ def fail_to_begin(rank: int, world_size: int, root: Path, what: str) -> str:
         request = replace(request, root=root / "of rank 1")
     elif what == "another step" and rank == 1:
         request = replace(request, manifest=replace(request.manifest, step=90))
-    elif what == "no room" and rank == 1:
+    elif what == "no space" and rank == 1:
         elements = LocalTensor.whole((2**58,)).pieces
         huge = StateShard("up", (), "param", (2**58,), TensorFlatState(torch.ones(1).expand(2**58)), elements, elements)
         request = replace(request, state_shards=(huge,))
@@ -233,7 +233,7 @@ def fail_to_begin(rank: int, world_size: int, root: Path, what: str) -> str:
         ("taken", "checkpoint-exists", "rank 0: .*step-00000100"),
         ("another root", "folder-not-shared", "rank 1: .*of rank 1/step-00000100"),
         ("another step", "save-steps-differ", "rank 0: rank 1 saves step 90, not 100"),
-        ("no room", "no-copy-memory", "rank 1: "),
+        ("no space", "no-copy-memory", "rank 1: "),
         ("no JSON", "extra-not-json", "rank 0: .*Tensor"),
     ],
 )

@@ -158,10 +158,10 @@ def test_simulated_ranks_are_real_ones_of_odd_models(
         ("transformer", 3, {"params": "host", "grads": "host", "optimizer": "host", "grads_on_device": 0.5}),
     ],
 )
-def test_simulated_ranks_hold_as_much_of_the_device_as_real_ones_where_states_rest_elsewhere(
+def test_simulated_ranks_hold_as_much_of_the_device_as_real_ones_where_states_are_stored_elsewhere(
     ranks: WorkerPool, case_name: str, stage: int, tiers: dict[str, Any]
 ) -> None:
-    """But for the numbers of their collectives: at its start a real engine also speaks of the room on its host."""
+    """But for the numbers of their collectives: at its start a real engine also speaks of the memory of its host."""
     arguments = case_name, 2, {"zero": {"stage": stage}, "tiers": tiers}
     for rank, real in enumerate(ranks(2).run(measure, *arguments)):
         found = simulated(simulate_case(*arguments, rank, 2))
@@ -173,7 +173,7 @@ def unnumbered(measured: Measured) -> Measured:
 
 
 def test_ranks_differ_by_padding_only() -> None:
-    """Adam keeps no moments of padding, which lies in the last shards; all else is the same on every rank."""
+    """Adam keeps no moments of padding, which is in the last shards; all else is the same on every rank."""
     overrides = {"zero": {"stage": 3}, "precision": {"param": "bf16"}}
     first, *others = (simulate_case("odd-shapes", 1, overrides, rank, 8) for rank in range(8))
     numel = first.layout.numel

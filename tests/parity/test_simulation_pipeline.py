@@ -53,8 +53,8 @@ def virtual_stages_of(schedule: str) -> int:
 def check_ranks(ranks: WorkerPool, num_ranks: int, *arguments: Any) -> None:
     """Compare one rank of each place in the pipeline, with the last of its replicas; they lie next to each other."""
     reals = ranks(num_ranks).run(measure, *arguments)
-    num_alike = num_ranks // arguments[-1]["mesh"]["pp"]
-    for rank in range(num_alike - 1, num_ranks, num_alike):
+    num_replicas = num_ranks // arguments[-1]["mesh"]["pp"]
+    for rank in range(num_replicas - 1, num_ranks, num_replicas):
         found = simulated(simulate_case(*arguments, rank, num_ranks))
         assert found.actions == reals[rank].actions
         assert found.calls == reals[rank].calls

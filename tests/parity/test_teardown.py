@@ -133,7 +133,7 @@ def close(
             "closed": collected_bytes(live) - baseline - storage_bytes(model.parameters()),
             "own": [parameter.untyped_storage().nbytes() == parameter.nbytes for parameter in model.parameters()],
             "plain": all(type(parameter) is nn.Parameter for parameter in model.parameters()),
-            "ledger": engine.memory.snapshot().live_bytes,
+            "tracked": engine.memory.snapshot().live_bytes,
             "hooks": num_hooks(model),
             "ops": sorted(registered_products() - others),
             "attributes": [key for module in model.modules() for key in module.__dict__ if "shardwise" in key],
@@ -192,7 +192,7 @@ def check_left(found: dict[str, Any]) -> None:
     assert found["closed"] == 0
     assert all(found["own"])
     assert found["plain"]
-    assert {category for category, num_bytes in found["ledger"].items() if num_bytes} <= {Category.OTHER}
+    assert {category for category, num_bytes in found["tracked"].items() if num_bytes} <= {Category.OTHER}
     assert (found["hooks"], found["attributes"], found["forwards"], found["ops"]) == (0, [], [], [])
     assert found["driver"] is None
     assert found["gone"] == 0

@@ -1,7 +1,7 @@
 """Odd but legal models in plain torch, each a case for parity with one plain process.
 
 Nothing here is imported from the library. All take the same batches, `{"x": [B, D], "step": int, "rank": int}`, so that
-what a forward does may depend on them alike in one process and in several; the loss is a sum and a count.
+what a forward does may depend on them in one process as in several; the loss is a sum and a count.
 
 >>> case = CASES["TiedBlocks"]
 >>> model = case.build()

@@ -49,7 +49,7 @@ def read_metrics(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_two_ranks_train_and_leave_everything_behind(settings, capfd):
+def test_two_ranks_train_and_leave_every_file(settings, capfd):
     assert cli.main(["train", *settings, "run.num_procs=2", "precision.param=fp32"]) == 0
     folder = run_folder()
     config = Config.from_json((folder / "config.json").read_text())

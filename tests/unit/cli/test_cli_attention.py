@@ -52,7 +52,7 @@ def test_a_picture_is_written_instead(capsys):
     assert any(text.text == "fixed, causal: 256 tokens, 4 heads" for text in root.iter(f"{name}text"))
 
 
-def test_rows_without_keys_and_long_rows_are_told():
+def test_rows_without_keys_and_long_rows_are_named():
     blocks = torch.eye(16)
     blocks[0] = 1
     blocks[3] = 0
@@ -66,7 +66,7 @@ def test_rows_without_keys_and_long_rows_are_told():
     ]
 
 
-def test_more_layouts_than_there_is_room_for_are_counted():
+def test_more_layouts_than_there_is_space_for_are_counted():
     blocks = torch.stack([torch.eye(8).roll(shift, 0) for shift in range(6)])
     drawn = panels(BlockLayout.from_blocks(blocks, 16), max_cells=4)
     assert [panel.title for panel in drawn] == ["head 0", "head 1", "head 2", "head 3 and 2 more layouts, not drawn"]

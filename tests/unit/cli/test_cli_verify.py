@@ -48,7 +48,7 @@ def test_a_rank_that_is_killed_is_named_and_its_log_stays(capfd):
     assert str(outcome.folder) in conclude(small_job(), outcome).plain
 
 
-def test_ctrl_c_leaves_nothing_behind(monkeypatch, capsys, tmp_path):
+def test_ctrl_c_leaves_nothing(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(running, "launch_local", lambda *arguments, **options: 130)
     assert cli.main(["verify", "--world-size", "2"]) == 130
     assert list(tmp_path.iterdir()) == []

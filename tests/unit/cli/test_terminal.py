@@ -1,4 +1,4 @@
-"""How the program `shardwise` ends where somebody ends it: by Ctrl-C before it has begun, by a pipe that is closed."""
+"""How the program `shardwise` ends where a user ends it: by Ctrl-C before it has begun, by a pipe that is closed."""
 
 import os
 import sys
@@ -37,7 +37,7 @@ def test_a_closed_pipe_ends_no_program_by_itself():
     os.close(reading)
     pipe = os.fdopen(writing, "w")
     with pytest.raises(BrokenPipeError):
-        Terminal(file=pipe).print("what nobody reads")
+        Terminal(file=pipe).print("what is not read")
     with suppress(BrokenPipeError):  # what was not written is tried once more
         pipe.close()
 

@@ -311,7 +311,7 @@ def test_shapes_that_do_not_fit_are_an_error_at_once() -> None:
     assert is_deferred(layer.weight)
 
 
-def test_nothing_is_left_behind() -> None:
+def test_nothing_is_left() -> None:
     with init(), init(seed=5):  # the outer one counts
         inner = nn.Linear(3, 2)
     assert not ParamInitializer(inner, seed=0).is_same_everywhere("weight")
@@ -381,7 +381,7 @@ class Scale(nn.Module):
         self.weight = nn.Parameter(torch.ones(3, device=device))
 
 
-def test_values_that_nobody_knows_are_refused_by_name() -> None:
+def test_values_that_are_not_known_are_refused_by_name() -> None:
     with refused("no-reset-parameters", "0.weight"):
         ParamInitializer(nn.Sequential(Scale("meta")), seed=0)
     with refused("buffer-on-meta", "1.running_mean"):

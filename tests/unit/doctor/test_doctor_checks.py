@@ -159,7 +159,7 @@ def test_the_oldest_torch_is_the_one_that_the_package_asks_for() -> None:
     assert f"torch>={'.'.join(map(str, MIN_TORCH))}" in project["dependencies"]
 
 
-def test_a_busy_machine_is_not_told_which_dtype_is_fast() -> None:
+def test_a_busy_machine_does_not_learn_which_dtype_is_fast() -> None:
     slow_bf16 = (MatmulSpeed("cpu", "float32", 1, 1, 2e9, None), MatmulSpeed("cpu", "bfloat16", 1, 1, 1e9, None))
     (finding,) = list_findings(changed({"cpu.load": 7.0}), replace(FAST, matmuls=slow_bf16))
     assert finding.name == "machine-busy"

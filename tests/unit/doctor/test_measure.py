@@ -1,4 +1,4 @@
-"""Probes: positive, in the units they name, within the calls that their time allows, and nothing left behind."""
+"""Probes: positive, in the units they name, within the calls that their time allows, and nothing left."""
 
 from __future__ import annotations
 

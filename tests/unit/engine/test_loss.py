@@ -128,7 +128,7 @@ def test_an_output_without_a_loss_is_described(
         read_loss(output, None, loss_fn)
 
 
-# Books
+# Counters
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_weighted_means_give_the_gradient_of_the_sum() -> None:
     [(0, 1, False, 0), (0, 2, False, 1), (1, 1, False, 1), (1, 2, True, 0)],
     ids=["alone", "several micro-batches", "several ranks", "with a count"],
 )
-def test_that_losses_without_a_count_weigh_alike_is_said_once_where_it_matters(
+def test_that_losses_without_a_count_weigh_the_same_is_said_once_where_it_matters(
     caplog: pytest.LogCaptureFixture, num_others: int, per_step: int, is_counted: bool, expected: int
 ) -> None:
     kept = losses_of(*[[1.0]] * num_others)
@@ -230,7 +230,7 @@ def test_losses_that_are_dropped_are_forgotten() -> None:
     assert not kept.has_open
 
 
-def test_sums_are_kept_in_double_and_travel_with_other_values() -> None:
+def test_sums_are_kept_in_double_and_sent_with_other_values() -> None:
     kept = losses_of([1.0, 2.0, 10.0, 20.0])
     kept.add(LossSum(torch.tensor(2.0**24 + 1, dtype=torch.float64), torch.tensor(1)))
     kept.add(total_of(1.0, 1.0))
@@ -294,7 +294,7 @@ def test_finite_outputs_point_to_the_loss() -> None:
     assert run_first_nonfinite(poisoned_model(), [GOOD], FakeComm()) == FINITE
 
 
-def test_the_first_bad_module_of_all_ranks_is_told() -> None:
+def test_the_first_bad_module_of_all_ranks_is_named() -> None:
     """Rank 1 is this one and finds "1.1"; rank 0 or rank 2 found another of the modules "", "0", "1", "1.0", ..."""
     names = [name for name, _ in poisoned_model().named_modules()]
 

@@ -1,4 +1,4 @@
-"""How ranks meet and leave: who is missing, what an earlier attempt left behind, and an end without an abort."""
+"""How ranks meet and leave: who is missing, what an earlier attempt left, and an end without an abort."""
 
 import dataclasses
 import os

@@ -72,7 +72,7 @@ def test_an_ignored_signal_stays_ignored():
     assert not stop
 
 
-def test_without_the_local_launcher_nobody_is_watched():
+def test_without_the_local_launcher_no_process_is_watched():
     exit_with_parent({"RANK": "0"})
 
 

@@ -1,4 +1,4 @@
-"""Swap files: what is read is what was written, whichever way it goes; what fails says so; nothing is left behind."""
+"""Swap files: what is read is what was written, whichever way it goes; what fails says so; nothing is left."""
 
 from __future__ import annotations
 

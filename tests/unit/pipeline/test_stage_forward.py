@@ -147,7 +147,7 @@ def test_what_reads_values_is_refused_and_mended_by_replicas(name: str) -> None:
 
 
 @pytest.mark.parametrize("make", [Skips, lambda: RoutesBesideItsBlocks(of_block=True)])
-def test_what_no_cut_serves_is_told_what_to_use_instead(make: Callable[[], nn.Module]) -> None:
+def test_what_no_cut_serves_says_what_to_use_instead(make: Callable[[], nn.Module]) -> None:
     with pytest.raises(CutError) as caught:
         error_of(make)
     assert caught.value.code in ("cut-value-not-sent", "cut-reads-values")

@@ -118,7 +118,7 @@ def test_figures_are_those_of_the_data_sheets():
     assert device.memory_bytes == pytest.approx(79.1 * 2**30)
     assert (device.memory_bytes_per_s, device.link_bytes_per_s, device.nic_bytes_per_s) == (3.35e12, 450e9, 50e9)
     assert device.peak_flops_per_s == {"fp32": 67e12, "tf32": 494.5e12, "fp16": 989e12, "bf16": 989e12, "fp8": 1979e12}
-    assert device.host_bytes_per_s == pytest.approx(55.4e9)  # of PCIe 5's 64 over 16 lanes
+    assert device.host_bytes_per_s == pytest.approx(55.4e9)  # of PCIe 5's 64 over 16 links
     assert (device.num_cores, device.link_domain, device.has_pairwise_links) == (132, 8, False)
     assert device.fitted != FittedConstants()
     assert find_gpu("mi300x").has_pairwise_links

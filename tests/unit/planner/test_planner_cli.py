@@ -241,7 +241,7 @@ def test_what_is_assumed_of_a_host_is_said(capsys):
 
 
 @pytest.mark.parametrize(("name", "mark"), [("FORCE_COLOR", "\u2588"), ("NO_COLOR", "ppp")])
-def test_bars_differ_by_letters_where_there_is_no_colour(name, mark, capsys, monkeypatch):
+def test_bars_differ_by_characters_where_there_is_no_colour(name, mark, capsys, monkeypatch):
     for other in ("NO_COLOR", "FORCE_COLOR", "TERM"):
         monkeypatch.delenv(other, raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")

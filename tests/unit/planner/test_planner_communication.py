@@ -275,7 +275,7 @@ def test_keys_and_values_are_sent_as_often_as_their_transport_says() -> None:
     assert MODEL.block(Strategy(cp=8, heads_over=8)).forward.hidden_context == 0  # nothing goes around
 
 
-def test_what_hides_behind_products_or_attention_is_a_share_of_each() -> None:
+def test_what_overlaps_products_or_attention_is_a_share_of_each() -> None:
     exchange = TokenExchange(tensor_s=4.0, context_s=10.0, experts_s=1.0, hidden_tensor=0.75, hidden_context=1.0)
     # 1 s in the open and a fifth of 3 s; of 10 s what 6 s of attention leave.
     assert exchange.exposed(16.0, 6.0) == pytest.approx({"tensor": 1.6, "context": 4.0, "experts": 1.0})

@@ -145,7 +145,7 @@ def test_pins_are_read_as_the_config_reads_them() -> None:
         pins_of(["zero.stage=7"])
 
 
-def test_practice_and_shape_are_those_of_the_config() -> None:
+def test_traits_and_shape_are_those_of_the_config() -> None:
     changed = Config.from_dict(
         {
             "compile": {"enabled": True},

@@ -18,7 +18,7 @@ VIRTUAL = {"naive": 1, "gpipe": 2, "1f1b": 1, "interleaved": 3, "zb-h1": 1, "zb-
 NAMES = st.sampled_from(sorted(VIRTUAL))
 
 
-def flight_of(name: str, num_ranks: int, num_micro_batches: int, rank: int) -> InFlight:
+def in_flight_of(name: str, num_ranks: int, num_micro_batches: int, rank: int) -> InFlight:
     return InFlightTable().of(name, num_ranks, VIRTUAL[name], num_micro_batches, rank=rank)
 
 
@@ -79,7 +79,7 @@ def test_each_backward_begins_with_no_more_than_a_moment_says(
     name: str, num_ranks: int, num_micro_batches: int, place: int
 ) -> None:
     rank = place % num_ranks
-    in_flight = flight_of(name, num_ranks, num_micro_batches, rank)
+    in_flight = in_flight_of(name, num_ranks, num_micro_batches, rank)
     held = list(held_as_backwards_begin(name, num_ranks, num_micro_batches, rank))
     for index, moments in enumerate(in_flight.backwards):
         begun = [each for of, each in held if of == index]
@@ -91,23 +91,23 @@ def test_each_backward_begins_with_no_more_than_a_moment_says(
 
 
 def test_a_stage_that_runs_later_is_held_less_often() -> None:
-    in_flight = flight_of("gpipe", 2, 3, 0)
+    in_flight = in_flight_of("gpipe", 2, 3, 0)
     assert [moment.whole for moment in in_flight.backwards[0]] == [(3, 0)]
     assert [moment.whole for moment in in_flight.backwards[1]] == [(3, 3)]
     assert in_flight.between == ()
 
 
 def test_what_comes_next_has_arrived() -> None:
-    first, last = (flight_of("1f1b", 2, 4, rank).backwards[0][0] for rank in (0, 1))
+    first, last = (in_flight_of("1f1b", 2, 4, rank).backwards[0][0] for rank in (0, 1))
     assert (first.num_arrived, first.num_sent) == (1, 0)  # nothing is sent back by the first stage
     assert (last.num_arrived, last.num_sent) == (1, 2)  # before the last forward: after it nothing arrives
-    assert flight_of("1f1b", 1, 4, 0).backwards[0][0].num_arrived == 0
-    (end,) = flight_of("zb-h1", 2, 4, 1).between
+    assert in_flight_of("1f1b", 1, 4, 0).backwards[0][0].num_arrived == 0
+    (end,) = in_flight_of("zb-h1", 2, 4, 1).between
     assert end.deferred == (2,)
 
 
 def test_no_moment_covers_another_of_its_kind() -> None:
     for name in VIRTUAL:
-        in_flight = flight_of(name, 4, 9, 1)
+        in_flight = in_flight_of(name, 4, 9, 1)
         for moments in (*in_flight.backwards, in_flight.between):
             assert not any(one.covers(other) for one in moments for other in moments if one is not other)

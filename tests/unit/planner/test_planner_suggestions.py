@@ -118,7 +118,7 @@ def test_what_lacks_in_both_memories_counts_twice() -> None:
 
 
 @pytest.mark.parametrize("away", ["optimizer_tier", "grads_tier", "params_tier"])
-def test_one_rank_has_one_stage_for_each_way_to_rest(away: str) -> None:
+def test_one_rank_has_one_stage_for_each_way_to_store(away: str) -> None:
     job = job_of("llama-7b", DESKTOP)
     space = SearchSpace(offloads=True)
     candidate = next(each for each in candidates(job, space) if each.recompute == "full")

@@ -30,7 +30,7 @@ def test_the_bubble_of_a_rank_counts_only_what_it_computes():
     assert TerminalPanel("", timed).idle_fractions == {0: 0.75, 1: 0.75}
 
 
-def test_lanes_with_time_come_in_the_order_of_the_schedule():
+def test_rows_with_time_come_in_the_order_of_the_schedule():
     step = data_parallel_step(["root", "b0"], 1, unshard_for_use=True)
     timed = simulate(step, lambda rank, action: 0.0 if action.kind is ActionKind.REDUCE else 1.0)
     unheard_of = TimedAction(Action(ActionKind.FETCH, group="b0"), 0, 0.0, 1.0, "a stream of tomorrow")
@@ -59,12 +59,12 @@ def test_ticks_are_round_and_few_and_evenly_apart(span_s, max_num):
     assert found[-1] <= span_s * (1 + 1e-6)
     gaps = [later - earlier for earlier, later in pairwise(found)]
     assert gaps == pytest.approx([gaps[0]] * len(gaps) if gaps else [])
-    # No coarser than need be: where there is room for three, there are at least two.
+    # No coarser than need be: where there is space for three, there are at least two.
     assert len(found) >= 2 or max_num < 3
     assert {f"{tick:e}"[0] for tick in found[1:2]} <= {"1", "2", "5"}
 
 
-def test_times_are_told_in_the_unit_of_the_whole():
+def test_times_are_shown_in_the_unit_of_the_whole():
     assert [format_tick_s(seconds, 0.05) for seconds in (0.0, 0.0125)] == ["0 ms", "12.5 ms"]
     assert (format_tick_s(1500.25), format_tick_s(150000.0), format_tick_s(1e-17, span_s=3.0)) == (
         "1500 s",
@@ -76,5 +76,5 @@ def test_times_are_told_in_the_unit_of_the_whole():
 def test_the_bubble_of_formulas_is_that_within_the_longest_span():
     timed = simulate(Schedule.parse("rank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1F1 1B0 1B1"), lambda rank, action: 1.0)
     panel = TerminalPanel("", timed, formula_s=2.0)
-    # Rank 0 computes from 0 to 2 and from 4 to 6 of 6 s, rank 1 from 1 to 5 without a rest.
+    # Rank 0 computes from 0 to 2 and from 4 to 6 of 6 s, rank 1 from 1 to 5 without a pause.
     assert panel.spans_s == {0: (6.0, 2.0), 1: (4.0, 0.0)}

@@ -109,7 +109,7 @@ def test_many_ranks_and_micro_batches_keep_their_numbers():
     assert "99" in numbers
 
 
-def test_transfers_and_collectives_have_lanes_of_their_own():
+def test_transfers_and_collectives_have_rows_of_their_own():
     step = data_parallel_step(["root", "b0"], 1, unshard_for_use=True, num_ranks=2)
     rects = actions_of(timeline_svg.draw([TerminalPanel("", simulate(step, lambda rank, action: 1.0))]))
     tops: dict[str, set[float]] = {}

@@ -22,7 +22,7 @@ def address_range(tensor: Tensor) -> range:
 
 
 def allocated_bytes(tracker: MemoryTracker) -> int:
-    """What the pool's storages really hold, by the ledger's weak references to them."""
+    """What the pool's storages really hold, by the tracker's weak references to them."""
     return tracker.snapshot().live_bytes[Category.BUCKETS]
 
 
@@ -95,7 +95,7 @@ def test_trim_frees_what_is_idle_and_forgets_the_peak() -> None:
     assert pool.reserved_bytes == 8192
 
 
-def test_the_ledger_books_buffers_and_fragments_and_the_pools_end() -> None:
+def test_the_tracker_counts_buffers_and_fragments_and_the_pools_end() -> None:
     tracker = MemoryTracker()
     pool = BufferPool(tracker=tracker)
     first, second = pool.acquire(1000, torch.uint8), pool.acquire(2048, torch.uint8)
@@ -109,7 +109,7 @@ def test_the_ledger_books_buffers_and_fragments_and_the_pools_end() -> None:
     assert (snapshot.total_bytes, snapshot.fragment_bytes) == (0, 0)
 
 
-def test_a_metered_acquire_books_the_buffer_once() -> None:
+def test_a_metered_acquire_counts_the_buffer_once() -> None:
     tracker = MemoryTracker()
     pool = BufferPool(tracker=tracker)
     with tracker.meter():
@@ -150,7 +150,7 @@ def test_size_classes_hold_and_waste_little(num_bytes: int) -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(st.data())
-def test_any_sequence_keeps_owners_apart_and_the_books_exact(data: st.DataObject) -> None:
+def test_any_sequence_keeps_owners_apart_and_the_counters_exact(data: st.DataObject) -> None:
     tracker = MemoryTracker()
     pool = BufferPool(tracker=tracker)
     leased: list[Tensor] = []
@@ -203,7 +203,7 @@ def test_an_acquirer_waits_for_the_stream_that_used_the_buffer_last() -> None:
     assert (home.waited_for, reduce.waited_for) == ([], [])
 
 
-def test_memory_is_freed_behind_its_last_use() -> None:
+def test_memory_is_freed_after_its_last_use() -> None:
     home, gather = FakeStream("home"), FakeStream("gather")
     pool = BufferPool(home=home)
     by_gather, by_home = pool.acquire(100, torch.float32, gather), pool.acquire(100, torch.float32, home)

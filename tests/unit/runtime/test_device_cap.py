@@ -14,7 +14,7 @@ from shardwise.runtime.memory_tracker import Category, MemoryTracker
 
 pytestmark = pytest.mark.begin
 
-# The ledger's limit
+# The tracker's limit
 
 
 def booked(limit_bytes: int | None, num_bytes: int) -> tuple[MemoryTracker, Tensor]:

@@ -42,7 +42,7 @@ def test_a_child_has_no_part_in_the_pages() -> None:
     assert "dc" in flags.split()  # "do not copy on fork"
 
 
-def test_a_host_without_room() -> None:
+def test_a_host_without_space() -> None:
     with pytest.raises(MemoryError, match="1125899906842624 bytes: Cannot allocate memory"):
         host_pages(2**50)
 

@@ -72,7 +72,7 @@ def test_values_depend_on_seed_and_name_alone() -> None:
         assert torch.equal(values, draw(reversed_)[name])
 
 
-def test_meta_and_real_models_draw_alike_and_keep_their_parameters() -> None:
+def test_meta_and_real_models_draw_the_same_and_keep_their_parameters() -> None:
     real, meta = Decoder(SMALL, dtype=torch.float64), Decoder(SMALL, device="meta", dtype=torch.bfloat16)
     before = {name: (parameter, parameter.detach().clone()) for name, parameter in real.named_parameters()}
     values = draw(real)

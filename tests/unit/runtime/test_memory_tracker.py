@@ -103,7 +103,7 @@ def test_tracking_again_moves_the_bytes() -> None:
     assert snapshot.peak_live_bytes[Category.GRADIENTS] == snapshot.peak_bytes == 20
 
 
-def test_the_books_say_what_a_storage_is() -> None:
+def test_the_tracker_says_what_a_storage_is() -> None:
     tracker, weight = MemoryTracker(), torch.zeros(4)
     tracker.track(weight, Category.PARAMETERS)
     assert tracker.category_of(weight[1:].untyped_storage()) is Category.PARAMETERS
@@ -139,7 +139,7 @@ def test_peak_keeps_the_categories_of_its_moment() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_books_equal_a_model_of_them(data: st.DataObject) -> None:
+def test_counts_equal_a_model_of_them(data: st.DataObject) -> None:
     tracker = MemoryTracker()
     tensors: dict[int, tuple[Tensor, Category]] = {}
     peak_bytes = 0
@@ -273,7 +273,7 @@ def train_one_step(model: nn.Module, optimizer: torch.optim.Optimizer, tracker: 
             tracker.track(tensor, Category.OPTIMIZER)
 
 
-def test_training_steps_by_category_and_nothing_is_left_behind() -> None:
+def test_training_steps_by_category_and_nothing_is_left() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(block(), block())
     optimizer = torch.optim.AdamW(model.parameters())
@@ -504,7 +504,7 @@ def test_the_cuda_allocator_reads_the_counters_it_names(monkeypatch: pytest.Monk
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_books_on_cuda() -> None:
+def test_counts_on_cuda() -> None:
     tracker = MemoryTracker("cuda")
     before_bytes = torch.cuda.memory_allocated()
     tracker.reset_peak()

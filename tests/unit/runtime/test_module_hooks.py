@@ -179,7 +179,7 @@ def change_input(module: nn.Module, x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("leave", [leave_in_attribute, change_input])
-def test_results_left_aside_report_their_gradient_before_they_need_it(leave: Callable[..., None]) -> None:
+def test_unused_results_report_their_gradient_before_they_need_it(leave: Callable[..., None]) -> None:
     """What a forward records after its outputs runs before them in the backward."""
 
     class Leaving(nn.Module):
@@ -199,7 +199,7 @@ def test_results_left_aside_report_their_gradient_before_they_need_it(leave: Cal
     assert log.take() == ["before_backward", "before_backward", "compute backward", "after_input_gradients"]
 
 
-def test_results_left_aside_alone_have_a_backward() -> None:
+def test_unused_results_alone_have_a_backward() -> None:
     class Leaving(nn.Module):
         def forward(self, x: Tensor) -> None:
             leave_in_attribute(self, x)

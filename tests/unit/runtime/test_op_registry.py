@@ -44,7 +44,7 @@ def test_kernels_live_as_long_as_their_registry_is_open(runs_on_fakes: bool) -> 
         double(torch.ones(2))
 
 
-def test_kernels_go_with_a_registry_that_nobody_closed() -> None:
+def test_kernels_go_with_a_registry_that_was_not_closed() -> None:
     registry, double, held = register_double()
     del registry
     gc.collect()
@@ -56,7 +56,7 @@ def test_kernels_go_with_a_registry_that_nobody_closed() -> None:
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"cp": 2}])
-def test_engines_whose_ranks_compute_a_sample_together_leave_nothing_behind(mesh: dict[str, Any]) -> None:
+def test_engines_whose_ranks_compute_a_sample_together_leave_nothing(mesh: dict[str, Any]) -> None:
     gc.collect()
     before = num_comms()
     case = make_case("deep")

@@ -52,7 +52,7 @@ def train(name: str, bounds: list[int], dtype: torch.dtype = torch.float64) -> t
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_step_on_pieces_is_the_step_on_the_whole(name: str, dtype: torch.dtype) -> None:
     whole, _ = train(name, [], dtype)
-    # Vectorised kernels round the last bit of an element by where it lies.
+    # Vectorised kernels round the last bit of an element by where it is.
     close = {"rtol": 1e-5 if dtype == torch.float32 else 1e-13, "atol": 0.0}
     for bounds in ([4], [1, 8]):
         torch.testing.assert_close(train(name, bounds, dtype)[0], whole, **close)

@@ -56,7 +56,7 @@ def test_add_widened_writes_into_a_slice_and_nothing_beside_it() -> None:
 
 
 def test_add_widened_of_fake_tensors_has_the_scratch_of_real_ones() -> None:
-    """A simulation's ledger counts it, and sees two ops rather than two for every block."""
+    """A simulation's tracker counts it, and sees two ops rather than two for every block."""
     numels = (7, SCRATCH_NUMEL, 64 * SCRATCH_NUMEL)
     peaks: dict[bool, list[int]] = {}
     for is_simulated in (False, True):
@@ -170,7 +170,7 @@ def test_scale_doubles_after_a_window_without_overflow() -> None:
     assert scales(scaler(), "......") == [16, 16, 32, 32, 32, 64]
 
 
-def test_scale_halves_at_an_overflow_and_the_window_starts_anew() -> None:
+def test_scale_halves_at_an_overflow_and_the_window_starts_again() -> None:
     assert scales(scaler(), "..x..") == [16, 16, 8, 8, 8]
     assert scales(scaler(), "..x...") == [16, 16, 8, 8, 8, 16]
 

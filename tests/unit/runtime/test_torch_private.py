@@ -336,7 +336,7 @@ def test_fake_tensors_refuse_to_give_values_and_shapes_that_follow_from_them() -
                 ask(torch.ones(3))
 
 
-def test_a_wrapper_has_what_it_is_told_and_no_data() -> None:
+def test_a_wrapper_has_what_it_is_given_and_no_data() -> None:
     class Wrapper(Tensor):
         @classmethod
         def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Text forms round-trip, meaningless actions cannot be made, and errors say value, rule and cure."""
+"""Text forms round-trip, meaningless actions cannot be made, and errors say value, rule and fix."""
 
 import pytest
 from hypothesis import given, settings

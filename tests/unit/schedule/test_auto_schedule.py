@@ -63,10 +63,10 @@ def test_a_gap_that_is_too_short_is_filled_where_waiting_takes_longer() -> None:
     [
         ((2, 2), (1.0, 1.0, 1.0, 1.0), 4.0, 0.25, 7.0),  # what is sent is on its way for a while
         ((2, 5), (3.0, 4.0, 2.0, 0.0), 4.0, 0.5, 45.0),  # a forward that delays the first backward pays
-        ((2, 3), (1.0, 1.0, 3.0, 0.5), 2.0, 0.25, 16.0),  # room for a forward is made by gradients of weights
+        ((2, 3), (1.0, 1.0, 3.0, 0.5), 2.0, 0.25, 16.0),  # space for a forward is made by gradients of weights
         ((3, 3), (2.0, 2.0, 4.0, 0.0), 2.0, 0.5, 32.0),  # two backwards on end where no forward is on its way
         ((4, 6), (2.0, 3.0, 2.0, 1.0), 5.0, 0.5, 50.0),  # a short gap is filled where the rank has waited longest
-        ((4, 8), (2.0, 1.0, 3.0, 0.5), 4.0, 1.0, 53.0),  # nobody waits for a forward that there is no room for
+        ((4, 8), (2.0, 1.0, 3.0, 0.5), 4.0, 1.0, 53.0),  # no rank waits for a forward that there is no space for
     ],
 )
 def test_each_thing_that_a_free_rank_weighs_shortens_some_step(

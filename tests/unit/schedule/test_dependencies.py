@@ -22,10 +22,10 @@ GATHERED = "rank 0: 0UNSHARD[a] 0UNSHARD[b] 0F0[a] 0F0[b] 0RESHARD[b] 0B0[b] 0RE
         ("0F0[a]", {"0:0UNSHARD[a]"}),  # not b's: overlap
         ("0F0[b]", {"0:0UNSHARD[b]", "0:0F0[a]"}),
         ("0RESHARD[b]", {"0:0F0[b]", "0:0UNSHARD[b]"}),
-        ("0REDUCE[b]", {"0:0B0[b]"}),  # not the backward behind it: overlap
+        ("0REDUCE[b]", {"0:0B0[b]"}),  # not the backward after it: overlap
         ("0B0[a]", {"0:0UNSHARD[a]", "0:0F0[a]", "0:0B0[b]"}),
         ("0REDUCE[a]", {"0:0B0[a]", "0:0REDUCE[b]"}),
-        ("0STEP[b]", {"0:0B0[a]", "0:0REDUCE[a]"}),  # written behind all REDUCEs: the global norm
+        ("0STEP[b]", {"0:0B0[a]", "0:0REDUCE[a]"}),  # written after all REDUCEs: the global norm
     ],
 )
 def test_groups_of_a_data_parallel_row(action: str, expected: set[str]) -> None:
@@ -135,7 +135,7 @@ def test_what_a_kind_follows_beside_its_stream(row: str, expected: str) -> None:
     assert sorted(str(schedule.ranks[0][index]) for _, index in earlier) == expected.split()
 
 
-def test_lanes_are_a_parameter() -> None:
+def test_streams_are_a_parameter() -> None:
     row = (
         Action(ActionKind.FORWARD, micro_batch=0),
         Action(ActionKind.FORWARD, micro_batch=1),

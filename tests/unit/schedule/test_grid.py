@@ -20,7 +20,7 @@ def gpipe(p: int, m: int) -> Schedule:
     return lower(Schedule(tuple(rows)))
 
 
-def test_what_cannot_run_stands_in_parentheses_behind_what_can() -> None:
+def test_what_cannot_run_stands_in_parentheses_after_what_can() -> None:
     assert explained("rank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1B1 1F1 1B0") == [
         "slot     0    1     2      3      4  ( ) cannot run",
         "rank 0  0F0  0F1  (0B0)  (0B1)    .",

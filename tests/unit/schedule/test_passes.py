@@ -2,7 +2,7 @@
 
 Rows come from small recipes, and from a scheduler that picks any computation that is ready. Which mistakes are none is
 decided by an oracle that shares nothing with the verifier: it runs all rows at once on symbolic values, over channels
-that deliver in order whatever the names, and compares what the step leaves behind with what it should.
+that deliver in order whatever the names, and compares what the step leaves with what it should.
 """
 
 import random
@@ -234,7 +234,7 @@ class Run:
 
 
 def outcome(schedule: Schedule, like: Schedule) -> object:
-    """What a run leaves behind, stages placed as in another schedule; None where it goes wrong."""
+    """What a run leaves, stages placed as in another schedule; None where it goes wrong."""
     holder = {a.stage: rank for rank, actions in enumerate(like.ranks) for a in actions}
     try:
         return Run(schedule, holder).outcome()
@@ -271,7 +271,7 @@ def check(schedule: Schedule, mutant: Schedule, rank: int) -> None:
         return
     assert is_smaller or not is_right, f"caught, though right: {flaw}\n{mutant}"
     head, *drawing = flaw.splitlines()
-    assert "; " in head, f"no cure in {head!r}"
+    assert "; " in head, f"no fix in {head!r}"
     assert any("^" in line for line in drawing) or not any(mutant.compute_only().ranks), flaw
     rows = [line for line in drawing if line.startswith("rank")]
     assert max(map(len, rows), default=0) <= MAX_WIDTH
@@ -377,7 +377,7 @@ def test_gathers_of_each_micro_batch_spare_the_weight_gradients() -> None:
     )
 
 
-def test_a_stage_is_resharded_behind_its_last_use_and_reduced_behind_its_last_weight_gradient() -> None:
+def test_a_stage_is_resharded_after_its_last_use_and_reduced_after_its_last_weight_gradient() -> None:
     schedule = insert_gathers(Schedule.parse("rank 0: 0F0 0F1 0I0 0I1 0W0 0W1"), **STAGE_3)
     assert row(schedule) == "0UNSHARD 0F0 0F1 0I0 0I1 0RESHARD 0W0 0W1 0REDUCE 0STEP"
 

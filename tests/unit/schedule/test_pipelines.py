@@ -57,7 +57,7 @@ def settings_of_recipes(draw: st.DrawFn) -> tuple[str, int, int, int]:
 
 
 def stepped(schedule: Schedule) -> Schedule:
-    """The schedule with what a step of the optimizer needs behind its computations."""
+    """The schedule with what a step of the optimizer needs after its computations."""
     rows = []
     for row in schedule.ranks:
         stages = sorted({action.stage for action in row})

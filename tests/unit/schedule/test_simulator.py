@@ -53,7 +53,7 @@ def test_without_communication_the_makespan_is_the_computing(
 
 
 @pytest.mark.parametrize(("unshard", "forward"), [(1, 3), (2, 2), (3, 1)])
-def test_prefetched_gathers_hide_behind_the_forward(unshard: float, forward: float) -> None:
+def test_prefetched_gathers_overlap_the_forward(unshard: float, forward: float) -> None:
     """4 groups: the first gather is exposed; then the slower of gathering and computing sets the pace."""
     schedule = forward_only(BLOCKS, 1, unshard_for_use=True)
     timed = simulate(schedule, priced(UNSHARD=unshard, FORWARD=forward))
@@ -61,14 +61,14 @@ def test_prefetched_gathers_hide_behind_the_forward(unshard: float, forward: flo
 
 
 @pytest.mark.parametrize(("reduce", "backward"), [(1, 3), (2, 2), (5, 1)])
-def test_reductions_hide_behind_the_backward(reduce: float, backward: float) -> None:
+def test_reductions_overlap_the_backward(reduce: float, backward: float) -> None:
     """4 groups, forward 1 s each: either the last reduction is exposed, or all but the first backward's wait."""
     timed = simulate(data_parallel_step(BLOCKS, 1), priced(FORWARD=1, BACKWARD=backward, REDUCE=reduce))
     assert makespan_s(timed) == 4 + max(4 * backward + reduce, backward + 4 * reduce)
 
 
 @pytest.mark.parametrize(("unshard", "step"), [(1, 3), (3, 1)])
-def test_gathers_after_the_step_hide_behind_the_next_groups_step(unshard: float, step: float) -> None:
+def test_gathers_after_the_step_overlap_the_next_groups_step(unshard: float, step: float) -> None:
     timed = simulate(data_parallel_step(BLOCKS, 1, unshard_after_step=True), priced(STEP=step, UNSHARD=unshard))
     assert makespan_s(timed) == max(4 * step + unshard, step + 4 * unshard)
 
@@ -144,8 +144,8 @@ def test_helpers_on_nothing_and_on_gaps() -> None:
     assert rank_span_s(timed, 1) == 2.0
     assert rank_span_s(timed, 1, stream="gather") == 4.0
     assert rank_span_s(timed, 7) == rank_bubble_s(timed, 7) == 0.0
-    behind = (*timed, TimedAction(forward, 1, 8.0, 9.0, "compute"))
-    assert [rank_bubble_s(behind, rank) for rank in range(2)] == [0.0, 3.0]
+    late = (*timed, TimedAction(forward, 1, 8.0, 9.0, "compute"))
+    assert [rank_bubble_s(late, rank) for rank in range(2)] == [0.0, 3.0]
     assert timed[1].duration_s == 2.0
 
 

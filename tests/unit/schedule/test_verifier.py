@@ -1,7 +1,7 @@
 """Every generated schedule verifies, and every single mistake in one is caught unless it is none.
 
 Which mistakes are none is decided by an oracle that shares nothing with the verifier: it runs the row on symbolic
-values and compares what the step leaves behind with what it should.
+values and compares what the step leaves with what it should.
 """
 
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ def is_legal(schedule: Schedule) -> bool:
 
 
 def outcome(schedule: Schedule, row: tuple[Action, ...]) -> tuple | None:
-    """What a row leaves behind, on symbolic values; None where it reads what is not there or moves for nothing."""
+    """What a row leaves, on symbolic values; None where it reads what is not there or moves for nothing."""
     shard = {action.group: hash(action.group) for action in schedule.ranks[0]}
     full = {} if schedule.unshard_for_use else dict(shard)
     used, hidden, saved, redone, grads, reduced = set(), {}, {}, {}, {}, {}

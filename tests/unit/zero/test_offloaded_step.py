@@ -18,7 +18,7 @@ def square(output: Tensor, batch: Tensor) -> Tensor:
     return output.square().mean()
 
 
-def test_a_sweep_over_files_begins_with_what_is_in_memory_and_goes_on_in_the_order_of_the_next_forward(
+def test_a_pass_over_files_begins_with_what_is_in_memory_and_goes_on_in_the_order_of_the_next_forward(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for module in (tiers, streamed):
@@ -26,9 +26,9 @@ def test_a_sweep_over_files_begins_with_what_is_in_memory_and_goes_on_in_the_ord
     begun: list[int] = []
     submit = StepPipeline.submit
 
-    def note(sweep: StepPipeline, chunk: StepChunk) -> object:
+    def note(pipeline: StepPipeline, chunk: StepChunk) -> object:
         begun.append(chunk.start // 2048)
-        return submit(sweep, chunk)
+        return submit(pipeline, chunk)
 
     monkeypatch.setattr(StepPipeline, "submit", note)
     config = {
@@ -50,9 +50,9 @@ def test_host_groups_are_stepped_in_the_order_of_the_next_forward(monkeypatch: p
     begun: list[int] = []
     submit = StepPipeline.submit
 
-    def note(sweep: StepPipeline, chunk: StepChunk) -> object:
+    def note(pipeline: StepPipeline, chunk: StepChunk) -> object:
         begun.append(chunk.stop)
-        return submit(sweep, chunk)
+        return submit(pipeline, chunk)
 
     monkeypatch.setattr(StepPipeline, "submit", note)
     model = nn.Sequential(*[nn.Linear(8, 8, bias=False), nn.Linear(8, 16, bias=False), nn.Linear(16, 16, bias=False)])
