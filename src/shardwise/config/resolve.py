@@ -110,6 +110,8 @@ _KINDS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     }
 )
 _MAX_SHOWN = 120
+# A path of Linux has at most so many bytes, and no other text is as long.
+_MAX_TEXT_BYTES = 4095
 _MAX_NAMED = 100
 
 
@@ -365,6 +367,11 @@ def _refuse_unknown_keys(section: type[BaseModel], values: Mapping[str, Any], pr
                 raise ConfigError(
                     "control-character",
                     f"{path}={shown_value(text)} holds the control character {wrong!r}; leave it out",
+                )
+            if isinstance(text, str) and len(text.encode()) > _MAX_TEXT_BYTES:
+                raise ConfigError(
+                    "text-too-long",
+                    f"{path}={shown_value(text)} is longer than any path; give at most {_MAX_TEXT_BYTES:,} bytes",
                 )
 
 

@@ -113,9 +113,11 @@ def resolve_job(config: Config, world_size: int, num_local_ranks: int) -> Config
         num_local_ranks: the number of ranks that share this machine.
 
     Raises:
-        ConfigError: mesh, batch, model, layout, optimizer or device do not fit, or the states are larger than memory.
+        ConfigError: mesh, batch, model, layout, optimizer, device or a path do not fit, or the states are larger than
+            memory.
     """
     run = config.run.model_copy(update={"device": device_kind(config)})
+    _refuse_unknown_homes(config)
     check_tiers(config.tiers)
     if config.compile.enabled:
         check_backend(config.compile)
@@ -144,6 +146,19 @@ def check_job(config: Config, world_size: int) -> tuple[Config, Layout]:
     layout = plan_layout(model, resolved)
     check_split(model, resolved, config.data.seq_len)
     return resolved, layout
+
+
+def _refuse_unknown_homes(config: Config) -> None:
+    """Refuse a path such as `~ann/runs` where the system knows no user of that name."""
+    data = config.data
+    paths = {
+        "run.dir": config.run.dir, "checkpoint.path": config.checkpoint.path,
+        "data.path": data.path, "data.tokenizer": data.tokenizer, "data.cache_dir": data.cache_dir,
+    }  # fmt: skip
+    for key, value in paths.items():
+        if value is not None and value.startswith("~") and os.path.expanduser(value) == value:
+            user = value.split("/")[0]
+            raise ConfigError("home-unknown", f"{key}={value}: {user} is no user's folder here; write the path out")
 
 
 def _raise_file_limit() -> None:

@@ -181,7 +181,7 @@ _FIX = 'give the path of a tokenizer.json, "bytes", or leave data.tokenizer out 
 
 def _read(path: str | Path) -> bytes:
     file = Path(path).expanduser()
-    return _read_bytes(file / "tokenizer.json", file) if file.is_dir() else _read_bytes(file)
+    return _read_bytes(file / "tokenizer.json", file) if os.path.isdir(file) else _read_bytes(file)
 
 
 def _own_settings(source: str | None) -> dict[str, bytes]:
