@@ -76,7 +76,7 @@ class Fault:
 
 
 def save_into(rank: int, world_size: int, root: Path, is_background: bool, fault: Fault, disk: SmallDisk | None) -> Any:
-    """Train up to the save that fails; mend what is wrong, and train on to the end with the same engine.
+    """Train up to the save that fails; fix what is wrong, and train on to the end with the same engine.
 
     Returns:
         What was said of the save, by which call, whether anything was said a second time; and the last loss.
@@ -107,7 +107,7 @@ def save_into(rank: int, world_size: int, root: Path, is_background: bool, fault
     found = [step_of(each) for each in step_folders(root) if read_manifest(each)]
     dist.barrier()
     if disk is not None and rank == 0:
-        mend(fault, disk)
+        fix(fault, disk)
     dist.barrier()
     loss = 0.0
     while engine.num_steps < NUM_STEPS:
@@ -140,7 +140,7 @@ def break_disk(fault: Fault, disk: SmallDisk | None) -> None:
         disk.remount(read_only=True)
 
 
-def mend(fault: Fault, disk: SmallDisk) -> None:
+def fix(fault: Fault, disk: SmallDisk) -> None:
     if fault.kind == "full":
         disk.make_space()
     else:

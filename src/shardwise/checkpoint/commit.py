@@ -210,7 +210,7 @@ def read_manifest(step_folder: Path) -> Manifest:
     except OSError as error:
         where = f"cannot read {error.filename or path}: {error.strerror}"
         if error.errno not in _DAMAGE:
-            raise CheckpointError("read-refused", f"{where}; mend that, or use another checkpoint") from error
+            raise CheckpointError("read-refused", f"{where}; fix that, or use another checkpoint") from error
         code, wrong = "file-unreadable", where
     if wrong:
         raise DamagedError(code, f"{wrong}; use an older checkpoint")
@@ -458,7 +458,7 @@ writing, or use another folder
     try:
         yield
     except OSError as error:
-        fix = _FIXES.get(error.errno or 0, f"mend that, or {ELSEWHERE}")
+        fix = _FIXES.get(error.errno or 0, f"fix that, or {ELSEWHERE}")
         code = system_code(error, "folder-refused")
         raise CheckpointError(code, f"cannot {doing} {path}: {error.strerror or error}; {fix}") from error
 

@@ -452,7 +452,7 @@ def _check(manifest: Manifest) -> None:
         found.sort()
         stops = [0, *(stop for _, stop in found)]
         if stops[-1] > manifest.files[file] or any(start < end for end, (start, _) in zip(stops, found, strict=False)):
-            raise ValueError(f"its pieces lie over one another, or over the end of {file}")
+            raise ValueError(f"its pieces overlap, or pass the end of {file}")
 
 
 def _wrong_pieces(shape: Shape, state: StoredState, extents: Mapping[str, list[tuple[int, int]]]) -> str:
@@ -487,7 +487,7 @@ def _wrong_pieces(shape: Shape, state: StoredState, extents: Mapping[str, list[t
     for rect, of_whole in [*((rect, 1) for rect in rects), (Rect.whole(shape), -1)]:
         for sign, corner in zip(signs, product(*((rect.start[dim], rect.stop[dim]) for dim in dims)), strict=True):
             corners[corner] += of_whole * sign
-    return "its pieces lie over one another, and leave out as many elements" if any(corners.values()) else ""
+    return "its pieces overlap, and leave out as many elements" if any(corners.values()) else ""
 
 
 def tensor_to_json(tensor: StoredTensor, state_to_json: Callable[[StoredState], dict[str, Any]]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 With `mesh.cp` it also says how evenly ranks share the work, and what they send; for dense attention only that.
 
-Nothing is started. As in `shardwise.cli.main`, errors are one line and an exit code: 2 for what the user can mend, 1
+Nothing is started. As in `shardwise.cli.main`, errors are one line and an exit code: 2 for what the user can fix, 1
 for a disk that fails.
 """
 

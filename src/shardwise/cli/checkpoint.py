@@ -1,6 +1,6 @@
 """Runs the commands `shardwise checkpoint show | verify | diff | reshard | export | import`.
 
-As in `shardwise.cli.main`, errors are one line and an exit code: 2 for what the user must mend first, 1 for a
+As in `shardwise.cli.main`, errors are one line and an exit code: 2 for what the user must fix first, 1 for a
 checkpoint that is damaged or a disk that fails, 130 for Ctrl-C; `diff` has the codes of diff(1). Only what reads
 tensors imports torch.
 """

@@ -1,6 +1,6 @@
 """Runs the commands `shardwise train | verify | plan | checkpoint | timeline | attention | config | presets | doctor`.
 
-It reads arguments and the environment, and turns errors into one line and an exit code: 2 for what the user can mend in
+It reads arguments and the environment, and turns errors into one line and an exit code: 2 for what the user can fix in
 the config, 1 for a run that failed, 128 + n for signal n. torch is imported by the commands that need it, so that
 `shardwise --help` answers at once.
 
@@ -173,8 +173,8 @@ def _parser() -> argparse.ArgumentParser:
     presets.set_defaults(run=_presets)
     doctor = commands.add_parser(
         "doctor",
-        help="say what this machine can do, what is wrong with it and how to mend that",
-        description="Look at this machine and measure it, in about 15 seconds; say what is wrong and how to mend it.",
+        help="say what this machine can do, what is wrong with it and how to fix that",
+        description="Look at this machine and measure it, in about 15 seconds; say what is wrong and how to fix it.",
         epilog="exit code: 0, or 1 where a finding is an error",
     )
     doctor.add_argument("--quick", action="store_true", help="look only, measure nothing")

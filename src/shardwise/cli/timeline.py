@@ -1,7 +1,7 @@
 """Runs the command `shardwise timeline`: it simulates and draws a config's pipeline schedule, and a run under it.
 
 Nothing is started and torch is not imported: a schedule is a value, and a recorded run is a file. As in
-`shardwise.cli.main`, errors are one line and an exit code: 2 for what the user can mend, 1 for a disk that fails.
+`shardwise.cli.main`, errors are one line and an exit code: 2 for what the user can fix, 1 for a disk that fails.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs the command `shardwise verify`: it compares a layout, on a scaled-down model, with one process.
 
-As in `shardwise.cli.main`, errors are one line and an exit code: 2 for what the user can mend in the config, 1 for a
+As in `shardwise.cli.main`, errors are one line and an exit code: 2 for what the user can fix in the config, 1 for a
 layout that does not train as one process does, 128 + n for signal n.
 """
 

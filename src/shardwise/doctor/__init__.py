@@ -1,4 +1,4 @@
-"""Finds out what this machine has, how fast it is, what is wrong with it and how to mend that (`shardwise doctor`).
+"""Finds out what this machine has, how fast it is, what is wrong with it and how to fix that (`shardwise doctor`).
 
 `system_info` looks, `measure` and `collective_bench` take times, `checks` judges, `show` prints; `diagnose` does all of
 that but print. `calibrate` and `kernel_bench` measure the machine for the planner.

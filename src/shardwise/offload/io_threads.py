@@ -77,7 +77,7 @@ set tiers.nvme_path to a folder on another disk
     try:
         yield
     except OSError as error:
-        fix = _FIXES.get(error.errno or 0, f"mend that, or {_ELSEWHERE}")
+        fix = _FIXES.get(error.errno or 0, f"fix that, or {_ELSEWHERE}")
         code = system_code(error, "swap-refused")
         raise SwapError(code, f"cannot {doing} {path}: {error.strerror or error}; {fix}") from error
 

@@ -330,7 +330,7 @@ def _read_cluster(path: Path) -> Cluster:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
             raise ConfigError(
-                "cluster-value-number", f"{path.name}: {key}={value!r} must be a number >= 0; mend it there"
+                "cluster-value-number", f"{path.name}: {key}={value!r} must be a number >= 0; correct it there"
             )
     if not isinstance(values.get("gpu"), str):
         raise ConfigError(
@@ -366,7 +366,9 @@ def _fields(values: Mapping[str, Any], keys: tuple[tuple[str, str, float], ...])
 def _whole(values: Mapping[str, Any], key: str, path: Path, default: int) -> int:
     value = values.get(key, default)
     if not isinstance(value, int):
-        raise ConfigError("cluster-value-whole", f"{path.name}: {key}={value!r} must be a whole number; mend it there")
+        raise ConfigError(
+            "cluster-value-whole", f"{path.name}: {key}={value!r} must be a whole number; correct it there"
+        )
     return value
 
 

@@ -93,7 +93,7 @@ class Refit:
         changed = ", ".join(f"{name} x {factor:.2f}" for name, factor in self.factors.items() if factor != 1.0)
         error = f"error of a step {100 * self.before:.1f} % before, {100 * self.after:.1f} % after"
         ranks = "1 rank" if self.profile.num_ranks == 1 else f"{self.profile.num_ranks} ranks"
-        return f"{self.profile.device}, {ranks}: {runs}, {error}; {changed or 'nothing to mend'}"
+        return f"{self.profile.device}, {ranks}: {runs}, {error}; {changed or 'nothing to correct'}"
 
     @property
     def is_changed(self) -> bool:

@@ -233,7 +233,7 @@ def _explained(error: Exception, unit: str, backend: str) -> CompileError:
     where = f", at {places[-1][0]}:{places[-1][1]}" if places else ""
     return CompileError(
         "compile-one-graph",
-        f"block {unit} cannot be compiled as one graph: {reason}{where}; mend the block or set compile.enabled=false",
+        f"block {unit} cannot be compiled as one graph: {reason}{where}; fix the block or set compile.enabled=false",
     )
 
 

@@ -271,7 +271,7 @@ def _check_names(tensors: Iterable[ExportTensor], rules: NameMap, parts: Mapping
             if owners.setdefault(name, tensor.name) != tensor.name:
                 raise CheckpointError(
                     "export-names-clash",
-                    f"{owners[name]} and {tensor.name} are both {name} in the folder; mend the name rules",
+                    f"{owners[name]} and {tensor.name} are both {name} in the folder; correct the name rules",
                 )
 
 

@@ -199,7 +199,7 @@ class NameMap:
                 raise CheckpointError(
                     "rule-shape-differs",
                     f"{name} {shape} would need {part.stored} of shape {part.stored_shape}, the folder has "
-                    f"{shapes[part.stored]}; mend the name rule {rule.model!r}",
+                    f"{shapes[part.stored]}; correct the name rule {rule.model!r}",
                 )
         return shape, parts
 

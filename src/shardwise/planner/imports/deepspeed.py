@@ -132,7 +132,7 @@ def _stage(zero: Mapping[str, Any], source: str) -> int:
     if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
         raise ConfigError(
             "deepspeed-zero-stage",
-            f"{source}: zero_optimization.stage={short(stage)} must be 0, 1, 2 or 3; mend it there",
+            f"{source}: zero_optimization.stage={short(stage)} must be 0, 1, 2 or 3; correct it there",
         )
     return int(stage)
 
@@ -149,7 +149,7 @@ def _tiers(zero: Mapping[str, Any], source: str) -> dict[str, object]:
             tiers = ", ".join(_TIERS)
             raise ConfigError(
                 "deepspeed-offload-device",
-                f"{source}: {key}.device={short(device)} must be one of {tiers}; mend it there",
+                f"{source}: {key}.device={short(device)} must be one of {tiers}; correct it there",
             )
         if device != "none":
             settings[f"tiers.{state}"] = "host" if device == "cpu" else "nvme"
@@ -186,7 +186,7 @@ def _optimizer(given: Mapping[str, Any], source: str) -> dict[str, object]:
     if isinstance(clip_norm, bool) or not isinstance(clip_norm, int | float) or not 0 <= clip_norm < _MOST:
         raise ConfigError(
             "deepspeed-clip-range",
-            f"{source}: gradient_clipping={short(clip_norm)} must be a finite number >= 0; mend it there",
+            f"{source}: gradient_clipping={short(clip_norm)} must be a finite number >= 0; correct it there",
         )
     if clip_norm:
         settings["optimizer.clip_norm"] = float(clip_norm)

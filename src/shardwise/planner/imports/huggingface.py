@@ -218,7 +218,7 @@ def _experts(text: Mapping[str, Any], source: str) -> Experts | None:
     dense_layers = text.get("mlp_only_layers") or ()
     if not isinstance(dense_layers, list | tuple):
         raise ConfigError(
-            "mlp-only-layers", f"{source}: mlp_only_layers={dense_layers!r} must be a list of layers; mend it there"
+            "mlp-only-layers", f"{source}: mlp_only_layers={dense_layers!r} must be a list of layers; correct it there"
         )
     dense = whole_number(text, ("first_k_dense_replace",), source, default=0, least=0) or len(dense_layers)
     return Experts(

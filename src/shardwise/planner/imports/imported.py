@@ -78,11 +78,11 @@ def whole_number(
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ConfigError(
-                "import-integer", f"{source}: {name}={short(value)} must be an integer >= {least}; mend it there"
+                "import-integer", f"{source}: {name}={short(value)} must be an integer >= {least}; correct it there"
             )
         if value >= _TOO_MANY:
             raise ConfigError(
-                "import-too-large", f"{source}: {name}={short(value)} must be less than {_TOO_MANY:,}; mend it there"
+                "import-too-large", f"{source}: {name}={short(value)} must be less than {_TOO_MANY:,}; correct it there"
             )
         return value
     if default is not None:

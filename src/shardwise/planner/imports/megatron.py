@@ -294,7 +294,7 @@ def _recompute(flags: Flags, source: str) -> dict[str, object]:
     if granularity not in ("full", "selective"):
         raise ConfigError(
             "megatron-recompute",
-            f"{source}: --recompute-granularity {granularity} must be full or selective; mend it there",
+            f"{source}: --recompute-granularity {granularity} must be full or selective; correct it there",
         )
     settings: dict[str, object] = {"recompute.mode": granularity}
     num_layers = _number(flags, "num-layers", source)

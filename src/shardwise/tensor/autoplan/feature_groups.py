@@ -112,7 +112,7 @@ class FlowAnalysis:
         self._place[order] = torch.arange(len(order))
         parts = {name: _parts(vector, order) for name, vector in vectors.items()}
         if not all(parts.values()):
-            return refuse("its outputs are mixed in groups that do not lie in order")
+            return refuse("its outputs are mixed in groups that are not in order")
         if len(order) % self.tp:
             return refuse(f"tp={self.tp} does not divide its {len(order)} units")
         try:

@@ -1,6 +1,6 @@
 """Offers DeepSpeed's sparse attention by its own paths and names: change the import, and keep the code.
 
-Structures are in strict mode here: layouts and errors are DeepSpeed's, quirks included. `strict_deepspeed=False` mends
+Structures are in strict mode here: layouts and errors are DeepSpeed's, quirks included. `strict_deepspeed=False` fixes
 them. DeepSpeed itself removed its sparse attention after 0.19.6.
 
 >>> from shardwise.compat.deepspeed.ops.sparse_attention import FixedSparsityConfig
