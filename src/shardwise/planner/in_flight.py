@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from shardwise.schedule.actions import ActionKind
 from shardwise.schedule.formulas import max_in_flight
 from shardwise.schedule.placement import StagePlacement
-from shardwise.schedule.registry import pipeline_rows, placement_of, recipe_of
+from shardwise.schedule.registry import ScheduleRecipe, pipeline_rows, placement_of, recipe_of
 
 _Numbers = NDArray[np.int64]
 _CODES: Final[Mapping[ActionKind, int]] = MappingProxyType(
@@ -143,15 +143,15 @@ class InFlightTable:
 
     def _counted(self, row: _ScheduleRow, most_sent: int | None) -> InFlight:
         name, num_ranks, virtual_stages, num_micro_batches, rank = row
-        placement = placement_of(name, num_ranks, virtual_stages)
-        if placement.stages_per_rank == 1 and not recipe_of(name).splits_backward:
+        recipe, placement = recipe_of(name), placement_of(name, num_ranks, virtual_stages)
+        if placement.stages_per_rank == 1 and not recipe.splits_backward:
             num = max_in_flight(name, num_ranks, num_micro_batches, virtual_stages, rank)
             awaits_gradient, awaits_input = num > 1 and rank < num_ranks - 1, num < num_micro_batches and rank > 0
             # Where gradients do not arrive, nothing does as the last is sent: one less was sent as the last input does.
             num_sent = num_micro_batches - num - (awaits_input and not awaits_gradient) if rank else 0
             num_arrived = int(awaits_gradient or awaits_input)
             return InFlight(((InFlightCounts((num,), (0,), num_arrived, _at_most(num_sent, most_sent)),),))
-        num = _as_telling(name, num_ranks, num_micro_batches)
+        num = _as_telling(recipe, num_ranks, num_micro_batches)
         if num < num_micro_batches and most_sent is not None:
             return self._of(row._replace(num_micro_batches=num), most_sent)
         actions = pipeline_rows(name, num_ranks, num, virtual_stages).of(rank)
@@ -174,8 +174,7 @@ class InFlightTable:
 
         Returns:
             The stage's number among those of the rank, the last one first, and whether it is reduced. Some of what
-                repeats
-            itself, and some micro-batches after those that fill the pipeline, are left out.
+            repeats itself, and some micro-batches after those that fill the pipeline, are left out.
         """
         placement = placement_of(recipe_name, num_ranks, virtual_stages)
         if placement.stages_per_rank == 1 and not recipe_of(recipe_name).splits_backward:
@@ -200,11 +199,11 @@ def _reductions(row: Sequence[tuple[ActionKind, int, int]], stages: Sequence[int
     return found
 
 
-def _as_telling(recipe_name: str, num_ranks: int, num_micro_batches: int) -> int:
+def _as_telling(recipe: ScheduleRecipe, num_ranks: int, num_micro_batches: int) -> int:
     """Return the fewest micro-batches with equal counts, with rounds as long as those of `interleaved_rounds`."""
     num_rounds, left = divmod(num_micro_batches, num_ranks)
-    has_unequal_rounds = recipe_name == "interleaved" and left % max(1, num_rounds) > 0
-    if num_rounds <= _NUM_ROUNDS or has_unequal_rounds or recipe_name in ("gpipe", "naive"):
+    has_unequal_rounds = not recipe.splits_backward and left % max(1, num_rounds) > 0
+    if not recipe.repeats_by_rounds or num_rounds <= _NUM_ROUNDS or has_unequal_rounds:
         return num_micro_batches
     longer = _NUM_ROUNDS * -(-left // num_rounds)
     return _NUM_ROUNDS * num_ranks + longer if longer < num_ranks else num_micro_batches

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.planner.in_flight import InFlight, InFlightCounts, InFlightTable
+from shardwise.schedule import registry
 from shardwise.schedule.actions import ActionKind
 from shardwise.schedule.formulas import max_in_flight
 from shardwise.schedule.in_flight import peak_held_bytes
@@ -42,6 +44,13 @@ def test_most_is_that_of_the_whole_schedule(name: str, num_ranks: int, num_micro
         assert max(sum(moment.whole) for moment in moments) <= max_in_flight(
             name, num_ranks, num_micro_batches, VIRTUAL[name], rank
         )
+
+
+def test_a_new_schedule_is_counted_whole_unless_it_says_that_it_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = dataclasses.replace(registry.RECIPES["gpipe"], name="mine", min_virtual_stages=2)
+    monkeypatch.setattr(registry, "RECIPES", {**registry.RECIPES, "mine": mine})
+    moments = InFlightTable().of("mine", 4, 2, 64, rank=0).moments
+    assert max(sum(moment.whole) for moment in moments) == 2 * 64
 
 
 def held_as_backwards_begin(
