@@ -23,21 +23,13 @@ import torch
 from torch import nn
 
 from shardwise.config.resolve import ConfigError
-from shardwise.layout.tensor_plan import (
-    LayerSplit,
-    SharedInput,
-    TensorPlan,
-    is_within,
-    kinds_of,
-    layer_lines,
-    pattern,
-)
+from shardwise.layout.tensor_plan import LayerSplit, SharedInput, TensorPlan, is_within, layer_lines, pattern
 from shardwise.layout.tp_sharding import FusedPart
 from shardwise.tensor.autoplan.feature_groups import FlowAnalysis, LayerSet
 from shardwise.tensor.autoplan.kinds import is_linear, is_lookup, is_transposed
 from shardwise.tensor.autoplan.trace import ModelTrace, ModuleCall, TracedOp, record
 from shardwise.tensor.plan_table import NO_TENSOR
-from shardwise.tensor.prove_plan import check_provable, small_copy, warn, with_proof
+from shardwise.tensor.prove_plan import check_provable, kinds_of, small_copy, warn, with_proof
 from shardwise.tensor.thread_proof import NotProvedError, in_short, refute
 
 Attributes = tuple[tuple[str, str, int], ...]
@@ -47,7 +39,7 @@ Attributes = tuple[tuple[str, str, int], ...]
 MAX_FAILED_OPS: Final = 10_000
 
 
-def propose_plan(model: nn.Module, batch: Any, tp: int, small: tuple[nn.Module, Any] | None = None) -> TensorPlan:
+def propose_plan(model: nn.Module, batch: Any, tp: int) -> TensorPlan:
     """Find out how a model can be split over `tp` ranks, by running its forward once on tensors without memory.
 
     Args:
@@ -55,8 +47,6 @@ def propose_plan(model: nn.Module, batch: Any, tp: int, small: tuple[nn.Module, 
         batch: an example of the model's arguments: a dict gives keyword arguments, a tuple or list positional ones,
             anything else is the one argument. Only shapes and dtypes of its tensors matter.
         tp: ranks of the tensor-parallel group.
-        small: a small model of the same code, with values, and its batch; by these the plan of a model of more than
-            two million elements is proved.
 
     Raises:
         ConfigError: the model decides on the values of tensors, or nothing in it can be split; or a small model's
@@ -67,7 +57,7 @@ def propose_plan(model: nn.Module, batch: Any, tp: int, small: tuple[nn.Module, 
     with torch.device("cpu"):  # the caller's default may be another, such as meta
         plan = _propose(model, batch, tp)
         try:
-            wrong = _refute(model, plan, batch, tp, small)
+            wrong = _refute(model, plan, batch, tp)
         except NotProvedError as error:
             warn(model, str(error), tp, is_found=True)
             return plan
@@ -81,24 +71,20 @@ def propose_plan(model: nn.Module, batch: Any, tp: int, small: tuple[nn.Module, 
     return with_proof(plan, tp)
 
 
-def _refute(model: nn.Module, plan: TensorPlan, batch: Any, tp: int, given: tuple[nn.Module, Any] | None) -> str:
-    """Say what is wrong with a plan, run on the model itself or, if that is too large, on a small one."""
+def _refute(model: nn.Module, plan: TensorPlan, batch: Any, tp: int) -> str:
+    """Say what is wrong with a plan, run on the model itself or, if that is too large, on its tiny copy."""
     try:
         check_provable(model, batch)
     except NotProvedError as error:
         try:
-            small, small_batch = given or small_copy(model, tp)
-            check_provable(small, small_batch)
-            degree = tp if given else 2
-            found = _propose(small, small_batch, degree)
+            small, small_batch = small_copy(model, tp)
+            found = _propose(small, small_batch, 2)
         except Exception as other:
             why = other if isinstance(other, NotProvedError) else in_short(other)
-            raise NotProvedError(f"{error}, and of a {'small model' if given else 'tiny copy'}: {why}") from other
+            raise NotProvedError(f"{error}, and of a tiny copy: {why}") from other
         if kinds_of(found) != kinds_of(plan):
-            raise NotProvedError(
-                f"{error}, and its {'small model' if given else 'tiny copy'} is split otherwise"
-            ) from error
-        return refute(small, found, small_batch, degree)
+            raise NotProvedError(f"{error}, and its tiny copy is split otherwise") from error
+        return refute(small, found, small_batch, 2)
     return refute(model, plan, batch, tp)
 
 
