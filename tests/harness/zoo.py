@@ -316,6 +316,14 @@ _FAMILIES: Final[Mapping[str, Family]] = {
         deepseek_v2={"num_key_value_heads": 4},
         deepseek_v3={"num_key_value_heads": 4},
         phimoe={},
+        gpt_oss={
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+            }
+        },
         dbrx={"attn_config": {"clip_qkv": 8.0, "kv_n_heads": 2, "rope_theta": 1e4}},
     ),
     **_families(
@@ -356,6 +364,15 @@ _FAMILIES: Final[Mapping[str, Family]] = {
             "batch_grid": [1, 4, 4],
             "batch_width": 3 * 2 * 4 * 4,
             "vision_config": {"patch_size": 4, "embed_dim": 32, "hidden_size": 32},
+            "text_config": {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}},
+        },
+        qwen2_5_vl={
+            "image_token_id": IMAGE_TOKEN,
+            "batch_tokens": 4,
+            "batch_grid": [1, 4, 4],
+            "batch_width": 3 * 2 * 4 * 4,
+            # Windows of one merged patch, but in the second block.
+            "vision_config": {"patch_size": 4, "out_hidden_size": 32, "window_size": 8, "fullatt_block_indexes": [1]},
             "text_config": {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}},
         },
     ),

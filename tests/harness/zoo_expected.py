@@ -3,15 +3,16 @@
 A row has one sign for each of `CELLS`:
 
     =   equal to one plain process, to 1e-9 in float64
-    -   refused in one line; another layout trains the model, as its stage 3 shows
+    -   refused in one line that names another layout, which trains the model, as its stage 3 shows
     p   refused in one line that names `propose_plan`; the proposal is equal
-    c   refused in one line; what it names, in `FIXES`, is equal
+    c   refused in one line that names what `FIXES` has; that is equal
     !   a defect that is known, wrong or an error of another library: nothing is asked of it
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -60,6 +61,7 @@ EXPECTED: Final[Mapping[str, str]] = MappingProxyType(
         "deepseek_v2": "=p====",
         "deepseek_v3": "=p====",
         "phimoe": "=p==c=",
+        "gpt_oss": "=p==-=",
         "dbrx": "=p====",
         "bert": "======",
         "roberta": "======",
@@ -85,6 +87,7 @@ EXPECTED: Final[Mapping[str, str]] = MappingProxyType(
         "blip": "=p=--=",
         "llava": "==-=-=",
         "qwen2_vl": "==-=-=",
+        "qwen2_5_vl": "==-=-=",
         "clip": "=p==-=",
         "siglip": "=p==-=",
         "patchtst": "=p==-=",
@@ -104,18 +107,34 @@ EXPECTED: Final[Mapping[str, str]] = MappingProxyType(
         "adapters": "=p==-=",
     }
 )
-FIXES: Final[Mapping[tuple[str, str], Mapping[str, Any]]] = MappingProxyType(
+
+
+@dataclass(frozen=True)
+class Fix:
+    """A cell that trains in place of one that is refused, and the word by which the error must name it."""
+
+    word: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    sections: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _pipeline(key: str, *names: str) -> Fix:
+    return Fix(f"pipeline.{key}", sections={"pipeline": {key: [*names]}})
+
+
+_FULL: Final = {"layer_types": ["full_attention"] * 2}
+FIXES: Final[Mapping[tuple[str, str], Fix]] = MappingProxyType(
     {
         **{
-            (each, "context"): {"options": {"sliding_window": None}}
+            (each, "context"): Fix("sliding_window=None", options={"sliding_window": None})
             for each in ("mistral", "mixtral", "phi3", "phimoe", "starcoder2")
         },
         **{
-            (each, "context"): {"options": {"layer_types": ["full_attention"] * 2}}
+            (each, "context"): Fix("layer_types of full attention", options=_FULL)
             for each in ("gemma3_text", "olmo3", "modernbert", "qwen2_moe/window")
         },
         **{
-            (name, "pipeline"): {"sections": {"pipeline": {"replicate": [module]}}}
+            (name, "pipeline"): _pipeline("replicate", module)
             for name, module in (
                 ("ibert", "ibert.embeddings"),
                 ("roformer", "roformer.encoder.embed_positions"),
@@ -124,9 +143,18 @@ FIXES: Final[Mapping[tuple[str, str], Mapping[str, Any]]] = MappingProxyType(
                 ("cross decoder", "embed"),
             )
         },
-        ("albert", "pipeline"): {"sections": {"pipeline": {"units": ["albert.encoder", "predictions"]}}},
-        ("lstm", "pipeline"): {"sections": {"pipeline": {"units": ["embed", "lstm", "head"]}}},
-        ("gemma2", "context"): {"options": {"layer_types": ["full_attention"] * 2, "attn_logit_softcapping": None}},
+        ("albert", "pipeline"): _pipeline("units", "albert.encoder", "predictions"),
+        ("lstm", "pipeline"): _pipeline("units", "embed", "lstm", "head"),
+        ("gemma2", "context"): Fix("softcap", options={**_FULL, "attn_logit_softcapping": None}),
+    }
+)
+# What trains wherever a layout is refused: stage 3, or without the axis.
+_ELSEWHERE: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "own plan": ("zero.stage=3",),
+        "proposal": ("zero.stage=3",),
+        "pipeline": ("zero.stage=3",),
+        "context": ("zero.stage=3", "mesh.cp=1"),
     }
 )
 # Where statistics run along, a plan that splits is to load them.
@@ -159,7 +187,15 @@ def make_cell(family: str, name: str) -> Cell:
 def fix(family: str, name: str) -> Cell:
     """What the error of a cell names instead."""
     cell = make_cell(family, name)
-    return Cell(name, target=cell.target, **FIXES[family, name])
+    found = FIXES[family, name]
+    return Cell(name, target=cell.target, options=found.options, sections=found.sections)
+
+
+def words(family: str, name: str) -> tuple[str, ...]:
+    """The words of which the error of a refused cell must have one: what they name is tried, and trains the model."""
+    if sign(family, name) == "c":
+        return (FIXES[family, name].word,)
+    return ("propose_plan",) if sign(family, name) == "p" else _ELSEWHERE[name]
 
 
 def quick_cells(family: str) -> list[str]:

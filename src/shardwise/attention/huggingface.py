@@ -260,10 +260,12 @@ def use_sparse_attention(
     deaf = [type(each).__name__ for each in inner if each.config._attn_implementation != name]
     if deaf or not modules:
         used.undo()
+        # Torch's attention, which `sparse_sdpa_module` replaces, sees one rank's tokens only.
+        other = "" if spread is not None else ", or sparse_sdpa_module, where it calls torch's attention"
         raise ConfigError(
             "attention-interface",
             f"{(deaf or [type(model).__name__])[0]} does not look its attention up in transformers' "
-            "AttentionInterface; use a model that does, or sparse_sdpa_module, where it calls torch's attention",
+            f"AttentionInterface; use a model that does{other}",
         )
     return used
 
@@ -439,10 +441,10 @@ def _refuse(module: nn.Module, mask: Tensor | None, num_keys: int, options: dict
         raise window_error(type(module).__name__, f"{mask.shape[2]} tokens in its mask", num_keys)
     refused = [each for each in ("softcap", "s_aux", "output_attentions") if _is_asked(options.get(each))]
     if refused:
+        fix = "" if refused[0] == "s_aux" else "take it out of the model's config, or "  # code has sinks, not configs
         raise ConfigError(
             "attention-option",
-            f"{refused[0]} of {type(module).__name__} is not computed by the library's attention; take it out of the "
-            f"model's config, or {OWN_ATTENTION}",
+            f"{refused[0]} of {type(module).__name__} is not computed by the library's attention; {fix}{OWN_ATTENTION}",
         )
     if mask is not None and mask.ndim != 2:
         raise ConfigError(

@@ -15,8 +15,17 @@ from torch.nn import functional as F
 
 from harness.attention import reference_attention
 from harness.refusals import refused
-from shardwise.attention import BlockLayout, block_sparse_attention, sparse_sdpa, sparse_sdpa_module
+from harness.zoo_cells import case_of
+from shardwise import ConfigError
+from shardwise.attention import (
+    BlockLayout,
+    block_sparse_attention,
+    sparse_sdpa,
+    sparse_sdpa_module,
+    use_sparse_attention,
+)
 from shardwise.attention.structures import FixedSparsityConfig
+from shardwise.context.apply import prove_huggingface
 from shardwise.dropout import KeyedDraws, ShardRegion, key_dropouts
 from shardwise.runtime.module_hooks import recompute_forward
 
@@ -205,6 +214,25 @@ class TestModule:
         sparse_sdpa_module(model, LAYOUT)
         assert list(model.state_dict()) == before
         pickle.dumps(model.state_dict())
+
+    def test_it_serves_a_model_whose_refusal_names_it(self) -> None:
+        """Falcon calls torch's attention, whose tokens mesh.cp would spread: its refusal there names another fix."""
+        pytest.importorskip("transformers")
+        case = case_of("falcon/new", {})
+        model, batch = case.build(torch.float64), case.batch(0, 2, torch.float64)
+        with refused("attention-interface", "sparse_sdpa_module"):
+            use_sparse_attention(model, LAYOUT)
+        with pytest.raises(ConfigError, match=r"zero\.stage=3") as caught:
+            prove_huggingface(model)
+        assert "sparse_sdpa_module" not in str(caught.value)
+        dense = model(**batch).loss
+        blocks = torch.ones(3, 3), torch.eye(3)
+        full, diagonal = (BlockLayout.from_blocks(each, 4, num_tokens=12) for each in blocks)
+        undo = sparse_sdpa_module(model, full)
+        torch.testing.assert_close(model(**batch).loss, dense, rtol=0, atol=1e-11)
+        undo()
+        sparse_sdpa_module(model, diagonal)
+        assert abs(model(**batch).loss - dense) > 1e-3
 
 
 @contextmanager
