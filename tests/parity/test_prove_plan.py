@@ -155,6 +155,84 @@ def test_what_is_not_proved_is_said_once(caplog: pytest.LogCaptureFixture) -> No
     assert len(caplog.records) == 1
 
 
+class Wide(nn.Module):
+    """A model of one's own, with fused gates, whose table has numbers of features; no config says how it is made."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.width = width
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(width, 4 * width), "down": nn.Linear(2 * width, width)})
+            for _ in range(depth)
+        )
+        self.head = nn.Linear(width, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            gate, up = block["up"](x).chunk(2, -1)
+            x = x + block["down"](gate.sigmoid() * up)
+        return self.head(x)
+
+
+class Bringing(Wide):
+    def tensor_plan(self, degree: int) -> dict[str, Any]:
+        return wide_table(f"parts={2 * self.width}+{2 * self.width}")
+
+
+def wide_table(parts: str) -> dict[str, Any]:
+    return {"blocks.*.up": f"column {parts}", "blocks.*.down": "row", "head": "column-gather"}
+
+
+LARGE: Final = (512, 3)
+TWO: Final = Config.from_dict({"mesh": {"tp": 2}}).resolve(2)
+
+
+def test_a_proof_on_a_small_model_serves_a_large_one(caplog: pytest.LogCaptureFixture) -> None:
+    small, batch = Wide(8, 2), torch.randn(2, 8)
+    large, table = Wide(*LARGE), wide_table("parts=2")
+    with pytest.raises(NotProvedError):
+        check_provable(large, ())
+    sized, small_sized = (wide_table(f"parts={size}+{size}") for size in (1024, 16))
+    for model, proved in (
+        (large, prove_plan(small, batch, table, tp=2)),
+        (large, prove_plan(small, batch, small_sized, tp=2, large_plan=sized)),
+        (Bringing(*LARGE), prove_plan(Bringing(8, 2), batch, None, tp=2)),
+        (small, prove_plan(small, batch, table, tp=2)),
+    ):
+        found, expected = (
+            proved_layout(model, TWO, each, rank=rank).tensor for rank, each in enumerate((proved, table))
+        )
+        assert found is not None
+        assert expected is not None
+        assert found.splits == expected.splits
+    assert not caplog.records
+    four = Config.from_dict({"mesh": {"tp": 4}}).resolve(4)
+    proved_layout(large, four, prove_plan(small, batch, table, tp=2), rank=0)
+    assert "prove_plan(small_model, batch, small_plan, tp=4, large_plan=plan)" in caplog.text  # over more ranks
+
+
+def test_a_proof_does_not_serve_other_kinds_of_modules() -> None:
+    small, batch, large = Wide(8, 2), torch.randn(2, 8), Wide(*LARGE)
+    table = wide_table("parts=2")
+    with refused("tp-proof-other-kinds", "blocks.*.up"):  # fused gates, as one matrix
+        proved_layout(large, TWO, prove_plan(small, batch, table, tp=2, large_plan=wide_table("")), rank=0)
+    headless = {key: style for key, style in table.items() if key != "head"}
+    with refused("tp-proof-other-kinds", "head"):
+        proved_layout(large, TWO, prove_plan(small, batch, headless, tp=2, large_plan=table), rank=0)
+
+
+def test_a_large_proposal_is_proved_by_a_small_model(caplog: pytest.LogCaptureFixture) -> None:
+    small, large = (Wide(8, 2), torch.randn(2, 8)), (Wide(*LARGE), torch.randn(2, 512))
+    plan = propose_plan(*large, tp=2, small=small)
+    proved_layout(large[0], TWO, plan, rank=0)
+    assert not caplog.records
+    propose_plan(*large, tp=2)
+    assert "propose_plan(model, batch, tp=2, small=" in caplog.text
+    caplog.clear()
+    propose_plan(*large, tp=2, small=(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), small[1]))
+    assert "its small model is split otherwise" in caplog.text
+
+
 def test_a_table_that_a_tiny_copy_refutes_is_refused_by_every_rank(ranks: WorkerPool) -> None:
     assert ranks(2).run(start, RIGHT_TABLE) == [(), ()]
     for code, message in ranks(2).run(start, WRONG_TABLE):

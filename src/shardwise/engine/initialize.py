@@ -76,7 +76,7 @@ def initialize(
             meaning; or a function from parameter groups to an optimizer. Element-wise ones only.
         scheduler: None for the config's, constant where it names none; or a torch scheduler on the given optimizer.
         plan: how layers are split where `mesh.tp` is more than 1: a table of name patterns and styles, or what
-            `shardwise.propose_plan` returned; None for the plan that the model brings, or its family has.
+            `propose_plan` or `prove_plan` returned; None for the plan that the model brings, or its family has.
         weights: a Hugging Face folder with the values: none are drawn first, and the model's own are not used. It must
             have all of the model; a model with adapters uses `engine.import_weights`, which does the same otherwise.
         names: names of tensors in that folder; as in `engine.import_weights`.

@@ -18,13 +18,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from torch import nn
 
 from shardwise.config.resolve import ConfigError
 from shardwise.layout.tp_sharding import FusedPart, ParamSplit, check_divides
 
+PROVED: Final = "proved in float64 over"  # as notes of proofs begin
 LayerStyle = Literal["column", "row", "vocab", "head", "column-embedding"]
 
 
@@ -136,6 +137,34 @@ class TensorPlan:
     def __str__(self) -> str:
         """Return what is split, and the notes, in lines; equal blocks share a line."""
         return "\n".join(plan_lines(self))
+
+
+@dataclass(frozen=True)
+class ProvedPlan(TensorPlan):
+    """Hold the plan of a small model that was proved, and what makes that of a large model of the same code.
+
+    Attributes:
+        source: a table, or None for the plan that a model brings; or the large model's `TensorPlan`.
+    """
+
+    source: Any = None
+
+
+def kinds_of(plan: TensorPlan) -> set[tuple[str, ...]]:
+    """Return what a plan says of each kind of modules, whatever their number and sizes."""
+    layers = {
+        (
+            pattern(each.module),
+            each.style,
+            f"gathers_output={each.gathers_output} splits_input={each.splits_input}",
+            *("features" if part.num_units is None else "units" for part in each.parts),
+        )
+        for each in plan.layers
+    }
+    regions = {(pattern(each.module), *each.inputs) for each in plan.regions}
+    attributes = {(pattern(module), name) for module, name, _ in plan.attributes}
+    stacks = {(pattern(f"{name}.x")[:-2], "stack", each.argument) for each in plan.stacks for name in each.modules}
+    return layers | regions | attributes | stacks | {(pattern(name),) for name in plan.partial}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.config.resolve import ConfigError
-from shardwise.layout.tensor_plan import SplitDropout, TensorPlan
+from shardwise.layout.tensor_plan import PROVED, ProvedPlan, SplitDropout, TensorPlan, kinds_of
 from shardwise.layout.tp_sharding import FusedPart, check_divides
 from shardwise.tensor.autoplan.kinds import is_linear, is_lookup
 from shardwise.tensor.plan_table import (
@@ -439,20 +439,35 @@ def find_plan(model: nn.Module, degree: int, given: Table | TensorPlan | None, s
     Args:
         model: of any device; names and shapes are read only.
         degree: ranks of the tensor-parallel group.
-        given: a plan or a table, which then is the only source; None for the first of: the model's own `tensor_plan` (a
-            plan, a table, or a method from `degree` to either), ours for its family, Hugging Face's. A model that
-            contains such models is split where they are.
+        given: a plan or a table, which then is the only source, or a `ProvedPlan`, which has one; None for the first
+            of: the model's own `tensor_plan` (a plan, a table, or a method from `degree` to either), ours for its
+            family, Hugging Face's. A model that contains such models is split where they are.
         sequence_parallel: whether the sequence is to be split between the plan's blocks.
 
     Raises:
         ConfigError: there is no plan, it does not fit the model, heads or features do not divide by `degree`, or
             sequence parallelism is asked of a plan without stacks.
     """
+    if isinstance(given, ProvedPlan):
+        return _plan_like(model, degree, given, sequence_parallel)
     plan = _plan_of(model, degree, given) or _plan_of_parts(model, degree)
     if plan is None:
         raise _no_plan(model, degree)
     check_plan(model, plan, degree, sequence_parallel)
     return plan
+
+
+def _plan_like(model: nn.Module, degree: int, proved: ProvedPlan, sequence_parallel: bool) -> TensorPlan:
+    """Return the plan of a model from the source of one that was proved, with its proof."""
+    plan = find_plan(model, degree, proved.source, sequence_parallel)
+    if others := sorted(kinds_of(plan) ^ kinds_of(proved)):
+        raise ConfigError(
+            "tp-proof-other-kinds",
+            f"the plan was proved for a model that is split otherwise than {type(model).__name__}, as to "
+            f"{' '.join(others[0])}; call shardwise.prove_plan with a small model that has all kinds of its modules",
+        )
+    proofs = [note for note in proved.notes if note.startswith(PROVED)]
+    return replace(plan, notes=(*plan.notes, *proofs))
 
 
 def _no_plan(model: nn.Module, degree: int) -> ConfigError:

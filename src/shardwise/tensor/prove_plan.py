@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import MeshShape
-from shardwise.layout.tensor_plan import TensorPlan, pattern
+from shardwise.layout.tensor_plan import PROVED, ProvedPlan, TensorPlan, kinds_of
 from shardwise.models import Decoder
 from shardwise.models.shrink import Scale, shrink_huggingface
 from shardwise.runtime.torch_private import is_fake, pytree, unseen_by_op_modes
@@ -38,12 +38,18 @@ _LOG: Final = logging.getLogger("shardwise")
 
 
 def prove_plan(
-    model: nn.Module, batch: Any, plan: Table | TensorPlan | None, tp: int, sequence_parallel: bool = False
+    model: nn.Module,
+    batch: Any,
+    plan: Table | TensorPlan | None,
+    tp: int,
+    sequence_parallel: bool = False,
+    large_plan: Table | TensorPlan | None = None,
 ) -> TensorPlan:
     """Prove a plan of tensor parallelism in numbers, and return it: `initialize` takes it without a warning.
 
     The model runs whole, and split over `tp` ranks in this process, forward and backward, in float64. To prove a plan
-    for a large model, give a small model of the same code with fewer and narrower layers.
+    for a large model, give a small model of the same code with fewer and narrower layers: `initialize` makes the large
+    model's plan from the same table, and takes it as proved if it splits the same kinds of modules in the same way.
 
     Args:
         model: of at most two million elements, with values; it is copied.
@@ -51,6 +57,8 @@ def prove_plan(
         plan: a table, or a plan; None for the one that the model brings, or its family has.
         tp: ranks of the tensor-parallel group.
         sequence_parallel: whether the plan's stacks are split along the sequence.
+        large_plan: the large model's table or plan, where it is another, such as one with numbers of features; these
+            numbers alone are not proved.
 
     Raises:
         ConfigError: outputs or gradients are not those of the whole model, or the plan does not fit it, or the model is
@@ -67,7 +75,13 @@ def prove_plan(
         ) from error
     if wrong:
         raise ConfigError("tp-plan-refuted", f"the plan is refuted, in float64 over tp={tp}: {wrong}")
-    return with_proof(found, tp, sequence_parallel)
+    proved = with_proof(found, tp, sequence_parallel)
+    source = plan.source if isinstance(plan, ProvedPlan) else plan
+    source = source if large_plan is None else large_plan
+    if source is found:
+        return proved
+    fields: dict[str, Any] = {name: getattr(proved, name) for name in TensorPlan.__dataclass_fields__}
+    return ProvedPlan(**fields, source=source)
 
 
 def proved_layout(model: nn.Module, config: Config, plan: Table | TensorPlan | None, *, rank: int) -> Layout:
@@ -82,7 +96,10 @@ def proved_layout(model: nn.Module, config: Config, plan: Table | TensorPlan | N
     layout = plan_layout(model, config, plan, rank=rank)
     why_not = check_small_copy(model, plan, config.mesh.tp, config.tensor.sequence_parallel)
     if why_not and rank == 0:
-        warn(model, why_not, config.mesh.tp, is_found=isinstance(plan, TensorPlan))
+        is_found = isinstance(plan, TensorPlan) and not isinstance(plan, ProvedPlan)
+        options = f"tp={config.mesh.tp}" + ", sequence_parallel=True" * config.tensor.sequence_parallel
+        fix = f"plan=shardwise.prove_plan(small_model, batch, small_plan, {options}, large_plan=plan) proves it"
+        warn(model, why_not, propose_fix(config.mesh.tp) if is_found else fix)
     return layout
 
 
@@ -172,14 +189,6 @@ def check_provable(model: nn.Module, batch: Any) -> None:
         raise NotProvedError("the model or its batch has no values")
 
 
-def kinds_of(plan: TensorPlan) -> set[tuple[str, ...]]:
-    """Return what a plan says of each kind of modules, whatever their number and sizes."""
-    layers = {(pattern(each.module), each.style, str(each.gathers_output)) for each in plan.layers}
-    regions = {(pattern(each.module), *each.inputs) for each in plan.regions}
-    attributes = {(pattern(module), name) for module, name, _ in plan.attributes}
-    return layers | regions | attributes | {(pattern(name),) for name in plan.partial}
-
-
 def with_proof(plan: TensorPlan, degree: int, sequence_parallel: bool = False) -> TensorPlan:
     """Return the plan with a note that it is proved.
 
@@ -192,20 +201,19 @@ def with_proof(plan: TensorPlan, degree: int, sequence_parallel: bool = False) -
     return plan if proof in plan.notes else replace(plan, notes=(*plan.notes, proof))
 
 
-def warn(model: nn.Module, why_not: str, degree: int, is_found: bool) -> None:
-    """Log that a plan is used that is not proved, and what would prove it.
+def propose_fix(degree: int) -> str:
+    """Return the call that proves what `propose_plan` finds for a model that is too large to be run."""
+    return f"shardwise.propose_plan(model, batch, tp={degree}, small=(small_model, small_batch)) proves what it finds"
+
+
+def warn(model: nn.Module, why_not: str, fix: str) -> None:
+    """Log that a plan is used that is not proved.
 
     Args:
         model: named in the message.
         why_not: the reason.
-        degree: ranks of the tensor-parallel group.
-        is_found: whether `propose_plan` found the plan, so that it would prove it too.
+        fix: what would prove it.
     """
-    fix = (
-        f"shardwise.propose_plan(small_model, batch, tp={degree}) proves what it finds"
-        if is_found
-        else f"shardwise.prove_plan(small_model, batch, plan, tp={degree}) proves it"
-    )
     name = type(model).__name__
     _LOG.warning(
         "the tensor-parallel plan of %s is not proved: %s; %s, for a small model of the kind", name, why_not, fix
@@ -213,7 +221,7 @@ def warn(model: nn.Module, why_not: str, degree: int, is_found: bool) -> None:
 
 
 def _proof(degree: int, sequence_parallel: bool) -> str:
-    return f"proved in float64 over tp={degree}" + (", and along the sequence" if sequence_parallel else "")
+    return f"{PROVED} tp={degree}" + (", and along the sequence" if sequence_parallel else "")
 
 
 def _is_theirs(model: nn.Module) -> bool:

@@ -23,13 +23,21 @@ import torch
 from torch import nn
 
 from shardwise.config.resolve import ConfigError
-from shardwise.layout.tensor_plan import LayerSplit, SharedInput, TensorPlan, is_within, layer_lines, pattern
+from shardwise.layout.tensor_plan import (
+    LayerSplit,
+    SharedInput,
+    TensorPlan,
+    is_within,
+    kinds_of,
+    layer_lines,
+    pattern,
+)
 from shardwise.layout.tp_sharding import FusedPart
 from shardwise.tensor.autoplan.feature_groups import FlowAnalysis, LayerSet
 from shardwise.tensor.autoplan.kinds import is_linear, is_lookup, is_transposed
 from shardwise.tensor.autoplan.trace import ModelTrace, ModuleCall, TracedOp, record
 from shardwise.tensor.plan_table import NO_TENSOR
-from shardwise.tensor.prove_plan import check_provable, kinds_of, small_copy, warn, with_proof
+from shardwise.tensor.prove_plan import check_provable, propose_fix, small_copy, warn, with_proof
 from shardwise.tensor.thread_proof import NotProvedError, in_short, refute
 
 Attributes = tuple[tuple[str, str, int], ...]
@@ -39,7 +47,7 @@ Attributes = tuple[tuple[str, str, int], ...]
 MAX_FAILED_OPS: Final = 10_000
 
 
-def propose_plan(model: nn.Module, batch: Any, tp: int) -> TensorPlan:
+def propose_plan(model: nn.Module, batch: Any, tp: int, small: tuple[nn.Module, Any] | None = None) -> TensorPlan:
     """Find out how a model can be split over `tp` ranks, by running its forward once on tensors without memory.
 
     Args:
@@ -47,6 +55,8 @@ def propose_plan(model: nn.Module, batch: Any, tp: int) -> TensorPlan:
         batch: an example of the model's arguments: a dict gives keyword arguments, a tuple or list positional ones,
             anything else is the one argument. Only shapes and dtypes of its tensors matter.
         tp: ranks of the tensor-parallel group.
+        small: a small model of the same code, with values, and its batch; by these the plan of a model of more than
+            two million elements is proved.
 
     Raises:
         ConfigError: the model decides on the values of tensors, or nothing in it can be split; or a small model's
@@ -57,9 +67,9 @@ def propose_plan(model: nn.Module, batch: Any, tp: int) -> TensorPlan:
     with torch.device("cpu"):  # the caller's default may be another, such as meta
         plan = _propose(model, batch, tp)
         try:
-            wrong = _refute(model, plan, batch, tp)
+            wrong = _refute(model, plan, batch, tp, small)
         except NotProvedError as error:
-            warn(model, str(error), tp, is_found=True)
+            warn(model, str(error), propose_fix(tp))
             return plan
         except Exception as error:  # any error of the model's code with split layers
             wrong = in_short(error)
@@ -71,20 +81,24 @@ def propose_plan(model: nn.Module, batch: Any, tp: int) -> TensorPlan:
     return with_proof(plan, tp)
 
 
-def _refute(model: nn.Module, plan: TensorPlan, batch: Any, tp: int) -> str:
-    """Say what is wrong with a plan, run on the model itself or, if that is too large, on its tiny copy."""
+def _refute(model: nn.Module, plan: TensorPlan, batch: Any, tp: int, given: tuple[nn.Module, Any] | None) -> str:
+    """Say what is wrong with a plan, run on the model itself or, if that is too large, on a small one."""
     try:
         check_provable(model, batch)
     except NotProvedError as error:
         try:
-            small, small_batch = small_copy(model, tp)
-            found = _propose(small, small_batch, 2)
+            small, small_batch = given or small_copy(model, tp)
+            check_provable(small, small_batch)
+            degree = tp if given else 2
+            found = _propose(small, small_batch, degree)
         except Exception as other:
             why = other if isinstance(other, NotProvedError) else in_short(other)
-            raise NotProvedError(f"{error}, and of a tiny copy: {why}") from other
+            raise NotProvedError(f"{error}, and of a {'small model' if given else 'tiny copy'}: {why}") from other
         if kinds_of(found) != kinds_of(plan):
-            raise NotProvedError(f"{error}, and its tiny copy is split otherwise") from error
-        return refute(small, found, small_batch, 2)
+            raise NotProvedError(
+                f"{error}, and its {'small model' if given else 'tiny copy'} is split otherwise"
+            ) from error
+        return refute(small, found, small_batch, degree)
     return refute(model, plan, batch, tp)
 
 
@@ -263,7 +277,8 @@ def _find_attributes(
     first = ""
     for chosen in _attribute_choices(model, analysis, kind):
         if analysis.num_failed_ops > MAX_FAILED_OPS:
-            return None, f"{first}, and the time to look for attributes that make it work is over"
+            tried = first or "nothing was tried"
+            return None, f"{tried}, and the time to look for attributes that make it work is over"
         wrong = analysis.rehearse(model, batch, kind, chosen)
         if not wrong:
             return chosen, ""
