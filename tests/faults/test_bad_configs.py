@@ -179,6 +179,9 @@ def test_bad_files_are_refused_in_one_line(tmp_path, text, capsys) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["bad.toml"]
 
 
+PLAN = ["plan", "--model", "25m", "--cluster", "h100:4", "--global-batch", "16"]
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -191,6 +194,10 @@ def test_bad_files_are_refused_in_one_line(tmp_path, text, capsys) -> None:
         ["timeline", "mesh.pp=1000000"],
         ["timeline", "mesh.pp=2", "batch.accumulation=1000000"],
         ["timeline", "mesh.pp=2", "--transfer-s", "1e308"],
+        [*PLAN, "--seq", "99999999999999"],
+        [*PLAN, "--seq", "9" * 5000],
+        [*PLAN, "--cluster", "h100:" + "9" * 5000],
+        ["plan", "--dry-run", "--ranks", "9" * 5000],
     ],
 )
 def test_commands_refuse_in_one_line_and_leave_nothing(tmp_path, monkeypatch, capsys, arguments) -> None:
@@ -203,6 +210,25 @@ def test_commands_refuse_in_one_line_and_leave_nothing(tmp_path, monkeypatch, ca
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["timeline", "mesh.pp=2", flag] for flag in ("--svg", "--html", "--chrome-trace")),
+        ["attention", "show", "attention.kind=fixed", "--svg"],
+        *([*PLAN, flag] for flag in ("--json", "--write")),
+    ],
+)
+def test_a_folder_where_a_file_is_to_be_written_is_refused_with_a_fix(tmp_path, monkeypatch, capsys, arguments) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    assert cli.main([*arguments, "folder"]) in (1, 2)
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err.count("\n")) == ("", 1)
+    assert "folder" in captured.err
+    assert "; give" in captured.err
+    assert list(tmp_path.rglob("*")) == [tmp_path / "folder"]
 
 
 def shardwise(tmp_path: Path, before: str, *arguments: str, after: str = "") -> subprocess.CompletedProcess[str]:

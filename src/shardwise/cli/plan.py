@@ -57,6 +57,8 @@ _WRITTEN_BY: Final = "# Written by `shardwise plan`"
 _MAX_MARGIN: Final = 0.9
 _USUAL_LENGTH: Final = 4096
 _LONG_NAME: Final = 80
+# Python refuses to read a number of thousands of digits.
+_MAX_DIGITS: Final = 18
 _NO_BATCH: Final = "no batch is given; say how many sequences a step takes, such as --global-batch 1024"
 _NO_MODEL: Final = "no model is given; say which, such as --model llama-70b, or a config; see shardwise presets"
 # The flags that each question uses; a search uses all but those of a dry run.
@@ -119,9 +121,14 @@ def _positive(text: str | None, flag: str) -> int | None:
     if text is None:
         return None
     digits = text.replace(",", "").replace("_", "")
-    if not digits.isascii() or not digits.isdecimal() or int(digits) < 1:
-        raise ConfigError("flag-whole-number", f"{flag} {text} must be a whole number >= 1, such as {flag} 1024")
+    if not _is_number(digits) or int(digits) < 1:
+        shown = text if len(text) <= _LONG_NAME else f"{text[:_LONG_NAME]}..."
+        raise ConfigError("flag-whole-number", f"{flag} {shown} must be a whole number >= 1, such as {flag} 1024")
     return int(digits)
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS
 
 
 def _share(text: str | None) -> float:
@@ -508,8 +515,9 @@ def parse_ranks(text: str | None) -> list[int] | Choice | None:
     if text == "stages":
         return "stages"
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() for part in parts):
+    if not all(map(_is_number, parts)):
+        shown = text if len(text) <= _LONG_NAME else f"{text[:_LONG_NAME]}..."
         raise ConfigError(
-            "ranks-to-simulate", f"--ranks {text} names no ranks; give numbers such as 0,8,16, or worst, or stages"
+            "ranks-to-simulate", f"--ranks {shown} names no ranks; give numbers such as 0,8,16, or worst, or stages"
         )
     return [int(part) for part in parts]

@@ -235,7 +235,7 @@ def _tera(flops: Mapping[str, float]) -> dict[str, float]:
 ENTRIES: Final = _read_entries(Path(__file__).with_name("catalogue.toml"))
 GPUS: Final[Mapping[str, GpuSpec]] = MappingProxyType({name: entry.gpu for name, entry in ENTRIES.items()})
 
-_COUNT: Final = re.compile(r"(?:(\d+)x)?(\d+)")
+_COUNT: Final = re.compile(r"(?:(\d{1,9})x)?(\d{1,9})")
 # Devices of a node where links join more than one node.
 _NODE_OF_RACKS: Final = 4
 _USUAL_NODE: Final = 8

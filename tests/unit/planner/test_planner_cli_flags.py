@@ -76,7 +76,7 @@ def test_numbers_of_flags_are_read() -> None:
     assert (bare.global_batch, bare.seq, bare.top, bare.margin) == (None, None, None, 0.06)
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "1.5", "", "\u00b2", "\u0661", "1e3"])
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "", "\u00b2", "\u0661", "1e3", "9" * 19])
 def test_what_is_no_count_is_refused(text: str) -> None:
     with refused("flag-whole-number", f"--seq {text}", ">= 1"):
         positive(text, "--seq")
