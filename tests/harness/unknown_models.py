@@ -1,7 +1,7 @@
 """Language models in the ways that people write them, for which there is no plan of tensor parallelism.
 
 >>> [case.name for case in CASES]
-['nano', 'grouped', 'gated', 'crossed', 'routed']
+['nano', 'grouped', 'gated', 'crossed', 'routed', 'scaled']
 """
 
 from __future__ import annotations
@@ -121,6 +121,30 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
+class Decomposed(Adapted):
+    """A frozen weight and its update, whose rows are brought to trained lengths, as DoRA does it."""
+
+    def __init__(self, num_in: int, num_out: int) -> None:
+        super().__init__(num_in, num_out)
+        self.magnitude = nn.Parameter(self.base.weight.detach().norm(dim=1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = (self.base.weight + self.up.weight @ self.down.weight).norm(dim=1)
+        return (F.linear(x, self.base.weight) + self.up(self.down(x))) * (self.magnitude / lengths) + self.base.bias
+
+
+class ScaledBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(HIDDEN) for _ in range(2))
+        self.attention = GroupedAttention()
+        self.up, self.down = Decomposed(HIDDEN, 24), Decomposed(24, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norms[0](x))
+        return x + self.down(F.silu(self.up(self.norms[1](x))))
+
+
 class CrossAttention(nn.Module):
     """Queries of one stream, keys and values of another; pairs of features are turned, and stacked again."""
 
@@ -233,6 +257,10 @@ def routed() -> LanguageModel:
     return LanguageModel(RoutedBlock)
 
 
+def scaled() -> LanguageModel:
+    return LanguageModel(ScaledBlock)
+
+
 def make_batch(seed: int, num_samples: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Tokens and targets, both [B, S]."""
     generator = torch.Generator().manual_seed(seed)
@@ -246,5 +274,5 @@ def make_loss(logits: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int
 
 
 CASES: Final = tuple(
-    ModelCase(make.__name__, make, make_batch, make_loss) for make in (nano, grouped, gated, crossed, routed)
+    ModelCase(make.__name__, make, make_batch, make_loss) for make in (nano, grouped, gated, crossed, routed, scaled)
 )

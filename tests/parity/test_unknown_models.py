@@ -67,7 +67,7 @@ def test_proposals_split_all_that_is_large() -> None:
         styles = {layer.style for layer in plan.layers}
         assert {"vocab", "column", "row"} <= styles
         assert any(layer.gathers_output for layer in plan.layers) == (case.name == "gated")
-        num_rows = {"gated": 2, "crossed": 6, "routed": 2}.get(case.name, 4)
+        num_rows = {"gated": 2, "crossed": 6, "routed": 2, "scaled": 2}.get(case.name, 4)
         assert len([layer for layer in plan.layers if layer.style == "row"]) == num_rows
 
 
