@@ -23,6 +23,7 @@ from harness.refusals import refused
 from shardwise.layout.tensor_plan import LayerSplit, SharedInput, TensorPlan
 from shardwise.layout.tp_sharding import ParamSplit
 from shardwise.models import Decoder, DecoderConfig
+from shardwise.tensor.autoplan import propose
 from shardwise.tensor.autoplan.propose import propose_plan
 
 E, HEADS, SEQ = 16, 4, 6
@@ -357,6 +358,24 @@ def test_parameters_used_on_heads_and_elsewhere_leave_them_whole() -> None:
     shared = type("Shared", (Grouped,), {"forward": lambda self, x: plain(self, x) * self.q_norm.weight.sum()})()
     with refused("tp-nothing-to-split", "used elsewhere"):
         propose_plan(shared, inputs(), tp=2)
+
+
+@pytest.mark.parametrize("limit", [0, 20])
+def test_a_search_for_attributes_ends_at_its_bound_and_says_so(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    monkeypatch.setattr(propose, "MAX_FAILED_OPS", limit)
+    with refused("tp-nothing-to-split", "rank's share, ", "the time to look for attributes") as caught:
+        propose_plan(Gpt("attributes"), inputs(), tp=2)
+    assert ", ," not in str(caught.value)
+    assert styles(propose_plan(Mlp(), inputs(), tp=2)) == {"gate": "column", "up": "column", "down": "row"}
+
+
+def test_what_was_found_before_the_bound_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(Mlp(adds_input=True), Gpt("attributes"))
+    monkeypatch.setattr(propose, "MAX_FAILED_OPS", 50)
+    plan = propose_plan(model, inputs(), tp=2)
+    assert styles(plan) == {"0.gate": "column", "0.up": "column", "0.down": "row"}
+    (note,) = (each for each in plan.notes if "the time to look for attributes" in each)
+    assert note.startswith("*.c_attn whole")
 
 
 def decoder(tie: bool) -> Decoder:
