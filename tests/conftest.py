@@ -10,6 +10,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from zlib import crc32
 
 import hypothesis
 import numpy as np
@@ -29,7 +30,6 @@ hypothesis.settings.register_profile("shardwise", derandomize=True, deadline=Non
 hypothesis.settings.load_profile("shardwise")
 
 PARITY = Path(__file__).parent / "parity"
-NUM_PARITY_VARIANTS = 2  # each starts ranks and a plain process; `tests/parity/test_stages.py` has all combinations
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -50,19 +50,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def variants_left_out(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Of each test marked `quick(n)`, and of parity tests without the mark (n = 2), all variants but n.
+    """Of each test marked `quick(n)`, and of parity tests without the mark (n = 1), all variants but n.
 
-    Those that run lie evenly over all: the first and the last one stay.
+    Those that run lie evenly over all, the first and the last one among them. A single one is chosen by the test's
+    name, so that over the suite all stages and ranks are met.
     """
     variants = defaultdict(list)
     for item in items:
         mark = item.get_closest_marker("quick")
         if mark is not None or PARITY in item.path.parents:
-            num = NUM_PARITY_VARIANTS if mark is None else mark.args[0]
+            num = 1 if mark is None else mark.args[0]
             variants[item.path, getattr(item, "originalname", item.name), num].append(item)
     left_out = set()
-    for (_, _, num), group in variants.items():
-        kept = {round(i * (len(group) - 1) / max(num - 1, 1)) for i in range(num)}
+    for (_, name, num), group in variants.items():
+        kept = (
+            {round(i * (len(group) - 1) / (num - 1)) for i in range(num)}
+            if num > 1
+            else {crc32(name.encode()) % len(group)}
+        )
         left_out |= {item for i, item in enumerate(group) if i not in kept}
     return left_out
 

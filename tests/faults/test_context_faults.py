@@ -69,7 +69,7 @@ def die_in_an_exchange(rank: int, world_size: int, transport: str, number: int, 
     (folder / str(rank)).write_text(text if is_in_time else f"late: {text}")
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("num_ranks", "transport", "number", "names"),
     [(2, "ring", 1, "keys"), (4, "ring", 8, "keys|gradients"), (2, "ulysses", 3, "heads|tokens")],
@@ -143,6 +143,7 @@ def test_ranks_that_go_different_ways_learn_where(ranks: WorkerPool, checks: boo
     assert ("rank 1 did not come to exchange #" in first) == checks
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("transport", ["ring", "ulysses"])
 def test_checked_collectives_train_the_same(ranks: WorkerPool, transport: str) -> None:
     overrides = {

@@ -104,7 +104,7 @@ def equal(found: list[Any], wanted: list[Any]) -> bool:
     )
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("tiers", "clip_norm"),
     [

@@ -110,6 +110,7 @@ def test_blocks_of_which_every_second_is_recomputed(ranks: WorkerPool) -> None:
         assert num_graphs == [(2, 4), (4, 6), (8, 8), (8, 8), (8, 8)]
 
 
+@pytest.mark.full
 def test_compiled_attention_equals_one_process(ranks: WorkerPool) -> None:
     for num_graphs in check(ranks, {"case": "transformer", "stage": 3, "recompute": "selective", "accumulation": 2}):
         assert num_graphs[2:] == [(4, 4), (4, 4), (4, 4)]

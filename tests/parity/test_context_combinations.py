@@ -80,7 +80,7 @@ def reference(name: str, num_data_ranks: int) -> Trace:
     return train_whole(name, num_data_ranks, NUM_MICRO_BATCHES, NUM_STEPS)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("case", [pytest.param(each, marks=pytest.mark.full if each in SLOW else ()) for each in CASES])
 def test_split_sequences_beside_other_features_equal_one_process(ranks: WorkerPool, case: str) -> None:
     name, mesh, others = CASES[case]

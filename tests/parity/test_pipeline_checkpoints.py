@@ -153,7 +153,7 @@ CHAINS = [
 ]
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("first", "last", "is_tied", "precision", "optimizer"), CHAINS)
 def test_pipelines_load_what_other_layouts_have_saved(
     ranks: WorkerPool, tmp_path: Path, first: str, last: str, is_tied: bool, precision: str, optimizer: str

@@ -42,7 +42,7 @@ def simulate_case(case: ModelCase, overrides: dict[str, Any], rank: int, world_s
     )
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "options",
     cover(

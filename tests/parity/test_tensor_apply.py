@@ -94,7 +94,7 @@ def test_a_split_model_computes_what_the_whole_does(
     check(ranks(num_ranks).run(train, is_sequence, mode, {}), is_sequence)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.full
 @pytest.mark.parametrize(("is_sequence", "mode"), [(False, "none"), (True, "selective"), (True, "full")])
 def test_compiled_blocks_compute_it_too(ranks: WorkerPool, is_sequence: bool, mode: str) -> None:
     check(ranks(2).run(train, is_sequence, f"compiled {mode}", {}), is_sequence)

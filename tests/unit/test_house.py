@@ -102,6 +102,12 @@ SHARED_CODES = frozenset(
 )
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """The syntax tree of a file, which is not to be changed."""
+    return ast.parse(path.read_text())
+
+
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
@@ -125,7 +131,7 @@ def test_budgets() -> None:
         name, text = path.relative_to(SOURCE), path.read_text()
         if text.count("\n") > MAX_FILE_LINES:
             over.append(f"{name} has {text.count(chr(10))} lines")
-        for node in functions(ast.parse(text)):
+        for node in functions(tree_of(path)):
             length = (node.end_lineno or 0) - node.lineno + 1
             if length > MAX_FUNCTION_LINES:
                 over.append(f"{name}: {node.name} has {length} lines")
@@ -147,7 +153,7 @@ def test_only_one_place_may(pattern: str) -> None:
 def test_no_module_level_mutable_state() -> None:
     found = []
     for path in FILES:
-        tree = ast.parse(path.read_text())
+        tree = tree_of(path)
         for node in tree.body:
             value = getattr(node, "value", None) if isinstance(node, ast.Assign | ast.AnnAssign) else None
             names = [ast.unparse(each) for each in getattr(node, "targets", [getattr(node, "target", None)]) if each]
@@ -161,7 +167,7 @@ def test_no_module_level_mutable_state() -> None:
 
 def test_no_work_inside_assert() -> None:
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Assert):
                 calls = [ast.unparse(each.func) for each in ast.walk(node.test) if isinstance(each, ast.Call)]
                 assert set(calls) <= {"isinstance", "len"}, f"{path}, line {node.lineno} calls {calls}"
@@ -202,7 +208,7 @@ def first_sentences(tree: ast.Module) -> Iterator[tuple[str, bool, str]]:
 
 def test_docstrings_begin_with_a_sentence_that_has_a_verb() -> None:
     """A function's begins with an imperative; a class's or module's with such a verb, or with a subject and one."""
-    found = [(path, *each) for path in FILES for each in first_sentences(ast.parse(path.read_text()))]
+    found = [(path, *each) for path in FILES for each in first_sentences(tree_of(path))]
     first = [re.split(r"[^A-Za-z]", sentence.lower())[0] for *_, sentence in found]
     verbs = {word for word, each in zip(first, found, strict=True) if each[2]}
     wrong = verbs & NO_VERBS | {word for word in verbs if re.search(r"[^s]s$", word)}
@@ -234,7 +240,7 @@ def test_public_functions_of_three_arguments_say_what_they_are() -> None:
     """A docstring names each argument, or says whose they are."""
     found = []
     for path in FILES:
-        for node, text in public_functions(ast.parse(path.read_text())):
+        for node, text in public_functions(tree_of(path)):
             arguments = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
             arguments = [each for each in arguments if each not in ("self", "cls")]
             if len(arguments) >= 3 and not any("overload" in ast.unparse(each) for each in node.decorator_list):
@@ -268,7 +274,7 @@ def literals(code: ast.expr) -> list[str]:
 
 
 def test_every_error_has_a_code_and_a_code_is_one_rule() -> None:
-    trees = {path.relative_to(SOURCE): ast.parse(path.read_text()) for path in FILES}
+    trees = {path.relative_to(SOURCE): tree_of(path) for path in FILES}
     errors, wrong, packages_of = coded_errors(trees.values()), [], defaultdict(set)
     for path, tree in trees.items():
         for node in ast.walk(tree):

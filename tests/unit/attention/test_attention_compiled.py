@@ -95,6 +95,7 @@ def test_a_strict_layout_is_refused_as_its_values_may_change() -> None:
         compiled(module)(q, q, q)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_intercepted_attention_follows_the_context(is_causal: bool) -> None:
     def run(q: Tensor) -> Tensor:
@@ -109,6 +110,7 @@ def test_intercepted_attention_follows_the_context(is_causal: bool) -> None:
     torch.testing.assert_close(run_compiled(q), run(q))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_decoders_of_one_shape_keep_their_own_structures_at_all_lengths(dynamic: bool | None) -> None:
     sizes = {"vocab_size": 17, "num_layers": 1, "hidden_size": 8, "num_heads": 2, "num_kv_heads": 1, "head_dim": 4}

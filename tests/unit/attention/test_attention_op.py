@@ -205,6 +205,7 @@ class TestFakes:
         assert whole.of_heads(0, 1).allowed().any()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("p", [0.0, P])
 def test_compiles_whole(p: float) -> None:
     whole, inputs = layout(), tensors()

@@ -75,6 +75,7 @@ def check(ceilings: dict[tuple[int, int, str, str, bool], int]) -> None:
         assert set(kernels) == (wanted | {"merge_softmax", "merge_sums"} if variant[4] else wanted)
 
 
+@pytest.mark.full
 def test_default_kernels_hardly_spill() -> None:
     check(DEFAULTS)
 

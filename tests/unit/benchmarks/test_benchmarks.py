@@ -46,6 +46,7 @@ def test_checkpoints_are_measured(tmp_path: Path) -> None:
     assert "throughput / raw" in finished.stdout
 
 
+@pytest.mark.full
 def test_the_step_on_the_host_is_measured(tmp_path: Path) -> None:
     kept = tmp_path / "measured.json"
     options = ["--numel", "100000", "--rounds", "2", "--no-deepspeed", "--json", str(kept)]

@@ -66,6 +66,7 @@ def measure_with(
     return found, failure, [int(path.read_text()) for path in pids.iterdir()]
 
 
+@pytest.mark.full
 def test_every_collective_is_measured_at_every_size() -> None:
     collectives, failure = measure_collectives(
         "cpu", 2, os.environ | {"OMP_NUM_THREADS": "1"}, timeout_s=2 * PATIENCE_S

@@ -46,7 +46,7 @@ def test_an_engine_gives_a_model_the_section_and_takes_it_back(family: str) -> N
     assert not any("_shardwise_structure" in module.__dict__ for module in model.modules())
 
 
-@pytest.mark.quick(1)
+@pytest.mark.full
 @pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.full), "full", "selective"])
 def test_compiled_blocks_train_equally(recompute: str) -> None:
     losses = []

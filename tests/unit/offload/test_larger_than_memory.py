@@ -85,6 +85,7 @@ def _small_stacks() -> None:
     resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, hard))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the limit does not count pages of one's own")
 @pytest.mark.parametrize(
     ("hidden_size", "num_layers", "cap_mib"), [(128, 96, 96), pytest.param(256, 80, 320, marks=pytest.mark.full)]

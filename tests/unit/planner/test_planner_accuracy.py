@@ -125,6 +125,7 @@ def test_files_of_no_cases_are_refused_in_one_line(
     assert "cases.json" in said
 
 
+@pytest.mark.full
 def test_the_script_runs_by_itself(tmp_path: Path) -> None:
     cases = tmp_path / "cases.json"
     cases.write_text('[{"id": "x"}]')

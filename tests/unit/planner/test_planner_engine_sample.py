@@ -24,7 +24,7 @@ def errors_of(sample: Sample) -> Iterator[float]:
         yield error
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("sample", drawn(seed=10, num_samples=5), ids=range(5))
 def test_each_rank_holds_at_rest_and_at_the_peak_what_the_planner_says(sample: Sample) -> None:
     assert all(abs(error) <= 0.05 for error in errors_of(sample))

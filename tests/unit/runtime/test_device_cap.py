@@ -109,6 +109,7 @@ def run(shape: DecoderConfig, config: dict[str, Any], world_size: int = 1, **opt
     )
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_rank_completes_in_its_peak_and_in_no_byte_less(stage: int) -> None:
     free = small(stage)
