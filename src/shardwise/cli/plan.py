@@ -122,13 +122,18 @@ def _positive(text: str | None, flag: str) -> int | None:
         return None
     digits = text.replace(",", "").replace("_", "")
     if not _is_number(digits) or int(digits) < 1:
-        shown = text if len(text) <= _LONG_NAME else f"{text[:_LONG_NAME]}..."
-        raise ConfigError("flag-whole-number", f"{flag} {shown} must be a whole number >= 1, such as {flag} 1024")
+        raise ConfigError(
+            "flag-whole-number", f"{flag} {_shown(text)} must be a whole number >= 1, such as {flag} 1024"
+        )
     return int(digits)
 
 
 def _is_number(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS
+
+
+def _shown(text: str) -> str:
+    return text if len(text) <= _LONG_NAME else f"{text[:_LONG_NAME]}..."
 
 
 def _share(text: str | None) -> float:
@@ -516,8 +521,8 @@ def parse_ranks(text: str | None) -> list[int] | Choice | None:
         return "stages"
     parts = [part.strip() for part in text.split(",")]
     if not all(map(_is_number, parts)):
-        shown = text if len(text) <= _LONG_NAME else f"{text[:_LONG_NAME]}..."
         raise ConfigError(
-            "ranks-to-simulate", f"--ranks {shown} names no ranks; give numbers such as 0,8,16, or worst, or stages"
+            "ranks-to-simulate",
+            f"--ranks {_shown(text)} names no ranks; give numbers such as 0,8,16, or worst, or stages",
         )
     return [int(part) for part in parts]

@@ -86,18 +86,16 @@ def _refute(model: nn.Module, plan: TensorPlan, batch: Any, tp: int, given: tupl
     try:
         check_provable(model, batch)
     except NotProvedError as error:
+        degree, name = (tp, "small model") if given else (2, "tiny copy")
         try:
             small, small_batch = given or small_copy(model, tp)
             check_provable(small, small_batch)
-            degree = tp if given else 2
             found = _propose(small, small_batch, degree)
         except Exception as other:
             why = other if isinstance(other, NotProvedError) else in_short(other)
-            raise NotProvedError(f"{error}, and of a {'small model' if given else 'tiny copy'}: {why}") from other
+            raise NotProvedError(f"{error}, and of a {name}: {why}") from other
         if kinds_of(found) != kinds_of(plan):
-            raise NotProvedError(
-                f"{error}, and its {'small model' if given else 'tiny copy'} is split otherwise"
-            ) from error
+            raise NotProvedError(f"{error}, and its {name} is split otherwise") from error
         return refute(small, found, small_batch, degree)
     return refute(model, plan, batch, tp)
 
