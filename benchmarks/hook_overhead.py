@@ -35,7 +35,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.backends import SimulatedBackend, SimulatedFactory
+from shardwise.comm.backends import SimulatedFactory
+from shardwise.comm.collectives import Comm, CommResources
 from shardwise.config.resolve import Config
 from shardwise.engine.engine import Engine
 from shardwise.layout.layout import build_layout
@@ -52,23 +53,16 @@ Pass = Callable[[], None]
 System = tuple[Pass, Pass]  # what is timed, and what follows it untimed
 
 
-class FreeLinks(SimulatedBackend):
-    """Links of a lone rank: every collective is done at once, and what is read is its own."""
-
-    moves_nothing = False
-
-    def read(self, values: Tensor, known: Sequence[float]) -> list[float]:
-        return values.tolist()
-
-
 class FreeNetwork(SimulatedFactory):
-    """A network of free links."""
+    """A network of a lone rank whose tensors are real: every collective is done at once, and reads its own values."""
 
     def __init__(self) -> None:
         super().__init__(MeshShape(), 0, "gloo")
 
-    def links(self, axes: tuple[str, ...], use: str) -> FreeLinks:
-        return FreeLinks(0, 1, "gloo")
+    def comm(self, axes: tuple[str, ...], use: str, resources: CommResources, axis: str) -> Comm:
+        comm = super().comm(axes, use, resources, axis)
+        comm.is_simulated = False
+        return comm
 
 
 class Block(nn.Module):

@@ -22,12 +22,10 @@ from harness.pool import WorkerPool
 from harness.refusals import refused
 from harness.training import make_config
 from shardwise import backward, initialize
-from shardwise.comm.backends import ProcessGroupBackend
-from shardwise.comm.collectives import Comm
+from shardwise.comm.backends import process_group_comm
+from shardwise.comm.collectives import Comm, CommResources
 from shardwise.models.decoder import lm_loss
-from shardwise.runtime.buffer_pool import BufferPool
 from shardwise.runtime.float64 import float64_throughout
-from shardwise.runtime.streams import Streams
 from shardwise.tensor.cross_entropy import VocabSplit
 from shardwise.tensor.loss_parallel import LazyLogits, LazyLogitsHead
 
@@ -296,7 +294,7 @@ def test_a_loss_of_deferred_logits_never_holds_them() -> None:
 
 def make_comm() -> Comm:
     device = torch.device("cpu")
-    return Comm(ProcessGroupBackend(dist.group.WORLD, device), "tp", device, 20.0, Streams(device), BufferPool(device))
+    return process_group_comm(dist.group.WORLD, "tp", CommResources.alone(device, 20.0))
 
 
 def split_logits(rank: int, world_size: int, vocab_size: int) -> tuple[Tensor, Tensor, Tensor, bool]:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.comm.collectives import CommFactory, connect
+from shardwise.comm.collectives import CommFactory
 from shardwise.comm.consistency import BatchCheck, all_or_none
 from shardwise.comm.loss import LossAccumulator, LossFn, LossSum, NonFiniteLossError, first_nonfinite_module
+from shardwise.comm.mesh import connect
 from shardwise.comm.p2p import P2PChannels
 from shardwise.comm.watchdog import watch
 from shardwise.config.errors import EngineError

@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.comm.collectives import CommError, ProcessGroupFactory
+from shardwise.comm.backends import ProcessGroupFactory
 from shardwise.comm.consistency import RankExchange, RankFacts, agree_on_setup, all_or_none
 from shardwise.comm.loss import LossFn
 from shardwise.comm.mesh import Mesh, open_store
-from shardwise.comm.records import MissingRankError
+from shardwise.comm.records import CommError, MissingRankError
 from shardwise.config.resolve import Config, ConfigError, TiersConfig
 from shardwise.deferred_init.parameters import skip_init
 from shardwise.engine.engine import Engine
@@ -101,7 +101,7 @@ def initialize(
             check_folder(model, Path(weights), names)
     agree_on_setup(store, rank, RankFacts.of(layout, config, model.named_buffers()), config.run.timeout_s)
     config = with_own_cores(config, store, rank, usable_cores(), quota_cores())
-    comm_factory = ProcessGroupFactory(Mesh(layout.mesh, config.run.timeout_s), device, store)
+    comm_factory = ProcessGroupFactory(Mesh(layout.mesh, config.run.timeout_s), store)
     options: dict[str, Any] = {"loss_fn": loss_fn, "optimizer": optimizer, "scheduler": scheduler}
     memory, where = MemoryTracker(device), f"on rank {rank} while its engine is made"
     try:

@@ -13,8 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.collectives import Comm, CommError, CommGroups
+from shardwise.comm.collectives import Comm
 from shardwise.comm.loss import LossAccumulator
+from shardwise.comm.mesh import CommGroups
+from shardwise.comm.records import CommError
 from shardwise.comm.watchdog import Watchdog
 from shardwise.config.errors import EngineError
 from shardwise.config.resolve import Config

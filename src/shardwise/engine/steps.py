@@ -14,10 +14,10 @@ from typing import Any, Protocol, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.backends import CommFactory
-from shardwise.comm.collectives import CommGroups
+from shardwise.comm.collectives import CommFactory
 from shardwise.comm.consistency import BatchCheck
 from shardwise.comm.loss import LossAccumulator, LossFn, LossSum, read_loss
+from shardwise.comm.mesh import CommGroups
 from shardwise.comm.watchdog import Watchdog
 from shardwise.context.batch import BatchSharder, TokenShard
 from shardwise.context.huggingface import without_num_items

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.collectives import Comm, CommGroups
+from shardwise.comm.collectives import Comm
+from shardwise.comm.mesh import CommGroups
 from shardwise.config.resolve import PrecisionConfig
 from shardwise.deferred_init.parameters import ParamInitializer
 from shardwise.layout.layout import Layout

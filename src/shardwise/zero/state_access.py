@@ -34,8 +34,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from shardwise.comm.collectives import Comm, CommGroups
+from shardwise.comm.collectives import Comm
 from shardwise.comm.loss import LossAccumulator
+from shardwise.comm.mesh import CommGroups
 from shardwise.config.resolve import ConfigError
 from shardwise.layout.param_groups import GroupSpec, ParamSlice, ParamSpec
 from shardwise.offload.step_pipeline import CHUNK_NUMEL
