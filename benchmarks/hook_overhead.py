@@ -101,31 +101,34 @@ def plain(num_blocks: int, num_params: int) -> System:
 
 
 class Silent:
-    """A unit whose events do nothing."""
+    """Events of units that do nothing; gradients are copied out."""
 
-    def before_forward(self) -> None:
+    def pre_forward(self, unit: None) -> None:
         pass
 
-    def after_forward(self, outputs: Sequence[Tensor], backward_follows: bool | None) -> None:
+    def post_forward(self, unit: None, outputs: Sequence[Tensor], backward_follows: bool | None) -> None:
         pass
 
-    def expect_input_gradients(self, are_tracked: bool) -> None:
+    def expect_input_gradients(self, unit: None, are_tracked: bool) -> None:
         pass
 
-    def before_backward(self) -> None:
+    def pre_backward(self, unit: None) -> None:
         pass
 
-    def after_input_gradients(self) -> None:
+    def on_input_gradients(self, unit: None) -> None:
         pass
+
+    def on_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
+        torch.zeros_like(parameter).copy_(gradient)
 
 
 def hooks_alone(num_blocks: int, num_params: int) -> System:
     """The engine's hooks on blocks, inputs, outputs and parameters, which report nothing but gradients."""
     model = build_model(num_blocks, num_params)
     for block in model:
-        hook_unit(block, Silent())
+        hook_unit(block, Silent(), None)
     for parameter in model.parameters():
-        hook_gradient(parameter, torch.zeros_like(parameter).copy_)
+        hook_gradient(parameter, Silent)
     x = torch.ones(2, WIDTH)
     return lambda: model(x).sum().backward(), lambda: None
 

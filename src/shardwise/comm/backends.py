@@ -318,8 +318,6 @@ def simulated_comm(place: RankPlace, resources: CommResources, backend: Backend)
 class SimulatedC10d:
     """Stands for `torch.distributed` among ranks that are not there: its functions return at once and move nothing."""
 
-    P2POp = tuple
-
     def __getattr__(self, name: str) -> Any:
         """Return a function that does nothing."""
         return _no_work

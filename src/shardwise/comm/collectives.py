@@ -438,8 +438,9 @@ class Comm(ABC):
 
     def _wait(self, call: Collective, started: Launch, finish: Callable[[], object] | None) -> None:
         self._in_flight.discard(started)
+        works, started.works, started.wait = started.works, [], None  # torch's works hold the tensors
         with self.comm_log.running(call):
-            for work in started.works:
+            for work in works:
                 work.wait(self._timeout)
         if finish is not None:
             finish()

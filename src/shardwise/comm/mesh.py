@@ -143,6 +143,11 @@ class CommGroups:
     all: Comm
     tied: Mapping[tuple[int, ...], Comm]
 
+    def drain(self) -> None:
+        """Wait for every collective that is under way; see `Comm.drain`."""
+        for comm in {self.data, self.shards, self.reductions, self.replicas, self.model, self.all}:
+            comm.drain()
+
 
 def connect(
     comm_factory: CommFactory,

@@ -531,7 +531,7 @@ def backpropagate(engines: Sequence[Engine], loss: Tensor, weight: Tensor) -> No
     torch.autograd.backward(loss, weight.to(loss.dtype).reshape(loss.shape))
     for engine in engines:
         engine._is_broken = False
-        engine._sharding.is_expecting_gradients = False
+        engine._sharding.expect_no_gradients()
         engine._sharding.watch_gradients()
 
 

@@ -154,20 +154,13 @@ def run_model(engine: StepEngine, taken: RankBatch, read: Callable[[Any], Result
         taken: the batch.
         read: is given the model's output.
     """
-    sharding = engine._sharding
-    sharding.is_serving = True
     try:
-        with _numbers_for(engine, taken):
+        with engine._sharding.serving(), _numbers_for(engine, taken):
             return read(call_model(engine.model, taken.share.inputs))
     except BaseException as error:
-        sharding.abandon_forward()
         explain_shapes(error, engine.model, engine.layout.tensor)
         explain_dtypes(error, engine.model, torch_dtype(engine.layout.precision.param))
         raise
-    finally:
-        sharding.is_serving = False
-        if not torch.is_grad_enabled():
-            sharding.reshard_all()  # what the loss has read
 
 
 def _numbers_for(engine: StepEngine, taken: RankBatch) -> AbstractContextManager[None]:

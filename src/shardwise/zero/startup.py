@@ -80,7 +80,7 @@ def agree_on_tied(groups: Sequence[ParamGroup], comms: CommGroups) -> None:
         tied = comms.tied.get(group.holders)
         if tied is None:
             continue
-        master = group.params.master
+        master = group.master
         whole = master.read(0, master.numel).to(tied.device, copy=True)
         tied.broadcast(whole, f"tied values of {group.spec.name}")
         master.write(0, whole)
