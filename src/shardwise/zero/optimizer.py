@@ -449,7 +449,7 @@ class StepInBackward:
         self.is_armed = False
         streamed = [group for group in self._sharding.groups if group.spec.tiers.optimizer != "device"]
         held = [group for group in streamed if group.grads is not None and group.grads.holds_sum]
-        self._steady = {group for group in held if _is_complete(group) and group not in self._sharding.ever_late}
+        self._steady = set(filter(_is_complete, held)) - self._sharding.reductions.ever_late
 
     def close(self) -> None:
         """Forget the groups."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -21,13 +22,15 @@ from shardwise.offload.step_pipeline import CHUNK_NUMEL
 from shardwise.offload.storage import StateStorage
 from shardwise.offload.worker import Task
 from shardwise.runtime.memory_tracker import Category, trim_host_memory
-from shardwise.runtime.param_guard import ReleasedParameterError, set_parameter_class
+from shardwise.runtime.param_guard import ReleasedParameterError, set_parameter_class, watched_type
 from shardwise.runtime.precision import torch_dtype
 from shardwise.runtime.torch_private import parameter_class, plain_torch_functions, set_data, version
 from shardwise.schedule.actions import ActionKind
 from shardwise.zero.grad_buckets import GradBucket
 from shardwise.zero.resources import ShardingResources
 from shardwise.zero.tp_params import gather_param, shard_param
+
+log = logging.getLogger("shardwise")
 
 
 class ParamState(Enum):
@@ -439,3 +442,27 @@ class HostUpdates:
         while self._ungathered and (last is None or last in self._ungathered):
             self._ungathered[0].gather_update()
             self._ungathered.popleft()
+
+
+class GradientWatch:
+    """Warns once that `grad` of a parameter was read while the engine has the gradients."""
+
+    def __init__(self) -> None:
+        self._is_on = self._has_warned = False
+        self._watched = watched_type(self.on_read)
+
+    def turn(self, is_on: bool, groups: Sequence[ParamGroup]) -> None:
+        """Watch the parameters of groups that are stored whole, or stop."""
+        if is_on != self._is_on:
+            self._is_on = is_on
+            for group in groups:
+                group.watch(self._watched if is_on else None)
+
+    def on_read(self) -> None:
+        """Warn, the first time."""
+        if self._is_on and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "a parameter's grad is None between engine.backward and engine.step: the engine has the gradients, "
+                "sharded, and clips them itself; set optimizer.clip_norm, or read them by engine.read(name, 'grad')"
+            )

@@ -18,6 +18,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Generic, TypeVar
 
+import torch
+
+from shardwise.comm.collectives import Comm
+
 Group = TypeVar("Group")
 
 
@@ -91,6 +95,12 @@ class ReductionOrder(Generic[Group]):
         taken = [group for group in self.groups[self._num_taken : position] if group not in self.final]
         self._num_taken = max(self._num_taken, position)
         return taken
+
+    def late_on_any(self, ranks: Comm) -> list[Group]:
+        """Return the groups that are late on any of the ranks, in the order of reductions. All of them call it."""
+        flags = [float(group in self.late) for group in self.groups]
+        agreed = ranks.max_scalars(torch.zeros(0, dtype=torch.float64, device=ranks.device), "late gradients", flags)
+        return [group for group, flag in zip(self.groups, agreed, strict=True) if flag]
 
     @property
     def has_open(self) -> bool:

@@ -8,7 +8,6 @@ still meet.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -24,17 +23,15 @@ from shardwise.layout.param_groups import ROOT, GroupSpec
 from shardwise.offload.sizing import NUM_PREFETCHED
 from shardwise.offload.worker import Task
 from shardwise.runtime.module_hooks import claim, deferred, hook_gradient, hook_unit, read_with
-from shardwise.runtime.param_guard import ReleasedParameterError, released_type, watched_type
+from shardwise.runtime.param_guard import ReleasedParameterError, released_type
 from shardwise.runtime.torch_private import in_backward, on_backward_end, parameter_class
 from shardwise.schedule.actions import ActionKind
-from shardwise.zero.param_group import HostUpdates, ParamGroup
+from shardwise.zero.param_group import GradientWatch, HostUpdates, ParamGroup
 from shardwise.zero.prefetch import Names, PrefetchOrder, RecordedOrder, StaticOrder
 from shardwise.zero.reduction_order import ReductionOrder
 from shardwise.zero.remote_params import RemoteParams, check_members
 from shardwise.zero.resources import ShardingResources
 from shardwise.zero.unit import LEGAL, Phase, Unit
-
-log = logging.getLogger("shardwise")
 
 
 class ShardingState:
@@ -54,6 +51,7 @@ class ShardingState:
         has_foreign_gradients: a backward that the engine did not start has given gradients.
         order: of the units, for prefetching.
         kept: groups that stay whole until a schedule reshards them.
+        reductions: the order in which groups are reduced, and how far this backward has come in it.
         on_reduced: is given each group whose reduction has ended.
     """
 
@@ -67,6 +65,7 @@ class ShardingState:
         self.units = [Unit(name) for name in (ROOT, *layout.held_units)]
         self.order: PrefetchOrder = (StaticOrder if resources.lockstep else RecordedOrder)(layout.held_units)
         self.kept: set[ParamGroup] = set()
+        self.reductions: ReductionOrder[ParamGroup] = ReductionOrder()
         self.on_reduced: Callable[[ParamGroup], None] | None = None
         self._model = model
         self._resources = resources
@@ -77,19 +76,15 @@ class ShardingState:
         self._is_inner = self._has_gradients = False  # of that backward
         self._num_in_backward = 0
         self._holds_unreduced = self._is_held = False
-        self._is_watching = self._has_warned = False
-        self._reductions: ReductionOrder[ParamGroup] = ReductionOrder()
         self._reducing: deque[ParamGroup] = deque()
         self._updates = HostUpdates()
         self._unannounced: list[ParamGroup] = []  # used where no hook reports it: whole until the end of the backward
         self._handles: list[RemovableHandle] = []
         self._gradient_handles: dict[ParamGroup, list[RemovableHandle]] = {}
-        this = weakref.ref(self)
+        this, watch = weakref.ref(self), GradientWatch()
         present = next((parameter_class(parameter) for parameter in model.parameters()), nn.Parameter)
-        self._released = released_type(
-            lambda parameter: _use_released(this(), parameter), present, lambda: _read_gradient(this())
-        )
-        self._watched = watched_type(lambda: _read_gradient(this()))
+        self._released = released_type(lambda parameter: _use_released(this(), parameter), present, watch.on_read)
+        self._watch = watch
         try:
             for unit in self.units:
                 self.regroup(unit.name, layout)
@@ -103,12 +98,7 @@ class ShardingState:
             self._handles += hook_unit(module, self, unit)
 
     def regroup(self, unit_name: str, layout: Layout) -> None:
-        """Replace a unit's groups by those of `layout`; groups that it had and that differ give their parameters back.
-
-        Args:
-            unit_name: the unit's name.
-            layout: the new layout.
-        """
+        """Replace a unit's groups by those of `layout`; those that differ give their parameters back."""
         unit = self._unit_of[unit_name]
         specs = [spec for spec in layout.groups if spec.unit == unit_name]
         groups = {group.spec: group for group in unit.groups}
@@ -126,7 +116,7 @@ class ShardingState:
         finally:  # where this fails half way, `close` gives back the groups that there are, and no others
             unit.groups = tuple(groups[spec] for spec in dict.fromkeys([*specs, *groups]) if spec in groups)
             self.groups = [group for each in self.units for group in each.groups]
-            self._reductions.set_groups(
+            self.reductions.set_groups(
                 group for each in reversed(self.units) for group in each.groups if group.grads is not None
             )
 
@@ -163,19 +153,7 @@ class ShardingState:
 
         Parameters that are stored as shards have the guarding class in any case.
         """
-        if is_on != self._is_watching:
-            self._is_watching = is_on
-            for group in self._reductions.groups:
-                group.watch(self._watched if is_on else None)
-
-    def on_gradient_read(self) -> None:
-        """Warn once that `grad` of a parameter was read while the engine has the gradients."""
-        if self._is_watching and not self._has_warned:
-            self._has_warned = True
-            log.warning(
-                "a parameter's grad is None between engine.backward and engine.step: the engine has the gradients, "
-                "sharded, and clips them itself; set optimizer.clip_norm, or read them by engine.read(name, 'grad')"
-            )
+        self._watch.turn(is_on, self.reductions.groups)
 
     def pre_forward(self, unit: Unit) -> None:
         """Make a unit's parameters available, and start to gather the next unit's."""
@@ -239,12 +217,7 @@ class ShardingState:
             self.reshard_all()
 
     def expect_input_gradients(self, unit: Unit, are_tracked: bool) -> None:
-        """Note a forward: a unit's backward ends only after its inputs have their gradients, if they are tracked.
-
-        Args:
-            unit: the unit.
-            are_tracked: `on_input_gradients` will follow.
-        """
+        """Note a forward: a unit's backward ends only after its inputs have their gradients, if they are tracked."""
         unit.num_awaited_inputs += are_tracked
         unit.has_untracked_forward |= not are_tracked
 
@@ -276,10 +249,13 @@ class ShardingState:
         unit.has_all_inputs = unit.num_awaited_inputs == 0 and not unit.has_untracked_forward
         if unit.has_all_inputs and not unit.is_root:
             # Every node of its backward has run: parameters without a gradient have none on this rank.
-            self._reductions.mark_done(*unit.groups)
+            self.reductions.mark_done(*unit.groups)
             for group in self._ready():
                 self._reduce(group)
-        self._close_if_done(unit)
+        if self._is_over(unit):
+            self._close_backward(unit)
+            if self.phase is Phase.BACKWARD:
+                self._prefetch_units()
 
     def on_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
         """Add a parameter's gradient to its group, and reduce what is complete.
@@ -292,7 +268,7 @@ class ShardingState:
         assert group.grads is not None, "the parameter is trained"
         self._begin_backward()
         self.has_foreign_gradients |= self._began_in is not Phase.PRE_BACKWARD
-        if self._reductions.note_gradient(group) and group.is_stepped:
+        if self.reductions.note_gradient(group) and group.is_stepped:
             raise EngineError(
                 "gradient-after-step",
                 f"a parameter of {group.spec.name} got a gradient after its step in this backward, because it is "
@@ -300,20 +276,22 @@ class ShardingState:
             )
         group.grads.add(index, gradient, self.will_reduce)
         if group.grads.is_complete:
-            self._close_if_done(self._unit_of[group.spec.unit])
-            self._reductions.mark_done(group)
+            unit = self._unit_of[group.spec.unit]
+            if self._is_over(unit):
+                self._close_backward(unit)
+                self._prefetch_units()
+            self.reductions.mark_done(group)
             for each in self._ready():
                 self._reduce(each)
 
-    def _close_if_done(self, unit: Unit) -> None:
-        """End a unit's backward once nothing can need the data.
+    def _is_over(self, unit: Unit) -> bool:
+        """Say whether nothing can need a unit's parameters in this backward.
 
         That is when the inputs of all forwards have their gradients, since autograd runs the newest nodes first. Where
         inputs cannot be watched, it is when every parameter has its gradient and none of them is frozen.
         """
         is_complete = all(group.grads is not None and group.grads.is_complete for group in unit.groups)
-        if not unit.is_root and (unit.has_all_inputs or (is_complete and unit.num_awaited_inputs <= 0)):
-            self._close_backward(unit)
+        return not unit.is_root and (unit.has_all_inputs or (is_complete and unit.num_awaited_inputs <= 0))
 
     def _close_backward(self, unit: Unit) -> None:
         """Release a unit's parameters and record its backward, if one has begun."""
@@ -324,8 +302,6 @@ class ShardingState:
         unit.num_awaited_inputs = 0
         unit.has_all_inputs = unit.has_untracked_forward = False
         unit.reshard()
-        if self.phase is Phase.BACKWARD:
-            self._prefetch_units()
 
     def _enter(self, phase: Phase) -> None:
         if phase not in LEGAL[self.phase]:
@@ -336,10 +312,10 @@ class ShardingState:
         """Reduce what backwards have left unreduced, so that a step may follow."""
         self.is_last = True
         if self._holds_unreduced:
-            self._reductions.start_backward()
+            self.reductions.start_backward()
             self._reduce_all()
         self._finish_reduce()  # what a schedule has started: it goes on over the replicas by itself
-        for group in self._reductions.groups:
+        for group in self.reductions.groups:
             if group.grads is not None and group.grads.is_partial:
                 group.begin_reduce()
                 group.grads.reduce_replicas()
@@ -349,12 +325,12 @@ class ShardingState:
     def reduce(self, groups: Collection[ParamGroup], is_last: bool) -> None:
         """Start to reduce groups at a schedule's request; `is_last` if they get no more gradients before the step."""
         self.is_last = is_last
-        for group in self._reductions.groups:
+        for group in self.reductions.groups:
             if group in groups:
                 self._reduce(group)
                 if is_last:
-                    self._reductions.final.add(group)
-        self._holds_unreduced = self._reductions.has_open
+                    self.reductions.final.add(group)
+        self._holds_unreduced = self.reductions.has_open
 
     def refresh(self, stepping: Mapping[ParamGroup, Task]) -> None:
         """Make every group take over its update.
@@ -403,7 +379,7 @@ class ShardingState:
         """Reset after a step: no graph outlives it, and its gradients are no longer final."""
         self._enter(Phase.IDLE)
         self._unannounced.clear()
-        self._reductions.final.clear()
+        self.reductions.final.clear()
         self.watch_gradients(False)
 
     @property
@@ -416,11 +392,6 @@ class ShardingState:
         for group in self.groups:
             if group.is_released_between_uses and group not in self._unannounced:
                 self._unannounced.append(group)
-
-    @property
-    def ever_late(self) -> Collection[ParamGroup]:
-        """Return the groups that have ever got a gradient after their reduction."""
-        return self._reductions.ever_late
 
     @contextmanager
     def serving(self) -> Iterator[None]:
@@ -441,8 +412,8 @@ class ShardingState:
         self.on_reduced = None  # what is left of it shall not be stepped
         self._enter(Phase.IDLE)
         self._holds_unreduced = self.has_foreign_gradients = False
-        self._reductions.late.clear()
-        self._reductions.final.clear()
+        self.reductions.late.clear()
+        self.reductions.final.clear()
         self.kept.clear()
         self._finish_reduce()
         self._end_units()
@@ -483,7 +454,7 @@ class ShardingState:
             unit.groups = ()
         self.absent.close()
         self.groups.clear()
-        self._reductions.set_groups(())
+        self.reductions.set_groups(())
         self._gradient_handles.clear()
         self._place_of.clear()
         self._unannounced.clear()
@@ -519,10 +490,10 @@ class ShardingState:
         self._is_inner = self.phase is Phase.FORWARD or self.is_serving or torch.is_grad_enabled()
         # What is frozen around another engine's step has no gradients to reduce.
         self._has_gradients = self.phase is Phase.PRE_BACKWARD or any(
-            any(group.trains()) for group in self._reductions.groups
+            any(group.trains()) for group in self.reductions.groups
         )
         self._enter(Phase.BACKWARD)
-        self._reductions.start_backward()
+        self.reductions.start_backward()
         self.order.start_backward()
         on_backward_end(self._end_backward)
 
@@ -537,19 +508,12 @@ class ShardingState:
         Without lockstep each reduction starts as soon as its gradients are there.
         """
         if self._resources.lockstep and self._reduces and not unit.is_root:
-            for group in self._reductions.take_before(unit.groups):
+            for group in self.reductions.take_before(unit.groups):
                 self._reduce(group)
 
     def _ready(self) -> Sequence[ParamGroup]:
         """Return the groups to reduce now; in lockstep none, as units decide."""
-        return () if self._resources.lockstep or not self._reduces else self._reductions.take_ready()
-
-    def _agree_on_late(self) -> list[ParamGroup]:
-        """Return the groups for which any rank has gradients left, in the fixed order."""
-        flags = [float(group in self._reductions.late) for group in self._reductions.groups]
-        ranks = self._resources.comms.model
-        agreed = ranks.max_scalars(torch.zeros(0, dtype=torch.float64, device=ranks.device), "late gradients", flags)
-        return [group for group, flag in zip(self._reductions.groups, agreed, strict=True) if flag]
+        return () if self._resources.lockstep or not self._reduces else self.reductions.take_ready()
 
     def _reduce(self, group: ParamGroup) -> None:
         group.begin_reduce()
@@ -581,7 +545,7 @@ class ShardingState:
     def _end_backward(self) -> None:
         self._pass(self.order.end_backward())
         self._enter(self._began_in)
-        self._holds_unreduced = self._reductions.has_open
+        self._holds_unreduced = self.reductions.has_open
         if self._reduces:
             self._reduce_all()
         self._end_units()
@@ -592,18 +556,18 @@ class ShardingState:
         for unit in self.units:
             self._close_backward(unit)
         self._num_in_backward = 0
-        for group in self._reductions.groups:
+        for group in self.reductions.groups:
             if group.grads is not None:
                 group.grads.end_backward()
 
     def _reduce_all(self) -> None:
-        for group in self._reductions.take_all():
+        for group in self.reductions.take_all():
             self._reduce(group)
-        late = self._agree_on_late() if self._resources.lockstep else self._reductions.late
-        for group in self._reductions.groups:
-            if group in late:
+        late = self.reductions.late_on_any(self._resources.comms.model) if self._resources.lockstep else None
+        for group in self.reductions.groups:
+            if group in (self.reductions.late if late is None else late):
                 self._reduce(group)
-        self._reductions.late.clear()
+        self.reductions.late.clear()
         self._finish_reduce()
         self._holds_unreduced = False
         self._resources.pool.trim()
@@ -625,11 +589,6 @@ class ShardingState:
         group.wait()
         self._pin_until_backward(group)
         group.unguard()
-
-
-def _read_gradient(sharding: ShardingState | None) -> None:
-    if sharding is not None:
-        sharding.on_gradient_read()
 
 
 def _use_released(sharding: ShardingState | None, parameter: nn.Parameter) -> None:
