@@ -478,7 +478,7 @@ class Engine(HfApi):
         """
         own_square = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.device)
         is_whole = self.layout.stage.optimizer is Placement.REPLICATE
-        if (self._comms.data if is_whole else self._comms.replicas).rank > 0:
+        if self._comms.replicas.rank > 0 and not is_whole:  # of what all ranks hold, each counts a slice
             own_square.zero_()  # others hold the same gradient: it counts once
         own = own_square.reshape(1).to(self.device)
         was_used = dict(zip(self._sharded.names, self._sharded.used(), strict=True))

@@ -61,7 +61,7 @@ class ParamGroup:
         master: the slice in the optimizer's precision and tier; `shard` itself where these are the same.
         grads: the gradients; None where the group is frozen.
         state: which part of `full` is valid.
-        is_pinned: the parameters stay present until somebody unpins them.
+        is_pinned: the parameters stay present until they are unpinned.
         is_stepped: the group has taken its step in the backward that is under way.
     """
 
@@ -191,7 +191,7 @@ class ParamGroup:
     def guard(self) -> None:
         """Report every further use of the parameters, unless they are pinned."""
         if self.is_released_between_uses and not self.is_pinned:
-            self._conceal()
+            self._guard_all()
 
     def watch(self, watched: type[nn.Parameter] | None) -> None:
         """Give parameters that are stored whole the class `watched`, which reports some uses; None for their own."""
@@ -380,7 +380,7 @@ class ParamGroup:
     def _set_state(self, state: ParamState) -> None:
         self.state = state
         if state is not ParamState.UNSHARDED:
-            self._conceal()
+            self._guard_all()
         elif not self.is_released_between_uses:
             self._set_classes()
 
@@ -388,7 +388,7 @@ class ParamGroup:
         for parameter, kind in zip(self.parameters, self._kinds, strict=True):
             set_parameter_class(parameter, kind if watched is None or kind is not nn.Parameter else watched)
 
-    def _conceal(self) -> None:
+    def _guard_all(self) -> None:
         """Report every use of the parameters: nothing else says how long their data is needed."""
         for parameter in self.parameters:
             set_parameter_class(parameter, self._released)
