@@ -26,7 +26,7 @@ from torch import Tensor
 
 from shardwise.comm.records import Collective, CommError, CommLog, MissingRankError
 from shardwise.runtime.buffer_pool import BufferPool
-from shardwise.runtime.streams import Event, StreamName, Streams
+from shardwise.runtime.streams import Event, P2PStreamKey, StreamName, Streams
 
 
 class AsyncWork:
@@ -67,10 +67,12 @@ class Launch:
     Attributes:
         works: torch's, of gloo; none where collectives run in the order of a stream.
         wait: waits for the collective, once it is started; None where there is nothing to wait for.
+        done: the event after it on the device; None on gloo, and where nothing waits.
     """
 
     def __init__(self) -> None:
         self.works: list[dist.Work] = []
+        self.done: Event | None = None
         self.wait: Callable[[], None] | None = None
 
     def add(self, work: dist.Work | None) -> None:
@@ -417,7 +419,10 @@ class Comm(ABC):
 
     @contextmanager
     def launch(
-        self, call: Collective, stream: StreamName | None = None, finish: Callable[[], object] | None = None
+        self,
+        call: Collective,
+        stream: StreamName | P2PStreamKey | None = None,
+        finish: Callable[[], object] | None = None,
     ) -> Iterator[Launch]:
         """Start the collective of the context: all of them pass here, whatever they are and whatever moves them.
 
@@ -438,9 +443,9 @@ class Comm(ABC):
                 yield started
             if stream is None and not self.comm_log.is_watched:
                 return
-            done = Event.record(self.device)
-        self.comm_log.enqueue(call, done)
-        started.wait = None if stream is None else done.wait
+            started.done = Event.record(self.device)
+        self.comm_log.enqueue(call, started.done)
+        started.wait = None if stream is None else started.done.wait
 
     def _wait(self, call: Collective, started: Launch, finish: Callable[[], object] | None) -> None:
         self._in_flight.discard(started)

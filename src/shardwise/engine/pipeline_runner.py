@@ -8,7 +8,7 @@ computation: data, random numbers, loss.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from shardwise.pipeline.split_backward import WeightGradQueue
 from shardwise.pipeline.stage_module import RecordedOutputs, StageForward
 from shardwise.runtime.precision import torch_dtype
 from shardwise.runtime.timeline import Timeline
+from shardwise.runtime.torch_private import pytree
 from shardwise.schedule.actions import Action, ActionKind
 from shardwise.schedule.registry import recipe_of
 from shardwise.zero.pipeline_adapter import PipelineAdapter
@@ -217,6 +218,7 @@ class _StepWork:
         for number, batch in enumerate(batches):
             self.taken.append(RankBatch.of(engine, batch, num_samples, number))
             num_samples += self.taken[-1].num_samples
+        self.shapes: Sequence[Hashable] = [_shapes_of(taken.share.inputs) for taken in self.taken]
 
     def forward(self, stage: int, micro_batch: int) -> Any:
         """Run the model's forward on a micro-batch; on the last stage return the mean loss."""
@@ -312,6 +314,11 @@ class _StateActions:
     def _fetch(self, action: Action) -> None:
         if self.result is None:
             self._groups.prefetch(action.stage)
+
+
+def _shapes_of(inputs: Any) -> Hashable:
+    """Return the shapes of the tensors that a model is given."""
+    return tuple(leaf.shape if isinstance(leaf, Tensor) else None for leaf in pytree.tree_leaves(inputs))
 
 
 def _nothing(action: Action) -> None:
