@@ -17,6 +17,10 @@ from shardwise.dropout.hash_rng import Hashes, HashGrid, Samples, grid_of, keyed
 class DropoutSite(Protocol):
     """Names the place in a model from which dropouts draw their numbers."""
 
+    @property
+    def has_placeholders(self) -> bool:
+        """Say whether tensors are placeholders now, so that dropouts are torch's own."""
+
     def drop(self, values: Tensor, p: float, inplace: bool = False) -> Tensor:
         """Apply dropout of rate p to values of any shape, in place if `inplace`."""
 
@@ -48,18 +52,18 @@ class KeyedFunctions(TorchFunctionMode):
     """Replaces torch's dropouts by function, in attention too, with those of a site.
 
     Args:
-        site: of the module whose forward runs.
+        site: of the module whose forward runs; None while one runs that drops as torch does.
     """
 
-    def __init__(self, site: DropoutSite) -> None:
+    def __init__(self, site: DropoutSite | None) -> None:
         super().__init__()
-        self._site = site
+        self.site = site
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _REPLACED:
-            return _REPLACED[func](self._site, func, *args, **(kwargs or {}))
+        if self.site is not None and func in _REPLACED and not self.site.has_placeholders:
+            return _REPLACED[func](self.site, func, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -109,11 +113,6 @@ def _attention(
     if dropout_p == 0.0 or is_refused or query.is_nested:
         own: Tensor = func(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
         return own
-    if has_torch_function((None,)):  # an outer mode that replaces torch's attention may not need probabilities
-        found: Tensor = handle_torch_function(
-            keyed_attention, (), site, query, key, value, attn_mask, dropout_p, is_causal, **kwargs
-        )
-        return found
     return keyed_attention(site, query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
 
 
@@ -139,6 +138,11 @@ def keyed_attention(
         is_causal: position i attends to the first i + 1.
         kwargs: scale, enable_gqa.
     """
+    if has_torch_function((None,)):  # an outer mode that replaces torch's attention may not need probabilities
+        found: Tensor = handle_torch_function(
+            keyed_attention, (), site, query, key, value, attn_mask, dropout_p, is_causal, **kwargs
+        )
+        return found
     if kwargs.get("enable_gqa"):
         num_sharers = query.shape[-3] // key.shape[-3]
         key, value = (each.repeat_interleave(num_sharers, dim=-3) for each in (key, value))

@@ -1,8 +1,9 @@
-"""Finds the modules that draw, and swaps their classes so that they draw keyed numbers."""
+"""Changes the classes of the modules that may drop, so that they draw keyed numbers."""
 
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,6 @@ from torch.nn import functional as F
 
 from shardwise.config.resolve import ConfigError
 from shardwise.dropout.draws import KeyedDraws
-from shardwise.dropout.find import DROPOUT_MODULES, drops_by_function, rate_names
 from shardwise.dropout.functions import KeyedFunctions
 from shardwise.dropout.hash_rng import Hashes, ShardRegion
 from shardwise.runtime.class_swap import swap_class
@@ -42,22 +42,34 @@ def key_dropouts(
     """
     zones = zones or {}
     undo: list[Undo] = []
+    on_thread = _OnThread()
     kinds: dict[type[nn.Module], type[nn.Module]] = {}  # shared, so that blocks of one class share their compiled code
     for name, module in model.named_modules():
         own = type(module)
         is_plain = own.forward is nn.Dropout.forward
-        if not is_plain and name not in zones and not drops_by_function(module):
+        if not is_plain and name not in zones and not may_drop_by_function(module):
             continue
         if own not in kinds:
             kinds[own] = _keyed_module(own) if is_plain else _keyed_functions(own)
-        rates = () if is_plain else rate_names(own)
-        module.__dict__[_SITE] = _ModuleSite(weakref.ref(module), name, draws, zones.get(name), rates, must_be_keyed)
+        module.__dict__[_SITE] = _ModuleSite(
+            weakref.ref(module), name, draws, zones.get(name), must_be_keyed, on_thread
+        )
         undo.append(functools.partial(module.__dict__.pop, _SITE, None))
         undo.append(swap_class(module, kinds[own]))
     return undo
 
 
-@dataclass(frozen=True)
+def may_drop_by_function(module: nn.Module) -> bool:
+    """Say whether a module's forward may call a dropout by function.
+
+    Any may but torch's own, which call modules, and layers that only multiply.
+    """
+    kind = type(module)
+    is_torchs = kind.__module__.startswith("torch.") or isinstance(module, nn.Linear | nn.Embedding)
+    return not is_torchs and kind.forward is not nn.Module.forward
+
+
+@dataclass(eq=False)
 class _ModuleSite:
     """Describes the site of one module. A copy of the module has this object too, but does not own it, and drops as
     torch does.
@@ -67,31 +79,29 @@ class _ModuleSite:
         name: of the module, fully qualified.
         draws: of the run.
         zone: this rank's part of its tensors; None where they are whole.
-        rates: names of attributes that may be its rates, on it or on its config, if it drops by function.
         must_be_keyed: see `key_dropouts`.
+        on_thread: the mode in which dropouts by function are replaced, common to a model's sites.
+        has_dropped: a dropout of a rate above 0 was called.
+        is_quiet: a whole training forward of the module dropped nothing by function, so the next ones are spared the
+            mode, which costs about a microsecond for each call of torch.
     """
 
     module: weakref.ref[nn.Module]
     name: str
     draws: KeyedDraws
     zone: ShardRegion | None
-    rates: tuple[str, ...]
     must_be_keyed: bool
+    on_thread: _OnThread
+    has_dropped: bool = False
+    is_quiet: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
 
     @property
-    def is_idle(self) -> bool:
-        """Say whether all known rates are 0, as in most decoders: its functions need not be replaced then."""
-        module = self.module()
-        if isinstance(module, nn.Dropout):
-            return module.p == 0
-        owners = (module, getattr(module, "config", None))
-        found = [getattr(owner, name, None) for owner in owners for name in self.rates]
-        known = [each.p if isinstance(each, DROPOUT_MODULES) else each for each in found]
-        numbers = [each for each in known if isinstance(each, int | float)]
-        return bool(numbers) and not any(numbers)
+    def has_placeholders(self) -> bool:
+        """Say whether tensors are placeholders now."""
+        return self.draws.has_placeholders
 
     def drop(self, values: Tensor, p: float, inplace: bool = False) -> Tensor:
         """Apply torch's dropout of rate p to values, in place if `inplace`, with keyed numbers.
@@ -99,6 +109,7 @@ class _ModuleSite:
         Raises:
             ConfigError: no forward is open to draw for.
         """
+        self.has_dropped |= p > 0
         if not 0.0 < p < 1.0 or values.numel() == 0:
             return F.dropout(values, p, True, inplace)
         self._check_is_open()
@@ -115,6 +126,7 @@ class _ModuleSite:
         Raises:
             ConfigError: no forward is open to draw for.
         """
+        self.has_dropped = True
         self._check_is_open()
         return self.draws.hashes(self.name, shape, self.zone, device, first_row)
 
@@ -157,12 +169,35 @@ def _keyed_functions(own: type[nn.Module]) -> type[nn.Module]:
 
     @functools.wraps(own.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or (site := _open_site(self)) is None or site.is_idle:
+        if torch.compiler.is_compiling() or _SITE not in self.__dict__:
             return own.forward(self, *args, **kwargs)
-        with KeyedFunctions(site):
+        site, on_thread = _open_site(self), self.__dict__[_SITE].on_thread
+        if on_thread.mode is not None:  # nested modes would double the cost of torch's calls
+            outer, on_thread.mode.site = on_thread.mode.site, site
+            try:
+                result = own.forward(self, *args, **kwargs)
+            finally:
+                on_thread.mode.site = outer
+        elif site is None or site.is_quiet:
             return own.forward(self, *args, **kwargs)
+        else:
+            on_thread.mode = KeyedFunctions(site)
+            try:
+                with on_thread.mode:
+                    result = own.forward(self, *args, **kwargs)
+            finally:
+                on_thread.mode = None
+        if site is not None:
+            site.is_quiet = not site.has_dropped
+        return result
 
     return _subclass(own, forward)
+
+
+class _OnThread(threading.local):
+    """Holds the mode that this thread is in; None for none."""
+
+    mode: KeyedFunctions | None = None
 
 
 def _subclass(own: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
