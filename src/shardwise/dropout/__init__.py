@@ -6,7 +6,8 @@ module whose first training forward drops by function, in attention too. Sites d
 `KeyedDraws.at` and in the recomputations of such a forward; elsewhere, as when a user calls the model or a copy of it,
 they drop as torch does.
 
-Some always drop as torch does: compiled blocks, into which the host's part of the key cannot be traced;
+Some always drop as torch does: compiled blocks, into which the host's part of the key cannot be traced, and the
+functions of modules around them;
 `nn.MultiheadAttention`; attention kernels that are not torch's; dropouts of whole channels. Inside `KeyedDraws.at`
 torch's generators have the same seed on all ranks that share a micro-batch, so these agree where no tensor is split.
 

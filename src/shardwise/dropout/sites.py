@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
@@ -23,7 +23,12 @@ Undo = Callable[[], Any]
 
 
 def key_dropouts(
-    model: nn.Module, draws: KeyedDraws, zones: Mapping[str, ShardRegion] | None = None, *, must_be_keyed: bool = False
+    model: nn.Module,
+    draws: KeyedDraws,
+    zones: Mapping[str, ShardRegion] | None = None,
+    *,
+    must_be_keyed: bool = False,
+    compiled: Collection[str] = (),
 ) -> list[Undo]:
     """Make a model's dropouts draw keyed numbers.
 
@@ -36,6 +41,8 @@ def key_dropouts(
             rank's part of the tensors; None where no tensor is split.
         must_be_keyed: raise an error for a dropout outside of `KeyedDraws.at`, since ranks share a forward and torch's
             own dropouts would differ between them.
+        compiled: names of the modules that will be compiled. Those around them keep torch's dropouts by function too:
+            the mode that replaces these would be seen by compiled code, which would be compiled twice.
 
     Returns:
         functions that undo it; call them in reverse order.
@@ -47,7 +54,8 @@ def key_dropouts(
     for name, module in model.named_modules():
         own = type(module)
         is_plain = own.forward is nn.Dropout.forward
-        if not is_plain and name not in zones and not may_drop_by_function(module):
+        may_drop = name in zones or may_drop_by_function(module)
+        if not is_plain and (not may_drop or any(_is_around(name, each) for each in compiled)):
             continue
         if own not in kinds:
             kinds[own] = _keyed_module(own) if is_plain else _keyed_functions(own)
@@ -57,6 +65,10 @@ def key_dropouts(
         undo.append(functools.partial(module.__dict__.pop, _SITE, None))
         undo.append(swap_class(module, kinds[own]))
     return undo
+
+
+def _is_around(name: str, other: str) -> bool:
+    return name != other and (not name or other.startswith(f"{name}."))
 
 
 def may_drop_by_function(module: nn.Module) -> bool:

@@ -185,7 +185,8 @@ class Engine(HfApi):
                 self.model, tensor.plan, tp, self.config.tensor, tensor.splits, is_in_pipeline, cp
             )
         zones = dropout_zones(self.model, tensor, tp.rank) if tensor is not None else {}
-        self._undo += key_dropouts(self.model, self._draws, zones, must_be_keyed=tensor is not None)
+        compiled = self.layout.units if self.config.compile.enabled else ()
+        self._undo += key_dropouts(self.model, self._draws, zones, must_be_keyed=tensor is not None, compiled=compiled)
         self._undo += chunk_model(self.model, self.config, self.layout, self._draws)
         tiers = self.tiers
         self._activations = build_store(self.config, tiers.streams, tiers.buffers, tiers.traffic, self.memory)

@@ -277,7 +277,7 @@ def test_uncompiled_runs_as_it_is_inside_compiled_code_and_outside() -> None:
 
 def test_in_fake_mode_tells_whether_new_tensors_are_fake() -> None:
     assert not in_fake_mode()
-    with FakeTensorMode():
+    with fake_tensors():
         assert in_fake_mode()
     assert not in_fake_mode()
 
