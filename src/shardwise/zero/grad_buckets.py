@@ -26,7 +26,7 @@ from shardwise.layout.layout import Layout
 from shardwise.layout.param_groups import GroupSpec
 from shardwise.layout.tp_sharding import TpShard
 from shardwise.layout.zero_stages import Placement
-from shardwise.offload.storage import StateStorage
+from shardwise.offload.storage import StateStorage, loaded
 from shardwise.offload.worker import Task
 from shardwise.runtime.memory_tracker import Category
 from shardwise.runtime.precision import add_widened, torch_dtype
@@ -239,7 +239,7 @@ class GroupGrads:
         if self._square is None or not self._is_squared_at_once:
             self.await_taken()
         if self._square is None:
-            with self.storage.loaded() as gradient:
+            with loaded(self.storage) as gradient:
                 self._square = square_sum(self._sharing, gradient.to(self._master_dtype))
         return self._square
 
