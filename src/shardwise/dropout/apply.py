@@ -1,8 +1,13 @@
-"""Changes the classes of the modules that may drop, so that they draw keyed numbers."""
+"""Changes the classes of the modules that may drop, so that they draw keyed numbers.
+
+An `nn.Dropout` draws by its site itself. In a module of the user's a mode replaces torch's dropouts by function, and
+attention with dropout by one that stores its probabilities.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -12,11 +17,11 @@ from typing import Any, Final, Self
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from shardwise.config.resolve import ConfigError
 from shardwise.dropout.draws import KeyedDraws
-from shardwise.dropout.functions import KeyedFunctions
-from shardwise.dropout.hash_rng import Hashes, ShardRegion
+from shardwise.dropout.hash_rng import Hashes, HashGrid, Samples, ShardRegion, grid_of, keyed_hashes
 from shardwise.runtime.class_swap import swap_class
 
 Undo = Callable[[], Any]
@@ -59,7 +64,7 @@ def key_dropouts(
             continue
         if own not in kinds:
             kinds[own] = _keyed_module(own) if is_plain else _keyed_functions(own)
-        module.__dict__[_SITE] = _ModuleSite(
+        module.__dict__[_SITE] = DropoutSite(
             weakref.ref(module), name, draws, zones.get(name), must_be_keyed, on_thread
         )
         undo.append(functools.partial(module.__dict__.pop, _SITE, None))
@@ -82,7 +87,7 @@ def may_drop_by_function(module: nn.Module) -> bool:
 
 
 @dataclass(eq=False)
-class _ModuleSite:
+class DropoutSite:
     """Describes the site of one module. A copy of the module has this object too, but does not own it, and drops as
     torch does.
 
@@ -110,11 +115,6 @@ class _ModuleSite:
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
 
-    @property
-    def has_placeholders(self) -> bool:
-        """Say whether tensors are placeholders now."""
-        return self.draws.has_placeholders
-
     def drop(self, values: Tensor, p: float, inplace: bool = False) -> Tensor:
         """Apply torch's dropout of rate p to values, in place if `inplace`, with keyed numbers.
 
@@ -133,7 +133,7 @@ class _ModuleSite:
         return dropped
 
     def hashes(self, shape: Sequence[int], device: torch.device, first_row: int) -> Hashes:
-        """Return the hashes of `shardwise.dropout.functions.probability_hashes` for shape, device and first_row.
+        """Return the hashes of `probability_hashes` for shape, device and first_row.
 
         Raises:
             ConfigError: no forward is open to draw for.
@@ -155,9 +155,9 @@ class _ModuleSite:
 _SITE: Final = "_shardwise_dropout_site"
 
 
-def _open_site(module: nn.Module) -> _ModuleSite | None:
+def _open_site(module: nn.Module) -> DropoutSite | None:
     """Return the site by which a module draws now; None where it drops as torch does."""
-    site: _ModuleSite | None = module.__dict__.get(_SITE)
+    site: DropoutSite | None = module.__dict__.get(_SITE)
     if site is None or not module.training or site.module() is not module:
         return None
     return site if site.draws.is_open or site.must_be_keyed else None
@@ -234,3 +234,155 @@ class _Masked(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (mask,) = ctx.saved_tensors
         return _Masked.apply(gradients[0], mask, ctx.scale), None, None
+
+
+def probability_hashes(shape: Sequence[int], device: torch.device, first_row: int = 0) -> Hashes:
+    """Return the hashes by which attention without a mask drops probabilities: those of `KeyedFunctions`, or new ones.
+
+    New ones come from torch's generator for the CPU, which checkpoints restore for recomputations. Modes that act on
+    torch's functions can act on this one (`torch.overrides`).
+
+    Args:
+        shape: [samples, heads, queries, keys]; none of them is 0.
+        device: of the attention.
+        first_row: the position of the first query.
+    """
+    # Dropout in compiled blocks is torch's own, and its keys are drawn where it runs.
+    if not torch.compiler.is_compiling() and has_torch_function((None,)):
+        found: Hashes = handle_torch_function(probability_hashes, (), shape, device, first_row)
+        return found
+    key = torch.randint(2**62, (), device="cpu")
+    grid = grid_of(shape, None, Samples(0, shape[0]), device, first_row)
+    return keyed_hashes(HashGrid(grid.rows ^ key, grid.columns), 0)
+
+
+class KeyedFunctions(TorchFunctionMode):
+    """Replaces torch's dropouts by function, in attention too, with those of a site.
+
+    Args:
+        site: of the module whose forward runs; None while one runs that drops as torch does.
+    """
+
+    def __init__(self, site: DropoutSite | None) -> None:
+        super().__init__()
+        self.site = site
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self.site is not None and func in _REPLACED and not self.site.draws.has_placeholders:
+            return _REPLACED[func](self.site, func, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _dropout(
+    site: DropoutSite,
+    func: Any,
+    input: Tensor,  # noqa: A002
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+    **kwargs: Any,
+) -> Tensor:
+    """Replace `F.dropout`, and `torch.dropout` and `torch.dropout_`, whose third argument is `train`."""
+    if not kwargs.get("train", training):
+        return input
+    return site.drop(input, p, inplace or func is torch.dropout_)
+
+
+def _attention(
+    site: DropoutSite,
+    func: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **kwargs: Any,
+) -> Tensor:
+    """Replace `F.scaled_dot_product_attention`; with dropout its probabilities are stored, as no kernel takes a mask.
+
+    Args:
+        site: for the probabilities.
+        func: torch's own.
+        query: [..., H, L, E].
+        key: [..., H or a divisor of it, S, E].
+        value: [..., as key, S, V].
+        attn_mask: broadcasts to [..., H, L, S]; of bools, True to attend, or added to the scores.
+        dropout_p: the rate.
+        is_causal: position i attends to the first i + 1.
+        kwargs: scale, enable_gqa.
+
+    Returns:
+        [..., H, L, V].
+    """
+    is_refused = is_causal and attn_mask is not None  # torch raises the error
+    if dropout_p == 0.0 or is_refused or query.is_nested:
+        own: Tensor = func(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
+        return own
+    return keyed_attention(site, query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
+
+
+def keyed_attention(
+    site: DropoutSite,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    **kwargs: Any,
+) -> Tensor:
+    """Compute `F.scaled_dot_product_attention` with stored probabilities that a site drops.
+
+    Args:
+        site: of the module whose forward runs.
+        query: [..., H, L, E].
+        key: [..., H or a divisor of it, S, E].
+        value: [..., as key, S, V].
+        attn_mask: broadcasts to [..., H, L, S]; of bools, True to attend, or added to the scores; None for no mask.
+        dropout_p: the rate.
+        is_causal: position i attends to the first i + 1.
+        kwargs: scale, enable_gqa.
+    """
+    if has_torch_function((None,)):  # an outer mode that replaces torch's attention may not need probabilities
+        found: Tensor = handle_torch_function(
+            keyed_attention, (), site, query, key, value, attn_mask, dropout_p, is_causal, **kwargs
+        )
+        return found
+    if kwargs.get("enable_gqa"):
+        num_sharers = query.shape[-3] // key.shape[-3]
+        key, value = (each.repeat_interleave(num_sharers, dim=-3) for each in (key, value))
+    scale = kwargs.get("scale")
+    scaled = query * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scaled @ key.transpose(-2, -1)  # [..., H, L, S]
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()  # [L, S]
+    return site.drop(_softmax(scores, attn_mask), dropout_p) @ value
+
+
+def _softmax(scores: Tensor, attn_mask: Tensor | None) -> Tensor:
+    """Compute softmax over the last dim; a row in which all is masked gives zeros, as in torch's attention.
+
+    Args:
+        scores: [..., L, S].
+        attn_mask: broadcasts to the scores.
+    """
+    if attn_mask is None:
+        return scores.softmax(-1)
+    if attn_mask.dtype == torch.bool:
+        blocked = ~attn_mask
+    else:
+        scores, blocked = scores + attn_mask, attn_mask == -math.inf
+    finite = scores.masked_fill(blocked, torch.finfo(scores.dtype).min)
+    return finite.softmax(-1).masked_fill(blocked, 0.0)
+
+
+_REPLACED: Final[Mapping[Any, Callable[..., Tensor]]] = {
+    F.dropout: _dropout,
+    torch.dropout: _dropout,
+    torch.dropout_: _dropout,
+    F.scaled_dot_product_attention: _attention,
+    probability_hashes: lambda site, func, shape, device, first_row: site.hashes(shape, device, first_row),
+}
