@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 
 from harness.late_streams import LateDevice
+from shardwise.comm.backends import NcclComm
+from shardwise.comm.collectives import CommResources, RankPlace
 from shardwise.comm.p2p import P2PChannel
 from shardwise.comm.records import RECEIVE, SEND, CommLog
 from shardwise.pipeline.boundary import RemoteEnd
+from shardwise.runtime.buffer_pool import BufferPool
 from shardwise.runtime.streams import P2PStreamKey, Streams
 
 CPU = torch.device("cpu")
@@ -34,19 +37,17 @@ class Delivery:
         self._buffer.view(-1).copy_(self._mail.popleft())
 
 
-class NearLinks:
-    """Links between two ranks of this process; with a device, as those of NCCL, else as those of gloo."""
+class NearComm(NcclComm):
+    """Connects two ranks of this process; with a device as NCCL does, else as gloo does."""
 
-    moves_nothing = False
-    world_size = 2
-
-    def __init__(self, rank: int, mail: deque[Tensor], device: LateDevice | None = None) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, mail: deque[Tensor], comm_log: CommLog, device: LateDevice | None = None) -> None:
+        resources = CommResources(CPU, 5.0, Streams(CPU), BufferPool(CPU), comm_log)
+        super().__init__(RankPlace(rank, 2, "pp"), resources, None)
         self.waits_on_host = device is None
         self._mail = mail
         self._device = device
 
-    def send(self, buffer: Tensor, to: int, tag: int = 0) -> list[Any]:
+    def post_send(self, buffer: Tensor, to: int, tag: int = 0) -> list[Any]:
         if self._device is None:
             self._mail.append(buffer.clone().view(-1))
             return []
@@ -60,7 +61,7 @@ class NearLinks:
         self._device.current.enqueue(run)
         return []
 
-    def receive(self, buffer: Tensor, source: int, tag: int = 0) -> list[Any]:
+    def post_receive(self, buffer: Tensor, source: int, tag: int = 0) -> list[Any]:
         if self._device is None:
             return [Delivery(self._mail, buffer)]
         device, held = self._device, weakref.ref(buffer)
@@ -92,9 +93,9 @@ class NearChannels:
         self._device = device
 
     def open(self, ends: tuple[int, int], name: str, tag: int, on_host: bool = False) -> P2PChannel:
-        links = NearLinks(self.rank, self._mails[tag if on_host else ends], None if on_host else self._device)
-        group, streams = self._comm_log.open_pipe("pp", ends, name), Streams(CPU)
-        return P2PChannel(links, group, ends, tag, CPU, 5.0, streams, self._comm_log)  # type: ignore[arg-type]
+        mail, device = self._mails[tag if on_host else ends], None if on_host else self._device
+        comm = NearComm(self.rank, mail, self._comm_log, device)
+        return P2PChannel(comm, self._comm_log.open_pipe("pp", ends, name), ends, tag)
 
 
 class LateEnds:

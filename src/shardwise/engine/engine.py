@@ -186,10 +186,8 @@ class Engine(HfApi):
                 self.model, tensor.plan, tp, self.config.tensor, tensor.splits, is_in_pipeline, cp
             )
         zones = dropout_zones(self.model, tensor, tp.rank) if tensor is not None else {}
-        keyed = key_dropouts(self.model, self._draws, zones, must_be_keyed=tensor is not None)
-        # Other random operations agree over tensor-parallel ranks too.
-        self._draws_numbers = bool(keyed) or tensor is not None
-        self._undo += keyed
+        compiled = self.layout.units if self.config.compile.enabled else ()
+        self._undo += key_dropouts(self.model, self._draws, zones, must_be_keyed=tensor is not None, compiled=compiled)
         self._undo += chunk_model(self.model, self.config, self.layout, self._draws)
         tiers = self.tiers
         self._activations = build_store(self.config, tiers.streams, tiers.buffers, tiers.traffic, self.memory)

@@ -47,7 +47,6 @@ class StepEngine(Protocol):
     _comm_factory: CommFactory
     _comms: CommGroups
     _draws: KeyedDraws
-    _draws_numbers: bool
     _sharding: ShardingState
     _is_broken: bool
     _loss_fn: LossFn | None
@@ -165,7 +164,7 @@ def run_model(engine: StepEngine, taken: RankBatch, read: Callable[[Any], Result
 
 def _numbers_for(engine: StepEngine, taken: RankBatch) -> AbstractContextManager[None]:
     """Draw, in a forward in training mode inside, the numbers of its samples, on any rank that computes them."""
-    if not (engine._draws_numbers and engine.model.training and taken.num_samples):
+    if not (engine.model.training and taken.num_samples):
         return nullcontext()
     mesh = engine.layout.mesh
     data_rank = mesh.data_index(engine._comm_factory.rank)

@@ -37,6 +37,7 @@ __all__ = [
     "fake_tensors",
     "has_cpu_flash_attention",
     "in_backward",
+    "in_fake_mode",
     "in_op_mode",
     "is_fake",
     "is_plain",
@@ -77,6 +78,11 @@ def in_op_mode() -> bool:
     Such a mode sees no op of compiled code, and under one `torch.compile(fullgraph=True)` refuses to run.
     """
     return is_in_torch_dispatch_mode()
+
+
+def in_fake_mode() -> bool:
+    """Say whether tensors made on this thread are fake; public torch has no such query."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 @contextmanager

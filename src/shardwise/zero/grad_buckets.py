@@ -23,7 +23,7 @@ from shardwise.config.resolve import ConfigError
 from shardwise.layout.layout import Layout
 from shardwise.layout.param_groups import GroupSpec
 from shardwise.layout.zero_stages import Placement
-from shardwise.offload.storage import StateStorage
+from shardwise.offload.storage import StateStorage, loaded
 from shardwise.offload.worker import Task
 from shardwise.runtime.memory_tracker import Category
 from shardwise.runtime.precision import add_widened, torch_dtype
@@ -260,7 +260,7 @@ class GradBucket:
         if self._square is None or not self._is_squared_at_once:
             self.await_taken()
         if self._square is None:
-            with self.storage.loaded() as gradient:
+            with loaded(self.storage) as gradient:
                 self._square = self.square_of(gradient.to(self._master_dtype))
         return self._square
 

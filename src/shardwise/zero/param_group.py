@@ -19,7 +19,7 @@ from shardwise.deferred_init.parameters import ParamInitializer
 from shardwise.layout.layout import Layout
 from shardwise.layout.param_groups import GroupSpec, ParamSpec
 from shardwise.offload.step_pipeline import CHUNK_NUMEL
-from shardwise.offload.storage import StateStorage
+from shardwise.offload.storage import StateStorage, loaded
 from shardwise.offload.worker import Task
 from shardwise.runtime.memory_tracker import Category, trim_host_memory
 from shardwise.runtime.param_guard import ReleasedParameterError, set_parameter_class, watched_type
@@ -242,7 +242,6 @@ class ParamGroup:
         self._gather.wait()
         if self.master is not self.shard:
             self._narrow()
-        self.shard.forget()
         self._free()
         if not self.is_released_between_uses:
             if self.shard.numel < self.full.numel():
@@ -347,7 +346,6 @@ class ParamGroup:
 
     def _narrow(self) -> None:
         """Round the master to the shard."""
-        self.shard.forget()
         master = self.master.tensor
         if self.spec.tiers.optimizer == "device" and master is not None:
             self.shard.put(master, self._pool)
@@ -398,12 +396,12 @@ class ParamGroup:
         own = self.spec.slots(self.shard_start, self.shard_stop)
         with ExitStack() as stack:
             if self.is_released_between_uses:
-                resident = stack.enter_context(self.shard.loaded(write=True)), own
+                resident = stack.enter_context(loaded(self.shard, write=True)), own
             else:
                 resident = self.full, self.spec.slots(0, self.spec.padded_numel)
             targets = [resident]
             if self.master is not self.shard:
-                targets.append((stack.enter_context(self.master.loaded(write=True)), own))
+                targets.append((stack.enter_context(loaded(self.master, write=True)), own))
             for place in (each for each in self.spec.params if not values.is_blank(each.name)):
                 held = [(buffer, slot) for buffer, slots in targets for slot in slots if slot.param is place]
                 initial = self._initial(place, values, dtype, is_held=bool(held))
