@@ -511,3 +511,20 @@ def connect(
         all=over((*PIPELINE_AXES, *cell)),
         tied=tied,
     )
+
+
+def comm_over(group: dist.ProcessGroup | None, timeout_s: float) -> Comm:
+    """Make the collectives of a process group that is there already, without an engine.
+
+    Args:
+        group: None for the world's.
+        timeout_s: seconds; a collective on gloo that waits longer fails.
+    """
+    chosen = group if group is not None else dist.group.WORLD
+    assert chosen is not None, "the caller has joined a process group"
+    device = torch.device("cuda" if "nccl" in dist.get_backend_config(chosen) else "cpu")
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    ranks = tuple(dist.get_process_group_ranks(chosen))
+    backend, streams = ProcessGroupBackend(chosen, device), Streams(device, overlap=False)
+    return Comm(backend, "init", device, timeout_s, streams, BufferPool(device), ranks=ranks)
