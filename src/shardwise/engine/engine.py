@@ -23,8 +23,8 @@ from shardwise.comm.p2p import P2PChannels
 from shardwise.comm.watchdog import watch
 from shardwise.config.errors import EngineError
 from shardwise.config.resolve import Config, ConfigError
+from shardwise.construction.values import ParamInitializer
 from shardwise.context.apply import apply_context_parallel
-from shardwise.deferred_init.parameters import ParamInitializer
 from shardwise.dropout import KeyedDraws, key_dropouts
 from shardwise.engine.hf_api import HfApi
 from shardwise.engine.pipeline_runner import PipelineRunner, make_stages

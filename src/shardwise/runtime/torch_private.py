@@ -24,6 +24,7 @@ AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 __all__ = [
+    "HAS_COMPATIBLE_TYPE",
     "NO_VALUE_ERRORS",
     "OpMode",
     "OpOverload",
@@ -36,6 +37,7 @@ __all__ = [
     "fake_like",
     "fake_tensors",
     "has_cpu_flash_attention",
+    "has_views",
     "in_backward",
     "in_fake_mode",
     "in_op_mode",
@@ -144,6 +146,12 @@ def set_unsharded_storage(storage: torch.UntypedStorage, num_bytes: int) -> None
     storage.resize_(num_bytes)
 
 
+def has_views(tensor: Tensor) -> bool:
+    """Say whether another tensor shares the memory of this one; public torch does not count them."""
+    storage = tensor.untyped_storage()  # an owner as well
+    return torch._C._storage_Use_Count(storage._cdata) > 2
+
+
 def set_data(parameter: nn.Parameter, data: Tensor) -> None:
     """Give a parameter other data, also from or to the meta device, which `.data = ` refuses.
 
@@ -250,6 +258,9 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
     return skip(call)
 
+
+# What `Module.to` and the like ask before they give a parameter other data; it reads no values.
+HAS_COMPATIBLE_TYPE: Final = torch._has_compatible_shallow_copy_type
 
 # A fake tensor raises these where its values are needed: for a number, or for a shape that follows from them.
 NO_VALUE_ERRORS: Final = (DataDependentOutputException, DynamicOutputShapeException)

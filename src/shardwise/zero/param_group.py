@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardwise.comm.collectives import AsyncWork
 from shardwise.config.errors import EngineError
 from shardwise.config.resolve import ConfigError
-from shardwise.deferred_init.parameters import ParamInitializer
+from shardwise.construction.values import ParamInitializer
 from shardwise.layout.layout import Layout
 from shardwise.layout.param_groups import GroupSpec, ParamSpec
 from shardwise.offload.step_pipeline import CHUNK_NUMEL
@@ -88,7 +88,6 @@ class ParamGroup:
         self._timeline = resources.timeline
         self._overlap = resources.overlap
         self._released = released
-        self._kinds = tuple(parameter_class(parameter) for parameter in parameters)
         self._gather = AsyncWork()
         self._stepping: Task | None = None
         self._gather_updates: Callable[[], None] | None = None
@@ -112,6 +111,8 @@ class ParamGroup:
         if spec.trainable and (policy.keeps_master or where.params != where.optimizer):
             self.master = tiers.place(where.optimizer, f"{spec.name}.master", numel, master_dtype, Category.OPTIMIZER)
         self._fill(resources.values, master_dtype)
+        self._kinds = tuple(parameter_class(parameter) for parameter in parameters)
+        self._kinds = tuple(parameter_class(parameter) for parameter in parameters)
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.grad = None
             set_data(parameter, view)
@@ -407,14 +408,16 @@ class ParamGroup:
                 initial = self._initial(place, values, dtype, is_held=bool(held))
                 for buffer, slot in held:
                     buffer[slot.offset : slot.offset + slot.stop - slot.start].copy_(initial[slot.start : slot.stop])
+                values.forget(place.name)
 
     def _initial(self, place: ParamSpec, values: ParamInitializer, dtype: torch.dtype, is_held: bool) -> Tensor:
         """Return a parameter's local values, 1-D: rank 0's, or the same on all ranks; empty where none are needed."""
         ranks, shape = self._comms.model, place.global_shape
         is_sent = ranks.world_size > 1 and place.numel > 0 and not values.is_same_everywhere(place.name)
-        if not is_sent and not is_held:
+        is_read_by_all = values.is_sharded(place.name)
+        if not is_sent and not is_held and not is_read_by_all:
             return torch.empty(0, dtype=dtype, device=ranks.device)
-        if ranks.rank == 0 or not is_sent:
+        if ranks.rank == 0 or not is_sent or is_read_by_all:
             whole = values.read(place.name).reshape(shape).to(ranks.device, dtype)
         else:
             whole = torch.empty(shape, dtype=dtype, device=ranks.device)
