@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from shardwise.comm.loss import NonFiniteLossError
     from shardwise.config.resolve import Config, ConfigError
     from shardwise.deferred_init.parameters import init
-    from shardwise.engine.engine import Engine, backward
+    from shardwise.engine.engine import Engine
     from shardwise.engine.initialize import initialize
+    from shardwise.engine.multi_backward import backward
     from shardwise.engine.types import EvalResult, StepResult
     from shardwise.launch.process_group import LaunchError
     from shardwise.layout.layout import Layout, build_layout
@@ -93,7 +94,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "ReleasedParameterError": "runtime.param_guard",
     "Simulation": "verify.simulate",
     "StepResult": "engine.types",
-    "backward": "engine.engine",
+    "backward": "engine.multi_backward",
     "block_sparse_attention": "attention.api",
     "build_layout": "layout.layout",
     "estimate_model_states": "planner.model_states",
