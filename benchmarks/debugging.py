@@ -17,9 +17,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from shardwise.comm.collectives import Comm, ProcessGroupFactory, connect
+from shardwise.comm.backends import ProcessGroupFactory
+from shardwise.comm.collectives import Comm
 from shardwise.comm.consistency import RankFacts, agree_on_setup
-from shardwise.comm.mesh import Mesh, open_store
+from shardwise.comm.mesh import Mesh, connect, open_store
 from shardwise.comm.watchdog import Watchdog, watch
 from shardwise.config.resolve import Config
 from shardwise.layout.layout import build_layout
@@ -37,7 +38,7 @@ def make(mode: str) -> tuple[Comm, Watchdog | None]:
     """A group of all ranks in one mode."""
     config = Config.from_dict({"run": {"device": "cpu", **MODES[mode]}}).resolve(dist.get_world_size())
     shape = MeshShape.from_config(config.mesh)
-    network = ProcessGroupFactory(Mesh(shape, 60.0), CPU, open_store())
+    network = ProcessGroupFactory(Mesh(shape, 60.0), open_store())
     comms = connect(network, shape, config, CPU, Streams(CPU), BufferPool(CPU))
     return comms.shards, watch(network.store, comms.data.comm_log, Timeline(network.rank), config.run)
 

@@ -118,7 +118,7 @@ def make_engine(shape: DecoderConfig, config: Config) -> Engine:
     generator = torch.Generator(engine.device).manual_seed(0)
     with torch.no_grad():
         for group in engine.step_context.sharding.groups:
-            params = group.params
+            params = group
             for start in range(0, params.master.numel, CHUNK_NUMEL):
                 numel = min(CHUNK_NUMEL, params.master.numel - start)
                 values = torch.randn(numel, device=engine.device, generator=generator) * 0.02

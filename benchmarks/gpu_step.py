@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from shardwise.comm.backends import SimulatedBackend, SimulatedFactory
-from shardwise.comm.collectives import ProcessGroupFactory
+from shardwise.comm.backends import ProcessGroupFactory, SimulatedFactory
+from shardwise.comm.collectives import Comm, CommResources
 from shardwise.comm.mesh import Mesh
 from shardwise.config.resolve import Config
 from shardwise.engine.build import EngineInputs
@@ -122,7 +122,7 @@ def ours(stage: int) -> Callable[..., tuple[Step, Callable[[], None]]]:
                 resolved,
                 layout,
                 MemoryTracker(DEVICE),
-                ProcessGroupFactory(Mesh(layout.mesh, resolved.run.timeout_s), DEVICE),
+                ProcessGroupFactory(Mesh(layout.mesh, resolved.run.timeout_s)),
                 loss_fn=lambda output, batch: lm_loss(output, batch[1]),
             )
         )
@@ -134,10 +134,10 @@ def ours(stage: int) -> Callable[..., tuple[Step, Callable[[], None]]]:
 class SilentNetwork(SimulatedFactory):
     """A simulated network whose tensors are real."""
 
-    def backend(self, axes: tuple[str, ...], use: str) -> SimulatedBackend:
-        links = super().backend(axes, use)
-        links.moves_nothing = False
-        return links
+    def comm(self, axes: tuple[str, ...], use: str, resources: CommResources, axis: str) -> Comm:
+        comm = super().comm(axes, use, resources, axis)
+        comm.is_simulated = False
+        return comm
 
 
 def split(sequence_parallel: bool) -> Callable[..., tuple[Step, Callable[[], None]]]:

@@ -35,7 +35,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.backends import SimulatedBackend, SimulatedFactory
+from shardwise.comm.backends import SimulatedFactory
+from shardwise.comm.collectives import Comm, CommResources
 from shardwise.config.resolve import Config
 from shardwise.engine.build import EngineInputs
 from shardwise.engine.engine import Engine
@@ -53,23 +54,16 @@ Pass = Callable[[], None]
 System = tuple[Pass, Pass]  # what is timed, and what follows it untimed
 
 
-class FreeLinks(SimulatedBackend):
-    """Links of a lone rank: every collective is done at once, and what is read is its own."""
-
-    moves_nothing = False
-
-    def read(self, values: Tensor, known: Sequence[float]) -> list[float]:
-        return values.tolist()
-
-
 class FreeNetwork(SimulatedFactory):
-    """A network of free links."""
+    """A network of a lone rank whose tensors are real: every collective is done at once, and reads its own values."""
 
     def __init__(self) -> None:
         super().__init__(MeshShape(), 0, "gloo")
 
-    def links(self, axes: tuple[str, ...], use: str) -> FreeLinks:
-        return FreeLinks(0, 1, "gloo")
+    def comm(self, axes: tuple[str, ...], use: str, resources: CommResources, axis: str) -> Comm:
+        comm = super().comm(axes, use, resources, axis)
+        comm.is_simulated = False
+        return comm
 
 
 class Block(nn.Module):
@@ -108,31 +102,34 @@ def plain(num_blocks: int, num_params: int) -> System:
 
 
 class Silent:
-    """A unit whose events do nothing."""
+    """Events of units that do nothing; gradients are copied out."""
 
-    def before_forward(self) -> None:
+    def pre_forward(self, unit: None) -> None:
         pass
 
-    def after_forward(self, outputs: Sequence[Tensor], backward_follows: bool | None) -> None:
+    def post_forward(self, unit: None, outputs: Sequence[Tensor], backward_follows: bool | None) -> None:
         pass
 
-    def expect_input_gradients(self, are_tracked: bool) -> None:
+    def expect_input_gradients(self, unit: None, are_tracked: bool) -> None:
         pass
 
-    def before_backward(self) -> None:
+    def pre_backward(self, unit: None) -> None:
         pass
 
-    def after_input_gradients(self) -> None:
+    def on_input_gradients(self, unit: None) -> None:
         pass
+
+    def on_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
+        torch.zeros_like(parameter).copy_(gradient)
 
 
 def hooks_alone(num_blocks: int, num_params: int) -> System:
     """The engine's hooks on blocks, inputs, outputs and parameters, which report nothing but gradients."""
     model = build_model(num_blocks, num_params)
     for block in model:
-        hook_unit(block, Silent())
+        hook_unit(block, Silent(), None)
     for parameter in model.parameters():
-        hook_gradient(parameter, torch.zeros_like(parameter).copy_)
+        hook_gradient(parameter, Silent)
     x = torch.ones(2, WIDTH)
     return lambda: model(x).sum().backward(), lambda: None
 

@@ -15,11 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.backends import ProcessGroupBackend
-from shardwise.comm.collectives import Comm
-from shardwise.runtime.buffer_pool import BufferPool
+from shardwise.comm.backends import process_group_comm
+from shardwise.comm.collectives import CommResources
 from shardwise.runtime.precision import add_widened
-from shardwise.runtime.streams import Streams
 
 Run = Callable[[], object]
 
@@ -39,9 +37,7 @@ def median_ms(run: Run, repeats: int = 15) -> float:
 def collectives(numel: int, dtype: torch.dtype) -> dict[str, Run]:
     """Each way to gather or reduce one buffer of `numel` elements."""
     device = torch.device("cpu")
-    comm = Comm(
-        ProcessGroupBackend(dist.group.WORLD, device), "dp_shard", device, 60.0, Streams(device), BufferPool(device)
-    )
+    comm = process_group_comm(dist.group.WORLD, "dp_shard", CommResources.alone(device, 60.0))
     full, shard = torch.zeros(numel, dtype=dtype), torch.zeros(numel // comm.world_size, dtype=dtype)
     total = torch.zeros(shard.numel(), dtype=torch.float32)
     return {

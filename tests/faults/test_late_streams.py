@@ -20,7 +20,7 @@ from harness.models import CASES, make_batches
 from harness.training import make_config
 from shardwise import Engine, initialize
 from shardwise.comm.loss import LossAccumulator
-from shardwise.zero.grad_buckets import GroupGrads
+from shardwise.zero.grad_buckets import GradBucket
 
 NUM_STEPS = 3
 HOST = {"params": "host", "grads": "host", "optimizer": "host"}
@@ -98,19 +98,19 @@ def test_late_copies_change_no_bit(tmp_path: Path, where: str, stage: int, accum
 def test_the_backward_begins_before_the_count_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """What gradients are divided by is waited for when a group is first stepped, with reductions after it."""
     seen: list[str] = []
-    start_sum, reduce = LossAccumulator.start_sum, GroupGrads.reduce
+    start_sum, reduce = LossAccumulator.start_sum, GradBucket.reduce
 
     def start_noted(losses: LossAccumulator, name: str) -> Callable[[], list[float]]:
         seen.append("start")
         read = start_sum(losses, name)
         return lambda: (seen.append("read"), read())[1]
 
-    def reduce_noted(grads: GroupGrads, is_last: bool) -> None:
+    def reduce_noted(grads: GradBucket, is_last: bool) -> None:
         seen.append("reduce")
         reduce(grads, is_last)
 
     monkeypatch.setattr(LossAccumulator, "start_sum", start_noted)
-    monkeypatch.setattr(GroupGrads, "reduce", reduce_noted)
+    monkeypatch.setattr(GradBucket, "reduce", reduce_noted)
     (first, second) = make_batches(CASES["transformer"], num_steps=2, world_size=1, num_micro_batches=1)
     with make_engine({"tiers": {"optimizer": "host"}, "zero": {"stage": 2}}) as engine:
         engine.train_step(first[0])

@@ -32,9 +32,9 @@ from harness.training import make_config
 from harness.waiting import PATIENCE_S, wait_until
 from shardwise import Engine, initialize
 from shardwise.checkpoint.coordination import StoreBarrier
-from shardwise.comm.collectives import CommGroups, ProcessGroupFactory, connect
+from shardwise.comm.backends import ProcessGroupFactory
 from shardwise.comm.consistency import RankExchange
-from shardwise.comm.mesh import Mesh, open_store
+from shardwise.comm.mesh import CommGroups, Mesh, connect, open_store
 from shardwise.comm.records import Collective, CollectiveNote, CommLog
 from shardwise.comm.store import PatientStore, StoreSilentError
 from shardwise.comm.watchdog import RankReport, Watchdog, diagnose, render, watch
@@ -97,7 +97,7 @@ def make_comms() -> CommGroups:
     run = {**RUN, "check_collectives": True}
     config = make_config(1, {"run": run}).resolve(dist.get_world_size())
     layout = build_layout(nn.Linear(1, 1), config)
-    network = ProcessGroupFactory(Mesh(layout.mesh, TIMEOUT_S), CPU, open_store())
+    network = ProcessGroupFactory(Mesh(layout.mesh, TIMEOUT_S), open_store())
     return connect(network, layout.mesh, config, CPU, Streams(CPU), BufferPool(CPU))
 
 

@@ -18,7 +18,7 @@ from harness.models import CASES, ModelCase, make_batches
 from harness.reference import Trace, check_parity
 from harness.training import make_config, own_gradients, reference_trace
 from shardwise import Engine, build_layout
-from shardwise.comm.collectives import ProcessGroupFactory
+from shardwise.comm.backends import ProcessGroupFactory
 from shardwise.comm.mesh import Mesh
 from shardwise.engine.build import EngineInputs
 from shardwise.launch.process_group import ensure_process_group
@@ -42,7 +42,7 @@ def make_engine(case: ModelCase, stage: int, num_micro_batches: int, **sections:
     config = make_config(num_micro_batches, overrides).resolve(world_size=1)
     model = case.build(torch.float64)
     layout = replace(build_layout(model, config), stage=STAGES[stage])
-    network = ProcessGroupFactory(Mesh(layout.mesh, config.run.timeout_s), DEVICE)
+    network = ProcessGroupFactory(Mesh(layout.mesh, config.run.timeout_s))
     return Engine(EngineInputs(model, config, layout, MemoryTracker(DEVICE), network, loss_fn=case.loss))
 
 

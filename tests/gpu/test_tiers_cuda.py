@@ -99,10 +99,10 @@ def test_inputs_of_blocks_and_states_share_the_streams() -> None:
 def test_what_crosses_is_pinned_and_what_does_not_is_not() -> None:
     with make_engine(HOST, 3) as engine:
         for group in engine.step_context.sharding.groups:
-            assert group.params.shard.tensor is not None
-            assert group.params.shard.tensor.is_pinned()
+            assert group.shard.tensor is not None
+            assert group.shard.tensor.is_pinned()
             assert group.grads is None or group.grads.storage.tensor.is_pinned()
-            assert not group.params.master.tensor.is_pinned()
+            assert not group.master.tensor.is_pinned()
         assert engine.tiers.buffers.acquire(100).is_pinned()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from harness.waiting import settled
 from shardwise import Engine, Simulation
-from shardwise.comm.collectives import Collective
+from shardwise.comm.records import Collective
 from shardwise.runtime.memory_tracker import Category
 
 

@@ -16,14 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwise.comm.backends import ProcessGroupBackend
-from shardwise.comm.collectives import Comm
+from shardwise.comm.backends import process_group_comm
+from shardwise.comm.collectives import Comm, CommResources
 from shardwise.config.resolve import TensorConfig
 from shardwise.layout.slicing import Rect
 from shardwise.layout.tensor_plan import LayerSplit, SequenceStack, SharedInput, TensorPlan
 from shardwise.layout.tp_sharding import FusedPart, ParamSplit
 from shardwise.runtime.buffer_pool import BufferPool
-from shardwise.runtime.streams import Streams
 from shardwise.tensor.apply import split_model
 
 HIDDEN, FEATURES, VOCAB, HEAD_DIM, PADDING = 16, 32, 37, 2, 3
@@ -185,8 +184,7 @@ def put_together(name: str, split: ParamSplit, locals_: Sequence[Tensor]) -> Ten
 def make_comm(pool: BufferPool | None = None) -> Comm:
     """All ranks, as a tensor-parallel group."""
     device = torch.device("cpu")
-    links = ProcessGroupBackend(dist.group.WORLD, device)  # type: ignore[arg-type]
-    comm = Comm(links, "tp", device, 20.0, Streams(device), pool or BufferPool(device))
+    comm = process_group_comm(dist.group.WORLD, "tp", CommResources.alone(device, 20.0, pool))  # type: ignore[arg-type]
     comm.comm_log.recent = type(comm.comm_log.recent)()  # without a bound
     return comm
 

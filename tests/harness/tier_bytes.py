@@ -180,8 +180,8 @@ def swap_bytes(engine: Engine) -> int:
 def storages_of(engine: Engine) -> Iterator[Any]:
     """Where the states of every group are stored, the optimizer's only where that is off the device."""
     for group in engine.step_context.sharding.groups:
-        yield group.params.shard
-        yield group.params.master
+        yield group.shard
+        yield group.master
         if group.grads is not None and group.grads.is_away:
             yield group.grads.storage
     for streamed in engine.step_context.sharded._offloaded.values():

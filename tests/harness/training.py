@@ -81,7 +81,7 @@ def own_gradients(engine: Engine) -> dict[str, Tensor]:
         if gradient is None:
             continue
         found.update({place.name: gradient.new_zeros(0) for place in group.spec.params if place.numel == 0})
-        for slot in group.spec.slots(group.params.shard_start, group.params.shard_stop):
+        for slot in group.spec.slots(group.shard_start, group.shard_stop):
             flat = found.setdefault(slot.param.name, gradient.new_zeros(slot.param.numel))
             flat[slot.start : slot.stop] = gradient[slot.offset : slot.offset + slot.stop - slot.start]
     shapes = {place.name: place.shape for group in engine.layout.groups for place in group.params}

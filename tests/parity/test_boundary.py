@@ -18,8 +18,7 @@ from harness.pool import RankError, WorkerPool
 from harness.refusals import refusal_of, refused
 from harness.time_outs import fail_after
 from harness.waiting import PATIENCE_S
-from shardwise.comm.backends import SimulatedFactory
-from shardwise.comm.collectives import ProcessGroupFactory
+from shardwise.comm.backends import ProcessGroupFactory, SimulatedFactory
 from shardwise.comm.mesh import Mesh
 from shardwise.comm.p2p import P2PChannel, P2PChannels
 from shardwise.comm.records import CommLog
@@ -61,7 +60,7 @@ def make_pipes(
     world_size: int, kind: type[P2PChannels] = P2PChannels, timeout_s: float = 20.0
 ) -> tuple[P2PChannels, CommLog]:
     shape = MeshShape(pp=world_size)
-    network = ProcessGroupFactory(Mesh(shape, timeout_s), CPU)
+    network = ProcessGroupFactory(Mesh(shape, timeout_s))
     comm_log = CommLog(network.rank)
     return kind(network, shape, CPU, timeout_s, Streams(CPU), comm_log), comm_log
 

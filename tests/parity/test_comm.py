@@ -11,24 +11,16 @@ import torch.distributed as dist
 
 from harness.pool import RankError, WorkerPool
 from harness.refusals import refusal_of
-from shardwise.comm.backends import ProcessGroupBackend
-from shardwise.comm.collectives import Comm
+from shardwise.comm.backends import process_group_comm
+from shardwise.comm.collectives import Comm, CommResources
 from shardwise.runtime.buffer_pool import BufferPool
-from shardwise.runtime.streams import Streams
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
 
 def make_comm(timeout_s: float = 20.0, pool: BufferPool | None = None) -> Comm:
     device = torch.device("cpu")
-    return Comm(
-        ProcessGroupBackend(dist.group.WORLD, device),
-        "dp_shard",
-        device,
-        timeout_s,
-        Streams(device),
-        pool or BufferPool(device),
-    )
+    return process_group_comm(dist.group.WORLD, "dp_shard", CommResources.alone(device, timeout_s, pool))
 
 
 def gather(rank: int, world_size: int, dtype: torch.dtype) -> list[float]:

@@ -19,10 +19,10 @@ from harness.pool import WorkerPool
 from harness.refusals import refusal_of
 from harness.training import make_config
 from harness.wire_bytes import WireBytes, ring_equivalent_bytes
-from shardwise.comm.backends import ProcessGroupBackend, SimulatedBackend
-from shardwise.comm.collectives import Comm, ProcessGroupFactory, connect
+from shardwise.comm.backends import ProcessGroupFactory, process_group_comm, simulated_comm
+from shardwise.comm.collectives import Comm, CommResources, RankPlace
 from shardwise.comm.consistency import CallCheck, divergence
-from shardwise.comm.mesh import Mesh, open_store
+from shardwise.comm.mesh import Mesh, connect, open_store
 from shardwise.comm.records import CommLog
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.runtime.buffer_pool import BufferPool
@@ -32,9 +32,12 @@ CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64)
 
 
-def make_comm(timeout_s: float = 20.0, links: Any = None) -> Comm:
-    links = links or ProcessGroupBackend(dist.group.WORLD, CPU)  # type: ignore[arg-type]
-    return Comm(links, "cp", CPU, timeout_s, Streams(CPU), BufferPool(CPU))
+def make_comm(timeout_s: float = 20.0) -> Comm:
+    return process_group_comm(dist.group.WORLD, "cp", CommResources.alone(CPU, timeout_s))  # type: ignore[arg-type]
+
+
+def make_simulated(rank: int, world_size: int, backend: Any) -> Comm:
+    return simulated_comm(RankPlace(rank, world_size, "cp"), CommResources.alone(CPU, 20.0), backend)
 
 
 def message(source: int, to: int, salt: int) -> list[Tensor]:
@@ -185,7 +188,7 @@ def test_a_late_rank_is_named_by_the_exchange(ranks: WorkerPool) -> None:
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_simulated_ranks_send_nothing_but_it_is_counted(backend: Any) -> None:
-    comm = make_comm(links=SimulatedBackend(1, 4, backend))
+    comm = make_simulated(1, 4, backend)
     received = torch.full((2,), 7.0)
     comm.exchange({3: [torch.ones(4)]}, {0: [received]}, "keys").wait()
     assert received.tolist() == [7.0, 7.0]
@@ -193,7 +196,7 @@ def test_simulated_ranks_send_nothing_but_it_is_counted(backend: Any) -> None:
 
 
 def test_one_rank_exchanges_nothing() -> None:
-    comm = make_comm(links=SimulatedBackend(0, 1, "gloo"))
+    comm = make_simulated(0, 1, "gloo")
     comm.exchange({}, {}, "keys").wait()
     assert not comm.comm_log.counts
 
@@ -208,7 +211,7 @@ def test_one_rank_exchanges_nothing() -> None:
     ],
 )
 def test_what_is_no_exchange_is_refused(sends: dict[int, list[Tensor]], peer: str) -> None:
-    comm = make_comm(links=SimulatedBackend(1, 2, "gloo"))
+    comm = make_simulated(1, 2, "gloo")
     with pytest.raises(ValueError, match=peer):
         comm.exchange(sends, {}, "keys")
     assert not comm.comm_log.counts
@@ -218,7 +221,7 @@ def context_of(rank: int, world_size: int, cp: int) -> tuple[tuple[int, ...], bo
     shape = MeshShape(dp_shard=world_size // cp, cp=cp)
     config = make_config(1, {"mesh": {"dp_shard": world_size // cp}}).resolve(world_size // cp)
     mesh = Mesh(shape, 20.0)
-    comms = connect(ProcessGroupFactory(mesh, CPU), shape, config, CPU, Streams(CPU), BufferPool(CPU))
+    comms = connect(ProcessGroupFactory(mesh), shape, config, CPU, Streams(CPU), BufferPool(CPU))
     got = torch.zeros(1)
     context = comms.context
     context.sum_scalars(torch.zeros(1, dtype=torch.float64), "meet")

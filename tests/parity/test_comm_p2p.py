@@ -13,7 +13,8 @@ import torch.distributed as dist
 from harness.pool import WorkerPool
 from harness.refusals import refusal_of, refused
 from harness.time_outs import answers_may_be_late, fail_after
-from shardwise.comm.collectives import ProcessGroupFactory
+from shardwise.comm.backends import ProcessGroupFactory
+from shardwise.comm.collectives import CommResources
 from shardwise.comm.consistency import divergence
 from shardwise.comm.mesh import Mesh, open_store
 from shardwise.comm.p2p import P2PChannels
@@ -31,7 +32,7 @@ EVERY_DTYPE = [torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.com
 def make_pipes(
     shape: MeshShape, timeout_s: float = 20.0, comm_log: CommLog | None = None
 ) -> tuple[P2PChannels, CommLog]:
-    network = ProcessGroupFactory(Mesh(shape, timeout_s), CPU)
+    network = ProcessGroupFactory(Mesh(shape, timeout_s))
     comm_log = comm_log or CommLog(network.rank)
     return P2PChannels(network, shape, CPU, timeout_s, Streams(CPU), comm_log), comm_log
 
@@ -168,7 +169,7 @@ def test_a_bound_device_is_refused_where_messages_would_deadlock(monkeypatch: py
     """With it torch runs all messages of a group over one communicator, in one line."""
     mesh = SimpleNamespace(rank=1, shape=MeshShape(pp=3))
     monkeypatch.setattr(
-        "shardwise.comm.collectives.dist.group", SimpleNamespace(WORLD=SimpleNamespace(bound_device_id="cuda:1"))
+        "shardwise.comm.backends.dist.group", SimpleNamespace(WORLD=SimpleNamespace(bound_device_id="cuda:1"))
     )
     with refused("process-group-device-id", "device_id=cuda:1"):
-        ProcessGroupFactory(mesh, CPU).backend(("pp",), "down")  # type: ignore[arg-type]
+        ProcessGroupFactory(mesh).comm(("pp",), "down", CommResources.alone(CPU, 1.0), "pp")  # type: ignore[arg-type]

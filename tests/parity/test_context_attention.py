@@ -31,8 +31,8 @@ from harness.wire_bytes import WireBytes, ring_equivalent_bytes
 from shardwise.attention.api import attention_backend
 from shardwise.attention.block_layout import BlockLayout
 from shardwise.attention.dense import dense_layout
-from shardwise.comm.backends import SimulatedBackend
-from shardwise.comm.collectives import Comm
+from shardwise.comm.backends import simulated_comm
+from shardwise.comm.collectives import Comm, CommResources, RankPlace
 from shardwise.context import plan_cache as kept_plans
 from shardwise.context import ring as loop
 from shardwise.context.attention import ContextAttention
@@ -40,9 +40,7 @@ from shardwise.context.load_balance import choose_split
 from shardwise.context.traffic import AttentionSizes, bytes_of_attention
 from shardwise.context.ulysses import team_size
 from shardwise.layout.token_ranges import TokenSplit, contiguous
-from shardwise.runtime.buffer_pool import BufferPool
 from shardwise.runtime.module_hooks import run_forward
-from shardwise.runtime.streams import Streams
 from shardwise.runtime.torch_private import fake_tensors
 
 STRUCTURES = [
@@ -196,7 +194,7 @@ def test_bytes_are_those_planned_and_results_repeat_to_the_bit(ranks: WorkerPool
 
 def simulated(rank: int, num_ranks: int) -> Comm:
     device = torch.device("cpu")
-    return Comm(SimulatedBackend(rank, num_ranks, "gloo"), "cp", device, 5.0, Streams(device), BufferPool(device))
+    return simulated_comm(RankPlace(rank, num_ranks, "cp"), CommResources.alone(device, 5.0), "gloo")
 
 
 @pytest.mark.parametrize("case", MOVING, ids=combination_id)

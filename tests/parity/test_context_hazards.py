@@ -15,22 +15,20 @@ from harness.refusals import refused
 from harness.split_model import make_comm
 from shardwise.attention.block_layout import BlockLayout
 from shardwise.attention.dense import dense_layout
-from shardwise.comm.backends import SimulatedBackend
-from shardwise.comm.collectives import Comm
+from shardwise.comm.backends import simulated_comm
+from shardwise.comm.collectives import Comm, CommResources, RankPlace
 from shardwise.context import ring as loop
 from shardwise.context.attention import ContextAttention
 from shardwise.context.custom_op import ContextCustomOps
 from shardwise.context.plan_cache import PlanCache
 from shardwise.context.ring import MergedOutput
 from shardwise.layout.token_ranges import TokenSplit, contiguous
-from shardwise.runtime.buffer_pool import BufferPool
-from shardwise.runtime.streams import Streams
 from shardwise.runtime.torch_private import fake_tensors
 
 
 def simulated(num_ranks: int) -> Comm:
     device = torch.device("cpu")
-    return Comm(SimulatedBackend(0, num_ranks, "gloo"), "cp", device, 5.0, Streams(device), BufferPool(device))
+    return simulated_comm(RankPlace(0, num_ranks, "cp"), CommResources.alone(device, 5.0), "gloo")
 
 
 def own_tensors(num_ranks: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:

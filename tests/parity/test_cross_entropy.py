@@ -14,11 +14,9 @@ from torch import Tensor
 from harness.live_bytes import LiveBytes
 from harness.pool import WorkerPool
 from harness.refusals import refused
-from shardwise.comm.backends import ProcessGroupBackend
-from shardwise.comm.collectives import Comm
+from shardwise.comm.backends import process_group_comm
+from shardwise.comm.collectives import Comm, CommResources
 from shardwise.models.decoder import lm_loss
-from shardwise.runtime.buffer_pool import BufferPool
-from shardwise.runtime.streams import Streams
 from shardwise.tensor import cross_entropy as module
 from shardwise.tensor.cross_entropy import TokenLossTerms, VocabSplit, cross_entropy, cross_entropy_sum
 
@@ -36,7 +34,7 @@ Case = tuple[Tensor, Tensor, Tensor | None, Tensor]
 
 def make_comm() -> Comm:
     device = torch.device("cpu")
-    return Comm(ProcessGroupBackend(dist.group.WORLD, device), "tp", device, 20.0, Streams(device), BufferPool(device))
+    return process_group_comm(dist.group.WORLD, "tp", CommResources.alone(device, 20.0))
 
 
 def make_case(vocab_size: int, has_bias: bool, dtype: torch.dtype = torch.float64) -> Case:

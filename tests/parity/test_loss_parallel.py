@@ -22,12 +22,10 @@ from harness.pool import WorkerPool
 from harness.refusals import refused
 from harness.training import make_config
 from shardwise import backward, initialize
-from shardwise.comm.backends import ProcessGroupBackend
-from shardwise.comm.collectives import Comm
+from shardwise.comm.backends import process_group_comm
+from shardwise.comm.collectives import Comm, CommResources
 from shardwise.models.decoder import lm_loss
-from shardwise.runtime.buffer_pool import BufferPool
 from shardwise.runtime.float64 import float64_throughout
-from shardwise.runtime.streams import Streams
 from shardwise.tensor.cross_entropy import VocabSplit
 from shardwise.tensor.loss_parallel import LazyLogits, LazyLogitsHead
 
@@ -296,7 +294,7 @@ def test_a_loss_of_deferred_logits_never_holds_them() -> None:
 
 def make_comm() -> Comm:
     device = torch.device("cpu")
-    return Comm(ProcessGroupBackend(dist.group.WORLD, device), "tp", device, 20.0, Streams(device), BufferPool(device))
+    return process_group_comm(dist.group.WORLD, "tp", CommResources.alone(device, 20.0))
 
 
 def split_logits(rank: int, world_size: int, vocab_size: int) -> tuple[Tensor, Tensor, Tensor, bool]:
@@ -432,12 +430,12 @@ def train(rank: int, world_size: int, stage: int, loss: str, is_split: bool, fro
     for _ in range(3):
         batches = [tuple(torch.randint(V, (2, S), generator=generator) for _ in range(2)) for _ in range(2)]
         losses.append(engine.eval_step(batches).loss)
-        present.append([group.params.is_released for group in engine.step_context.sharding.groups])
+        present.append([group.is_released for group in engine.step_context.sharding.groups])
         losses.append(engine.train_step(batches).loss)
-        present.append([group.params.is_released for group in engine.step_context.sharding.groups])
+        present.append([group.is_released for group in engine.step_context.sharding.groups])
         with torch.no_grad():  # not through the engine, as generation does
             losses.append(model(batches[0][0])["logits"].exp().sum().item())
-        present.append([group.params.is_released for group in engine.step_context.sharding.groups])
+        present.append([group.is_released for group in engine.step_context.sharding.groups])
     weight = engine.read("head.weight")
     engine.close()
     return SimpleNamespace(losses=losses, present=present, weight=weight)
@@ -470,7 +468,7 @@ def train_directly(rank: int, world_size: int, is_split: bool, frozen: Any) -> l
         loss = F.cross_entropy(logits.view(-1, V), tokens.view(-1))
         backward(loss, [engine])
         losses.append(engine.step().loss)
-    released = all(group.params.is_released for group in engine.step_context.sharding.groups)
+    released = all(group.is_released for group in engine.step_context.sharding.groups)
     engine.close()
     return [*losses, float(released), min(deferred)]
 

@@ -14,8 +14,9 @@ from torch import Tensor
 from harness.pool import WorkerPool
 from harness.refusals import refused
 from harness.split_model import make_comm
-from shardwise.comm.backends import SimulatedBackend
-from shardwise.comm.collectives import Comm
+from shardwise.comm.backends import simulated_comm
+from shardwise.comm.collectives import Comm, CommResources, RankPlace
+from shardwise.comm.records import CommLog
 from shardwise.runtime.buffer_pool import BufferPool
 from shardwise.runtime.streams import StreamName, Streams
 from shardwise.runtime.torch_private import fake_copy, fake_tensors
@@ -175,7 +176,7 @@ def test_tensors_changed_in_place_are_seen(ranks: WorkerPool) -> None:
 
 def simulated() -> Comm:
     device = torch.device("cpu")
-    return Comm(SimulatedBackend(1, 4, "gloo"), "tp", device, 5.0, Streams(device), BufferPool(device))
+    return simulated_comm(RankPlace(1, 4, "tp"), CommResources.alone(device, 5.0), "gloo")
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
@@ -211,7 +212,8 @@ class ListedStreams(Streams):
 def test_what_is_waited_for_at_once_stays_on_the_current_stream() -> None:
     """On NCCL it would queue after the gathers and reductions of a data group; the whole for the backward overlaps."""
     streams, device = ListedStreams(), torch.device("cpu")
-    comm = Comm(SimulatedBackend(1, 2, "nccl"), "tp", device, 5.0, streams, BufferPool(device))
+    resources = CommResources(device, 5.0, streams, BufferPool(device), CommLog())
+    comm = simulated_comm(RankPlace(1, 2, "tp"), resources, "nccl")
     with fake_tensors():
         ops = TpMappings(comm)
         x = fake_copy(torch.empty(1, 4, 8, requires_grad=True)) * 1

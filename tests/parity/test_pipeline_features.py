@@ -267,7 +267,7 @@ def overflow(rank: int, world_size: int, at: int) -> list[tuple[bool, float]]:
     found = []
     with make_engine(rank, {"precision": {"param": "fp16"}}) as engine:
         parameter = next(
-            group.params.parameters[0] for group in engine.step_context.sharding.groups if group.grads is not None
+            group.parameters[0] for group in engine.step_context.sharding.groups if group.grads is not None
         )
         for step in range(3):
             handle = parameter.register_hook(lambda gradient, bad=step == 1 and rank == at: gradient / (1 - bad))

@@ -24,8 +24,8 @@ from shardwise.checkpoint import async_saver as saver
 from shardwise.checkpoint.commit import step_folders
 from shardwise.checkpoint.compare import compare
 from shardwise.checkpoint.manifest import AbsentRankError
-from shardwise.comm.collectives import CommError
 from shardwise.comm.loss import NonFiniteLossError
+from shardwise.comm.records import CommError
 from shardwise.config.resolve import Config
 from shardwise.launch.environment import lone_rank
 from shardwise.launch.signals import StopFlag

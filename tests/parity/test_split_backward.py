@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from harness.gradients import handing
 from harness.pool import WorkerPool
 from harness.refusals import refused
 from harness.split_model import make_comm
@@ -235,8 +236,8 @@ def test_hooks_fire_once_a_drain_with_the_whole_gradient() -> None:
     whole = pulled(weight, bias)
     seen: list[tuple[str, Tensor]] = []
     weight.register_hook(lambda gradient: seen.append(("tensor", gradient.clone())))
-    hook_gradient(weight, lambda gradient: seen.append(("weight", gradient)))
-    hook_gradient(bias, lambda gradient: seen.append(("bias", gradient)))
+    hook_gradient(weight, handing(lambda gradient: seen.append(("weight", gradient))))
+    hook_gradient(bias, handing(lambda gradient: seen.append(("bias", gradient))))
     queue = WeightGradQueue()
     with queue.splitting():
         F.linear(F.linear(x, weight, bias), weight).sum().backward()
@@ -264,7 +265,7 @@ def test_each_gradient_is_delivered_before_the_next_is_computed() -> None:
     held = {name: weakref.ref(entry.held[0]) for entry, name in zip(queue._queued, "210", strict=True)}
     is_freed = []
     for index, weight in enumerate(weights):
-        hook_gradient(weight, lambda gradient, index=index: order.append(f"deliver {index}"))
+        hook_gradient(weight, handing(lambda gradient, index=index: order.append(f"deliver {index}")))
         weight.register_post_accumulate_grad_hook(lambda weight, name=str(index): is_freed.append(held[name]() is None))
     del y, compute, entry
     queue.collect(0)
@@ -302,7 +303,7 @@ def test_a_held_gradient_whose_memory_a_parameter_shares(is_taken: bool) -> None
     loss().backward()
     whole = pulled(weight, shift)
     if is_taken:
-        hook_gradient(shift, lambda gradient: None)
+        hook_gradient(shift, handing(lambda gradient: None))
     queue = WeightGradQueue()
     for index in range(2):
         with queue.splitting():

@@ -32,7 +32,7 @@ from harness.training import make_config
 from harness.wire_bytes import Call as WireCall
 from harness.wire_bytes import WireBytes, ring_equivalent_bytes
 from shardwise import Layout, initialize
-from shardwise.comm.collectives import Collective
+from shardwise.comm.records import Collective
 from shardwise.layout.zero_stages import Placement
 from shardwise.models import Decoder, DecoderConfig, lm_loss, num_params
 

@@ -1,395 +1,406 @@
-"""These back ends of `shardwise.comm.collectives.Comm` run the raw collectives of one group of ranks."""
+"""These back ends of `shardwise.comm.collectives.Comm` move data: by gloo, by NCCL, or not at all.
+
+A simulated communicator is one of the two over an object that stands for `torch.distributed` and does nothing, so that
+it counts and allocates as the real one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Final, Literal, Protocol
+from functools import partial
+from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.comm.collectives import AsyncWork, Comm, CommResources, RankPlace, bytes_of
+from shardwise.comm.mesh import DOWN, UP, Mesh
 from shardwise.comm.records import CommError
-from shardwise.layout.mesh_shape import MeshShape
-
-# From here on gloo's own all-reduce of fp32 among two ranks is as fast as sending all and adding.
-RING_BYTES: Final = 2**20
-
-
-class CommBackend(Protocol):
-    """Gives the ranks of one group, and the raw collectives among them, each of which starts at once.
-
-    Attributes:
-        rank: of this process in the group.
-        world_size: of the group.
-        waits_on_host: the host waits for the works that a collective returns (gloo); otherwise collectives run in the
-            order of the current stream (NCCL) and there are none.
-        moves_nothing: the other ranks are not there, and tensors have no values.
-    """
-
-    rank: int
-    world_size: int
-    waits_on_host: bool
-    moves_nothing: bool
-
-    def all_gather(self, full: Tensor) -> list[dist.Work]:
-        """Fill `full` [n * s] with every rank's slice."""
-
-    def all_to_all(self, received: Tensor, source: Tensor) -> list[dist.Work]:
-        """Send slice i of `source` [n * s] to rank i, and receive its data into slice i of `received` [n * s]."""
-
-    def exchange(self, received: Tensor, source: Tensor) -> list[dist.Work]:
-        """Send `source` [s] to the other of two ranks, and receive what it sends into `received` [s]."""
-
-    def exchange_all(
-        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]
-    ) -> list[dist.Work]:
-        """Send tensors to other ranks and receive from them, all at once; by rank, contiguous and not empty.
-
-        All ranks of the group call it, those too that send and receive nothing.
-        """
-
-    def reduce_scatter(self, out: Tensor, source: Tensor) -> list[dist.Work]:
-        """Sum `source` [n * s] over the ranks in the dtype on the wire; leave this rank's slice in `out` [s]."""
-
-    def all_reduce(self, buffer: Tensor, op: dist.ReduceOp.RedOpType) -> list[dist.Work]:
-        """Reduce in place, in the dtype on the wire."""
-
-    def broadcast(self, buffer: Tensor) -> list[dist.Work]:
-        """Give every rank what rank 0 of the group holds."""
-
-    def send(self, buffer: Tensor, to: int, tag: int = 0) -> list[dist.Work]:
-        """Send a contiguous tensor, not empty, to rank `to` of the group, whose receives of this tag take it in order.
-
-        On NCCL tags have no effect, and messages from one rank to another are taken in order.
-
-        Args:
-            buffer: must not change until the message is sent.
-            to: rank of the group.
-            tag: of the message.
-        """
-
-    def receive(self, buffer: Tensor, source: int, tag: int = 0) -> list[dist.Work]:
-        """Receive into a contiguous tensor, as large as what `source` sends.
-
-        Args:
-            buffer: is filled.
-            source: rank of the group.
-            tag: of the message.
-        """
-
-    def hang_up(self) -> None:
-        """End all messages of the group, which others may wait for: on gloo those fail at once, and so do later ones.
-
-        On NCCL they wait until their time-out.
-        """
-
-    def read(self, values: Tensor, known: Sequence[float]) -> list[float]:
-        """Return the numbers of a reduced vector on the host; `known` are this rank's own values of its last ones."""
-
-
-class CommFactory(Protocol):
-    """Makes the back ends of an engine's groups of ranks.
-
-    Attributes:
-        rank: of this process in the world.
-        store: through which ranks exchange text outside of collectives; None where there is one process.
-        examples: where other ranks are simulated, what each stage of a pipeline receives, by stage; None where they are
-            real, or there is no pipeline.
-    """
-
-    rank: int
-    store: dist.Store | None
-    examples: Mapping[int, Any] | None
-
-    def backend(self, axes: tuple[str, ...], use: str) -> CommBackend:
-        """Make the back end of the ranks that differ from this one along `axes` only; each use has its communicator."""
-
-    def backend_among(self, axes: tuple[str, ...], indices: tuple[int, ...], use: str) -> CommBackend | None:
-        """Make a back end for some of those ranks; None where this rank is none of them.
-
-        Args:
-            axes: axes of the mesh along which the ranks differ.
-            indices: of the ranks along these axes, ascending.
-            use: what the collectives are for; each use has its communicator.
-        """
-
-    def close(self) -> None:
-        """Free what was made."""
-
-
-def check_exchange(
-    sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], rank: int, world_size: int
-) -> None:
-    """Check that each tensor of an exchange can be sent to or received from another rank.
-
-    Args:
-        sends: tensors to send, by rank of the group.
-        receives: tensors to fill, by rank of the group.
-        rank: of this process in the group.
-        world_size: of the group.
-
-    Raises:
-        ValueError: a tensor has no element, is not contiguous, or is for no other rank of the group.
-    """
-    for peer, tensors in (*sends.items(), *receives.items()):
-        if peer == rank or not 0 <= peer < world_size:
-            raise ValueError(f"rank {rank} of {world_size} exchanges nothing with rank {peer}; name another rank")
-        if not all(each.numel() and each.is_contiguous() for each in tensors):
-            raise ValueError(f"a tensor between ranks {rank} and {peer} is empty or strided; leave it out or copy it")
-
-
-class AsyncWork:
-    """Is a collective under way; `wait` makes its result usable on the current stream, and may be called again.
-
-    Args:
-        wait: waits for the collective; None where there is nothing to wait for.
-        then: starts a second collective on the result of the first, and returns that one; None for no second one.
-    """
-
-    def __init__(self, wait: Callable[[], None] | None, then: Callable[[], AsyncWork] | None = None) -> None:
-        self._wait = wait
-        self._then = then
-        self._second: AsyncWork | None = None
-
-    def advance(self) -> None:
-        """Finish the collective that is under way and start the one that follows it, if there is one."""
-        if self._second is not None:
-            self._second.advance()
-            return
-        if self._wait is not None:
-            wait, self._wait = self._wait, None
-            wait()
-        if self._then is not None:
-            then, self._then = self._then, None
-            self._second = then()
-
-    def __del__(self) -> None:
-        """Wait for a collective that is not waited for otherwise, such as one of a dropped engine: it must end.
-
-        gloo cancels a receive whose work is dropped, and what the other rank has sent goes to the next one.
-        """
-        if self._wait is not None:
-            with suppress(Exception):
-                self._wait()
-
-    def wait(self) -> None:
-        """Finish all collectives."""
-        self.advance()
-        if self._second is not None:
-            self._second.wait()
-
+from shardwise.comm.store import PatientStore
+from shardwise.config.resolve import ConfigError
+from shardwise.layout.mesh_shape import RING_BYTES, MeshShape
+from shardwise.runtime.precision import sum_chunks
+from shardwise.runtime.streams import StreamName
 
 _NEVER_SENT: Final = 2**31 - 1  # a tag
 
+Backend = Literal["gloo", "nccl"]
 
-class ProcessGroupBackend:
-    """Runs collectives over a process group.
 
-    Args:
-        group: the ranks that communicate.
-        device: of the tensors.
-    """
+class GlooComm(Comm):
+    """Runs collectives over gloo: the host starts them and waits for them."""
 
-    moves_nothing = False
+    waits_on_host = True
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
-        self.waits_on_host = not (dist.get_backend(group) == "nccl" or device.type == "cuda")
-        self._group = group
-        self._device = device
-        self._is_connected = self.waits_on_host
+    def all_gather(self, full: Tensor, name: str, stream: StreamName | None = "gather") -> AsyncWork:
+        """Fill `full` by sends and receives; see `Comm.all_gather`.
 
-    def all_gather(self, full: Tensor) -> list[dist.Work]:
-        """Fill `full` [n * s]: natively on NCCL, by sends and receives on gloo."""
+        Args:
+            full: of any dtype.
+            name: for counts and messages.
+            stream: has no effect.
+        """
+        if self.world_size == 1:
+            return AsyncWork()
         slices = full.chunk(self.world_size)
-        if not self.waits_on_host:
-            dist.all_gather_into_tensor(full, slices[self.rank], group=self._group)
-            return []
-        works = []
-        # Each rank starts with its right-hand neighbour, so that not all ranks send to the same one first.
-        for distance in range(1, self.world_size):
-            to, source = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
-            works += _works(dist.isend(slices[self.rank], group=self._group, group_dst=to))
-            works += _works(dist.irecv(slices[source], group=self._group, group_src=source))
-        return works
+        with self.launch(self._count("all_gather", name, full, passes=1)) as started:
+            # Each rank starts with its right-hand neighbour, so that not all ranks send to the same one first.
+            for distance in range(1, self.world_size):
+                to, source = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
+                started.add(self._c10d.isend(slices[self.rank], group=self._group, group_dst=to))
+                started.add(self._c10d.irecv(slices[source], group=self._group, group_src=source))
+        return started.as_work()
 
-    def all_to_all(self, received: Tensor, source: Tensor) -> list[dist.Work]:
-        """Exchange slices of equal length."""
-        return self._works(dist.all_to_all_single(received, source, group=self._group, async_op=self.waits_on_host))
+    def reduce_scatter(self, source: Tensor, out: Tensor, *, accumulate: bool, name: str) -> AsyncWork:
+        """Exchange slices, then sum them in fp32 or wider; see `Comm.reduce_scatter`.
 
-    def exchange(self, received: Tensor, source: Tensor) -> list[dist.Work]:
-        """Start a send and a receive; on gloo only."""
-        other = 1 - self.rank
-        return [
-            *_works(dist.isend(source, group=self._group, group_dst=other)),
-            *_works(dist.irecv(received, group=self._group, group_src=other)),
-        ]
+        Args:
+            source: in the wire dtype.
+            out: in the dtype of the accumulator.
+            accumulate: add to what `out` holds.
+            name: for counts and messages.
+        """
+        if self.world_size == 1:
+            return _scatter_alone(source, out, accumulate)
+        received = self._pool.acquire(source.numel(), source.dtype)
 
-    def exchange_all(
-        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]
-    ) -> list[dist.Work]:
-        """Exchange tensors as bytes and in one batch, so that on NCCL no order of sends and receives deadlocks."""
-        if not self._is_connected:
-            # NCCL makes a communicator with the first batch, in which all ranks must take part; some might not.
-            dist.all_reduce(torch.zeros(1, dtype=torch.uint8, device=self._device), group=self._group)
-            self._is_connected = True
-        batch = []
-        for distance in range(1, self.world_size):
-            to, source = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
-            for op, peer, buffers in ((dist.isend, to, sends), (dist.irecv, source, receives)):
-                moved = map(_bytes_of, buffers.get(peer, ()))
-                batch += [dist.P2POp(op, each, group=self._group, group_peer=peer) for each in moved]
-        return self._in_stream(dist.batch_isend_irecv(batch)) if batch else []
+        def finish() -> None:
+            sum_chunks(out, received.view(self.world_size, -1), accumulate)
+            self._pool.release(received)
 
-    def reduce_scatter(self, out: Tensor, source: Tensor) -> list[dist.Work]:
-        """Sum in the dtype on the wire."""
-        return self._works(dist.reduce_scatter_tensor(out, source, group=self._group, async_op=self.waits_on_host))
+        with self.launch(self._count("reduce_scatter", name, source, passes=1), finish=finish) as started:
+            started.add(self._c10d.all_to_all_single(received, source, group=self._group, async_op=True))
+        return started.as_work()
 
-    def all_reduce(self, buffer: Tensor, op: dist.ReduceOp.RedOpType) -> list[dist.Work]:
-        """Reduce in place."""
-        return self._works(dist.all_reduce(buffer, op=op, group=self._group, async_op=self.waits_on_host))
+    def start_sum(self, source: Tensor, out: Tensor, name: str, stream: StreamName | None) -> AsyncWork:
+        """Start a sum; what is narrower than fp32 is summed in fp32. See `Comm.start_sum`.
 
-    def broadcast(self, buffer: Tensor) -> list[dist.Work]:
-        """Send from the group's rank 0."""
-        source = dist.get_global_rank(self._group, 0)
-        return self._works(dist.broadcast(buffer, source, group=self._group, async_op=self.waits_on_host))
+        Args:
+            source: must not change until the collective is waited for.
+            out: of the same dtype; may be `source` itself.
+            name: for counts and messages.
+            stream: has no effect.
+        """
+        is_small = out.numel() * out.element_size() < RING_BYTES or out.dtype.itemsize < 4
+        if is_small and self.world_size == 2:
+            return self._start_sum_of_two(source, out, name)
+        if out is not source:
+            out.copy_(source)
+        if self.world_size == 1:
+            return AsyncWork()
+        if out.dtype.itemsize >= 4:
+            return self._reduce_in_place(out, dist.ReduceOp.SUM, name, stream)
+        wide = self._pool.acquire(-(-out.numel() // self.world_size) * self.world_size, torch.float32)
+        wide[: out.numel()].copy_(out)
+        wide[out.numel() :].zero_()
+        summed = self.all_reduce(wide, out.dtype, name)
 
-    def send(self, buffer: Tensor, to: int, tag: int = 0) -> list[dist.Work]:
-        """Send the tensor as bytes, which works for any dtype. It uses `isend` and not a batch, whose communicator is
-        the whole group's.
+        def finish() -> None:
+            summed.wait()
+            out.copy_(wide[: out.numel()])
+            self._pool.release(wide)
+
+        return AsyncWork(finish)
+
+    def _start_sum_of_two(self, source: Tensor, out: Tensor, name: str) -> AsyncWork:
+        """Start a sum of two ranks: each sends all it has, which is faster here and as many bytes as in a ring."""
+        is_in_place = out is source
+        received = self._pool.acquire(out.numel(), out.dtype) if is_in_place else out
+
+        def finish() -> None:
+            torch.add(source, received, out=out)  # rounds once, and a + b is b + a
+            if is_in_place:
+                self._pool.release(received)
+
+        with self.launch(self._count("all_reduce", name, source, passes=2), finish=finish) as started:
+            started.add(self._c10d.isend(source, group=self._group, group_dst=1 - self.rank))
+            started.add(self._c10d.irecv(received, group=self._group, group_src=1 - self.rank))
+        return started.as_work()
+
+    def scatter_sum(self, source: Tensor, out: Tensor, name: str, stream: StreamName | None) -> AsyncWork:
+        """Start a sum of which this rank gets a slice; see `Comm.scatter_sum`.
+
+        Args:
+            source: must not change until the collective is waited for.
+            out: of the same dtype, and other storage.
+            name: for counts and messages.
+            stream: has no effect.
+        """
+        if self.world_size != 2:
+            return self.reduce_scatter(source, out, accumulate=False, name=name)
+        slices = source.chunk(2)
+        call = self._count("reduce_scatter", name, source, passes=1)
+        with self.launch(call, finish=partial(out.add_, slices[self.rank])) as started:
+            started.add(self._c10d.isend(slices[1 - self.rank], group=self._group, group_dst=1 - self.rank))
+            started.add(self._c10d.irecv(out, group=self._group, group_src=1 - self.rank))
+        return started.as_work()
+
+    def post_send(self, buffer: Tensor, to: int, tag: int = 0) -> list[dist.Work]:
+        """Send a message; see `Comm.post_send`.
 
         Args:
             buffer: contiguous.
             to: rank of the group.
             tag: of the message.
         """
-        return self._in_stream(_works(dist.isend(_bytes_of(buffer), group=self._group, group_dst=to, tag=tag)))
+        return _started(self._c10d.isend(bytes_of(buffer), group=self._group, group_dst=to, tag=tag))
 
-    def receive(self, buffer: Tensor, source: int, tag: int = 0) -> list[dist.Work]:
-        """Receive the sender's bytes into the buffer's own memory.
+    def post_receive(self, buffer: Tensor, source: int, tag: int = 0) -> list[dist.Work]:
+        """Receive a message; see `Comm.post_receive`.
 
         Args:
             buffer: contiguous.
             source: rank of the group.
             tag: of the message.
         """
-        return self._in_stream(_works(dist.irecv(_bytes_of(buffer), group=self._group, group_src=source, tag=tag)))
+        return _started(self._c10d.irecv(bytes_of(buffer), group=self._group, group_src=source, tag=tag))
 
     def hang_up(self) -> None:
-        """End, on gloo, all messages of the group, those too that other ranks wait for."""
-        if dist.get_backend(self._group) != "gloo":
+        """End all messages of the group, those too that other ranks wait for."""
+        if self._group is None:
             return
         for peer in set(range(self.world_size)) - {self.rank}:
             # A receive whose time is over closes all connections of the group; where one is closed already, it fails.
             with suppress(RuntimeError):
-                never = dist.irecv(torch.empty(1), group=self._group, group_src=peer, tag=_NEVER_SENT)
-                _works(never)[0].wait(timedelta(milliseconds=1))
+                for never in _started(dist.irecv(torch.empty(1), group=self._group, group_src=peer, tag=_NEVER_SENT)):
+                    never.wait(timedelta(milliseconds=1))
 
-    def read(self, values: Tensor, known: Sequence[float]) -> list[float]:
-        """Return the numbers of a reduced vector on the host."""
-        return values.tolist()
 
-    def _works(self, work: dist.Work | None) -> list[dist.Work]:
-        return _works(work) if self.waits_on_host else []
+class NcclComm(Comm):
+    """Runs collectives in the order of CUDA's streams, by NCCL; the host does not wait for them."""
+
+    waits_on_host = False
+
+    def all_gather(self, full: Tensor, name: str, stream: StreamName | None = "gather") -> AsyncWork:
+        """Fill `full`; see `Comm.all_gather`.
+
+        Args:
+            full: of any dtype.
+            name: for counts and messages.
+            stream: the side stream on which it runs; None for the current stream.
+        """
+        if self.world_size == 1:
+            return AsyncWork()
+        own = full.chunk(self.world_size)[self.rank]
+        with self.launch(self._count("all_gather", name, full, passes=1), stream) as started:
+            self._c10d.all_gather_into_tensor(full, own, group=self._group)
+        return started.as_work()
+
+    def reduce_scatter(self, source: Tensor, out: Tensor, *, accumulate: bool, name: str) -> AsyncWork:
+        """Sum natively in fp32 or wider; exchange what is narrower and sum it here. See `Comm.reduce_scatter`.
+
+        Args:
+            source: in the wire dtype.
+            out: in the dtype of the accumulator.
+            accumulate: add to what `out` holds.
+            name: for counts and messages.
+        """
+        if self.world_size == 1:
+            return _scatter_alone(source, out, accumulate)
+        with self.launch(self._count("reduce_scatter", name, source, passes=1), "reduce") as started:
+            if source.dtype.itemsize >= 4:
+                summed = self._pool.acquire(out.numel(), source.dtype)
+                self._c10d.reduce_scatter_tensor(summed, source, group=self._group)
+                sum_chunks(out, summed.unsqueeze(0), accumulate)
+            else:
+                summed = self._pool.acquire(source.numel(), source.dtype)
+                self._c10d.all_to_all_single(summed, source, group=self._group)
+                sum_chunks(out, summed.view(self.world_size, -1), accumulate)
+            self._pool.release(summed)
+        return started.as_work()
+
+    def start_sum(self, source: Tensor, out: Tensor, name: str, stream: StreamName | None) -> AsyncWork:
+        """Start a sum in the tensors' own dtype; see `Comm.start_sum`.
+
+        Args:
+            source: must not change until the collective is waited for.
+            out: of the same dtype; may be `source` itself.
+            name: for counts and messages.
+            stream: the side stream on which it runs; None for the current stream.
+        """
+        if out is not source:
+            out.copy_(source)
+        if self.world_size == 1:
+            return AsyncWork()
+        return self._reduce_in_place(out, dist.ReduceOp.SUM, name, stream)
+
+    def scatter_sum(self, source: Tensor, out: Tensor, name: str, stream: StreamName | None) -> AsyncWork:
+        """Start a sum of which this rank gets a slice; see `Comm.scatter_sum`.
+
+        Args:
+            source: must not change until the collective is waited for.
+            out: of the same dtype, and other storage.
+            name: for counts and messages.
+            stream: the side stream on which it runs; None for the current stream.
+        """
+        with self.launch(self._count("reduce_scatter", name, source, passes=1), stream) as started:
+            self._c10d.reduce_scatter_tensor(out, source, group=self._group)
+        return started.as_work()
+
+    def post_send(self, buffer: Tensor, to: int, tag: int = 0) -> list[dist.Work]:
+        """Send a message by `isend` and not in a batch, whose communicator is the whole group's; see `Comm.post_send`.
+
+        Args:
+            buffer: contiguous.
+            to: rank of the group.
+            tag: has no effect.
+        """
+        sent = self._c10d.isend(bytes_of(buffer), group=self._group, group_dst=to, tag=tag)
+        return self._in_stream(_started(sent))
+
+    def post_receive(self, buffer: Tensor, source: int, tag: int = 0) -> list[dist.Work]:
+        """Receive a message; see `Comm.post_receive`.
+
+        Args:
+            buffer: contiguous.
+            source: rank of the group.
+            tag: has no effect.
+        """
+        received = self._c10d.irecv(bytes_of(buffer), group=self._group, group_src=source, tag=tag)
+        return self._in_stream(_started(received))
+
+    def hang_up(self) -> None:
+        """Do nothing: what waits for NCCL waits until its time-out."""
 
     def _in_stream(self, works: list[dist.Work]) -> list[dist.Work]:
         """Make the current stream wait for messages, which NCCL runs on a stream of its own: it keeps their order."""
-        if self.waits_on_host:
-            return works
         for work in works:
             work.wait()
         return []
 
 
-def _bytes_of(buffer: Tensor) -> Tensor:
-    """View a contiguous tensor's memory as uint8 [b]."""
-    return buffer.view(-1).view(torch.uint8)
+def _scatter_alone(source: Tensor, out: Tensor, accumulate: bool) -> AsyncWork:
+    if out.untyped_storage() is not source.untyped_storage():
+        sum_chunks(out, source.unsqueeze(0), accumulate)
+    return AsyncWork()
 
 
-def _works(work: dist.Work | None) -> list[dist.Work]:
-    if work is None:
-        raise CommError(
-            "rank-outside-group", "this process is not in the group of the collective; build the mesh on every rank"
-        )
-    return [work]
+def _started(work: dist.Work | None) -> list[dist.Work]:
+    return [] if work is None else [work]
 
 
-Backend = Literal["gloo", "nccl"]
-
-
-class SimulatedBackend:
-    """Stands for ranks that are not there: no data moves, and every collective is over at once.
+def process_group_comm(
+    group: dist.ProcessGroup, axis: str, resources: CommResources, ranks: tuple[int, ...] = ()
+) -> Comm:
+    """Return a communicator over a process group.
 
     Args:
-        rank: in the group.
-        world_size: of the group.
-        backend: gloo or nccl, as which `Comm` treats it.
+        group: the ranks that communicate.
+        axis: their name in counts and messages, such as `dp_shard`.
+        resources: of the engine.
+        ranks: of the world, in the order of the group; empty where the group is the world.
+
+    Raises:
+        CommError: this process is not in the group.
+    """
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise CommError("rank-outside-group", "this process is not in the group; build the mesh on every rank")
+    place = RankPlace(rank, dist.get_world_size(group), axis, ranks)
+    is_on_device = dist.get_backend(group) == "nccl" or resources.device.type == "cuda"
+    return (NcclComm if is_on_device else GlooComm)(place, resources, group)
+
+
+def simulated_comm(place: RankPlace, resources: CommResources, backend: Backend) -> Comm:
+    """Return a communicator whose other ranks are not there: no data moves, and every collective is over at once.
+
+    Args:
+        place: of the one rank that is there.
+        resources: of the engine.
+        backend: gloo or nccl, as which it counts and allocates.
+    """
+    return (GlooComm if backend == "gloo" else NcclComm)(place, resources, None, SimulatedC10d())
+
+
+class SimulatedC10d:
+    """Stands for `torch.distributed` among ranks that are not there: its functions return at once and move nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a function that does nothing."""
+        return _no_work
+
+    @staticmethod
+    def batch_isend_irecv(batch: Any) -> list[dist.Work]:
+        """Return no works."""
+        return []
+
+
+def _no_work(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+class ProcessGroupFactory:
+    """Makes communicators over the mesh's process groups, and has this engine's part of their store.
+
+    Args:
+        mesh: with the process groups.
+        device: of the tensors that are sent.
+        store: this engine's part of the process group's; None where there is one rank.
     """
 
-    moves_nothing = True
+    examples: Mapping[int, Any] | None = None
 
-    def __init__(self, rank: int, world_size: int, backend: Backend) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.waits_on_host = backend == "gloo"
+    def __init__(self, mesh: Mesh, store: dist.Store | None = None) -> None:
+        self.rank = mesh.rank
+        self.store = store
+        self._mesh = mesh
 
-    def all_gather(self, full: Tensor) -> list[dist.Work]:
-        """Leave `full` as it is."""
-        return []
+    def comm(self, axes: tuple[str, ...], use: str, resources: CommResources, axis: str) -> Comm:
+        """Connect the ranks along `axes` over their process group; see `CommFactory.comm`.
 
-    def all_to_all(self, received: Tensor, source: Tensor) -> list[dist.Work]:
-        """Leave `received` as it is."""
-        return []
+        Args:
+            axes: of the mesh.
+            use: what the collectives are for.
+            resources: of the engine.
+            axis: the name in counts and messages.
 
-    def exchange(self, received: Tensor, source: Tensor) -> list[dist.Work]:
-        """Leave `received` as it is."""
-        return []
+        Raises:
+            ConfigError: it would carry messages of a pipeline that wait for each other in a circle.
+        """
+        bound = getattr(dist.group.WORLD, "bound_device_id", None)
+        if bound is not None and use in (DOWN, UP) and self._mesh.shape.size_along(axes) > 2:
+            raise ConfigError(
+                "process-group-device-id",
+                f"device_id={bound} of the process group lets all messages among the ranks of a pipeline wait in one "
+                "line, where they deadlock; call init_process_group without device_id, or let shardwise start it",
+            )
+        ranks = self._mesh.shape.ranks_along(axes, self.rank)
+        return process_group_comm(self._mesh.group(axes, use), axis, resources, ranks)
 
-    def exchange_all(
-        self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]
-    ) -> list[dist.Work]:
-        """Leave what is received as it is."""
-        return []
+    def comm_among(
+        self, axes: tuple[str, ...], indices: tuple[int, ...], use: str, resources: CommResources
+    ) -> Comm | None:
+        """Connect some of the ranks along `axes`; see `CommFactory.comm_among`.
 
-    def reduce_scatter(self, out: Tensor, source: Tensor) -> list[dist.Work]:
-        """Leave `out` as it is."""
-        return []
+        Args:
+            axes: of the mesh.
+            indices: of the ranks along these axes.
+            use: what the collectives are for.
+            resources: of the engine.
+        """
+        group = self._mesh.group_among(axes, indices, use)
+        if group is None:
+            return None
+        along = self._mesh.shape.ranks_along(axes, self.rank)
+        return process_group_comm(group, "+".join(axes), resources, tuple(along[index] for index in indices))
 
-    def all_reduce(self, buffer: Tensor, op: dist.ReduceOp.RedOpType) -> list[dist.Work]:
-        """Leave `buffer` as it is."""
-        return []
-
-    def broadcast(self, buffer: Tensor) -> list[dist.Work]:
-        """Leave `buffer` as it is."""
-        return []
-
-    def send(self, buffer: Tensor, to: int, tag: int = 0) -> list[dist.Work]:
-        """Do nothing: the message is dropped. The arguments `buffer`, `to` and `tag` have no effect."""
-        return []
-
-    def receive(self, buffer: Tensor, source: int, tag: int = 0) -> list[dist.Work]:
-        """Leave `buffer` as it is. The arguments `source` and `tag` have no effect."""
-        return []
-
-    def hang_up(self) -> None:
-        """Do nothing: no rank waits."""
-
-    def read(self, values: Tensor, known: Sequence[float]) -> list[float]:
-        """Return ones, with which any step succeeds, and `known` as it is: other ranks are taken to have the same."""
-        return [1.0] * (values.numel() - len(known)) + [float(number) for number in known]
+    def close(self) -> None:
+        """Destroy the process groups, and end the thread that asks the store."""
+        self._mesh.close()
+        if isinstance(self.store, PatientStore):
+            self.store.close()
 
 
 class SimulatedFactory:
-    """Makes simulated back ends around one rank of a mesh.
+    """Makes simulated communicators around one rank of a mesh.
 
     Args:
         mesh: of all ranks.
         rank: that is real.
-        backend: as for `SimulatedBackend`.
+        backend: as for `simulated_comm`.
         examples: what the stages of a pipeline receive; see `CommFactory`.
     """
 
@@ -398,16 +409,37 @@ class SimulatedFactory:
         self.store: dist.Store | None = None
         self.examples = examples
         self._mesh = mesh
-        self._backend = backend
+        self._backend: Backend = backend
 
-    def backend(self, axes: tuple[str, ...], use: str) -> SimulatedBackend:
-        """Make a back end along `axes`, for any use."""
-        return SimulatedBackend(self._mesh.index_along(axes, self.rank), self._mesh.size_along(axes), self._backend)
+    def comm(self, axes: tuple[str, ...], use: str, resources: CommResources, axis: str) -> Comm:
+        """Simulate the ranks along `axes`; see `CommFactory.comm`.
 
-    def backend_among(self, axes: tuple[str, ...], indices: tuple[int, ...], use: str) -> SimulatedBackend | None:
-        """Make a back end for the ranks along `axes` with these `indices`, for any `use`."""
-        index = self._mesh.index_along(axes, self.rank)
-        return SimulatedBackend(indices.index(index), len(indices), self._backend) if index in indices else None
+        Args:
+            axes: of the mesh.
+            use: has no effect.
+            resources: of the engine.
+            axis: the name in counts and messages.
+        """
+        ranks = self._mesh.ranks_along(axes, self.rank)
+        place = RankPlace(self._mesh.index_along(axes, self.rank), len(ranks), axis, ranks)
+        return simulated_comm(place, resources, self._backend)
+
+    def comm_among(
+        self, axes: tuple[str, ...], indices: tuple[int, ...], use: str, resources: CommResources
+    ) -> Comm | None:
+        """Simulate some of the ranks along `axes`; see `CommFactory.comm_among`.
+
+        Args:
+            axes: of the mesh.
+            indices: of the ranks along these axes.
+            use: has no effect.
+            resources: of the engine.
+        """
+        index, along = self._mesh.index_along(axes, self.rank), self._mesh.ranks_along(axes, self.rank)
+        if index not in indices:
+            return None
+        place = RankPlace(indices.index(index), len(indices), "+".join(axes), tuple(along[each] for each in indices))
+        return simulated_comm(place, resources, self._backend)
 
     def close(self) -> None:
         """Do nothing: there is nothing to free."""

@@ -17,7 +17,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.collectives import Comm, CommGroups
+from shardwise.comm.collectives import Comm
+from shardwise.comm.mesh import CommGroups
 from shardwise.config.errors import CodedError
 from shardwise.config.resolve import ConfigError
 from shardwise.runtime.module_hooks import watch_outputs

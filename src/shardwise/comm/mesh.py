@@ -1,5 +1,7 @@
 """A mesh makes the process groups of its named axes when they are first asked for; `close` destroys them.
 
+`connect` makes the communicators of an engine over them.
+
 The pure shape of the mesh is `shardwise.layout.mesh_shape`; this module only turns it into groups. Hybrid sharding on
 two machines of two GPUs, dp_replicate=2 x dp_shard=2: rank 1 shards over (0, 1), inside its machine, averages its shard
 with rank 3 over (1, 3), and sums scalars over all four.
@@ -7,14 +9,30 @@ with rank 3 over (1, 3), and sums scalars over all four.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
 
+import torch
 import torch.distributed as dist
 
+from shardwise.comm.collectives import Comm, CommFactory, CommResources
+from shardwise.comm.consistency import CallCheck
+from shardwise.comm.records import CommLog
 from shardwise.comm.store import PatientStore
-from shardwise.config.resolve import ConfigError
-from shardwise.layout.mesh_shape import MeshShape
+from shardwise.config.resolve import Config, ConfigError
+from shardwise.layout.mesh_shape import (
+    CONTEXT_AXES,
+    GRADIENT_AXES,
+    PIPELINE_AXES,
+    REPLICA_AXES,
+    SHARD_AXES,
+    TENSOR_AXES,
+    MeshShape,
+)
+from shardwise.runtime.buffer_pool import BufferPool
+from shardwise.runtime.streams import Streams
 
 # Uses of groups of a pipeline's ranks: for tensors on the host, also where the other groups are of NCCL; for messages
 # to higher ranks; and to lower ones.
@@ -92,6 +110,101 @@ class Mesh:
         for group in self._groups.values():
             dist.destroy_process_group(group)
         self._groups.clear()
+
+
+@dataclass(frozen=True)
+class CommGroups:
+    """Holds an engine's groups of ranks; groups of the same ranks are one object, unless they need two communicators.
+
+    On a 2x2 mesh, dp_replicate=2 x dp_shard=2, rank 1's `data` are all four ranks, its `shards` (0, 1) and its
+    `replicas` (1, 3). With dp_shard=2 x cp=2, its `shards` are all four and its `context` is (0, 1).
+
+    Attributes:
+        data: the ranks that average gradients.
+        shards: the ranks that share the sharded states.
+        reductions: the same ranks as `shards`; on CUDA over a communicator of its own.
+        replicas: the ranks that hold the same shard.
+        tensor: the ranks that share a layer's matrices.
+        context: the ranks that share each sample's tokens; over a communicator of its own.
+        model: `data` and `tensor` together: all that hold parts of the same stages of the model.
+        pipeline: the ranks with the other stages, at the same place of their meshes.
+        all: `model` and `pipeline` together: all that take the same optimizer step.
+        tied: the ranks of `pipeline` that hold a parameter which is tied across a cut, by their ranks there.
+    """
+
+    data: Comm
+    shards: Comm
+    reductions: Comm
+    replicas: Comm
+    tensor: Comm
+    context: Comm
+    model: Comm
+    pipeline: Comm
+    all: Comm
+    tied: Mapping[tuple[int, ...], Comm]
+
+    def drain(self) -> None:
+        """Wait for every collective that is under way; see `Comm.drain`."""
+        for comm in {self.data, self.shards, self.reductions, self.replicas, self.model, self.all}:
+            comm.drain()
+
+
+def connect(
+    comm_factory: CommFactory,
+    shape: MeshShape,
+    config: Config,
+    device: torch.device,
+    streams: Streams,
+    pool: BufferPool,
+    ties: Collection[tuple[int, ...]] = (),
+) -> CommGroups:
+    """Make an engine's groups of ranks, with a common comm log; all ranks do so together.
+
+    Args:
+        comm_factory: makes the communicators.
+        shape: of the mesh.
+        config: resolved.
+        device: of the tensors.
+        streams: side streams on CUDA.
+        pool: receive buffers come from here.
+        ties: ranks of the pipeline that hold a parameter together; of all such parameters.
+    """
+    made: dict[tuple[tuple[str, ...], str], Comm] = {}
+    comm_log = CommLog(comm_factory.rank)
+    if config.run.check_collectives and comm_factory.store is not None:
+        comm_log.check = CallCheck(comm_factory.store, comm_factory.rank, config.run.timeout_s)
+    resources = CommResources(device, config.run.timeout_s, streams, pool, comm_log)
+
+    def over(axes: tuple[str, ...], use: str = "gather") -> Comm:
+        live = tuple(axis for axis in axes if shape.size_along((axis,)) > 1)
+        if (live, use) not in made:
+            made[live, use] = comm_factory.comm(axes, use, resources, "+".join(live or axes[:1]))
+        return made[live, use]
+
+    # On NCCL one communicator would run gathers and reductions one after the other.
+    reductions = over(SHARD_AXES, "reduce" if device.type == "cuda" else "gather")
+    tied: dict[tuple[int, ...], Comm] = {}
+    for holders in sorted(ties):
+        stages = shape.ranks_along(PIPELINE_AXES, comm_factory.rank)
+        if len(holders) == len(stages):
+            tied[holders] = over(PIPELINE_AXES)
+        else:  # all ranks make these groups, in this order
+            comm = comm_factory.comm_among(PIPELINE_AXES, holders, "tied", resources)
+            if comm is not None:
+                tied[holders] = comm
+    cell = (*GRADIENT_AXES, *TENSOR_AXES)
+    return CommGroups(
+        data=over(GRADIENT_AXES),
+        shards=over(SHARD_AXES),
+        reductions=reductions,
+        replicas=over(REPLICA_AXES),
+        tensor=over(TENSOR_AXES),
+        context=over(CONTEXT_AXES, "context" if shape.cp > 1 else "gather"),
+        model=over(cell),
+        pipeline=over(PIPELINE_AXES),
+        all=over((*PIPELINE_AXES, *cell)),
+        tied=tied,
+    )
 
 
 def open_store(timeout_s: float = 300.0) -> dist.Store | None:

@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.backends import AsyncWork, CommBackend, CommFactory
+from shardwise.comm.collectives import AsyncWork, Comm, CommFactory, CommResources
 from shardwise.comm.mesh import DOWN, HOST, UP
 from shardwise.comm.records import RECEIVE, SEND, Collective, CommLog, RankGroup
 from shardwise.layout.mesh_shape import PIPELINE_AXES, MeshShape
+from shardwise.runtime.buffer_pool import BufferPool
 from shardwise.runtime.streams import Event, P2PStreamKey, Streams
 
 Move = Callable[[Tensor, int, int], list[dist.Work]]
@@ -49,13 +50,6 @@ class P2PTransfer(AsyncWork):
         """Say whether the device moves them, and not the host."""
         return self._done is not None
 
-    def __del__(self) -> None:
-        """Wait as any `AsyncWork` does, but not after the connections have failed: each of many would wait for its own
-        diagnosis.
-        """
-        if not self._comm_log.has_failed:
-            super().__del__()
-
     def is_done(self) -> bool:
         """Say whether to wait for it would hold up neither the host nor the compute stream."""
         return self._wait is None or (self._done is not None and self._done.is_reached())
@@ -77,7 +71,7 @@ class P2PChannel:
 
     def __init__(
         self,
-        backend: CommBackend,
+        backend: Comm,
         group: RankGroup,
         ends: tuple[int, int],
         tag: int,
@@ -88,7 +82,7 @@ class P2PChannel:
     ) -> None:
         self.device = device
         self.comm_log = comm_log
-        self.moves_nothing = backend.moves_nothing
+        self.moves_nothing = backend.is_simulated
         self._backend = backend
         self._group = group
         self._peer = ends[1] if backend.rank == ends[0] else ends[0]
@@ -103,11 +97,11 @@ class P2PChannel:
             buffers: contiguous; must not change until they are sent. Empty ones are not sent.
             name: for counts and messages, the same at both ends.
         """
-        return self._start(SEND, buffers, name, self._backend.send)
+        return self._start(SEND, buffers, name, self._backend.post_send)
 
     def receive(self, buffers: Sequence[Tensor], name: str) -> P2PTransfer:
         """Start to fill tensors of the sizes that the other end sends; returns at once. Arguments as for `send`."""
-        return self._start(RECEIVE, buffers, name, self._backend.receive)
+        return self._start(RECEIVE, buffers, name, self._backend.post_receive)
 
     def _start(self, op: Literal["send", "receive"], buffers: Sequence[Tensor], name: str, move: Move) -> P2PTransfer:
         moved = [buffer for buffer in buffers if buffer.numel() > 0]
@@ -160,10 +154,13 @@ class P2PChannels:
         self.device = device
         self.examples = comm_factory.examples
         self._ranks = shape.ranks_along(PIPELINE_AXES, comm_factory.rank)
-        self._host = comm_factory.backend(PIPELINE_AXES, HOST)
+        axis, pool = "+".join(PIPELINE_AXES), BufferPool(torch.device("cpu"))
+        on_host = CommResources(torch.device("cpu"), timeout_s, streams, pool, comm_log)
+        on_device = CommResources(device, timeout_s, streams, pool, comm_log)
+        self._host = comm_factory.comm(PIPELINE_AXES, HOST, on_host, axis)
         is_cuda = device.type == "cuda"
-        self._down = comm_factory.backend(PIPELINE_AXES, DOWN) if is_cuda else self._host
-        self._up = comm_factory.backend(PIPELINE_AXES, UP) if is_cuda else self._host
+        self._down = comm_factory.comm(PIPELINE_AXES, DOWN, on_device, axis) if is_cuda else self._host
+        self._up = comm_factory.comm(PIPELINE_AXES, UP, on_device, axis) if is_cuda else self._host
         self._timeout_s = timeout_s
         self._streams = streams
         self._comm_log = comm_log
@@ -172,7 +169,7 @@ class P2PChannels:
     @property
     def moves_nothing(self) -> bool:
         """Say whether the other ranks are simulated."""
-        return self._host.moves_nothing
+        return self._host.is_simulated
 
     @property
     def rank(self) -> int:
@@ -192,7 +189,7 @@ class P2PChannels:
         group = self._comm_log.open_pipe("+".join(PIPELINE_AXES), (self._ranks[ends[0]], self._ranks[ends[1]]), name)
         device = torch.device("cpu") if on_host else self.device
         pipe = P2PChannel(backend, group, ends, tag, device, self._timeout_s, self._streams, self._comm_log)
-        if not (on_host or backend.waits_on_host or backend.moves_nothing) and ends not in self._lines:
+        if not (on_host or backend.waits_on_host or backend.is_simulated) and ends not in self._lines:
             self._lines[ends] = deque()
             # The host waits while NCCL makes a communicator: now, in an order that all ranks share, and never later.
             token = torch.zeros(1, dtype=torch.uint8, device=device)
@@ -211,7 +208,7 @@ class P2PChannels:
             return deque()
         return self._lines.setdefault(ends, deque())
 
-    def _backend(self, ends: tuple[int, int]) -> CommBackend:
+    def _backend(self, ends: tuple[int, int]) -> Comm:
         return self._down if ends[0] < ends[1] else self._up
 
 

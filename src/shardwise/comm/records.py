@@ -20,7 +20,8 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeVar
 
@@ -280,14 +281,20 @@ class CommLog:
             self.left = CollectiveEvent(inside.call, time.monotonic(), inside.thread)
 
     def guarded(self, call: Collective, run: Callable[[], Result]) -> Result:
-        """Run a part of `call` and return its result.
+        """Run a part of `call` and return its result; see `running`."""
+        with self.running(call):
+            return run()
+
+    @contextmanager
+    def running(self, call: Collective) -> Iterator[None]:
+        """Record that the host is in `call` for the context, which starts it or waits for it.
 
         Raises:
             CommError: it failed; the message says in which call, and why as far as the ranks know.
         """
         self.begin(call)
         try:
-            return run()
+            yield
         except (torch.OutOfMemoryError, CommError):
             raise
         except RuntimeError as error:

@@ -25,13 +25,11 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.backends import ProcessGroupBackend
-from shardwise.comm.collectives import Comm
+from shardwise.comm.backends import process_group_comm
+from shardwise.comm.collectives import Comm, CommResources
 from shardwise.doctor.measure import CollectiveSpeed
 from shardwise.launch.environment import LAUNCHER_FD, RankEnv
 from shardwise.launch.process_group import start_process_group
-from shardwise.runtime.buffer_pool import BufferPool
-from shardwise.runtime.streams import Streams
 
 DeviceKind = Literal["cpu", "cuda"]
 
@@ -122,15 +120,7 @@ def comm_over(
         timeout_s: the seconds after which a collective fails.
         ranks: the group's ranks in the world; None for all of them.
     """
-    return Comm(
-        ProcessGroupBackend(group, device),
-        "doctor",
-        device,
-        timeout_s,
-        Streams(device),
-        BufferPool(device),
-        ranks=ranks,
-    )
+    return process_group_comm(group, "doctor", CommResources.alone(device, timeout_s), ranks or ())
 
 
 def be_peer(env: RankEnv, folder: Path, device_kind: DeviceKind) -> None:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.comm.backends import CommFactory
-from shardwise.comm.collectives import connect
+from shardwise.comm.collectives import CommFactory
 from shardwise.comm.consistency import BatchCheck, all_or_none
 from shardwise.comm.loss import LossAccumulator, LossFn
+from shardwise.comm.mesh import connect
 from shardwise.comm.p2p import P2PChannels
 from shardwise.comm.watchdog import Watchdog, watch
 from shardwise.config.resolve import Config

@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from shardwise.comm.collectives import CommError, ProcessGroupFactory
+from shardwise.comm.backends import ProcessGroupFactory
 from shardwise.comm.consistency import RankExchange, RankFacts, agree_on_setup, all_or_none
 from shardwise.comm.loss import LossFn
 from shardwise.comm.mesh import Mesh, open_store
-from shardwise.comm.records import MissingRankError
+from shardwise.comm.records import CommError, MissingRankError
 from shardwise.config.resolve import Config, ConfigError, TiersConfig
 from shardwise.deferred_init.parameters import skip_init
 from shardwise.engine.build import EngineInputs
@@ -102,7 +102,7 @@ def initialize(
             check_folder(model, Path(weights), names)
     agree_on_setup(store, rank, RankFacts.of(layout, config, model.named_buffers()), config.run.timeout_s)
     config = with_own_cores(config, store, rank, usable_cores(), quota_cores())
-    comm_factory = ProcessGroupFactory(Mesh(layout.mesh, config.run.timeout_s), device, store)
+    comm_factory = ProcessGroupFactory(Mesh(layout.mesh, config.run.timeout_s), store)
     memory, where = MemoryTracker(device), f"on rank {rank} while its engine is made"
     inputs = EngineInputs(model, config, layout, memory, comm_factory, loss_fn, optimizer, scheduler)
     with nullcontext() if weights is None else skip_init(model), explain_out_of_memory(memory, config, where):

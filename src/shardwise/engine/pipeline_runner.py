@@ -219,11 +219,11 @@ class _StepWork:
     def before_weight_gradients(self, stage: int, micro_batch: int) -> None:
         """Expect gradients; no parameter is needed for them."""
         self._groups.select_stage(stage)
-        self._context.sharding.is_expecting_gradients = True
+        self._context.sharding.expect_gradients()
 
     def after_backward(self, stage: int, micro_batch: int) -> None:
         """Stop expecting gradients: all of them are there."""
-        self._context.sharding.is_expecting_gradients = False
+        self._context.sharding.expect_no_gradients()
 
     def loss_weight(self, loss: Tensor) -> Tensor:
         """Return the gradient of a loss that `forward` returned."""

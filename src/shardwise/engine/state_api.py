@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.collectives import CommError
+from shardwise.comm.records import CommError
 from shardwise.engine.step_context import StepContext
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.runtime.torch_private import num_recorded

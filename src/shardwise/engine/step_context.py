@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.manifest import CheckpointError
-from shardwise.comm.collectives import Comm, CommFactory, CommGroups
+from shardwise.comm.collectives import Comm, CommFactory
 from shardwise.comm.consistency import BatchCheck
 from shardwise.comm.loss import LossAccumulator, LossFn, LossSum, NonFiniteLossError, first_nonfinite_module
+from shardwise.comm.mesh import CommGroups
 from shardwise.comm.watchdog import Watchdog
 from shardwise.config.errors import EngineError
 from shardwise.config.resolve import Config, ConfigError
@@ -370,5 +371,5 @@ def backpropagate(contexts: Sequence[StepContext], loss: Tensor, weight: Tensor)
     torch.autograd.backward(loss, weight.to(loss.dtype).reshape(loss.shape))
     for context in contexts:
         context.status.end_backward()
-        context.sharding.is_expecting_gradients = False
+        context.sharding.expect_no_gradients()
         context.sharding.watch_gradients()

@@ -94,20 +94,13 @@ def run_model(context: StepContext, taken: RankBatch, read: Callable[[Any], Resu
         taken: the batch.
         read: is given the model's output.
     """
-    sharding = context.sharding
-    sharding.is_serving = True
     try:
-        with _numbers_for(context, taken):
+        with context.sharding.serving(), _numbers_for(context, taken):
             return read(call_model(context.model, taken.share.inputs))
     except BaseException as error:
-        sharding.abandon_forward()
         explain_shapes(error, context.model, context.layout.tensor)
         explain_dtypes(error, context.model, torch_dtype(context.layout.precision.param))
         raise
-    finally:
-        sharding.is_serving = False
-        if not torch.is_grad_enabled():
-            sharding.reshard_all()  # what the loss has read
 
 
 def _numbers_for(context: StepContext, taken: RankBatch) -> AbstractContextManager[None]:

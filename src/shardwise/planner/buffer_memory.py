@@ -15,9 +15,9 @@ from typing import Final, cast
 import torch
 from torch import Tensor
 
-from shardwise.comm.backends import RING_BYTES
 from shardwise.layout.activation_bytes import FP32_BYTES
 from shardwise.layout.layout import Layout
+from shardwise.layout.mesh_shape import RING_BYTES
 from shardwise.layout.param_groups import ROOT
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.layout.zero_stages import Placement

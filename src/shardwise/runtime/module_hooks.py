@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from types import MethodType
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,34 +27,45 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.config.resolve import ConfigError
 from shardwise.runtime.torch_private import in_backward, num_recorded, pytree, record_number, uncompiled
 
+Unit = TypeVar("Unit")
+Reported = TypeVar("Reported", contravariant=True)
 
-class UnitEvents(Protocol):
-    """Receives what happens to a unit, in order."""
 
-    def before_forward(self) -> None:
-        """Run before the module's forward, in a recomputation too."""
+class UnitEvents(Protocol[Reported]):
+    """Receives what happens to units, in order."""
 
-    def after_forward(self, outputs: Sequence[Tensor], backward_follows: bool | None) -> None:
+    def pre_forward(self, unit: Reported) -> None:
+        """Run before the forward of a unit's module, in a recomputation too."""
+
+    def post_forward(self, unit: Reported, outputs: Sequence[Tensor], backward_follows: bool | None) -> None:
         """Run after the module's forward.
 
         Args:
+            unit: the unit.
             outputs: the tensors of its output.
             backward_follows: True if a backward will be reported, False if none can follow, None if one may follow
                 without a report.
         """
 
-    def expect_input_gradients(self, are_tracked: bool) -> None:
-        """Say whether `after_input_gradients` will follow once the backward has reached every input."""
+    def expect_input_gradients(self, unit: Reported, are_tracked: bool) -> None:
+        """Say whether `on_input_gradients` will follow once the backward has reached every input."""
 
-    def before_backward(self) -> None:
+    def pre_backward(self, unit: Reported) -> None:
         """Run when an output, or another result of the forward, has its gradient: once each, before the backward."""
 
-    def after_input_gradients(self) -> None:
+    def on_input_gradients(self, unit: Reported) -> None:
         """Run when every input that requires a gradient has it."""
 
 
-def hook_unit(module: nn.Module, events: UnitEvents) -> list[RemovableHandle]:
-    """Report a module's forwards and backwards to `events`."""
+class GradientEvents(Protocol):
+    """Receives the gradients of parameters."""
+
+    def on_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Take a gradient, which the parameter does not keep."""
+
+
+def hook_unit(module: nn.Module, events: UnitEvents[Unit], unit: Unit) -> list[RemovableHandle]:
+    """Report a module's forwards and backwards to `events`, as those of `unit`."""
     start = 0
     given: list[Any] = []
 
@@ -63,10 +74,10 @@ def hook_unit(module: nn.Module, events: UnitEvents) -> list[RemovableHandle]:
         nonlocal start, given
         if called is not module:
             return None  # a copy of the module: it has the hooks, but parameters of its own
-        events.before_forward()
+        events.pre_forward(unit)
         is_recorded = torch.is_grad_enabled() and not in_backward()
         given = _leaves((args, kwargs)) if is_recorded else []
-        changed = _report_input_gradients(args, kwargs, events) if is_recorded else None
+        changed = _report_input_gradients(args, kwargs, events, unit) if is_recorded else None
         start = num_recorded()
         return changed
 
@@ -77,7 +88,7 @@ def hook_unit(module: nn.Module, events: UnitEvents) -> list[RemovableHandle]:
         leaves = _leaves(output)
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if not torch.is_grad_enabled():
-            events.after_forward(outputs, backward_follows=False)
+            events.post_forward(unit, outputs, backward_follows=False)
             return
         made_here = _made_since(read_with(outputs), start)
         is_opaque = not all(isinstance(leaf, Tensor | int | float | str | None) for leaf in leaves)
@@ -89,8 +100,8 @@ def hook_unit(module: nn.Module, events: UnitEvents) -> list[RemovableHandle]:
             made_here += _made_since({id(leaf): leaf for leaf in others if isinstance(leaf, Tensor)}.values(), start)
         given.clear()
         for tensor in made_here:
-            tensor.register_hook(lambda grad: events.before_backward())
-        events.after_forward(outputs, backward_follows=None if is_unseen else bool(made_here))
+            tensor.register_hook(lambda grad: events.pre_backward(unit))
+        events.post_forward(unit, outputs, backward_follows=None if is_unseen else bool(made_here))
 
     return [
         module.register_forward_pre_hook(before, with_kwargs=True),
@@ -98,15 +109,21 @@ def hook_unit(module: nn.Module, events: UnitEvents) -> list[RemovableHandle]:
     ]
 
 
-def hook_gradient(parameter: nn.Parameter, on_gradient: Callable[[Tensor], None]) -> RemovableHandle:
-    """Hand each accumulated gradient to `on_gradient` and take it off the parameter."""
+def hook_gradient(parameter: nn.Parameter, receiver: Callable[[], GradientEvents | None]) -> RemovableHandle:
+    """Hand each accumulated gradient to a receiver, while it lives, and take it off the parameter.
+
+    Args:
+        parameter: whose gradients are handed on.
+        receiver: a weak reference, which returns None once the receiver is gone.
+    """
 
     @uncompiled
     def take(parameter: Tensor) -> None:
         gradient = parameter.grad
         parameter.grad = None
-        if gradient is not None:
-            on_gradient(gradient)
+        events = receiver()
+        if gradient is not None and events is not None:
+            events.on_gradient(parameter, gradient)
 
     trains = parameter.requires_grad
     try:
@@ -436,7 +453,7 @@ def _leaves(tree: Any) -> list[Any]:
     return pytree.tree_leaves(tree)
 
 
-def _report_input_gradients(args: tuple[Any, ...], kwargs: dict[str, Any], events: UnitEvents) -> Any:
+def _report_input_gradients(args: tuple[Any, ...], kwargs: dict[str, Any], events: UnitEvents[Unit], unit: Unit) -> Any:
     """Watch a unit's inputs; return changed arguments where it needs views of some, else None.
 
     A tensor has its gradient once all its users have added theirs. Where several units share an input, as decoder
@@ -450,14 +467,14 @@ def _report_input_gradients(args: tuple[Any, ...], kwargs: dict[str, Any], event
         arguments, inputs = _with_views(args, kwargs)
     for tensor in inputs:
         tensor.__dict__[_FEEDS_UNIT] = True
-    events.expect_input_gradients(are_tracked=bool(inputs))
+    events.expect_input_gradients(unit, are_tracked=bool(inputs))
     remaining = len(inputs)
 
     def fire(gradient: Tensor) -> None:
         nonlocal remaining
         remaining -= 1
         if remaining == 0:
-            events.after_input_gradients()
+            events.on_input_gradients(unit)
 
     for tensor in inputs:
         tensor.register_hook(fire)

@@ -407,6 +407,8 @@ class _Regather:
 
     def drop(self) -> None:
         """Free the sequence."""
+        if self._finish is not None:
+            self._finish()
         self._finish = self._whole = None
 
 

@@ -27,8 +27,8 @@ from rich.progress import BarColumn, SpinnerColumn, TaskProgressColumn, TextColu
 from rich.progress import Progress as ProgressBar
 
 from shardwise.checkpoint.manifest import AbsentRankError, CheckpointError
-from shardwise.comm.collectives import CommError
 from shardwise.comm.loss import NonFiniteLossError
+from shardwise.comm.records import CommError
 from shardwise.comm.store import PatientStore
 from shardwise.config.errors import with_code
 from shardwise.config.resolve import Config, ConfigError

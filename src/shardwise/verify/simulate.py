@@ -37,8 +37,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.backends import Backend, SimulatedFactory
-from shardwise.comm.collectives import Collective
 from shardwise.comm.loss import LossFn
+from shardwise.comm.records import Collective
 from shardwise.config.resolve import (
     BatchConfig,
     Config,

@@ -103,10 +103,10 @@ def parts_of(group: GroupSpec, held: Range, written: Range, tp_index: int) -> It
 def held_parameters(states: EngineState) -> Iterator[StateShard]:
     """Yield a state shard of every parameter of the model, empty where this rank holds nothing."""
     for group in states.sharding.groups:
-        master = group.params.master
+        master = group.master
         for part in _parts(states, group):
             yield part.state_shard(PARAM, master.part(part.offset, part.offset + part.stop - part.start))
-    dtype = next(iter(states.sharding.groups)).params.master.dtype
+    dtype = next(iter(states.sharding.groups)).master.dtype
     for spec in states.elsewhere:
         for place in spec.params:
             yield StateShardPart(place, spec.trainable).state_shard(PARAM, TensorFlatState(torch.empty(0, dtype=dtype)))
@@ -200,7 +200,7 @@ def adopt_masters(states: EngineState) -> None:
 
 
 def _parts(states: EngineState, group: ParamGroup) -> Iterator[StateShardPart]:
-    comms, params = states.comms, group.params
+    comms, params = states.comms, group
     written = group.spec.written_range(comms.shards.rank, comms.replicas.rank)
     if len(group.holders) > 1 and comms.pipeline.rank != group.holders[0]:
         written = (0, 0)  # the first stage that holds it writes it

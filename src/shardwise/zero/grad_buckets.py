@@ -13,18 +13,15 @@ so it runs in every backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Self
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from shardwise.comm.collectives import AsyncWork, Comm
+from shardwise.comm.collectives import AsyncWork
 from shardwise.config.resolve import ConfigError
 from shardwise.layout.layout import Layout
 from shardwise.layout.param_groups import GroupSpec
-from shardwise.layout.tp_sharding import TpShard
 from shardwise.layout.zero_stages import Placement
 from shardwise.offload.storage import StateStorage
 from shardwise.offload.worker import Task
@@ -32,9 +29,10 @@ from shardwise.runtime.memory_tracker import Category
 from shardwise.runtime.precision import add_widened, torch_dtype
 from shardwise.runtime.state_shards import FlatState
 from shardwise.zero.resources import ShardingResources
+from shardwise.zero.shared_grads import SharedGradRanges, square_sum
 
 
-class GroupGrads:
+class GradBucket:
     """Holds the buffers of a group's gradients, and tracks what is in them.
 
     Args:
@@ -69,7 +67,7 @@ class GroupGrads:
         self._bucket: Tensor | None = None
         self._accumulator: Tensor | None = None
         self._stashed: Tensor | None = None
-        self._pending: AsyncWork | None = None
+        self._rest: Iterator[None] | None = None  # of the reduction under way: its next collectives
         self._holds_sum = False
         self._is_partial = False
         self._is_written = [False] * len(spec.params)
@@ -138,10 +136,7 @@ class GroupGrads:
         self._is_written = [False] * len(self.spec.params)
         name = f"reduce {self.spec.name}"
         if self._is_replicated:
-            summed = self._comms.data.all_reduce(bucket, self._wire_dtype, name)
-            self._pending = AsyncWork(
-                summed.advance, lambda: AsyncWork(lambda: self._finish_sum(summed, is_partial=False))
-            )
+            self._rest = self._settle_replicated(self._comms.data.all_reduce(bucket, self._wire_dtype, name))
             return
         borrowed = []
         if not self._is_stored_whole:
@@ -152,41 +147,55 @@ class GroupGrads:
             wire = self._pool.acquire(bucket.numel(), self._wire_dtype)
             wire.copy_(bucket)
             borrowed.append(wire)
-        has_replicas = self._comms.replicas.world_size > 1
         if self._away is not None:
-            self._pending = self._reduce_away(wire, borrowed, is_last)
-            return
-        if has_replicas and self._holds_sum and not self._is_partial:
-            self._stash_sum(self._open_accumulator())
-        accumulate = self._holds_sum and not self._is_stored_whole
-        summed = self._comms.reductions.reduce_scatter(wire, self._open_accumulator(), accumulate=accumulate, name=name)
+            into, accumulate = self._pool.acquire(self.spec.shard_numel, self._dtype), False
+        else:
+            has_replicas = self._comms.replicas.world_size > 1
+            if has_replicas and self._holds_sum and not self._is_partial:
+                self._stash_sum(self._open_accumulator())
+            into, accumulate = self._open_accumulator(), self._holds_sum and not self._is_stored_whole
+        summed = self._comms.reductions.reduce_scatter(wire, into, accumulate=accumulate, name=name)
+        self._rest = (self._settle if self._away is None else self._settle_away)(summed, into, borrowed, is_last)
 
-        def finish() -> None:
-            self._finish_sum(summed, is_partial=has_replicas)
-            for buffer in borrowed:
-                self._pool.release(buffer)
+    def _settle_replicated(self, summed: AsyncWork) -> Iterator[None]:
+        summed.advance()
+        yield
+        summed.wait()
+        self._note_sum(is_partial=False)
 
-        self._pending = AsyncWork(finish, self._sum_replicas if has_replicas and is_last else None)
+    def _settle(self, summed: AsyncWork, total: Tensor, borrowed: list[Tensor], is_last: bool) -> Iterator[None]:
+        """Finish the sum over the shard group; with the last one before the step, sum over the replicas."""
+        has_replicas = self._comms.replicas.world_size > 1
+        summed.wait()
+        self._note_sum(is_partial=has_replicas)
+        for buffer in borrowed:
+            self._pool.release(buffer)
+        if has_replicas and is_last:
+            yield from self._sum_replicas()
 
-    def _reduce_away(self, wire: Tensor, borrowed: list[Tensor], is_last: bool) -> AsyncWork:
-        """Sum over the shard group, then over the replicas, and move the sum off the device."""
-        name, replicas = f"reduce {self.spec.name}", self._comms.replicas
-        landing = self._pool.acquire(self.spec.shard_numel, self._dtype)
-        summed = self._comms.reductions.reduce_scatter(wire, landing, accumulate=False, name=name)
+    def _settle_away(self, summed: AsyncWork, total: Tensor, borrowed: list[Tensor], is_last: bool) -> Iterator[None]:
+        """Finish the sum over the shard group, sum over the replicas, and move the sum off the device."""
+        summed.wait()
+        for buffer in borrowed:
+            self._pool.release(buffer)
+        over_all = self._comms.replicas.all_reduce(total, self._wire_dtype, f"reduce {self.spec.name} over replicas")
+        yield
+        over_all.advance()
+        yield
+        over_all.wait()
+        self._evict(total, is_last)
 
-        def finish_scatter() -> None:
-            summed.wait()
-            for buffer in borrowed:
-                self._pool.release(buffer)
+    def _sum_replicas(self) -> Iterator[None]:
+        name = f"reduce {self.spec.name} over replicas"
+        summed = self._comms.replicas.all_reduce(self._open_accumulator(), self._wire_dtype, name)
+        yield
+        summed.advance()
+        yield
+        summed.wait()
+        self._note_sum(is_partial=False)
 
-        def sum_replicas() -> AsyncWork:
-            total = replicas.all_reduce(landing, self._wire_dtype, f"{name} over replicas")
-            return AsyncWork(total.advance, lambda: AsyncWork(lambda: self._evict(total, landing, is_last)))
-
-        return AsyncWork(finish_scatter, sum_replicas)
-
-    def _evict(self, total: AsyncWork, landing: Tensor, is_last: bool) -> None:
-        total.wait()
+    def _evict(self, landing: Tensor, is_last: bool) -> None:
+        """Move a finished sum to where gradients are stored."""
         adds = self._holds_sum
         if not adds:
             self.await_taken()  # of gradients that were given up: the worker thread may still be adding to them
@@ -246,18 +255,19 @@ class GroupGrads:
     def reduce_replicas(self) -> None:
         """Start to sum over the replicas what no last reduction has summed."""
         self.finish_reduce()
-        self._pending = self._sum_replicas()
+        self._rest = self._sum_replicas()
+        self.advance_reduce()
 
     def advance_reduce(self) -> None:
-        """Start the next collective of the reduction under way, if there is one."""
-        if self._pending is not None:
-            self._pending.advance()
+        """Finish the collective of the reduction that is under way, and start the one that follows it, if any."""
+        if self._rest is not None:
+            next(self._rest, None)
 
     def finish_reduce(self) -> None:
         """Wait for the reduction under way, if there is one, and free its buffers."""
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
+        rest, self._rest = self._rest, None
+        for _ in rest or ():
+            pass
 
     def gradient(self) -> Tensor | None:
         """Return this rank's summed gradients, 1-D, in the master's dtype; None if no backward has reached the group.
@@ -315,13 +325,7 @@ class GroupGrads:
         if self._away is not None:
             self._away.close()
 
-    def _sum_replicas(self) -> AsyncWork:
-        name = f"reduce {self.spec.name} over replicas"
-        summed = self._comms.replicas.all_reduce(self._open_accumulator(), self._wire_dtype, name)
-        return AsyncWork(summed.advance, lambda: AsyncWork(lambda: self._finish_sum(summed, is_partial=False)))
-
-    def _finish_sum(self, summed: AsyncWork, is_partial: bool) -> None:
-        summed.wait()
+    def _note_sum(self, is_partial: bool) -> None:
         self._holds_sum, self._is_partial = True, is_partial
         if self._stashed is not None and not is_partial:
             self._open_accumulator().add_(self._stashed)
@@ -371,117 +375,3 @@ class GroupGrads:
             if not written
         ]
         return [*self.spec.gaps, *unused]
-
-
-Range = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class SharedGradRanges:
-    """Says what one rank shares of a group's flat buffer, as ranges of this rank's slice.
-
-    Attributes:
-        summed: by number of sharers, the ranges where each has a part of the gradient.
-        owned: the ranges that this rank counts; None for all.
-    """
-
-    summed: Mapping[int, tuple[Range, ...]]
-    owned: tuple[Range, ...] | None
-
-    @classmethod
-    def of(cls, spec: GroupSpec, held: slice, tp_index: int, degree: int) -> Self:
-        """Return the shared ranges of a rank's slice of a group.
-
-        Args:
-            spec: the group's spec.
-            held: the range of the group's flat buffer that the rank holds, in elements.
-            tp_index: the rank's index in its tensor-parallel group.
-            degree: the size of that group.
-        """
-        if degree == 1:
-            return cls({}, None)
-        start, stop = held.start, held.stop
-        summed: dict[int, list[Range]] = {}
-        owned: list[Range] = []
-        position = 0
-        for low, high, share in _shared(spec, tp_index):
-            if share.is_summed:
-                summed.setdefault(share.num_sharers, []).append((low, high))
-            if not share.is_owned_by(tp_index):
-                owned.append((position, low))
-                position = high
-        owned.append((position, spec.padded_numel))
-        within = {num_sharers: tuple(_within(ranges, start, stop)) for num_sharers, ranges in summed.items()}
-        return cls(within, tuple(_within(owned, start, stop)))
-
-
-def sum_over_sharers(gradients: Sequence[tuple[SharedGradRanges, FlatState]], comm: Comm) -> None:
-    """Sum, in place, the gradients of which each rank has a part: one collective for each number of sharers.
-
-    Neighbours that share heads use one row of a table; the other rows belong to other neighbours.
-
-    Args:
-        gradients: for each group what this rank shares, and its slice.
-        comm: the tensor-parallel group.
-    """
-    by_sharers: dict[int, list[FlatState]] = {}
-    for sharing, gradient in gradients:
-        for num_sharers, ranges in sharing.summed.items():
-            by_sharers.setdefault(num_sharers, []).extend(gradient.part(low, high) for low, high in ranges)
-    for num_sharers, parts in sorted(by_sharers.items()):
-        row = comm.rank // num_sharers
-        _sum_parts(parts, comm, row, comm.world_size // num_sharers, f"gradients that {num_sharers} ranks share")
-
-
-def sum_over_stages(
-    gradients: Mapping[tuple[int, ...], Sequence[FlatState]], comms: Mapping[tuple[int, ...], Comm]
-) -> None:
-    """Sum, in place, the gradients of parameters that several stages of a pipeline hold: equal bits on all of them.
-
-    Args:
-        gradients: this rank's slices, by the ranks of the pipeline that hold them.
-        comms: the groups of those ranks.
-    """
-    for holders, parts in sorted(gradients.items()):
-        _sum_parts(parts, comms[holders], 0, 1, f"gradients of stages' tied parameters on {holders}")
-
-
-def _sum_parts(parts: Sequence[FlatState], comm: Comm, row: int, num_rows: int, name: str) -> None:
-    """Sum flat parts in one collective, each rank in its row of a table."""
-    numels = [part.numel for part in parts]
-    if not parts:
-        return
-    dtype = max((part.dtype for part in parts), key=lambda each: each.itemsize)
-    table = torch.zeros(num_rows, sum(numels), dtype=dtype, device=comm.device)  # [rows, elements]
-    own = table[row]
-    for part, place in zip(parts, own.split(numels), strict=True):
-        place.copy_(part.read(0, part.numel))
-    comm.sum_in_place(table.view(-1), name)
-    for part, summed in zip(parts, own.split(numels), strict=True):
-        part.write(0, summed)
-
-
-def square_sum(sharing: SharedGradRanges, gradient: Tensor) -> Tensor:
-    """Return the sum of the squares of a gradient slice, fp64 and 0-d; what ranks share counts on its owner alone."""
-    parts = [gradient] if sharing.owned is None else [gradient[low:high] for low, high in sharing.owned]
-    squares = [torch.linalg.vector_norm(part).double().square() for part in parts]
-    return torch.stack(squares).sum() if squares else gradient.new_zeros((), dtype=torch.float64)
-
-
-def _shared(spec: GroupSpec, tp_index: int) -> Iterator[tuple[int, int, TpShard]]:
-    """Yield what a rank shares with others, as ranges of the flat buffer, in order."""
-    for param in spec.params:
-        found = [
-            (param.offset + low, param.offset + high, share)
-            for share in param.split.shares(tp_index)
-            if share.num_sharers > 1
-            for low, high in share.flat_ranges(param.shape)
-        ]
-        yield from sorted(found, key=lambda each: each[0])
-
-
-def _within(ranges: Sequence[Range], start: int, stop: int) -> Iterator[Range]:
-    """Yield the parts of ranges that are in [start, stop), counted from `start`."""
-    for low, high in ranges:
-        if max(low, start) < min(high, stop):
-            yield max(low, start) - start, min(high, stop) - start

@@ -212,7 +212,7 @@ class MemoryRelease:
             self._spill_buffer.read(memory.bytes())
             self._freed.popleft()
         for group, state in self._states_before.items():
-            group.params.state = state
+            group.state = state
         for parameter, kind in self._kinds_before:
             set_parameter_class(parameter, kind)
         self._spill_buffer.close()
@@ -235,9 +235,9 @@ class MemoryRelease:
         self._sharding.reshard_all()
         for group in self._sharding.groups:
             group.finish_reduce()
-            if not group.params.is_released_between_uses:
+            if not group.is_released_between_uses:
                 group.wait()
-            elif group.params.state is not ParamState.SHARDED:
+            elif group.state is not ParamState.SHARDED:
                 raise EngineError(
                     "offload-inside-gathered", "states cannot be offloaded inside engine.gathered(); call it outside"
                 )
@@ -245,7 +245,7 @@ class MemoryRelease:
         if self._tracker.device.type == "cuda":
             torch.cuda.synchronize(self._tracker.device)
         for group in self._sharding.groups:
-            group.params.shard.forget()
+            group.shard.forget()
 
     def _move_out(self, memories: Sequence[_ReleasedMemory]) -> None:
         num_bytes = sum(memory.num_bytes for memory in memories)
@@ -274,7 +274,7 @@ class MemoryRelease:
         yield from (each.tensor for each in self._storages(name) if isinstance(each, DeviceStorage))
         for group in self._sharding.groups:
             if name == "params":
-                yield group.params.full
+                yield group.full
             elif name == "grads" and group.grads is not None and group.grads.has_gradients:
                 yield from group.grads.buffers()
         for state in self._sharded.optimizer.state.values() if name == "optimizer" else ():
@@ -290,7 +290,7 @@ class MemoryRelease:
 
     def _storages(self, name: str) -> Iterator[StateStorage]:
         for group in self._sharding.groups:
-            params, grads = group.params, group.grads
+            params, grads = group, group.grads
             if name == "params":
                 yield params.shard
             elif name == "master" and params.master is not params.shard:
@@ -314,9 +314,9 @@ class MemoryRelease:
         names: dict[int, str] = {}
         offloaded = released_type(_refuse_use(names))
         for group in self._sharding.groups:
-            self._states_before[group] = group.params.state
-            group.params.state = ParamState.OFFLOADED
-            for parameter, place in zip(group.params.parameters, group.spec.params, strict=True):
+            self._states_before[group] = group.state
+            group.state = ParamState.OFFLOADED
+            for parameter, place in zip(group.parameters, group.spec.params, strict=True):
                 names[id(parameter)] = place.name
                 self._kinds_before.append((parameter, type(parameter)))
                 set_parameter_class(parameter, offloaded)

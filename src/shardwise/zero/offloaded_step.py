@@ -90,7 +90,7 @@ class OffloadedStep:
             is_trained = options is not None
             self._counts[piece.name] = _Counts(0.0, self.has_states_at_once and is_trained, is_trained)
             self._initial |= self.rule.tensor_states(options) if options is not None else {}
-        master, spec = self.group.params.master, self.group.spec
+        master, spec = self.group.master, self.group.spec
         for name, value in self._initial.items():
             if name not in self.states:
                 where = f"{spec.name}.{name}"
@@ -115,7 +115,7 @@ class OffloadedStep:
         grads = self.group.grads
         if grads is None or not pieces:
             return []
-        params = self.group.params
+        params = self.group
         params.shard.forget()
         # The options are copied now: the learning rate changes before the worker thread reads them.
         options: dict[int, Options] = {}
@@ -143,7 +143,7 @@ class OffloadedStep:
 
     def end(self, last: Task) -> Task:
         """Return the task that ends when all of an update is stored; `last` is the task of its last chunk."""
-        written = self.group.params.shard
+        written = self.group.shard
         return self.tiers.worker.submit(written.wait_arrived) if isinstance(written, DeviceStorage) else last
 
     def states_of(self, piece: ParamPiece) -> dict[str, FlatState | Tensor]:

@@ -23,12 +23,13 @@ from shardwise.runtime.optimizers import refuse_unless_element_wise
 from shardwise.runtime.state_shards import FlatState, TensorFlatState
 from shardwise.runtime.timeline import Timeline
 from shardwise.schedule.actions import ActionKind
-from shardwise.zero.grad_buckets import GroupGrads, SharedGradRanges, square_sum, sum_over_sharers, sum_over_stages
+from shardwise.zero.grad_buckets import GradBucket
 from shardwise.zero.offloaded_step import OffloadedStep, ParamPiece
 from shardwise.zero.optimizer_plan import NamedGroup, OptimizerFactory, fresh_states
 from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.resources import ShardingResources
 from shardwise.zero.sharding_state import ShardingState
+from shardwise.zero.shared_grads import SharedGradRanges, square_sum, sum_over_sharers, sum_over_stages
 
 
 class ShardedOptimizer:
@@ -235,14 +236,14 @@ class ShardedOptimizer:
             squares.append(square.to(self._tensor.device, non_blocking=True))
         return squares
 
-    def _sum_over_stages(self, tied: Sequence[tuple[ParamGroup, GroupGrads]]) -> None:
+    def _sum_over_stages(self, tied: Sequence[tuple[ParamGroup, GradBucket]]) -> None:
         by_holders: dict[tuple[int, ...], list[FlatState]] = {}
         for group, grads in tied:
             by_holders.setdefault(self._holders[group], []).append(self._flat_of(group, grads))
             grads.forget_square()
         sum_over_stages(by_holders, self._tied)
 
-    def _flat_of(self, group: ParamGroup, grads: GroupGrads) -> FlatState:
+    def _flat_of(self, group: ParamGroup, grads: GradBucket) -> FlatState:
         """Return a group's gradients, final and where they are now."""
         grads.await_taken()
         whole = self._gradients.get(group)
@@ -355,7 +356,7 @@ class ShardedOptimizer:
         parameters = {
             place.name: parameter
             for group in self._groups
-            for place, parameter in zip(group.spec.params, group.params.parameters, strict=True)
+            for place, parameter in zip(group.spec.params, group.parameters, strict=True)
         }
         for group in self.optimizer.param_groups:
             group["params"] = []
@@ -379,7 +380,7 @@ def _refuse_own_step(sharded: ShardedOptimizer | None) -> None:
 
 
 def _pieces(group: ParamGroup) -> list[ParamPiece]:
-    params = group.params
+    params = group
     pieces = []
     for slot in group.spec.slots(params.shard_start, params.shard_stop):
         start, stop = slot.offset, slot.offset + slot.stop - slot.start
@@ -448,14 +449,15 @@ class StepInBackward:
         self.is_armed = False
         streamed = [group for group in self._sharding.groups if group.spec.tiers.optimizer != "device"]
         held = [group for group in streamed if group.grads is not None and group.grads.holds_sum]
-        self._steady = {group for group in held if _is_complete(group) and group not in self._sharding.ever_late}
+        self._steady = set(filter(_is_complete, held)) - self._sharding.reductions.ever_late
 
     def close(self) -> None:
         """Forget the groups."""
         self._steady.clear()
 
     def _step(self, group: ParamGroup) -> None:
-        if group not in self._steady or not _is_complete(group) or group.awaits_replicas:
+        grads = group.grads
+        if group not in self._steady or not _is_complete(group) or grads is None or grads.is_partial:
             return
         if self._read_factor is not None:
             self._factor, self._read_factor = self._read_factor(), None

@@ -1,10 +1,13 @@
-"""A parameter group at run time holds parameters and gradients, and records each action on them."""
+"""A parameter group at run time: the buffers of its parameters, their state, and the actions on them."""
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from enum import Enum
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,216 +22,15 @@ from shardwise.offload.step_pipeline import CHUNK_NUMEL
 from shardwise.offload.storage import StateStorage
 from shardwise.offload.worker import Task
 from shardwise.runtime.memory_tracker import Category, trim_host_memory
-from shardwise.runtime.param_guard import ReleasedParameterError, set_parameter_class
+from shardwise.runtime.param_guard import ReleasedParameterError, set_parameter_class, watched_type
 from shardwise.runtime.precision import torch_dtype
 from shardwise.runtime.torch_private import parameter_class, plain_torch_functions, set_data, version
 from shardwise.schedule.actions import ActionKind
-from shardwise.zero.grad_buckets import GroupGrads
+from shardwise.zero.grad_buckets import GradBucket
 from shardwise.zero.resources import ShardingResources
 from shardwise.zero.tp_params import gather_param, shard_param
 
-
-class ParamGroup:
-    """Offers idempotent actions on one group: unshard, wait, reshard, reduce.
-
-    Args:
-        spec: the group's spec.
-        layout: gives stage and precision.
-        parameters: the module's parameters, in the order of `spec.params`.
-        resources: shared by the engine's groups.
-        released: the class of a parameter whose storage is freed.
-    """
-
-    def __init__(
-        self,
-        spec: GroupSpec,
-        layout: Layout,
-        parameters: Sequence[nn.Parameter],
-        resources: ShardingResources,
-        released: type[nn.Parameter],
-    ) -> None:
-        self.spec = spec
-        self.holders = layout.holders(spec)
-        self.params = GroupParams(spec, layout, parameters, resources, released)
-        self.grads = GroupGrads(spec, layout, resources) if spec.trainable else None
-        self.is_pinned = False
-        self.is_stepped = False  # stepped in the backward that is under way
-        self._stepping: Task | None = None
-        self._gather_updates: Callable[[], None] | None = None
-        self._overlap = resources.overlap
-        self._timeline = resources.timeline
-        self._unshard_start_s = 0.0
-        self._reduce_start_s: float | None = None
-
-    def unshard(self) -> None:
-        """Start to gather the parameters where they are sharded."""
-        self.finish_update()
-        self._refuse_if_stepped()
-        self._unshard_start_s = self._timeline.now()
-        self.params.unshard()
-        if not self._overlap:
-            self.wait()
-
-    def wait(self) -> None:
-        """Make the parameters present; unshard them now if no prefetch has started that."""
-        self.finish_update()
-        self._refuse_if_stepped()
-        start_s = self._unshard_start_s if self.params.is_unsharding else self._timeline.now()
-        if self.params.wait():
-            if self.params.is_released_between_uses and self.params.shard.tier != "device":
-                self._timeline.add(ActionKind.FETCH, self.spec.name, start_s)
-            self._timeline.add(ActionKind.UNSHARD, self.spec.name, start_s)
-
-    def unguard(self) -> None:
-        """Make the parameters plain: all uses from now on are known to need them."""
-        if self.params.is_released_between_uses:
-            self.params.unguard()
-
-    def pin(self) -> None:
-        """Make the parameters present, and keep them so."""
-        self.wait()
-        self.unguard()
-        self.is_pinned = True
-
-    def guard(self) -> None:
-        """Report every further use of the parameters, unless they are pinned."""
-        if self.params.is_released_between_uses and not self.is_pinned:
-            self.params.guard()
-
-    def reshard(self) -> None:
-        """Release the parameters if they are stored as shards and not pinned."""
-        start_s = self._timeline.now()
-        if not self.is_pinned and self.params.reshard():
-            self._timeline.add(ActionKind.RESHARD, self.spec.name, start_s)
-
-    def prefetch(self) -> None:
-        """Start what `unshard` would have to wait for on the host, if the last step is over."""
-        is_stepping = self.is_stepped or not (self._stepping is None or self._stepping.is_done)
-        if not is_stepping:
-            self.params.prefetch()
-
-    def refresh(self) -> None:
-        """Take over the optimizer's update; where parameters are stored whole, start to gather them."""
-        if self.params.refresh():
-            self.unshard()
-        self._show_if_pinned()
-
-    def refresh_in_background(self, stepping: Task, gather_updates: Callable[[], None] | None) -> None:
-        """Take over an update that is under way on the host; the next use of the parameters waits for it.
-
-        Args:
-            stepping: the update.
-            gather_updates: called before the parameters are used, if they are stored whole: gathers groups up to this
-                one in the order of all ranks.
-        """
-        self._stepping, self.is_stepped = stepping, False
-        if self.params.refresh(is_narrowed=True):
-            self._gather_updates = gather_updates
-        self._show_if_pinned()
-
-    def await_step(self) -> None:
-        """Return once no update of the group is under way on the host."""
-        stepping, self._stepping = self._stepping, None
-        if stepping is not None:
-            stepping.wait()
-
-    def gather_update(self) -> None:
-        """Start to gather an update from the host; does nothing where parameters are not stored whole."""
-        self.await_step()
-        if self._gather_updates is not None:
-            self._gather_updates = None
-            self.unshard()
-
-    def finish_update(self) -> None:
-        """Finish the last update of the parameters, and start its gather where they are stored whole."""
-        if self._gather_updates is not None:
-            self._gather_updates()
-        self.await_step()
-
-    def _refuse_if_stepped(self) -> None:
-        if self.is_stepped and self.params.is_released:
-            raise EngineError(
-                "parameters-after-step",
-                f"the parameters of {self.spec.name} are needed again in a backward that has stepped them already; "
-                "set tiers.step_in_backward=false",
-            )
-
-    def _show_if_pinned(self) -> None:
-        if self.is_pinned:  # inside `gathered`
-            self.wait()
-            self.unguard()
-
-    def adopt_master(self) -> None:
-        """Take over values that were written into the master on every rank. All ranks call it."""
-        self.finish_update()
-        self.params.adopt_master()
-        self._show_if_pinned()
-
-    def add_gradient(self, index: int, gradient: Tensor, will_reduce: bool) -> bool:
-        """Take one parameter's gradient; say whether the current backward has now given all of the group's.
-
-        Args:
-            index: of the parameter in `spec.params`.
-            gradient: of the parameter's shape, any floating dtype.
-            will_reduce: whether this backward reduces the group's gradients.
-        """
-        if self.grads is None:
-            return False
-        self.grads.add(index, gradient, will_reduce)
-        return self.grads.is_complete
-
-    def reduce(self, is_last: bool) -> None:
-        """Start to reduce the gradients of the bucket; over the replicas too where this is the last before the step."""
-        if self.grads is not None:
-            self._reduce_start_s = self._timeline.now()
-            self.await_step()  # it reads the buffer into which the new gradients go
-            self.grads.reduce(is_last)
-            if not self._overlap:
-                self.finish_reduce()
-
-    @property
-    def awaits_replicas(self) -> bool:
-        """Say whether the gradients are reduced over the shard group but not over the replicas."""
-        return self.grads is not None and self.grads.is_partial
-
-    def reduce_replicas(self) -> None:
-        """Start to sum over the replicas what no last reduction has summed."""
-        if self.grads is not None:
-            self._reduce_start_s = self._timeline.now()
-            self.grads.reduce_replicas()
-
-    def advance_reduce(self) -> None:
-        """Start the next collective of the reduction under way, if there is one."""
-        if self.grads is not None:
-            self.grads.advance_reduce()
-
-    def finish_reduce(self) -> None:
-        """Wait for the reduction under way."""
-        if self.grads is not None and self._reduce_start_s is not None:
-            self.grads.finish_reduce()
-            self._timeline.add(ActionKind.REDUCE, self.spec.name, self._reduce_start_s)
-            if self.grads.is_away:
-                self._timeline.add(ActionKind.EVICT, self.spec.name, self._reduce_start_s)
-            self._reduce_start_s = None
-
-    def end_backward(self) -> None:
-        """Expect a gradient of every parameter again."""
-        if self.grads is not None:
-            self.grads.end_backward()
-
-    def release(self, keep_values: bool = True) -> None:
-        """Give the parameters plain, whole tensors of their own again; the group cannot be used afterwards.
-
-        Args:
-            keep_values: False leaves the parameters on meta, and gathers nothing.
-        """
-        if keep_values:
-            self.finish_update()
-        else:
-            self.await_step()
-        self.params.release(keep_values)
-        if self.grads is not None:
-            self.grads.close()
+log = logging.getLogger("shardwise")
 
 
 class ParamState(Enum):
@@ -243,8 +45,8 @@ class ParamState(Enum):
     OFFLOADED = "nothing is: what this rank stores has been moved out"
 
 
-class GroupParams:
-    """Holds the buffers of a group's parameters, and their state.
+class ParamGroup:
+    """Holds one group of parameters, and offers idempotent actions on it: unshard, wait, reshard.
 
     Args:
         spec: the group's spec.
@@ -257,6 +59,10 @@ class GroupParams:
         full: the whole group, 1-D; the parameters are views of it.
         shard: this rank's slice in the dtype of computing, in its tier.
         master: the slice in the optimizer's precision and tier; `shard` itself where these are the same.
+        grads: the gradients; None where the group is frozen.
+        state: which part of `full` is valid.
+        is_pinned: the parameters stay present until somebody unpins them.
+        is_stepped: the group has taken its step in the backward that is under way.
     """
 
     def __init__(
@@ -270,16 +76,24 @@ class GroupParams:
         stage, policy, comms, tiers = layout.stage, layout.precision_of(spec), resources.comms, resources.tiers
         tracker = resources.tracker
         self.spec = spec
+        self.holders = layout.holders(spec)
         self.parameters = tuple(parameters)
         self.is_released_between_uses = stage.unshard_for_use and not spec.is_stored_whole
         self.state = ParamState.UNSHARDED
+        self.is_pinned = self.is_stepped = False
         self._is_gathered_after_step = stage.unshard_after_step and spec.trainable
         self._comms = comms
         self._tracker = tracker
         self._pool = resources.pool
+        self._timeline = resources.timeline
+        self._overlap = resources.overlap
         self._released = released
         self._kinds = tuple(parameter_class(parameter) for parameter in parameters)
-        self._pending = AsyncWork(None)
+        self._gather = AsyncWork()
+        self._stepping: Task | None = None
+        self._gather_updates: Callable[[], None] | None = None
+        self._unshard_start_s = 0.0
+        self._reduce_start_s: float | None = None
 
         self.shard_start, self.shard_stop = spec.held_range(stage.optimizer, comms.shards.rank)
         dtype, device = torch_dtype(policy.param), comms.data.device
@@ -303,49 +117,140 @@ class GroupParams:
             set_data(parameter, view)
         trim_host_memory()  # of the values that went into the shards
         self._versions = [version(parameter) for parameter in self.parameters]
-        self.reshard()
-
-    def _fill(self, values: ParamInitializer, dtype: torch.dtype) -> None:
-        """Copy the initial values to where they are stored, one parameter at a time and rounded to `dtype` first."""
-        own = self.spec.slots(self.shard_start, self.shard_stop)
-        with ExitStack() as stack:
-            if self.is_released_between_uses:
-                resident = stack.enter_context(self.shard.loaded(write=True)), own
-            else:
-                resident = self.full, self.spec.slots(0, self.spec.padded_numel)
-            targets = [resident]
-            if self.master is not self.shard:
-                targets.append((stack.enter_context(self.master.loaded(write=True)), own))
-            for place in (each for each in self.spec.params if not values.is_blank(each.name)):
-                held = [(buffer, slot) for buffer, slots in targets for slot in slots if slot.param is place]
-                initial = self._initial(place, values, dtype, is_held=bool(held))
-                for buffer, slot in held:
-                    buffer[slot.offset : slot.offset + slot.stop - slot.start].copy_(initial[slot.start : slot.stop])
-
-    def _initial(self, place: ParamSpec, values: ParamInitializer, dtype: torch.dtype, is_held: bool) -> Tensor:
-        """Return a parameter's local values, 1-D: rank 0's, or the same on all ranks; empty where none are needed."""
-        ranks, shape = self._comms.model, place.global_shape
-        is_sent = ranks.world_size > 1 and place.numel > 0 and not values.is_same_everywhere(place.name)
-        if not is_sent and not is_held:
-            return torch.empty(0, dtype=dtype, device=ranks.device)
-        if ranks.rank == 0 or not is_sent:
-            whole = values.read(place.name).reshape(shape).to(ranks.device, dtype)
-        else:
-            whole = torch.empty(shape, dtype=dtype, device=ranks.device)
-        if is_sent:
-            whole = whole.contiguous()
-            ranks.broadcast(whole.view(-1), f"initial values of {place.name}")
-        return shard_param(place.split, self._comms.tensor.rank, whole).reshape(-1)
+        self.grads = GradBucket(spec, layout, resources) if spec.trainable else None
+        self._free()
 
     @property
     def is_released(self) -> bool:
         """Say whether the data is neither present nor being gathered."""
         return self.state is ParamState.SHARDED and self.is_released_between_uses
 
-    @property
-    def is_unsharding(self) -> bool:
-        """Say whether an all-gather is under way that was not waited for yet."""
-        return self.state is ParamState.UNSHARDING
+    def unshard(self) -> None:
+        """Start to make all of `full` valid; does nothing where it is valid or an all-gather is under way.
+
+        Raises:
+            ReleasedParameterError: the parameters are offloaded.
+            EngineError: this backward has stepped them already.
+        """
+        self.finish_update()
+        if self.state is ParamState.OFFLOADED:
+            raise ReleasedParameterError(
+                "states-offloaded", f"the parameters of {self.spec.name} are offloaded; call engine.reload() first"
+            )
+        if self.state is not ParamState.SHARDED:
+            return
+        self._unshard_start_s = self._timeline.now()
+        name = f"unshard {self.spec.name}"
+        if self.is_released_between_uses:
+            self._refuse_if_stepped()
+            self._tracker.resize(self.full, self._full_bytes)
+            fetched = self.shard.fetch(self.full[self.shard_start : self.shard_stop])
+            gathered = self._comms.shards.all_gather(self.full, name)
+            self._gather = AsyncWork(fetched.wait, lambda: gathered)
+        else:
+            self._gather = self._comms.shards.all_gather(self.full, name)
+        self.state = ParamState.UNSHARDING
+        if not self._overlap:
+            self.wait()
+
+    def wait(self) -> None:
+        """Make the parameters usable on the current stream; unshard them now if no prefetch has started that."""
+        if self.state is not ParamState.UNSHARDING:
+            self.unshard()
+        if self.state is ParamState.UNSHARDED:
+            return
+        self._gather.wait()
+        self._set_state(ParamState.UNSHARDED)
+        if self.is_released_between_uses and self.shard.tier != "device":
+            self._timeline.add(ActionKind.FETCH, self.spec.name, self._unshard_start_s)
+        self._timeline.add(ActionKind.UNSHARD, self.spec.name, self._unshard_start_s)
+
+    def reshard(self) -> None:
+        """Free `full` after its last use, if the parameters are stored as shards and not pinned."""
+        start_s = self._timeline.now()
+        if not self.is_pinned and self._free():
+            self._timeline.add(ActionKind.RESHARD, self.spec.name, start_s)
+
+    def prefetch(self) -> None:
+        """Start what `unshard` would have to wait for on the host, if the last step is over."""
+        is_stepping = self.is_stepped or not (self._stepping is None or self._stepping.is_done)
+        if self.is_released and not is_stepping:
+            self.shard.prefetch()
+
+    def pin(self) -> None:
+        """Make the parameters present, and keep them so."""
+        self.wait()
+        self.unguard()
+        self.is_pinned = True
+
+    def unguard(self) -> None:
+        """Make the parameters plain: all uses from now on are known to need them."""
+        if self.is_released_between_uses:
+            self._set_classes()
+
+    def guard(self) -> None:
+        """Report every further use of the parameters, unless they are pinned."""
+        if self.is_released_between_uses and not self.is_pinned:
+            self._conceal()
+
+    def watch(self, watched: type[nn.Parameter] | None) -> None:
+        """Give parameters that are stored whole the class `watched`, which reports some uses; None for their own."""
+        if not self.is_released_between_uses and self.state is ParamState.UNSHARDED:
+            self._set_classes(watched)
+
+    def refresh(self) -> None:
+        """Take over the optimizer's update; where parameters are stored whole, start to gather them."""
+        if self._take_over(is_narrowed=False):
+            self.unshard()
+        self._show_if_pinned()
+
+    def refresh_in_background(self, stepping: Task, gather_updates: Callable[[], None] | None) -> None:
+        """Take over an update that is under way on the host; the next use of the parameters waits for it.
+
+        Args:
+            stepping: the update.
+            gather_updates: called before the parameters are used, if they are stored whole: gathers groups up to this
+                one in the order of all ranks.
+        """
+        self._stepping, self.is_stepped = stepping, False
+        if self._take_over(is_narrowed=True):
+            self._gather_updates = gather_updates
+        self._show_if_pinned()
+
+    def await_step(self) -> None:
+        """Return once no update of the group is under way on the host."""
+        stepping, self._stepping = self._stepping, None
+        if stepping is not None:
+            stepping.wait()
+
+    def gather_update(self) -> None:
+        """Start to gather an update from the host; does nothing where parameters are not stored whole."""
+        self.await_step()
+        if self._gather_updates is not None:
+            self._gather_updates = None
+            self.unshard()
+
+    def finish_update(self) -> None:
+        """Finish the last update of the parameters, and start its gather where they are stored whole."""
+        if self._gather_updates is not None:
+            self._gather_updates()
+        self.await_step()
+
+    def adopt_master(self) -> None:
+        """Take over values that were written into `master` on every rank, frozen or not. All ranks call it."""
+        self.finish_update()
+        self._gather.wait()
+        if self.master is not self.shard:
+            self._narrow()
+        self.shard.forget()
+        self._free()
+        if not self.is_released_between_uses:
+            if self.shard.numel < self.full.numel():
+                self._set_state(ParamState.SHARDED)
+                self.wait()
+            for index in range(len(self.parameters)):
+                self.accept_written(index)
+        self._show_if_pinned()
 
     def is_viewed_by(self, tensors: Sequence[Tensor]) -> bool:
         """Say whether one of the tensors is a view of the parameters."""
@@ -384,52 +289,47 @@ class GroupParams:
         """Accept one parameter's values as they are: it was written on purpose, and the master with it."""
         self._versions[index] = version(self.parameters[index])
 
-    def unshard(self) -> None:
-        """Start to make all of `full` valid; does nothing where it is valid or an all-gather is under way.
+    def release(self, keep_values: bool = True) -> None:
+        """Give the parameters plain, whole tensors of their own again; the group cannot be used afterwards.
 
-        Raises:
-            ReleasedParameterError: the parameters are offloaded.
+        Args:
+            keep_values: False leaves the parameters on meta, and gathers nothing.
         """
-        if self.state is ParamState.OFFLOADED:
-            raise ReleasedParameterError(
-                "states-offloaded", f"the parameters of {self.spec.name} are offloaded; call engine.reload() first"
-            )
-        if self.state is not ParamState.SHARDED:
-            return
-        if self.is_released_between_uses:
-            self._tracker.resize(self.full, self._full_bytes)
-            fetched = self.shard.fetch(self.full[self.shard_start : self.shard_stop])
-            gathered = self._comms.shards.all_gather(self.full, f"unshard {self.spec.name}")
-            self._pending = AsyncWork(fetched.wait, lambda: gathered)
+        if keep_values:
+            self.wait()
         else:
-            self._pending = self._comms.shards.all_gather(self.full, f"unshard {self.spec.name}")
-        self.state = ParamState.UNSHARDING
-
-    def wait(self) -> bool:
-        """Make the parameters usable on the current stream, unsharding them if need be; say whether it had to."""
-        if self.state is ParamState.UNSHARDED:
-            return False
-        self.unshard()
-        self._pending.wait()
-        self._set_state(ParamState.UNSHARDED)
-        return True
-
-    def reshard(self) -> bool:
-        """Free `full` if parameters are stored as shards, after its last use; say whether it did."""
-        if not self.is_released_between_uses or self.state in (ParamState.SHARDED, ParamState.OFFLOADED):
-            return False
-        self._pending.wait()
+            self.await_step()
+        self._gather.wait()
+        self._set_classes()
+        for parameter, place in zip(self.parameters, self.spec.params, strict=True):
+            if keep_values:
+                parameter.data = gather_param(
+                    place.split, parameter.detach(), self._comms.tensor, f"whole {place.name}"
+                )
+            else:
+                set_data(parameter, torch.empty(place.global_shape, dtype=self.full.dtype, device="meta"))
         self._tracker.resize(self.full, 0)
-        self._set_state(ParamState.SHARDED)
-        return True
+        for storage in {self.shard, self.master}:
+            storage.close()
+        if self.grads is not None:
+            self.grads.close()
 
-    def prefetch(self) -> None:
-        """Start what gathering the parameters will have to wait for on the host."""
-        if self.is_released:
-            self.shard.prefetch()
+    def begin_reduce(self) -> None:
+        """Prepare for a reduction of the gradients."""
+        self._reduce_start_s = self._timeline.now()
+        self.await_step()  # it reads the buffer into which the new gradients go
 
-    def refresh(self, is_narrowed: bool = False) -> bool:
-        """Take over what the optimizer has written into `master`; the other ranks' slices are stale from now on.
+    def finish_reduce(self) -> None:
+        """Wait for the reduction under way."""
+        if self.grads is not None and self._reduce_start_s is not None:
+            self.grads.finish_reduce()
+            self._timeline.add(ActionKind.REDUCE, self.spec.name, self._reduce_start_s)
+            if self.grads.is_away:
+                self._timeline.add(ActionKind.EVICT, self.spec.name, self._reduce_start_s)
+            self._reduce_start_s = None
+
+    def _take_over(self, is_narrowed: bool) -> bool:
+        """Note that the optimizer has written into `master`; the other ranks' slices are stale from now on.
 
         Args:
             is_narrowed: the optimizer writes the shard itself, and has perhaps not done so yet.
@@ -437,27 +337,13 @@ class GroupParams:
         Returns:
             whether the parameters, which are stored whole, must be gathered from the ranks.
         """
-        self._pending.wait()  # of a gather that no forward has waited for
+        self._gather.wait()  # which no forward has waited for
         if self.master is not self.shard and not is_narrowed:
             self._narrow()
-        self.reshard()
+        self._free()
         if self._is_gathered_after_step or (is_narrowed and not self.is_released_between_uses):
             self._set_state(ParamState.SHARDED)
         return self.state is ParamState.SHARDED and not self.is_released_between_uses
-
-    def adopt_master(self) -> None:
-        """Take over values that were written into `master` on every rank, frozen or not. All ranks call it."""
-        self._pending.wait()
-        if self.master is not self.shard:
-            self._narrow()
-        self.shard.forget()
-        self.reshard()
-        if not self.is_released_between_uses:
-            if self.shard.numel < self.full.numel():
-                self._set_state(ParamState.SHARDED)
-                self.wait()
-            for index in range(len(self.parameters)):
-                self.accept_written(index)
 
     def _narrow(self) -> None:
         """Round the master to the shard."""
@@ -469,40 +355,114 @@ class GroupParams:
         for start in range(0, self.master.numel, CHUNK_NUMEL):
             self.shard.write(start, self.master.read(start, min(start + CHUNK_NUMEL, self.master.numel)))
 
-    def unguard(self, watched: type[nn.Parameter] | None = None) -> None:
-        """Make the parameters plain, or of class `watched`: all uses from now on are known to need them."""
-        for parameter, kind in zip(self.parameters, self._kinds, strict=True):
-            set_parameter_class(parameter, kind if watched is None or kind is not nn.Parameter else watched)
+    def _free(self) -> bool:
+        """Free `full` where parameters are stored as shards; say whether there was something to free."""
+        if not self.is_released_between_uses or self.state in (ParamState.SHARDED, ParamState.OFFLOADED):
+            return False
+        self._gather.wait()
+        self._tracker.resize(self.full, 0)
+        self._set_state(ParamState.SHARDED)
+        return True
 
-    def guard(self) -> None:
-        """Report every use of the parameters: nothing else says how long their data is needed."""
-        for parameter in self.parameters:
-            set_parameter_class(parameter, self._released)
+    def _refuse_if_stepped(self) -> None:
+        if self.is_stepped:
+            raise EngineError(
+                "parameters-after-step",
+                f"the parameters of {self.spec.name} are needed again in a backward that has stepped them already; "
+                "set tiers.step_in_backward=false",
+            )
+
+    def _show_if_pinned(self) -> None:
+        if self.is_pinned:  # inside `gathered`
+            self.wait()
+            self.unguard()
 
     def _set_state(self, state: ParamState) -> None:
         self.state = state
         if state is not ParamState.UNSHARDED:
-            self.guard()
+            self._conceal()
         elif not self.is_released_between_uses:
-            self.unguard()
+            self._set_classes()
 
-    def release(self, keep_values: bool = True) -> None:
-        """Give the parameters plain, whole tensors of their own again; the group cannot be used afterwards.
+    def _set_classes(self, watched: type[nn.Parameter] | None = None) -> None:
+        for parameter, kind in zip(self.parameters, self._kinds, strict=True):
+            set_parameter_class(parameter, kind if watched is None or kind is not nn.Parameter else watched)
 
-        Args:
-            keep_values: False leaves the parameters on meta.
-        """
-        if keep_values:
-            self.wait()
-        self._pending.wait()
-        self.unguard()
-        for parameter, place in zip(self.parameters, self.spec.params, strict=True):
-            if keep_values:
-                parameter.data = gather_param(
-                    place.split, parameter.detach(), self._comms.tensor, f"whole {place.name}"
-                )
+    def _conceal(self) -> None:
+        """Report every use of the parameters: nothing else says how long their data is needed."""
+        for parameter in self.parameters:
+            set_parameter_class(parameter, self._released)
+
+    def _fill(self, values: ParamInitializer, dtype: torch.dtype) -> None:
+        """Copy the initial values to where they are stored, one parameter at a time and rounded to `dtype` first."""
+        own = self.spec.slots(self.shard_start, self.shard_stop)
+        with ExitStack() as stack:
+            if self.is_released_between_uses:
+                resident = stack.enter_context(self.shard.loaded(write=True)), own
             else:
-                set_data(parameter, torch.empty(place.global_shape, dtype=self.full.dtype, device="meta"))
-        self._tracker.resize(self.full, 0)
-        for storage in {self.shard, self.master}:
-            storage.close()
+                resident = self.full, self.spec.slots(0, self.spec.padded_numel)
+            targets = [resident]
+            if self.master is not self.shard:
+                targets.append((stack.enter_context(self.master.loaded(write=True)), own))
+            for place in (each for each in self.spec.params if not values.is_blank(each.name)):
+                held = [(buffer, slot) for buffer, slots in targets for slot in slots if slot.param is place]
+                initial = self._initial(place, values, dtype, is_held=bool(held))
+                for buffer, slot in held:
+                    buffer[slot.offset : slot.offset + slot.stop - slot.start].copy_(initial[slot.start : slot.stop])
+
+    def _initial(self, place: ParamSpec, values: ParamInitializer, dtype: torch.dtype, is_held: bool) -> Tensor:
+        """Return a parameter's local values, 1-D: rank 0's, or the same on all ranks; empty where none are needed."""
+        ranks, shape = self._comms.model, place.global_shape
+        is_sent = ranks.world_size > 1 and place.numel > 0 and not values.is_same_everywhere(place.name)
+        if not is_sent and not is_held:
+            return torch.empty(0, dtype=dtype, device=ranks.device)
+        if ranks.rank == 0 or not is_sent:
+            whole = values.read(place.name).reshape(shape).to(ranks.device, dtype)
+        else:
+            whole = torch.empty(shape, dtype=dtype, device=ranks.device)
+        if is_sent:
+            whole = whole.contiguous()
+            ranks.broadcast(whole.view(-1), f"initial values of {place.name}")
+        return shard_param(place.split, self._comms.tensor.rank, whole).reshape(-1)
+
+
+class HostUpdates:
+    """Gathers what steps on the host have changed, in the order in which all ranks have started them."""
+
+    def __init__(self) -> None:
+        self._ungathered: deque[ParamGroup] = deque()
+
+    def start(self, group: ParamGroup, stepping: Task) -> None:
+        """Let a group take over an update that is under way."""
+        self._ungathered.append(group)
+        group.refresh_in_background(stepping, partial(self.gather, group))
+
+    def gather(self, last: ParamGroup | None = None) -> None:
+        """Start the gathers of the updated groups, up to `last` or all."""
+        while self._ungathered and (last is None or last in self._ungathered):
+            self._ungathered[0].gather_update()
+            self._ungathered.popleft()
+
+
+class GradientWatch:
+    """Warns once that `grad` of a parameter was read while the engine has the gradients."""
+
+    def __init__(self) -> None:
+        self._is_on = self._has_warned = False
+        self._watched = watched_type(self.on_read)
+
+    def turn(self, is_on: bool, groups: Sequence[ParamGroup]) -> None:
+        """Watch the parameters of groups that are stored whole, or stop."""
+        if is_on != self._is_on:
+            self._is_on = is_on
+            for group in groups:
+                group.watch(self._watched if is_on else None)
+
+    def on_read(self) -> None:
+        """Warn, the first time."""
+        if self._is_on and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "a parameter's grad is None between engine.backward and engine.step: the engine has the gradients, "
+                "sharded, and clips them itself; set optimizer.clip_norm, or read them by engine.read(name, 'grad')"
+            )

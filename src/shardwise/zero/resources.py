@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwise.comm.collectives import CommGroups
+from shardwise.comm.mesh import CommGroups
 from shardwise.deferred_init.parameters import ParamInitializer
 from shardwise.offload.tiers import Tiers
 from shardwise.runtime.buffer_pool import BufferPool

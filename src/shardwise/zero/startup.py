@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.collectives import Comm, CommGroups
+from shardwise.comm.collectives import Comm
+from shardwise.comm.mesh import CommGroups
 from shardwise.config.resolve import PrecisionConfig
 from shardwise.deferred_init.parameters import ParamInitializer
 from shardwise.layout.layout import Layout
@@ -79,7 +80,7 @@ def agree_on_tied(groups: Sequence[ParamGroup], comms: CommGroups) -> None:
         tied = comms.tied.get(group.holders)
         if tied is None:
             continue
-        master = group.params.master
+        master = group.master
         whole = master.read(0, master.numel).to(tied.device, copy=True)
         tied.broadcast(whole, f"tied values of {group.spec.name}")
         master.write(0, whole)

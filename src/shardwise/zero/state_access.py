@@ -34,8 +34,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from shardwise.comm.collectives import Comm, CommGroups
+from shardwise.comm.collectives import Comm
 from shardwise.comm.loss import LossAccumulator
+from shardwise.comm.mesh import CommGroups
 from shardwise.config.resolve import ConfigError
 from shardwise.layout.param_groups import GroupSpec, ParamSlice, ParamSpec
 from shardwise.offload.step_pipeline import CHUNK_NUMEL
@@ -88,7 +89,7 @@ class ParamLocation:
     @property
     def is_whole(self) -> bool:
         """Say whether every rank holds all of the parameter."""
-        params = self.group.params
+        params = self.group
         return params.shard_stop - params.shard_start == self.group.spec.padded_numel
 
     def own_part(self, held: FlatState) -> FlatState | None:
@@ -151,7 +152,7 @@ def read_held_state(states: EngineState, name: str, state: str) -> Tensor | None
 
 def _read_local(states: EngineState, place: ParamLocation, state: str) -> Tensor | None:
     """Return a state of this rank's part in the tensor-parallel group, 1-D, or 0-d where it is a number."""
-    spec, params = place.spec, place.group.params
+    spec, params = place.spec, place.group
     if state == GRAD:
         return _read_grad(states, place)
     if state == PARAM and not params.is_released_between_uses:
@@ -250,7 +251,7 @@ def find(states: EngineState, name: str) -> ParamLocation | None:
     for group in states.sharding.groups:
         for index, spec in enumerate(group.spec.params):
             if name == spec.name or name in spec.aliases:
-                slots = group.spec.slots(group.params.shard_start, group.params.shard_stop)
+                slots = group.spec.slots(group.shard_start, group.shard_stop)
                 return ParamLocation(group, index, next((slot for slot in slots if slot.param is spec), None))
     spec_of(states, name)
     return None
@@ -343,7 +344,7 @@ def _read_grad(states: EngineState, place: ParamLocation) -> Tensor | None:
     if accumulated is None or not is_used:
         return None
     full = _assemble(states, place, place.own_part(accumulated), accumulated.dtype, GRAD)
-    return full.to(place.group.params.master.dtype).mul_(to_mean)
+    return full.to(place.group.master.dtype).mul_(to_mean)
 
 
 def _write_grad(states: EngineState, place: ParamLocation, flat: Tensor) -> None:
@@ -356,7 +357,7 @@ def _write_grad(states: EngineState, place: ParamLocation, flat: Tensor) -> None
         raise ConfigError(
             "no-gradient", f"{place.spec.name} has no gradient to replace; call engine.backward(loss) first"
         )
-    _copy_range(place.own_part(accumulated), flat.to(place.group.params.master.dtype) / to_mean, place)
+    _copy_range(place.own_part(accumulated), flat.to(place.group.master.dtype) / to_mean, place)
     grads.mark_used(place.index)
 
 
@@ -371,7 +372,7 @@ def _mean_gradient(states: EngineState, place: ParamLocation) -> tuple[float, bo
 
 
 def _write_param(place: ParamLocation, flat: Tensor) -> None:
-    params = place.group.params
+    params = place.group
     wide = flat.to(params.master.dtype)
     rounded = wide.to(params.shard.dtype)
     if params.state is not ParamState.SHARDED:
@@ -541,7 +542,7 @@ def take_over(states: EngineState) -> None:
     """
     data = states.comms.data
     for group in states.sharding.groups:
-        params = group.params
+        params = group
         if data.world_size > 1:
             data.broadcast(params.full, f"written parameters of {group.spec.name}")
         for place in group.spec.params:

@@ -7,19 +7,17 @@ from torch import Tensor
 
 from harness.refusals import refused
 from harness.split_sequences import make_case
-from shardwise.comm.backends import SimulatedBackend
-from shardwise.comm.collectives import Comm
+from shardwise.comm.backends import simulated_comm
+from shardwise.comm.collectives import Comm, CommResources, RankPlace
 from shardwise.config.resolve import Config
 from shardwise.context.apply import apply_context_parallel, check_context
 from shardwise.context.batch import WholeBatch
 from shardwise.models import Decoder
-from shardwise.runtime.buffer_pool import BufferPool
-from shardwise.runtime.streams import Streams
 
 
 def simulated(num_ranks: int) -> Comm:
     device = torch.device("cpu")
-    return Comm(SimulatedBackend(0, num_ranks, "gloo"), "cp", device, 5.0, Streams(device), BufferPool(device))
+    return simulated_comm(RankPlace(0, num_ranks, "cp"), CommResources.alone(device, 5.0), "gloo")
 
 
 def config_of(cp: int) -> Config:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from harness.gradients import handing
 from shardwise.runtime.module_hooks import hook_gradient, hook_unit, recompute_forward, watch_calls, watch_outputs
 from shardwise.runtime.torch_private import OpMode
 
@@ -22,7 +23,7 @@ class Log(list[str]):
     outputs: list[Tensor]
 
     def unit(self, module: nn.Module, name: str = "") -> None:
-        hook_unit(module, LoggedEvents(self, name))
+        hook_unit(module, LoggedEvents(self), name)
 
     def take(self) -> list[str]:
         taken = list(self)
@@ -33,23 +34,22 @@ class Log(list[str]):
 @dataclass
 class LoggedEvents:
     log: Log
-    name: str
 
-    def before_forward(self) -> None:
-        self.log.append(f"{self.name}before_forward")
+    def pre_forward(self, unit: str) -> None:
+        self.log.append(f"{unit}pre_forward")
 
-    def after_forward(self, outputs: Sequence[Tensor], backward_follows: bool | None) -> None:
-        self.log.append(f"{self.name}after_forward {backward_follows}")
+    def post_forward(self, unit: str, outputs: Sequence[Tensor], backward_follows: bool | None) -> None:
+        self.log.append(f"{unit}post_forward {backward_follows}")
         self.log.outputs = list(outputs)
 
-    def expect_input_gradients(self, are_tracked: bool) -> None:
-        self.log.append(f"{self.name}expect_input_gradients {are_tracked}")
+    def expect_input_gradients(self, unit: str, are_tracked: bool) -> None:
+        self.log.append(f"{unit}expect_input_gradients {are_tracked}")
 
-    def before_backward(self) -> None:
-        self.log.append(f"{self.name}before_backward")
+    def pre_backward(self, unit: str) -> None:
+        self.log.append(f"{unit}pre_backward")
 
-    def after_input_gradients(self) -> None:
-        self.log.append(f"{self.name}after_input_gradients")
+    def on_input_gradients(self, unit: str) -> None:
+        self.log.append(f"{unit}on_input_gradients")
 
 
 class Traced(torch.autograd.Function):
@@ -87,8 +87,8 @@ def activation() -> Tensor:
 # Events of a unit
 
 
-TRACKED = ["before_forward", "expect_input_gradients True", "after_forward True"]
-UNTRACKED = ["before_forward", "expect_input_gradients False", "after_forward True"]
+TRACKED = ["pre_forward", "expect_input_gradients True", "post_forward True"]
+UNTRACKED = ["pre_forward", "expect_input_gradients False", "post_forward True"]
 
 
 def test_events_enclose_the_computation() -> None:
@@ -96,9 +96,9 @@ def test_events_enclose_the_computation() -> None:
     module = Call(lambda weight, x: Traced.apply(x * weight, log))
     log.unit(module)
     y = module(activation())
-    assert log.take() == ["before_forward", "expect_input_gradients True", "compute forward", "after_forward True"]
+    assert log.take() == ["pre_forward", "expect_input_gradients True", "compute forward", "post_forward True"]
     y.sum().backward()
-    assert log.take() == ["before_backward", "compute backward", "after_input_gradients"]
+    assert log.take() == ["pre_backward", "compute backward", "on_input_gradients"]
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
@@ -114,7 +114,7 @@ def test_recomputation_adds_no_events_to_a_chain(mode: str) -> None:
         # The data have no gradient: only the second module has inputs to wait for.
         assert log.take() == [f"0 {event}" for event in UNTRACKED] + [f"1 {event}" for event in TRACKED]
         y.sum().backward()
-        assert log.take() == ["1 before_backward", "0 before_backward", "1 after_input_gradients"]
+        assert log.take() == ["1 pre_backward", "0 pre_backward", "1 on_input_gradients"]
 
 
 def test_recomputation_around_a_unit_reports_its_forward_only() -> None:
@@ -124,8 +124,8 @@ def test_recomputation_around_a_unit_reports_its_forward_only() -> None:
     y = checkpoint(lambda x: module(x).exp(), activation(), use_reentrant=False)
     log.clear()
     y.sum().backward()
-    forward, backward = ["before_forward", "compute forward"], ["before_backward", "compute backward"]
-    assert log.take() == [*forward, *backward, "after_input_gradients"]
+    forward, backward = ["pre_forward", "compute forward"], ["pre_backward", "compute backward"]
+    assert log.take() == [*forward, *backward, "on_input_gradients"]
 
 
 def test_without_grad_no_backward_follows() -> None:
@@ -134,7 +134,7 @@ def test_without_grad_no_backward_follows() -> None:
     log.unit(module)
     with torch.no_grad():
         y = module(activation())
-    assert log.take() == ["before_forward", "after_forward False"]
+    assert log.take() == ["pre_forward", "post_forward False"]
     assert log.outputs == [y]
 
 
@@ -146,7 +146,7 @@ def test_each_output_of_a_pytree_reports_its_gradient() -> None:
     assert log.take() == TRACKED
     assert [id(tensor) for tensor in log.outputs] == [id(tensor) for tensor in (*output["a"][:1], *output["a"][1])]
     (output["a"][0] + output["a"][1][0]).sum().backward()
-    assert log.take() == ["before_backward", "before_backward", "after_input_gradients"]
+    assert log.take() == ["pre_backward", "pre_backward", "on_input_gradients"]
 
 
 @pytest.mark.parametrize("hand_out", [lambda x: x.detach(), lambda x: None, lambda x: [3, True, 0.5, "text"]])
@@ -155,7 +155,7 @@ def test_outputs_without_a_gradient_have_no_backward(hand_out: Callable[[Tensor]
     module = Call(lambda weight, x: hand_out(x * weight))
     log.unit(module)
     module(torch.ones(3))
-    assert log[-1] == "after_forward False"
+    assert log[-1] == "post_forward False"
 
 
 def test_a_backward_that_cannot_be_seen_is_said_to_be_unknown() -> None:
@@ -167,7 +167,7 @@ def test_a_backward_that_cannot_be_seen_is_said_to_be_unknown() -> None:
     module = Call(lambda weight, x: Opaque(x * weight))
     log.unit(module)
     module(torch.ones(3)).hidden.sum().backward()
-    assert log.take() == ["before_forward", "expect_input_gradients False", "after_forward None"]
+    assert log.take() == ["pre_forward", "expect_input_gradients False", "post_forward None"]
 
 
 def leave_in_attribute(module: nn.Module, x: Tensor) -> None:
@@ -193,10 +193,10 @@ def test_unused_results_report_their_gradient_before_they_need_it(leave: Callabl
     log.unit(module)
     x, other = activation(), activation()
     y = module(x, other)
-    assert log.take() == ["before_forward", "expect_input_gradients True", "compute forward", "after_forward True"]
+    assert log.take() == ["pre_forward", "expect_input_gradients True", "compute forward", "post_forward True"]
     left = module.left["results"][0] if leave is leave_in_attribute else other
     (y.sum() + left.sum()).backward()
-    assert log.take() == ["before_backward", "before_backward", "compute backward", "after_input_gradients"]
+    assert log.take() == ["pre_backward", "pre_backward", "compute backward", "on_input_gradients"]
 
 
 def test_unused_results_alone_have_a_backward() -> None:
@@ -230,9 +230,9 @@ def test_parameters_and_inputs_among_the_outputs_are_not_made_here(hand_out: Cal
     for _ in range(3):
         product, handed_out = module(activation())
         (product + sum(handed_out)).sum().backward()
-        assert log.take() == [*TRACKED, "before_backward", "after_input_gradients"]
+        assert log.take() == [*TRACKED, "pre_backward", "on_input_gradients"]
         passes(activation())
-        assert log.take() == [*TRACKED[:2], "after_forward False"]
+        assert log.take() == [*TRACKED[:2], "post_forward False"]
 
 
 def test_inputs_are_waited_for_until_the_last_has_its_gradient() -> None:
@@ -242,7 +242,7 @@ def test_inputs_are_waited_for_until_the_last_has_its_gradient() -> None:
     y = module(activation(), activation(), late=activation())
     log.clear()
     y.sum().backward()
-    assert log.take() == ["before_backward", "compute backward", "compute backward", "after_input_gradients"]
+    assert log.take() == ["pre_backward", "compute backward", "compute backward", "on_input_gradients"]
 
 
 def test_an_input_that_backward_does_not_reach_is_waited_for_in_vain() -> None:
@@ -250,7 +250,7 @@ def test_an_input_that_backward_does_not_reach_is_waited_for_in_vain() -> None:
     module = Call(lambda weight, x, unused: x * weight)
     log.unit(module)
     module(activation(), activation()).sum().backward()
-    assert log.take() == [*TRACKED, "before_backward"]
+    assert log.take() == [*TRACKED, "pre_backward"]
 
 
 LEAF = torch.ones(3, requires_grad=True)
@@ -262,9 +262,9 @@ def test_leaves_and_plain_data_are_not_waited_for(inputs: list[Tensor]) -> None:
     module = Call(lambda weight, *inputs: weight * 2 + sum(inputs))
     log.unit(module)
     module(*inputs).sum().backward()
-    assert log.take() == [*UNTRACKED, "before_backward"]
+    assert log.take() == [*UNTRACKED, "pre_backward"]
     module(activation(), *inputs).sum().backward()
-    assert log.take() == [*TRACKED, "before_backward", "after_input_gradients"]
+    assert log.take() == [*TRACKED, "pre_backward", "on_input_gradients"]
 
 
 def test_a_unit_called_twice_reports_both_calls() -> None:
@@ -272,13 +272,13 @@ def test_a_unit_called_twice_reports_both_calls() -> None:
     module = Call(lambda weight, x: x * weight)
     log.unit(module)
     module(module(activation())).sum().backward()
-    assert log.take() == [*TRACKED, *TRACKED, *["before_backward"] * 2, *["after_input_gradients"] * 2]
+    assert log.take() == [*TRACKED, *TRACKED, *["pre_backward"] * 2, *["on_input_gradients"] * 2]
 
 
 def test_removed_hooks_are_silent() -> None:
     log = Log()
     module = Call(lambda weight, x: x * weight)
-    for handle in hook_unit(module, LoggedEvents(log, "")):
+    for handle in hook_unit(module, LoggedEvents(log), ""):
         handle.remove()
     module(activation()).sum().backward()
     assert log == []
@@ -292,7 +292,7 @@ def test_units_that_share_an_input_end_their_backwards_one_by_one() -> None:
     log.unit(second, "second ")
     shared = activation()
     second(first(activation(), shared), shared).sum().backward()
-    assert log.index("second after_input_gradients") < log.index("first after_input_gradients")
+    assert log.index("second on_input_gradients") < log.index("first on_input_gradients")
 
 
 # Gradients
@@ -301,7 +301,10 @@ def test_units_that_share_an_input_end_their_backwards_one_by_one() -> None:
 def test_each_accumulated_gradient_is_handed_over_and_taken_away() -> None:
     tied, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     got: list[list[float]] = []
-    handles = [hook_gradient(parameter, lambda gradient: got.append(gradient.tolist())) for parameter in (tied, unused)]
+    handles = [
+        hook_gradient(parameter, handing(lambda gradient: got.append(gradient.tolist())))
+        for parameter in (tied, unused)
+    ]
     for factor in (1.0, 10.0):
         (tied * 2 * factor + tied * 3 * factor).sum().backward()
         assert tied.grad is None
