@@ -30,6 +30,7 @@ from shardwise.comm.backends import ProcessGroupFactory, SimulatedFactory
 from shardwise.comm.collectives import Comm, CommResources
 from shardwise.comm.mesh import Mesh
 from shardwise.config.resolve import Config
+from shardwise.engine.build import EngineInputs
 from shardwise.engine.engine import Engine
 from shardwise.launch.process_group import ensure_process_group
 from shardwise.layout.layout import build_layout
@@ -116,14 +117,14 @@ def ours(stage: int) -> Callable[..., tuple[Step, Callable[[], None]]]:
         model = Decoder(config)
         layout = replace(build_layout(model, resolved), stage=STAGES[stage])
         engine = Engine(
-            model,
-            resolved,
-            layout,
-            MemoryTracker(DEVICE),
-            ProcessGroupFactory(Mesh(layout.mesh, resolved.run.timeout_s)),
-            loss_fn=lambda output, batch: lm_loss(output, batch[1]),
-            optimizer=None,
-            scheduler=None,
+            EngineInputs(
+                model,
+                resolved,
+                layout,
+                MemoryTracker(DEVICE),
+                ProcessGroupFactory(Mesh(layout.mesh, resolved.run.timeout_s)),
+                loss_fn=lambda output, batch: lm_loss(output, batch[1]),
+            )
         )
         return lambda tokens: engine.train_step([(tokens[:, :-1], tokens[:, 1:])]).loss, engine.close
 
@@ -158,14 +159,14 @@ def split(sequence_parallel: bool) -> Callable[..., tuple[Step, Callable[[], Non
         model = Decoder(config)
         layout = plan_layout(model, resolved)
         engine = Engine(
-            model,
-            resolved,
-            layout,
-            MemoryTracker(DEVICE),
-            SilentNetwork(layout.mesh, 0, "nccl"),
-            loss_fn=lambda output, batch: lm_loss(output, batch[1]),
-            optimizer=None,
-            scheduler=None,
+            EngineInputs(
+                model,
+                resolved,
+                layout,
+                MemoryTracker(DEVICE),
+                SilentNetwork(layout.mesh, 0, "nccl"),
+                loss_fn=lambda output, batch: lm_loss(output, batch[1]),
+            )
         )
         return lambda tokens: engine.train_step([(tokens[:, :-1], tokens[:, 1:])]).loss, engine.close
 

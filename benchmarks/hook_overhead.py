@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from shardwise.comm.backends import SimulatedFactory
 from shardwise.comm.collectives import Comm, CommResources
 from shardwise.config.resolve import Config
+from shardwise.engine.build import EngineInputs
 from shardwise.engine.engine import Engine
 from shardwise.layout.layout import build_layout
 from shardwise.layout.mesh_shape import MeshShape
@@ -139,14 +140,14 @@ def engine(stage: int, num_blocks: int, num_params: int) -> System:
     model = build_model(num_blocks, num_params)
     layout = replace(build_layout(model, config), stage=STAGES[stage])
     built = Engine(
-        model,
-        config,
-        layout,
-        MemoryTracker(DEVICE),
-        FreeNetwork(),
-        loss_fn=lambda output, batch: (output.sum(), 1),
-        optimizer=None,
-        scheduler=None,
+        EngineInputs(
+            model,
+            config,
+            layout,
+            MemoryTracker(DEVICE),
+            FreeNetwork(),
+            loss_fn=lambda output, batch: (output.sum(), 1),
+        )
     )
     x = torch.ones(2, WIDTH)
 

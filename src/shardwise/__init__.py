@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from shardwise.config.resolve import Config, ConfigError
     from shardwise.construction.context import init
     from shardwise.construction.shards import gathered
-    from shardwise.engine.engine import Engine, backward
+    from shardwise.engine.engine import Engine
     from shardwise.engine.initialize import initialize
+    from shardwise.engine.multi_backward import backward
     from shardwise.engine.types import EvalResult, StepResult
     from shardwise.launch.process_group import LaunchError
     from shardwise.layout.layout import Layout, build_layout
@@ -95,7 +96,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "ReleasedParameterError": "runtime.param_guard",
     "Simulation": "verify.simulate",
     "StepResult": "engine.types",
-    "backward": "engine.engine",
+    "backward": "engine.multi_backward",
     "block_sparse_attention": "attention.api",
     "build_layout": "layout.layout",
     "estimate_model_states": "planner.model_states",

@@ -94,7 +94,7 @@ def save_into(rank: int, world_size: int, root: Path, is_background: bool, fault
     with watching(on_call_of(fault, rank, disk)):
         try:
             engine.save(root, wait=not is_background, keep_last=KEEP_LAST)
-            while engine._saver.is_saving:
+            while engine.checkpoints.saver.is_saving:
                 time.sleep(0.01)
         except CheckpointError as error:
             said = ("save", f"{error.code}: {error}")

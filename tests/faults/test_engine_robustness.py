@@ -192,7 +192,7 @@ def drop(rank: int, world_size: int, stage: int) -> tuple[bool, bool]:
     model = build(Adapted)
     engine = make(model, stage)
     engine.train_step([inputs(0, rank)])
-    references = weakref.ref(engine), weakref.ref(engine._sharding.groups[0].full.untyped_storage())
+    references = weakref.ref(engine), weakref.ref(engine.step_context.sharding.groups[0].full.untyped_storage())
     del engine, model
     gc.collect()
     return references[0]() is None, references[1]() is None
@@ -202,7 +202,7 @@ def test_close_restores_forward_and_frees_the_buffers() -> None:
     model = build(Adapted)
     forward = model.blocks[0].forward
     engine = make(model, recompute={"mode": "full"})
-    full = engine._sharding.groups[0].full
+    full = engine.step_context.sharding.groups[0].full
     engine.close()
     assert model.blocks[0].forward == forward
     assert full.untyped_storage().nbytes() == 0

@@ -112,14 +112,14 @@ def test_two_engines_save_at_once(ranks: WorkerPool, tmp_path: Path, whole_run: 
 def save_at_different_steps(rank: int, world_size: int, root: Path, is_background: bool) -> tuple[str, float]:
     engine = make_engine()
     take_step(engine, rank)
-    engine.num_steps += rank
+    engine.step_context.num_steps += rank
     said = ""
     try:
         engine.save(root, wait=not is_background)
         engine.finish_saves()
     except CheckpointError as error:
         said = f"{error.code}: {error}"
-    engine.num_steps = 1
+    engine.step_context.num_steps = 1
     engine.save(root, wait=not is_background)
     loss = 0.0
     while engine.num_steps < NUM_STEPS:
@@ -159,7 +159,7 @@ def close_while_saving(rank: int, world_size: int, root: Path, fails: bool) -> t
         take_step(engine, rank)
         engine.save(root, wait=False)
         take_step(engine, rank)
-        were_saving.append(engine._saver.is_saving)
+        were_saving.append(engine.checkpoints.saver.is_saving)
         threading.Timer(0.1, gate.set).start()
         engine.save(root, wait=False)
     engine.finish_saves()
@@ -170,7 +170,7 @@ def close_while_saving(rank: int, world_size: int, root: Path, fails: bool) -> t
             engine.close()
         except CheckpointError as error:
             said = f"{error.code}: {error}"
-    were_saving.append(engine._saver.is_saving)
+    were_saving.append(engine.checkpoints.saver.is_saving)
     model = engine.model
     assert all(parameter.shape.numel() for parameter in model.parameters())  # given back, whole
     return were_saving, said, [step_of(each) for each in step_folders(root)]
@@ -199,7 +199,7 @@ take_step(engine, rank)
 once = watching(once_at(Moment("fsync", "rank-*"), lambda: time.sleep(0.5)))
 once.__enter__()
 engine.save(Path(sys.argv[1]), wait=False)
-print("end of the main thread", engine._saver.is_saving)
+print("end of the main thread", engine.checkpoints.saver.is_saving)
 """
 
 

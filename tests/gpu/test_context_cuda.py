@@ -12,6 +12,7 @@ from harness.echo import EchoNetwork
 from harness.models import make_batches
 from harness.tensor import make_case
 from harness.training import make_config
+from shardwise.engine.build import EngineInputs
 from shardwise.engine.engine import Engine
 from shardwise.runtime.memory_tracker import MemoryTracker
 from shardwise.tensor.plan_layout import plan_layout
@@ -34,9 +35,7 @@ def train(device: torch.device, model_name: str, **sections: dict[str, Any]) -> 
     model = case.build(torch.float32)
     layout = plan_layout(model, config)
     network = EchoNetwork(layout.mesh, rank=0)
-    engine = Engine(
-        model, config, layout, MemoryTracker(device), network, loss_fn=case.loss, optimizer=None, scheduler=None
-    )
+    engine = Engine(EngineInputs(model, config, layout, MemoryTracker(device), network, loss_fn=case.loss))
     trace = []
     for step in make_batches(case, num_steps=3, world_size=1, num_micro_batches=2):
         result = engine.train_step(step[0])

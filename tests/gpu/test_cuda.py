@@ -20,6 +20,7 @@ from harness.training import make_config, own_gradients, reference_trace
 from shardwise import Engine, build_layout
 from shardwise.comm.backends import ProcessGroupFactory
 from shardwise.comm.mesh import Mesh
+from shardwise.engine.build import EngineInputs
 from shardwise.launch.process_group import ensure_process_group
 from shardwise.layout.zero_stages import STAGES
 from shardwise.runtime.memory_tracker import Category, MemoryTracker
@@ -42,9 +43,7 @@ def make_engine(case: ModelCase, stage: int, num_micro_batches: int, **sections:
     model = case.build(torch.float64)
     layout = replace(build_layout(model, config), stage=STAGES[stage])
     network = ProcessGroupFactory(Mesh(layout.mesh, config.run.timeout_s))
-    return Engine(
-        model, config, layout, MemoryTracker(DEVICE), network, loss_fn=case.loss, optimizer=None, scheduler=None
-    )
+    return Engine(EngineInputs(model, config, layout, MemoryTracker(DEVICE), network, loss_fn=case.loss))
 
 
 def train(
@@ -61,7 +60,7 @@ def train(
         result = engine.step()
         losses.append(result.loss)
         norms.append(result.grad_norm)
-    scale = engine._comm_log.normaliser / result.count
+    scale = engine.step_context.losses.normaliser / result.count
     with engine.gathered() as model:
         parameters = {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
     engine.close()
@@ -107,7 +106,7 @@ def test_tracker_agrees_with_the_allocator(stage: int) -> None:
     )
     at_rest = sum(engine.layout.bytes_at_rest().values())
     # The allocator rounds each block up to 512 bytes; optimizer states are one block a piece.
-    num_blocks = 3 * len(engine._sharded.pieces) + 5 * len(engine.layout.groups) + 8
+    num_blocks = 3 * len(engine.step_context.sharded.pieces) + 5 * len(engine.layout.groups) + 8
     assert registered == pytest.approx(at_rest, abs=8 * num_blocks)
     assert 0 <= torch.cuda.memory_allocated() - before - at_rest < 512 * num_blocks
     engine.close()

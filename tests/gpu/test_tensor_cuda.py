@@ -14,6 +14,7 @@ from harness.models import make_batches
 from harness.tensor import make_case
 from harness.training import make_config
 from shardwise.dropout.hash_rng import Samples, ShardRegion, grid_of, keyed_mask
+from shardwise.engine.build import EngineInputs
 from shardwise.engine.engine import Engine
 from shardwise.runtime.memory_tracker import MemoryTracker
 from shardwise.tensor.cross_entropy import TokenLossTerms, VocabSplit, cross_entropy, cross_entropy_sum
@@ -32,9 +33,7 @@ def train(device: torch.device, world_size: int, **sections: dict[str, Any]) -> 
     model = case.build(torch.float64)
     layout = plan_layout(model, config)
     network = EchoNetwork(layout.mesh, rank=0)  # the rank whose weights are everybody's
-    engine = Engine(
-        model, config, layout, MemoryTracker(device), network, loss_fn=case.loss, optimizer=None, scheduler=None
-    )
+    engine = Engine(EngineInputs(model, config, layout, MemoryTracker(device), network, loss_fn=case.loss))
     trace = []
     for step in make_batches(case, num_steps=3, world_size=1, num_micro_batches=2):
         result = engine.train_step(step[0])

@@ -10,7 +10,6 @@ from typing import Any
 from harness.waiting import settled
 from shardwise import Engine, Simulation
 from shardwise.comm.records import Collective
-from shardwise.engine.types import StepResult
 from shardwise.runtime.memory_tracker import Category
 
 
@@ -33,13 +32,7 @@ def measure_steps(engine: Engine, steps: Sequence[Sequence[Any]]) -> Measured:
     calls: tuple[Collective, ...] = ()
     at_rest: list[dict[Category, int]] = []
     peaks = []
-    step = engine._step
-
-    def watched_step() -> StepResult:
-        at_rest.append(_settled(engine))
-        return step()
-
-    engine._step = watched_step  # type: ignore[method-assign]
+    engine.step_context.before_update = lambda: at_rest.append(_settled(engine))
     for batches in steps[1:]:
         engine.comm.comm_log.recent = deque()
         engine.memory.reset_peak()

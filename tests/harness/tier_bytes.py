@@ -156,7 +156,7 @@ class _Watch(TorchDispatchMode):
 
 def settle(engine: Engine) -> None:
     """Return once nothing is under way between tiers, the files' writes included."""
-    engine._sharding.drain()
+    engine.step_context.sharding.drain()
     engine.tiers.wait_idle()
     for storage in storages_of(engine):
         if storage.tier == "nvme":
@@ -179,10 +179,10 @@ def swap_bytes(engine: Engine) -> int:
 
 def storages_of(engine: Engine) -> Iterator[Any]:
     """Where the states of every group are stored, the optimizer's only where that is off the device."""
-    for group in engine._sharding.groups:
+    for group in engine.step_context.sharding.groups:
         yield group.shard
         yield group.master
         if group.grads is not None and group.grads.is_away:
             yield group.grads.storage
-    for streamed in engine._sharded._offloaded.values():
+    for streamed in engine.step_context.sharded._offloaded.values():
         yield from streamed.states.values()

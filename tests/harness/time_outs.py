@@ -32,7 +32,7 @@ def fail_after(log: CommLog, timeout_s: float) -> None:
 def give_up_after(engine: Engine, timeout_s: float) -> None:
     """From now on the engine's collectives, messages, saves and loads wait only so long for other ranks."""
     fail_after(engine.comm.comm_log, timeout_s)
-    engine._saver._timeout_s = timeout_s
+    engine.checkpoints.saver._timeout_s = timeout_s
     object.__setattr__(engine.config.run, "timeout_s", timeout_s)
 
 

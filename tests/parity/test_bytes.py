@@ -73,7 +73,7 @@ def measure(
 def _scalars(engine: Engine) -> list[torch.Tensor]:
     """The loss's sum and count, and the step counts of Adam."""
     states = [value for state in engine.optimizer.state.values() for value in state.values()]
-    sums = engine._losses._sums
+    sums = engine.step_context.losses._sums
     return [value for value in states if value.dim() == 0] + ([] if sums is None else [sums])
 
 

@@ -64,7 +64,7 @@ def train(rank: int, world_size: int, num_micro_batches: int, overrides: Any) ->
         result = engine.step()
         losses.append(result.loss)
         norms.append(result.grad_norm)
-    scale = engine._losses.normaliser / result.count
+    scale = engine.step_context.losses.normaliser / result.count
     with engine.gathered():
         parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     engine.close()

@@ -104,7 +104,7 @@ def train(rank: int, world_size: int, stage: int, param: str, hands_over: bool) 
 
 
 def parameter_groups(engine: Engine) -> list[Any]:
-    return list(engine._sharding.groups)
+    return list(engine.step_context.sharding.groups)
 
 
 @pytest.mark.quick(3)
@@ -314,7 +314,7 @@ def train_with_tiers(
             return
         engine.tiers.wait_idle()
         engine.tiers.trim()
-        engine._pool.trim()
+        engine.step_context.pool.trim()
         live_bytes = device_bytes(engine) + host_bytes(engine)
         with engine.offloaded(include, to, path=swap / "released" if to == "nvme" else None) as freed_bytes:
             left_bytes = device_bytes(engine), host_bytes(engine)

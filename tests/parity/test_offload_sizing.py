@@ -19,7 +19,7 @@ from harness.tier_bytes import HostPages
 from harness.training import make_config
 from harness.waiting import wait_until
 from shardwise import Layout, initialize
-from shardwise.engine import engine
+from shardwise.engine import build
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.offload.sizing import most_buffer_bytes
 from shardwise.runtime.buffer_pool import BufferPool
@@ -47,7 +47,7 @@ def settled_pools() -> Iterator[None]:
         pool = BufferPool(device, tracker, allocate=allocate)
         return pool
 
-    with patch.object(engine, "BufferPool", make):
+    with patch.object(build, "BufferPool", make):
         yield
 
 

@@ -58,7 +58,7 @@ def trace(rank: int, world_size: int, sections: Sections) -> tuple[list[str], li
     """The planned actions, and those of two steps, between which there are evaluations."""
     traces = []
     with make_engine(rank, sections, "deep-tied") as engine:
-        planned = [str(action) for action in engine._run.schedule.ranks[engine.layout.pipeline.index]]
+        planned = [str(action) for action in engine.runner.schedule.ranks[engine.layout.pipeline.index]]
         for step in range(2):
             batches = batches_of(rank, world_size, step)
             engine.eval_step(batches[:2])
@@ -136,27 +136,26 @@ def measure(rank: int, world_size: int, model: str, sections: Sections) -> Measu
     sent: Counter[tuple[str, str, str]] = Counter()
     with make_engine(rank, {"precision": {"param": "bf16"}, **sections}, model) as engine:
         engine.train_step([batch] * NUM_MICRO_BATCHES)
-        own_step, own_add, comm_log = engine._step, engine.comm.comm_log.add, engine.comm.comm_log
+        own_add, comm_log = engine.comm.comm_log.add, engine.comm.comm_log
 
-        def step() -> Any:
-            engine._sharding.finish()
+        def measure_states() -> None:
+            engine.step_context.sharding.finish()
             live = engine.memory.snapshot().live_bytes
             scalars = [value for state in engine.optimizer.state.values() for value in state.values()]
             at_rest["param"], at_rest["grad"] = live[Category.PARAMETERS], live[Category.GRADIENTS]
             at_rest["optimizer"] = live[Category.OPTIMIZER] - sum(
                 each.nbytes for each in scalars if isinstance(each, Tensor) and each.dim() == 0
             )
-            return own_step()
 
         def add(*args: Any, **kwargs: Any) -> Collective:
             call = own_add(*args, **kwargs)
             sent[call.axis, call.op, call.name] += call.wire_bytes
             return call
 
-        engine._step, comm_log.add = step, add  # type: ignore[method-assign]
+        engine.step_context.before_update, comm_log.add = measure_states, add  # type: ignore[method-assign]
         with WireBytes() as wire:
             engine.train_step([batch] * NUM_MICRO_BATCHES)
-        del engine._step, comm_log.add
+        del comm_log.add
         layout = engine.layout
     shard = layout.mesh.index_along(SHARD_AXES, rank)
     return Measured(layout, shard, at_rest, dict(sent), ring_equivalent_bytes(wire.calls))

@@ -49,7 +49,7 @@ def record(rank: int, world_size: int, mesh: dict[str, int], folder: Path) -> tu
         dist.barrier()  # of the pipelines: now the clocks stand
         actions = gather_timeline(engine)
         shardwise.save_timeline(engine, folder / f"{rank}.json")
-        schedule = getattr(engine._run, "schedule", None)
+        schedule = getattr(engine.runner, "schedule", None)
         rows = [[str(action) for action in row] for row in schedule.ranks] if schedule is not None else []
     return rows, actions
 

@@ -101,10 +101,10 @@ def _device_bytes(live: LiveBytes, hosts: list[torch.Tensor], pages: HostPages) 
 
 def _scalar_bytes(engine: Engine, live: LiveBytes) -> int:
     """The loss's sum and count, squared norms, and the optimizer's counts of steps."""
-    found = [group.grads._square for group in engine._sharding.groups if group.grads is not None]
+    found = [group.grads._square for group in engine.step_context.sharding.groups if group.grads is not None]
     seen = {id(each) for each in live.live_storages()}
     squares = [each for each in found if each is not None and id(each.untyped_storage()) in seen]
-    sums = engine._losses._sums
+    sums = engine.step_context.losses._sums
     return storage_bytes([*squares, *([] if sums is None else [sums])]) + _counter_bytes(engine)
 
 

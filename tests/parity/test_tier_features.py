@@ -192,7 +192,7 @@ def step_with_nan(rank: int, world_size: int) -> tuple[str, str]:
     engine = initialize(CASE.build(torch.float32), config, loss_fn=CASE.loss)
     engine.train_step(batches_of(rank, 0))
     if rank == 0:
-        engine._step_in_backward._steady.clear()
+        engine.step_context.step_in_backward._steady.clear()
     engine.model.blocks[0].gate.register_hook(lambda gradient: gradient * float("nan"))
     texts = []
     for _ in range(2):
@@ -241,8 +241,8 @@ def save_almost_nothing(rank: int, world_size: int, root: Path) -> tuple[int, bo
     with initialize(model, config, loss_fn=lambda output, batch: output.sum()) as engine:
         engine.train_step([torch.ones(1, 1)])
         engine.save(root / "saved", wait=False)
-        pieces = len(engine._sharded.pieces)
-        return pieces, engine._saver.is_saving, engine._saver._has_said_so
+        pieces = len(engine.step_context.sharded.pieces)
+        return pieces, engine.checkpoints.saver.is_saving, engine.checkpoints.saver._has_said_so
 
 
 def test_all_ranks_wait_for_a_save_or_none(ranks: WorkerPool, tmp_path: Path) -> None:

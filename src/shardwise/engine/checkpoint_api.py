@@ -1,5 +1,4 @@
-"""This module has the methods that save and load an engine's states; `Engine` has the attributes. See
-`shardwise.checkpoint`.
+"""This module reads and writes the states of an engine as checkpoints. See `shardwise.checkpoint`.
 
 >>> import tempfile
 >>> import shardwise
@@ -22,13 +21,12 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from shardwise.checkpoint import training_state as trajectory
@@ -40,12 +38,11 @@ from shardwise.checkpoint.load import LoadPlan, LoadReport, own_tensors, plan_lo
 from shardwise.checkpoint.manifest import CheckpointError, Contents, DamagedError, Manifest
 from shardwise.checkpoint.reader import ChunkReader
 from shardwise.checkpoint.training_state import Role, SavedBuffer, differing, digests, held_buffers, whole
-from shardwise.comm.collectives import CommFactory
 from shardwise.comm.store import PatientStore
 from shardwise.comm.watchdog import watch_patience_s
 from shardwise.config.errors import EngineError, code_of
 from shardwise.config.untrusted_files import check_nesting
-from shardwise.engine.state_api import StateApi
+from shardwise.engine.step_context import StepContext
 from shardwise.layout.mesh_shape import DATA_AXES, PIPELINE_AXES, MeshShape
 from shardwise.layout.slicing import LocalTensor
 from shardwise.runtime.state_shards import PARAM, ScalarState, StateShard
@@ -62,249 +59,21 @@ _WELL, _DAMAGED, _UNFIT = "w", "d", "u"
 _GENERATOR, _BUFFER = "generator.", "buffer."
 
 
-class CheckpointApi(StateApi):
-    """Provides the methods that save and load; `Engine` has the attributes and makes them."""
+class AllRanks:
+    """Does one thing after another on all ranks: each goes well on all of them, or raises the same error on all.
 
-    optimizer: Optimizer
-    scheduler: Any
-    _comm_factory: CommFactory
-    _saver: Saver
-    _num_backwards: int
-    _num_agreements: int
-    _follows_config: bool
-    _has_mixed_states: bool  # half loaded; a load of weights alone cannot repair it
-    zero_grad: Callable[[], None]
-    _follow_freezing: Callable[[], None]
-    _has_warned: bool
+    Args:
+        context: of the engine.
+    """
 
-    def _prepare_checkpoints(self, follows_config: bool) -> None:
-        comm_factory, run = self._comm_factory, self.config.run
-        self._saver = Saver(
-            comm_factory.store,
-            comm_factory.rank,
-            self.comm.world_size,
-            run.timeout_s,
-            self.device,
-            watch_patience_s(run),
-        )
-        self._follows_config = follows_config
-        self._num_agreements = 0
-        self._is_half_loaded = self._has_mixed_states = False
-        self._has_warned = False
-        self._passed_over: set[Path] = set()  # damaged checkpoints that an older one was loaded instead of
+    def __init__(self, context: StepContext) -> None:
+        self._context = context
+        self._num_barriers = 0
 
-    def save(
-        self,
-        path: str | Path,
-        *,
-        contents: Contents = "all",
-        extra: Any = None,
-        wait: bool = True,
-        keep_last: int | None = None,
-        keep_every: int | None = None,
-    ) -> None:
-        """Save into `path/step-<steps taken>`, from which any layout can load. All ranks call it, between steps.
-
-        The checkpoint appears whole or not at all, and never replaces another: one of this step that `load` found
-        damaged is renamed first. `path/latest` names the newest.
-
-        Args:
-            path: a folder that all ranks share; it is made where it is missing.
-            contents: "all", what a run needs to go on; "trainable", without frozen parameters (adapters alone); or
-                "weights", parameters and buffers only.
-            extra: any JSON value; that of rank 0 is saved, and `load` returns it.
-            wait: return once it is written. Otherwise the states are copied, and written while training goes on; an
-                error there is raised by the next `step`, `save` or `finish_saves`. Where states are stored on NVMe it
-                always waits, because there is too little memory for a copy.
-            keep_last: how many of the newest checkpoints in `path` stay once this one is written; None for all.
-            keep_every: checkpoints whose step is a multiple of this always stay; None for no such rule.
-
-        Raises:
-            CheckpointError: on every rank: it cannot be written, the checkpoint of that step exists already, or a
-                parameter was moved or written outside the engine.
-            EngineError: gradients are accumulated, which a checkpoint does not keep.
-            CommError: not all ranks call it within `run.timeout_s`; `load` raises it for the same reason.
-        """
-        self._check_can_save()
-        self._follow_freezing()
-        self._warn_of_extra_states()
-        saved: list[StateShard | ScalarState] = []
-        buffers: list[SavedBuffer] = []
-        manifest = Manifest(self.num_steps, (), {})
-
-        def prepare(_: Progress) -> str:
-            nonlocal manifest, buffers
-            _check_choices(contents, keep_last, keep_every)
-            self._sharding.check_model()
-            manifest = self._manifest(contents, extra)
-            buffers = self._buffers() if contents != "trainable" else []
-            saved.extend(self._saved(contents, buffers))
-            is_compared = self.comm.world_size > 1 and contents == "all"
-            return json.dumps(digests(buffers) if is_compared else {})
-
-        written_digests = json.loads(self._do_on_all(prepare, "the save of a checkpoint", _joined)[1:])
-        saved += self._own(contents, buffers, written_digests)
-        state_shards = tuple(each for each in saved if isinstance(each, StateShard))
-        written = {state_shard.name for state_shard in state_shards if state_shard.written}
-        numbers = tuple(each for each in saved if isinstance(each, ScalarState) and each.name in written)
-        own = Path(path).resolve() / step_name(self.num_steps)
-        flags = own in self._passed_over, self._has_states_in_files
-        request = SaveRequest(Path(path), manifest, state_shards, numbers, keep_last, keep_every, *flags)
-        self._saver.start(request, wait)
-        self._passed_over.discard(own)  # the checkpoint there is whole from now on
-
-    def finish_saves(self) -> Path | None:
-        """Wait until the save under way is written, and return the newest checkpoint of this engine, if there is one.
-
-        Raises:
-            CheckpointError: it could not be written.
-        """
-        return self._saver.wait()
-
-    def load(self, path: str | Path, *, strict: bool = True, weights_only: bool = False) -> LoadReport:
-        """Load a checkpoint that any layout saved: its world size, stage, tensor parallelism, precision may differ.
-
-        Each rank reads its own shards, and nothing is gathered. All ranks call it. Gradients are dropped. After a
-        failure of the host or of NVMe the engine can be used again once a checkpoint is loaded, unless other ranks have
-        given up a collective in between: then a new engine is needed.
-
-        Args:
-            path: a checkpoint, `step-...`; or the folder of several: the newest that is whole is taken.
-            strict: everything must fit; otherwise what fits is loaded, and the report says what was skipped.
-            weights_only: take parameters and buffers; optimizer, schedule and number of steps stay as they are.
-
-        Raises:
-            CheckpointError: it does not fit the model; nothing has been changed.
-            DamagedError: no checkpoint there is whole; it names each with its damage. The engine needs another load.
-        """
-        self._refuse_if_away()
-        self._refuse_if_simulated()
-        self._saver.wait()
-        self._recover()
-        self.zero_grad()
-        self._follow_freezing()
-        verdict = self._do_on_all(lambda _: json.dumps(_names(path)), "the load of a checkpoint")
-        damaged: list[DamagedError] = []
-        for folder in (Path(path) / name for name in json.loads(verdict[1:])):
-            report = self._load_one(folder, read_manifest, damaged, strict=strict, weights_only=weights_only)
-            if report is not None:
-                self._passed_over.discard(folder.resolve())
-                if self._watchdog is not None:
-                    self._watchdog.note_failure("")
-                return report
-            self._passed_over.add(folder.resolve())
-            log.warning("%s", damaged[-1])
-        if not damaged:
-            is_hf = any(Path(path).glob("*.safetensors"))
-            fix = "; engine.import_weights takes the weights of a Hugging Face folder" if is_hf else ""
-            raise CheckpointError(
-                "no-checkpoint", f"{path} holds no checkpoint; give a folder of step-... folders, or one of these{fix}"
-            )
-        raise DamagedError("no-whole-checkpoint", f"no checkpoint in {path} is whole: {'; '.join(map(str, damaged))}")
-
-    def _recover(self) -> None:
-        """Prepare a load after a failure of the host or of NVMe.
-
-        Raises:
-            CheckpointError: a collective has failed, and the connections between the ranks with it.
-        """
-        if self.tiers.recover().failure is not None:
-            self._is_half_loaded = self._has_mixed_states = True
-        if self.comm.comm_log.has_failed:
-            raise CheckpointError(
-                "connections-lost",
-                "a collective of this engine has failed, and with it the connections between the ranks; start all "
-                "ranks again and load there",
-            )
-
-    def _load_one(
-        self,
-        folder: Path,
-        describe_stored: Callable[[Path], Manifest],
-        damaged: list[DamagedError],
-        *,
-        strict: bool,
-        weights_only: bool,
-    ) -> LoadReport | None:
-        """Load one folder on all ranks by the manifest `describe_stored` makes; if damaged, add why to `damaged`."""
-        plan: LoadPlan | None = None
-        num_bytes = 0
-        parameters = list(held.held_parameters(self._states()))
-        buffers = self._buffers()
-        targets = [*parameters, *(each.state_shard for each in buffers)]
-
-        def make_plan(_: Progress) -> None:
-            nonlocal plan
-            plan = self._plan_load(describe_stored(folder), targets, str(folder), strict, weights_only)
-
-        if not self._all_well(make_plan, damaged):
-            return None
-        assert plan is not None, "made on every rank"
-        loaded = plan
-
-        def read(progress: Progress) -> None:
-            nonlocal num_bytes
-            states: list[StateShard] = []
-            if loaded.with_states:
-                held.prepare_optimizer_states(self._states(), loaded.optimizer_states())
-                all_states = held.held_optimizer_states(self._states())
-                states += [each for each in all_states if isinstance(each, StateShard)]
-            num_bytes = loaded.read(folder, [*targets, *states], progress)
-            for each in buffers:
-                each.restore()
-            self._read_own(folder, loaded, buffers)
-
-        self._is_half_loaded = True
-        self._has_mixed_states |= loaded.with_states
-        if not self._all_well(read, damaged):
-            return None
-        with torch.no_grad():
-            held.adopt_masters(self._states())
-        if loaded.with_states:
-            self.num_steps = loaded.manifest.step
-            self._restore_trajectory(loaded)
-            self._has_mixed_states = False
-        self._is_half_loaded = self._has_mixed_states
-        manifest, result = loaded.manifest, loaded.match
-        return LoadReport(
-            folder, manifest.step, result.missing, loaded.skipped, tuple(map(str, damaged)), manifest.extra, num_bytes
-        )
-
-    def _plan_load(
-        self, manifest: Manifest, targets: Sequence[StateShard], where: str, strict: bool, weights_only: bool
-    ) -> LoadPlan:
-        misfits: Mapping[str, str] = {}
-        takes_options = not self._follows_config
-        if not weights_only and manifest.contents != "weights":
-            trajectory.check_whole(manifest.trajectory)
-            misfits = trajectory.misfits(manifest.trajectory, self.optimizer, self.scheduler, takes_options)
-        plan = plan_load(manifest, targets, where, misfits, strict=strict, weights_only=weights_only)
-        if plan.with_states:
-            options = manifest.trajectory["optimizer"]["groups"] if takes_options and "options" not in misfits else None
-            held.check_optimizer_states(self._states(), plan.optimizer_states(), options)
-        return plan
-
-    def _all_well(self, work: Callable[[Progress], None], damaged: list[DamagedError]) -> bool:
-        """Run `work` on every rank; say whether it went well on all, else add to `damaged` what did not.
-
-        Raises:
-            CheckpointError: on every rank: it failed on some rank for another reason than damage.
-        """
-
-        def do(progress: Progress) -> str:
-            work(progress)
-            return ""
-
-        verdict = self._do_on_all(do, "the end of a load")
-        if verdict.startswith(_DAMAGED):
-            code, _, text = verdict[1:].partition(" ")
-            damaged.append(DamagedError(code, text))
-        return verdict == _WELL
-
-    def _do_on_all(
+    def run(
         self, work: Callable[[Progress], str], subject: str, judge: Callable[[Mapping[int, str]], str] | None = None
     ) -> str:
-        """Run `work` on every rank; return `_WELL` and what it returned on rank 0, or `_DAMAGED`, code and message.
+        """Run `work` on every rank, and return what it returned on rank 0.
 
         Args:
             work: is given a function to call at each progress; returns a text for `judge`.
@@ -312,73 +81,255 @@ class CheckpointApi(StateApi):
             judge: makes one verdict of those of all ranks; None for `_worst`.
 
         Raises:
+            DamagedError: on every rank: on some rank it raised one.
             CheckpointError: on every rank, so that none waits for another: it failed on some rank for another reason.
         """
         failure: Exception | None = None
-        rounds = self._new_rounds(subject)
+        barrier = self.new_barrier(subject)
 
         def attempt() -> str:
             nonlocal failure
             try:
-                return _WELL + work(rounds.show_progress)
+                return _WELL + work(barrier.show_progress)
             except DamagedError as error:
                 return f"{_DAMAGED}{error.code} {error}"
             except (ValueError, OSError) as error:
                 return f"{_UNFIT}{code_of(error, 'rank-failed')} {error}"
             except Exception as error:  # an unforeseen one
                 failure = error
-                return f"{_UNFIT}rank-failed rank {self.comm.rank} failed: {type(error).__name__}: {error}"
+                return f"{_UNFIT}rank-failed rank {self._context.comm.rank} failed: {type(error).__name__}: {error}"
 
-        verdict = rounds.run("outcome", attempt, judge or _worst)
-        rounds.finish()
+        verdict = barrier.run("outcome", attempt, judge or _worst)
+        barrier.finish()
         if failure is not None:
             raise failure
-        if verdict.startswith(_UNFIT):
-            code, _, text = verdict[1:].partition(" ")
-            raise CheckpointError(code, text)
-        return verdict
+        if verdict.startswith(_WELL):
+            return verdict.removeprefix(_WELL)
+        code, _, text = verdict[1:].partition(" ")
+        raise (DamagedError if verdict.startswith(_DAMAGED) else CheckpointError)(code, text)
 
-    def _new_rounds(self, subject: str) -> StoreBarrier:
+    def new_barrier(self, subject: str) -> StoreBarrier:
         """Make the barrier for something that all ranks do now, other than a save."""
-        self._num_agreements += 1
-        store, run = self._comm_factory.store, self.config.run
+        self._num_barriers += 1
+        comm, store, run = self._context.comm, self._context.comm_factory.store, self._context.config.run
         own_store = None if store is None else PatientStore(store, run.timeout_s, "agreement")
         timeouts = {"timeout_s": run.timeout_s, "patience_s": watch_patience_s(run)}
-        return StoreBarrier(
-            own_store, self._num_agreements, self.comm.rank, self.comm.world_size, subject=subject, **timeouts
+        return StoreBarrier(own_store, self._num_barriers, comm.rank, comm.world_size, subject=subject, **timeouts)
+
+
+class Checkpoints:
+    """Saves and loads the states of one engine; every rank makes the same calls in the same order.
+
+    Args:
+        context: of the engine.
+        follows_config: optimizer and schedule are the config's, so a load does not change their options.
+
+    Attributes:
+        saver: runs the saves.
+        ranks: all of them, for what they do together.
+    """
+
+    def __init__(self, context: StepContext, follows_config: bool) -> None:
+        run, store, comm = context.config.run, context.comm_factory.store, context.comm
+        self.saver = Saver(
+            store, context.comm_factory.rank, comm.world_size, run.timeout_s, context.device, watch_patience_s(run)
         )
+        self.ranks = AllRanks(context)
+        self._context = context
+        self._follows_config = follows_config
+        self._has_warned = False
+        self._passed_over: set[Path] = set()  # damaged checkpoints that an older one was loaded instead of
+
+    def save(
+        self,
+        path: str | Path,
+        contents: Contents,
+        extra: Any,
+        wait: bool,
+        keep_last: int | None,
+        keep_every: int | None,
+    ) -> None:
+        """Save a checkpoint; the arguments are those of `Engine.save`."""
+        context = self._context
+        self._check_can_save()
+        context.follow_freezing()
+        self._warn_of_extra_states()
+        saved: list[StateShard | ScalarState] = []
+        buffers: list[SavedBuffer] = []
+        manifest = Manifest(context.num_steps, (), {})
+
+        def prepare(_: Progress) -> str:
+            nonlocal manifest, buffers
+            _check_choices(contents, keep_last, keep_every)
+            context.sharding.check_model()
+            manifest = self._manifest(contents, extra)
+            buffers = self.buffers() if contents != "trainable" else []
+            saved.extend(self._saved(contents, buffers))
+            is_compared = context.comm.world_size > 1 and contents == "all"
+            return json.dumps(digests(buffers) if is_compared else {})
+
+        written_digests = json.loads(self.ranks.run(prepare, "the save of a checkpoint", _joined))
+        saved += self._own(contents, buffers, written_digests)
+        state_shards = tuple(each for each in saved if isinstance(each, StateShard))
+        written = {state_shard.name for state_shard in state_shards if state_shard.written}
+        numbers = tuple(each for each in saved if isinstance(each, ScalarState) and each.name in written)
+        own = Path(path).resolve() / step_name(context.num_steps)
+        flags = own in self._passed_over, self._has_states_in_files
+        request = SaveRequest(Path(path), manifest, state_shards, numbers, keep_last, keep_every, *flags)
+        self.saver.start(request, wait)
+        self._passed_over.discard(own)  # the checkpoint there is whole from now on
+
+    def load(self, path: str | Path, strict: bool, weights_only: bool) -> LoadReport:
+        """Load a checkpoint; the arguments are those of `Engine.load`."""
+        context = self._context
+        self.begin_load()
+        self._recover()
+        context.zero_grad()
+        context.follow_freezing()
+        names = json.loads(self.ranks.run(lambda _: json.dumps(_names(path)), "the load of a checkpoint"))
+        damaged: list[str] = []
+        for folder in (Path(path) / name for name in names):
+            try:
+                report = self.load_folder(folder, read_manifest, strict, weights_only)
+            except DamagedError as error:
+                damaged.append(str(error))
+                log.warning("%s", error)
+                self._passed_over.add(folder.resolve())
+                continue
+            self._passed_over.discard(folder.resolve())
+            context.note_failure("")
+            return replace(report, damaged=tuple(damaged))
+        if not damaged:
+            is_hf = any(Path(path).glob("*.safetensors"))
+            fix = "; engine.import_weights takes the weights of a Hugging Face folder" if is_hf else ""
+            raise CheckpointError(
+                "no-checkpoint", f"{path} holds no checkpoint; give a folder of step-... folders, or one of these{fix}"
+            )
+        raise DamagedError("no-whole-checkpoint", f"no checkpoint in {path} is whole: {'; '.join(damaged)}")
+
+    def begin_load(self) -> None:
+        """Refuse a load where states are away, and wait for the save under way."""
+        self._context.status.check_present()
+        self._context.refuse_if_simulated()
+        self.saver.wait()
+
+    def _recover(self) -> None:
+        """Prepare a load after a failure of the host or of NVMe.
+
+        Raises:
+            CheckpointError: a collective has failed, and the connections between the ranks with it.
+        """
+        context = self._context
+        if context.tiers.recover().failure is not None:
+            context.status.mix()
+        if context.comm.comm_log.has_failed:
+            raise CheckpointError(
+                "connections-lost",
+                "a collective of this engine has failed, and with it the connections between the ranks; start all "
+                "ranks again and load there",
+            )
+
+    def load_folder(
+        self, folder: Path, describe_stored: Callable[[Path], Manifest], strict: bool, weights_only: bool
+    ) -> LoadReport:
+        """Load one folder on all ranks.
+
+        Args:
+            folder: of a checkpoint, or of weights.
+            describe_stored: makes a manifest of what the folder has.
+            strict: as in `Engine.load`.
+            weights_only: as in `Engine.load`.
+
+        Raises:
+            CheckpointError: it does not fit; nothing has been changed.
+            DamagedError: it is damaged. Where that showed only midway, states are mixed until another load.
+        """
+        context = self._context
+        plan: LoadPlan | None = None
+        num_bytes = 0
+        parameters = list(held.held_parameters(context.states()))
+        buffers = self.buffers()
+        targets = [*parameters, *(each.state_shard for each in buffers)]
+
+        def make_plan(_: Progress) -> str:
+            nonlocal plan
+            plan = self._plan_load(describe_stored(folder), targets, str(folder), strict, weights_only)
+            return ""
+
+        self.ranks.run(make_plan, "the end of a load")
+        assert plan is not None, "made on every rank"
+        loaded = plan
+
+        def read(progress: Progress) -> str:
+            nonlocal num_bytes
+            states: list[StateShard] = []
+            if loaded.with_states:
+                held.prepare_optimizer_states(context.states(), loaded.optimizer_states())
+                all_states = held.held_optimizer_states(context.states())
+                states += [each for each in all_states if isinstance(each, StateShard)]
+            num_bytes = loaded.read(folder, [*targets, *states], progress)
+            for each in buffers:
+                each.restore()
+            self._read_own(folder, loaded, buffers)
+            return ""
+
+        context.status.begin_load(loaded.with_states)
+        self.ranks.run(read, "the end of a load")
+        with torch.no_grad():
+            held.adopt_masters(context.states())
+        if loaded.with_states:
+            context.num_steps = loaded.manifest.step
+            self._restore_trajectory(loaded)
+        context.status.end_load(loaded.with_states)
+        manifest, result = loaded.manifest, loaded.match
+        return LoadReport(folder, manifest.step, result.missing, loaded.skipped, (), manifest.extra, num_bytes)
+
+    def _plan_load(
+        self, manifest: Manifest, targets: Sequence[StateShard], where: str, strict: bool, weights_only: bool
+    ) -> LoadPlan:
+        context = self._context
+        misfits: Mapping[str, str] = {}
+        if not weights_only and manifest.contents != "weights":
+            trajectory.check_whole(manifest.trajectory)
+            misfits = trajectory.misfits(
+                manifest.trajectory, context.optimizer, context.scheduler, not self._follows_config
+            )
+        plan = plan_load(manifest, targets, where, misfits, strict=strict, weights_only=weights_only)
+        if plan.with_states:
+            options = (
+                manifest.trajectory["optimizer"]["groups"]
+                if not self._follows_config and "options" not in misfits
+                else None
+            )
+            held.check_optimizer_states(context.states(), plan.optimizer_states(), options)
+        return plan
 
     def _check_can_save(self) -> None:
-        self._check_usable()
-        self._refuse_if_simulated()
-        if self._num_backwards > 0:
+        self._context.status.check()
+        self._context.refuse_if_simulated()
+        if self._context.num_backwards > 0:
             raise EngineError(
                 "save-before-step",
                 "gradients since the last step are in no checkpoint; save after engine.step() or engine.zero_grad()",
             )
 
-    def _refuse_if_simulated(self) -> None:
-        if self._comm_factory.store is None and self.comm.world_size > 1:
-            raise CheckpointError(
-                "simulated-rank", "a simulated rank has no states to save or load; do so on real ranks"
-            )
-
     @property
     def _has_states_in_files(self) -> bool:
         """Say whether any rank saves from files, by the layout: this rank may hold nothing of what is stored there."""
-        groups = self.layout.model_groups
+        groups = self._context.layout.model_groups
         return "nvme" in (each.tiers.optimizer if each.trainable else each.tiers.params for each in groups)
 
     def _warn_of_extra_states(self) -> None:
-        modules = self.model.named_modules() if self.comm.rank == 0 and not self._has_warned else ()
+        context = self._context
+        modules = context.model.named_modules() if context.comm.rank == 0 and not self._has_warned else ()
         own = [name for name, each in modules if type(each).get_extra_state is not nn.Module.get_extra_state]
         if own:
             log.warning("get_extra_state of %s is in no checkpoint; give it to save(extra=...)", own[0] or "the model")
         self._has_warned = True
 
-    def _buffers(self) -> list[SavedBuffer]:
+    def buffers(self) -> list[SavedBuffer]:
         """Return the persistent buffers; this rank writes those that it is the first to run."""
-        comms, pipeline = self._comms, self.layout.pipeline
+        comms, pipeline = self._context.comms, self._context.layout.pipeline
 
         def role_of(name: str) -> Role:
             running = None if pipeline is None else pipeline.rank_running(name)
@@ -388,11 +339,11 @@ class CheckpointApi(StateApi):
                 return "keeps"
             return "writes" if comms.model.rank == 0 else "runs"
 
-        return held_buffers(self.model, role_of)
+        return held_buffers(self._context.model, role_of)
 
     def _saved(self, contents: Contents, buffers: Sequence[SavedBuffer]) -> Iterator[StateShard | ScalarState]:
         """Yield all states of this rank that are saved, except those that belong to this rank alone."""
-        states = self._states()
+        states = self._context.states()
         is_partial = contents == "trainable"
         yield from (each for each in held.held_parameters(states) if each.trainable or not is_partial)
         yield from (each.state_shard for each in buffers)
@@ -405,8 +356,8 @@ class CheckpointApi(StateApi):
         """Yield what belongs to this rank alone: its generators, and its buffers that differ from the written ones."""
         if contents == "weights":
             return
-        rank = self.comm.rank
-        for name, state in trajectory.generator_states(self.device).items():
+        rank = self._context.comm.rank
+        for name, state in trajectory.generator_states(self._context.device).items():
             yield whole(rank_name(rank, _GENERATOR + name), state, kind="rank", is_written=True)
         for each in differing(buffers, written_digests) if contents == "all" else ():
             yield whole(rank_name(rank, _BUFFER + each.state_shard.name), each.buffer, kind="rank", is_written=True)
@@ -417,10 +368,12 @@ class CheckpointApi(StateApi):
         Ranks that compute one sample together take the same buffers. A data rank that the saved run did not have keeps
         those that every rank has read, the first's.
         """
+        context = self._context
         if not plan.with_states:
             return
-        rank, mesh, saved = self.comm.rank, self.layout.mesh, MeshShape(**(plan.manifest.layout.get("mesh") or {}))
-        is_own = plan.manifest.trajectory.get("world_size") == self.comm.world_size
+        rank, mesh = context.comm.rank, context.layout.mesh
+        saved = MeshShape(**(plan.manifest.layout.get("mesh") or {}))
+        is_own = plan.manifest.trajectory.get("world_size") == context.comm.world_size
         own = own_tensors(plan.manifest, rank) if is_own else {}
         found = {name: each for name, each in own.items() if name.startswith(_GENERATOR)}
         firsts = saved.ranks_along(DATA_AXES, 0)[mesh.data_index(rank) :][:1]
@@ -439,55 +392,58 @@ class CheckpointApi(StateApi):
                 elif buffer is not None and buffer.state_shard.global_shape == stored.shape:
                     reader.read(stored, PARAM, pieces, buffer.values)
                     buffer.restore()
-        trajectory.restore_generators(generators, self.device)
+        trajectory.restore_generators(generators, context.device)
 
     def _manifest(self, contents: Contents, extra: Any) -> Manifest:
         """Make the manifest of this rank; that of rank 0 is written."""
+        context = self._context
         return Manifest(
-            step=self.num_steps,
+            step=context.num_steps,
             tensors=(),
             files={},
             contents=contents,
-            config=self.config.model_dump(mode="json"),
+            config=context.config.model_dump(mode="json"),
             layout=self._described_layout(),
             trajectory={} if contents == "weights" else self._trajectory(),
             extra=_checked(extra),
-            model=describe(self.model),
+            model=describe(context.model),
         )
 
     def _trajectory(self) -> dict[str, Any]:
+        context = self._context
         return {
-            "world_size": self.comm.world_size,
-            "seed": self.config.run.seed,
-            "normaliser": self._losses.normaliser,
-            "scaler": self._scaler.state_dict(),
-            "optimizer": trajectory.optimizer_options(self.optimizer),
-            "scheduler": trajectory.scheduler_state(self.scheduler),
+            "world_size": context.comm.world_size,
+            "seed": context.config.run.seed,
+            "normaliser": context.losses.normaliser,
+            "scaler": context.scaler.state_dict(),
+            "optimizer": trajectory.optimizer_options(context.optimizer),
+            "scheduler": trajectory.scheduler_state(context.scheduler),
         }
 
     def _restore_trajectory(self, plan: LoadPlan) -> None:
-        saved = plan.manifest.trajectory
-        self._losses.normaliser = float(saved["normaliser"])
-        self._scaler.load_state_dict(saved["scaler"])
-        if self._follows_config and isinstance(self.scheduler, LambdaLR):
-            trajectory.advance_schedule(self.scheduler, saved["scheduler"], plan.manifest.step)
+        context, saved = self._context, plan.manifest.trajectory
+        context.losses.normaliser = float(saved["normaliser"])
+        context.scaler.load_state_dict(saved["scaler"])
+        if self._follows_config and isinstance(context.scheduler, LambdaLR):
+            trajectory.advance_schedule(context.scheduler, saved["scheduler"], plan.manifest.step)
             return
         if "options" not in plan.misfits:
-            trajectory.restore_options(self.optimizer, saved["optimizer"])
+            trajectory.restore_options(context.optimizer, saved["optimizer"])
         if "scheduler" not in plan.misfits:
-            trajectory.restore_scheduler(self.scheduler, saved["scheduler"])
+            trajectory.restore_scheduler(context.scheduler, saved["scheduler"])
 
     def _described_layout(self) -> dict[str, Any]:
-        layout, pipeline = self.layout, self.layout.pipeline
+        config, layout = self._context.config, self._context.layout
+        pipeline = layout.pipeline
         starts = [] if pipeline is None else [units[0] for units in pipeline.units]
         return {
             "mesh": asdict(layout.mesh),
-            "pipeline": {"schedule": self.config.pipeline.schedule, "starts": starts} if starts else None,
-            "stage": self.config.zero.stage,
+            "pipeline": {"schedule": config.pipeline.schedule, "starts": starts} if starts else None,
+            "stage": config.zero.stage,
             "precision": asdict(layout.precision),
             "wide": layout.wide_names,
             "states": [{"name": state.name, "dtype": state.dtype, "codec": state.codec} for state in layout.states],
-            "tiers": {role: getattr(self.config.tiers, role) for role in ("params", "grads", "optimizer")},
+            "tiers": {role: getattr(config.tiers, role) for role in ("params", "grads", "optimizer")},
             "num_params": sum(
                 torch.Size(spec.global_shape).numel() for group in layout.model_groups for spec in group.params
             ),

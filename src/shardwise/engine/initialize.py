@@ -30,6 +30,7 @@ from shardwise.comm.mesh import Mesh, open_store
 from shardwise.comm.records import CommError, MissingRankError
 from shardwise.config.resolve import Config, ConfigError, TiersConfig
 from shardwise.construction.values import skip_init
+from shardwise.engine.build import EngineInputs
 from shardwise.engine.engine import Engine
 from shardwise.engine.hf_api import Names, check_folder
 from shardwise.engine.types import Scheduler
@@ -102,14 +103,10 @@ def initialize(
     agree_on_setup(store, rank, RankFacts.of(layout, config, model.named_buffers()), config.run.timeout_s)
     config = with_own_cores(config, store, rank, usable_cores(), quota_cores())
     comm_factory = ProcessGroupFactory(Mesh(layout.mesh, config.run.timeout_s), store)
-    options: dict[str, Any] = {"loss_fn": loss_fn, "optimizer": optimizer, "scheduler": scheduler}
     memory, where = MemoryTracker(device), f"on rank {rank} while its engine is made"
-    try:
-        with nullcontext() if weights is None else skip_init(model), explain_out_of_memory(memory, config, where):
-            engine = Engine(model, config, layout, memory, comm_factory, **options)
-    except Exception:
-        comm_factory.close()
-        raise
+    inputs = EngineInputs(model, config, layout, memory, comm_factory, loss_fn, optimizer, scheduler)
+    with nullcontext() if weights is None else skip_init(model), explain_out_of_memory(memory, config, where):
+        engine = Engine(inputs)
     return engine if weights is None else _with_weights(engine, weights, names)
 
 

@@ -8,7 +8,7 @@ computation: data, random numbers, loss.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -18,17 +18,15 @@ from shardwise.comm.loss import LossAccumulator, LossSum
 from shardwise.comm.p2p import P2PChannels
 from shardwise.comm.records import CommError
 from shardwise.config.errors import EngineError
-from shardwise.config.resolve import Config
-from shardwise.engine.steps import RankBatch, StepEngine, run_model
+from shardwise.engine.step_context import StepContext
+from shardwise.engine.steps import RankBatch, run_model
 from shardwise.engine.types import StepResult
 from shardwise.layout.layout import Layout
-from shardwise.layout.pipeline_layout import PipelineLayout
 from shardwise.pipeline.boundary import open_boundaries
 from shardwise.pipeline.executor import Handlers, StageCompute, evaluation_schedule, execute, pipeline_of, step_schedule
 from shardwise.pipeline.split_backward import WeightGradQueue
 from shardwise.pipeline.stage_module import RecordedOutputs, StageForward
 from shardwise.runtime.precision import torch_dtype
-from shardwise.runtime.timeline import Timeline
 from shardwise.runtime.torch_private import pytree
 from shardwise.schedule.actions import Action, ActionKind
 from shardwise.schedule.registry import recipe_of
@@ -62,40 +60,31 @@ class PipelineRunner:
     """Executes the schedule of a layout's pipeline.
 
     Args:
-        config: resolved.
-        layout: with a pipeline.
+        context: of an engine whose layout has a pipeline.
         forward: runs one stage of the model.
-        groups: unshards and reduces the param groups of this rank's stages.
         pipes: to the other stages.
-        timeline: of the engine.
+
+    Attributes:
+        schedule: of a step, for all ranks of the pipeline.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        layout: Layout,
-        forward: StageForward,
-        groups: PipelineAdapter,
-        pipes: P2PChannels,
-        timeline: Timeline,
-    ) -> None:
+    def __init__(self, context: StepContext, forward: StageForward, pipes: P2PChannels) -> None:
+        config, layout = context.config, context.layout
         pipeline = pipeline_of(layout)
         self.schedule = step_schedule(config, layout)
-        self._config = config
-        self._layout = layout
+        self._context = context
         self._pipeline = pipeline
         self._row = self.schedule.ranks[pipeline.index]
         self._forward = forward
-        self._groups = groups
+        self._groups = PipelineAdapter(context.sharding, layout)
         self._pipes = pipes
-        self._timeline = timeline
-        timeline.is_scheduled = True
+        context.timeline.is_scheduled = True
         describe = None if pipes.examples is None else pipes.examples.__getitem__
         inlets, outlets = open_boundaries(
             pipes, pipeline.placement, pipeline.index, (RecordedOutputs, *forward.types), describe
         )
         queue = WeightGradQueue() if recipe_of(config.pipeline.schedule).splits_backward else None
-        self._compute = StageCompute(forward, pipeline.num_stages, inlets, outlets, timeline, queue)
+        self._compute = StageCompute(forward, pipeline.num_stages, inlets, outlets, context.timeline, queue)
         self._evaluations: dict[int, Sequence[Action]] = {}
         self._has_failed = False
         self._is_out_of_step = False
@@ -108,56 +97,47 @@ class PipelineRunner:
         """
         raise EngineError(
             "pipeline-rank-alone",
-            f"{call} cannot run alone under mesh.pp={self._layout.mesh.pp}, where each rank has some of the layers; "
-            "call engine.train_step(batches) or engine.eval_step(batches)",
+            f"{call} cannot run alone under mesh.pp={self._context.layout.mesh.pp}, where each rank has some of the "
+            "layers; call engine.train_step(batches) or engine.eval_step(batches)",
         )
 
-    def train(self, engine: StepEngine, batches: Sequence[Any]) -> StepResult:
+    def train(self, batches: Sequence[Any]) -> StepResult:
         """Take a step as the schedule says."""
+        context = self._context
         self._check_in_step()
-        engine._before_model()  # here: after the first stage's forward has begun, a rank would wait in vain
-        work = _StepWork(self._pipeline, self._forward, self._groups, engine, batches, engine._losses)
-        step = _StateActions(self._row, self._groups, self._layout, engine, self._compute)
-        engine._batches.extend(batches)
-        self._timeline.is_recording = True
-        engine._is_broken, engine._syncs = True, False  # the schedule alone says when to reduce
+        context.before_model()  # here: after the first stage's forward has begun, a rank would wait in vain
+        work = _StepWork(context, self._forward, self._groups, batches, context.losses)
+        state = _StateActions(self._row, context, self._groups, self._compute, self.forward)
+        context.batches.extend(batches)
+        context.timeline.is_recording = True
+        context.status.begin_backward()
+        context.syncs = False  # the schedule alone says when to reduce
         try:
-            self._perform(engine, self._row, work, step)
+            self._perform(self._row, work, state)
         finally:
-            engine._syncs = True
-            self._timeline.close_step()  # after what follows the step in the schedule
-        if step.result is None:
+            context.syncs = True
+            context.timeline.close_step()  # after what follows the step in the schedule
+        if state.result is None:
             raise RuntimeError("the schedule has no STEP; add one")
-        return step.result
+        return state.result
 
-    def evaluate(self, engine: StepEngine, batches: Sequence[Any], losses: LossAccumulator) -> None:
-        """Run the forwards as a schedule says.
-
-        Args:
-            engine: that the runner belongs to.
-            batches: one for each micro-batch.
-            losses: is given the losses.
-        """
-        engine._check_usable(params_suffice=True)
+    def evaluate(self, batches: Sequence[Any], losses: LossAccumulator) -> None:
+        """Run the forwards as a schedule says; `losses` is given the losses of `batches`."""
+        context = self._context
+        context.status.check(params_suffice=True)
         self._check_in_step()
         if len(batches) not in self._evaluations:  # mostly as many each time
-            schedule = evaluation_schedule(self._config, self._layout, len(batches))
+            schedule = evaluation_schedule(context.config, context.layout, len(batches))
             self._evaluations[len(batches)] = schedule.ranks[self._pipeline.index]
         row = self._evaluations[len(batches)]
-        work = _StepWork(self._pipeline, self._forward, self._groups, engine, batches, losses)
-        self._timeline.is_recording = False
-        state = _StateActions(row, self._groups, self._layout, engine, self._compute)
-        self._perform(engine, row, work, state)
+        work = _StepWork(context, self._forward, self._groups, batches, losses)
+        context.timeline.is_recording = False
+        self._perform(row, work, _StateActions(row, context, self._groups, self._compute, self.forward))
 
-    def forward(self, engine: StepEngine, batch: Any) -> LossSum | None:
+    def forward(self, batch: Any) -> LossSum | None:
         """Run the forward of one batch through all stages."""
-        self.evaluate(engine, [batch], LossAccumulator(engine._comms))
+        self.evaluate([batch], LossAccumulator(self._context.comms))
         return None
-
-    def end_step(self) -> None:
-        """Forget what an exception has left under way."""
-        self._compute.abandon()
-        self._groups.end_step()
 
     def close(self) -> None:
         """Close the channels."""
@@ -176,23 +156,25 @@ class PipelineRunner:
                 "same message; call engine.close() on every rank, or start again from a checkpoint",
             )
 
-    def _perform(self, engine: StepEngine, row: Sequence[Action], work: _StepWork, state: _StateActions) -> None:
+    def _perform(self, row: Sequence[Action], work: _StepWork, state: _StateActions) -> None:
         """Execute a row of the schedule; where it fails, note why for the ranks that wait for this one."""
+        context = self._context
         try:
-            execute(row, {**self._compute.handlers(work), **state.handlers()}, self._timeline)
+            execute(row, {**self._compute.handlers(work), **state.handlers()}, context.timeline)
             self._compute.finish()
         except BaseException as error:
             self._is_out_of_step |= not state.has_begun
-            self.end_step()
-            if isinstance(error, Exception) and not isinstance(error, CommError) and engine._watchdog is not None:
+            self._compute.abandon()
+            self._groups.end_step()
+            if isinstance(error, Exception) and not isinstance(error, CommError):
                 # The other stages wait for this one in vain, and their errors quote this text.
-                engine._watchdog.note_failure(f"{type(error).__name__}: {error}")
+                context.note_failure(f"{type(error).__name__}: {error}")
                 self._has_failed = True
             if not state.has_begun:
                 self._pipes.hang_up()
             raise
-        if self._has_failed and engine._watchdog is not None:
-            engine._watchdog.note_failure("")
+        if self._has_failed:
+            context.note_failure("")
             self._has_failed = False
 
 
@@ -201,22 +183,21 @@ class _StepWork:
 
     def __init__(
         self,
-        pipeline: PipelineLayout,
+        context: StepContext,
         forward: StageForward,
         groups: PipelineAdapter,
-        engine: StepEngine,
         batches: Sequence[Any],
         losses: LossAccumulator,
     ) -> None:
-        self._last = pipeline.num_stages - 1
+        self._last = pipeline_of(context.layout).num_stages - 1
         self._stage_forward = forward
         self._groups = groups
-        self._engine = engine
+        self._context = context
         self._losses = losses
         self.taken: list[RankBatch] = []
         num_samples = 0
         for number, batch in enumerate(batches):
-            self.taken.append(RankBatch.of(engine, batch, num_samples, number))
+            self.taken.append(RankBatch.of(context, batch, num_samples, number))
             num_samples += self.taken[-1].num_samples
         self.shapes: Sequence[Hashable] = [_shapes_of(taken.share.inputs) for taken in self.taken]
 
@@ -225,7 +206,7 @@ class _StepWork:
         self._groups.select_stage(stage)
         self._groups.wait(stage)
         taken = self.taken[micro_batch]
-        output = run_model(self._engine, taken, lambda output: self._read(output, taken, stage))
+        output = run_model(self._context, taken, lambda output: self._read(output, taken, stage))
         if torch.is_grad_enabled():
             self._groups.save_record(stage, micro_batch)
         return output
@@ -235,25 +216,25 @@ class _StepWork:
         self._groups.select_stage(stage)
         self._groups.wait(stage)
         self._groups.restore_record(stage, micro_batch)
-        self._engine._begin_backward()
+        self._context.begin_backward()
 
     def before_weight_gradients(self, stage: int, micro_batch: int) -> None:
         """Expect gradients; no parameter is needed for them."""
         self._groups.select_stage(stage)
-        self._engine._sharding.expect_gradients()
+        self._context.sharding.expect_gradients()
 
     def after_backward(self, stage: int, micro_batch: int) -> None:
         """Stop expecting gradients: all of them are there."""
-        self._engine._sharding.expect_no_gradients()
+        self._context.sharding.expect_no_gradients()
 
     def loss_weight(self, loss: Tensor) -> Tensor:
         """Return the gradient of a loss that `forward` returned."""
-        return self._losses.close(loss) * self._engine._scaler.scale
+        return self._losses.close(loss) * self._context.scaler.scale
 
     def _read(self, output: Any, taken: RankBatch, stage: int) -> Any:
         if stage != self._last:
             return output
-        total = self._stage_forward.read_loss(lambda: taken.loss(self._engine, output))
+        total = self._stage_forward.read_loss(lambda: taken.loss(self._context, output))
         if torch.is_grad_enabled():
             return self._losses.open(total)
         self._losses.add(total)
@@ -266,17 +247,18 @@ class _StateActions:
     def __init__(
         self,
         row: Sequence[Action],
+        context: StepContext,
         groups: PipelineAdapter,
-        layout: Layout,
-        engine: StepEngine,
         compute: StageCompute,
+        forward: Callable[[Any], object],
     ) -> None:
         self.result: StepResult | None = None
         self.has_begun = False  # the step: all messages between stages are over
+        self._context = context
         self._groups = groups
-        self._engine = engine
         self._compute = compute
-        self._keeps = layout.stage.unshard_for_use and pipeline_of(layout).gathers_once
+        self._forward = forward
+        self._keeps = context.layout.stage.unshard_for_use and pipeline_of(context.layout).gathers_once
         self._num_reduces = dict.fromkeys({action.stage for action in row}, 0)
         for action in row:
             self._num_reduces[action.stage] += action.kind is ActionKind.REDUCE
@@ -308,8 +290,11 @@ class _StateActions:
         """Take the step of all stages of this rank at the first STEP action: one norm clips them all."""
         if self.result is None:
             self._compute.check_done()
-            self._engine._is_broken, self.has_begun = False, True
-            self.result = self._engine._step()
+            self._context.status.end_backward()
+            self.has_begun = True
+            self.result = self._context.step(self._forward)
+            self._compute.abandon()
+            self._groups.end_step()
 
     def _fetch(self, action: Action) -> None:
         if self.result is None:

@@ -32,14 +32,11 @@ def gather_timeline(engine: Engine) -> tuple[TimedAction, ...]:
     Raises:
         RuntimeError: the engine simulates the other ranks.
     """
-    engine._refuse_if_simulated()
-    comm = engine._comms.pipeline
+    engine.step_context.refuse_if_simulated()
+    comm = engine.step_context.comms.pipeline
     comm.max_scalars(torch.zeros(1, dtype=torch.float64, device=engine.device), "clocks of the timeline")
     here_s = time.perf_counter()
-    rows = [
-        (str(each.action), each.start_s - here_s, each.end_s - here_s, each.stream)
-        for each in engine._timeline.last_step
-    ]
+    rows = [(str(each.action), each.start_s - here_s, each.end_s - here_s, each.stream) for each in engine.timeline]
     gathered = [
         TimedAction(Action.parse(action), rank, start_s, end_s, stream)
         for rank, text in enumerate(exchange_texts(comm, json.dumps(rows), "timeline"))

@@ -50,9 +50,9 @@ from shardwise.config.resolve import (
     Tier,
     TiersConfig,
 )
+from shardwise.engine.build import EngineInputs
 from shardwise.engine.engine import Engine
 from shardwise.engine.steps import RankBatch, run_model
-from shardwise.engine.types import StepResult
 from shardwise.layout.layout import Layout
 from shardwise.layout.pipeline_layout import PipelineLayout
 from shardwise.runtime.memory_tracker import Category, MemorySnapshot, MemoryTracker, explain_out_of_memory
@@ -151,14 +151,13 @@ def simulate(
         examples = None if layout.pipeline is None else _what_stages_receive(model, config, layout.pipeline, steps)
         comm_factory = SimulatedFactory(layout.mesh, rank, _backend(config), examples)
         with explain_out_of_memory(memory, config, f"on rank {rank} while its engine is made"):
-            engine = _WatchedEngine(
-                model, config, layout, memory, comm_factory, loss_fn=loss_fn, optimizer=optimizer, scheduler=None
+            engine = Engine(
+                EngineInputs(model, config, layout, memory, comm_factory, loss_fn=loss_fn, optimizer=optimizer)
             )
         # The first step makes the optimizer's states and learns the order of the blocks.
         with nullcontext() if device_gib is None else memory.meter():
             engine.train_step(steps[0])
-        _meter_step(engine, steps[1])
-    at_rest, host_at_rest = engine.before_step
+        at_rest, host_at_rest = _meter_step(engine, steps[1])
     return Simulation(
         rank=rank,
         layout=layout,
@@ -205,22 +204,18 @@ def _make_batches(config: Config, make_batch: Callable[[], Any]) -> list[Any]:
     return pytree.tree_map(lambda leaf: fake_copy(leaf) if isinstance(leaf, Tensor) else leaf, batches)
 
 
-class _WatchedEngine(Engine):
-    """Takes snapshots of device and host memory after the last backward and before the optimizer's step."""
-
-    before_step: tuple[MemorySnapshot, MemorySnapshot]
-
-    def _step(self) -> StepResult:
-        self.before_step = self.memory.snapshot(), self.tiers.memory.snapshot()
-        return super()._step()
-
-
-def _meter_step(engine: Engine, batches: Sequence[Any]) -> None:
+def _meter_step(engine: Engine, batches: Sequence[Any]) -> tuple[MemorySnapshot, MemorySnapshot]:
+    """Take a step, and return what the device and the host hold between its last backward and its update."""
+    before_update: list[tuple[MemorySnapshot, MemorySnapshot]] = []
+    engine.step_context.before_update = lambda: before_update.append(
+        (engine.memory.snapshot(), engine.tiers.memory.snapshot())
+    )
     engine.comm.comm_log.recent = deque()  # without a bound
     engine.memory.reset_peak()
     engine.tiers.traffic.reset()
     with engine.memory.meter():
         engine.train_step(batches)
+    return before_update[0]
 
 
 def _what_stages_receive(
@@ -241,9 +236,7 @@ def _what_stages_receive(
     copied = _copy_without_memory(model)
     layout = plan_layout(copied, whole)
     comm_factory = SimulatedFactory(layout.mesh, 0, _backend(whole))
-    engine = Engine(
-        copied, whole, layout, MemoryTracker("cpu"), comm_factory, loss_fn=_no_loss, optimizer=None, scheduler=None
-    )
+    engine = Engine(EngineInputs(copied, whole, layout, MemoryTracker("cpu"), comm_factory, loss_fn=_no_loss))
     last_of = {units[-1]: stage + 1 for stage, units in enumerate(pipeline.units[:-1])}
     examples: dict[int, Any] = {}
     running: list[str] = []
@@ -254,7 +247,8 @@ def _what_stages_receive(
             examples[stage] = pytree.tree_map(_received, output)
 
     with watch_calls(copied, lambda name, *_: running.append(name), leave):
-        run_model(engine, RankBatch.of(engine, steps[0][0], first_sample=0, number=0), lambda output: None)
+        context = engine.step_context
+        run_model(context, RankBatch.of(context, steps[0][0], first_sample=0, number=0), lambda output: None)
     engine.close(keep_values=False)
     return examples
 

@@ -47,7 +47,10 @@ def measure(num_layers: int, activations: str) -> tuple[Measured, dict[Any, int]
     """A step's tracked bytes, and the bytes that moved in two steps of two micro-batches."""
     engine = initialize(build(num_layers), make(activations), loss_fn=loss)
     measured = measure_steps(engine, [[make_batch(), make_batch()]] * 2)
-    return measured, engine._activations._traffic.moved_bytes if engine._activations is not None else {}
+    return (
+        measured,
+        engine.step_context.activations._traffic.moved_bytes if engine.step_context.activations is not None else {},
+    )
 
 
 @pytest.mark.parametrize("num_layers", [3, 6])

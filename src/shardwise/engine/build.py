@@ -1,0 +1,229 @@
+"""This module makes the parts of an engine, in the order in which they need each other, and what undoes them."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise.comm.collectives import CommFactory
+from shardwise.comm.consistency import BatchCheck, all_or_none
+from shardwise.comm.loss import LossAccumulator, LossFn
+from shardwise.comm.mesh import connect
+from shardwise.comm.p2p import P2PChannels
+from shardwise.comm.watchdog import Watchdog, watch
+from shardwise.config.resolve import Config
+from shardwise.construction.values import ParamInitializer
+from shardwise.context.apply import apply_context_parallel
+from shardwise.context.batch import BatchSharder
+from shardwise.dropout import KeyedDraws, key_dropouts
+from shardwise.engine.pipeline_runner import PipelineRunner, make_stages
+from shardwise.engine.status import EngineStatus
+from shardwise.engine.step_context import StepContext
+from shardwise.engine.steps import SequentialRunner, StepRunner
+from shardwise.engine.types import Scheduler
+from shardwise.layout.layout import Layout
+from shardwise.layout.mesh_shape import CONTEXT_AXES, PIPELINE_AXES, TENSOR_AXES
+from shardwise.offload.activations import ActivationStore, build_store
+from shardwise.offload.tiers import Tiers
+from shardwise.pipeline.stage_module import StageForward
+from shardwise.runtime.buffer_pool import BufferPool
+from shardwise.runtime.memory_tracker import MemoryTracker
+from shardwise.runtime.optimizers import own_scheduler
+from shardwise.runtime.precision import LossScaler
+from shardwise.runtime.recompute import replace_forwards
+from shardwise.runtime.streams import Streams
+from shardwise.runtime.timeline import Timeline
+from shardwise.tensor.apply import split_model
+from shardwise.tensor.chunked import chunk_model
+from shardwise.tensor.plan_layout import dropout_zones
+from shardwise.zero.optimizer import ShardedOptimizer, StepInBackward, may_step_in_backward
+from shardwise.zero.optimizer_plan import OptimizerFactory, OptimizerPlan, plan_optimizer
+from shardwise.zero.resources import ShardingResources
+from shardwise.zero.sharding_state import ShardingState
+from shardwise.zero.startup import agree_on_tied, broadcast_buffers, broadcast_params_across_stages
+
+
+@dataclass(frozen=True)
+class EngineInputs:
+    """Bundles what an engine is made of.
+
+    Attributes:
+        model: any module; it is changed in place.
+        config: resolved.
+        layout: which slice of each state each rank holds.
+        memory: the tracker of the device on which the engine computes.
+        comm_factory: makes the communicators, real or simulated.
+        loss_fn: as for `initialize`, and so are `optimizer` and `scheduler`.
+    """
+
+    model: nn.Module
+    config: Config
+    layout: Layout
+    memory: MemoryTracker
+    comm_factory: CommFactory
+    loss_fn: LossFn | None = None
+    optimizer: Optimizer | OptimizerFactory | None = None
+    scheduler: Scheduler | None = None
+
+
+def build(inputs: EngineInputs) -> tuple[StepContext, StepRunner, ExitStack]:
+    """Make the parts of an engine.
+
+    Returns:
+        the step context, the runner, and for `release` what is to be closed; after an error all is closed.
+    """
+    model, config, layout, memory = inputs.model, inputs.config, inputs.layout, inputs.memory
+    comm_factory, device = inputs.comm_factory, inputs.memory.device
+    with ExitStack() as cleanup:
+        cleanup.callback(comm_factory.close)
+        streams, pool = Streams(device, config.zero.overlap), BufferPool(device, memory)
+        optimizer_plan = plan_optimizer(inputs.optimizer, config.optimizer, model)
+        optimizer_plan.groups_of(layout)  # refused before ranks meet
+        comms = connect(comm_factory, layout.mesh, config, device, streams, pool, layout.ties)
+        timeline = Timeline(comm_factory.rank)
+        watchdog = watch(comm_factory.store, comms.all.comm_log, timeline, config.run)
+        if watchdog is not None:
+            cleanup.callback(watchdog.close)
+        cleanup.callback(pool.trim)
+        values = ParamInitializer(model, config.run.seed)
+        broadcast_buffers(model, config.precision, memory, comms.all)
+        stages = make_stages(model, layout, device, comms.all.is_simulated)
+        tiers = _open_tiers(inputs, streams, comms.all.is_simulated)
+        cleanup.callback(tiers.close)
+        zero = config.zero
+        resources = ShardingResources(comms, pool, memory, timeline, values, tiers, zero.overlap, zero.lockstep)
+        broadcast_params_across_stages(values, layout, comms)
+        sharding = ShardingState(model, layout, resources)
+        try:
+            agree_on_tied(sharding.groups, comms)
+            values.close()
+            with all_or_none(comm_factory.store, comm_factory.rank, config.run.timeout_s, "optimizer"):
+                context, pipes = _make_context(inputs, resources, sharding, optimizer_plan, watchdog, stages, cleanup)
+            runner: StepRunner = SequentialRunner(context)
+            if stages is not None and pipes is not None:
+                runner = PipelineRunner(context, stages, pipes)
+                cleanup.callback(runner.close)
+        except BaseException:
+            release(cleanup, tiers, sharding)
+            raise
+        return context, runner, cleanup.pop_all()
+
+
+def release(cleanup: ExitStack, tiers: Tiers, sharding: ShardingState, keep_values: bool = True) -> None:
+    """Give the model its parameters back and close all else; a rank frees its own even where others do not come.
+
+    Args:
+        cleanup: what `build` has returned.
+        tiers: of the engine.
+        sharding: of the engine.
+        keep_values: False leaves the parameters without values, on meta.
+    """
+    with cleanup:
+        # Parameters become whole even if their values are spoilt; the failure that spoilt them is raised once.
+        unreported = tiers.recover().unreported
+        sharding.close(keep_values)
+        if unreported is not None:
+            raise unreported
+
+
+def _open_tiers(inputs: EngineInputs, streams: Streams, is_simulated: bool) -> Tiers:
+    """Reserve memory on the host and on NVMe, on all ranks or none."""
+    config, comm_factory = inputs.config, inputs.comm_factory
+    tiers = Tiers(config.tiers, inputs.layout, streams, inputs.memory, comm_factory.rank, is_simulated)
+    if "nvme" in (config.tiers.params, config.tiers.grads, config.tiers.optimizer):
+        try:
+            with all_or_none(comm_factory.store, comm_factory.rank, config.run.timeout_s, "tiers"):
+                tiers.reserve()
+        except BaseException:
+            tiers.close()
+            raise
+    return tiers
+
+
+def _make_context(
+    inputs: EngineInputs,
+    resources: ShardingResources,
+    sharding: ShardingState,
+    optimizer_plan: OptimizerPlan,
+    watchdog: Watchdog | None,
+    stages: StageForward | None,
+    cleanup: ExitStack,
+) -> tuple[StepContext, P2PChannels | None]:
+    """Alter the model's modules, open the channels between stages, and make the optimizer and what a step needs."""
+    config, layout, comm_factory, comms = inputs.config, inputs.layout, inputs.comm_factory, resources.comms
+    store, rank, pipes = comm_factory.store, comm_factory.rank, None
+    draws = KeyedDraws(config.run.seed, inputs.memory.device)
+    sequences, activations = _alter_modules(inputs, resources, draws, cleanup)
+    if stages is not None:
+        _undo_at_end(cleanup, stages.install())
+        streams, comm_log = resources.tiers.streams, comms.all.comm_log
+        pipes = P2PChannels(comm_factory, layout.mesh, streams.device, config.run.timeout_s, streams, comm_log)
+    sharded = ShardedOptimizer(sharding.groups, optimizer_plan.groups_of(layout), optimizer_plan.factory, resources)
+    step_in_backward = StepInBackward(sharding, sharded, may_step_in_backward(config, layout))
+    one_sample = layout.mesh.ranks_along((*PIPELINE_AXES, *CONTEXT_AXES, *TENSOR_AXES), rank)
+    context = StepContext(
+        model=inputs.model,
+        config=config,
+        layout=layout,
+        memory=inputs.memory,
+        comm_factory=comm_factory,
+        comms=comms,
+        pool=resources.pool,
+        tiers=resources.tiers,
+        timeline=resources.timeline,
+        watchdog=watchdog,
+        status=EngineStatus(resources.tiers.worker.check),
+        check_batch=BatchCheck(store, one_sample, rank, config.run),
+        loss_fn=inputs.loss_fn,
+        losses=LossAccumulator(comms),
+        scaler=LossScaler(config.precision),
+        draws=draws,
+        sequences=sequences,
+        activations=activations,
+        sharding=sharding,
+        sharded=sharded,
+        step_in_backward=step_in_backward,
+        optimizer_plan=optimizer_plan,
+        scheduler=inputs.scheduler or own_scheduler(config, sharded.optimizer),
+        batches=deque(maxlen=config.batch.accumulation),
+    )
+    sharding.before_model = weakref.WeakMethod(context.before_model)  # the model does not keep the engine alive
+    _undo_at_end(cleanup, (sharded.close, step_in_backward.close, context.losses.clear, context.batches.clear))
+    return context, pipes
+
+
+def _alter_modules(
+    inputs: EngineInputs, resources: ShardingResources, draws: KeyedDraws, cleanup: ExitStack
+) -> tuple[BatchSharder, ActivationStore | None]:
+    """Set up attention, split layers, key dropouts, chunk, recompute and compile blocks, in this order.
+
+    Returns:
+        what shares batches out, and where activations are offloaded.
+    """
+    model, config, layout, tiers = inputs.model, inputs.config, inputs.layout, resources.tiers
+    given = apply_context_parallel(model, config, resources.comms.context)
+    _undo_at_end(cleanup, given.undo)
+    tensor, tp = layout.tensor, resources.comms.tensor
+    if tensor is not None:
+        is_in_pipeline, cp = layout.pipeline is not None, config.mesh.cp
+        undo = split_model(model, tensor.plan, tp, config.tensor, tensor.splits, is_in_pipeline, cp)
+        _undo_at_end(cleanup, undo)
+    zones = dropout_zones(model, tensor, tp.rank) if tensor is not None else {}
+    compiled = layout.units if config.compile.enabled else ()
+    keyed = key_dropouts(model, draws, zones, must_be_keyed=tensor is not None, compiled=compiled)
+    _undo_at_end(cleanup, keyed)
+    _undo_at_end(cleanup, chunk_model(model, config, layout, draws))
+    activations = build_store(config, tiers.streams, tiers.buffers, tiers.traffic, inputs.memory)
+    _undo_at_end(cleanup, replace_forwards(model, layout, config, activations))
+    return given.sequences, activations
+
+
+def _undo_at_end(cleanup: ExitStack, undo: Iterable[Callable[[], None]]) -> None:
+    for each in undo:
+        cleanup.callback(each)

@@ -1,0 +1,374 @@
+"""The step context has what a step of an engine needs, and the parts of a step that all runners share.
+
+A runner computes the micro-batches and calls `StepContext.step`. State access and checkpoints read it too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.checkpoint.manifest import CheckpointError
+from shardwise.comm.collectives import Comm, CommFactory
+from shardwise.comm.consistency import BatchCheck
+from shardwise.comm.loss import LossAccumulator, LossFn, LossSum, NonFiniteLossError, first_nonfinite_module
+from shardwise.comm.mesh import CommGroups
+from shardwise.comm.watchdog import Watchdog
+from shardwise.config.errors import EngineError
+from shardwise.config.resolve import Config, ConfigError
+from shardwise.context.batch import BatchSharder
+from shardwise.dropout import KeyedDraws
+from shardwise.engine.status import EngineStatus
+from shardwise.engine.types import Scheduler, StepResult
+from shardwise.layout.layout import Layout, build_layout
+from shardwise.layout.zero_stages import Placement
+from shardwise.offload.activations import ActivationStore
+from shardwise.offload.nvme import SwapError
+from shardwise.offload.tiers import Tiers
+from shardwise.offload.worker import HostWorkError
+from shardwise.runtime.buffer_pool import BufferPool
+from shardwise.runtime.memory_tracker import MemoryTracker, explain_out_of_memory
+from shardwise.runtime.precision import LossScaler
+from shardwise.runtime.timeline import Timeline
+from shardwise.zero.optimizer import ShardedOptimizer, StepInBackward
+from shardwise.zero.optimizer_plan import OptimizerPlan
+from shardwise.zero.sharding_state import ShardingState
+from shardwise.zero.startup import regroup
+from shardwise.zero.state_access import EngineState
+
+
+@dataclass(eq=False)
+class StepContext:
+    """Holds the parts of an engine, which `build` makes, and how far its step has come."""
+
+    model: nn.Module
+    config: Config
+    layout: Layout  # another one after parameters were frozen
+    memory: MemoryTracker  # of the device
+    comm_factory: CommFactory
+    comms: CommGroups
+    pool: BufferPool
+    tiers: Tiers
+    timeline: Timeline
+    watchdog: Watchdog | None  # None where there is one rank
+    status: EngineStatus
+    check_batch: BatchCheck
+    loss_fn: LossFn | None
+    losses: LossAccumulator
+    scaler: LossScaler
+    draws: KeyedDraws
+    sequences: BatchSharder
+    activations: ActivationStore | None
+    sharding: ShardingState
+    sharded: ShardedOptimizer
+    step_in_backward: StepInBackward
+    optimizer_plan: OptimizerPlan
+    scheduler: Scheduler
+    batches: deque[Any]  # of this step, to search them for values that are not finite
+    num_steps: int = 0
+    num_backwards: int = 0  # since the last step, as are the next two
+    num_forwards: int = 0
+    num_samples: int = 0
+    syncs: bool = True  # False inside `no_sync`
+    before_update: Callable[[], None] | None = None  # called after the last backward of a step, such as to measure
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device on which the engine computes."""
+        return self.memory.device
+
+    @property
+    def comm(self) -> Comm:
+        """Return the ranks that take the same optimizer step."""
+        return self.comms.all
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Return torch's optimizer over this rank's shards."""
+        return self.sharded.optimizer
+
+    def states(self) -> EngineState:
+        """Return what holds the states of this rank, once no update of them is under way."""
+        self.sharding.drain()
+        self.tiers.wait_idle()
+        return EngineState(
+            self.sharding, self.sharded, self.comms, self.losses, self.scaler.scale, self.layout.elsewhere
+        )
+
+    @contextmanager
+    def failures_explained(self) -> Iterator[None]:
+        """Raise a failure of memory inside with the table of what this rank holds and the settings that help.
+
+        A failure of the host or of NVMe happens on this rank alone, so it is noted for the others.
+        """
+        where = f"on rank {self.comm.rank} in step {self.num_steps + 1}"
+        try:
+            with explain_out_of_memory(self.memory, self.config, where):
+                yield
+        except (HostWorkError, SwapError) as error:
+            self.note_failure(str(error))
+            raise
+
+    def note_failure(self, text: str) -> None:
+        """Note why this rank has failed, for the ranks that wait for it; an empty text says that all is well again."""
+        if self.watchdog is not None:
+            self.watchdog.note_failure(text)
+
+    def refuse_if_simulated(self) -> None:
+        """Raise where the other ranks are not there.
+
+        Raises:
+            CheckpointError: they are not.
+        """
+        if self.comm_factory.store is None and self.comm.world_size > 1:
+            raise CheckpointError(
+                "simulated-rank", "a simulated rank has no states to save or load; do so on real ranks"
+            )
+
+    def refuse_unless_trainable(self) -> None:
+        """Raise where every parameter is frozen.
+
+        Raises:
+            ConfigError: they are.
+        """
+        if not self.layout.trained_names:
+            raise ConfigError(
+                "all-frozen", "every parameter of the model is frozen; set requires_grad on those to train"
+            )
+
+    def before_model(self) -> None:
+        """Follow what the user has done to the model since the last step; its forward is about to begin."""
+        if self.num_backwards > 0 or not torch.is_grad_enabled() or self.status.away is not None:
+            return
+        self.sharding.check_model()
+        self.follow_freezing()
+
+    def follow_freezing(self) -> None:
+        """Regroup where `requires_grad` has changed since the last step; all ranks do so together.
+
+        A parameter that has taken a step and is frozen now keeps its place and its states: it may be frozen for a while
+        only.
+
+        Raises:
+            ConfigError: a forward awaits its backward.
+        """
+        if self.sharding.is_as_trainable(may_pause=self.num_steps > 0):
+            return
+        if self.losses.has_open:
+            raise ConfigError(
+                "frozen-within-step",
+                "requires_grad changed between a forward and its backward; freeze and unfreeze between steps",
+            )
+        trained = frozenset(self.layout.trained_names if self.num_steps > 0 else ())
+        layout = build_layout(self.model, self.config, self.layout.tensor, self.layout.pipeline, trained)
+        regroup(self.states(), layout, self.optimizer_plan.groups_of(layout))
+        self.layout = layout
+
+    def open_loss(self, batch: Any, total: LossSum | None) -> Tensor:
+        """Return the mean loss of a batch, which awaits its backward where gradients are enabled."""
+        assert total is not None, "forwards that run alone have their loss"
+        if not torch.is_grad_enabled():
+            return total.mean()
+        self.batches.append(batch)
+        return self.losses.open(total)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of a loss that `open_loss` returned."""
+        self.status.check()
+        self.refuse_unless_trainable()
+        backpropagate([self], loss, self.losses.close(loss) * self.scaler.scale)
+
+    def micro_batches(self, batches: Sequence[Any] | Mapping[str, Any] | Tensor) -> Sequence[Any]:
+        """Return the micro-batches of a step as a sequence; a dict or a tensor is one.
+
+        Raises:
+            ConfigError: they are more or fewer than `batch.accumulation`.
+        """
+        expected = self.config.batch.accumulation
+        if isinstance(batches, Mapping | Tensor):
+            batches = [batches]
+        if len(batches) != expected:
+            raise ConfigError(
+                "micro-batch-count",
+                f"train_step takes a list of batch.accumulation={expected} micro-batches and got {len(batches)}; "
+                f"give {expected} or set batch.accumulation={len(batches)}",
+            )
+        return batches
+
+    def check_accumulated(self, partial: bool) -> None:
+        """Raise where a step would come after fewer backwards than `batch.accumulation`, and is not `partial`.
+
+        Raises:
+            EngineError: it would; gradients stay.
+        """
+        expected = self.config.batch.accumulation or 1
+        if 0 < self.num_backwards < expected and not partial:
+            raise EngineError(
+                "accumulation-unfinished",
+                f"engine.step() after {self.num_backwards} of batch.accumulation={expected} backwards; call it after "
+                "the last one, or engine.step(partial=True) to step with fewer",
+            )
+
+    def begin_backward(self) -> None:
+        """Prepare the next backward of the step: what it reduces, and whether it steps groups as it goes."""
+        self.status.begin_backward()
+        self.sharding.watch_gradients(False)
+        self.timeline.micro_batch = self.num_backwards
+        self.num_backwards += 1
+        is_boundary = self.num_backwards >= (self.config.batch.accumulation or 1)
+        self.sharding.is_last = self.syncs and is_boundary
+        self.sharding.will_reduce = self.syncs and (self.layout.stage.reduce_each_backward or is_boundary)
+        self.sharding.prepare_backward()
+        if self.step_in_backward.is_armed and self.step_in_backward.is_allowed and self.sharding.is_last:
+            read = self.losses.start_sum("count of the step")
+            is_refused = self.sharding.has_foreign_gradients
+
+            def read_factor() -> float | None:
+                loss_sum, count = read()
+                return self._to_mean(count) if math.isfinite(loss_sum) and not is_refused else None
+
+            self.step_in_backward.begin(read_factor)
+
+    def step(self, forward: Callable[[Any], object]) -> StepResult:
+        """Update the parameters by the clipped mean gradient, and advance the schedule.
+
+        Args:
+            forward: of one batch, to find where a value that is not finite comes from.
+
+        Raises:
+            ConfigError: gradients are not all from the engine, or of other parameters than the step began with.
+            EngineError: there was no backward.
+            NonFiniteLossError: loss or gradients are not finite.
+        """
+        if self.before_update is not None:
+            self.before_update()
+        self._check_gradients()
+        self.sharding.finish()
+        self.step_in_backward.end()
+        loss_sum, count, square_sum, used, has_stepped = self._agree(self.sharded.square_sums())
+        scale = self.scaler.scale
+        to_mean = self._to_mean(count)
+        grad_norm = math.sqrt(square_sum) * to_mean if square_sum >= 0 else math.nan
+        overflowed = not math.isfinite(grad_norm)
+        skipped = overflowed and math.isfinite(loss_sum) and self.scaler.can_shrink
+        if (overflowed or not math.isfinite(loss_sum)) and not skipped:
+            self._fail_nonfinite(loss_sum, grad_norm, has_stepped, forward)
+        learning_rate = self.optimizer.param_groups[0]["lr"]
+        if skipped:
+            self.sharded.clear()
+        else:
+            limit = self.config.optimizer.clip_norm
+            # The term keeps the factor finite at a zero norm, as in torch's clip_grad_norm_.
+            clip = min(1.0, limit / (grad_norm + 1e-6)) if limit is not None else 1.0
+            self.sharding.refresh(self.sharded.step(to_mean * clip, used, self.timeline))
+            self.scheduler.step()
+        self.scaler.update(overflowed)
+        self.num_steps += 1
+        self._end_step()
+        return StepResult(self.num_steps, loss_sum / (count or 1.0), count, grad_norm, learning_rate, skipped, scale)
+
+    def zero_grad(self) -> None:
+        """Forget the gradients since the last step, and a backward that an exception ended."""
+        self.status.check_present()
+        self.sharding.abandon()
+        self.step_in_backward.end()
+        if self.sharded.has_stepped_in_backward:
+            self.status.mix()
+        self.sharded.clear()
+        self.status.end_backward()
+        self._end_step()
+
+    def _check_gradients(self) -> None:
+        self.refuse_unless_trainable()
+        self.sharding.check_model()
+        if self.sharding.has_foreign_gradients:
+            raise ConfigError(
+                "backward-outside-engine",
+                "gradients came from a backward outside engine.backward(loss), so how much counts in them is unknown; "
+                "use engine.backward or shardwise.backward, or drop them with engine.zero_grad()",
+            )
+        if not self.sharding.is_as_trainable(may_pause=True):
+            raise ConfigError(
+                "frozen-within-step", "requires_grad was set between a step's backwards; unfreeze between steps"
+            )
+        if self.num_backwards == 0:
+            raise EngineError(
+                "step-without-backward",
+                "engine.step() without a backward since the last step; call engine.backward(loss) first",
+            )
+
+    def _to_mean(self, count: float) -> float:
+        """Return the factor that turns accumulated sums of gradients into the mean over all that counts."""
+        return self.losses.normaliser / ((count or 1.0) * self.scaler.scale)
+
+    def _agree(self, squares: list[Tensor]) -> tuple[float, float, float, dict[str, bool], bool]:
+        """Sum over the ranks what all of them must know.
+
+        Returns:
+            loss, count, squared norm, which parameters were used, and whether any rank has stepped some of them.
+        """
+        own_square = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.device)
+        is_whole = self.layout.stage.optimizer is Placement.REPLICATE
+        if self.comms.replicas.rank > 0 and not is_whole:  # of what all ranks hold, each counts a slice
+            own_square.zero_()  # others hold the same gradient: it counts once
+        own = own_square.reshape(1).to(self.device)
+        was_used = dict(zip(self.sharded.names, self.sharded.used(), strict=True))
+        names = self.layout.trained_names
+        flags = [was_used.get(name, False) for name in names]
+        stepped = [self.sharded.has_stepped_in_backward] if self.step_in_backward.is_allowed else []
+        scale = [self.losses.normaliser * self.losses.is_first] if self.layout.pipeline is not None else []
+        summed = self.losses.sum_with(own, "step", [*flags, *stepped, *scale])
+        if scale:  # ranks without a loss do not know it, and simulated ranks do not send it
+            self.losses.normaliser = summed.pop() or self.losses.normaliser
+        loss_sum, count, square_sum, *counts = summed
+        used = {name: number > 0 for name, number in zip(names, counts, strict=False)}
+        return loss_sum, count, square_sum, used, bool(stepped) and counts[-1] > 0
+
+    def _end_step(self) -> None:
+        self.num_backwards = self.num_forwards = self.num_samples = 0
+        self.draws.forget()
+        self.sharding.end_step()
+        self.batches.clear()
+        self.losses.clear()
+        self.timeline.close_step()
+
+    def _fail_nonfinite(
+        self, loss_sum: float, grad_norm: float, has_stepped: bool, forward: Callable[[Any], object]
+    ) -> None:
+        if has_stepped:
+            self.status.mix()
+            left = "some parameters were stepped before that was known: load a checkpoint, tiers.step_in_backward=false"
+        else:
+            module = first_nonfinite_module(self.model, self.batches, forward, self.comm)
+            left = f"{module}; parameters and optimizer are as before the step"
+        self.zero_grad()
+        raise NonFiniteLossError(
+            "loss-not-finite",
+            f"step {self.num_steps + 1}: loss {loss_sum} and gradient norm {grad_norm} must be finite; {left}: "
+            "lower optimizer.lr, clip (optimizer.clip_norm) or drop the batch",
+        )
+
+
+def backpropagate(contexts: Sequence[StepContext], loss: Tensor, weight: Tensor) -> None:
+    """Run the backward of a loss through the models of engines.
+
+    Args:
+        contexts: of the engines whose models took part.
+        loss: a tensor of one element.
+        weight: the gradient of the loss, 0-d.
+    """
+    for context in contexts:
+        context.begin_backward()
+    torch.autograd.backward(loss, weight.to(loss.dtype).reshape(loss.shape))
+    for context in contexts:
+        context.status.end_backward()
+        context.sharding.expect_no_gradients()
+        context.sharding.watch_gradients()

@@ -1,0 +1,54 @@
+"""What an engine's status allows after each change of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise.config.errors import EngineError
+from shardwise.engine.status import EngineStatus
+
+
+def test_a_load_of_weights_repairs_what_a_load_of_weights_has_mixed_and_no_more() -> None:
+    status = EngineStatus(check_host=lambda: None)
+    status.begin_load(with_states=False)
+    with pytest.raises(EngineError, match="checkpoint that is whole"):
+        status.check()
+    status.begin_load(with_states=False)
+    status.end_load(with_states=False)
+    status.check()
+    status.begin_load(with_states=True)
+    status.begin_load(with_states=False)
+    status.end_load(with_states=False)
+    with pytest.raises(EngineError, match="checkpoint that is whole"):
+        status.check()
+    status.begin_load(with_states=True)
+    status.end_load(with_states=True)
+    status.check()
+
+
+def test_gradients_of_a_backward_that_has_not_ended_allow_a_read_and_no_step() -> None:
+    status = EngineStatus(check_host=lambda: None)
+    status.begin_backward()
+    status.check_present()
+    with pytest.raises(EngineError, match=r"engine\.zero_grad\(\)"):
+        status.check()
+    status.end_backward()
+    status.check()
+
+
+def test_a_closed_engine_stays_closed() -> None:
+    status = EngineStatus(check_host=lambda: None)
+    assert status.close()
+    assert not status.close()
+    with pytest.raises(EngineError, match="closed"):
+        status.check_present()
+
+
+def test_a_failure_of_the_host_is_raised_last() -> None:
+    def fail() -> None:
+        raise OSError("disk")
+
+    status = EngineStatus(check_host=fail)
+    status.check_present()
+    with pytest.raises(OSError, match="disk"):
+        status.check()
