@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from harness.pool import RankError, WorkerPool
@@ -342,6 +343,24 @@ def num_tensors() -> int:
 
 def test_what_is_not_taken_ends_and_nothing_stays(ranks: WorkerPool) -> None:
     assert ranks(2).run(drop_and_close) == [([], 0), ([3], 0)]
+
+
+def drop_what_is_posted(rank: int, world_size: int) -> bool:
+    """The other rank sends nothing until the receive is gone: a destructor that waited for it would fail."""
+    pipes, comm_log = make_pipes(world_size)
+    end = RemoteEnd(pipes, 0, (0, 1))
+    if rank == 1:
+        fail_after(comm_log, 0.5)
+        end.begin_step([0])
+        post(end, 0)
+        del end
+        gc.collect()
+    dist.barrier()
+    return not comm_log.has_failed
+
+
+def test_nothing_waits_in_a_destructor(ranks: WorkerPool) -> None:
+    assert ranks(2).run(drop_what_is_posted) == [True, True]
 
 
 def use_many_specs(rank: int, world_size: int) -> bool:
