@@ -8,7 +8,7 @@ computation: data, random numbers, loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from shardwise.engine.step_context import StepContext
 from shardwise.engine.steps import RankBatch, run_model
 from shardwise.engine.types import StepResult
 from shardwise.layout.layout import Layout
-from shardwise.pipeline.boundary import open_boundaries
+from shardwise.pipeline.boundary import Shapes, open_boundaries
 from shardwise.pipeline.executor import Handlers, StageCompute, evaluation_schedule, execute, pipeline_of, step_schedule
 from shardwise.pipeline.split_backward import WeightGradQueue
 from shardwise.pipeline.stage_module import RecordedOutputs, StageForward
@@ -199,7 +199,7 @@ class _StepWork:
         for number, batch in enumerate(batches):
             self.taken.append(RankBatch.of(context, batch, num_samples, number))
             num_samples += self.taken[-1].num_samples
-        self.shapes: Sequence[Hashable] = [_shapes_of(taken.share.inputs) for taken in self.taken]
+        self.shapes: Sequence[Shapes] = [_shapes_of(taken.share.inputs) for taken in self.taken]
 
     def forward(self, stage: int, micro_batch: int) -> Any:
         """Run the model's forward on a micro-batch; on the last stage return the mean loss."""
@@ -301,9 +301,9 @@ class _StateActions:
             self._groups.prefetch(action.stage)
 
 
-def _shapes_of(inputs: Any) -> Hashable:
+def _shapes_of(inputs: Any) -> Shapes:
     """Return the shapes of the tensors that a model is given."""
-    return tuple(leaf.shape if isinstance(leaf, Tensor) else None for leaf in pytree.tree_leaves(inputs))
+    return tuple(tuple(leaf.shape) for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor))
 
 
 def _nothing(action: Action) -> None:
