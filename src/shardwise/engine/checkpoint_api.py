@@ -43,6 +43,7 @@ from shardwise.comm.watchdog import watch_patience_s
 from shardwise.config.errors import EngineError, code_of
 from shardwise.config.untrusted_files import check_nesting
 from shardwise.engine.step_context import StepContext
+from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import DATA_AXES, PIPELINE_AXES, MeshShape
 from shardwise.layout.slicing import LocalTensor
 from shardwise.runtime.state_shards import PARAM, ScalarState, StateShard
@@ -163,7 +164,7 @@ class Checkpoints:
             _check_choices(contents, keep_last, keep_every)
             context.sharding.check_model()
             manifest = self._manifest(contents, extra)
-            buffers = self.buffers() if contents != "trainable" else []
+            buffers = saved_buffers(context) if contents != "trainable" else []
             saved.extend(self._saved(contents, buffers))
             is_compared = context.comm.world_size > 1 and contents == "all"
             return json.dumps(digests(buffers) if is_compared else {})
@@ -174,7 +175,7 @@ class Checkpoints:
         written = {state_shard.name for state_shard in state_shards if state_shard.written}
         numbers = tuple(each for each in saved if isinstance(each, ScalarState) and each.name in written)
         own = Path(path).resolve() / step_name(context.num_steps)
-        flags = own in self._passed_over, self._has_states_in_files
+        flags = own in self._passed_over, saves_from_files(context.layout)
         request = SaveRequest(Path(path), manifest, state_shards, numbers, keep_last, keep_every, *flags)
         self.saver.start(request, wait)
         self._passed_over.discard(own)  # the checkpoint there is whole from now on
@@ -248,7 +249,7 @@ class Checkpoints:
         plan: LoadPlan | None = None
         num_bytes = 0
         parameters = list(held.held_parameters(context.states()))
-        buffers = self.buffers()
+        buffers = saved_buffers(context)
         targets = [*parameters, *(each.state_shard for each in buffers)]
 
         def make_plan(_: Progress) -> str:
@@ -313,12 +314,6 @@ class Checkpoints:
                 "gradients since the last step are in no checkpoint; save after engine.step() or engine.zero_grad()",
             )
 
-    @property
-    def _has_states_in_files(self) -> bool:
-        """Say whether any rank saves from files, by the layout: this rank may hold nothing of what is stored there."""
-        groups = self._context.layout.model_groups
-        return "nvme" in (each.tiers.optimizer if each.trainable else each.tiers.params for each in groups)
-
     def _warn_of_extra_states(self) -> None:
         context = self._context
         modules = context.model.named_modules() if context.comm.rank == 0 and not self._has_warned else ()
@@ -326,20 +321,6 @@ class Checkpoints:
         if own:
             log.warning("get_extra_state of %s is in no checkpoint; give it to save(extra=...)", own[0] or "the model")
         self._has_warned = True
-
-    def buffers(self) -> list[SavedBuffer]:
-        """Return the persistent buffers; this rank writes those that it is the first to run."""
-        comms, pipeline = self._context.comms, self._context.layout.pipeline
-
-        def role_of(name: str) -> Role:
-            running = None if pipeline is None else pipeline.rank_running(name)
-            if running is None:
-                return "writes" if comms.all.rank == 0 else "runs"
-            if running != comms.pipeline.rank:
-                return "keeps"
-            return "writes" if comms.model.rank == 0 else "runs"
-
-        return held_buffers(self._context.model, role_of)
 
     def _saved(self, contents: Contents, buffers: Sequence[SavedBuffer]) -> Iterator[StateShard | ScalarState]:
         """Yield all states of this rank that are saved, except those that belong to this rank alone."""
@@ -448,6 +429,27 @@ class Checkpoints:
                 torch.Size(spec.global_shape).numel() for group in layout.model_groups for spec in group.params
             ),
         }
+
+
+def saved_buffers(context: StepContext) -> list[SavedBuffer]:
+    """Return the persistent buffers; this rank writes those that it is the first to run."""
+    comms, pipeline = context.comms, context.layout.pipeline
+
+    def role_of(name: str) -> Role:
+        running = None if pipeline is None else pipeline.rank_running(name)
+        if running is None:
+            return "writes" if comms.all.rank == 0 else "runs"
+        if running != comms.pipeline.rank:
+            return "keeps"
+        return "writes" if comms.model.rank == 0 else "runs"
+
+    return held_buffers(context.model, role_of)
+
+
+def saves_from_files(layout: Layout) -> bool:
+    """Say whether any rank saves from files on NVMe, so that training waits for every save."""
+    groups = layout.model_groups
+    return "nvme" in (each.tiers.optimizer if each.trainable else each.tiers.params for each in groups)
 
 
 def _check_choices(contents: str, keep_last: int | None, keep_every: int | None) -> None:

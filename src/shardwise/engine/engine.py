@@ -14,11 +14,12 @@ from shardwise.checkpoint.manifest import Contents
 from shardwise.config.resolve import Dtype
 from shardwise.engine.build import EngineInputs, build, release
 from shardwise.engine.checkpoint_api import Checkpoints
-from shardwise.engine.hf_api import HuggingFaceFolders, Names
-from shardwise.engine.state_api import StateAccess
+from shardwise.engine.hf_api import Names, export_weights, import_weights
+from shardwise.engine.state_api import gathered, offload
 from shardwise.engine.steps import evaluate
 from shardwise.engine.types import EvalResult, Scheduler, StepResult
 from shardwise.layout.layout import Layout
+from shardwise.zero import state_access as access
 from shardwise.zero.memory_release import ReleaseTarget, Target
 
 
@@ -34,7 +35,8 @@ class Engine:
         tiers: where states are stored.
         optimizer: the torch optimizer over this rank's shards.
         step_context: what all parts of the engine share.
-        runner: computes micro-batches; `states`, `checkpoints` and `folders` do the rest.
+        runner: computes micro-batches.
+        checkpoints: saves and loads.
     """
 
     def __init__(self, inputs: EngineInputs) -> None:
@@ -43,9 +45,7 @@ class Engine:
         self.model, self.config, self.tiers = context.model, context.config, context.tiers
         self.device, self.memory, self.comm = context.device, context.memory, context.comm
         self.optimizer = context.optimizer
-        self.states = StateAccess(context)
         self.checkpoints = Checkpoints(context, follows_config)
-        self.folders = HuggingFaceFolders(context, self.checkpoints)
 
     @property
     def layout(self) -> Layout:
@@ -164,7 +164,7 @@ class Engine:
         Raises:
             MemoryError: on CUDA, the whole parameters would not fit into the free memory.
         """
-        with self.states.gathered(write) as model:
+        with gathered(self.step_context, write) as model:
             yield model
 
     def read(self, name: str, state: str = "param", *, to_rank: int | None = None) -> Tensor | None:
@@ -176,7 +176,7 @@ class Engine:
             state: `param`, or one that `states_of` lists.
             to_rank: the only rank that gets it; None for all.
         """
-        return self.states.read(name, state, to_rank)
+        return access.read_state(self.step_context.usable_states(), name, state, to_rank)
 
     def write(
         self, name: str, value: Tensor | float | None, state: str = "param", *, from_rank: int | None = None
@@ -190,11 +190,11 @@ class Engine:
             state: `param`, or one that `states_of` lists.
             from_rank: the only rank whose value counts; None where every rank gives it.
         """
-        self.states.write(name, value, state, from_rank)
+        access.write_state(self.step_context.usable_states(), name, value, state, from_rank)
 
     def states_of(self, name: str) -> tuple[str, ...]:
         """List what `read` and `write` take as `state` of a parameter now. All ranks call it."""
-        return self.states.states_of(name)
+        return access.states_of(self.step_context.usable_states(), name)
 
     def offload(
         self,
@@ -226,7 +226,8 @@ class Engine:
             CommError: another rank has failed in this way.
             EngineError: inside `gathered`, or states are away already.
         """
-        return self.states.offload(include, ReleaseTarget(to, None if path is None else Path(path), pin_memory))
+        target = ReleaseTarget(to, None if path is None else Path(path), pin_memory)
+        return offload(self.step_context, include, target)
 
     def reload(self) -> None:
         """Move the states back: they are as they were, bit for bit. Do nothing where none are away.
@@ -339,7 +340,7 @@ class Engine:
                 quantized.
             DamagedError: a file is missing or cut off; if that showed only midway, the engine needs another load.
         """
-        return self.folders.import_weights(folder, names, strict)
+        return import_weights(self.step_context, self.checkpoints, Path(folder), names, strict)
 
     def export_weights(
         self,
@@ -370,7 +371,8 @@ class Engine:
             CheckpointError: it cannot be written, with the same message on every rank; nothing is left of it. Or the
                 model has PEFT's adapters, which have another kind of folder.
         """
-        return self.folders.export_weights(folder, dtype, names, files, tokenizer)
+        context, ranks = self.step_context, self.checkpoints.ranks
+        return export_weights(context, ranks, Path(folder), dtype, names, files, tokenizer)
 
     def close(self, keep_values: bool = True) -> None:
         """Release the model: hooks go, parameters become whole tensors of their own, all other states are dropped.

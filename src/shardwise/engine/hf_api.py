@@ -24,7 +24,7 @@ from shardwise.checkpoint.manifest import CheckpointError, Manifest
 from shardwise.checkpoint.match import match
 from shardwise.checkpoint.safetensors_io import dtype_name
 from shardwise.config.resolve import Dtype
-from shardwise.engine.checkpoint_api import Checkpoints
+from shardwise.engine.checkpoint_api import AllRanks, Checkpoints, saved_buffers
 from shardwise.engine.step_context import StepContext
 from shardwise.runtime.precision import TORCH_DTYPES
 from shardwise.runtime.state_shards import StateShard
@@ -35,61 +35,61 @@ from shardwise.zero import checkpoint_state as held
 Names = NameMap | Mapping[str, Any]
 
 
-class HuggingFaceFolders:
-    """Reads and writes the weights of one engine as folders of Hugging Face.
+def import_weights(
+    context: StepContext, checkpoints: Checkpoints, folder: Path, names: Names | None, strict: bool
+) -> LoadReport:
+    """Read a folder into the shards; the other arguments are those of `Engine.import_weights`.
 
     Args:
-        context: of the engine.
-        checkpoints: of the engine.
+        context: of the engine, and so are the `checkpoints`.
     """
+    checkpoints.begin_load()
+    context.zero_grad()
+    rules = _rules(context.model, names)
 
-    def __init__(self, context: StepContext, checkpoints: Checkpoints) -> None:
-        self._context = context
-        self._checkpoints = checkpoints
+    def describe_folder(path: Path) -> Manifest:
+        stored = open_folder(path, {each.name: each.aliases for each in _weights(context)}, rules)
+        return Manifest(context.num_steps, stored, {}, "weights")
 
-    def import_weights(self, folder: str | Path, names: Names | None, strict: bool) -> LoadReport:
-        """Read a folder into the shards; the arguments are those of `Engine.import_weights`."""
-        self._checkpoints.begin_load()
-        self._context.zero_grad()
-        rules = _rules(self._context.model, names)
+    return checkpoints.load_folder(folder, describe_folder, strict, weights_only=True)
 
-        def describe_folder(path: Path) -> Manifest:
-            stored = open_folder(path, {each.name: each.aliases for each in self._weights()}, rules)
-            return Manifest(self._context.num_steps, stored, {}, "weights")
 
-        return self._checkpoints.load_folder(Path(folder), describe_folder, strict, weights_only=True)
+def export_weights(
+    context: StepContext,
+    ranks: AllRanks,
+    folder: Path,
+    dtype: Dtype | None,
+    names: Names | None,
+    files: Iterable[str | Path],
+    tokenizer: Any,
+) -> Path:
+    """Write a folder; the other arguments are those of `Engine.export_weights`.
 
-    def export_weights(
-        self,
-        folder: str | Path,
-        dtype: Dtype | None,
-        names: Names | None,
-        files: Iterable[str | Path],
-        tokenizer: Any,
-    ) -> Path:
-        """Write a folder; the arguments are those of `Engine.export_weights`."""
-        model, layout, ranks = self._context.model, self._context.layout, self._checkpoints.ranks
-        self._context.status.check()
-        self._context.refuse_if_simulated()
-        if hasattr(model, "peft_config"):
-            raise CheckpointError(
-                "export-adapters",
-                "export_weights writes whole models, and this one has PEFT's adapters, under names that "
-                "from_pretrained does not know; in `with engine.gathered() as model:` call "
-                "model.save_pretrained(folder) on rank 0",
-            )
-        stored_dtype = dtype_name(TORCH_DTYPES[_checked(dtype or layout.precision.param)])
-        kept = {name for name, _ in persistent_buffers(model)} | {*(layout.wide_names if dtype is None else ())}
-        others: dict[str, bytes | Path] = dict(config_files(describe(model), stored_dtype))
-        others |= _tokenizer_files(tokenizer) | {Path(file).name: Path(file) for file in files}
-        request = ExportRequest(Path(folder), self._weights(), stored_dtype, kept, others, _rules(model, names))
-        barrier = ranks.new_barrier(f"the export to {request.folder}")
-        return export_jointly(request, barrier, self._context.comm.rank, self._context.config.run.timeout_s)
+    Args:
+        context: of the engine, and so are the `ranks`.
+    """
+    model, layout = context.model, context.layout
+    context.status.check()
+    context.refuse_if_simulated()
+    if hasattr(model, "peft_config"):
+        raise CheckpointError(
+            "export-adapters",
+            "export_weights writes whole models, and this one has PEFT's adapters, under names that "
+            "from_pretrained does not know; in `with engine.gathered() as model:` call "
+            "model.save_pretrained(folder) on rank 0",
+        )
+    stored_dtype = dtype_name(TORCH_DTYPES[_checked(dtype or layout.precision.param)])
+    kept = {name for name, _ in persistent_buffers(model)} | {*(layout.wide_names if dtype is None else ())}
+    others: dict[str, bytes | Path] = dict(config_files(describe(model), stored_dtype))
+    others |= _tokenizer_files(tokenizer) | {Path(file).name: Path(file) for file in files}
+    request = ExportRequest(folder, _weights(context), stored_dtype, kept, others, _rules(model, names))
+    barrier = ranks.new_barrier(f"the export to {folder}")
+    return export_jointly(request, barrier, context.comm.rank, context.config.run.timeout_s)
 
-    def _weights(self) -> tuple[StateShard, ...]:
-        """Return the state shards of parameters and persistent buffers."""
-        buffers = self._checkpoints.buffers()
-        return (*held.held_parameters(self._context.states()), *(each.state_shard for each in buffers))
+
+def _weights(context: StepContext) -> tuple[StateShard, ...]:
+    """Return the state shards of parameters and persistent buffers."""
+    return (*held.held_parameters(context.states()), *(each.state_shard for each in saved_buffers(context)))
 
 
 def check_folder(model: nn.Module, folder: Path, names: Names | None) -> None:

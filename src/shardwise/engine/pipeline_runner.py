@@ -8,6 +8,7 @@ computation: data, random numbers, loss.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -106,20 +107,19 @@ class PipelineRunner:
         context = self._context
         self._check_in_step()
         context.before_model()  # here: after the first stage's forward has begun, a rank would wait in vain
-        work = _StepWork(context, self._forward, self._groups, batches, context.losses)
-        state = _StateActions(self._row, context, self._groups, self._compute, self.forward)
+        execution = self._prepare(self._row, batches, context.losses)
         context.batches.extend(batches)
         context.timeline.is_recording = True
         context.status.begin_backward()
         context.syncs = False  # the schedule alone says when to reduce
         try:
-            self._perform(self._row, work, state)
+            self._perform(execution)
         finally:
             context.syncs = True
             context.timeline.close_step()  # after what follows the step in the schedule
-        if state.result is None:
+        if execution.result is None:
             raise RuntimeError("the schedule has no STEP; add one")
-        return state.result
+        return execution.result
 
     def evaluate(self, batches: Sequence[Any], losses: LossAccumulator) -> None:
         """Run the forwards as a schedule says; `losses` is given the losses of `batches`."""
@@ -129,10 +129,9 @@ class PipelineRunner:
         if len(batches) not in self._evaluations:  # mostly as many each time
             schedule = evaluation_schedule(context.config, context.layout, len(batches))
             self._evaluations[len(batches)] = schedule.ranks[self._pipeline.index]
-        row = self._evaluations[len(batches)]
-        work = _StepWork(context, self._forward, self._groups, batches, losses)
+        execution = self._prepare(self._evaluations[len(batches)], batches, losses)
         context.timeline.is_recording = False
-        self._perform(row, work, _StateActions(row, context, self._groups, self._compute, self.forward))
+        self._perform(execution)
 
     def forward(self, batch: Any) -> LossSum | None:
         """Run the forward of one batch through all stages."""
@@ -156,21 +155,31 @@ class PipelineRunner:
                 "same message; call engine.close() on every rank, or start again from a checkpoint",
             )
 
-    def _perform(self, row: Sequence[Action], work: _StepWork, state: _StateActions) -> None:
+    def _prepare(self, row: Sequence[Action], batches: Sequence[Any], losses: LossAccumulator) -> _Execution:
+        taken: list[RankBatch] = []
+        num_samples = 0
+        for number, batch in enumerate(batches):
+            taken.append(RankBatch.of(self._context, batch, num_samples, number))
+            num_samples += taken[-1].num_samples
+        parts = self._context, self._forward, self._groups, self._compute
+        return _Execution(*parts, row, taken, losses, self.forward)
+
+    def _perform(self, execution: _Execution) -> None:
         """Execute a row of the schedule; where it fails, note why for the ranks that wait for this one."""
         context = self._context
         try:
-            execute(row, {**self._compute.handlers(work), **state.handlers()}, context.timeline)
+            handlers = {**self._compute.handlers(execution), **execution.handlers()}
+            execute(execution.row, handlers, context.timeline)
             self._compute.finish()
         except BaseException as error:
-            self._is_out_of_step |= not state.has_begun
+            self._is_out_of_step |= not execution.is_stepping
             self._compute.abandon()
             self._groups.end_step()
             if isinstance(error, Exception) and not isinstance(error, CommError):
                 # The other stages wait for this one in vain, and their errors quote this text.
                 context.note_failure(f"{type(error).__name__}: {error}")
                 self._has_failed = True
-            if not state.has_begun:
+            if not execution.is_stepping:
                 self._pipes.hang_up()
             raise
         if self._has_failed:
@@ -178,34 +187,41 @@ class PipelineRunner:
             self._has_failed = False
 
 
-class _StepWork:
-    """Does what surrounds the computations of some batches on one rank: parameters, random numbers, losses."""
+class _Execution:
+    """Executes one row over some batches: does what surrounds their computations, and the actions that touch states."""
 
     def __init__(
         self,
         context: StepContext,
         forward: StageForward,
         groups: PipelineAdapter,
-        batches: Sequence[Any],
+        compute: StageCompute,
+        row: Sequence[Action],
+        taken: Sequence[RankBatch],
         losses: LossAccumulator,
+        evaluate: Callable[[Any], object],
     ) -> None:
-        self._last = pipeline_of(context.layout).num_stages - 1
+        self.row = row
+        self.result: StepResult | None = None
+        self.is_stepping = False  # all messages between stages are over
+        self._context = context
         self._stage_forward = forward
         self._groups = groups
-        self._context = context
+        self._compute = compute
+        self._taken = taken
         self._losses = losses
-        self.taken: list[RankBatch] = []
-        num_samples = 0
-        for number, batch in enumerate(batches):
-            self.taken.append(RankBatch.of(context, batch, num_samples, number))
-            num_samples += self.taken[-1].num_samples
-        self.shapes: Sequence[Shapes] = [_shapes_of(taken.share.inputs) for taken in self.taken]
+        self._evaluate = evaluate
+        self.shapes: Sequence[Shapes] = [_shapes_of(each.share.inputs) for each in taken]
+        pipeline = pipeline_of(context.layout)
+        self._last = pipeline.num_stages - 1
+        self._keeps = context.layout.stage.unshard_for_use and pipeline.gathers_once
+        self._num_reduces = Counter(action.stage for action in row if action.kind is ActionKind.REDUCE)
 
     def forward(self, stage: int, micro_batch: int) -> Any:
         """Run the model's forward on a micro-batch; on the last stage return the mean loss."""
         self._groups.select_stage(stage)
         self._groups.wait(stage)
-        taken = self.taken[micro_batch]
+        taken = self._taken[micro_batch]
         output = run_model(self._context, taken, lambda output: self._read(output, taken, stage))
         if torch.is_grad_enabled():
             self._groups.save_record(stage, micro_batch)
@@ -240,29 +256,6 @@ class _StepWork:
         self._losses.add(total)
         return None
 
-
-class _StateActions:
-    """Holds the actions of one execution of a row that touch states, and the result of its step."""
-
-    def __init__(
-        self,
-        row: Sequence[Action],
-        context: StepContext,
-        groups: PipelineAdapter,
-        compute: StageCompute,
-        forward: Callable[[Any], object],
-    ) -> None:
-        self.result: StepResult | None = None
-        self.has_begun = False  # the step: all messages between stages are over
-        self._context = context
-        self._groups = groups
-        self._compute = compute
-        self._forward = forward
-        self._keeps = context.layout.stage.unshard_for_use and pipeline_of(context.layout).gathers_once
-        self._num_reduces = dict.fromkeys({action.stage for action in row}, 0)
-        for action in row:
-            self._num_reduces[action.stage] += action.kind is ActionKind.REDUCE
-
     def handlers(self) -> Handlers:
         """Return the function that handles each kind of action."""
         return {
@@ -291,8 +284,8 @@ class _StateActions:
         if self.result is None:
             self._compute.check_done()
             self._context.status.end_backward()
-            self.has_begun = True
-            self.result = self._context.step(self._forward)
+            self.is_stepping = True
+            self.result = self._context.step(self._evaluate)
             self._compute.abandon()
             self._groups.end_step()
 

@@ -103,6 +103,11 @@ class StepContext:
             self.sharding, self.sharded, self.comms, self.losses, self.scaler.scale, self.layout.elsewhere
         )
 
+    def usable_states(self) -> EngineState:
+        """Return the same where the engine may be used, and raise as `EngineStatus.check` where not."""
+        self.status.check()
+        return self.states()
+
     @contextmanager
     def failures_explained(self) -> Iterator[None]:
         """Raise a failure of memory inside with the table of what this rank holds and the settings that help.
@@ -121,6 +126,11 @@ class StepContext:
         """Note why this rank has failed, for the ranks that wait for it; an empty text says that all is well again."""
         if self.watchdog is not None:
             self.watchdog.note_failure(text)
+
+    def holds_anywhere(self, is_so: bool, subject: str) -> bool:
+        """Say whether something holds on any rank; `subject` is for messages. All ranks call it."""
+        flag = torch.tensor([float(is_so)], dtype=torch.float64, device=self.device)
+        return self.comm.max_scalars(flag, subject) > [0.0]
 
     def refuse_if_simulated(self) -> None:
         """Raise where the other ranks are not there.

@@ -12,7 +12,7 @@ from shardwise.checkpoint.manifest import CheckpointError
 from shardwise.checkpoint.match import LENIENT_FIX
 from shardwise.config.errors import system_code
 from shardwise.config.resolve import Config, ConfigError
-from shardwise.layout.layout import Layout
+from shardwise.engine.checkpoint_api import saves_from_files
 from shardwise.train.loop import Trainer
 from shardwise.train.resume import FOLDER_NAME
 
@@ -133,12 +133,6 @@ class RunCheckpoints:
             return None
         num_bytes = sum(file.stat().st_size for file in newest.iterdir())
         return SavedCheckpoint(self.root, len(step_folders(self.root)), newest, num_bytes)
-
-
-def saves_from_files(layout: Layout) -> bool:
-    """Say whether states that a checkpoint holds are stored on NVMe, so that training waits for every save."""
-    groups = layout.model_groups
-    return any((each.tiers.optimizer if each.trainable else each.tiers.params) == "nvme" for each in groups)
 
 
 def checkpoint_root(config: Config, folder: Path) -> Path:

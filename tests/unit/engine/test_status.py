@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.config.errors import EngineError
+from harness.refusals import refused
 from shardwise.engine.status import EngineStatus
 
 
 def test_a_load_of_weights_repairs_what_a_load_of_weights_has_mixed_and_no_more() -> None:
     status = EngineStatus(check_host=lambda: None)
     status.begin_load(with_states=False)
-    with pytest.raises(EngineError, match="checkpoint that is whole"):
+    with refused("states-mixed"):
         status.check()
     status.begin_load(with_states=False)
     status.end_load(with_states=False)
@@ -19,7 +19,7 @@ def test_a_load_of_weights_repairs_what_a_load_of_weights_has_mixed_and_no_more(
     status.begin_load(with_states=True)
     status.begin_load(with_states=False)
     status.end_load(with_states=False)
-    with pytest.raises(EngineError, match="checkpoint that is whole"):
+    with refused("states-mixed"):
         status.check()
     status.begin_load(with_states=True)
     status.end_load(with_states=True)
@@ -30,7 +30,7 @@ def test_gradients_of_a_backward_that_has_not_ended_allow_a_read_and_no_step() -
     status = EngineStatus(check_host=lambda: None)
     status.begin_backward()
     status.check_present()
-    with pytest.raises(EngineError, match=r"engine\.zero_grad\(\)"):
+    with refused("gradients-incomplete", "engine.zero_grad()"):
         status.check()
     status.end_backward()
     status.check()
@@ -40,7 +40,7 @@ def test_a_closed_engine_stays_closed() -> None:
     status = EngineStatus(check_host=lambda: None)
     assert status.close()
     assert not status.close()
-    with pytest.raises(EngineError, match="closed"):
+    with refused("engine-closed"):
         status.check_present()
 
 
