@@ -1,7 +1,7 @@
 """Shard single parameters before there is an engine, and gather them for a while.
 
-A sharded parameter is on meta, so it has its shape and dtype and no memory. Beside it lies a `ParamShard`: this rank's
-slice of the flattened values, as long on every rank. Rank 0's values are everybody's.
+A sharded parameter is on meta, so it has its shape and dtype and no memory. Beside it is a `ParamShard`: this rank's slice
+of the flattened values, as long on every rank. Rank 0's values are everybody's.
 
 >>> weight = torch.nn.Parameter(torch.ones(2, 3))
 >>> with gathered([weight], modifier_rank=0):  # does nothing to a parameter that is whole
@@ -165,7 +165,7 @@ def mark(parameter: nn.Parameter, values: ParamShard | KeyedValues | None) -> No
 
 
 def make_plain(parameter: nn.Parameter) -> None:
-    """Forget where a parameter's values are: what holds it now has them, or nobody needs them."""
+    """Forget where a parameter's values are: what holds it now has them, or none are needed."""
     if isinstance(parameter, ShardedParameter):
         set_parameter_class(parameter, nn.Parameter)
     parameter.__dict__.pop(_VALUES, None)
