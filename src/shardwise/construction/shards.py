@@ -1,7 +1,7 @@
 """Shard single parameters before there is an engine, and gather them for a while.
 
-A sharded parameter is on meta, so it has its shape and dtype and no memory. Beside it is a `ParamShard`: this rank's slice
-of the flattened values, as long on every rank. Rank 0's values are everybody's.
+A sharded parameter is on meta, so it has its shape and dtype and no memory. Beside it is a `ParamShard`: this rank's
+slice of the flattened values, as long on every rank. Rank 0's values are everybody's.
 
 >>> weight = torch.nn.Parameter(torch.ones(2, 3))
 >>> with gathered([weight], modifier_rank=0):  # does nothing to a parameter that is whole
