@@ -403,7 +403,10 @@ class ParamGroup:
             targets = [resident]
             if self.master is not self.shard:
                 targets.append((stack.enter_context(loaded(self.master, write=True)), own))
-            for place in (each for each in self.spec.params if not values.is_blank(each.name)):
+            for place in self.spec.params:
+                if values.is_blank(place.name):
+                    values.forget(place.name)
+                    continue
                 held = [(buffer, slot) for buffer, slots in targets for slot in slots if slot.param is place]
                 initial = self._initial(place, values, dtype, is_held=bool(held))
                 for buffer, slot in held:
