@@ -30,7 +30,7 @@ import torch
 
 from shardwise import Engine, initialize
 from shardwise.config.resolve import Config
-from shardwise.deferred_init.parameters import skip_init
+from shardwise.construction.values import skip_init
 from shardwise.doctor.system_info import read_memory
 from shardwise.models.decoder import Decoder, DecoderConfig, flops_per_token, lm_loss, num_params
 from shardwise.models.presets import preset

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from shardwise.comm.collectives import CommError
     from shardwise.comm.loss import NonFiniteLossError
     from shardwise.config.resolve import Config, ConfigError
-    from shardwise.deferred_init.parameters import init
+    from shardwise.construction.context import init
+    from shardwise.construction.shards import gathered
     from shardwise.engine.engine import Engine
     from shardwise.engine.initialize import initialize
     from shardwise.engine.multi_backward import backward
@@ -63,6 +64,7 @@ __all__ = [
     "block_sparse_attention",
     "build_layout",
     "estimate_model_states",
+    "gathered",
     "init",
     "initialize",
     "measure_units",
@@ -98,7 +100,8 @@ _MODULES: Final[Mapping[str, str]] = {
     "block_sparse_attention": "attention.api",
     "build_layout": "layout.layout",
     "estimate_model_states": "planner.model_states",
-    "init": "deferred_init.parameters",
+    "gathered": "construction.shards",
+    "init": "construction.context",
     "initialize": "engine.initialize",
     "measure_units": "pipeline.profile_units",
     "plan": "planner.plan",

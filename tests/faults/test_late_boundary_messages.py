@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import random
 import weakref
-from collections import deque
-from collections.abc import Sequence
+from collections import defaultdict, deque
 from typing import Any
 
 import pytest
@@ -16,9 +15,12 @@ import torch
 from torch import Tensor
 
 from harness.late_streams import LateDevice
+from shardwise.comm.backends import NcclComm
+from shardwise.comm.collectives import CommResources, RankPlace
 from shardwise.comm.p2p import P2PChannel
 from shardwise.comm.records import RECEIVE, SEND, CommLog
-from shardwise.pipeline.boundary_messages import P2PDirection, Receiver, Sender
+from shardwise.pipeline.boundary import RemoteEnd
+from shardwise.runtime.buffer_pool import BufferPool
 from shardwise.runtime.streams import P2PStreamKey, Streams
 
 CPU = torch.device("cpu")
@@ -35,19 +37,17 @@ class Delivery:
         self._buffer.view(-1).copy_(self._mail.popleft())
 
 
-class NearLinks:
-    """Links between two ranks of this process; with a device, as those of NCCL, else as those of gloo."""
+class NearComm(NcclComm):
+    """Connects two ranks of this process; with a device as NCCL does, else as gloo does."""
 
-    moves_nothing = False
-    world_size = 2
-
-    def __init__(self, rank: int, mail: deque[Tensor], device: LateDevice | None = None) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, mail: deque[Tensor], comm_log: CommLog, device: LateDevice | None = None) -> None:
+        resources = CommResources(CPU, 5.0, Streams(CPU), BufferPool(CPU), comm_log)
+        super().__init__(RankPlace(rank, 2, "pp"), resources, None)
         self.waits_on_host = device is None
         self._mail = mail
         self._device = device
 
-    def send(self, buffer: Tensor, to: int, tag: int = 0) -> list[Any]:
+    def post_send(self, buffer: Tensor, to: int, tag: int = 0) -> list[Any]:
         if self._device is None:
             self._mail.append(buffer.clone().view(-1))
             return []
@@ -61,7 +61,7 @@ class NearLinks:
         self._device.current.enqueue(run)
         return []
 
-    def receive(self, buffer: Tensor, source: int, tag: int = 0) -> list[Any]:
+    def post_receive(self, buffer: Tensor, source: int, tag: int = 0) -> list[Any]:
         if self._device is None:
             return [Delivery(self._mail, buffer)]
         device, held = self._device, weakref.ref(buffer)
@@ -80,45 +80,68 @@ class NearLinks:
         return []
 
 
+Mails = defaultdict[Any, deque[Tensor]]
+
+
+class NearChannels:
+    """Opens the channels of one of two ranks: tensors of one direction share a device's stream."""
+
+    def __init__(self, rank: int, comm_log: CommLog, mails: Mails, device: LateDevice) -> None:
+        self.rank = rank
+        self._comm_log = comm_log
+        self._mails = mails
+        self._device = device
+
+    def open(self, ends: tuple[int, int], name: str, tag: int, on_host: bool = False) -> P2PChannel:
+        mail, device = self._mails[tag if on_host else ends], None if on_host else self._device
+        comm = NearComm(self.rank, mail, self._comm_log, device)
+        return P2PChannel(comm, self._comm_log.open_pipe("pp", ends, name), ends, tag)
+
+
 class LateEnds:
-    """Two ways from rank 0 to rank 1, over one pair of streams; `comm_logs` of both ranks."""
+    """Both ends of two boundaries from rank 0 to rank 1, over one pair of streams; `comm_logs` of both ranks."""
 
     def __init__(self, device: LateDevice) -> None:
         self.comm_logs = [CommLog(rank) for rank in range(2)]
-        tensors, lines = deque[Tensor](), [deque[Any](), deque[Any]()]
-        self.outboxes: list[Sender] = []
-        self.inboxes: list[Receiver] = []
-        for index in range(2):
-            headers, texts = deque[Tensor](), deque[Tensor]()
-            for rank in range(2):
-                comm_log, mails = self.comm_logs[rank], ((headers, None), (texts, None), (tensors, device))
-                pipes = [
-                    P2PChannel(
-                        NearLinks(rank, mail, late),  # type: ignore[arg-type]
-                        comm_log.open_pipe("pp", (0, 1), f"way {index}.{place}"),
-                        (0, 1),
-                        0,
-                        CPU,
-                        5.0,
-                        Streams(CPU),
-                        comm_log,
-                    )
-                    for place, (mail, late) in enumerate(mails)
-                ]
-                way = P2PDirection(f"way {index}", *pipes, lines[rank])
-                if rank == 0:
-                    self.outboxes.append(Sender(way))
-                else:
-                    self.inboxes.append(Receiver(way, (), None))
+        mails: Mails = defaultdict(deque)
+        channels = [NearChannels(rank, comm_log, mails, device) for rank, comm_log in enumerate(self.comm_logs)]
+        self.before = [RemoteEnd(channels[0], index, (0, 1)) for index in range(2)]  # type: ignore[arg-type]
+        self.after = [RemoteEnd(channels[1], index, (0, 1)) for index in range(2)]  # type: ignore[arg-type]
+
+    def begin_step(self, keys: list[list[int]]) -> None:
+        for index, each in enumerate(keys):
+            self.before[index].begin_step(each)
+            self.after[index].begin_step(each)
 
 
 def make_value(rng: random.Random, size: int) -> list[Tensor]:
     return [torch.full((size, 2), rng.random()), torch.full((size + 1,), rng.randrange(99)).expand(2, size + 1)]
 
 
-def runs_of(rng: random.Random, sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Which way, and the size: mostly the same a few times."""
-    return [(rng.randrange(2), size) for size in sizes for _ in range(rng.randrange(1, 7))]
+def take_step(ends: LateEnds, rng: random.Random, sizes: list[list[int]]) -> None:
+    """Send values of these sizes over both boundaries, in one order; the other end posts and takes at its pace."""
+    ends.begin_step([[size % 3 for size in each] for each in sizes])  # which does not tell 2 and 5 apart
+    plan = [index for index, each in enumerate(sizes) for _ in each]
+    rng.shuffle(plan)
+    turns = [(index, plan[:place].count(index)) for place, index in enumerate(plan)]
+    values = [make_value(rng, sizes[index][micro_batch]) for index, micro_batch in turns]
+    num_sent = num_posted = num_taken = 0
+    while num_taken < len(turns):
+        fate = rng.random()
+        if fate < 0.4 and num_sent < len(turns):
+            index, micro_batch = turns[num_sent]
+            ends.before[index].send(micro_batch, [each.clone() for each in values[num_sent]])
+            num_sent += 1
+        elif fate < 0.8 and num_posted < len(turns):
+            index, micro_batch = turns[num_posted]
+            ends.after[index].post(micro_batch, lambda: None)
+            num_posted += 1
+        elif num_taken < min(num_posted, num_sent):
+            index, micro_batch = turns[num_taken]
+            assert all(map(torch.equal, ends.after[index].take(micro_batch), values[num_taken]))
+            num_taken += 1
+    for end in ends.before:
+        end.finish()
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -126,24 +149,8 @@ def test_late_streams_change_no_value(seed: int) -> None:
     rng = random.Random(seed)
     with LateDevice().installed() as device:
         ends = LateEnds(device)
-        plan = runs_of(rng, [3, 4, 3, 5, 5, 1, 3])
-        values = [make_value(rng, size) for _, size in plan]
-        sent: list[Any] = []
-        posted: list[Any] = []
-        num_checked = 0
-        while num_checked < len(plan):
-            fate = rng.random()
-            if fate < 0.4 and len(sent) < len(plan):
-                sent.append(ends.outboxes[plan[len(sent)][0]].send([each.clone() for each in values[len(sent)]]))
-            elif fate < 0.8 and len(posted) < len(plan):
-                posted.append(ends.inboxes[plan[len(posted)][0]].post())
-            elif num_checked < min(len(posted), len(sent)):
-                received = posted[num_checked].wait()
-                assert all(map(torch.equal, received, values[num_checked]))
-                num_checked += 1
-        for each in sent:
-            each.wait()
-            assert each.is_done()
+        for _ in range(8):
+            take_step(ends, rng, [[rng.choice([2, 2, 2, 3, 5]) for _ in range(rng.randrange(1, 5))] for _ in range(2)])
 
 
 def test_host_runs_ahead_and_the_watchdog_sees_what_is_enqueued() -> None:
@@ -151,13 +158,15 @@ def test_host_runs_ahead_and_the_watchdog_sees_what_is_enqueued() -> None:
         ends = LateEnds(device)
         for comm_log in ends.comm_logs:
             comm_log.explain = lambda call: None
-        sent = ends.outboxes[0].send([torch.ones(2)])
-        receive = ends.inboxes[0].post()
-        received_before = device._streams[P2PStreamKey(SEND, 1)].num_done  # type: ignore[index]
-        assert received_before == 0
-        assert not sent.is_done()
-        assert receive.wait()[0].tolist() == [1.0, 1.0]
-        assert sent.is_done()
+        take_step(ends, random.Random(0), [[2], [2]])
+        assert not ends.comm_logs[0].enqueued  # nothing is agreed: all is sent from host to host
+        ends.begin_step([[2], [2]])
+        ends.before[0].send(0, make_value(random.Random(1), 2))
+        ends.after[0].post(0, lambda: None)
+        sending = device._streams[P2PStreamKey(SEND, 1)]  # type: ignore[index]
+        assert sending.num_done == 0
+        assert ends.after[0].take(0)[0].shape == (2, 2)
+        assert sending.num_done > 0
         assert not device.host_waits
         assert [call.op for call, _ in ends.comm_logs[0].enqueued] == [SEND]
         assert [call.op for call, _ in ends.comm_logs[1].enqueued] == [RECEIVE]

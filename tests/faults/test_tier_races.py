@@ -35,13 +35,10 @@ STATES = ("param", "master", "exp_avg", "exp_avg_sq")
 LATE: tuple[tuple[Any, str], ...] = (
     (host_worker, "_do"),
     (io_threads._IoTransfer, "move"),
-    *(
-        (kind, name)
-        for kind in (HostStorage, NvmeStorage, DeviceStorage)
-        for name in ("take", "fetch", "open", "forget")
-    ),
+    *((kind, name) for kind in (HostStorage, NvmeStorage, DeviceStorage) for name in ("take", "fetch", "open")),
     (_NvmeView, "close"),
     (NvmeStorage, "prefetch"),
+    (NvmeStorage, "forget"),
 )
 
 

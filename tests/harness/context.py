@@ -37,7 +37,6 @@ _STRUCTURES: Mapping[str, SparsityConfig] = {
     "fixed": FixedSparsityConfig(HEADS, BLOCK, num_local_blocks=3, attention="unidirectional"),
     "window": LocalSlidingWindowSparsityConfig(HEADS, BLOCK, num_sliding_window_blocks=3),
     "bigbird": BigBirdSparsityConfig(HEADS, BLOCK, num_random_blocks=1, num_sliding_window_blocks=3),
-    # Few enough global rows for their queries to be pushed.
     "longformer": BSLongformerSparsityConfig(HEADS, 4, num_sliding_window_blocks=1, global_block_indices=(10,)),
     "per head": BigBirdSparsityConfig(
         HEADS, BLOCK, different_layout_per_head=True, num_random_blocks=2, num_sliding_window_blocks=1

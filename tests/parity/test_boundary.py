@@ -1,4 +1,4 @@
-"""Channels between stages: any pytree arrives as it was sent, whatever came before it, in as many bytes as planned."""
+"""Boundaries between stages: any pytree arrives as it was sent, whatever came before, in as many bytes as planned."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import json
 import os
 import random
 import signal
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,20 +26,16 @@ from shardwise.comm.mesh import Mesh
 from shardwise.comm.p2p import P2PChannel, P2PChannels
 from shardwise.comm.records import CommLog
 from shardwise.layout.mesh_shape import MeshShape
-from shardwise.pipeline.boundary import (
-    Boundary,
-    BoundaryChannel,
-    BoundaryTransport,
-    SameRankChannel,
-    leaves_with_gradient,
-)
-from shardwise.pipeline.boundary_messages import MAX_SPECS
-from shardwise.pipeline.pytree_codec import put_together, take_apart
+from shardwise.pipeline import boundary
+from shardwise.pipeline.boundary import LocalEnd, RemoteEnd, leaves_with_gradient
+from shardwise.pipeline.pytree_codec import take_apart
 from shardwise.runtime.streams import Streams
-from shardwise.runtime.torch_private import fake_tensors
+from shardwise.runtime.torch_private import fake_tensors, pytree
 
 CPU = torch.device("cpu")
-HEADER_BYTES = 40
+WORD_BYTES = 8
+STEP = 5  # micro-batches of a step
+Counts = dict[str, tuple[int, int]]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64]
 SHAPES = [(), (0,), (3,), (2, 3), (4, 0, 2), (5, 1, 2)]
 
@@ -46,14 +45,31 @@ class Pair(NamedTuple):
     right: Any
 
 
-class OneLinePipes(P2PChannels):
+class OneLine(P2PChannels):
     """As on NCCL: tensors from one rank to another pass in one order, without tags."""
 
     def open(self, ends: tuple[int, int], name: str, tag: int, on_host: bool = False) -> P2PChannel:
-        return super().open(ends, name, tag if on_host else 10_000, on_host)
+        return super().open(ends, name, tag if on_host else 10_000 + ends[0], on_host)
 
-    def line(self, ends: tuple[int, int]) -> deque[Any]:
-        return self._lines.setdefault(ends, deque())
+
+def nothing() -> None:
+    pass
+
+
+def post(end: RemoteEnd, micro_batch: int) -> None:
+    end.post(micro_batch, nothing)
+
+
+def receive(end: RemoteEnd, micro_batch: int) -> Any:
+    post(end, micro_batch)
+    return end.take(micro_batch)
+
+
+@contextmanager
+def none_packed() -> Iterator[None]:
+    """Inside no value is small enough for one message."""
+    with patch.object(boundary, "PACKED_BYTES", -1):
+        yield
 
 
 def make_pipes(
@@ -104,8 +120,7 @@ def refilled(value: Any, rng: random.Random) -> Any:
             return torch.full_like(leaf, rng.randrange(2), requires_grad=leaf.requires_grad)
         return rng.randrange(9) if type(leaf) is int else leaf
 
-    packing, tensors, plain = take_apart(value)
-    return put_together(packing, list(map(fill, tensors)), list(map(fill, plain)), [Pair])
+    return pytree.tree_map(fill, value)
 
 
 def random_values(seed: int, num_values: int) -> list[Any]:
@@ -129,12 +144,10 @@ def difference(received: Any, sent: Any) -> str:
     """What is not as it was sent; empty if nothing."""
     if type(received) is not type(sent):
         return f"{type(received)} for {type(sent)}"
-    packing, tensors, plain = take_apart(received)
-    its_packing, its_tensors, its_plain = take_apart(sent)
-    if packing != its_packing:
-        return f"{packing} for {its_packing}"
-    leaves, its_leaves = tensors + plain, its_tensors + its_plain
-    for leaf, its_leaf in zip(leaves, its_leaves, strict=True):
+    spec, its_spec = take_apart(received)[0], take_apart(sent)[0]
+    if spec != its_spec:
+        return f"{spec} for {its_spec}"
+    for leaf, its_leaf in zip(pytree.tree_leaves(received), pytree.tree_leaves(sent), strict=True):
         if not isinstance(leaf, Tensor):
             if type(leaf) is not type(its_leaf) or leaf != its_leaf:
                 return f"{leaf!r} for {its_leaf!r}"
@@ -145,97 +158,107 @@ def difference(received: Any, sent: Any) -> str:
     return ""
 
 
+def keys_of(values: list[Any], seed: int) -> list[Hashable]:
+    """Keys that mostly tell values of other shapes apart."""
+    return [len(take_apart(value)[1]) % 3 if seed % 2 else take_apart(value)[0].tree for value in values]
+
+
 def exchange(rank: int, world_size: int, seed: int) -> list[str]:
-    """Send 50 values and receive 50 others, each end at its own pace."""
+    """Send 50 values and receive 50 others, in steps, at an own pace."""
     pipes, _ = make_pipes(world_size)
-    channels = [
-        BoundaryChannel(pipes, Boundary(index, (index, 1 - index), f"stage {index}"), [Pair]) for index in range(2)
-    ]
-    out, back = channels[rank], channels[1 - rank]
-    values, awaited = random_values(seed + rank, 50), random_values(seed + 1 - rank, 50)
+    ends = [RemoteEnd(pipes, index, (index, 1 - index), [Pair]) for index in range(2)]
+    out, back = ends[rank], ends[1 - rank]
     pace = random.Random(100 * seed + rank)
-    sent: list[Any] = []
-    posted: list[Any] = []
+    values, awaited = random_values(seed + rank, 50), random_values(seed + 1 - rank, 50)
     differences: list[str] = []
-    while len(differences) < 50:
-        fate = pace.random()
-        if fate < 0.4 and len(sent) < 50:
-            sent.append(out.send(values[len(sent)]))
-        elif fate < 0.7 and len(posted) < min(50, len(differences) + 4):
-            posted.append(back.post_receive())
-        elif len(differences) < len(posted) and (len(sent) == 50 or len(sent) > len(differences)):
-            index = len(differences)
-            differences.append(difference(posted[index].wait(), awaited[index]))
-    for each in sent:
-        each.wait()
-    return [f"{index}: {text}" for index, text in enumerate(differences) if text] + [
-        f"{index} is not done" for index, each in enumerate(sent) if not each.is_done()
-    ]
+    for start in range(0, 50, STEP):
+        given, expected = values[start : start + STEP], awaited[start : start + STEP]
+        out.begin_step(keys_of(given, seed))
+        back.begin_step(keys_of(expected, seed))
+        num_sent = num_posted = num_taken = 0
+        while num_taken < STEP:
+            fate = pace.random()
+            if fate < 0.4 and num_sent < STEP:
+                out.send(num_sent, given[num_sent])
+                num_sent += 1
+            elif fate < 0.7 and num_posted < STEP:
+                post(back, num_posted)
+                num_posted += 1
+            elif num_taken < num_posted and (num_sent == STEP or num_sent > num_taken):
+                differences.append(difference(back.take(num_taken), expected[num_taken]))
+                num_taken += 1
+        out.finish()
+    return [f"{index}: {text}" for index, text in enumerate(differences) if text]
+
+
+def exchange_unpacked(rank: int, world_size: int, seed: int) -> list[str]:
+    with none_packed():
+        return exchange(rank, world_size, seed)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_any_values_pass_both_ways_at_any_pace(ranks: WorkerPool, seed: int) -> None:
-    assert ranks(2).run(exchange, 10 * seed) == [[], []]
+@pytest.mark.parametrize("how", [exchange, exchange_unpacked])
+def test_any_values_pass_both_ways_at_any_pace(ranks: WorkerPool, how: Any, seed: int) -> None:
+    assert ranks(2).run(how, 10 * seed + seed % 2) == [[], []]
 
 
 def pass_in_one_line(rank: int, world_size: int, seed: int) -> list[str]:
-    """Two channels and their gradients from rank 0 to rank 1, in an order that both know, as NCCL demands."""
-    pipes, _ = make_pipes(world_size, OneLinePipes)
-    channels = [BoundaryChannel(pipes, Boundary(index, (0, 1), f"stage {index}"), [Pair]) for index in range(2)]
+    """Values of two boundaries from rank 0 to rank 1, in an order that both know, as NCCL demands."""
+    pipes, _ = make_pipes(world_size, OneLine)
+    ends = [RemoteEnd(pipes, index, (0, 1), [Pair]) for index in range(2)]
     values = [random_values(seed + index, 30) for index in range(2)]
-    rng = random.Random(seed)
-    order = [(which, index) for index in range(30) for which in range(2)]
-    rng.shuffle(order)
-    counts = [0, 0]
-    turns = []
-    for which, _ in order:
-        turns.append((which, counts[which]))
-        counts[which] += 1
-    if rank == 0:
-        for each in [channels[which].send(values[which][index]) for which, index in turns]:
-            each.wait()
-        return []
-    differences, receives = [], deque()
-    for which, index in turns:
-        receives.append((channels[which].post_receive(), values[which][index]))
-        while len(receives) > 5 or (receives and rng.random() < 0.4):
-            place = rng.randrange(len(receives))
-            receive, value = receives[place]
-            del receives[place]
-            differences.append(difference(receive.wait(), value))
-    differences += [difference(each.wait(), value) for each, value in receives]
+    rng, differences = random.Random(seed), []
+    for start in range(0, 30, STEP):
+        for end, each in zip(ends, values, strict=True):
+            end.begin_step(keys_of(each[start : start + STEP], seed))
+        which = [index for index in range(2) for _ in range(STEP)]
+        rng.shuffle(which)
+        turns = [(index, which[:place].count(index)) for place, index in enumerate(which)]
+        if rank == 0:
+            for index, micro_batch in turns:
+                ends[index].send(micro_batch, values[index][start + micro_batch])
+            for end in ends:
+                end.finish()
+            continue
+        for index, micro_batch in turns:
+            post(ends[index], micro_batch)
+        rng.shuffle(turns)
+        for index, micro_batch in turns:
+            received = ends[index].take(micro_batch)
+            differences.append(difference(received, values[index][start + micro_batch]))
+        rng = random.Random(seed + start)
     return [text for text in differences if text]
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_channels_share_a_line_without_tags(ranks: WorkerPool, seed: int) -> None:
+def test_boundaries_share_a_line_without_tags(ranks: WorkerPool, seed: int) -> None:
     assert ranks(2).run(pass_in_one_line, seed) == [[], []]
 
 
 def train_three_stages(rank: int, world_size: int) -> list[Any]:
     """y = 3 (2 x + 1), of which the middle stage passes on a part that gets no gradient."""
     pipes, _ = make_pipes(world_size)
-    before = BoundaryChannel(pipes, Boundary(rank - 1, (rank - 1, rank), f"cut {rank - 1}")) if rank > 0 else None
-    after = BoundaryChannel(pipes, Boundary(rank, (rank, rank + 1), f"cut {rank}")) if rank < 2 else None
+    before = RemoteEnd(pipes, rank - 1, (rank - 1, rank)) if rank > 0 else None
+    after = RemoteEnd(pipes, rank, (rank, rank + 1)) if rank < 2 else None
     results: list[Any] = []
     for step in range(4):
+        for end in (before, after):
+            if end is not None:
+                end.begin_step([2 + step // 2])
         x = torch.full((2 + step // 2,), float(step), requires_grad=True)
-        given = (
-            {"x": x, "unused": torch.ones(1, requires_grad=True)} if before is None else before.post_receive().wait()
-        )
+        given = {"x": x, "unused": torch.ones(1, requires_grad=True)} if before is None else receive(before, 0)
         if after is None:
             (3 * given["x"]).sum().backward()
         else:
             output = {"x": 2 * given["x"] + rank, "unused": given["unused"] * 1}
-            sent, receive = after.send(output), after.post_gradients()
-            leaves = leaves_with_gradient(output)
-            gradients = receive.wait()
+            after.send(0, output)
+            leaves, gradients = leaves_with_gradient(output), receive(after, 0)
             results.append([None if each is None else each.tolist() for each in gradients])
             pairs = [(leaf, each) for leaf, each in zip(leaves, gradients, strict=True) if each is not None]
             torch.autograd.backward([leaf for leaf, _ in pairs], [each for _, each in pairs])
-            sent.wait()
         if before is not None:
-            before.send_gradients([leaf.grad for leaf in leaves_with_gradient(given)]).wait()
+            before.send(0, [leaf.grad for leaf in leaves_with_gradient(given)])
+            before.finish()
         results.append(given["x"].tolist())
     return results
 
@@ -248,47 +271,66 @@ def test_gradients_are_sent_back_and_none_stays_none(ranks: WorkerPool) -> None:
     assert last == [[2 * 2.0 * step + 1] * size for step, size in enumerate(sizes)]
 
 
-def count_bytes(rank: int, world_size: int, shapes: list[int]) -> dict[str, tuple[int, int]]:
+def count_bytes(rank: int, world_size: int, steps: list[list[int]], is_packed: bool = True) -> Counts:
+    """Of steps whose micro-batches have so many rows; all have one key."""
     pipes, comm_log = make_pipes(world_size)
-    channel = BoundaryChannel(pipes, Boundary(0, (0, 1), "cut"))
-    for size in shapes:
-        value = {"hidden": torch.ones(size, 4), "step": 1}
-        (channel.send(value) if rank == 0 else channel.post_receive()).wait()
+    end = RemoteEnd(pipes, 0, (0, 1))
+    with patch.object(boundary, "PACKED_BYTES", 2**18 if is_packed else -1):
+        for sizes in steps:
+            end.begin_step(["any"] * len(sizes))
+            for micro_batch, size in enumerate(sizes):
+                value = {"hidden": torch.ones(size, 4), "step": 1}
+                if rank == 0:
+                    end.send(micro_batch, value)
+                else:
+                    receive(end, micro_batch)
+            end.finish()
+    return counts_of(comm_log)
+
+
+def counts_of(comm_log: CommLog) -> Counts:
     return {op: (count.num_calls, count.wire_bytes) for (_, op), count in comm_log.counts.items()}
 
 
+# Agreed after a step in which all were equal: the second step's last value is another, and the third's are not agreed.
+STEPS = [[3, 3], [3, 3, 5], [5, 5], [5, 5]]
+
+
+def expected_bytes() -> tuple[int, int]:
+    text = json.dumps(
+        [json.dumps(["builtins.dict", ["list", ["hidden", "step"]], [0, [1]]]), [[[3, 4], "float32", False]]]
+    )
+    num_values, unagreed, wasted = 9, [3, 3, 5, 5, 5], [3]
+    agreed = [3, 3, 5, 5]
+    num_calls = num_values + 2 * len(unagreed)
+    tensor_bytes = 16 * sum(unagreed + wasted + agreed)
+    return num_calls, WORD_BYTES * num_values + len(text) * len(unagreed) + tensor_bytes
+
+
 def test_bytes_are_counted_exactly(ranks: WorkerPool) -> None:
-    # Agreed after two of one spec: the third is early and right, the fourth early and wrong: 16 * 3 bytes are wasted.
-    shapes = [3, 3, 3, 5, 5, 5, 3]
-    texts = [json.dumps([tree_text, [[[size, 4], "float32", False]]]) for size in (3, 5)] + ["[1]"] * 2
-    sent, received = ranks(2).run(count_bytes, shapes)
-    tensor_bytes = 16 * (sum(shapes) + 3 + 5)
-    num_calls = len(shapes) + len(texts) + len(shapes) + 2
-    assert sent == {"send": (num_calls, HEADER_BYTES * len(shapes) + sum(map(len, texts)) + tensor_bytes)}
-    assert received == {"receive": (num_calls, 0)}
-
-
-tree_text = json.dumps(["builtins.dict", ["list", ["hidden", "step"]], ["tensor", "plain"]])
+    num_calls, num_bytes = expected_bytes()
+    assert ranks(2).run(count_bytes, STEPS) == [{"send": (num_calls, num_bytes)}, {"receive": (num_calls, 0)}]
+    num_calls += 5  # what is agreed is a message of its own
+    assert ranks(2).run(count_bytes, STEPS, False) == [{"send": (num_calls, num_bytes)}, {"receive": (num_calls, 0)}]
 
 
 def drop_and_close(rank: int, world_size: int) -> tuple[list[int], int]:
-    """Values that no code waits for are received all the same, and nothing stays."""
+    """What is not taken is received all the same, and nothing stays."""
     pipes, _ = make_pipes(world_size)
     gc.collect()
     before = num_tensors()
-    channel: Any = BoundaryChannel(pipes, Boundary(0, (0, 1), "cut"))
+    end = RemoteEnd(pipes, 0, (0, 1))
+    end.begin_step(range(6))
     wanted = []
-    if rank == 0:
-        for index in range(6):
-            channel.send([torch.full((2,), index)])  # dropped: it ends all the same
-    else:
-        for index in range(6):
-            receive = channel.post_receive()
-            if index % 3 == 0:
-                wanted.append(int(receive.wait()[0][0]))
-        del receive
-        channel.close()
-    del channel
+    for micro_batch in range(6):
+        if rank == 0:
+            end.send(micro_batch, [torch.full((2,), micro_batch)])
+        else:
+            post(end, micro_batch)
+            if micro_batch == 3:
+                wanted.append(int(end.take(micro_batch)[0][0]))
+    end.close()
+    del end
     gc.collect()
     return wanted, num_tensors() - before
 
@@ -297,42 +339,72 @@ def num_tensors() -> int:
     return sum(isinstance(each, Tensor) for each in gc.get_objects())
 
 
-def test_what_is_not_waited_for_ends_and_nothing_stays(ranks: WorkerPool) -> None:
-    assert ranks(2).run(drop_and_close) == [([], 0), ([0, 3], 0)]
+def test_what_is_not_taken_ends_and_nothing_stays(ranks: WorkerPool) -> None:
+    assert ranks(2).run(drop_and_close) == [([], 0), ([3], 0)]
 
 
 def use_many_specs(rank: int, world_size: int) -> bool:
-    """More than are kept, one of which stays agreed until the one that pushes out the oldest comes."""
+    """More than are kept: both ends forget them, and agree again."""
     pipes, _ = make_pipes(world_size)
-    channel = BoundaryChannel(pipes, Boundary(0, (0, 1), "cut"))
-    sizes = [*range(MAX_SPECS), 0, 0, MAX_SPECS, 0, 1, 2, 2, 2, 1]
-    if rank == 0:
-        for each in [channel.send(torch.full((size + 1,), size)) for size in sizes]:
-            each.wait()
-        return True
-    return all(torch.equal(channel.post_receive().wait(), torch.full((size + 1,), size)) for size in sizes)
+    end = RemoteEnd(pipes, 0, (0, 1))
+    is_right = True
+    with patch.object(boundary, "MAX_SPECS", 3):
+        for sizes in ([1, 2], [1, 3], [4, 5], [1, 4], [1, 1], [1, 4]):
+            end.begin_step(sizes)
+            for micro_batch, size in enumerate(sizes):
+                if rank == 0:
+                    end.send(micro_batch, torch.full((size,), size))
+                else:
+                    is_right &= torch.equal(receive(end, micro_batch), torch.full((size,), size))
+            end.finish()
+    return is_right
 
 
 def test_specs_are_forgotten_on_both_ends(ranks: WorkerPool) -> None:
     assert ranks(2).run(use_many_specs) == [True, True]
 
 
+def change_in_place(rank: int, world_size: int) -> bool:
+    """Tensors of one message are as independent as those that were sent: a change of one leaves others alone."""
+    pipes, _ = make_pipes(world_size)
+    end = RemoteEnd(pipes, 0, (0, 1))
+    for _ in range(2):
+        end.begin_step([0])
+        if rank == 0:
+            end.send(0, [torch.ones(3, requires_grad=True), torch.zeros(3)])
+            end.finish()
+            continue
+        x, other = receive(end, 0)
+        y = x * x
+        other.add_(1)
+        y.sum().backward()
+        assert x.grad.tolist() == [2.0] * 3
+    return True
+
+
+def test_received_tensors_may_be_changed_in_place(ranks: WorkerPool) -> None:
+    assert ranks(2).run(change_in_place) == [True, True]
+
+
 def lose_a_neighbour(rank: int, world_size: int, how: str) -> tuple[str, str]:
     pipes, comm_log = make_pipes(world_size)
-    channel = BoundaryChannel(pipes, Boundary(0, (0, 1), "cut"))
-    channel.send(torch.ones(2)).wait() if rank == 0 else channel.post_receive().wait()
+    end = RemoteEnd(pipes, 0, (0, 1))
+    end.begin_step(range(3))
     if rank == 0:
+        end.send(0, torch.ones(2))
+        end.finish()
         if how == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
         return "", ""
+    receive(end, 0)
     fail_after(comm_log, 0.5 if how == "hangs" else PATIENCE_S)
     if how == "dies":
-        channel.post_receive().wait()
-    return refusal_of(lambda: channel.post_receive().wait())
+        receive(end, 1)
+    return refusal_of(lambda: receive(end, 1))
 
 
 def test_neighbour_that_dies_or_hangs_is_named(ranks: WorkerPool) -> None:
-    words = "rank 1 failed in receive #5 of cut values header over pp (2 ranks): "
+    words = "rank 1 failed in receive #4 of stage 0 to 1 values over pp (2 ranks): "
     with pytest.raises(RankError) as caught:
         ranks(2).run(lose_a_neighbour, "dies", grace_s=PATIENCE_S)
     assert (caught.value.rank, caught.value.kind) == (0, "died")
@@ -344,12 +416,14 @@ def test_neighbour_that_dies_or_hangs_is_named(ranks: WorkerPool) -> None:
 
 def receive_unknown(rank: int, world_size: int) -> str:
     pipes, _ = make_pipes(world_size)
-    channel = BoundaryChannel(pipes, Boundary(0, (0, 1), "cut"))
+    end = RemoteEnd(pipes, 0, (0, 1))
+    end.begin_step([0])
     if rank == 0:
-        channel.send(Pair(torch.ones(1), None)).wait()
+        end.send(0, Pair(torch.ones(1), None))
+        end.finish()
         return ""
     with refused("boundary-type-unknown") as caught:
-        channel.post_receive().wait()
+        receive(end, 0)
     return str(caught.value)
 
 
@@ -357,51 +431,50 @@ def test_unknown_type_is_named(ranks: WorkerPool) -> None:
     assert f"{Pair.__module__}.Pair" in ranks(2).run(receive_unknown)[1]
 
 
-def test_local_channel_hands_over_detached_values() -> None:
-    channel: BoundaryTransport = SameRankChannel()
+def test_a_local_boundary_hands_over_detached_values() -> None:
+    before, after = LocalEnd.pair()
     values = random_values(3, 20)
-    received_later = [channel.post_receive() for _ in values]
-    for value in values:
-        assert channel.send(value).is_done()
-    assert [difference(each.wait(), value) for each, value in zip(received_later, values, strict=True)] == [""] * 20
+    for index, value in enumerate(values):
+        before.send(index, value)
+    assert [difference(after.take(index), value) for index, value in enumerate(values)] == [""] * 20
     x = torch.ones(2, requires_grad=True) * 2
-    channel.send([x])
-    received = channel.post_receive().wait()
+    before.send(0, [x])
+    received = after.take(0)
     assert received[0].data_ptr() == x.data_ptr()
-    channel.send_gradients([None, torch.ones(2)])
-    assert [each is None for each in channel.post_gradients().wait()] == [True, False]
-    with pytest.raises(RuntimeError, match="value 21 "):
-        channel.post_receive().wait()
+    after.send(0, [None, torch.ones(2)])
+    assert [each is None for each in before.take(0)] == [True, False]
     with refused("boundary-value-type", "builtins.set"):
-        channel.send({1, 2})
-    channel.close()
+        before.send(1, {1, 2})
 
 
-def test_simulated_channel_counts_what_a_real_one_sends(ranks: WorkerPool) -> None:
-    shapes = [3, 3, 3, 5, 5, 5, 3]
-    real = ranks(2).run(count_bytes, shapes)
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_a_simulated_boundary_counts_what_a_real_one_sends(ranks: WorkerPool, is_packed: bool) -> None:
+    real = ranks(2).run(count_bytes, STEPS, is_packed)
     for rank in range(2):
         comm_log, shape = CommLog(rank), MeshShape(pp=2)
         pipes = P2PChannels(SimulatedFactory(shape, rank, "gloo"), shape, CPU, 1.0, Streams(CPU), comm_log)
-        with fake_tensors():
-            values = [{"hidden": torch.ones(size, 4), "step": 1} for size in shapes]
-            channel = BoundaryChannel(pipes, Boundary(0, (0, 1), "cut"), describe=iter(values).__next__)
-            for value in values:
-                arrived = (channel.send(value) if rank == 0 else channel.post_receive()).wait()
-                assert rank == 0 or arrived["hidden"].shape == value["hidden"].shape
-        assert {op: (count.num_calls, count.wire_bytes) for (_, op), count in comm_log.counts.items()} == real[rank]
+        with fake_tensors(), patch.object(boundary, "PACKED_BYTES", 2**18 if is_packed else -1):
+            values = [{"hidden": torch.ones(size, 4), "step": 1} for sizes in STEPS for size in sizes]
+            end = RemoteEnd(pipes, 0, (0, 1), describe=iter(values).__next__)
+            for start, stop in ((0, 2), (2, 5), (5, 7), (7, 9)):
+                end.begin_step(["any"] * (stop - start))
+                for index, value in enumerate(values[start:stop]):
+                    if rank == 0:
+                        end.send(index, value)
+                    else:
+                        assert receive(end, index)["hidden"].shape == value["hidden"].shape
+        assert counts_of(comm_log) == real[rank]
 
 
 def test_simulated_gradients_are_those_of_what_was_sent() -> None:
     shape = MeshShape(pp=2)
     pipes = P2PChannels(SimulatedFactory(shape, 0, "gloo"), shape, CPU, 1.0, Streams(CPU), CommLog(0))
     with fake_tensors():
-        channel = BoundaryChannel(pipes, Boundary(0, (0, 1), "cut"))
-        channel.send([torch.ones(2, 3, requires_grad=True), torch.ones(4)])
-        gradients = channel.post_gradients().wait()
+        end = RemoteEnd(pipes, 0, (0, 1))
+        end.begin_step([0])
+        end.send(0, [torch.ones(2, 3, requires_grad=True), torch.ones(4)])
+        gradients = receive(end, 0)
     assert [tuple(each.shape) for each in gradients] == [(2, 3)]
+    pipes = P2PChannels(SimulatedFactory(shape, 1, "gloo"), shape, CPU, 1.0, Streams(CPU), CommLog(1))
     with pytest.raises(ValueError, match="give `describe`"):
-        BoundaryChannel(
-            P2PChannels(SimulatedFactory(shape, 1, "gloo"), shape, CPU, 1.0, Streams(CPU), CommLog(1)),
-            Boundary(1, (0, 1), "cut"),
-        )
+        RemoteEnd(pipes, 1, (0, 1))

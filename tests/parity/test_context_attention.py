@@ -257,7 +257,6 @@ def test_a_ring_holds_its_own_keys_and_those_of_two_others() -> None:
     [
         ("ring", "dense", ["keys", "compute", "keys", "compute", "keys", "compute", "compute"]),
         ("all-gather", "dense", ["keys", "compute"]),
-        ("all-gather", "longformer", ["keys", "compute", "compute", "answers", "compute"]),
         ("ulysses", "dense", ["heads", "compute", "tokens"]),
         ("ring over pairs", "dense", ["heads", "keys", "compute", "compute", "tokens"]),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -45,7 +46,7 @@ def deferred(seed: int) -> nn.Module:
 def keyed(seed: int) -> nn.Module:
     torch.manual_seed(seed)
     with init(seed=7):
-        return make_transformer()
+        return Decoder(SHAPE, dtype=torch.float64)
 
 
 def meta(seed: int) -> nn.Module:
@@ -54,6 +55,12 @@ def meta(seed: int) -> nn.Module:
 
 KINDS: dict[str, Callable[[int], nn.Module]] = {"deferred": deferred, "keyed": keyed, "meta": meta}
 LAYOUTS = ((1, 0), (2, 0), (2, 1), (2, 2), (2, 3), (4, 3))  # ranks and stage
+
+
+def wide(hidden_size: int, num_layers: int) -> nn.Module:
+    """A model whose modules draw their parameters themselves, as a seed needs."""
+    sizes = {"hidden_size": hidden_size, "num_layers": num_layers, "head_dim": hidden_size // 4}
+    return Decoder(dataclasses.replace(SHAPE, **sizes, num_kv_heads=4, ffn_size=4 * hidden_size))
 
 
 def loss_of(output: Tensor, tokens: Tensor) -> tuple[Tensor, Any]:
@@ -110,7 +117,7 @@ def measure_peak(rank: int, world_size: int, kind: str) -> dict[str, int]:
     config = make_config(1, {"zero": {"stage": 3}, "precision": {"param": "bf16"}})
     with LiveBytes() as live:
         with init(seed=7 if kind == "keyed" else None):
-            model = Transformer(tied=True, hidden_size=64, num_blocks=8)
+            model = wide(hidden_size=64, num_layers=8)
         built_bytes = live.live_bytes()
         build_peak_bytes = live.peak_bytes()
         live.reset_peak()
@@ -146,7 +153,7 @@ def measure_resident(rank: int, world_size: int) -> dict[str, int]:
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak
     before_kib = resident_peak_kib()
     with init(seed=7):
-        model = Transformer(tied=True, hidden_size=512, num_blocks=16)
+        model = wide(hidden_size=512, num_layers=12)
     engine = initialize(model, config, loss_fn=loss_of)
     groups = engine.layout.groups
     return {

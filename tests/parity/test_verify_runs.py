@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from harness.pool import WorkerPool
-from shardwise.comm.collectives import Comm
+from shardwise.comm.backends import GlooComm
 from shardwise.config.resolve import Config
 from shardwise.pipeline.boundary import StageBoundary
 from shardwise.runtime.float64 import float64_throughout
@@ -63,7 +63,7 @@ def train(rank: int, world_size: int, text: str, folder: Path, fault: str) -> Tr
     patches = {
         "": nullcontext(),
         "scaled": mock.patch.object(StageBoundary, "send_gradients", scaled_gradients(StageBoundary.send_gradients)),
-        "dropped": mock.patch.object(Comm, "reduce_scatter", dropped_reduction(Comm.reduce_scatter)),
+        "dropped": mock.patch.object(GlooComm, "reduce_scatter", dropped_reduction(GlooComm.reduce_scatter)),
     }
     with patches[fault]:
         return train_layout(VerifyJob.from_json(text), rank, folder)

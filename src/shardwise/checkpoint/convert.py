@@ -16,7 +16,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -50,7 +50,7 @@ from shardwise.checkpoint.hf import (
 )
 from shardwise.checkpoint.manifest import CheckpointError, Manifest, StoredTensor
 from shardwise.checkpoint.match import match
-from shardwise.checkpoint.offline import Progress, read_pieces, rewrite
+from shardwise.checkpoint.offline import Progress, rewrite, stored_shards
 from shardwise.checkpoint.reader import ChunkReader
 from shardwise.checkpoint.safetensors_io import dtype_name
 from shardwise.config.resolve import Dtype
@@ -58,7 +58,7 @@ from shardwise.config.untrusted_files import MAX_TOKENIZER_BYTES, UntrustedFileE
 from shardwise.layout.slicing import Rect
 from shardwise.models import Decoder
 from shardwise.runtime.precision import torch_dtype
-from shardwise.runtime.state_shards import PARAM, StateShard, TensorFlatState
+from shardwise.runtime.state_shards import PARAM
 
 # The files that transformers saves of a tokenizer.
 _TOKENIZER_NAMES: Final = (
@@ -223,18 +223,13 @@ def _write(
             progress(num_done_bytes, plan.num_tensor_bytes)
 
     with ChunkReader(source) as reader, torch.no_grad():
-        num_bytes = write_export(plan, folder, _parts(reader, tensors), advance)
+        num_bytes = write_export(
+            plan, folder, stored_shards([(each, Rect.whole(each.shape)) for each in tensors], reader), advance
+        )
     if num_bytes != plan.num_tensor_bytes:
         raise CheckpointError(
             "weights-incomplete", f"{source} has {num_bytes} bytes of {plan.num_tensor_bytes}; use another checkpoint"
         )
-
-
-def _parts(reader: ChunkReader, tensors: list[StoredTensor]) -> Iterator[StateShard]:
-    """Yield the values of all tensors, a chunk at a time."""
-    for tensor in tensors:
-        for pieces, values in read_pieces(reader, tensor, PARAM, Rect.whole(tensor.shape)):
-            yield StateShard(tensor.name, tensor.aliases, PARAM, tensor.shape, TensorFlatState(values), pieces, pieces)
 
 
 def _family_tensors(folder: Path) -> tuple[tuple[StoredTensor, ...], dict[str, Any]]:

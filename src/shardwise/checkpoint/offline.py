@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from shardwise.checkpoint.commit import (
     check_free_space,
     commit,
     discard,
-    named_errors,
     read_manifest,
     step_of,
 )
@@ -39,12 +38,14 @@ from shardwise.checkpoint.manifest import (
     StoredChunk,
     StoredTensor,
     entry_key,
+    merge_parts,
 )
 from shardwise.checkpoint.reader import ChunkReader
-from shardwise.checkpoint.safetensors_io import FileTensor, TensorHeader, encode_header, named_dtype, read_header
+from shardwise.checkpoint.safetensors_io import FileTensor, named_dtype, read_header
+from shardwise.checkpoint.writer import write_state_shards
 from shardwise.config.untrusted_files import open_regular, printable, read_bytes
 from shardwise.layout.slicing import Chunk, Rect, Shape, flat_range_to_rects
-from shardwise.runtime.pinned_memory import memory_of
+from shardwise.runtime.state_shards import FlatSlice, FlatState, StateShard
 
 # Elements in memory at once: whole blocks of any dtype, and so many that the cost of each call does not count.
 CHUNK_NUMEL: Final = 2 * BLOCK_BYTES
@@ -332,15 +333,15 @@ def rewrite(
     check_free_space(root, num_bytes)
     temporary = begin(root, manifest.step)
     try:
-        files: dict[str, int] = {}
-        pieces: dict[tuple[str, str], list[StoredChunk]] = {}
         with ChunkReader(source) as reader:
-            for index, part in enumerate(parts):
-                path = temporary / f"rank-{index:05d}-of-{num_files:05d}.safetensors"
-                if part:
-                    for entry in _write_file(path, part, reader, meter):
-                        pieces.setdefault((entry.tensor.name, entry.state), []).append(entry.piece)
-                    files[path.name] = path.stat().st_size
+            written = [
+                write_state_shards(
+                    temporary, _file_name(index, num_files), stored_shards(part, reader), [], meter.advance
+                )
+                for index, part in enumerate(parts)
+            ]
+        found, files = merge_parts(written)
+        pieces = {(tensor.name, name): state.pieces for tensor in found for name, state in tensor.states.items()}
         tensors = tuple(_with_pieces(tensor, pieces) for tensor in manifest.tensors)
         return commit(temporary, root, replace(manifest, tensors=tensors, files=files)), files
     except BaseException:
@@ -348,36 +349,55 @@ def rewrite(
         raise
 
 
+def _file_name(index: int, num_files: int) -> str:
+    return f"rank-{index:05d}-of-{num_files:05d}.safetensors"
+
+
 def _item_bytes(tensor: StoredTensor) -> int:
     """Return the bytes of one element over all states; 1 where no state has elements, so that it can divide."""
     return sum(ITEM_BYTES[state.dtype] for state in tensor.states.values() if state.value is None) or 1
 
 
-def _write_file(
-    path: Path, part: Sequence[tuple[StoredTensor, Rect]], reader: ChunkReader, meter: _ReadMeter
-) -> list[NamedChunk]:
-    """Write these rectangles of all states as one file; return the entries with their offsets and checksums."""
-    wanted = [
-        NamedChunk(tensor, name, StoredChunk(rect, path.name, 0))
-        for tensor, rect in part
-        for name, state in tensor.states.items()
-        if state.value is None
-    ]
-    header, offsets = encode_header([TensorHeader(each.key, each.dtype, each.piece.rect.shape) for each in wanted])
-    written = []
-    with named_errors("write", path), path.open("xb") as stream:
-        stream.write(header)
-        for offset, entry in sorted(zip(offsets, wanted, strict=True), key=lambda pair: pair[0]):
-            crcs: list[int] = []
-            for values in read_chunks(reader, entry.tensor, entry.state, entry.piece.rect):
-                data = memory_of(values)
-                crcs += [zlib.crc32(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)]
-                stream.write(data)
-                meter.advance(len(data))
-            written.append(replace(entry, piece=replace(entry.piece, offset=offset, crcs=tuple(crcs))))
-        stream.flush()
-        os.fsync(stream.fileno())
-    return written
+@dataclass(frozen=True)
+class _StoredState:
+    """Gives a rectangle of a stored state, row-major, to the writer as a state that is in a file."""
+
+    reader: ChunkReader
+    stored: StoredTensor
+    state: str
+    rect: Rect
+
+    tensor: ClassVar[None] = None
+
+    @property
+    def numel(self) -> int:
+        return self.rect.numel
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return named_dtype(self.stored.states[self.state].dtype)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        target = torch.empty(stop - start, dtype=self.dtype)
+        self.reader.read(self.stored, self.state, flat_range_to_rects(self.rect, start, stop), target)
+        return target
+
+    def write(self, start: int, values: Tensor) -> None:
+        raise NotImplementedError("a committed checkpoint is read only; write a new one")
+
+    def part(self, start: int, stop: int) -> FlatState:
+        return FlatSlice(self, start, stop)
+
+
+def stored_shards(part: Sequence[tuple[StoredTensor, Rect]], reader: ChunkReader) -> list[StateShard]:
+    """Return the states of some rectangles of stored tensors as what one rank writes; they are read when written."""
+    shards = []
+    for stored, rect in part:
+        names, whole = (stored.name, stored.aliases), (Chunk(rect, 0),)
+        for state in (name for name, each in stored.states.items() if each.value is None):
+            flat = _StoredState(reader, stored, state, rect)
+            shards.append(StateShard(*names, state, stored.shape, flat, whole, whole, stored.kind, stored.trainable))
+    return shards
 
 
 def read_chunks(reader: ChunkReader, tensor: StoredTensor, state: str, rect: Rect) -> Iterator[Tensor]:
@@ -389,27 +409,9 @@ def read_chunks(reader: ChunkReader, tensor: StoredTensor, state: str, rect: Rec
         state: which of its states.
         rect: the rectangle of the whole tensor.
     """
-    for _, values in read_pieces(reader, tensor, state, rect):
-        yield values
-
-
-def read_pieces(
-    reader: ChunkReader, tensor: StoredTensor, state: str, rect: Rect
-) -> Iterator[tuple[tuple[Chunk, ...], Tensor]]:
-    """Yield the tensors of `read_chunks`, each with the rectangles that it consists of.
-
-    Args:
-        reader: of the tensor's folder.
-        tensor: as the manifest has it.
-        state: which of its states.
-        rect: the rectangle of the whole tensor.
-    """
-    dtype = named_dtype(tensor.states[state].dtype)
+    flat = _StoredState(reader, tensor, state, rect)
     for start in range(0, rect.numel, CHUNK_NUMEL):
-        pieces = flat_range_to_rects(rect, start, min(start + CHUNK_NUMEL, rect.numel))
-        target = torch.empty(pieces[-1].local_stop, dtype=dtype)
-        reader.read(tensor, state, pieces, target)
-        yield tuple(pieces), target
+        yield flat.read(start, min(start + CHUNK_NUMEL, rect.numel))
 
 
 def _with_pieces(tensor: StoredTensor, pieces: Mapping[tuple[str, str], Sequence[StoredChunk]]) -> StoredTensor:

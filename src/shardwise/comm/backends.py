@@ -1,4 +1,4 @@
-"""These back ends of `shardwise.comm.collectives.Comm` move data: by gloo, by NCCL, or not at all.
+"""This module has the back ends of `shardwise.comm.collectives.Comm`: gloo, NCCL, and one that moves nothing.
 
 A simulated communicator is one of the two over an object that stands for `torch.distributed` and does nothing, so that
 it counts and allocates as the real one.
@@ -45,13 +45,14 @@ class GlooComm(Comm):
         """
         if self.world_size == 1:
             return AsyncWork()
-        slices = full.chunk(self.world_size)
+        numel, own = full.numel() // self.world_size, self._own_slice(full)
         with self.launch(self._count("all_gather", name, full, passes=1)) as started:
             # Each rank starts with its right-hand neighbour, so that not all ranks send to the same one first.
-            for distance in range(1, self.world_size):
+            for distance in self._distances:
                 to, source = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
-                started.add(self._c10d.isend(slices[self.rank], group=self._group, group_dst=to))
-                started.add(self._c10d.irecv(slices[source], group=self._group, group_src=source))
+                filled = full[source * numel : (source + 1) * numel]
+                started.add(self._c10d.isend(own, group=self._group, group_dst=to))
+                started.add(self._c10d.irecv(filled, group=self._group, group_src=source))
         return started.as_work()
 
     def reduce_scatter(self, source: Tensor, out: Tensor, *, accumulate: bool, name: str) -> AsyncWork:
@@ -184,7 +185,7 @@ class NcclComm(Comm):
         """
         if self.world_size == 1:
             return AsyncWork()
-        own = full.chunk(self.world_size)[self.rank]
+        own = self._own_slice(full)
         with self.launch(self._count("all_gather", name, full, passes=1), stream) as started:
             self._c10d.all_gather_into_tensor(full, own, group=self._group)
         return started.as_work()
@@ -302,6 +303,22 @@ def process_group_comm(
     place = RankPlace(rank, dist.get_world_size(group), axis, ranks)
     is_on_device = dist.get_backend(group) == "nccl" or resources.device.type == "cuda"
     return (NcclComm if is_on_device else GlooComm)(place, resources, group)
+
+
+def comm_over(group: dist.ProcessGroup | None, timeout_s: float) -> Comm:
+    """Return the communicator of a process group that is there already, without an engine.
+
+    Args:
+        group: None for the world's.
+        timeout_s: seconds; a collective on gloo that waits longer fails.
+    """
+    chosen = group if group is not None else dist.group.WORLD
+    assert chosen is not None, "the caller has joined a process group"
+    is_cuda = "nccl" in dist.get_backend_config(chosen)
+    device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
+    return process_group_comm(
+        chosen, "init", CommResources.alone(device, timeout_s), tuple(dist.get_process_group_ranks(chosen))
+    )
 
 
 def simulated_comm(place: RankPlace, resources: CommResources, backend: Backend) -> Comm:

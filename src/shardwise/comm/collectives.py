@@ -26,7 +26,7 @@ from torch import Tensor
 
 from shardwise.comm.records import Collective, CommError, CommLog, MissingRankError
 from shardwise.runtime.buffer_pool import BufferPool
-from shardwise.runtime.streams import Event, StreamName, Streams
+from shardwise.runtime.streams import Event, P2PStreamKey, StreamName, Streams
 
 
 class AsyncWork:
@@ -67,10 +67,12 @@ class Launch:
     Attributes:
         works: torch's, of gloo; none where collectives run in the order of a stream.
         wait: waits for the collective, once it is started; None where there is nothing to wait for.
+        done: the event after it on the device; None on gloo, and where nothing waits.
     """
 
     def __init__(self) -> None:
         self.works: list[dist.Work] = []
+        self.done: Event | None = None
         self.wait: Callable[[], None] | None = None
 
     def add(self, work: dist.Work | None) -> None:
@@ -206,6 +208,8 @@ class Comm(ABC):
         self._pool = resources.pool
         self._in_flight: set[Launch] = set()
         self._is_connected = self.waits_on_host
+        # Simulated ranks are not addressed one by one: there may be thousands.
+        self._distances = range(1, 1 if self.is_simulated else place.world_size)
 
     @abstractmethod
     def all_gather(self, full: Tensor, name: str, stream: StreamName | None = "gather") -> AsyncWork:
@@ -279,20 +283,22 @@ class Comm(ABC):
         On NCCL they wait until their time-out.
         """
 
-    def all_reduce(self, buffer: Tensor, wire_dtype: torch.dtype, name: str) -> AsyncWork:
+    def all_reduce(self, buffer: Tensor, wire_dtype: torch.dtype, name: str, wire: Tensor | None = None) -> AsyncWork:
         """Sum `buffer` [n * s] over the ranks in place, sent as `wire_dtype`; all ranks get equal bits.
 
         Args:
             buffer: fp32 or wider.
             wire_dtype: in which it is sent.
             name: for counts and messages.
+            wire: of the pool, with what this rank sends, if that is not in `buffer`; it is released.
         """
         if self.world_size == 1:
             return AsyncWork()
         if wire_dtype == buffer.dtype:
             return self._reduce_in_place(buffer, dist.ReduceOp.SUM, name, "reduce")
-        wire = self._pool.acquire(buffer.numel(), wire_dtype)
-        wire.copy_(buffer)
+        if wire is None:
+            wire = self._pool.acquire(buffer.numel(), wire_dtype)
+            wire.copy_(buffer)
         own = self._own_slice(buffer)
         reduced = self.reduce_scatter(wire, own, accumulate=False, name=name)
 
@@ -344,14 +350,16 @@ class Comm(ABC):
                 self._c10d.all_reduce(torch.zeros(1, dtype=torch.uint8, device=self.device), group=self._group)
                 self._is_connected = True
             batch = []
-            for distance in range(1, self.world_size):
+            for distance in self._distances:
                 to, source = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
                 for op, peer, buffers in ((self._c10d.isend, to, sends), (self._c10d.irecv, source, receives)):
                     moved = map(bytes_of, buffers.get(peer, ()))
                     batch += [self._c10d.P2POp(op, each, group=self._group, group_peer=peer) for each in moved]
             # One batch, so that on NCCL no order of sends and receives deadlocks.
             started.works += self._in_stream(self._c10d.batch_isend_irecv(batch)) if batch else []
-        wait = started.wait or _nothing
+        wait = started.wait
+        if wait is None or self.waits_on_host:  # torch's works hold the tensors
+            return AsyncWork(wait)
 
         def finish() -> None:
             wait()
@@ -411,7 +419,10 @@ class Comm(ABC):
 
     @contextmanager
     def launch(
-        self, call: Collective, stream: StreamName | None = None, finish: Callable[[], object] | None = None
+        self,
+        call: Collective,
+        stream: StreamName | P2PStreamKey | None = None,
+        finish: Callable[[], object] | None = None,
     ) -> Iterator[Launch]:
         """Start the collective of the context: all of them pass here, whatever they are and whatever moves them.
 
@@ -432,9 +443,9 @@ class Comm(ABC):
                 yield started
             if stream is None and not self.comm_log.is_watched:
                 return
-            done = Event.record(self.device)
-        self.comm_log.enqueue(call, done)
-        started.wait = None if stream is None else done.wait
+            started.done = Event.record(self.device)
+        self.comm_log.enqueue(call, started.done)
+        started.wait = None if stream is None else started.done.wait
 
     def _wait(self, call: Collective, started: Launch, finish: Callable[[], object] | None) -> None:
         self._in_flight.discard(started)
@@ -519,7 +530,3 @@ class Comm(ABC):
 def bytes_of(buffer: Tensor) -> Tensor:
     """View a contiguous tensor's memory as uint8 [b]."""
     return buffer.view(-1).view(torch.uint8)
-
-
-def _nothing() -> None:
-    pass

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,8 +31,6 @@ from torch import Tensor
 from shardwise.config.errors import CodedError
 from shardwise.runtime.precision import TORCH_DTYPES
 from shardwise.runtime.streams import Event
-
-Result = TypeVar("Result")
 
 # Enough for the collectives of one step, which the host may have enqueued ahead of the device.
 _MAX_ENQUEUED = 4096
@@ -280,17 +278,12 @@ class CommLog:
         if inside is not None:
             self.left = CollectiveEvent(inside.call, time.monotonic(), inside.thread)
 
-    def guarded(self, call: Collective, run: Callable[[], Result]) -> Result:
-        """Run a part of `call` and return its result; see `running`."""
-        with self.running(call):
-            return run()
-
     @contextmanager
     def running(self, call: Collective) -> Iterator[None]:
-        """Record that the host is in `call` for the context, which starts it or waits for it.
+        """Record that the host is in `call` while the body runs.
 
         Raises:
-            CommError: it failed; the message says in which call, and why as far as the ranks know.
+            CommError: the body failed; the message says in which call, and why as far as the ranks know.
         """
         self.begin(call)
         try:

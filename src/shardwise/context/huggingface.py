@@ -40,6 +40,17 @@ _CAUSAL: Final = ("ForCausalLM", "LMHeadModel")
 _MEANS: Final = frozenset(
     {"ForCausalLMLoss", "ForMaskedLMLoss", "ForTokenClassification", "ForSequenceClassificationLoss"}
 )
+_PER_SAMPLE: Final = ("ForMultipleChoice", "ForNextSentencePrediction")
+# Decoders of transformers that write out a mean over the labels as they are, where others call their `loss_function`.
+_UNSHIFTED: Final = frozenset(
+    f"{name}ForCausalLM"
+    for name in (
+        *("Bart", "BigBirdPegasus", "Blenderbot", "BlenderbotSmall", "CpmAnt", "MBart", "Marian", "Musicgen"),
+        *("MusicgenMelody", "Mvp", "PLBart", "Pegasus", "TrOCR", "Whisper"),
+    )
+) | {"FlaubertWithLMHeadModel", "XLMWithLMHeadModel", "XLNetLMHeadModel"}
+# Decoders that write out another loss.
+_OTHER_LOSS: Final = frozenset({"BlipTextLMHeadModel", "ClvpForCausalLM", "ProphetNetForCausalLM"})
 _MIXERS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)
 _NUM_PROOF_TOKENS: Final = 32
 _LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
@@ -243,8 +254,8 @@ def _shifts_labels(inner: Any) -> bool:
     name, function = type(inner).__name__, getattr(inner, "loss_function", None)
     if name.endswith(_PER_TOKEN):
         return False
-    names = inspect.unwrap(type(inner).forward).__code__.co_names
-    if name.endswith(_CAUSAL) and "loss_function" in names and getattr(function, "__name__", "") == "ForCausalLMLoss":
+    calls_function = _is_transformers_own(inner) and name not in _UNSHIFTED | _OTHER_LOSS
+    if name.endswith(_CAUSAL) and calls_function and getattr(function, "__name__", "") == "ForCausalLMLoss":
         return True
     raise ConfigError(
         "cp-token-loss",
@@ -304,15 +315,21 @@ def without_num_items(model: nn.Module, inputs: Any, num_targets: Tensor | None)
 
 def _mean_shifts(inner: Any) -> bool | None:
     """Return whether a model's own mean of cross-entropies leaves out the first label; None for any other loss."""
-    code = getattr(inspect.unwrap(type(inner).forward), "__code__", None)
-    if code is None or not hasattr(type(inner), "base_model_prefix"):
+    name, is_decoder = type(inner).__name__, not getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
+    if not _is_transformers_own(inner) or name in _OTHER_LOSS:
         return None
-    if "loss_function" in code.co_names:
-        kind = getattr(inner.loss_function, "__name__", "")
-        is_decoder = not getattr(inner.config, "is_encoder_decoder", False)
-        return kind == "ForCausalLMLoss" and is_decoder if kind in _MEANS else None
-    written_out = {"CrossEntropyLoss", "cross_entropy"}.intersection(code.co_names)
-    return any("shift" in name for name in code.co_varnames) if written_out else None
+    if name in _UNSHIFTED or name.endswith(_PER_SAMPLE):
+        return False
+    if inner.loss_type is None and is_decoder and not name.endswith(_CAUSAL):
+        return None
+    kind = getattr(inner.loss_function, "__name__", "")
+    return kind == "ForCausalLMLoss" and is_decoder if kind in _MEANS else None
+
+
+def _is_transformers_own(inner: Any) -> bool:
+    """Return whether a model's forward is one of transformers, whose losses follow from their classes' names."""
+    forward = inspect.unwrap(type(inner).forward)
+    return hasattr(type(inner), "base_model_prefix") and forward.__module__.startswith("transformers.")
 
 
 def _refuse_whole(inputs: Mapping[str, Any], num_samples: int, num_tokens: int) -> None:

@@ -1,7 +1,7 @@
 """Choose a split of a sequence's tokens that spreads a layout's work evenly and moves little.
 
-Costs are in pairs of a query and a key, the mean over heads. A key that is pulled costs time on the wire and counts as
-`PULLED_PAIRS` pairs, so that work and traffic have one price: that of the slowest rank.
+Costs are in pairs of a query and a key, the mean over heads. A key that is received costs time on the wire and
+counts as `RECEIVED_PAIRS` pairs, so that work and traffic have one price: that of the slowest rank.
 
 >>> import torch
 >>> layout = BlockLayout.from_blocks(torch.ones(8, 8), block=128, causal=True)
@@ -22,11 +22,11 @@ from torch import Tensor
 
 from shardwise.attention.block_layout import BlockLayout, Pattern
 from shardwise.config.resolve import ConfigError
-from shardwise.context.plan import PUSHED_COST, PUSHED_SHARE, ExchangePlan, find_moves, require_whole
+from shardwise.context.plan import find_moves, require_whole
 from shardwise.context.visibility import VisibilityIndex
-from shardwise.layout.token_ranges import Runs, TokenSplit, contiguous, intersect, join, shift, zigzag
+from shardwise.layout.token_ranges import Runs, TokenSplit, contiguous, join, zigzag
 
-PULLED_PAIRS: Final = 400
+RECEIVED_PAIRS: Final = 400
 """Pairs that are computed in the time in which one token's keys and values are sent to a rank, forward and backward.
 
 With D of a head, in bf16: 14 D FLOPs a pair and query head (two products forward, five backward), 16 D bytes a token
@@ -59,20 +59,15 @@ class _Cost:
 
     Attributes:
         queries: pairs of each query.
-        pushed: pairs of each query that may be pushed.
-        keys: the same pairs, counted at their key.
         num_heads: of the layout.
     """
 
     queries: Tensor
-    pushed: Tensor
-    keys: Tensor
     num_heads: int
 
-    def of(self, local: Runs, share: Runs, is_pushing: bool) -> float:
-        """Return the mean over heads of pairs of local queries and, if any are pushed, of pushed ones with own keys."""
-        pairs = _sum(self.queries, local) + (_sum(self.keys, share) if is_pushing else 0)
-        return pairs / self.num_heads
+    def of(self, split: TokenSplit) -> tuple[float, ...]:
+        """Return the pairs of each rank of a split, the mean over heads."""
+        return tuple(_sum(self.queries, share) / self.num_heads for share in split.shares)
 
 
 def work_per_rank(layout: BlockLayout, split: TokenSplit) -> tuple[float, ...]:
@@ -86,8 +81,7 @@ def work_per_rank(layout: BlockLayout, split: TokenSplit) -> tuple[float, ...]:
         ConfigError: the split is of another number of tokens, or the layout is not of a whole sequence.
     """
     require_whole(layout, split)
-    visibility = VisibilityIndex.of(layout)
-    return _work(_cost(layout, visibility), split, find_moves(visibility, split))
+    return _cost(layout).of(split)
 
 
 def balanced(layout: BlockLayout, degree: int) -> TokenSplit:
@@ -112,10 +106,9 @@ def balanced(layout: BlockLayout, degree: int) -> TokenSplit:
 def choose_split(token_layout: str, layout: BlockLayout, degree: int, heads_over: int = 1) -> TokenSplit:
     """Return the split of a name, kept with the layout; for "auto" the one of least price among those that divide.
 
-    The price is that of the costliest rank: its pairs, plus `PULLED_PAIRS` for each token whose keys it receives, and
-    `PUSHED_COST` times as many for each token whose query it receives. At equal prices the split of fewer runs wins:
-    contiguous for windows, for dense attention both ways and where heads are exchanged for all tokens; zigzag for dense
-    causal attention.
+    The price is that of the costliest rank: its pairs, plus `RECEIVED_PAIRS` for each token whose keys it receives. At
+    equal prices the split of fewer runs wins: contiguous for windows, for dense attention both ways and where heads are
+    exchanged for all tokens; zigzag for dense causal attention.
 
     Args:
         token_layout: contiguous, zigzag, balanced or auto.
@@ -142,15 +135,15 @@ def balance_table(layout: BlockLayout, degree: int, heads_over: int = 1) -> list
         ConfigError: none divides.
     """
     visibility = VisibilityIndex.of(layout)
-    cost = _cost(layout, visibility)
+    cost = _cost(layout)
     rows = []
     for split in _candidates(layout, degree):
         teams = split.teams(heads_over)
         moves = find_moves(visibility, teams)
-        work = _work(cost, teams, moves)
+        work = cost.of(teams)
         mean = sum(work) / len(work)
         remote = teams.degree * (teams.num_tokens - teams.own_size)
-        traffic = sum(moves.tokens_pulled()) / remote if remote else 0.0
+        traffic = sum(moves.tokens_received()) / remote if remote else 0.0
         rows.append(Balance(split.kind, max(work) / mean if mean else 1.0, traffic))
     return rows
 
@@ -164,7 +157,7 @@ def _choose(token_layout: str, layout: BlockLayout, degree: int, heads_over: int
     if token_layout == "balanced":
         return balanced(layout, degree)
     visibility = VisibilityIndex.of(layout)
-    cost = _cost(layout, visibility)
+    cost = _cost(layout)
     return min(_candidates(layout, degree), key=lambda split: _price(cost, visibility, split.teams(heads_over)))
 
 
@@ -184,12 +177,8 @@ def _candidates(layout: BlockLayout, degree: int) -> list[TokenSplit]:
 
 
 def _price(cost: _Cost, visibility: VisibilityIndex, split: TokenSplit) -> float:
-    moves = find_moves(visibility, split)
-    work, pulled, pushed = _work(cost, split, moves), moves.tokens_pulled(), moves.tokens_pushed()
-    return max(
-        pairs + PULLED_PAIRS * (keys + PUSHED_COST * queries)
-        for pairs, keys, queries in zip(work, pulled, pushed, strict=True)
-    )
+    received = find_moves(visibility, split).tokens_received()
+    return max(pairs + RECEIVED_PAIRS * keys for pairs, keys in zip(cost.of(split), received, strict=True))
 
 
 def _balanced(layout: BlockLayout, degree: int) -> TokenSplit:
@@ -205,16 +194,16 @@ def _balanced(layout: BlockLayout, degree: int) -> TokenSplit:
             f"equal runs; nearest legal: {legal}",
         )
     visibility = VisibilityIndex.of(layout)
-    cost = _cost(layout, visibility)
-    is_pushing = find_moves(visibility, contiguous(length, degree)).is_pushing
-    dealt = dict.fromkeys(
-        _deal(cost, unit, degree, is_by_cost, is_pushing) for unit in units for is_by_cost in (False, True)
-    )
+    cost = _cost(layout)
+    dealt = dict.fromkeys(_deal(cost, unit, degree, is_by_cost) for unit in units for is_by_cost in (False, True))
     splits = [TokenSplit("balanced", length, shares) for shares in dealt]
-    moves = [find_moves(visibility, split) for split in splits]
-    most = [max(_work(cost, split, each)) for split, each in zip(splits, moves, strict=True)]
-    even = [at for at, pairs in enumerate(most) if pairs <= _EVEN * min(most)]
-    return splits[min(even, key=lambda at: (sum(moves[at].tokens_pulled()), sum(map(len, splits[at].shares))))]
+    most = [max(cost.of(split)) for split in splits]
+    even = [split for split, pairs in zip(splits, most, strict=True) if pairs <= _EVEN * min(most)]
+
+    def moved(split: TokenSplit) -> tuple[int, int]:
+        return sum(find_moves(visibility, split).tokens_received()), sum(map(len, split.shares))
+
+    return min(even, key=moved)
 
 
 def _units(layout: BlockLayout, degree: int) -> list[int]:
@@ -228,10 +217,9 @@ def _units(layout: BlockLayout, degree: int) -> list[int]:
     return []
 
 
-def _deal(cost: _Cost, unit: int, degree: int, is_by_cost: bool, is_pushing: bool) -> tuple[Runs, ...]:
+def _deal(cost: _Cost, unit: int, degree: int, is_by_cost: bool) -> tuple[Runs, ...]:
     """Return the runs of each rank, equally many."""
-    sums = cost.queries - cost.pushed + cost.keys if is_pushing else cost.queries
-    costs = torch.diff(sums[::unit])  # of each run
+    costs = torch.diff(cost.queries[::unit])  # of each run
     if is_by_cost:
         own = _least_loaded(costs, degree)
     else:
@@ -253,43 +241,25 @@ def _least_loaded(costs: Tensor, degree: int) -> list[list[int]]:
     return own
 
 
-def _work(cost: _Cost, split: TokenSplit, moves: ExchangePlan) -> tuple[float, ...]:
-    pairs = zip(moves.local, split.shares, strict=True)
-    return tuple(cost.of(local, share, moves.is_pushing) for local, share in pairs)
+def _cost(layout: BlockLayout) -> _Cost:
+    pairs = torch.cat([_pairs(pattern) for pattern in layout.patterns])  # [num_tokens]
+    return _Cost(torch.cat([pairs.new_zeros(1), pairs.cumsum(0)]), layout.num_heads)
 
 
-def _cost(layout: BlockLayout, visibility: VisibilityIndex) -> _Cost:
-    pushed, before, parts = visibility.rows_seeing_most(PUSHED_SHARE), 0, []
-    for pattern in layout.patterns:
-        rows = shift(intersect(pushed, ((before, before + pattern.num_tokens),)), -before)
-        parts.append(_pairs(pattern, rows))
-        before += pattern.num_tokens
-    pairs = torch.cat(parts, dim=1)  # [3, num_tokens]
-    sums = torch.cat([pairs.new_zeros(3, 1), pairs.cumsum(1)], dim=1)  # [3, num_tokens + 1]
-    return _Cost(sums[0], sums[1], sums[2], layout.num_heads)
-
-
-def _pairs(pattern: Pattern, pushed: Runs) -> Tensor:
-    """Count pairs of each query, of each pushed query, and of each key with pushed rows; int64 [3, tokens]."""
+def _pairs(pattern: Pattern) -> Tensor:
+    """Count the pairs of each query; int64 [tokens]."""
     block, num_tokens = pattern.block, pattern.num_tokens
     num_blocks = pattern.blocks.shape[-1]
     missing = num_blocks * block - num_tokens  # of the last block
-    is_pushed = torch.zeros(num_blocks, dtype=torch.bool)
-    for start, stop in pushed:
-        is_pushed[start // block : -(-stop // block)] = True
-    of_rows, of_columns, diagonal = torch.zeros(3, num_blocks, dtype=torch.int64)
+    of_rows, diagonal = torch.zeros(2, num_blocks, dtype=torch.int64)
     for blocks in pattern.blocks:  # [num_blocks, num_blocks], of a head
         whole = blocks.tril(-1) if pattern.causal else blocks
         of_rows += whole.sum(-1) * block - whole[:, -1] * missing
-        of_columns += whole[is_pushed].sum(0) * block - whole[-1] * (missing * is_pushed[-1])
         if pattern.causal:
             diagonal += blocks.diagonal()
     at = torch.arange(num_tokens)
     inside, of = at % block, at // block  # place in its block, and which it is
-    left = ((of + 1) * block).clamp(max=num_tokens) - at
-    of_queries = of_rows[of] + diagonal[of] * (inside + 1)
-    of_keys = of_columns[of] + (diagonal * is_pushed)[of] * left
-    return torch.stack([of_queries, of_queries * is_pushed[of], of_keys])
+    return of_rows[of] + diagonal[of] * (inside + 1)
 
 
 def _sum(sums: Tensor, runs: Runs) -> int:

@@ -14,18 +14,17 @@ from torch import Tensor
 from shardwise.layout.token_ranges import Runs, count_tokens, local
 
 
-def blank(like: Tensor, num_rows: int, *, num: int = 1, head_dim: int = 0, dtype: torch.dtype | None = None) -> Tensor:
+def blank(like: Tensor, num_rows: int, *, num: int, dtype: torch.dtype | None = None) -> Tensor:
     """Return a message [num_rows, num, B, H, D] without values.
 
     Args:
         like: [B, H, n, D].
         num_rows: of each tensor.
         num: tensors in it.
-        head_dim: D; that of `like` where 0.
         dtype: that of `like` where None.
     """
-    samples, heads, _, own_head_dim = like.shape
-    return like.new_empty(num_rows, num, samples, heads, head_dim or own_head_dim, dtype=dtype)
+    samples, heads, _, head_dim = like.shape
+    return like.new_empty(num_rows, num, samples, heads, head_dim, dtype=dtype)
 
 
 def pack(tensors: Sequence[Tensor], rows: Runs) -> Tensor:

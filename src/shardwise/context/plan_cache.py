@@ -37,15 +37,12 @@ class RankPlan:
     def ring_plan_of(self, num_heads: int) -> RingPlan:
         """Return the steps for this rank's part of `num_heads` query heads."""
         heads = heads_of(num_heads, len(self.team.shares), self.team.index)
-        steps = tuple(
-            replace(each, pulled=_of_heads(each.pulled, heads), pushed=_of_heads(each.pushed, heads))
-            for each in self.ring_plan.steps
-        )
+        steps = tuple(replace(each, tile=_of_heads(each.tile, heads)) for each in self.ring_plan.steps)
         return replace(self.ring_plan, steps=steps)
 
 
-def _of_heads(piece: AttentionTile | None, heads: tuple[int, int]) -> AttentionTile | None:
-    return None if piece is None else replace(piece, layout=piece.layout.of_heads(*heads))
+def _of_heads(tile: AttentionTile | None, heads: tuple[int, int]) -> AttentionTile | None:
+    return None if tile is None else replace(tile, layout=tile.layout.of_heads(*heads))
 
 
 class PlanCache:

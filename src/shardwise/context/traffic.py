@@ -21,13 +21,13 @@ ContextTraffic(forward=163840, backward=163840)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shardwise.attention.block_layout import BlockLayout
 from shardwise.context.plan import RingStep, plan_steps
-from shardwise.layout.token_ranges import Runs, TokenSplit, count_tokens
+from shardwise.layout.token_ranges import TokenSplit, count_tokens
 
 
 @dataclass(frozen=True)
@@ -93,29 +93,23 @@ def bytes_of_attention(
 
 
 def bytes_of_steps(steps: Sequence[RingStep], sizes: AttentionSizes) -> ContextTraffic:
-    """Count the bytes that a rank sends in steps.
-
-    In the forward it sends keys with their values, and queries that are answered with their output and log-sum-exp. In
-    the backward it sends the same, with each query its output, the output's gradient and log-sum-exp, and returns
-    gradients.
+    """Count the bytes that a rank sends in steps: keys with their values in the forward; in the backward the same
+    again, and gradients of those that it received.
 
     Args:
         steps: of the rank.
         sizes: with the heads that the rank has in them.
     """
-    keys = _count(runs for step in steps for runs in step.sent_keys.values())
-    queries = _count(runs for step in steps for runs in step.sent_queries.values())
-    keys_here = _count(runs for step in steps for runs in step.received_keys.values())
-    queries_here = _count(runs for step in steps for runs in step.received_queries.values())
+    sent, received = (
+        sum(count_tokens(runs) for runs in several)
+        for several in (
+            [runs for step in steps for runs in step.sent_keys.values()],
+            [runs for step in steps for runs in step.received_keys.values()],
+        )
+    )
     of_key = 2 * sizes.samples * sizes.num_kv_heads * sizes.head_dim  # numbers of a token: its key and its value
-    of_query = sizes.samples * sizes.num_heads * sizes.head_dim
-    of_lse = sizes.samples * sizes.num_heads * sizes.wide_bytes
-    narrow, wide = sizes.element_bytes, sizes.wide_bytes
-    moved = keys * of_key * narrow
-    forward = moved + queries * of_query * narrow + queries_here * (of_query * narrow + of_lse)
-    backward = moved + queries * (3 * of_query * narrow + of_lse)
-    backward += keys_here * of_key * wide + queries_here * of_query * wide
-    return ContextTraffic(forward, backward)
+    moved = sent * of_key * sizes.element_bytes
+    return ContextTraffic(moved, moved + received * of_key * sizes.wide_bytes)
 
 
 def bytes_of_heads(num_tokens: int, team_size: int, sizes: AttentionSizes) -> ContextTraffic:
@@ -146,7 +140,3 @@ def bytes_of_ring(num_tokens: int, num_ranks: int, sizes: AttentionSizes) -> Con
     """
     of_keys = (num_ranks - 1) * 2 * num_tokens * sizes.samples * sizes.num_kv_heads * sizes.head_dim
     return ContextTraffic(of_keys * sizes.element_bytes, of_keys * (sizes.element_bytes + sizes.wide_bytes))
-
-
-def _count(several: Iterable[Runs]) -> int:
-    return sum(count_tokens(runs) for runs in several)

@@ -32,7 +32,6 @@ class _Document:
         block: tokens of a block.
         whole: [num_blocks, num_blocks], bool, whether any head's row sees all of a column's keys.
         diagonal: [num_blocks], bool, whether it sees those of its own block that are not after it: only where causal.
-        num_seen: [num_blocks], the number of blocks of which each row sees a part.
     """
 
     before: int
@@ -40,7 +39,6 @@ class _Document:
     block: int
     whole: Tensor
     diagonal: Tensor | None
-    num_seen: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,10 +60,6 @@ class VisibilityIndex:
             before += pattern.num_tokens
         return VisibilityIndex(tuple(documents))
 
-    def rows_seeing_most(self, share: float) -> Runs:
-        """Return the tokens of the rows of blocks that see at least a share of the document's blocks."""
-        return join(_tokens(each, each.num_seen >= share * len(each.num_seen)) for each in self.documents)
-
     def keys_seen(self, queries: Runs) -> Runs:
         """Return the tokens whose keys any of the queries sees, over all heads."""
         return join(self._each(queries, _keys_seen))
@@ -84,9 +78,8 @@ class VisibilityIndex:
 def _document(pattern: Pattern, before: int) -> _Document:
     blocks = pattern.blocks[0] if pattern.blocks.shape[0] == 1 else pattern.blocks.any(0)  # [num_blocks, num_blocks]
     if not pattern.causal:
-        return _Document(before, pattern.num_tokens, pattern.block, blocks, None, blocks.sum(-1))
-    whole, diagonal = blocks.tril(-1), blocks.diagonal()
-    return _Document(before, pattern.num_tokens, pattern.block, whole, diagonal, whole.sum(-1) + diagonal)
+        return _Document(before, pattern.num_tokens, pattern.block, blocks, None)
+    return _Document(before, pattern.num_tokens, pattern.block, blocks.tril(-1), blocks.diagonal())
 
 
 def _keys_seen(document: _Document, queries: Runs) -> Runs:

@@ -2,10 +2,12 @@
 
 A bit of a mask is a hash of (run seed, step, site, number of the call) and (global sample, index in the unsplit
 tensor), in integers only, so that ranks, devices and dtypes agree. A site is a module: each `nn.Dropout`, and each
-module whose code drops by function, in attention too. Sites draw keyed numbers inside `KeyedDraws.at` and in the
-recomputations of such a forward; elsewhere, as when a user calls the model or a copy of it, they drop as torch does.
+module whose first training forward drops by function, in attention too. Sites draw keyed numbers inside
+`KeyedDraws.at` and in the recomputations of such a forward; elsewhere, as when a user calls the model or a copy of it,
+they drop as torch does.
 
-Some always drop as torch does: compiled blocks, into which the host's part of the key cannot be traced;
+Some always drop as torch does: compiled blocks, into which the host's part of the key cannot be traced, and the
+functions of modules around them;
 `nn.MultiheadAttention`; attention kernels that are not torch's; dropouts of whole channels. Inside `KeyedDraws.at`
 torch's generators have the same seed on all ranks that share a micro-batch, so these agree where no tensor is split.
 
@@ -24,10 +26,8 @@ Half of a tensor, as a second rank holds it, draws the same bits as that half of
 True
 """
 
+from shardwise.dropout.apply import key_dropouts, may_drop_by_function, probability_hashes
 from shardwise.dropout.draws import KeyedDraws
-from shardwise.dropout.find import drops_by_function
-from shardwise.dropout.functions import probability_hashes
 from shardwise.dropout.hash_rng import ShardRegion, Tokens
-from shardwise.dropout.sites import key_dropouts
 
-__all__ = ["KeyedDraws", "ShardRegion", "Tokens", "drops_by_function", "key_dropouts", "probability_hashes"]
+__all__ = ["KeyedDraws", "ShardRegion", "Tokens", "key_dropouts", "may_drop_by_function", "probability_hashes"]

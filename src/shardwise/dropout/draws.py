@@ -14,7 +14,7 @@ from shardwise.config.resolve import ConfigError
 from shardwise.dropout.hash_rng import Hashes, HashGrid, Samples, ShardRegion, Tokens, grid_of, keyed_hashes, keyed_mask
 from shardwise.layout.token_ranges import Runs
 from shardwise.runtime.keyed_rng import derive_seed, seeded
-from shardwise.runtime.torch_private import unseen_by_op_modes
+from shardwise.runtime.torch_private import in_fake_mode, unseen_by_op_modes
 
 
 @dataclass(eq=False)
@@ -47,6 +47,7 @@ class _Forward:
         held: the tokens of each sample's sequence that it computes; None for all.
         numbers: of the calls of each site, by (site, number that torch's generator drew at the call), or a part's mark.
         num_calls: calls of each site.
+        is_fake: its tensors are fake; where they are not, fake ones are placeholders of what another stage computes.
     """
 
     step: int
@@ -54,6 +55,7 @@ class _Forward:
     held: Runs | None = None
     numbers: dict[Hashable, int] = field(default_factory=dict)
     num_calls: dict[str, int] = field(default_factory=dict)
+    is_fake: bool = field(default_factory=in_fake_mode)
 
     def number(self, site: str, part: _SitePart | None) -> int:
         """Return the number of this call of a site: the same in the forward, its recomputation and every part."""
@@ -145,6 +147,12 @@ class KeyedDraws:
     def is_open(self) -> bool:
         """Say whether a forward of this run is running or is recomputed."""
         return bool(self._forwards) and torch.initial_seed() in self._forwards
+
+    @property
+    def has_placeholders(self) -> bool:
+        """Say whether tensors are placeholders now, which draw nothing, though a forward is open."""
+        forward = self._forwards.get(torch.initial_seed())
+        return forward is not None and forward.is_fake != in_fake_mode()
 
     def mask(self, site: str, shape: Sequence[int], p: float, zone: ShardRegion | None, device: torch.device) -> Tensor:
         """Draw the elements of a tensor that a site keeps in the open forward; each call draws new ones.

@@ -18,9 +18,9 @@ from shardwise.comm.mesh import connect
 from shardwise.comm.p2p import P2PChannels
 from shardwise.comm.watchdog import Watchdog, watch
 from shardwise.config.resolve import Config
+from shardwise.construction.values import ParamInitializer
 from shardwise.context.apply import apply_context_parallel
 from shardwise.context.batch import BatchSharder
-from shardwise.deferred_init.parameters import ParamInitializer
 from shardwise.dropout import KeyedDraws, key_dropouts
 from shardwise.engine.pipeline_runner import PipelineRunner, make_stages
 from shardwise.engine.status import EngineStatus
@@ -159,7 +159,7 @@ def _make_context(
     config, layout, comm_factory, comms = inputs.config, inputs.layout, inputs.comm_factory, resources.comms
     store, rank, pipes = comm_factory.store, comm_factory.rank, None
     draws = KeyedDraws(config.run.seed, inputs.memory.device)
-    sequences, draws_numbers, activations = _alter_modules(inputs, resources, draws, cleanup)
+    sequences, activations = _alter_modules(inputs, resources, draws, cleanup)
     if stages is not None:
         _undo_at_end(cleanup, stages.install())
         streams, comm_log = resources.tiers.streams, comms.all.comm_log
@@ -184,7 +184,6 @@ def _make_context(
         losses=LossAccumulator(comms),
         scaler=LossScaler(config.precision),
         draws=draws,
-        draws_numbers=draws_numbers,
         sequences=sequences,
         activations=activations,
         sharding=sharding,
@@ -201,11 +200,11 @@ def _make_context(
 
 def _alter_modules(
     inputs: EngineInputs, resources: ShardingResources, draws: KeyedDraws, cleanup: ExitStack
-) -> tuple[BatchSharder, bool, ActivationStore | None]:
+) -> tuple[BatchSharder, ActivationStore | None]:
     """Set up attention, split layers, key dropouts, chunk, recompute and compile blocks, in this order.
 
     Returns:
-        what shares batches out, whether the forward takes keyed random numbers, and where activations are offloaded.
+        what shares batches out, and where activations are offloaded.
     """
     model, config, layout, tiers = inputs.model, inputs.config, inputs.layout, resources.tiers
     given = apply_context_parallel(model, config, resources.comms.context)
@@ -216,13 +215,13 @@ def _alter_modules(
         undo = split_model(model, tensor.plan, tp, config.tensor, tensor.splits, is_in_pipeline, cp)
         _undo_at_end(cleanup, undo)
     zones = dropout_zones(model, tensor, tp.rank) if tensor is not None else {}
-    keyed = key_dropouts(model, draws, zones, must_be_keyed=tensor is not None)
+    compiled = layout.units if config.compile.enabled else ()
+    keyed = key_dropouts(model, draws, zones, must_be_keyed=tensor is not None, compiled=compiled)
     _undo_at_end(cleanup, keyed)
     _undo_at_end(cleanup, chunk_model(model, config, layout, draws))
     activations = build_store(config, tiers.streams, tiers.buffers, tiers.traffic, inputs.memory)
     _undo_at_end(cleanup, replace_forwards(model, layout, config, activations))
-    # Other random operations agree over tensor-parallel ranks too.
-    return given.sequences, bool(keyed) or tensor is not None, activations
+    return given.sequences, activations
 
 
 def _undo_at_end(cleanup: ExitStack, undo: Iterable[Callable[[], None]]) -> None:

@@ -29,7 +29,7 @@ from shardwise.comm.loss import LossFn
 from shardwise.comm.mesh import Mesh, open_store
 from shardwise.comm.records import CommError, MissingRankError
 from shardwise.config.resolve import Config, ConfigError, TiersConfig
-from shardwise.deferred_init.parameters import skip_init
+from shardwise.construction.values import skip_init
 from shardwise.engine.build import EngineInputs
 from shardwise.engine.engine import Engine
 from shardwise.engine.hf_api import Names, check_folder

@@ -9,7 +9,7 @@ computation: data, random numbers, loss.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from shardwise.pipeline.executor import Handlers, StageCompute, evaluation_sched
 from shardwise.pipeline.split_backward import WeightGradQueue
 from shardwise.pipeline.stage_module import RecordedOutputs, StageForward
 from shardwise.runtime.precision import torch_dtype
+from shardwise.runtime.torch_private import pytree
 from shardwise.schedule.actions import Action, ActionKind
 from shardwise.schedule.registry import recipe_of
 from shardwise.zero.pipeline_adapter import PipelineAdapter
@@ -208,6 +209,7 @@ class _Execution:
         self._groups = groups
         self._compute = compute
         self._taken = taken
+        self.shapes: Sequence[Hashable] = [_shapes_of(each.share.inputs) for each in taken]
         self._losses = losses
         self._evaluate = evaluate
         pipeline = pipeline_of(context.layout)
@@ -290,6 +292,11 @@ class _Execution:
     def _fetch(self, action: Action) -> None:
         if self.result is None:
             self._groups.prefetch(action.stage)
+
+
+def _shapes_of(inputs: Any) -> Hashable:
+    """Return the shapes of the tensors that a model is given."""
+    return tuple(leaf.shape if isinstance(leaf, Tensor) else None for leaf in pytree.tree_leaves(inputs))
 
 
 def _nothing(action: Action) -> None:

@@ -65,7 +65,6 @@ class StepContext:
     losses: LossAccumulator
     scaler: LossScaler
     draws: KeyedDraws
-    draws_numbers: bool  # whether the model's forward takes random numbers that agree over ranks
     sequences: BatchSharder
     activations: ActivationStore | None
     sharding: ShardingState
@@ -328,7 +327,7 @@ class StepContext:
         """
         own_square = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.device)
         is_whole = self.layout.stage.optimizer is Placement.REPLICATE
-        if (self.comms.data if is_whole else self.comms.replicas).rank > 0:
+        if self.comms.replicas.rank > 0 and not is_whole:  # of what all ranks hold, each counts a slice
             own_square.zero_()  # others hold the same gradient: it counts once
         own = own_square.reshape(1).to(self.device)
         was_used = dict(zip(self.sharded.names, self.sharded.used(), strict=True))

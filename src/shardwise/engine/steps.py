@@ -105,7 +105,7 @@ def run_model(context: StepContext, taken: RankBatch, read: Callable[[Any], Resu
 
 def _numbers_for(context: StepContext, taken: RankBatch) -> AbstractContextManager[None]:
     """Draw, in a forward in training mode inside, the numbers of its samples, on any rank that computes them."""
-    if not (context.draws_numbers and context.model.training and taken.num_samples):
+    if not (context.model.training and taken.num_samples):
         return nullcontext()
     mesh = context.layout.mesh
     data_rank = mesh.data_index(context.comm_factory.rank)

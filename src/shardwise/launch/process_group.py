@@ -63,6 +63,18 @@ def ensure_process_group(device_kind: Literal["cpu", "cuda"], timeout_s: float) 
     return dist.get_world_size()
 
 
+def join_launched(device_kind: Literal["cpu", "cuda"], timeout_s: float) -> int:
+    """Return the world size as `ensure_process_group` does, but leave a process that nobody launched without a group.
+
+    Args:
+        device_kind: where the tensors will be.
+        timeout_s: as for `start_process_group`.
+    """
+    if not dist.is_initialized() and detect(os.environ) is None:
+        return 1
+    return ensure_process_group(device_kind, timeout_s)
+
+
 def start_process_group(env: RankEnv, device_kind: Literal["cpu", "cuda"], timeout_s: float) -> None:
     """Join the default process group: gloo, with NCCL for tensors on GPUs; make the rank's GPU the current one.
 

@@ -1,7 +1,7 @@
 """Step parameters on the CPU as torch's optimizers do, for states that are stored outside the optimizer.
 
 A rule knows which states an optimizer keeps, and updates lists of 1-D CPU tensors by torch's own kernels, so that the
-result has the same bits as a step of the optimizer itself.
+result is that of a step of the optimizer itself, to rounding.
 
 >>> rule = rule_of(torch.optim.SGD([torch.zeros(1)], momentum=0.5))
 >>> rule.tensor_states({"momentum": 0.5}), rule.has_counter
@@ -208,9 +208,7 @@ _RULES: Mapping[type[Optimizer], CpuOptimizer] = MappingProxyType(
     }
 )
 
-# Torch's kernels round an element in a full vector otherwise than one in the tail after the last vector, so a cut must
-# fall between vectors; no vector is longer than this.
-CUT_NUMEL: Final = 64
+# Elements that one call of a kernel steps: few enough for a core's cache, many enough for the cost of a call to vanish.
 BLOCK_NUMEL: Final = 768 * 1024
 
 
@@ -254,10 +252,7 @@ class StepPiece:
 def step_pieces(
     rule: CpuOptimizer, pieces: Sequence[StepPiece], factor: float, threads: StepThreads | None = None
 ) -> None:
-    """Step each piece with `factor` times its gradient, with the bits that the optimizer gives for the whole parameter.
-
-    That holds too for a piece that is a part of a parameter, if it starts and stops at multiples of `CUT_NUMEL`
-    elements from the parameter's first, or at its end.
+    """Step each piece with `factor` times its gradient, as the optimizer steps the whole parameter, to rounding.
 
     Args:
         rule: steps as the optimizer does.
@@ -267,8 +262,7 @@ def step_pieces(
     """
     num_takers = threads.num_threads if threads else 1
     for together in _by_kernel_call(pieces):
-        num_padded = sum(_padded(piece.master.numel()) for piece in together)
-        capacity = min(BLOCK_NUMEL, _padded(-(-num_padded // num_takers)))
+        capacity = min(BLOCK_NUMEL, -(-sum(piece.master.numel() for piece in together) // num_takers))
         # The iterator of a list may be shared by threads; that of a function may not.
         work = partial(_work_off, iter(list(_blocks(together, capacity))), rule, capacity, factor)
         if threads:
@@ -296,7 +290,7 @@ def _blocks(pieces: Sequence[StepPiece], capacity: int) -> Iterator[list[StepPie
         while start < length:
             stop = min(length, start + free)
             block.append(piece.part(start, stop))
-            free -= _padded(stop - start)
+            free -= stop - start
             start = stop
             if free == 0:
                 yield block
@@ -318,7 +312,7 @@ def _step_block(rule: CpuOptimizer, block: Sequence[StepPiece], scratch: Tensor,
     grads, start = [], 0
     for part in block:
         grads.append(_scaled(part.grad, scratch[start : start + part.grad.numel()], factor))
-        start += _padded(part.grad.numel())
+        start += part.grad.numel()
     first = block[0]
     masters, states = [part.master for part in block], [part.states for part in block]
     rule.update(first.options, masters, grads, states, first.step, first.is_first)
@@ -332,71 +326,6 @@ def _scaled(grad: Tensor, target: Tensor, factor: float) -> Tensor:
         return torch.mul(grad, factor, out=target)
     target.copy_(grad)
     return target.mul_(factor) if factor != 1.0 else target
-
-
-def _padded(numel: int) -> int:
-    return -(-numel // CUT_NUMEL) * CUT_NUMEL
-
-
-@dataclass(frozen=True)
-class PaddedPiece:
-    """Copies a few elements into a vector of zeros, where the kernel rounds them as in the whole parameter.
-
-    Attributes:
-        piece: the elements where they are stored.
-        padded: the copy that is stepped.
-        offset: the position of the elements in the copy.
-    """
-
-    piece: StepPiece
-    padded: StepPiece
-    offset: int
-
-    @classmethod
-    def around(cls, piece: StepPiece, offset: int, numel: int) -> PaddedPiece:
-        """Return a copy of `numel` elements that has those of `piece` at `offset`, and zeros elsewhere."""
-
-        def put(values: Tensor) -> Tensor:
-            copy = values.new_zeros(numel)
-            copy[offset : offset + values.numel()] = values
-            return copy
-
-        states = {name: put(state) for name, state in piece.states.items()}
-        copy = StepPiece(
-            piece.options, put(piece.master), put(piece.grad), states, piece.step, piece.is_first, param=None
-        )
-        return cls(piece, copy, offset)
-
-    def put_back(self) -> None:
-        """Copy the elements back, once the copy is stepped."""
-        own = slice(self.offset, self.offset + self.piece.master.numel())
-        self.piece.master.copy_(self.padded.master[own])
-        for name, state in self.piece.states.items():
-            state.copy_(self.padded.states[name][own])
-        if self.piece.param is not None:
-            self.piece.param.copy_(self.piece.master)
-
-
-def pad_ends(piece: StepPiece, position: int, is_end: bool) -> tuple[list[StepPiece], list[PaddedPiece]]:
-    """Split a part into what can be stepped where it is stored, and padded for its ends.
-
-    Args:
-        piece: a part of a parameter.
-        position: the position of its first element in the parameter.
-        is_end: whether it ends where the parameter does.
-    """
-    numel = piece.master.numel()
-    before = position % CUT_NUMEL
-    head = min(numel, -position % CUT_NUMEL)
-    tail = numel if is_end else max(head, numel - (position + numel) % CUT_NUMEL)
-    padded = []
-    if head:
-        ends_in_head = is_end and head == numel
-        padded.append(PaddedPiece.around(piece.part(0, head), before, before + head if ends_in_head else CUT_NUMEL))
-    if tail < numel:
-        padded.append(PaddedPiece.around(piece.part(tail, numel), 0, CUT_NUMEL))
-    direct = [piece.part(head, tail)] if head < tail else []
-    return direct, padded
 
 
 class StepThreads:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardwise.config.resolve import Tier
-from shardwise.offload.storage import StagedView, TransferContext
+from shardwise.offload.storage import StagedView, TransferContext, loaded, staged
 from shardwise.offload.worker import Task, WorkerOutcome
 from shardwise.runtime.buffer_pool import BufferPool
 from shardwise.runtime.pinned_memory import ALIGNMENT_BYTES
@@ -128,7 +128,11 @@ class NvmeStorage:
         self._prefetched: _NvmeView | None = None
 
     def open(self, start: int, stop: int, read: bool = True, after: Event | None = None) -> StagedView:
-        """Start to read [start, stop) into a buffer, unless `read` is False or it is in one; `after` has no effect."""
+        """Start to read [start, stop) into a buffer, unless `read` is False or it is in one; `after` has no effect.
+
+        What was prefetched is dropped, because the part may be about to be written.
+        """
+        self.forget()
         return self._open(start, stop, read)
 
     def keeps(self, start: int, stop: int) -> bool:
@@ -169,7 +173,7 @@ class NvmeStorage:
             self._prefetched = self._open(0, self.numel, read=True)
 
     def forget(self) -> None:
-        """Drop what was prefetched, because the state is about to be written."""
+        """Drop what was prefetched."""
         if self._prefetched is not None:
             window, self._prefetched = self._prefetched, None
             window.close()
@@ -195,7 +199,7 @@ class NvmeStorage:
 
         def add_on_host() -> None:
             there.wait_on_host()
-            with self.loaded(write=True) as total:
+            with loaded(self, write=True) as total:
                 add_widened(total, memory.view(dtype))
                 self._transfers.buffers.release(memory)
                 if then is not None:
@@ -206,33 +210,18 @@ class NvmeStorage:
     def read(self, start: int, stop: int) -> Tensor:
         """Return a copy of the elements [start, stop)."""
         self._await_put()
-        with self._part(start, stop, read=True, write=False) as part:
+        with staged(self._open(start, stop, read=True)) as part:
             return part.clone()
 
     def write(self, start: int, values: Tensor) -> None:
         """Replace the elements from `start` on; their write to the file is under way when it returns."""
         self._await_put()
-        self.forget()
-        with self._part(start, start + values.numel(), read=False, write=True) as part:
+        with staged(self.open(start, start + values.numel(), read=False), write=True) as part:
             part.copy_(values)
 
     def part(self, start: int, stop: int) -> FlatState:
         """Return the elements [start, stop) as a state."""
         return FlatSlice(self, start, stop)
-
-    def loaded(self, read: bool = True, write: bool = False) -> AbstractContextManager[Tensor]:
-        """Return a context with all of the state in a buffer; nothing is written after an exception."""
-        return self._part(0, self.numel, read, write)
-
-    @contextmanager
-    def _part(self, start: int, stop: int, read: bool, write: bool) -> Iterator[Tensor]:
-        window = self._open(start, stop, read)
-        try:
-            yield window.wait()
-        except BaseException:
-            window.close()
-            raise
-        window.close(write)
 
     def flush(self) -> None:
         """Return once the file has all that was written, or raise the error of a write that failed."""

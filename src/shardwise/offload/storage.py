@@ -2,10 +2,12 @@
 
 A `StateStorage` is a `FlatState`, so it is read and written by ranges. It also moves:
 
-    fetch   all of it to the device, to be gathered
-    put     all of it from the device
-    take    a gradient from the device, to be kept or added
-    open    a part of it into host memory for the step there, and `close` writes it back
+    fetch      all of it to the device, to be gathered
+    prefetch   what `fetch` would wait for
+    put        all of it from the device
+    take       a gradient from the device, to be kept or added
+    open       a part of it into host memory for the step there, which the part's `close` writes back
+    close      the memory or file is freed
 
 On the CPU, device and host are one memory, but states on the host have storage and a memory tracker of their own, so
 that transfers are copied and counted as on a GPU.
@@ -19,7 +21,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Final, Protocol
 
 import torch
@@ -65,9 +67,6 @@ class StateStorage(FlatState, Protocol):
     def prefetch(self) -> None:
         """Start what `fetch` would have to wait for on the host."""
 
-    def forget(self) -> None:
-        """Drop what was prefetched, because the state is about to be written."""
-
     def put(self, source: Tensor, pool: BufferPool) -> None:
         """Start to replace all of the state by `source`, a tensor of the device.
 
@@ -99,16 +98,34 @@ class StateStorage(FlatState, Protocol):
             after: the point in the device's work at which they are valid there; None if they are valid now.
         """
 
-    def loaded(self, read: bool = True, write: bool = False) -> AbstractContextManager[Tensor]:
-        """Return a context with all of the state as one tensor, where it is stored or in host memory.
-
-        Args:
-            read: False where all elements will be written.
-            write: whether what is written into the tensor counts.
-        """
-
     def close(self) -> None:
         """Free the memory."""
+
+
+@contextmanager
+def staged(view: StagedView, write: bool = False) -> Iterator[Tensor]:
+    """Yield a part of a state in host memory; what is written there counts if `write` is set and nothing is raised."""
+    try:
+        yield view.wait()
+    except BaseException:
+        view.close()
+        raise
+    view.close(write)
+
+
+@contextmanager
+def loaded(storage: StateStorage, *, write: bool = False) -> Iterator[Tensor]:
+    """Yield all of a state as one tensor, where it is stored, or in host memory if that is a file.
+
+    Args:
+        storage: of the state.
+        write: whether what is written into the tensor counts.
+    """
+    if storage.tensor is not None:
+        yield storage.tensor
+        return
+    with staged(storage.open(0, storage.numel), write) as part:
+        yield part
 
 
 class TransferContext:
@@ -205,9 +222,6 @@ class DeviceStorage(TensorFlatState):
     def prefetch(self) -> None:
         """Do nothing: no read is needed."""
 
-    def forget(self) -> None:
-        """Do nothing: nothing is prefetched."""
-
     def put(self, source: Tensor, pool: BufferPool) -> None:
         """Copy on the current stream."""
         self.tensor.copy_(source)
@@ -236,11 +250,6 @@ class DeviceStorage(TensorFlatState):
             event, memory = self._arriving.popleft()
             event.wait_on_host()
             self._transfers.buffers.release(memory)
-
-    @contextmanager
-    def loaded(self, read: bool = True, write: bool = False) -> Iterator[Tensor]:
-        """Yield the tensor itself."""
-        yield self.tensor
 
     def close(self) -> None:
         """Do nothing: the memory belongs to the owner of the tensor."""
@@ -312,9 +321,6 @@ class HostStorage:
     def prefetch(self) -> None:
         """Do nothing: no read is needed."""
 
-    def forget(self) -> None:
-        """Do nothing: nothing is prefetched."""
-
     def put(self, source: Tensor, pool: BufferPool) -> None:
         """Copy on the offload stream."""
         with self._transfers.leaving(source, self.dtype, pool) as rounded:
@@ -348,11 +354,6 @@ class HostStorage:
     def open(self, start: int, stop: int, read: bool = True, after: Event | None = None) -> StagedView:
         """Return a view of [start, stop), valid once no copy is under way; `read` and `after` have no effect."""
         return _HostView(self._tensor[start:stop], self._moved)
-
-    @contextmanager
-    def loaded(self, read: bool = True, write: bool = False) -> Iterator[Tensor]:
-        """Yield the tensor itself, once no copy is under way."""
-        yield self.tensor
 
     def read(self, start: int, stop: int) -> Tensor:
         """Return the elements [start, stop), a view, once no copy is under way."""

@@ -158,6 +158,11 @@ class Tiers:
             raise ConfigError("no-swap-folder", "to='nvme' needs a folder; give path=..., or set tiers.nvme_path")
         return SwapFolder.open(Path(root), self._rank)
 
+    def forget_prefetched(self) -> None:
+        """Drop the parameters that were read ahead of their use."""
+        for storage in self._nvme_storages:
+            storage.forget()
+
     def trim(self) -> None:
         """Free the buffers that are not in use; they are allocated again when needed."""
         self._kept.clear()

@@ -1,352 +1,414 @@
-"""Channels carry boundary values and their gradients between two neighbouring stages, on two ranks or on one.
+"""Boundaries carry values and their gradients between two neighbouring stages, on two ranks or on one.
 
-The source's stage calls `send` and `post_gradients`, the destination's `post_receive` and `send_gradients`, each once
-for every micro-batch that the schedule passes between them, in an order that both ends share. Where the backend knows
-no tags (NCCL) the order is that of all channels from the one rank to the other. Only the `wait` of what has been posted
-waits for the other end; so the transfers between two computations may be started in any order.
+Each stage has one end of a boundary. The end of the stage before sends values and receives their gradients; the end of
+the stage after receives values and sends gradients. A value is any pytree of tensors and plain values.
 
->>> channel = SameRankChannel()
->>> sent, posted = channel.send({"hidden": torch.ones(2, requires_grad=True), "step": 3}), channel.post_receive()
->>> received = posted.wait()
+Both ends agree on the spec of a value (`PytreeSpec`) before it is sent, so that its tensors alone are sent:
+
+    the value is                              messages
+    ----------------------------------------  ---------------------------------------------------------------------
+    as agreed, small, on the host             one: the tensors, and a word that is 0
+    as agreed, else                           the word from host to host, and one for each tensor
+    not as agreed, or nothing is agreed       those of what is agreed, with any content, the word alone for nothing;
+                                              then the spec, as long as the word says, and the tensors in one message,
+                                              all from host to host
+
+What is agreed for a micro-batch depends only on what both ends know when a step begins: the shapes of the micro-batch's
+tensors, and the values that passed in earlier steps for micro-batches of such shapes. Agreed is the spec of those in
+the last such step, if it was the same for all of them. So a receiver posts its receives ahead in the right sizes, and a
+sequence length that comes again costs nothing; one that is new is described, in its first step.
+
+>>> before, after = LocalEnd.pair()
+>>> before.send(0, {"hidden": torch.ones(2, requires_grad=True), "step": 3})
+>>> received = after.take(0)
 >>> received["hidden"].is_leaf, received["hidden"].requires_grad, received["step"]
 (True, True, 3)
->>> [leaf.shape for leaf in leaves_with_gradient(received)]
-[torch.Size([2])]
->>> sent, posted = channel.send_gradients([None]), channel.post_gradients()
->>> posted.wait()
+>>> after.send(0, [None])
+>>> before.take(0)
 [None]
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from itertools import accumulate
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor
 
-from shardwise.comm.p2p import P2PChannels
-from shardwise.pipeline.boundary_messages import PIPES_PER_WAY, P2PDirection, Receiver, Sender
-from shardwise.pipeline.pytree_codec import containers_in, put_together, take_apart
+from shardwise.comm.p2p import P2PChannel, P2PChannels, P2PTransfer
+from shardwise.comm.records import CommError
+from shardwise.pipeline.pytree_codec import PytreeSpec, containers_in, put_together, take_apart, tensors_in
 from shardwise.schedule.placement import StagePlacement
 
-
-class ChannelOutput(Protocol):
-    """Represents a value that is being sent; it holds the tensors, so keep it until it is done."""
-
-    def wait(self) -> None:
-        """Return when the receiver has it; on CUDA let the compute stream wait for that."""
-
-    def is_done(self) -> bool:
-        """Say whether `wait` would return at once."""
-
-
-class ChannelInput(Protocol):
-    """Holds a value that has not been taken yet."""
-
-    def wait(self) -> Any:
-        """Wait for the value and return it; may be called again."""
-
-
-class BoundaryTransport(Protocol):
-    """Defines the interface of both kinds of channel; the receiver may post a receive before the other end has sent."""
-
-    def send(self, value: Any) -> ChannelOutput:
-        """Start to send a boundary value, any pytree of tensors and plain values; returns at once."""
-
-    def post_receive(self) -> ChannelInput:
-        """Post the receive of the next value; its tensors are leaves, which require grad where those sent do."""
-
-    def send_gradients(self, gradients: Sequence[Tensor | None]) -> ChannelOutput:
-        """Start to send the gradients of a received value's `leaves_with_gradient`; None where there is none."""
-
-    def post_gradients(self) -> ChannelInput:
-        """Post the receive of the next gradients: those of the `leaves_with_gradient` of a value that was sent."""
-
-    def close(self) -> None:
-        """Receive what has been posted and never waited for."""
-
-
-@dataclass(frozen=True)
-class Boundary:
-    """Describes the cut between two neighbouring stages on different ranks.
-
-    Attributes:
-        number: counts the boundaries of the pipeline; each rank opens its channels in this order.
-        ends: the ranks along the pipeline's axis that hold the stage before it and the stage after it.
-        name: for counts and messages.
-    """
-
-    number: int
-    ends: tuple[int, int]
-    name: str
-
-
-class BoundaryChannel:
-    """Is one end of a channel between two ranks.
-
-    Args:
-        pipes: this rank's point-to-point channels.
-        boundary: the boundary between the two stages.
-        types: container types in values that torch's pytree has not registered: the named tuples that this rank's
-            model returns.
-        describe: returns the next value where the source is simulated; it is called for nothing else.
-    """
-
-    def __init__(
-        self,
-        pipes: P2PChannels,
-        boundary: Boundary,
-        types: Iterable[type] = (),
-        describe: Callable[[], Any] | None = None,
-    ) -> None:
-        source, destination = boundary.ends
-        tag = 2 * PIPES_PER_WAY * boundary.number
-        values = P2PDirection.open(pipes, (source, destination), f"{boundary.name} values", tag)
-        gradients = P2PDirection.open(pipes, (destination, source), f"{boundary.name} gradients", tag + PIPES_PER_WAY)
-        self._is_simulated = values.header.moves_nothing
-        self._simulated_gradients: deque[list[Tensor]] = deque()
-        is_source = pipes.rank == source
-        imagine = self._simulated_gradients.popleft if is_source else describe
-        if self._is_simulated and imagine is None:
-            raise ValueError(f"{boundary.name}: nothing arrives from a simulated rank; give `describe`")
-        self._sender = Sender(values if is_source else gradients)
-        self._receiver = Receiver(gradients if is_source else values, types, imagine if self._is_simulated else None)
-
-    def send(self, value: Any) -> ChannelOutput:
-        """Start to send a boundary value."""
-        if self._is_simulated:
-            leaves = leaves_with_gradient(value)
-            # On meta: until they are received, no rank holds them.
-            self._simulated_gradients.append([torch.empty_like(leaf, device="meta") for leaf in leaves])
-        return self._sender.send(value)
-
-    def post_receive(self) -> ChannelInput:
-        """Post the receive of the next boundary value."""
-        return self._receiver.post()
-
-    def send_gradients(self, gradients: Sequence[Tensor | None]) -> ChannelOutput:
-        """Start to send gradients."""
-        return self._sender.send([None if each is None else each.detach() for each in gradients])
-
-    def post_gradients(self) -> ChannelInput:
-        """Post the receive of the next gradients."""
-        return self._receiver.post()
-
-    def close(self) -> None:
-        """Receive what has been posted and never waited for."""
-        self._receiver.close()
-
-
-class SameRankChannel:
-    """Connects two stages of one rank: tensors are handed over, not copied."""
-
-    def __init__(self) -> None:
-        self._values = _ReceivedTensors()
-        self._gradients = _ReceivedTensors()
-
-    def send(self, value: Any) -> ChannelOutput:
-        """Hand over a boundary value.
-
-        Raises:
-            ConfigError: the value could not have been sent to another rank.
-        """
-        spec, tensors, plain = take_apart(value)
-        leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
-        return self._values.put(put_together(spec, leaves, plain, containers_in(value)))
-
-    def post_receive(self) -> ChannelInput:
-        """Ask for the next boundary value."""
-        return self._values.ask()
-
-    def send_gradients(self, gradients: Sequence[Tensor | None]) -> ChannelOutput:
-        """Hand over gradients."""
-        return self._gradients.put([None if each is None else each.detach() for each in gradients])
-
-    def post_gradients(self) -> ChannelInput:
-        """Ask for the next gradients."""
-        return self._gradients.ask()
-
-    def close(self) -> None:
-        """Drop the values that were not taken."""
-        self._values.clear()
-        self._gradients.clear()
-
-
-class _ReceivedTensors:
-    """Holds values by number that one stage has put and the other has not yet taken."""
-
-    def __init__(self) -> None:
-        self._values: dict[int, Any] = {}
-        self._num_put = 0
-        self._num_asked = 0
-
-    def put(self, value: Any) -> _LocalMessage:
-        self._values[self._num_put] = value
-        self._num_put += 1
-        return _LocalMessage()
-
-    def ask(self) -> _PostedReceive:
-        self._num_asked += 1
-        return _PostedReceive(self._values, self._num_asked - 1)
-
-    def clear(self) -> None:
-        self._values.clear()
-
-
-class _LocalMessage:
-    """Holds a value that has been handed over."""
-
-    def wait(self) -> None:
-        """Return at once."""
-
-    def is_done(self) -> bool:
-        """Return True."""
-        return True
-
-
-class _PostedReceive:
-    """Holds a value that has been put, or will be before it is waited for."""
-
-    def __init__(self, values: dict[int, Any], number: int) -> None:
-        self._values = values
-        self._number = number
-        self._taken: tuple[Any] | None = None
-
-    def wait(self) -> Any:
-        """Take the value.
-
-        Raises:
-            RuntimeError: the other stage, which runs on this thread too, has not sent it.
-        """
-        if self._taken is None:
-            if self._number not in self._values:
-                raise RuntimeError(f"value {self._number} between two stages of this rank is awaited before it is sent")
-            self._taken = (self._values.pop(self._number),)
-        return self._taken[0]
-
-
-def leaves_with_gradient(value: Any) -> list[Tensor]:
-    """Return the tensors of a boundary value whose gradients are sent back, in the same order on both ends.
-
-    Args:
-        value: the value as it was sent or received.
-    """
-    return [tensor for tensor in take_apart(value)[1] if tensor.requires_grad]
-
+# Up to here copying costs the two ranks less than one more message does.
+PACKED_BYTES: Final = 2**18
+# Each channel keeps so many specs; micro-batches of more shapes than these are described again.
+MAX_SPECS: Final = 1024
+_WORD_BYTES: Final = 8
+_ALIGNMENT: Final = 16
+_HOST: Final = torch.device("cpu")
+_NOTHING: Final = PytreeSpec("", ())  # is agreed where nothing is; no value has this spec
 
 OnEnd = Callable[[], None]
 
 
-class StageBoundary:
-    """Is one end of a channel, or both where the two stages are on one rank.
+class _AgreedSpecs:
+    """Holds what both ends of one direction agree on; both call it in the same order with the same arguments."""
+
+    def __init__(self) -> None:
+        self._agreed: dict[Hashable, PytreeSpec] = {}
+        self._seen: dict[Hashable, PytreeSpec] = {}
+        self._keys: Sequence[Hashable] = ()
+
+    def begin_step(self, keys: Sequence[Hashable]) -> None:
+        """Agree on what the last step has shown; micro-batches of equal `keys` are expected to have equal specs."""
+        self._agreed.update(self._seen)
+        self._seen.clear()
+        if len(self._agreed) > MAX_SPECS:
+            self._agreed.clear()
+        self._keys = keys
+
+    def agreed(self, micro_batch: int) -> PytreeSpec:
+        """Return the spec in which a micro-batch's value is expected."""
+        return self._agreed.get(self._keys[micro_batch], _NOTHING)
+
+    def note(self, micro_batch: int, spec: PytreeSpec) -> None:
+        """Take note of the spec that a value has."""
+        key = self._keys[micro_batch]
+        self._seen[key] = spec if self._seen.get(key, spec) == spec else _NOTHING
+
+
+@dataclass(frozen=True)
+class _Direction:
+    """Holds the channels from one rank to another: for words, for what was not agreed, and for tensors."""
+
+    name: str
+    words: P2PChannel
+    unagreed: P2PChannel
+    tensors: P2PChannel
+    specs: _AgreedSpecs
+
+    @classmethod
+    def open(cls, channels: P2PChannels, ends: tuple[int, int], name: str, tag: int) -> Self:
+        """Open the channels; both ends must call this.
+
+        Args:
+            channels: of this rank.
+            ends: the ranks that send and receive.
+            name: for counts and messages.
+            tag: the first of three consecutive tags that only this direction uses.
+        """
+        words = channels.open(ends, f"{name} words", tag, on_host=True)
+        unagreed = channels.open(ends, f"{name} not agreed", tag + 1, on_host=True)
+        return cls(name, words, unagreed, channels.open(ends, name, tag + 2), _AgreedSpecs())
+
+    def packs(self, spec: PytreeSpec) -> bool:
+        """Say whether a value's tensors are sent with the word."""
+        return self.tensors.waits_on_host and _offsets(spec)[-1] <= PACKED_BYTES
+
+
+@dataclass
+class _Posted:
+    """Holds a value whose receives have been posted in the spec that is agreed."""
+
+    micro_batch: int
+    agreed: PytreeSpec
+    first: Tensor
+    tensors: list[Tensor]
+    transfers: list[P2PTransfer]
+    on_end: OnEnd
+
+
+class RemoteEnd:
+    """Is one end of a boundary between two ranks.
+
+    It holds all that is under way. What it sends must not change until it is sent.
 
     Args:
-        channel: the channel to the neighbour.
-        is_local: True where both stages are on this rank: there are no actions that send or receive.
+        channels: of this rank.
+        number: counts the boundaries of the pipeline; each rank opens its own in this order.
+        ends: the ranks along the pipeline's axis that hold the stage before it and the stage after it.
+        types: container types in values that torch's pytree has not registered: the named tuples that this rank's
+            model returns.
+        describe: returns the value of a micro-batch where the source is simulated; it is called for nothing else.
     """
 
-    def __init__(self, channel: BoundaryTransport, is_local: bool) -> None:
-        self.is_local = is_local
-        self._channel = channel
-        self._posted: dict[tuple[bool, int], tuple[ChannelInput, OnEnd]] = {}
-        self._sent: dict[tuple[bool, int], ChannelOutput] = {}
+    is_local = False
+
+    def __init__(
+        self,
+        channels: P2PChannels,
+        number: int,
+        ends: tuple[int, int],
+        types: Iterable[type] = (),
+        describe: Callable[[], Any] | None = None,
+    ) -> None:
+        name, tag = f"stage {number} to {number + 1}", 6 * number
+        values = _Direction.open(channels, ends, f"{name} values", tag)
+        gradients = _Direction.open(channels, ends[::-1], f"{name} gradients", tag + 3)
+        self._is_source = channels.rank == ends[0]
+        self._out, self._in = (values, gradients) if self._is_source else (gradients, values)
+        self._types = tuple(types)
+        self._is_simulated = self._in.words.moves_nothing
+        self._simulated_gradients: deque[list[Tensor]] = deque()
+        self._describe = self._simulated_gradients.popleft if self._is_source else describe
+        if self._is_simulated and self._describe is None:
+            raise ValueError(f"{name}: nothing arrives from a simulated rank; give `describe`")
+        self._posted: deque[_Posted] = deque()
+        self._arrived: dict[int, tuple[PytreeSpec, list[Tensor], OnEnd]] = {}
+        self._sent: dict[int, list[P2PTransfer]] = {}
+
+    def begin_step(self, keys: Sequence[Hashable]) -> None:
+        """Prepare for the micro-batches of a step; `keys` are equal where their tensors have equal shapes."""
+        self._out.specs.begin_step(keys)
+        self._in.specs.begin_step(keys)
 
     def send(self, micro_batch: int, value: Any) -> None:
-        """Start to send a value to the next stage."""
-        self._sent[False, micro_batch] = self._channel.send(value)
+        """Start to send a value, or the gradients of one.
 
-    def send_gradients(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> None:
-        """Start to send gradients to the stage before."""
-        self._sent = {key: sent for key, sent in self._sent.items() if not sent.is_done()}
-        self._sent[True, micro_batch] = self._channel.send_gradients(gradients)
+        Raises:
+            ConfigError: the value holds what no message can carry; nothing is sent.
+        """
+        spec, tensors = take_apart(value)
+        out, agreed = self._out, self._out.specs.agreed(micro_batch)
+        if self._is_simulated and self._is_source:
+            # On meta: until they are received, no rank holds them.
+            leaves = [tensor for tensor in tensors if tensor.requires_grad]
+            self._simulated_gradients.append([torch.empty_like(leaf, device="meta") for leaf in leaves])
+        is_agreed = spec == agreed
+        text = "" if is_agreed else spec.to_json()
+        given = tensors if is_agreed else _allocate(agreed, _HOST)
+        if out.packs(agreed):
+            transfers = [out.words.send([_packed(agreed, given, len(text))], out.name)]
+        else:
+            transfers = [out.words.send([_packed(_NOTHING, (), len(text))], out.name)]
+            transfers.append(out.tensors.send([_for_wire(each, out.tensors.device) for each in given], out.name))
+        if not is_agreed:
+            unagreed = [_bytes(text, self._is_simulated), _packed(spec, tensors)]
+            transfers.append(out.unagreed.send(unagreed, f"{out.name} not agreed"))
+        out.specs.note(micro_batch, spec)
+        for sent in self._sent.values():
+            if sent[-1].is_done():
+                sent[-1].wait()  # which frees the tensors
+        self._sent[micro_batch] = transfers
 
     def post(self, micro_batch: int, on_end: OnEnd) -> None:
-        """Post the receive of a value; `on_end` is called when it has arrived."""
-        self._posted[False, micro_batch] = self._channel.post_receive(), on_end
-
-    def post_gradients(self, micro_batch: int, on_end: OnEnd) -> None:
-        """Post the receive of gradients; `on_end` is called when they have arrived."""
-        self._posted[True, micro_batch] = self._channel.post_gradients(), on_end
+        """Post the receive of a value as far as it is agreed; `on_end` is called when it has been taken."""
+        way, agreed = self._in, self._in.specs.agreed(micro_batch)
+        is_packed = way.packs(agreed)
+        first = torch.empty((_offsets(agreed)[-1] if is_packed else 0) + _WORD_BYTES, dtype=torch.uint8)
+        transfers, tensors = [way.words.receive([first], way.name)], []
+        if not is_packed:
+            tensors = _allocate(agreed, way.tensors.device)
+            transfers.append(way.tensors.receive(tensors, way.name))
+        self._posted.append(_Posted(micro_batch, agreed, first, tensors, transfers, on_end))
 
     def take(self, micro_batch: int) -> Any:
-        """Wait for a value; its tensors are leaves that require gradients where the sent ones do."""
-        if self.is_local:
-            self.post(micro_batch, _nothing)
-        return self._take(False, micro_batch)
+        """Wait for a value; its tensors can be used on the current stream, and are leaves that require gradients where
+        those sent did.
 
-    def take_gradients(self, micro_batch: int) -> Sequence[Tensor | None]:
-        """Wait for gradients, one for each tensor sent that requires one, in the order of the value's leaves."""
-        if self.is_local:
-            self.post_gradients(micro_batch, _nothing)
-        gradients: Sequence[Tensor | None] = self._take(True, micro_batch)
-        sent = self._sent.pop((False, micro_batch), None)
-        if sent is not None:  # gradients were computed from it, so it has arrived; gloo frees it when it is waited for
-            sent.wait()
-        return gradients
+        Raises:
+            CommError: it does not arrive.
+            ConfigError: it has a container of a type that is not known here.
+        """
+        while micro_batch not in self._arrived:
+            self._receive_next()
+        spec, tensors, on_end = self._arrived.pop(micro_batch)
+        on_end()
+        for transfer in self._sent.pop(micro_batch, ()):
+            transfer.wait()  # gradients were computed from it, so it has arrived; gloo frees it when it is waited for
+        for tensor, part in zip(tensors, spec.tensors, strict=True):
+            tensor.requires_grad_(part.requires_grad)
+        return put_together(spec, tensors, self._types)
 
     def finish(self) -> None:
         """Wait until all that was sent has arrived."""
-        for sent in self._sent.values():
-            sent.wait()
+        for transfers in self._sent.values():
+            for transfer in transfers:
+                transfer.wait()
         self._sent.clear()
 
     def close(self) -> None:
-        """Receive what has been posted and never taken."""
-        self._posted.clear()
-        self._channel.close()
+        """End what is under way, where the connection to the other rank holds, so that it does not wait in vain."""
+        with suppress(CommError):
+            while self._posted and not self._in.words.comm_log.has_failed:
+                self._receive_next()
+            if not self._in.words.comm_log.has_failed:
+                self.finish()
+        for held in (self._posted, self._arrived, self._sent, self._simulated_gradients):
+            held.clear()
 
-    def _take(self, is_gradient: bool, micro_batch: int) -> Any:
-        incoming, on_end = self._posted.pop((is_gradient, micro_batch))
-        value = incoming.wait()
-        on_end()
-        return value
+    def _receive_next(self) -> None:
+        """Wait for the value that was posted first."""
+        posted, way = self._posted.popleft(), self._in
+        for transfer in posted.transfers:
+            transfer.wait()
+        spec, num_bytes = self._read_word(posted)
+        if num_bytes > 0:
+            text = torch.empty(num_bytes, dtype=torch.uint8)
+            way.unagreed.receive([text], f"{way.name} not agreed").wait()
+            spec = spec or PytreeSpec.from_json(bytes(text.tolist()).decode())
+            buffer = torch.empty(_offsets(spec)[-1], dtype=torch.uint8)
+            way.unagreed.receive([buffer], f"{way.name} not agreed").wait()
+            tensors = [each.to(way.tensors.device) for each in _unpacked(buffer, spec)]
+        else:
+            assert spec is not None, "a word of 0 says that a value is as agreed"
+            tensors = posted.tensors or _unpacked(posted.first, spec)
+        way.specs.note(posted.micro_batch, spec)
+        self._arrived[posted.micro_batch] = spec, tensors, posted.on_end
+
+    def _read_word(self, posted: _Posted) -> tuple[PytreeSpec | None, int]:
+        """Return a value's spec, None where it must be received, and the bytes of its text; 0 where it is as agreed."""
+        if not self._is_simulated:
+            num_bytes = int(posted.first[-_WORD_BYTES:].view(torch.int64))
+            return (None if num_bytes else posted.agreed), num_bytes
+        assert self._describe is not None, "as checked at first"
+        spec = take_apart(self._describe())[0]
+        return spec, 0 if spec == posted.agreed else len(spec.to_json().encode())
+
+
+class LocalEnd:
+    """Is one end of a boundary between two stages of one rank: tensors are handed over, not copied.
+
+    Args:
+        outgoing: holds what this end sends, by micro-batch, until the other end takes it.
+        incoming: holds what the other end sends.
+    """
+
+    is_local = True
+
+    def __init__(self, outgoing: dict[int, Any], incoming: dict[int, Any]) -> None:
+        self._outgoing = outgoing
+        self._incoming = incoming
+
+    @classmethod
+    def pair(cls) -> tuple[Self, Self]:
+        """Make the ends of the stage before and of the stage after."""
+        values: dict[int, Any] = {}
+        gradients: dict[int, Any] = {}
+        return cls(values, gradients), cls(gradients, values)
+
+    def begin_step(self, keys: Sequence[Hashable]) -> None:
+        """Do nothing: there is nothing to agree on."""
+
+    def send(self, micro_batch: int, value: Any) -> None:
+        """Hand over a value, or the gradients of one.
+
+        Raises:
+            ConfigError: the value could not have been sent to another rank.
+        """
+        spec, tensors = take_apart(value)
+        leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+        self._outgoing[micro_batch] = put_together(spec, leaves, containers_in(value))
+
+    def post(self, micro_batch: int, on_end: OnEnd) -> None:
+        """Do nothing: a value is there when it is taken."""
+
+    def take(self, micro_batch: int) -> Any:
+        """Return the value that the other end has sent."""
+        return self._incoming.pop(micro_batch)
+
+    def finish(self) -> None:
+        """Do nothing: nothing is under way."""
+
+    def close(self) -> None:
+        """Drop what was not taken."""
+        self._outgoing.clear()
+        self._incoming.clear()
+
+
+BoundaryEnd = RemoteEnd | LocalEnd
+
+
+def leaves_with_gradient(value: Any) -> list[Tensor]:
+    """Return the tensors of a value whose gradients are sent back, in the same order on both ends.
+
+    Args:
+        value: the value as it was sent or received.
+    """
+    return [tensor for tensor in tensors_in(value) if tensor.requires_grad]
 
 
 def open_boundaries(
-    pipes: P2PChannels,
+    channels: P2PChannels,
     placement: StagePlacement,
     index: int,
     types: Iterable[type] = (),
     describe: Callable[[int], Any] | None = None,
-) -> tuple[dict[int, StageBoundary], dict[int, StageBoundary]]:
+) -> tuple[dict[int, BoundaryEnd], dict[int, BoundaryEnd]]:
     """Open the boundaries of one rank's stages, in the same order on all ranks.
 
     Args:
-        pipes: this rank's point-to-point channels.
+        channels: this rank's.
         placement: says which rank holds which stage.
         index: of this rank in the pipeline.
         types: container types that boundary values may have, beside those that torch's pytree knows.
         describe: returns an example of what a stage receives, where other ranks are simulated; else None.
 
     Returns:
-        By stage, the boundaries to the stages before; and by stage, those to the next stages.
+        By stage, its end of the boundary to the stage before; and by stage, its end of that to the next stage.
     """
-    inlets: dict[int, StageBoundary] = {}
-    outlets: dict[int, StageBoundary] = {}
-    held = placement.stages_of(index)
+    inlets: dict[int, BoundaryEnd] = {}
+    outlets: dict[int, BoundaryEnd] = {}
     for stage in range(placement.num_stages - 1):
         ends = placement.rank_of(stage), placement.rank_of(stage + 1)
-        if index not in ends:
-            continue
-        is_local = ends[0] == ends[1]
-        source = None if describe is None else _example(describe, stage + 1)
-        boundary = Boundary(stage, ends, f"stage {stage} to {stage + 1}")
-        stage_boundary = StageBoundary(
-            SameRankChannel() if is_local else BoundaryChannel(pipes, boundary, types, source), is_local
-        )
-        if stage in held:
-            outlets[stage] = stage_boundary
-        if stage + 1 in held:
-            inlets[stage + 1] = stage_boundary
+        if ends == (index, index):
+            outlets[stage], inlets[stage + 1] = LocalEnd.pair()
+        elif index in ends:
+            example = None if describe is None else partial(describe, stage + 1)
+            end = RemoteEnd(channels, stage, ends, types, example)
+            if ends[0] == index:
+                outlets[stage] = end
+            else:
+                inlets[stage + 1] = end
     return inlets, outlets
 
 
-def _example(describe: Callable[[int], Any], stage: int) -> Callable[[], Any]:
-    return lambda: describe(stage)
+def _offsets(spec: PytreeSpec) -> list[int]:
+    """Return where each tensor begins in a message that holds all of them, and where the last one ends."""
+    return [0, *accumulate(-(-part.num_bytes // _ALIGNMENT) * _ALIGNMENT for part in spec.tensors)]
 
 
-def _nothing() -> None:
-    pass
+def _packed(spec: PytreeSpec, tensors: Sequence[Tensor], word: int | None = None) -> Tensor:
+    """Copy tensors into one message, after them the word if there is one."""
+    offsets = _offsets(spec)
+    buffer = torch.empty(offsets[-1] + (0 if word is None else _WORD_BYTES), dtype=torch.uint8)
+    for tensor, view in zip(tensors, _views(buffer, spec, offsets), strict=True):
+        view.copy_(tensor.detach())
+    if word is not None:
+        buffer[-_WORD_BYTES:].view(torch.int64).fill_(word)
+    return buffer
+
+
+def _unpacked(buffer: Tensor, spec: PytreeSpec) -> list[Tensor]:
+    """Return the tensors in a message. They share its memory, but not the count of changes in place (`data`)."""
+    return [view.data for view in _views(buffer, spec, _offsets(spec))]
+
+
+def _views(buffer: Tensor, spec: PytreeSpec, offsets: Sequence[int]) -> list[Tensor]:
+    places = zip(spec.tensors, offsets, strict=False)
+    return [buffer[at : at + part.num_bytes].view(part.dtype).view(part.shape) for part, at in places]
+
+
+def _allocate(spec: PytreeSpec, device: torch.device) -> list[Tensor]:
+    """Return tensors of a spec, with any content."""
+    return [torch.empty(part.shape, dtype=part.dtype, device=device) for part in spec.tensors]
+
+
+def _for_wire(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return the tensor as it can be sent: contiguous and on the device; without a copy where it is so already."""
+    return tensor.detach().to(device).resolve_conj().resolve_neg().contiguous()
+
+
+def _bytes(text: str, is_simulated: bool) -> Tensor:
+    """Return the bytes of a text as a uint8 tensor [b]."""
+    content = text.encode()
+    if is_simulated:  # torch makes no fake tensor of what the host holds
+        return torch.empty(len(content), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)

@@ -6,7 +6,7 @@ gradient, and the edges of the graph at which the gradients of the sent tensors 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from shardwise.config.resolve import Config
 from shardwise.layout.layout import Layout
 from shardwise.layout.pipeline_layout import PipelineLayout
-from shardwise.pipeline.boundary import StageBoundary, leaves_with_gradient
+from shardwise.pipeline.boundary import BoundaryEnd, leaves_with_gradient
 from shardwise.pipeline.split_backward import WeightGradQueue
 from shardwise.pipeline.stage_module import StageForward
 from shardwise.runtime.timeline import Timeline
@@ -29,7 +29,13 @@ from shardwise.schedule.registry import pipeline_step
 
 
 class StageEvents(Protocol):
-    """Calls that the executor makes around a stage's computations: for data and loss, states, records."""
+    """Calls that the executor makes around a stage's computations: for data and loss, states, records.
+
+    Attributes:
+        shapes: of each micro-batch's tensors; all ranks of the pipeline have the same.
+    """
+
+    shapes: Sequence[Hashable]
 
     def forward(self, stage: int, micro_batch: int) -> Any:
         """Run the model's forward on a micro-batch; on the last stage return the mean loss."""
@@ -73,8 +79,8 @@ class StageCompute:
         self,
         forward: StageForward,
         num_stages: int,
-        inlets: Mapping[int, StageBoundary],
-        outlets: Mapping[int, StageBoundary],
+        inlets: Mapping[int, BoundaryEnd],
+        outlets: Mapping[int, BoundaryEnd],
         timeline: Timeline,
         queue: WeightGradQueue | None,
     ) -> None:
@@ -87,7 +93,11 @@ class StageCompute:
         self._in_flight: dict[tuple[int, int], _MicrobatchState] = {}
 
     def handlers(self, events: StageEvents) -> dict[ActionKind, Handler]:
-        """Return what to do for each kind of action; the computations call `events`."""
+        """Begin a step, or an evaluation, of the micro-batches of `events`; return what does each kind of action."""
+        # Without gradients a value does not say that it requires one.
+        keys = [(torch.is_grad_enabled(), shape) for shape in events.shapes]
+        for end in self._ends():
+            end.begin_step(keys)
 
         def run_backward(action: Action) -> None:
             self.run_backward(*_place(action), events)
@@ -143,7 +153,7 @@ class StageCompute:
         record, inlet, outlet = self._in_flight[stage, micro_batch], self._inlets.get(stage), self._outlets.get(stage)
         gradients: Sequence[Tensor | None] = ()
         if outlet is not None:
-            gradients = outlet.take_gradients(micro_batch)
+            gradients = outlet.take(micro_batch)
             self._timeline.restart()
         events.before_backward(stage, micro_batch)
         if outlet is None:
@@ -193,10 +203,8 @@ class StageCompute:
         """Post the receive of what a stage needs of a micro-batch; it is waited for where it is used."""
         stage, micro_batch = _place(action)
         on_end = self._timeline.leave_open()
-        if action.payload is Payload.ACTIVATION:
-            self._inlets[stage].post(micro_batch, on_end)
-        else:
-            self._outlets[stage].post_gradients(micro_batch, on_end)
+        ends = self._inlets if action.payload is Payload.ACTIVATION else self._outlets
+        ends[stage].post(micro_batch, on_end)
 
     def check_done(self) -> None:
         """Make sure that every gradient has been computed.
@@ -209,14 +217,14 @@ class StageCompute:
 
     def finish(self) -> None:
         """Wait until all that was sent has arrived."""
-        for boundary in (*self._inlets.values(), *self._outlets.values()):
-            boundary.finish()
+        for end in self._ends():
+            end.finish()
 
     def close(self) -> None:
-        """Abandon the step and close the channels."""
+        """Abandon the step, and end what is under way between the stages."""
         self.abandon()
-        for boundary in (*self._inlets.values(), *self._outlets.values()):
-            boundary.close()
+        for end in self._ends():
+            end.close()
 
     def abandon(self) -> None:
         """Forget the micro-batches in flight and the deferred gradients."""
@@ -225,15 +233,18 @@ class StageCompute:
         if self._queue is not None:
             self._queue.clear()
 
-    def _send_output(self, stage: int, micro_batch: int, outlet: StageBoundary) -> None:
+    def _send_output(self, stage: int, micro_batch: int, outlet: BoundaryEnd) -> None:
         record = self._in_flight[stage, micro_batch]
         outlet.send(micro_batch, record.output)
         record.output = None
         if not torch.is_grad_enabled():
             del self._in_flight[stage, micro_batch]
 
-    def _send_gradients(self, stage: int, micro_batch: int, inlet: StageBoundary) -> None:
-        inlet.send_gradients(micro_batch, self._in_flight.pop((stage, micro_batch)).gradients)
+    def _send_gradients(self, stage: int, micro_batch: int, inlet: BoundaryEnd) -> None:
+        inlet.send(micro_batch, self._in_flight.pop((stage, micro_batch)).gradients)
+
+    def _ends(self) -> Iterable[BoundaryEnd]:
+        return (*self._inlets.values(), *self._outlets.values())
 
     def _splitting(self) -> AbstractContextManager[Any]:
         is_split = self._queue is not None and torch.is_grad_enabled()

@@ -1,28 +1,26 @@
 """Takes pytrees of tensors apart for sending and puts them together again; nothing that is received is executed.
 
-A `PytreeSpec` says all that a receiver must know before the tensors arrive: the nested containers, and each tensor's
-shape, dtype and whether it requires a gradient. Plain values (None, numbers, strings, dtypes, sizes) are sent beside
-it, because they may change from message to message while the spec stays. Containers are those that torch's pytree has
-registered, and named tuples. Both ends name a type by its qualified name; the receiver looks it up among the types
-that it knows, and imports none.
+A `PytreeSpec` says all that a receiver must know before the tensors arrive: the nested containers with their plain
+values (None, numbers, strings, dtypes, sizes), and each tensor's shape, dtype and whether it requires a gradient.
+Containers are those that torch's pytree has registered, and named tuples. Both ends name a type by its qualified name;
+the receiver looks it up among the types that it knows, and imports none.
 
->>> spec, tensors, plain = take_apart({"hidden": torch.ones(2, 3), "past": (None, 7)})
+>>> spec, tensors = take_apart({"hidden": torch.ones(2, 3), "past": (None, 7)})
 >>> spec.tensors
 (TensorPart(shape=(2, 3), dtype=torch.float32, requires_grad=False),)
->>> plain
-[None, 7]
->>> put_together(PytreeSpec.from_json(spec.to_json()), tensors, plain)["past"]
+>>> put_together(PytreeSpec.from_json(spec.to_json()), tensors)["past"]
 (None, 7)
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -30,30 +28,30 @@ from torch import Tensor, nn
 from shardwise.config.resolve import ConfigError
 from shardwise.runtime.torch_private import container_types, pytree_node
 
-_TENSOR: Final = "tensor"
-_PLAIN: Final = "plain"
+# Of the nodes of a tree, a tensor is 0, a plain value a list of one, and a container a list of three.
+_TENSOR: Final = 0
 _COMMON: Mapping[str, type] = MappingProxyType({f"builtins.{kind.__name__}": kind for kind in (dict, list, tuple)})
 
 
-@dataclass(frozen=True)
-class TensorPart:
+class TensorPart(NamedTuple):
     """Describes one tensor of a spec."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
 
-    def allocate(self, device: torch.device) -> Tensor:
-        """Return a contiguous tensor of this shape, with any content."""
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class PytreeSpec:
-    """Describes the structure of a value: its containers and the shapes of its tensors.
+    """Describes a value but for the elements of its tensors.
 
     Attributes:
-        tree: its containers as JSON.
+        tree: its containers and plain values as JSON.
         tensors: in the order in which they are sent.
     """
 
@@ -72,32 +70,38 @@ class PytreeSpec:
         return cls(tree, tuple(TensorPart(tuple(shape), _dtype(name), flag) for shape, name, flag in tensors))
 
 
-def take_apart(value: Any) -> tuple[PytreeSpec, list[Tensor], list[Any]]:
-    """Return the spec of a pytree, its tensors and its plain values, each in their order.
+def take_apart(value: Any) -> tuple[PytreeSpec, list[Tensor]]:
+    """Return the spec of a pytree, and its tensors in their order.
 
     Raises:
         ConfigError: it holds what is neither tensor, nor plain, nor a container that torch's pytree knows.
     """
     tensors: list[Tensor] = []
-    plain: list[Any] = []
-    tree = json.dumps(_flatten(value, "value", tensors, plain))
+    tree = json.dumps(_flatten(value, "value", tensors))
     parts = tuple(TensorPart(tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in tensors)
-    return PytreeSpec(tree, parts), tensors, plain
+    return PytreeSpec(tree, parts), tensors
 
 
-def put_together(spec: PytreeSpec, tensors: Sequence[Tensor], plain: Sequence[Any], types: Iterable[type] = ()) -> Any:
+def put_together(spec: PytreeSpec, tensors: Sequence[Tensor], types: Iterable[type] = ()) -> Any:
     """Return the value that `take_apart` took apart.
 
     Args:
         spec: of the value.
         tensors: in the order of the spec.
-        plain: the plain values, in their order.
         types: container types that may occur beside those of torch's pytree: named tuples.
 
     Raises:
         ConfigError: it has a container of a type that is not known here.
     """
-    return _unflatten(json.loads(spec.tree), iter(tensors), iter(plain), tuple(types))
+    return _unflatten(json.loads(spec.tree), iter(tensors), tuple(types))
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors of a pytree in the order of `take_apart`."""
+    if isinstance(value, Tensor):
+        return [value]
+    opened = _open(value)
+    return [] if opened is None else [tensor for child in opened[0] for tensor in tensors_in(child)]
 
 
 def containers_in(value: Any) -> set[type]:
@@ -117,18 +121,8 @@ def named_tuples_of(model: nn.Module) -> tuple[type, ...]:
     return tuple(dict.fromkeys(each for each in found if isinstance(each, type) and _is_named_tuple(each)))
 
 
-def plain_to_json(values: Sequence[Any]) -> str:
-    """Return the text that is sent for plain values."""
-    return json.dumps([_encode(value, "value") for value in values])
-
-
-def plain_from_json(text: str) -> list[Any]:
-    """Read what `plain_to_json` wrote."""
-    return [_decode(value, ()) for value in json.loads(text)]
-
-
-def _flatten(value: Any, path: str, tensors: list[Tensor], plain: list[Any]) -> Any:
-    """Return the JSON of a value's containers, and append its leaves to the lists."""
+def _flatten(value: Any, path: str, tensors: list[Tensor]) -> Any:
+    """Return the JSON of a value's containers and plain values, and append its tensors to the list."""
     if isinstance(value, Tensor):
         if value.layout is not torch.strided or value.is_quantized or value.is_nested:
             raise ConfigError(
@@ -140,12 +134,10 @@ def _flatten(value: Any, path: str, tensors: list[Tensor], plain: list[Any]) -> 
         return _TENSOR
     opened = _open(value)
     if opened is None:
-        _encode(value, path)  # raises where it is not plain
-        plain.append(value)
-        return _PLAIN
+        return [_encode(value, path)]
     children, context = opened
     keys = context if isinstance(context, list) and len(context) == len(children) else range(len(children))
-    packed = [_flatten(child, f"{path}[{key!r}]", tensors, plain) for key, child in zip(keys, children, strict=True)]
+    packed = [_flatten(child, f"{path}[{key!r}]", tensors) for key, child in zip(keys, children, strict=True)]
     return [_name_of(type(value)), _encode(context, path), packed]
 
 
@@ -161,14 +153,14 @@ def _open(value: Any) -> tuple[list[Any], Any] | None:
     return list(children), context
 
 
-def _unflatten(tree: Any, tensors: Iterator[Tensor], plain: Iterator[Any], types: tuple[type, ...]) -> Any:
+def _unflatten(tree: Any, tensors: Iterator[Tensor], types: tuple[type, ...]) -> Any:
     if tree == _TENSOR:
         return next(tensors)
-    if tree == _PLAIN:
-        return next(plain)
+    if len(tree) == 1:
+        return _decode(tree[0], types)
     name, context, packed = tree
     kind = _look_up(name, types)
-    children = [_unflatten(child, tensors, plain, types) for child in packed]
+    children = [_unflatten(child, tensors, types) for child in packed]
     if _is_named_tuple(kind):
         return kind(*children)
     node = pytree_node(kind)

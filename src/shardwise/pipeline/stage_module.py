@@ -1,4 +1,8 @@
-"""Runs a stage's forward: the model's own forward, in which units of other stages are skipped.
+"""Runs a stage's forward: its units one after the other, or the model's own forward without units of other stages.
+
+An `nn.Sequential` says by its class that each entry gets the output of the one before, and no more. So where the units
+are its entries, a stage calls its own. The code of any other model may do more between its units: then its forward
+runs, in which units of other stages are skipped.
 
 On a rank whose stage begins with unit k, the stage's own units run. Unit k - 1 returns what the stage before has sent,
 which is the output of unit k - 1 there. All other units return placeholders: tensors with a shape and no values. The
@@ -43,7 +47,7 @@ class CutError(ConfigError):
 
 
 class _StageDone(BaseException):
-    """Ends the model's forward after the stage's last unit; no `except Exception` of a model may stop it."""
+    """Ends the model's forward after the stage's last unit; no `except Exception` in a model's code may stop it."""
 
     def __init__(self, output: Any) -> None:
         self.output = output
@@ -87,9 +91,13 @@ class StageForward:
         self.types = named_tuples_of(model)
         self._kinds = [_kind_of(module) for module in self._modules]
         self._is_simulated = is_simulated
+        entries = [name for name, _ in model.named_children()]
+        self._is_chain = type(model).forward is nn.Sequential.forward and self._names == entries
         self._placeholders = PlaceholderTensors(device, is_simulated, dtypes)
-        self._placeholder_modules = self._make_placeholder(held)
-        self._skipped_outputs = SkippedOutputs([] if is_simulated else self._modules, self._placeholders)
+        self._placeholder_modules = {} if self._is_chain else self._make_placeholder(held)
+        self._skipped_outputs = SkippedOutputs(
+            [] if is_simulated or self._is_chain else self._modules, self._placeholders
+        )
         self._answers: dict[Hashable, Any] = {}
         self._answer_of_class: dict[type, Any] = {}
         self._start, self._stop = 0, len(self._names)
@@ -101,6 +109,8 @@ class StageForward:
     def install(self) -> list[Callable[[], None]]:
         """Make the units' calls and the model's forward follow the stage; return what undoes it, in reverse order."""
         undo = [replace_forward(self._model, self._ended(self._model.forward))]
+        if self._is_chain:
+            return undo
         undo += [
             intercept_forward(module, self._answer) for module in {id(each): each for each in self._modules}.values()
         ]
@@ -145,6 +155,8 @@ class StageForward:
                     "engine.gathered(); call engine.train_step(batches) or engine.eval_step(batches), or, to generate, "
                     "engine.export_weights(folder) and load it without mesh.pp",
                 )
+            if self._is_on and self._is_chain:
+                return self._run_chain(*args, **kwargs)
             try:
                 output = forward(*args, **kwargs)
             except _StageDone as done:
@@ -160,6 +172,13 @@ class StageForward:
             return output
 
         return staged
+
+    def _run_chain(self, input: Any) -> Any:  # noqa: A002 (the name that `nn.Sequential.forward` has)
+        """Run the stage's units of an `nn.Sequential`."""
+        value = self._received if self._start else input
+        for module in self._modules[self._start : self._stop]:
+            value = module(value)
+        return value
 
     def _check_ended(self) -> None:
         """Check that the forward, which has returned, has run all units of the stage."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import (
-    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -389,17 +389,23 @@ def watch_calls(
 
 @contextmanager
 def watch_registrations(
-    on_parameter: Callable[[nn.Parameter], None], on_buffer: Callable[[Tensor], Tensor]
+    on_parameter: Callable[[nn.Module, str, nn.Parameter], None], on_module: Callable[[nn.Module], None]
 ) -> Iterator[None]:
-    """Show what modules of any thread register inside the context: parameters to be changed, buffers to be replaced."""
+    """Show what modules of any thread register inside the context.
 
-    def show(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        on_parameter(parameter)
+    Args:
+        on_parameter: is given the module, the name there, and the parameter, which is not there yet.
+        on_module: is given a module that becomes a child of another one, so its constructor has ended.
+    """
 
-    def replace(module: nn.Module, name: str, buffer: Tensor) -> Any:
-        return on_buffer(buffer)
+    def show(module: nn.Module, name: str, child: nn.Module | None) -> None:
+        if child is not None:
+            on_module(child)
 
-    handles = [register_module_parameter_registration_hook(show), register_module_buffer_registration_hook(replace)]
+    handles = [
+        register_module_parameter_registration_hook(on_parameter),
+        register_module_module_registration_hook(show),
+    ]
     try:
         yield
     finally:

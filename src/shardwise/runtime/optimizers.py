@@ -81,6 +81,23 @@ def build_optimizer(config: OptimizerConfig, groups: ParamGroups) -> Optimizer:
     return kind(groups, **{key: value for key, value in wanted.items() if key in accepted})
 
 
+def scale_in_step(optimizer: Optimizer, factor: float) -> bool:
+    """Let the next step of a fused optimizer multiply its fp32 gradients by `factor` itself; say whether it will.
+
+    It spares a pass over the gradients. The kernels divide by an attribute `grad_scale`, which is to be deleted after
+    the step: the protocol between `torch.amp.GradScaler` and torch's optimizers.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    is_fused = type(optimizer) in _SCALING and all(group.get("fused") for group in optimizer.param_groups)
+    if not is_fused or not 1e-30 < abs(factor) < 1e30 or any(param.dtype != torch.float32 for param in params):
+        return False
+    optimizer.grad_scale = torch.tensor(1.0 / factor, dtype=torch.float32, device=params[0].device)  # type: ignore[attr-defined]
+    return True
+
+
+_SCALING: Final = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+
+
 def learning_rate_factor(config: SchedulerConfig, total_steps: int) -> Callable[[int], float]:
     """Return the learning rate at a step as a fraction of the peak: linear warm-up, then the named decay.
 

@@ -90,7 +90,7 @@ class _GuardedParameter(_WatchedParameter):
         kwargs = kwargs or {}
         if func is torch.Tensor.__repr__:
             return _describe(args[0])
-        if func not in _READABLE:
+        if func not in READABLE:
             for leaf in pytree.tree_leaves((args, kwargs)):
                 if isinstance(leaf, _GuardedParameter):
                     type(leaf).on_use(cast(nn.Parameter, leaf))
@@ -117,7 +117,7 @@ _READABLE_METHODS: Final = (
 
 
 # What can be read of a parameter without touching its data.
-_READABLE: Final = frozenset(
+READABLE: Final = frozenset(
     {
         *(getattr(torch.Tensor, name).__get__ for name in _READABLE_PROPERTIES),
         *(getattr(torch.Tensor, name) for name in _READABLE_METHODS),

@@ -24,6 +24,7 @@ AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 __all__ = [
+    "HAS_COMPATIBLE_TYPE",
     "NO_VALUE_ERRORS",
     "OpMode",
     "OpOverload",
@@ -36,7 +37,9 @@ __all__ = [
     "fake_like",
     "fake_tensors",
     "has_cpu_flash_attention",
+    "has_views",
     "in_backward",
+    "in_fake_mode",
     "in_op_mode",
     "is_fake",
     "is_plain",
@@ -77,6 +80,11 @@ def in_op_mode() -> bool:
     Such a mode sees no op of compiled code, and under one `torch.compile(fullgraph=True)` refuses to run.
     """
     return is_in_torch_dispatch_mode()
+
+
+def in_fake_mode() -> bool:
+    """Say whether tensors made on this thread are fake; public torch has no such query."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 @contextmanager
@@ -136,6 +144,12 @@ def set_unsharded_storage(storage: torch.UntypedStorage, num_bytes: int) -> None
     `resize_` is documented for storages but not promised to keep views valid; FSDP2 relies on the same behaviour.
     """
     storage.resize_(num_bytes)
+
+
+def has_views(tensor: Tensor) -> bool:
+    """Say whether another tensor shares the memory of this one; public torch does not count them."""
+    storage = tensor.untyped_storage()  # an owner as well
+    return torch._C._storage_Use_Count(storage._cdata) > 2
 
 
 def set_data(parameter: nn.Parameter, data: Tensor) -> None:
@@ -244,6 +258,9 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
     return skip(call)
 
+
+# What `Module.to` and the like ask before they give a parameter other data; it reads no values.
+HAS_COMPATIBLE_TYPE: Final = torch._has_compatible_shallow_copy_type
 
 # A fake tensor raises these where its values are needed: for a number, or for a shape that follows from them.
 NO_VALUE_ERRORS: Final = (DataDependentOutputException, DynamicOutputShapeException)

@@ -19,7 +19,7 @@ from torch import nn
 
 from shardwise.config.resolve import Config
 from shardwise.context.apply import check_context
-from shardwise.dropout import ShardRegion, drops_by_function
+from shardwise.dropout import ShardRegion, may_drop_by_function
 from shardwise.layout.layout import Layout, build_layout
 from shardwise.layout.param_groups import wide_parameters
 from shardwise.layout.precision import TORCH_DTYPES
@@ -97,6 +97,6 @@ def dropout_zones(model: nn.Module, tensor: TensorLayout, tp_index: int) -> dict
     for name, module in model.named_modules():
         if name in zones or not any(is_within(name, stack.modules) for stack in stacks):
             continue
-        if isinstance(module, nn.Dropout) or (drops_by_function(module) and not is_within(name, regions)):
+        if isinstance(module, nn.Dropout) or (may_drop_by_function(module) and not is_within(name, regions)):
             zones[name] = ShardRegion(1, tp_index, tensor.degree)
     return zones

@@ -23,7 +23,7 @@ from shardwise.config.resolve import ConfigError
 from shardwise.layout.layout import Layout
 from shardwise.layout.param_groups import GroupSpec
 from shardwise.layout.zero_stages import Placement
-from shardwise.offload.storage import StateStorage
+from shardwise.offload.storage import StateStorage, loaded
 from shardwise.offload.worker import Task
 from shardwise.runtime.memory_tracker import Category
 from shardwise.runtime.precision import add_widened, torch_dtype
@@ -56,6 +56,11 @@ class GradBucket:
         self._master_dtype = torch_dtype(policy.master)
         self._own = slice(*spec.held_range(stage.optimizer, comms.shards.rank))
         self._sharing = SharedGradRanges.of(spec, self._own, comms.tensor.rank, comms.tensor.world_size)
+        self._counted_range = self._own
+        if self._is_replicated:
+            numel = spec.padded_numel // comms.data.world_size
+            self._counted_range = slice(comms.data.rank * numel, (comms.data.rank + 1) * numel)
+        self._counted = SharedGradRanges.of(spec, self._counted_range, comms.tensor.rank, comms.tensor.world_size)
         self._away: StateStorage | None = None
         if spec.tiers.grads != "device":
             self._away = self._tiers.place(
@@ -64,10 +69,12 @@ class GradBucket:
         self.taking: Task | None = None  # moves the last gradient to where gradients are stored
         self._square: Tensor | None = None
         self._is_squared_at_once = False  # on the device, not by the worker thread
+        self._may_be_narrow = self._is_stored_whole and self._wire_dtype != self._dtype and comms.data.world_size > 1
+        self._narrow: Tensor | None = None  # gradients as they are sent, where they are stored whole and wider
         self._bucket: Tensor | None = None
         self._accumulator: Tensor | None = None
         self._stashed: Tensor | None = None
-        self._rest: Iterator[None] | None = None  # of the reduction under way: its next collectives
+        self._steps: Iterator[None] | None = None  # of the reduction under way
         self._holds_sum = False
         self._is_partial = False
         self._is_written = [False] * len(spec.params)
@@ -135,12 +142,17 @@ class GradBucket:
             bucket[start:stop].zero_()
         self._is_written = [False] * len(self.spec.params)
         name = f"reduce {self.spec.name}"
+        narrow, self._narrow = self._narrow, None
         if self._is_replicated:
-            self._rest = self._settle_replicated(self._comms.data.all_reduce(bucket, self._wire_dtype, name))
+            total = self._persistent_bucket()
+            self._steps = self._settle_replicated(
+                self._comms.data.all_reduce(total, self._wire_dtype, name, wire=narrow)
+            )
             return
         borrowed = []
         if not self._is_stored_whole:
             self._bucket = None
+        if bucket is narrow or not self._is_stored_whole:
             borrowed.append(bucket)
         wire = bucket
         if bucket.dtype != self._wire_dtype and self._comms.reductions.world_size > 1:
@@ -155,7 +167,7 @@ class GradBucket:
                 self._stash_sum(self._open_accumulator())
             into, accumulate = self._open_accumulator(), self._holds_sum and not self._is_stored_whole
         summed = self._comms.reductions.reduce_scatter(wire, into, accumulate=accumulate, name=name)
-        self._rest = (self._settle if self._away is None else self._settle_away)(summed, into, borrowed, is_last)
+        self._steps = (self._settle if self._away is None else self._settle_away)(summed, into, borrowed, is_last)
 
     def _settle_replicated(self, summed: AsyncWork) -> Iterator[None]:
         summed.advance()
@@ -204,7 +216,7 @@ class GradBucket:
             return
 
         def note(gradient: Tensor) -> None:
-            self._square = square_sum(self._sharing, gradient.to(self._master_dtype))
+            self._square = self.square_of(gradient.to(self._master_dtype))
 
         # What ranks share is summed before it counts in the norm.
         is_counted = is_last and not self._sharing.summed
@@ -248,25 +260,33 @@ class GradBucket:
         if self._square is None or not self._is_squared_at_once:
             self.await_taken()
         if self._square is None:
-            with self.storage.loaded() as gradient:
-                self._square = square_sum(self._sharing, gradient.to(self._master_dtype))
+            with loaded(self.storage) as gradient:
+                self._square = self.square_of(gradient.to(self._master_dtype))
         return self._square
+
+    def square_of(self, gradient: Tensor) -> Tensor:
+        """Return the sum of the squares of this rank's gradients, fp64 and 0-d.
+
+        Where all data ranks hold the same gradients, each counts a slice of them. What tensor-parallel ranks share
+        counts on its owner alone.
+        """
+        return square_sum(self._counted, gradient[self._counted_range] if self._is_replicated else gradient)
 
     def reduce_replicas(self) -> None:
         """Start to sum over the replicas what no last reduction has summed."""
         self.finish_reduce()
-        self._rest = self._sum_replicas()
+        self._steps = self._sum_replicas()
         self.advance_reduce()
 
     def advance_reduce(self) -> None:
         """Finish the collective of the reduction that is under way, and start the one that follows it, if any."""
-        if self._rest is not None:
-            next(self._rest, None)
+        if self._steps is not None:
+            next(self._steps, None)
 
     def finish_reduce(self) -> None:
         """Wait for the reduction under way, if there is one, and free its buffers."""
-        rest, self._rest = self._rest, None
-        for _ in rest or ():
+        steps, self._steps = self._steps, None
+        for _ in steps or ():
             pass
 
     def gradient(self) -> Tensor | None:
@@ -300,7 +320,8 @@ class GradBucket:
 
     def buffers(self) -> list[Tensor]:
         """Return the buffers that are allocated; two may share a storage."""
-        return [each for each in (self._bucket, self._accumulator, self._stashed) if each is not None]
+        held = (self._bucket, self._narrow, self._accumulator, self._stashed)
+        return [each for each in held if each is not None]
 
     def drop(self) -> int:
         """Free the buffers, which hold no gradients; the next backward makes new ones. Returns the freed bytes."""
@@ -316,6 +337,9 @@ class GradBucket:
         self._stashed = self._square = None
         self._is_written = [False] * len(self.spec.params)
         self._was_used = [False] * len(self.spec.params)
+        if self._narrow is not None:
+            self._pool.release(self._narrow)
+            self._narrow = None
         if not self._is_stored_whole and self._bucket is not None:
             self._pool.release(self._bucket)
             self._bucket = None
@@ -344,9 +368,15 @@ class GradBucket:
                 dtype = self._wire_dtype if will_reduce else self._dtype
                 self._bucket = self._pool.acquire(self.spec.padded_numel, dtype)
             return self._bucket
+        if self._narrow is not None:
+            return self._narrow
         bucket = self._persistent_bucket()
         if not any(self._is_written):
             self.finish_reduce()
+            if will_reduce and self._may_be_narrow and not self._holds_sum:
+                # The only backward of the step: nothing is added to its gradients before they are sent.
+                self._narrow = self._pool.acquire(self.spec.padded_numel, self._wire_dtype)
+                return self._narrow
             if self._holds_sum:
                 # A backward after a reduction: its own slice of the bucket is the accumulator, so that moves out.
                 self._stash_sum(bucket[self._own])

@@ -244,8 +244,7 @@ class MemoryRelease:
         self._tiers.wait_idle()
         if self._tracker.device.type == "cuda":
             torch.cuda.synchronize(self._tracker.device)
-        for group in self._sharding.groups:
-            group.shard.forget()
+        self._tiers.forget_prefetched()
 
     def _move_out(self, memories: Sequence[_ReleasedMemory]) -> None:
         num_bytes = sum(memory.num_bytes for memory in memories)

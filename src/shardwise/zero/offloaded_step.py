@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config.resolve import ConfigError
-from shardwise.offload.cpu_optimizer import CpuOptimizer, PaddedPiece, StepPiece, pad_ends, step_pieces
+from shardwise.offload.cpu_optimizer import CpuOptimizer, StepPiece, step_pieces
 from shardwise.offload.step_pipeline import CHUNK_NUMEL, SIMULATED_CHUNK_NUMEL, ChunkInput, StepChunk, even_chunk_numel
 from shardwise.offload.storage import DeviceStorage, StateStorage
 from shardwise.offload.tiers import Tiers
@@ -116,7 +116,6 @@ class OffloadedStep:
         if grads is None or not pieces:
             return []
         params = self.group
-        params.shard.forget()
         # The options are copied now: the learning rate changes before the worker thread reads them.
         options: dict[int, Options] = {}
         plans = []
@@ -203,7 +202,6 @@ class OffloadedStep:
         if is_fake(tensors[_MASTER]):
             return  # no values to step, and no tracker counts the step's buffers
         found: list[StepPiece] = []
-        padded: list[PaddedPiece] = []
         end = 0
         for piece, options, num_steps, is_first in plans:
             low, high = max(piece.start, start) - start, min(piece.stop, stop) - start
@@ -213,14 +211,9 @@ class OffloadedStep:
                 states = {name: tensors[name][low:high] for name in self.states}
                 param = tensors[_PARAM][low:high] if _PARAM in tensors else None
                 master, grad = tensors[_MASTER][low:high], tensors[_GRAD][low:high]
-                part = StepPiece(options, master, grad, states, num_steps, is_first, param)
-                direct, ends = pad_ends(part, start + low - piece.start, is_end=start + high == piece.stop)
-                found += direct
-                padded += ends
+                found.append(StepPiece(options, master, grad, states, num_steps, is_first, param))
         self._narrow(tensors, end, stop - start)
-        step_pieces(self.rule, found + [each.padded for each in padded], factor, self.tiers.step_threads)
-        for each in padded:
-            each.put_back()
+        step_pieces(self.rule, found, factor, self.tiers.step_threads)
 
     @staticmethod
     def _narrow(tensors: Mapping[str, Tensor], low: int, high: int) -> None:

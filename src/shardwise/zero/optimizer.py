@@ -19,7 +19,7 @@ from shardwise.offload.step_pipeline import StepChunk
 from shardwise.offload.storage import StateStorage
 from shardwise.offload.worker import Task
 from shardwise.runtime.memory_tracker import Category
-from shardwise.runtime.optimizers import refuse_unless_element_wise
+from shardwise.runtime.optimizers import refuse_unless_element_wise, scale_in_step
 from shardwise.runtime.state_shards import FlatState, TensorFlatState
 from shardwise.runtime.timeline import Timeline
 from shardwise.schedule.actions import ActionKind
@@ -29,7 +29,7 @@ from shardwise.zero.optimizer_plan import NamedGroup, OptimizerFactory, fresh_st
 from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.resources import ShardingResources
 from shardwise.zero.sharding_state import ShardingState
-from shardwise.zero.shared_grads import SharedGradRanges, square_sum, sum_over_sharers, sum_over_stages
+from shardwise.zero.shared_grads import SharedGradRanges, sum_over_sharers, sum_over_stages
 
 
 class ShardedOptimizer:
@@ -232,7 +232,7 @@ class ShardedOptimizer:
             if self._holders.get(group, (self._pipeline_rank,))[0] != self._pipeline_rank:
                 continue  # another stage counts it
             whole = self._gradients.get(group)
-            square = grads.square() if whole is None else square_sum(grads.sharing, whole)
+            square = grads.square() if whole is None else grads.square_of(whole)
             squares.append(square.to(self._tensor.device, non_blocking=True))
         return squares
 
@@ -262,9 +262,7 @@ class ShardedOptimizer:
         """
         stepping: dict[ParamGroup, Task] = {}
         with timeline.span(ActionKind.STEP, None):
-            for gradient in self._gradients.values():
-                gradient.mul_(factor)
-            self._step_on_device(self._gradients, used)
+            self._step_on_device(self._gradients, used, factor)
             self._gradients.clear()
             stepping.update(self._step_pipeline(factor, used))
             for group in self._groups:
@@ -272,7 +270,7 @@ class ShardedOptimizer:
                 if group in self._offloaded or grads is None or not grads.is_away:
                     continue
                 if (brought := grads.gradient()) is not None:
-                    self._step_on_device({group: brought.mul_(factor)}, used)
+                    self._step_on_device({group: brought}, used, factor)
         self.track_states()
         self._stepped.clear()
         self._clear_gradients()
@@ -323,7 +321,11 @@ class ShardedOptimizer:
         holds = group.grads is not None and group.grads.holds_sum
         return self._offloaded[group].chunks(factor, used, self.options_of) if holds else []
 
-    def _step_on_device(self, gradients: Mapping[ParamGroup, Tensor], used: Mapping[str, bool]) -> None:
+    def _step_on_device(self, gradients: Mapping[ParamGroup, Tensor], used: Mapping[str, bool], factor: float) -> None:
+        is_scaled = scale_in_step(self.optimizer, factor)
+        if not is_scaled:
+            for gradient in gradients.values():
+                gradient.mul_(factor)
         for piece in self.pieces:
             slices = gradients.get(piece.group) if used[piece.name] else None
             piece.view.grad = slices[piece.start : piece.stop] if slices is not None else None
@@ -332,6 +334,8 @@ class ShardedOptimizer:
             self.optimizer.step()
         finally:
             self._is_stepping = False
+            if is_scaled:
+                del self.optimizer.grad_scale  # type: ignore[attr-defined]
         for piece in self.pieces:
             piece.view.grad = None
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from shardwise.comm.collectives import AsyncWork
 from shardwise.config.errors import EngineError
 from shardwise.config.resolve import ConfigError
-from shardwise.deferred_init.parameters import ParamInitializer
+from shardwise.construction.values import ParamInitializer
 from shardwise.layout.layout import Layout
 from shardwise.layout.param_groups import GroupSpec, ParamSpec
 from shardwise.offload.step_pipeline import CHUNK_NUMEL
-from shardwise.offload.storage import StateStorage
+from shardwise.offload.storage import StateStorage, loaded
 from shardwise.offload.worker import Task
 from shardwise.runtime.memory_tracker import Category, trim_host_memory
 from shardwise.runtime.param_guard import ReleasedParameterError, set_parameter_class, watched_type
@@ -61,7 +61,7 @@ class ParamGroup:
         master: the slice in the optimizer's precision and tier; `shard` itself where these are the same.
         grads: the gradients; None where the group is frozen.
         state: which part of `full` is valid.
-        is_pinned: the parameters stay present until somebody unpins them.
+        is_pinned: the parameters stay present until they are unpinned.
         is_stepped: the group has taken its step in the backward that is under way.
     """
 
@@ -88,7 +88,6 @@ class ParamGroup:
         self._timeline = resources.timeline
         self._overlap = resources.overlap
         self._released = released
-        self._kinds = tuple(parameter_class(parameter) for parameter in parameters)
         self._gather = AsyncWork()
         self._stepping: Task | None = None
         self._gather_updates: Callable[[], None] | None = None
@@ -112,6 +111,8 @@ class ParamGroup:
         if spec.trainable and (policy.keeps_master or where.params != where.optimizer):
             self.master = tiers.place(where.optimizer, f"{spec.name}.master", numel, master_dtype, Category.OPTIMIZER)
         self._fill(resources.values, master_dtype)
+        self._kinds = tuple(parameter_class(parameter) for parameter in parameters)
+        self._kinds = tuple(parameter_class(parameter) for parameter in parameters)
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.grad = None
             set_data(parameter, view)
@@ -191,7 +192,7 @@ class ParamGroup:
     def guard(self) -> None:
         """Report every further use of the parameters, unless they are pinned."""
         if self.is_released_between_uses and not self.is_pinned:
-            self._conceal()
+            self._guard_all()
 
     def watch(self, watched: type[nn.Parameter] | None) -> None:
         """Give parameters that are stored whole the class `watched`, which reports some uses; None for their own."""
@@ -242,7 +243,6 @@ class ParamGroup:
         self._gather.wait()
         if self.master is not self.shard:
             self._narrow()
-        self.shard.forget()
         self._free()
         if not self.is_released_between_uses:
             if self.shard.numel < self.full.numel():
@@ -347,7 +347,6 @@ class ParamGroup:
 
     def _narrow(self) -> None:
         """Round the master to the shard."""
-        self.shard.forget()
         master = self.master.tensor
         if self.spec.tiers.optimizer == "device" and master is not None:
             self.shard.put(master, self._pool)
@@ -380,7 +379,7 @@ class ParamGroup:
     def _set_state(self, state: ParamState) -> None:
         self.state = state
         if state is not ParamState.UNSHARDED:
-            self._conceal()
+            self._guard_all()
         elif not self.is_released_between_uses:
             self._set_classes()
 
@@ -388,7 +387,7 @@ class ParamGroup:
         for parameter, kind in zip(self.parameters, self._kinds, strict=True):
             set_parameter_class(parameter, kind if watched is None or kind is not nn.Parameter else watched)
 
-    def _conceal(self) -> None:
+    def _guard_all(self) -> None:
         """Report every use of the parameters: nothing else says how long their data is needed."""
         for parameter in self.parameters:
             set_parameter_class(parameter, self._released)
@@ -398,25 +397,27 @@ class ParamGroup:
         own = self.spec.slots(self.shard_start, self.shard_stop)
         with ExitStack() as stack:
             if self.is_released_between_uses:
-                resident = stack.enter_context(self.shard.loaded(write=True)), own
+                resident = stack.enter_context(loaded(self.shard, write=True)), own
             else:
                 resident = self.full, self.spec.slots(0, self.spec.padded_numel)
             targets = [resident]
             if self.master is not self.shard:
-                targets.append((stack.enter_context(self.master.loaded(write=True)), own))
+                targets.append((stack.enter_context(loaded(self.master, write=True)), own))
             for place in (each for each in self.spec.params if not values.is_blank(each.name)):
                 held = [(buffer, slot) for buffer, slots in targets for slot in slots if slot.param is place]
                 initial = self._initial(place, values, dtype, is_held=bool(held))
                 for buffer, slot in held:
                     buffer[slot.offset : slot.offset + slot.stop - slot.start].copy_(initial[slot.start : slot.stop])
+                values.forget(place.name)
 
     def _initial(self, place: ParamSpec, values: ParamInitializer, dtype: torch.dtype, is_held: bool) -> Tensor:
         """Return a parameter's local values, 1-D: rank 0's, or the same on all ranks; empty where none are needed."""
         ranks, shape = self._comms.model, place.global_shape
         is_sent = ranks.world_size > 1 and place.numel > 0 and not values.is_same_everywhere(place.name)
-        if not is_sent and not is_held:
+        is_read_by_all = values.is_sharded(place.name)
+        if not is_sent and not is_held and not is_read_by_all:
             return torch.empty(0, dtype=dtype, device=ranks.device)
-        if ranks.rank == 0 or not is_sent:
+        if ranks.rank == 0 or not is_sent or is_read_by_all:
             whole = values.read(place.name).reshape(shape).to(ranks.device, dtype)
         else:
             whole = torch.empty(shape, dtype=dtype, device=ranks.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwise.comm.mesh import CommGroups
-from shardwise.deferred_init.parameters import ParamInitializer
+from shardwise.construction.values import ParamInitializer
 from shardwise.offload.tiers import Tiers
 from shardwise.runtime.buffer_pool import BufferPool
 from shardwise.runtime.memory_tracker import MemoryTracker

@@ -174,8 +174,7 @@ class ShardingState:
         self.watch_gradients(False)
         self._enter(Phase.FORWARD)
         self._timeline.is_recording = torch.is_grad_enabled()
-        before_model = self.before_model() if self.before_model is not None else None
-        if before_model is not None:
+        if self.before_model is not None and (before_model := self.before_model()) is not None:
             before_model()
         self.order.start_forward()
 

@@ -1,6 +1,6 @@
-"""Gradients that ranks share: parts of what a tensor-parallel group or several stages of a pipeline hold together.
+"""This module sums the gradients that the ranks of a tensor-parallel group, or several stages of a pipeline, share.
 
-Shared ranges are summed over their sharers before the step, and count once in the gradient's norm.
+They are summed over their sharers before the step, and count once in the gradient's norm.
 """
 
 from __future__ import annotations

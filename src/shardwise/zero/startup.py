@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardwise.comm.collectives import Comm
 from shardwise.comm.mesh import CommGroups
 from shardwise.config.resolve import PrecisionConfig
-from shardwise.deferred_init.parameters import ParamInitializer
+from shardwise.construction.values import ParamInitializer
 from shardwise.layout.layout import Layout
 from shardwise.layout.precision import buffer_dtype
 from shardwise.runtime.memory_tracker import Category, MemoryTracker
@@ -49,16 +49,23 @@ def broadcast_buffers(model: nn.Module, precision: PrecisionConfig, memory: Memo
 def broadcast_params_across_stages(values: ParamInitializer, layout: Layout, comms: CommGroups) -> None:
     """Send the first rank's initial values to the first rank of each stage, for the parameters that it holds.
 
-    From there they go to the stage's other ranks. Where values are keyed by name, every rank draws the same.
+    From there they go to the stage's other ranks. Where values are keyed by name, every rank draws the same. Where each
+    rank has a slice, the stage's ranks share the slices of their own parameters from now on.
 
     Args:
         values: the model's initial values; one parameter is sent at a time.
         layout: says which parameters this rank holds.
         comms: the engine's communication groups.
     """
-    if comms.pipeline.world_size == 1 or comms.model.rank > 0:
+    if comms.pipeline.world_size == 1:
         return
     held = {group.name for group in layout.groups}
+    for group in layout.model_groups:
+        for place in group.params:
+            if values.is_sharded(place.name) and not values.is_blank(place.name):
+                values.move(place.name, comms.model if group.name in held else None)
+    if comms.model.rank > 0:
+        return
     dtype, device = torch_dtype(layout.precision.master), comms.pipeline.device
     for group in layout.model_groups:
         for place in group.params:

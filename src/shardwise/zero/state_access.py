@@ -379,7 +379,6 @@ def _write_param(place: ParamLocation, flat: Tensor) -> None:
         place.group.wait()
         params.parameters[place.index].copy_(rounded.view(place.spec.shape))
         params.accept_written(place.index)
-    params.shard.forget()
     _copy_range(place.own_part(params.shard), rounded, place)
     if params.master is not params.shard:
         _copy_range(place.own_part(params.master), wide, place)
@@ -558,7 +557,6 @@ def take_over(states: EngineState) -> None:
             is_changed = written != master.to(own.dtype)
             params.master.write(start, torch.where(is_changed, written.to(master.dtype), master))
         if params.is_released_between_uses:
-            params.shard.forget()
             params.shard.write(0, own)
         for index in range(len(params.parameters)):
             params.accept_written(index)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from harness.attention import keep_mask, reference_attention
 from harness.refusals import refused
 from shardwise.attention import BlockLayout, block_sparse_attention
 from shardwise.attention.api import drawn
-from shardwise.dropout import KeyedDraws, ShardRegion, drops_by_function, key_dropouts
+from shardwise.dropout import KeyedDraws, ShardRegion, key_dropouts
 from shardwise.dropout.hash_rng import Samples, grid_of, keyed_hashes, keyed_mask
 
 P = 0.3
@@ -134,20 +133,3 @@ class TestKeyed:
         key_dropouts(module, KeyedDraws(7), must_be_keyed=True)
         with refused("dropout-outside-forward"):
             module(*tensors())
-
-
-def test_modules_that_drop_so_are_found() -> None:
-    class Named(nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return block_sparse_attention(q, k, v, DENSE, dropout=0.1)
-
-    class Passing(nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
-            return block_sparse_attention(q, k, v, DENSE, **given)
-
-    class Without(nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return block_sparse_attention(q, k, v, DENSE, scale=0.5)
-
-    found = [drops_by_function(module) for module in (Attention(None), Named(), Passing(), Without())]
-    assert found == [True, True, True, False]

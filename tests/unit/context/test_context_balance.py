@@ -19,11 +19,9 @@ from shardwise.context.plan import plan_steps
 from shardwise.layout.token_ranges import contiguous, zigzag
 
 
-def work_of_pieces(layout, split, rank):
-    pieces = (
-        piece for step in plan_steps(layout, split, rank, one_by_one=True) for piece in (step.pulled, step.pushed)
-    )
-    return sum(int(piece.layout.allowed().sum()) for piece in pieces if piece) / layout.num_heads
+def work_of_tiles(layout, split, rank):
+    tiles = [step.tile for step in plan_steps(layout, split, rank, one_by_one=True)]
+    return sum(int(tile.layout.allowed().sum()) for tile in tiles if tile) / layout.num_heads
 
 
 @st.composite
@@ -44,9 +42,9 @@ def layouts(draw):
 
 @settings(deadline=None, max_examples=60)
 @given(layouts(), st.sampled_from((2, 3, 6)), st.sampled_from((contiguous, zigzag, None)))
-def test_work_is_that_of_the_plans_pieces(layout, degree, make):
+def test_work_is_that_of_the_plans_tiles(layout, degree, make):
     split = balanced(layout, degree) if make is None else make(layout.num_queries, degree)
-    expected = tuple(work_of_pieces(layout, split, rank) for rank in range(degree))
+    expected = tuple(work_of_tiles(layout, split, rank) for rank in range(degree))
     assert work_per_rank(layout, split) == expected
 
 
@@ -55,15 +53,15 @@ BALANCE = {  # (contiguous, zigzag) of (most work over the mean, share of remote
     "dense": (DenseSparsityConfig(1, 64), (1.00, 1.00), (1.00, 1.00)),
     "fixed": (FixedSparsityConfig(1, 64, attention="unidirectional"), (1.84, 0.12), (1.00, 0.19)),
     "window": (LocalSlidingWindowSparsityConfig(1, 64, num_sliding_window_blocks=32), (1.03, 0.06), (1.03, 0.12)),
-    # Without pushing it would be 1.60 for the one dense row, and 0.16 and 0.19 of what is remote.
-    "longformer": (BSLongformerSparsityConfig(1, 64, num_sliding_window_blocks=9), (1.01, 0.04), (1.01, 0.07)),
+    # One rank has the dense rows, and needs all keys for them.
+    "longformer": (BSLongformerSparsityConfig(1, 64, num_sliding_window_blocks=9), (1.60, 0.16), (1.57, 0.19)),
     "bigbird": (
         BigBirdSparsityConfig(1, 64, num_random_blocks=3, num_sliding_window_blocks=9, num_global_blocks=2),
-        (1.02, 0.35),
-        (1.02, 0.37),
+        (1.83, 0.43),
+        (1.81, 0.45),
     ),
 }
-CHOSEN = {"dense causal": "zigzag", "fixed": "zigzag"}
+CHOSEN = {"dense causal": "zigzag", "fixed": "zigzag", "longformer": "zigzag", "bigbird": "balanced"}
 
 
 @pytest.mark.parametrize("name", BALANCE)
@@ -85,17 +83,6 @@ def test_rows_of_uneven_cost_are_balanced_by_cost_alone():
     work = {row.token_layout: row.work for row in balance_table(layout, 8)}
     assert work["balanced"] < 1.1 < min(work["contiguous"], work["zigzag"])
     assert choose_split("balanced", layout, 8) is balanced(layout, 8)
-
-
-def test_rows_that_are_pushed_do_not_count_as_their_owners_work():
-    blocks, rows = torch.eye(128), torch.randperm(128, generator=torch.Generator().manual_seed(0)).tolist()
-    for at, row in enumerate(rows[:16]):
-        blocks[row, max(0, row - 10 - at) : row + 10 + at] = 1
-    blocks[rows[16:20]] = 1
-    layout = BlockLayout.from_blocks(blocks, 16)
-    assert plan_steps(layout, balanced(layout, 8), 0, one_by_one=False)[-1].is_answered
-    mean = sum(work_per_rank(layout, balanced(layout, 8))) / 8
-    assert max(work_per_rank(layout, balanced(layout, 8))) < 1.07 * mean
 
 
 def test_cuts_are_between_blocks_where_that_goes():

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 from harness.refusals import refused
 from shardwise.context.batch import TokenShardedBatch, WholeBatch, cut_batch, main_input, take_tokens
+from shardwise.context.huggingface import target_counter
 from shardwise.layout.token_ranges import zigzag
 
 LENGTH, SAMPLES = 8, 2
@@ -104,3 +107,38 @@ def test_a_rank_alone_gets_the_batch_itself() -> None:
     assert share.batch is batch
     assert share.inputs is TOKENS
     assert share.tokens is None
+
+
+SMALL = {"vocab_size": 16, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+T5 = {"vocab_size": 16, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+BART = {"vocab_size": 16, "d_model": 8, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "expected"),
+    [
+        ("LlamaForCausalLM", lambda: transformers.LlamaConfig(**SMALL), 2),
+        ("BertForMaskedLM", lambda: transformers.BertConfig(**SMALL), 4),
+        ("BertForMultipleChoice", lambda: transformers.BertConfig(**SMALL), 4),
+        ("T5ForConditionalGeneration", lambda: transformers.T5Config(**T5), 4),
+        ("BartForCausalLM", lambda: transformers.BartConfig(**BART), 4),
+        ("BertForPreTraining", lambda: transformers.BertConfig(**SMALL), None),
+        ("BertModel", lambda: transformers.BertConfig(**SMALL), None),
+    ],
+)
+def test_targets_of_models_of_transformers_are_counted(
+    kind: str, config: Callable[[], Any], expected: int | None
+) -> None:
+    """As the model's own mean counts them: a causal model leaves out the first label of each row."""
+    model = getattr(transformers, kind)(config())
+    found = target_counter(model)({"labels": torch.tensor([[1, 2, -100], [3, -100, 4]])})
+    assert (None if found is None else int(found)) == expected
+
+
+def test_targets_of_a_forward_that_transformers_did_not_write_are_not_counted() -> None:
+    class FocalForCausalLM(transformers.LlamaForCausalLM):
+        def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+            return (super().forward(input_ids).logits.mean() - labels).square().mean()
+
+    model = FocalForCausalLM(transformers.LlamaConfig(**SMALL))
+    assert target_counter(model)({"labels": torch.tensor([[1, 2, 3]])}) is None

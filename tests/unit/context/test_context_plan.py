@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from harness.refusals import refused
 from shardwise.attention.block_layout import BlockLayout, pack
-from shardwise.attention.structures import BSLongformerSparsityConfig, LocalSlidingWindowSparsityConfig
+from shardwise.attention.structures import LocalSlidingWindowSparsityConfig
 from shardwise.context.plan import find_moves, plan_steps
 from shardwise.context.visibility import VisibilityIndex
-from shardwise.layout.token_ranges import TokenSplit, contiguous, count_tokens, intersect, join, zigzag
+from shardwise.layout.token_ranges import TokenSplit, contiguous, intersect, join, zigzag
 
 
 def tokens(runs):
@@ -68,75 +68,46 @@ def check(layout, split, one_by_one):
     """All that transports rely on."""
     allowed = layout.allowed().any(0)
     plans = [plan_steps(layout, split, rank, one_by_one=one_by_one) for rank in range(split.degree)]
-    assert len({tuple((step.is_moving, step.is_answered) for step in steps) for steps in plans}) == 1
+    assert len({tuple(step.is_moving for step in steps) for steps in plans}) == 1
     computed = torch.zeros_like(allowed, dtype=torch.int64)
     for at, steps in enumerate(zip(*plans, strict=True)):
         for rank, step in enumerate(steps):
-            share = split.shares[rank]
-            has_own = at == 0
+            share, received = split.shares[rank], step.received_keys
             check_exchange(allowed, split, steps, rank)
-            received_keys, queries_there = step.received_keys, join(step.received_queries.values())
-            for piece, received, queries, keys in (
-                (step.pulled, received_keys, share, join([*received_keys.values(), *([share] if has_own else [])])),
-                (step.pushed, queries_there, queries_there, share),
-            ):
-                if piece is None:
-                    assert not received
-                    continue
-                assert intersect(piece.queries, queries) == piece.queries != ()
-                assert piece.keys == keys
-                assert piece is step.pulled or piece.queries == queries
-                here = torch.tensor(tokens(piece.queries))[:, None], torch.tensor(tokens(piece.keys))
-                assert torch.equal(piece.layout.allowed().any(0), allowed[here])
-                assert torch.equal(piece.layout.allowed(), layout.select(piece.queries, piece.keys).allowed())
-                computed[here] += allowed[here]
+            if step.tile is None:
+                assert not received
+                continue
+            assert intersect(step.tile.queries, share) == step.tile.queries != ()
+            assert step.tile.keys == join([*received.values(), *([share] if at == 0 else [])])
+            here = torch.tensor(tokens(step.tile.queries))[:, None], torch.tensor(tokens(step.tile.keys))
+            assert torch.equal(step.tile.layout.allowed().any(0), allowed[here])
+            assert torch.equal(step.tile.layout.allowed(), layout.select(step.tile.queries, step.tile.keys).allowed())
+            computed[here] += allowed[here]
     assert torch.equal(computed, allowed.long())
 
 
 def check_exchange(allowed, split, steps, rank):
     step, share = steps[rank], split.shares[rank]
-    assert step.is_moving == any(each.sent_keys or each.sent_queries for each in steps)
-    assert step.is_answered == any(each.sent_queries for each in steps)
-    assert rank not in {*step.sent_keys, *step.received_keys, *step.sent_queries, *step.received_queries}
+    assert step.is_moving == any(each.sent_keys for each in steps)
+    assert rank not in {*step.sent_keys, *step.received_keys}
     for other, there in enumerate(steps):
         assert step.sent_keys.get(other) == there.received_keys.get(rank) != ()
-        assert step.sent_queries.get(other) == there.received_queries.get(rank) != ()
     for other, runs in step.sent_keys.items():
         assert runs == intersect(runs, share)
-        assert allowed[tokens(steps[other].pulled.queries)][:, tokens(runs)].any(0).all()
-    for other, runs in step.sent_queries.items():
-        assert runs == intersect(runs, share)
-        assert allowed[tokens(runs)][:, tokens(split.shares[other])].any(1).all()
+        assert allowed[tokens(steps[other].tile.queries)][:, tokens(runs)].any(0).all()
 
 
 @settings(deadline=None, max_examples=100)
 @given(cases())
-def test_every_visible_pair_is_computed_once_by_the_owner_of_its_query_or_key(case):
+def test_every_visible_pair_is_computed_once_by_the_owner_of_its_query(case):
     check(*case)
 
 
-LONGFORMER = BSLongformerSparsityConfig(num_heads=1, block=4, num_sliding_window_blocks=3, global_block_indices=[0, 7])
-
-
-@pytest.mark.parametrize("one_by_one", [False, True])
-@pytest.mark.parametrize("split", [contiguous(512, 4), zigzag(512, 4), contiguous(512, 8)])
-def test_few_dense_rows_are_pushed(split, one_by_one):
-    layout = LONGFORMER.layout(512)
-    check(layout, split, one_by_one)
-    steps = [plan_steps(layout, split, rank, one_by_one=one_by_one) for rank in range(split.degree)]
-    assert any(step.is_answered for step in steps[0])
-    assert len(steps[0]) == (split.degree if one_by_one else 2)
-    # Else the owner of the dense rows brings all.
-    pulled = max(sum(count_tokens(runs) for step in each for runs in step.received_keys.values()) for each in steps)
-    assert pulled < 512 // 4
-
-
 @pytest.mark.parametrize("causal", [False, True])
-def test_dense_attention_pushes_nothing_and_comes_in_one_step_or_one_by_one(causal):
+def test_dense_attention_comes_in_one_step_or_one_by_one(causal):
     layout = BlockLayout.from_blocks(torch.ones(16, 16), 4, causal=causal)
     for rank in range(4):
         (whole,) = plan_steps(layout, contiguous(64, 4), rank, one_by_one=False)
-        assert not whole.is_answered
         before = [each for each in range(4) if each < rank or (not causal and each != rank)]
         assert whole.received_keys == {each: ((16 * each, 16 * each + 16),) for each in before}
         ring = plan_steps(layout, contiguous(64, 4), rank, one_by_one=True)
@@ -152,22 +123,20 @@ def test_steps_in_which_nothing_moves_are_left_out_on_all_ranks():
         steps = plan_steps(layout, contiguous(64, 4), rank, one_by_one=True)
         assert [step.is_moving for step in steps] == [False, True]
         assert steps[1].received_keys == ({rank - 1: ((16 * rank - 4, 16 * rank),)} if rank else {})
-        assert (steps[1].pulled.queries if rank else steps[1].pulled) == (
-            ((16 * rank, 16 * rank + 4),) if rank else None
-        )
+        assert (steps[1].tile.queries if rank else steps[1].tile) == (((16 * rank, 16 * rank + 4),) if rank else None)
 
 
 def test_the_second_half_of_a_zigzag_takes_part_alone_where_the_first_sees_nothing():
     layout = BlockLayout.from_blocks(torch.ones(8, 8), 4, causal=True)
     steps = plan_steps(layout, zigzag(32, 2), 0, one_by_one=True)
-    assert steps[1].pulled.queries == ((24, 32),)
+    assert steps[1].tile.queries == ((24, 32),)
     assert plan_steps(layout, zigzag(32, 2), 0, one_by_one=True) is steps
 
 
 def test_an_empty_layout_has_the_step_of_own_keys_alone():
     layout = BlockLayout.from_blocks(torch.zeros(4, 4), 4)
     (step,) = plan_steps(layout, contiguous(16, 2), 0, one_by_one=True)
-    assert step.pulled is None
+    assert step.tile is None
     assert not step.is_moving
 
 
@@ -193,5 +162,4 @@ def test_the_split_is_of_the_layouts_tokens():
 
 def test_moves_are_counted_by_rank():
     moves = find_moves(VisibilityIndex.of(BlockLayout.from_blocks(torch.ones(4, 4), 4, causal=True)), contiguous(16, 4))
-    assert moves.tokens_pulled() == (0, 4, 8, 12)
-    assert moves.tokens_pushed() == (0, 0, 0, 0)
+    assert moves.tokens_received() == (0, 4, 8, 12)

@@ -58,16 +58,13 @@ def test_teams_exchange_heads_and_then_keys_of_fewer_heads():
     assert sent(BOTH_WAYS, contiguous(512, 4), heads_over=2) == [expected] * 4
 
 
-def test_pushed_queries_are_sent_instead_of_keys():
+def test_only_keys_that_are_seen_are_sent():
     layout = BSLongformerSparsityConfig(num_heads=1, block=4, num_sliding_window_blocks=1).layout(512)
-    split = contiguous(512, 4)
-    steps = plan_steps(layout, split, 0, one_by_one=True)
-    # The first block is sent to three ranks, as queries that see all, and as keys that all see.
-    assert [step.sent_queries for step in steps[1:]] == [{at: ((0, 4),)} for at in (1, 2, 3)]
-    q, lse, kv = 4 * 3 * 8 * 16, 4 * 3 * 8 * 4, 4 * 3 * 2 * 16 * 2
-    first, *others = sent(layout, split)
-    assert first == ContextTraffic(3 * 2 * (q + kv), 3 * (2 * (3 * q + kv) + lse))
-    assert others == [ContextTraffic(2 * q + lse, 4 * (q + kv))] * 3
+    kv = 3 * 2 * 2 * 16  # numbers of a token's key and value
+    # All ranks see the first block's keys, and its queries, of the first rank, see all.
+    first, *others = sent(layout, contiguous(512, 4))
+    assert first == ContextTraffic(3 * 4 * kv * 2, 3 * 4 * kv * 2 + 3 * 128 * kv * 4)
+    assert others == [ContextTraffic(128 * kv * 2, 128 * kv * 2 + 4 * kv * 4)] * 3
 
 
 def test_sizes_count_in_proportion():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from harness.refusals import refused
-from shardwise.dropout import KeyedDraws, ShardRegion, drops_by_function, key_dropouts
+from shardwise.dropout import KeyedDraws, ShardRegion, key_dropouts
 from shardwise.runtime.class_swap import swap_class
 from shardwise.runtime.module_hooks import recompute_forward
 
@@ -398,27 +397,36 @@ class TestAttention:
         assert torch.equal(first[6], x)
 
 
-class TestIdle:
-    """Where all known rates are 0 the mode, and its cost, is spared."""
+class TestQuiet:
+    """A module whose training forward dropped nothing by function is spared the mode, and its cost, afterwards."""
 
-    @pytest.mark.parametrize(("own", "config", "is_keyed"), [(0.0, 0.0, False), (P, 0.0, True), (0.0, P, True)])
-    def test_follows_the_rates(self, own: float, config: float, is_keyed: bool) -> None:
+    @pytest.mark.parametrize(("own", "other", "is_keyed"), [(0.0, 0.0, False), (P, 0.0, True), (0.0, P, True)])
+    def test_follows_the_first_training_forward(self, own: float, other: float, is_keyed: bool) -> None:
         class Module(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.attention_dropout = own
-                self.config = SimpleNamespace(hidden_dropout=config)
-
             def forward(self, x: Tensor) -> Tensor:
-                F.dropout(x, p=self.config.hidden_dropout)
+                F.dropout(x, other, self.training)
                 modes.append(torch.overrides._len_torch_function_stack())
-                return F.dropout(x, p=self.attention_dropout)
+                return F.dropout(x, own, self.training)
 
         modes: list[int] = []
         module = Module()
         with keyed(module):
-            module(torch.ones(4, 8))
-        assert modes == [int(is_keyed)]
+            for mode in (False, True, True):
+                module.train(mode)(torch.ones(4, 8))
+        assert modes == [0, 1, int(is_keyed)]
+
+    def test_a_forward_that_fails_tells_nothing(self) -> None:
+        class Module(nn.Module):
+            def forward(self, x: Tensor, fails: bool) -> Tensor:
+                if fails:
+                    raise KeyError
+                return F.dropout(x, P)
+
+        module = Module()
+        with keyed(module):
+            with pytest.raises(KeyError):
+                module(torch.ones(4, 8), True)
+            assert torch.equal(module(torch.ones(4, 8), False) != 0, mask(4, 8))
 
 
 class Block(nn.Module):
@@ -526,15 +534,6 @@ class TestHuggingFace:
         for path in paths:
             for found, own in zip(hugging_face_gradients(kind, **path), expected, strict=True):
                 torch.testing.assert_close(found, own, rtol=1e-6, atol=1e-9)
-
-    def test_finds_the_modules_that_drop_by_function(self) -> None:
-        found = {
-            type(each).__name__
-            for kind in ("bert", "gpt2")
-            for each in hugging_face(kind, "sdpa").modules()
-            if drops_by_function(each)
-        }
-        assert found == {"BertSelfAttention", "GPT2Attention"}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The step on the host has the bits of the optimizer's own step, for every optimizer, option, dtype and cut."""
+"""The step on the host is the optimizer's own step, to rounding, for every optimizer, option, dtype and cut."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from harness.refusals import refused
 from shardwise.config.resolve import OptimizerConfig
 from shardwise.layout.layout import optimizer_states
 from shardwise.offload import cpu_optimizer as blocks
-from shardwise.offload.cpu_optimizer import CUT_NUMEL, StepPiece, StepThreads, rule_of, step_pieces
+from shardwise.offload.cpu_optimizer import StepPiece, StepThreads, rule_of, step_pieces
 from shardwise.runtime.optimizers import Lion, build_optimizer
 
 NAMES = ("adam", "adamw", "sgd", "adagrad", "lion")
@@ -92,12 +92,12 @@ class Host:
         return [group for group in optimizer.param_groups for _ in group["params"]]
 
     def assert_equals(self, optimizer: Optimizer) -> None:
-        """To the last bit, states and counters too."""
+        """To rounding, states and counters too."""
         kept = [each for group in optimizer.param_groups for each in group["params"]]
         for master, param, states, expected in zip(self.masters, self.params, self.states, kept, strict=True):
-            assert torch.equal(master, expected)
+            assert_close(master, expected)
             if param.dtype != master.dtype:
-                assert torch.equal(param, expected.to(param.dtype))
+                assert torch.equal(param, master.to(param.dtype))
             if master.numel() == 0:
                 continue
             of_torch = dict(optimizer.state[expected])
@@ -108,7 +108,12 @@ class Host:
                 assert counter.dtype == torch.float32
             assert set(of_torch) == set(states)
             for name, state in states.items():
-                assert torch.equal(state, of_torch[name]), name
+                assert_close(state, of_torch[name])
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    bound = 1e-12 if expected.dtype == torch.float64 else 1e-6
+    torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
 
 
 def groups_of(masters: Sequence[Tensor]) -> list[dict[str, Any]]:
@@ -132,7 +137,7 @@ def tensors(lengths: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of which a few thousand elements make many."""
-    monkeypatch.setattr(blocks, "BLOCK_NUMEL", 4 * CUT_NUMEL)
+    monkeypatch.setattr(blocks, "BLOCK_NUMEL", 256)
 
 
 @pytest.fixture(scope="module", params=["one thread", "own threads"])
@@ -152,12 +157,12 @@ def threads(request: pytest.FixtureRequest) -> Iterator[StepThreads | None]:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("master_dtype", [torch.float32, torch.float64])
 @given(data=st.data())
-def test_steps_have_the_bits_of_the_optimizer(
+def test_steps_are_those_of_the_optimizer(
     threads: StepThreads | None, name: str, master_dtype: torch.dtype, data: st.DataObject
 ) -> None:
     lengths = data.draw(st.lists(st.integers(0, 1500), min_size=1, max_size=5))
     grad_dtype, param_dtype = data.draw(st.sampled_from(FLOATS)), data.draw(st.sampled_from(FLOATS))
-    cut = data.draw(st.none() | st.integers(1, 10).map(lambda num: num * CUT_NUMEL))
+    cut = data.draw(st.none() | st.integers(1, 700))
     factor = data.draw(st.sampled_from([1.0, 0.3, 2.0**-7]))
     torch.manual_seed(data.draw(st.integers(0, 2**31)))
     masters = tensors(lengths, master_dtype)
@@ -177,7 +182,7 @@ def test_steps_have_the_bits_of_the_optimizer(
 @pytest.mark.quick(5)
 @pytest.mark.parametrize("threads", ["one thread", "torch's threads", "own threads"], indirect=True)
 @pytest.mark.parametrize("name", NAMES)
-def test_pieces_of_many_blocks_have_the_bits_of_the_optimizer(threads: StepThreads | None, name: str) -> None:
+def test_pieces_of_many_blocks_step_as_the_optimizer(threads: StepThreads | None, name: str) -> None:
     torch.manual_seed(0)
     lengths = [2 * blocks.BLOCK_NUMEL + 77, 5]
     masters = tensors(lengths, torch.float32)

@@ -20,6 +20,7 @@ from shardwise.runtime.torch_private import (
     fake_tensors,
     has_cpu_flash_attention,
     in_backward,
+    in_fake_mode,
     in_op_mode,
     is_fake,
     is_plain,
@@ -272,6 +273,13 @@ def test_uncompiled_runs_as_it_is_inside_compiled_code_and_outside() -> None:
     torch._dynamo.reset()
     # The last is the frame hook that was set: none, so nothing that the function calls is compiled either.
     assert seen == [(False, True, None)] * 3
+
+
+def test_in_fake_mode_tells_whether_new_tensors_are_fake() -> None:
+    assert not in_fake_mode()
+    with fake_tensors():
+        assert in_fake_mode()
+    assert not in_fake_mode()
 
 
 def test_in_op_mode_tells_whether_a_mode_sees_the_ops() -> None:

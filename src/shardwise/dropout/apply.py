@@ -1,0 +1,388 @@
+"""Changes the classes of the modules that may drop, so that they draw keyed numbers.
+
+An `nn.Dropout` draws by its site itself. In a module of the user's a mode replaces torch's dropouts by function, and
+attention with dropout by one that stores its probabilities.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
+
+from shardwise.config.resolve import ConfigError
+from shardwise.dropout.draws import KeyedDraws
+from shardwise.dropout.hash_rng import Hashes, HashGrid, Samples, ShardRegion, grid_of, keyed_hashes
+from shardwise.runtime.class_swap import swap_class
+
+Undo = Callable[[], Any]
+
+
+def key_dropouts(
+    model: nn.Module,
+    draws: KeyedDraws,
+    zones: Mapping[str, ShardRegion] | None = None,
+    *,
+    must_be_keyed: bool = False,
+    compiled: Collection[str] = (),
+) -> list[Undo]:
+    """Make a model's dropouts draw keyed numbers.
+
+    Call it before forwards are wrapped for recomputation or compilation: the keyed forward belongs inside the wrapper.
+
+    Args:
+        model: its modules' names are the sites' names, so they must be those of the whole model.
+        draws: of the run.
+        zones: by name of a dropout module on split tensors, or of a module that drops split tensors by function, this
+            rank's part of the tensors; None where no tensor is split.
+        must_be_keyed: raise an error for a dropout outside of `KeyedDraws.at`, since ranks share a forward and torch's
+            own dropouts would differ between them.
+        compiled: names of the modules that will be compiled. Those around them keep torch's dropouts by function too:
+            the mode that replaces these would be seen by compiled code, which would be compiled twice.
+
+    Returns:
+        functions that undo it; call them in reverse order.
+    """
+    zones = zones or {}
+    undo: list[Undo] = []
+    on_thread = _OnThread()
+    kinds: dict[type[nn.Module], type[nn.Module]] = {}  # shared, so that blocks of one class share their compiled code
+    for name, module in model.named_modules():
+        own = type(module)
+        is_plain = own.forward is nn.Dropout.forward
+        may_drop = name in zones or may_drop_by_function(module)
+        if not is_plain and (not may_drop or any(_is_around(name, each) for each in compiled)):
+            continue
+        if own not in kinds:
+            kinds[own] = _keyed_module(own) if is_plain else _keyed_functions(own)
+        module.__dict__[_SITE] = DropoutSite(
+            weakref.ref(module), name, draws, zones.get(name), must_be_keyed, on_thread
+        )
+        undo.append(functools.partial(module.__dict__.pop, _SITE, None))
+        undo.append(swap_class(module, kinds[own]))
+    return undo
+
+
+def _is_around(name: str, other: str) -> bool:
+    return name != other and (not name or other.startswith(f"{name}."))
+
+
+def may_drop_by_function(module: nn.Module) -> bool:
+    """Say whether a module's forward may call a dropout by function.
+
+    Any may but torch's own, which call modules, and layers that only multiply.
+    """
+    kind = type(module)
+    is_torchs = kind.__module__.startswith("torch.") or isinstance(module, nn.Linear | nn.Embedding)
+    return not is_torchs and kind.forward is not nn.Module.forward
+
+
+@dataclass(eq=False)
+class DropoutSite:
+    """Describes the site of one module. A copy of the module has this object too, but does not own it, and drops as
+    torch does.
+
+    Attributes:
+        module: that owns the site.
+        name: of the module, fully qualified.
+        draws: of the run.
+        zone: this rank's part of its tensors; None where they are whole.
+        must_be_keyed: see `key_dropouts`.
+        on_thread: the mode in which dropouts by function are replaced, common to a model's sites.
+        has_dropped: a dropout of a rate above 0 was called.
+        is_quiet: a whole training forward of the module dropped nothing by function, so the next ones are spared the
+            mode, which costs about a microsecond for each call of torch.
+    """
+
+    module: weakref.ref[nn.Module]
+    name: str
+    draws: KeyedDraws
+    zone: ShardRegion | None
+    must_be_keyed: bool
+    on_thread: _OnThread
+    has_dropped: bool = False
+    is_quiet: bool = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def drop(self, values: Tensor, p: float, inplace: bool = False) -> Tensor:
+        """Apply torch's dropout of rate p to values, in place if `inplace`, with keyed numbers.
+
+        Raises:
+            ConfigError: no forward is open to draw for.
+        """
+        self.has_dropped |= p > 0
+        if not 0.0 < p < 1.0 or values.numel() == 0:
+            return F.dropout(values, p, True, inplace)
+        self._check_is_open()
+        mask = self.draws.mask(self.name, values.shape, p, self.zone, values.device)
+        scale = 1.0 / (1.0 - p)
+        if inplace:
+            return values.mul_(mask.to(values.dtype).mul_(scale))
+        dropped: Tensor = _Masked.apply(values, mask, scale)
+        return dropped
+
+    def hashes(self, shape: Sequence[int], device: torch.device, first_row: int) -> Hashes:
+        """Return the hashes of `probability_hashes` for shape, device and first_row.
+
+        Raises:
+            ConfigError: no forward is open to draw for.
+        """
+        self.has_dropped = True
+        self._check_is_open()
+        return self.draws.hashes(self.name, shape, self.zone, device, first_row)
+
+    def _check_is_open(self) -> None:
+        if not self.draws.is_open:
+            raise ConfigError(
+                "dropout-outside-forward",
+                f"{self.name or type(self.module()).__name__} drops, and ranks that share a layer must drop the same, "
+                "which they know of the engine's own forwards only; call engine(batch) in place of the model, or "
+                "model.eval() first",
+            )
+
+
+_SITE: Final = "_shardwise_dropout_site"
+
+
+def _open_site(module: nn.Module) -> DropoutSite | None:
+    """Return the site by which a module draws now; None where it drops as torch does."""
+    site: DropoutSite | None = module.__dict__.get(_SITE)
+    if site is None or not module.training or site.module() is not module:
+        return None
+    return site if site.draws.is_open or site.must_be_keyed else None
+
+
+def _keyed_module(own: type[nn.Module]) -> type[nn.Module]:
+    """Make a subclass of a dropout module's class that draws by its site."""
+
+    @functools.wraps(own.forward)
+    def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002
+        if torch.compiler.is_compiling() or (site := _open_site(self)) is None:
+            result: Tensor = own.forward(self, input)
+            return result
+        return site.drop(input, self.p, self.inplace)
+
+    return _subclass(own, forward)
+
+
+def _keyed_functions(own: type[nn.Module]) -> type[nn.Module]:
+    """Make a subclass of a module's class in which the dropouts that its forward calls by function draw by its site."""
+
+    @functools.wraps(own.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or _SITE not in self.__dict__:
+            return own.forward(self, *args, **kwargs)
+        site, on_thread = _open_site(self), self.__dict__[_SITE].on_thread
+        if on_thread.mode is not None:  # nested modes would double the cost of torch's calls
+            outer, on_thread.mode.site = on_thread.mode.site, site
+            try:
+                result = own.forward(self, *args, **kwargs)
+            finally:
+                on_thread.mode.site = outer
+        elif site is None or site.is_quiet:
+            return own.forward(self, *args, **kwargs)
+        else:
+            on_thread.mode = KeyedFunctions(site)
+            try:
+                with on_thread.mode:
+                    result = own.forward(self, *args, **kwargs)
+            finally:
+                on_thread.mode = None
+        if site is not None:
+            site.is_quiet = not site.has_dropped
+        return result
+
+    return _subclass(own, forward)
+
+
+class _OnThread(threading.local):
+    """Holds the mode that this thread is in; None for none."""
+
+    mode: KeyedFunctions | None = None
+
+
+def _subclass(own: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
+    names = {"forward": forward, "__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+    return type(own.__name__, (own,), names)
+
+
+class _Masked(torch.autograd.Function):
+    """Computes values * mask * scale, and keeps only the mask for the backward: one byte for each element."""
+
+    @staticmethod
+    def forward(values: Tensor, mask: Tensor, scale: float) -> Tensor:
+        masked: Tensor = torch.ops.aten.native_dropout_backward(values, mask, scale)
+        return masked
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
+        _, mask, ctx.scale = inputs
+        ctx.save_for_backward(mask)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (mask,) = ctx.saved_tensors
+        return _Masked.apply(gradients[0], mask, ctx.scale), None, None
+
+
+def probability_hashes(shape: Sequence[int], device: torch.device, first_row: int = 0) -> Hashes:
+    """Return the hashes by which attention without a mask drops probabilities: those of `KeyedFunctions`, or new ones.
+
+    New ones come from torch's generator for the CPU, which checkpoints restore for recomputations. Modes that act on
+    torch's functions can act on this one (`torch.overrides`).
+
+    Args:
+        shape: [samples, heads, queries, keys]; none of them is 0.
+        device: of the attention.
+        first_row: the position of the first query.
+    """
+    # Dropout in compiled blocks is torch's own, and its keys are drawn where it runs.
+    if not torch.compiler.is_compiling() and has_torch_function((None,)):
+        found: Hashes = handle_torch_function(probability_hashes, (), shape, device, first_row)
+        return found
+    key = torch.randint(2**62, (), device="cpu")
+    grid = grid_of(shape, None, Samples(0, shape[0]), device, first_row)
+    return keyed_hashes(HashGrid(grid.rows ^ key, grid.columns), 0)
+
+
+class KeyedFunctions(TorchFunctionMode):
+    """Replaces torch's dropouts by function, in attention too, with those of a site.
+
+    Args:
+        site: of the module whose forward runs; None while one runs that drops as torch does.
+    """
+
+    def __init__(self, site: DropoutSite | None) -> None:
+        super().__init__()
+        self.site = site
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self.site is not None and func in _REPLACED and not self.site.draws.has_placeholders:
+            return _REPLACED[func](self.site, func, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _dropout(
+    site: DropoutSite,
+    func: Any,
+    input: Tensor,  # noqa: A002
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+    **kwargs: Any,
+) -> Tensor:
+    """Replace `F.dropout`, and `torch.dropout` and `torch.dropout_`, whose third argument is `train`."""
+    if not kwargs.get("train", training):
+        return input
+    return site.drop(input, p, inplace or func is torch.dropout_)
+
+
+def _attention(
+    site: DropoutSite,
+    func: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **kwargs: Any,
+) -> Tensor:
+    """Replace `F.scaled_dot_product_attention`; with dropout its probabilities are stored, as no kernel takes a mask.
+
+    Args:
+        site: for the probabilities.
+        func: torch's own.
+        query: [..., H, L, E].
+        key: [..., H or a divisor of it, S, E].
+        value: [..., as key, S, V].
+        attn_mask: broadcasts to [..., H, L, S]; of bools, True to attend, or added to the scores.
+        dropout_p: the rate.
+        is_causal: position i attends to the first i + 1.
+        kwargs: scale, enable_gqa.
+
+    Returns:
+        [..., H, L, V].
+    """
+    is_refused = is_causal and attn_mask is not None  # torch raises the error
+    if dropout_p == 0.0 or is_refused or query.is_nested:
+        own: Tensor = func(query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
+        return own
+    return keyed_attention(site, query, key, value, attn_mask, dropout_p, is_causal, **kwargs)
+
+
+def keyed_attention(
+    site: DropoutSite,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    **kwargs: Any,
+) -> Tensor:
+    """Compute `F.scaled_dot_product_attention` with stored probabilities that a site drops.
+
+    Args:
+        site: of the module whose forward runs.
+        query: [..., H, L, E].
+        key: [..., H or a divisor of it, S, E].
+        value: [..., as key, S, V].
+        attn_mask: broadcasts to [..., H, L, S]; of bools, True to attend, or added to the scores; None for no mask.
+        dropout_p: the rate.
+        is_causal: position i attends to the first i + 1.
+        kwargs: scale, enable_gqa.
+    """
+    if has_torch_function((None,)):  # an outer mode that replaces torch's attention may not need probabilities
+        found: Tensor = handle_torch_function(
+            keyed_attention, (), site, query, key, value, attn_mask, dropout_p, is_causal, **kwargs
+        )
+        return found
+    if kwargs.get("enable_gqa"):
+        num_sharers = query.shape[-3] // key.shape[-3]
+        key, value = (each.repeat_interleave(num_sharers, dim=-3) for each in (key, value))
+    scale = kwargs.get("scale")
+    scaled = query * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scaled @ key.transpose(-2, -1)  # [..., H, L, S]
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()  # [L, S]
+    return site.drop(_softmax(scores, attn_mask), dropout_p) @ value
+
+
+def _softmax(scores: Tensor, attn_mask: Tensor | None) -> Tensor:
+    """Compute softmax over the last dim; a row in which all is masked gives zeros, as in torch's attention.
+
+    Args:
+        scores: [..., L, S].
+        attn_mask: broadcasts to the scores.
+    """
+    if attn_mask is None:
+        return scores.softmax(-1)
+    if attn_mask.dtype == torch.bool:
+        blocked = ~attn_mask
+    else:
+        scores, blocked = scores + attn_mask, attn_mask == -math.inf
+    finite = scores.masked_fill(blocked, torch.finfo(scores.dtype).min)
+    return finite.softmax(-1).masked_fill(blocked, 0.0)
+
+
+_REPLACED: Final[Mapping[Any, Callable[..., Tensor]]] = {
+    F.dropout: _dropout,
+    torch.dropout: _dropout,
+    torch.dropout_: _dropout,
+    F.scaled_dot_product_attention: _attention,
+    probability_hashes: lambda site, func, shape, device, first_row: site.hashes(shape, device, first_row),
+}

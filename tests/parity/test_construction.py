@@ -1,0 +1,208 @@
+"""Models built as shards, before there is an engine, have the values of plain construction, and no rank holds them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from harness.pool import WorkerPool
+from shardwise import gathered, init
+from shardwise.construction.shards import ShardedParameter
+from shardwise.models.decoder import Decoder, DecoderConfig
+
+SEED = 3
+SHAPE = DecoderConfig(
+    vocab_size=37,
+    num_layers=2,
+    hidden_size=24,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=6,
+    ffn_size=40,
+    max_seq_len=16,
+    tie_embeddings=True,
+)
+
+
+class Written(nn.Module):
+    """Values that are there before the parameter is, or that are computed from another parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(40, 2)
+        self.scaled = nn.Parameter(torch.randn(3, 40) * 0.1)
+        self.eye = nn.Parameter(torch.eye(4), requires_grad=False)
+        self.numbers = nn.Parameter(torch.log(torch.arange(1, 6).float()).repeat(2, 1))
+        self.derived = nn.Parameter(self.scaled.detach()[:2] * 2 + self.inner.weight.detach())
+        flat = torch.empty(10)
+        self.front, self.back = nn.Parameter(flat[:4]), nn.Parameter(flat[4:].view(2, 3))
+        flat.normal_()
+        self.turned = nn.Parameter(torch.randn(3, 2).t())
+        self.scalar = nn.Parameter(torch.tensor(2.5))
+        self.register_buffer("noise_buffer", torch.rand(5))
+        self.register_buffer("norm_buffer", self.inner.weight.detach().norm())
+        self.mean = self.scaled.mean().item()
+        self.list = self.inner.bias.tolist()
+        self.array = self.inner.weight.detach().numpy().sum()
+
+
+class Initialised(nn.Module):
+    """Functions of `torch.nn.init` on a module's own and on a finished child's parameters, and writes to parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        square = ("uniform_", "normal_", "trunc_normal_", "ones_", "zeros_", "eye_", "xavier_uniform_")
+        names = (*square, "xavier_normal_", "kaiming_uniform_", "kaiming_normal_", "orthogonal_")
+        self.rows = nn.ModuleDict({name: nn.Linear(5, 7) for name in names})
+        for name, row in self.rows.items():
+            getattr(nn.init, name)(row.weight)
+        self.parts = nn.Parameter(torch.zeros(6, 5))
+        self.others = nn.Linear(3, 3)
+        with torch.no_grad():
+            self.parts[2].fill_(3.0)
+            self.parts[:, 1:3] = torch.rand(6, 2)
+            self.parts[self.parts > 2.5] = -1.0
+            self.parts.t()[0].add_(1)
+            self.parts.data.mul_(self.rows["eye_"].weight.data[:6].sum())
+            torch._foreach_mul_([self.parts, self.rows["uniform_"].weight], 2)
+            torch.mul(self.rows["normal_"].bias, 3, out=self.rows["normal_"].bias)
+        self.rows["normal_"].weight.data = self.rows["normal_"].weight.data * 2
+        nn.init.normal_(self.others.weight, generator=torch.Generator().manual_seed(1))
+
+
+class Passed(nn.Module):
+    """A pass over the finished model, as in much published code; heads are tied before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6, padding_idx=1)
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(2)])
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.apply(self.draw)
+        for name, parameter in self.named_parameters():
+            if name.startswith("layers.1"):
+                nn.init.normal_(parameter, std=0.5)
+
+    @staticmethod
+    def draw(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight.data.normal_(mean=0.0, std=0.02)
+            if module.bias is not None:
+                module.bias.data.zero_()
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 2)
+        self.second = copy.deepcopy(self.first)
+        nn.init.constant_(self.second.weight[1], 5.0)
+        nn.init.normal_(self.first.weight)
+
+
+def transformer_encoder() -> nn.Module:
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(5, 7),
+    "embedding": lambda: nn.Embedding(9, 4, padding_idx=2),
+    "conv": lambda: nn.Conv2d(4, 6, 3, groups=2),
+    "lstm": lambda: nn.LSTM(3, 4, num_layers=2),
+    "attention": lambda: nn.MultiheadAttention(8, 2),
+    "encoder": transformer_encoder,
+    "weight-norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)),
+    "spectral-norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)),
+    "written": Written,
+    "initialised": Initialised,
+    "passed": Passed,
+    "pair": Pair,
+    "decoder": lambda: Decoder(SHAPE),
+    "double-inside": lambda: Initialised().double(),
+    "in-bf16": lambda: Decoder(SHAPE, dtype=torch.bfloat16),
+}
+CASTS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "double": nn.Module.double,
+    "bf16": nn.Module.bfloat16,
+    "copy": copy.deepcopy,
+}
+
+
+def build_both(make: Callable[[], nn.Module], rank: int) -> tuple[nn.Module, nn.Module]:
+    """The plain model of rank 0's seed, and the sharded one; each rank's generator ends as in plain construction."""
+    torch.manual_seed(SEED + rank)
+    make()
+    expected = torch.get_rng_state()
+    torch.manual_seed(SEED)
+    plain = make()
+    torch.manual_seed(SEED + rank)
+    with init():
+        sharded = make()
+    assert torch.equal(torch.get_rng_state(), expected)
+    return plain, sharded
+
+
+def check_equal(sharded: nn.Module, plain: nn.Module, rank: int) -> None:
+    assert [name for name, _ in sharded.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    for name, parameter in plain.named_parameters():
+        other = sharded.get_parameter(name)
+        for attribute in ("shape", "dtype", "requires_grad"):
+            assert getattr(other, attribute) == getattr(parameter, attribute), name
+        assert type(other) is ShardedParameter, name
+        with gathered(other):
+            assert type(other) is nn.Parameter
+            assert torch.equal(other, parameter), name
+    buffers = dict(sharded.named_buffers())
+    for name, buffer in plain.named_buffers():
+        assert rank > 0 or torch.equal(buffers[name], buffer), name
+
+
+def compare(rank: int, world_size: int, name: str, cast: str | None) -> None:
+    plain, sharded = build_both(MODELS[name], rank)
+    if cast is not None:
+        plain, sharded = CASTS[cast](plain), CASTS[cast](sharded)
+    check_equal(sharded, plain, rank)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_values_are_those_of_plain_construction_on_rank_0(ranks: WorkerPool, name: str) -> None:
+    ranks(2).run(compare, name, None)
+
+
+@pytest.mark.parametrize("cast", CASTS)
+def test_casts_and_copies_have_the_same_values(ranks: WorkerPool, cast: str) -> None:
+    ranks(3).run(compare, "passed", cast)
+
+
+def hugging_face(name: str) -> Callable[[], nn.Module]:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    kind, options = {
+        "Llama": ("ForCausalLM", {**sizes, "intermediate_size": 64, "tie_word_embeddings": True}),
+        "GPT2": ("LMHeadModel", sizes),
+        "T5": ("ForConditionalGeneration", {**sizes, "d_kv": 8, "d_ff": 64}),
+        "Bert": ("ForMaskedLM", {**sizes, "intermediate_size": 64}),
+        "Mixtral": ("ForCausalLM", {**sizes, "num_key_value_heads": 2, "num_local_experts": 4}),
+        "Mamba": ("ForCausalLM", {**sizes, "state_size": 4}),
+    }[name]
+    config = getattr(transformers, f"{name}Config")(**options)
+    return lambda: getattr(transformers, name + kind)._from_config(config)
+
+
+def compare_hugging_face(rank: int, world_size: int, name: str) -> None:
+    plain, sharded = build_both(hugging_face(name), rank)
+    check_equal(sharded, plain, rank)
+
+
+FAMILIES = ("Llama", "GPT2", "T5", "Bert", "Mixtral", "Mamba")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_hugging_face_models_are_those_of_plain_construction(ranks: WorkerPool, name: str) -> None:
+    ranks(2).run(compare_hugging_face, name)
