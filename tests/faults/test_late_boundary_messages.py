@@ -19,7 +19,7 @@ from shardwise.comm.backends import NcclComm
 from shardwise.comm.collectives import CommResources, RankPlace
 from shardwise.comm.p2p import P2PChannel
 from shardwise.comm.records import RECEIVE, SEND, CommLog
-from shardwise.pipeline.boundary import RemoteEnd
+from shardwise.pipeline.boundary import Key, RemoteEnd
 from shardwise.runtime.buffer_pool import BufferPool
 from shardwise.runtime.streams import P2PStreamKey, Streams
 
@@ -108,7 +108,7 @@ class LateEnds:
         self.before = [RemoteEnd(channels[0], index, (0, 1)) for index in range(2)]  # type: ignore[arg-type]
         self.after = [RemoteEnd(channels[1], index, (0, 1)) for index in range(2)]  # type: ignore[arg-type]
 
-    def begin_step(self, keys: list[list[int]]) -> None:
+    def begin_step(self, keys: list[list[Key]]) -> None:
         for index, each in enumerate(keys):
             self.before[index].begin_step(each)
             self.after[index].begin_step(each)
@@ -120,7 +120,7 @@ def make_value(rng: random.Random, size: int) -> list[Tensor]:
 
 def take_step(ends: LateEnds, rng: random.Random, sizes: list[list[int]]) -> None:
     """Send values of these sizes over both boundaries, in one order; the other end posts and takes at its pace."""
-    ends.begin_step([[size % 3 for size in each] for each in sizes])  # which does not tell 2 and 5 apart
+    ends.begin_step([[(True, ((size % 3,),)) for size in each] for each in sizes])  # which does not tell 2 and 5 apart
     plan = [index for index, each in enumerate(sizes) for _ in each]
     rng.shuffle(plan)
     turns = [(index, plan[:place].count(index)) for place, index in enumerate(plan)]
@@ -160,7 +160,7 @@ def test_host_runs_ahead_and_the_watchdog_sees_what_is_enqueued() -> None:
             comm_log.explain = lambda call: None
         take_step(ends, random.Random(0), [[2], [2]])
         assert not ends.comm_logs[0].enqueued  # nothing is agreed: all is sent from host to host
-        ends.begin_step([[2], [2]])
+        ends.begin_step([[(True, ((2,),))], [(True, ((2,),))]])
         ends.before[0].send(0, make_value(random.Random(1), 2))
         ends.after[0].post(0, lambda: None)
         sending = device._streams[P2PStreamKey(SEND, 1)]  # type: ignore[index]

@@ -8,13 +8,14 @@ import os
 import random
 import signal
 from collections import OrderedDict, defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from harness.pool import RankError, WorkerPool
@@ -27,7 +28,7 @@ from shardwise.comm.p2p import P2PChannel, P2PChannels
 from shardwise.comm.records import CommLog
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.pipeline import boundary
-from shardwise.pipeline.boundary import LocalEnd, RemoteEnd, leaves_with_gradient
+from shardwise.pipeline.boundary import Key, LocalEnd, RemoteEnd, leaves_with_gradient
 from shardwise.pipeline.pytree_codec import take_apart
 from shardwise.runtime.streams import Streams
 from shardwise.runtime.torch_private import fake_tensors, pytree
@@ -54,6 +55,11 @@ class OneLine(P2PChannels):
 
 def nothing() -> None:
     pass
+
+
+def keys(sizes: Iterable[int]) -> list[Key]:
+    """Of micro-batches of one tensor with so many elements."""
+    return [(True, ((size,),)) for size in sizes]
 
 
 def post(end: RemoteEnd, micro_batch: int) -> None:
@@ -158,9 +164,10 @@ def difference(received: Any, sent: Any) -> str:
     return ""
 
 
-def keys_of(values: list[Any], seed: int) -> list[Hashable]:
-    """Keys that mostly tell values of other shapes apart."""
-    return [len(take_apart(value)[1]) % 3 if seed % 2 else take_apart(value)[0].tree for value in values]
+def keys_of(values: list[Any], seed: int) -> list[Key]:
+    """Keys of which each stands for many values, or for few."""
+    specs = [take_apart(value)[0] for value in values]
+    return keys(len(spec.tensors) % 3 if seed % 2 else sum(map(ord, spec.tree)) for spec in specs)
 
 
 def exchange(rank: int, world_size: int, seed: int) -> list[str]:
@@ -244,7 +251,7 @@ def train_three_stages(rank: int, world_size: int) -> list[Any]:
     for step in range(4):
         for end in (before, after):
             if end is not None:
-                end.begin_step([2 + step // 2])
+                end.begin_step(keys([2 + step // 2]))
         x = torch.full((2 + step // 2,), float(step), requires_grad=True)
         given = {"x": x, "unused": torch.ones(1, requires_grad=True)} if before is None else receive(before, 0)
         if after is None:
@@ -277,7 +284,7 @@ def count_bytes(rank: int, world_size: int, steps: list[list[int]], is_packed: b
     end = RemoteEnd(pipes, 0, (0, 1))
     with patch.object(boundary, "PACKED_BYTES", 2**18 if is_packed else -1):
         for sizes in steps:
-            end.begin_step(["any"] * len(sizes))
+            end.begin_step(keys([0] * len(sizes)))
             for micro_batch, size in enumerate(sizes):
                 value = {"hidden": torch.ones(size, 4), "step": 1}
                 if rank == 0:
@@ -320,7 +327,7 @@ def drop_and_close(rank: int, world_size: int) -> tuple[list[int], int]:
     gc.collect()
     before = num_tensors()
     end = RemoteEnd(pipes, 0, (0, 1))
-    end.begin_step(range(6))
+    end.begin_step(keys(range(6)))
     wanted = []
     for micro_batch in range(6):
         if rank == 0:
@@ -343,6 +350,45 @@ def test_what_is_not_taken_ends_and_nothing_stays(ranks: WorkerPool) -> None:
     assert ranks(2).run(drop_and_close) == [([], 0), ([3], 0)]
 
 
+def drop_what_is_posted(rank: int, world_size: int) -> bool:
+    """The other rank sends nothing until the receive is gone: a destructor that waited for it would fail."""
+    pipes, comm_log = make_pipes(world_size)
+    end = RemoteEnd(pipes, 0, (0, 1))
+    if rank == 1:
+        fail_after(comm_log, 0.5)
+        end.begin_step(keys([0]))
+        post(end, 0)
+        del end
+        gc.collect()
+    dist.barrier()
+    return not comm_log.has_failed
+
+
+def test_nothing_waits_in_a_destructor(ranks: WorkerPool) -> None:
+    assert ranks(2).run(drop_what_is_posted) == [True, True]
+
+
+def change_lengths(rank: int, world_size: int) -> tuple[list[int], Counts]:
+    """Lengths that are new in a step, after one in which another was described."""
+    pipes, comm_log = make_pipes(world_size)
+    end, received = RemoteEnd(pipes, 0, (0, 1)), []
+    for lengths in ([7], [9, 11], [7, 9, 13]):
+        end.begin_step([(True, ((2, length), (2, length))) for length in lengths])
+        for micro_batch, length in enumerate(lengths):
+            if rank == 0:
+                end.send(micro_batch, (torch.full((2, length, 4), length), torch.zeros(4)))
+            else:
+                received.append(int(receive(end, micro_batch)[0].sum()) // 8)
+        end.finish()
+    return received, counts_of(comm_log)
+
+
+def test_a_new_sequence_length_is_one_message(ranks: WorkerPool) -> None:
+    (_, sent), (received, _) = ranks(2).run(change_lengths)
+    assert received == [length**2 for length in (7, 9, 11, 7, 9, 13)]
+    assert sent["send"][0] == 6 + 2  # the first is described
+
+
 def use_many_specs(rank: int, world_size: int) -> bool:
     """More than are kept: both ends forget them, and agree again."""
     pipes, _ = make_pipes(world_size)
@@ -350,7 +396,7 @@ def use_many_specs(rank: int, world_size: int) -> bool:
     is_right = True
     with patch.object(boundary, "MAX_SPECS", 3):
         for sizes in ([1, 2], [1, 3], [4, 5], [1, 4], [1, 1], [1, 4]):
-            end.begin_step(sizes)
+            end.begin_step(keys(sizes))
             for micro_batch, size in enumerate(sizes):
                 if rank == 0:
                     end.send(micro_batch, torch.full((size,), size))
@@ -369,7 +415,7 @@ def change_in_place(rank: int, world_size: int) -> bool:
     pipes, _ = make_pipes(world_size)
     end = RemoteEnd(pipes, 0, (0, 1))
     for _ in range(2):
-        end.begin_step([0])
+        end.begin_step(keys([0]))
         if rank == 0:
             end.send(0, [torch.ones(3, requires_grad=True), torch.zeros(3)])
             end.finish()
@@ -389,7 +435,7 @@ def test_received_tensors_may_be_changed_in_place(ranks: WorkerPool) -> None:
 def lose_a_neighbour(rank: int, world_size: int, how: str) -> tuple[str, str]:
     pipes, comm_log = make_pipes(world_size)
     end = RemoteEnd(pipes, 0, (0, 1))
-    end.begin_step(range(3))
+    end.begin_step(keys(range(3)))
     if rank == 0:
         end.send(0, torch.ones(2))
         end.finish()
@@ -417,7 +463,7 @@ def test_neighbour_that_dies_or_hangs_is_named(ranks: WorkerPool) -> None:
 def receive_unknown(rank: int, world_size: int) -> str:
     pipes, _ = make_pipes(world_size)
     end = RemoteEnd(pipes, 0, (0, 1))
-    end.begin_step([0])
+    end.begin_step(keys([0]))
     if rank == 0:
         end.send(0, Pair(torch.ones(1), None))
         end.finish()
@@ -457,7 +503,7 @@ def test_a_simulated_boundary_counts_what_a_real_one_sends(ranks: WorkerPool, is
             values = [{"hidden": torch.ones(size, 4), "step": 1} for sizes in STEPS for size in sizes]
             end = RemoteEnd(pipes, 0, (0, 1), describe=iter(values).__next__)
             for start, stop in ((0, 2), (2, 5), (5, 7), (7, 9)):
-                end.begin_step(["any"] * (stop - start))
+                end.begin_step(keys([0] * (stop - start)))
                 for index, value in enumerate(values[start:stop]):
                     if rank == 0:
                         end.send(index, value)
@@ -471,7 +517,7 @@ def test_simulated_gradients_are_those_of_what_was_sent() -> None:
     pipes = P2PChannels(SimulatedFactory(shape, 0, "gloo"), shape, CPU, 1.0, Streams(CPU), CommLog(0))
     with fake_tensors():
         end = RemoteEnd(pipes, 0, (0, 1))
-        end.begin_step([0])
+        end.begin_step(keys([0]))
         end.send(0, [torch.ones(2, 3, requires_grad=True), torch.ones(4)])
         gradients = receive(end, 0)
     assert [tuple(each.shape) for each in gradients] == [(2, 3)]

@@ -61,33 +61,34 @@ class PatientStore(dist.Store):
         self._asker.end()
 
     def set(self, key: str, value: str) -> None:
-        self._ask(partial(self._store.set, key, value))
+        self.ask(partial(self._store.set, key, value))
 
     def get(self, key: str) -> bytes:
-        return self._ask(partial(self._store.get, key))
+        return self.ask(partial(self._store.get, key))
 
     def add(self, key: str, value: int) -> int:
-        return self._ask(partial(self._store.add, key, value))
+        return self.ask(partial(self._store.add, key, value))
 
     def check(self, keys: list[str]) -> bool:
-        return self._ask(partial(self._store.check, keys))
+        return self.ask(partial(self._store.check, keys))
 
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
         """Set `key` to `desired_value` if its value is `expected_value`; return the value after that."""
-        return self._ask(partial(self._store.compare_set, key, expected_value, desired_value))
+        return self.ask(partial(self._store.compare_set, key, expected_value, desired_value))
 
     def delete_key(self, key: str) -> bool:
-        return self._ask(partial(self._store.delete_key, key))
+        return self.ask(partial(self._store.delete_key, key))
 
     def num_keys(self) -> int:
-        return self._ask(self._store.num_keys)
+        return self.ask(self._store.num_keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Return once all keys are there; wait for at most `timeout`, plus the time for an answer."""
         timeout = timedelta(seconds=self._timeout_s) if timeout is None else timeout
-        self._ask(partial(self._store.wait, keys, timeout), self._timeout_s + timeout.total_seconds())
+        self.ask(partial(self._store.wait, keys, timeout), self._timeout_s + timeout.total_seconds())
 
-    def _ask(self, request: Callable[[], Answer], timeout_s: float | None = None) -> Answer:
+    def ask(self, request: Callable[[], Answer], timeout_s: float | None = None) -> Answer:
+        """Return the answer to a request, which a thread makes; None waits as long as the store may take."""
         patience_s = _AGAIN_S if self._is_silent else self._timeout_s if timeout_s is None else timeout_s
         answer: Future[Answer] = Future()
         self._asker.put(answer, request)
@@ -115,7 +116,7 @@ def ask_in_time(request: Callable[[], Answer], timeout_s: float) -> Answer:
     """
     asker = PatientStore(dist.HashStore(), timeout_s)
     try:
-        return asker._ask(request)
+        return asker.ask(request)
     finally:
         asker.close()
 

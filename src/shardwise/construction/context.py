@@ -61,8 +61,8 @@ def init(seed: int | None = None, group: dist.ProcessGroup | None = None) -> Ite
             of each parameter; one process alone keeps all. With a seed nothing is drawn yet: values are keyed by it
             and by the names of modules, a rank draws those that it holds a part of, and torch's generator keeps its
             state.
-        group: the ranks that share the parameters; None for all, whose process group is joined if a launcher is
-            there and nobody has. `initialize` takes over shards of all ranks alone.
+        group: the ranks that share the parameters; None for all. Where a launcher has started this process, and it has
+            joined no process group yet, it joins one.
     """
     if USE_INSIDE_INIT.get() is not None:
         yield

@@ -1,7 +1,7 @@
 """Shard single parameters before there is an engine, and gather them for a while.
 
-A sharded parameter is on meta, so it has its shape and dtype and no memory. Beside it lies a `ParamShard`: this rank's
-slice of the flattened values, as long on every rank. Rank 0's values are everybody's.
+A sharded parameter is on meta, so it has its shape and dtype and no memory. Beside it is a `ParamShard`: this rank's slice
+of the flattened values, as long on every rank. Rank 0's values are everybody's.
 
 >>> weight = torch.nn.Parameter(torch.ones(2, 3))
 >>> with gathered([weight], modifier_rank=0):  # does nothing to a parameter that is whole
@@ -111,7 +111,7 @@ class ShardedParameter(nn.Parameter):
             values = ParamShard(values.comm, values.local.clone())
         elif isinstance(values, KeyedValues):
             values = replace(values, num_more=num_writes(self))
-        _mark(copied, values)
+        mark(copied, values)
         memo[id(self)] = copied
         return copied
 
@@ -127,7 +127,7 @@ def values_of(parameter: Tensor) -> ParamShard | KeyedValues | None:
 def defer(parameter: nn.Parameter, seed: int) -> None:
     """Move a parameter to meta; its values are drawn later."""
     set_data(parameter, _on_meta(parameter))
-    _mark(parameter, KeyedValues(seed))
+    mark(parameter, KeyedValues(seed))
 
 
 def shard(parameter: nn.Parameter, comm: Comm, takes_first: bool) -> None:
@@ -146,7 +146,7 @@ def shard(parameter: nn.Parameter, comm: Comm, takes_first: bool) -> None:
     values = ParamShard.of(comm, whole)
     del whole
     set_data(parameter, _on_meta(parameter))
-    _mark(parameter, values)
+    mark(parameter, values)
 
 
 def unshard(parameter: nn.Parameter) -> None:
@@ -158,8 +158,14 @@ def unshard(parameter: nn.Parameter) -> None:
     set_data(parameter, whole)
 
 
+def mark(parameter: nn.Parameter, values: ParamShard | KeyedValues | None) -> None:
+    """Make a parameter on meta a sharded one, whose values are there."""
+    setattr(parameter, _VALUES, values)
+    set_parameter_class(parameter, ShardedParameter)
+
+
 def make_plain(parameter: nn.Parameter) -> None:
-    """Forget where a parameter's values are: what holds it now has them, or nobody needs them."""
+    """Forget where a parameter's values are: what holds it now has them, or none are needed."""
     if isinstance(parameter, ShardedParameter):
         set_parameter_class(parameter, nn.Parameter)
     parameter.__dict__.pop(_VALUES, None)
@@ -192,27 +198,22 @@ def gathered(parameters: Iterable[nn.Parameter] | nn.Parameter, modifier_rank: i
     except BaseException:
         for parameter in sharded:
             set_data(parameter, _on_meta(parameter))
-            _mark(parameter, values_of(parameter))
+            mark(parameter, values_of(parameter))
         raise
-    for parameter in shared:
-        values = values_of(parameter)
-        if not isinstance(values, ParamShard) or isinstance(parameter, ShardedParameter):
+    for each in shared:
+        values = values_of(each)
+        if not isinstance(values, ParamShard) or isinstance(each, ShardedParameter):
             continue  # an engine has taken it over, or a block inside has sharded it
-        if any(parameter is each for each in sharded):
-            shard(parameter, values.comm, takes_first=modifier_rank is not None)
+        if any(each is own for own in sharded):
+            shard(each, values.comm, takes_first=modifier_rank is not None)
         elif modifier_rank is not None:
-            values.comm.broadcast(parameter.detach().view(-1), "values of a parameter")
+            values.comm.broadcast(each.detach().view(-1), "values of a parameter")
 
 
 def num_writes(parameter: nn.Parameter) -> int:
     """Return how often a parameter with keyed values was written."""
     values = values_of(parameter)
     return version(parameter) + (values.num_more if isinstance(values, KeyedValues) else 0)
-
-
-def _mark(parameter: nn.Parameter, values: ParamShard | KeyedValues | None) -> None:
-    setattr(parameter, _VALUES, values)
-    set_parameter_class(parameter, ShardedParameter)
 
 
 def _on_meta(parameter: nn.Parameter) -> Tensor:
@@ -241,7 +242,7 @@ def _replace_data(parameter: ShardedParameter, data: Tensor) -> None:
     if data is parameter:
         return  # a cast that changes nothing
     if not isinstance(data, ShardedParameter) and data.is_meta and isinstance(values, ParamShard):
-        _mark(parameter, ParamShard(values.comm, values.local.to(data.dtype)))
+        mark(parameter, ParamShard(values.comm, values.local.to(data.dtype)))
     elif isinstance(data, ShardedParameter) or (USE_INSIDE_INIT.get() is not None and isinstance(values, ParamShard)):
         _prepare([each for each in (parameter, data) if isinstance(each, ShardedParameter)], _SET_DATA)
     elif not data.is_meta:

@@ -21,6 +21,7 @@ from shardwise.construction.shards import (
     ParamShard,
     ShardedParameter,
     make_plain,
+    mark,
     num_writes,
     values_of,
 )
@@ -49,13 +50,9 @@ class ParamInitializer:
         self._parameters = dict(model.named_parameters())
         self._aliases = _find_aliases(model, self._parameters)
         self._given: dict[str, Tensor] = {}
-        self._shards = {
-            name: values
-            for name, parameter in self._parameters.items()
-            if isinstance(parameter, ShardedParameter) and isinstance(values := values_of(parameter), ParamShard)
-        }
-        num_ranks = dist.get_world_size() if self._shards else 0
-        self._same = {name for name, values in self._shards.items() if values.comm.world_size == num_ranks}
+        shards = {name: held for name in self._parameters if (held := self._shard_of(name)) is not None}
+        num_ranks = dist.get_world_size() if shards else 0
+        self._same = {name for name, held in shards.items() if held.comm.world_size == num_ranks}
         self._drawn_module = ""
         self._drawn: dict[str, Tensor] = {}
         for name, buffer in model.named_buffers():
@@ -67,7 +64,7 @@ class ParamInitializer:
                 )
         self._blank = {name for name, parameter in self._parameters.items() if hasattr(parameter, _BLANK)}
         for name, parameter in self._parameters.items():
-            if parameter.is_meta and name not in self._shards and name not in self._blank:
+            if parameter.is_meta and name not in shards and name not in self._blank:
                 self._check(name, parameter)
 
     def is_blank(self, name: str) -> bool:
@@ -76,11 +73,11 @@ class ParamInitializer:
 
     def is_sharded(self, name: str) -> bool:
         """Return whether all ranks that hold slices of a parameter must read it together."""
-        return name in self._shards and name not in self._given
+        return self._shard_of(name) is not None
 
     def is_same_everywhere(self, name: str) -> bool:
         """Return whether every rank reads the same values of a parameter, so that none needs to send them."""
-        return name in self._same or (name not in self._shards and self._parameters[name].is_meta)
+        return name in self._same or (not self.is_sharded(name) and self._parameters[name].is_meta)
 
     def give(self, name: str, values: Tensor) -> None:
         """Use another rank's values for a parameter at its next read; only that one, so that not all are held twice."""
@@ -102,20 +99,21 @@ class ParamInitializer:
                 f"{name} was built inside shardwise.init(group=...) over a part of the ranks, but a pipeline takes "
                 "each stage's from all of them; leave out the group",
             )
-        shard = self._shards.pop(name)
-        whole = shard.gather(self._parameters[name].shape)
-        if comm is None:
-            make_plain(self._parameters[name])
-        else:
-            self._shards[name] = ParamShard.of(comm, whole)
+        parameter, held = self._parameters[name], self._shard_of(name)
+        assert held is not None, "the caller has asked is_sharded"
+        whole = held.gather(parameter.shape)
+        make_plain(parameter)
+        if comm is not None:
+            mark(parameter, ParamShard.of(comm, whole))
 
     def read(self, name: str) -> Tensor:
         """Return the values of one parameter, of its shape and dtype. Do not write them: they may be its own."""
         parameter = self._parameters[name]
         if name in self._given:
             return self._given.pop(name)
-        if name in self._shards:
-            return self._shards[name].gather(parameter.shape).to(parameter.dtype)
+        held = self._shard_of(name)
+        if held is not None:
+            return held.gather(parameter.shape).to(parameter.dtype)
         if not parameter.is_meta:
             return parameter.detach()
         module_name, _, own_name = name.rpartition(".")
@@ -127,7 +125,6 @@ class ParamInitializer:
 
     def forget(self, name: str) -> None:
         """Free this rank's slice of a parameter, which has been read for the last time, and make it a plain one."""
-        self._shards.pop(name, None)
         make_plain(self._parameters[name])
 
     def close(self) -> None:
@@ -136,6 +133,11 @@ class ParamInitializer:
         self._given.clear()
         for name in self._parameters:
             self.forget(name)
+
+    def _shard_of(self, name: str) -> ParamShard | None:
+        parameter = self._parameters[name]
+        values = values_of(parameter) if isinstance(parameter, ShardedParameter) else None
+        return values if isinstance(values, ParamShard) else None
 
     def _seed_of(self, parameter: nn.Parameter) -> int:
         values = values_of(parameter)

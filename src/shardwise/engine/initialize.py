@@ -45,7 +45,7 @@ from shardwise.launch.cpu_affinity import (
 )
 from shardwise.launch.process_group import ensure_process_group
 from shardwise.layout.tensor_plan import TensorPlan
-from shardwise.runtime.memory_tracker import MemoryTracker, explain_out_of_memory
+from shardwise.runtime.memory_tracker import MemoryTracker, explain_out_of_memory, keep_host_memory
 from shardwise.runtime.optimizers import schedule_of
 from shardwise.tensor.plan_layout import with_own_dtype
 from shardwise.tensor.prove_plan import proved_layout
@@ -103,6 +103,8 @@ def initialize(
     agree_on_setup(store, rank, RankFacts.of(layout, config, model.named_buffers()), config.run.timeout_s)
     config = with_own_cores(config, store, rank, usable_cores(), quota_cores())
     comm_factory = ProcessGroupFactory(Mesh(layout.mesh, config.run.timeout_s), store)
+    if device.type == "cpu":
+        keep_host_memory()
     memory, where = MemoryTracker(device), f"on rank {rank} while its engine is made"
     inputs = EngineInputs(model, config, layout, memory, comm_factory, loss_fn, optimizer, scheduler)
     with nullcontext() if weights is None else skip_init(model), explain_out_of_memory(memory, config, where):

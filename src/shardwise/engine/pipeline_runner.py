@@ -9,7 +9,7 @@ computation: data, random numbers, loss.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from shardwise.engine.step_context import StepContext
 from shardwise.engine.steps import RankBatch, run_model
 from shardwise.engine.types import StepResult
 from shardwise.layout.layout import Layout
-from shardwise.pipeline.boundary import open_boundaries
+from shardwise.pipeline.boundary import Shapes, open_boundaries
 from shardwise.pipeline.executor import Handlers, StageCompute, evaluation_schedule, execute, pipeline_of, step_schedule
 from shardwise.pipeline.split_backward import WeightGradQueue
 from shardwise.pipeline.stage_module import RecordedOutputs, StageForward
@@ -209,9 +209,9 @@ class _Execution:
         self._groups = groups
         self._compute = compute
         self._taken = taken
-        self.shapes: Sequence[Hashable] = [_shapes_of(each.share.inputs) for each in taken]
         self._losses = losses
         self._evaluate = evaluate
+        self.shapes: Sequence[Shapes] = [_shapes_of(each.share.inputs) for each in taken]
         pipeline = pipeline_of(context.layout)
         self._last = pipeline.num_stages - 1
         self._keeps = context.layout.stage.unshard_for_use and pipeline.gathers_once
@@ -294,9 +294,9 @@ class _Execution:
             self._groups.prefetch(action.stage)
 
 
-def _shapes_of(inputs: Any) -> Hashable:
+def _shapes_of(inputs: Any) -> Shapes:
     """Return the shapes of the tensors that a model is given."""
-    return tuple(leaf.shape if isinstance(leaf, Tensor) else None for leaf in pytree.tree_leaves(inputs))
+    return tuple(tuple(leaf.shape) for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor))
 
 
 def _nothing(action: Action) -> None:

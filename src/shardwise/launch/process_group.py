@@ -64,7 +64,7 @@ def ensure_process_group(device_kind: Literal["cpu", "cuda"], timeout_s: float) 
 
 
 def join_launched(device_kind: Literal["cpu", "cuda"], timeout_s: float) -> int:
-    """Return the world size as `ensure_process_group` does, but leave a process that nobody launched without a group.
+    """Return the world size as `ensure_process_group` does, but leave a process without a launcher alone.
 
     Args:
         device_kind: where the tensors will be.

@@ -37,7 +37,7 @@ from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -46,22 +46,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from shardwise.config.errors import EngineError
 from shardwise.config.resolve import Config
 from shardwise.offload.counters import TransferCounters
+from shardwise.offload.staging_buffers import StagingBuffers
 from shardwise.runtime.memory_tracker import Category, MemoryTracker
 from shardwise.runtime.streams import Event, Streams
 from shardwise.runtime.torch_private import in_backward, is_plain, on_backward_end, unseen_by_op_modes, version
 
 # A copy to a GPU takes microseconds whatever its size, and small tensors are not what fills its memory.
 MIN_BYTES: Final = 1024
-
-
-class HostMemory(Protocol):
-    """Provides host memory; `shardwise.offload.staging_buffers.StagingBuffers` does."""
-
-    def acquire(self, num_bytes: int) -> Tensor:
-        """Lease `num_bytes`, 1-D uint8."""
-
-    def release(self, tensor: Tensor) -> None:
-        """Return a buffer from `acquire`."""
 
 
 @dataclass(eq=False)
@@ -136,7 +127,7 @@ class ActivationStore:
     def __init__(
         self,
         streams: Streams,
-        buffers: HostMemory,
+        buffers: StagingBuffers,
         traffic: TransferCounters,
         tracker: MemoryTracker,
         min_bytes: int = MIN_BYTES,
@@ -324,7 +315,7 @@ class ActivationStore:
 
 
 def build_store(
-    config: Config, streams: Streams, buffers: HostMemory, traffic: TransferCounters, tracker: MemoryTracker
+    config: Config, streams: Streams, buffers: StagingBuffers, traffic: TransferCounters, tracker: MemoryTracker
 ) -> ActivationStore | None:
     """Return the store that `tiers.activations` asks for; None where inputs stay on the device.
 

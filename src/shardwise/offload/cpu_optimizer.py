@@ -135,16 +135,9 @@ def _on_host(options: Options) -> dict[str, Any]:
     return {name: moved(value) for name, value in options.items() if name != "params"}
 
 
-def _implementation(options: Options) -> dict[str, Any]:
-    """Return which of torch's implementations to use, and the learning rate in the form that it takes.
-
-    It is the fused one unless the user chose otherwise; `None` leaves the choice to this function.
-    """
-    fused, foreach = options.get("fused"), options.get("foreach")
-    if fused is None:
-        fused = foreach is None and not options.get("differentiable")
-    lr = options["lr"]
-    return {"fused": fused, "foreach": bool(foreach) and not fused, "lr": float(lr) if fused or foreach else lr}
+def _fused(options: Options) -> dict[str, Any]:
+    """Return the choice of torch's fused kernels, the fastest on a CPU, with the learning rate as they take it."""
+    return {"fused": True, "foreach": False, "lr": float(options["lr"])}
 
 
 def _step_adam(options: Options, parts: PieceTensors) -> None:
@@ -156,7 +149,7 @@ def _step_adam(options: Options, parts: PieceTensors) -> None:
         parts.all("exp_avg_sq"),
         parts.all("max_exp_avg_sq") if options["amsgrad"] else [],
         parts.counters(),
-        **_implementation(options),
+        **_fused(options),
         decoupled_weight_decay=options["decoupled_weight_decay"],
         amsgrad=options["amsgrad"],
         beta1=beta1,
@@ -172,7 +165,7 @@ def _step_sgd(options: Options, parts: PieceTensors) -> None:
     kept = parts.all("momentum_buffer") if has_momentum and not parts.is_first else []
     buffers: list[Tensor | None] = [*kept] if kept else [None] * len(parts.params)
     names = ("weight_decay", "momentum", "dampening", "nesterov", "maximize")
-    sgd(parts.params, parts.grads, buffers, **_implementation(options), **{name: options[name] for name in names})
+    sgd(parts.params, parts.grads, buffers, **_fused(options), **{name: options[name] for name in names})
     if has_momentum and parts.is_first:
         for kept_buffer, first in zip(parts.all("momentum_buffer"), buffers, strict=True):
             if first is not None:  # for typing: torch fills the list
@@ -182,7 +175,7 @@ def _step_sgd(options: Options, parts: PieceTensors) -> None:
 def _step_adagrad(options: Options, parts: PieceTensors) -> None:
     names = ("weight_decay", "lr_decay", "eps", "maximize")
     chosen = {name: options[name] for name in names}
-    adagrad(parts.params, parts.grads, parts.all("sum"), parts.counters(), **_implementation(options), **chosen)
+    adagrad(parts.params, parts.grads, parts.all("sum"), parts.counters(), **_fused(options), **chosen)
 
 
 def _step_lion(options: Options, parts: PieceTensors) -> None:

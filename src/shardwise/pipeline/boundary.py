@@ -14,9 +14,9 @@ Both ends agree on the spec of a value (`PytreeSpec`) before it is sent, so that
                                               all from host to host
 
 What is agreed for a micro-batch depends only on what both ends know when a step begins: the shapes of the micro-batch's
-tensors, and the values that passed in earlier steps for micro-batches of such shapes. Agreed is the spec of those in
-the last such step, if it was the same for all of them. So a receiver posts its receives ahead in the right sizes, and a
-sequence length that comes again costs nothing; one that is new is described, in its first step.
+tensors, and the values that were sent in earlier steps. Agreed is the spec that all micro-batches of such shapes had in
+the last step with any. Of shapes that are new it is that of the latest others, in which the sizes differ that differ
+between the shapes. So a receiver posts receives of the right sizes ahead, and another sequence length costs nothing.
 
 >>> before, after = LocalEnd.pair()
 >>> before.send(0, {"hidden": torch.ones(2, requires_grad=True), "step": 3})
@@ -31,11 +31,11 @@ sequence length that comes again costs nothing; one that is new is described, in
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, Final, Self
 
 import torch
@@ -57,18 +57,24 @@ _NOTHING: Final = PytreeSpec("", ())  # is agreed where nothing is; no value has
 
 OnEnd = Callable[[], None]
 
+Shapes = tuple[tuple[int, ...], ...]
+Key = tuple[bool, Shapes]
+"""Whether a micro-batch is computed with gradients, and the shapes of its tensors."""
+
 
 class _AgreedSpecs:
     """Holds what both ends of one direction agree on; both call it in the same order with the same arguments."""
 
     def __init__(self) -> None:
-        self._agreed: dict[Hashable, PytreeSpec] = {}
-        self._seen: dict[Hashable, PytreeSpec] = {}
-        self._keys: Sequence[Hashable] = ()
+        self._agreed: dict[Key, PytreeSpec] = {}
+        self._seen: dict[Key, PytreeSpec] = {}
+        self._latest: dict[bool, tuple[Key, PytreeSpec]] = {}
+        self._keys: Sequence[Key] = ()
 
-    def begin_step(self, keys: Sequence[Hashable]) -> None:
-        """Agree on what the last step has shown; micro-batches of equal `keys` are expected to have equal specs."""
+    def begin_step(self, keys: Sequence[Key]) -> None:
+        """Agree on what the last step has shown, for the micro-batches of the next one."""
         self._agreed.update(self._seen)
+        self._latest.update({key[0]: (key, spec) for key, spec in self._seen.items() if spec != _NOTHING})
         self._seen.clear()
         if len(self._agreed) > MAX_SPECS:
             self._agreed.clear()
@@ -76,7 +82,11 @@ class _AgreedSpecs:
 
     def agreed(self, micro_batch: int) -> PytreeSpec:
         """Return the spec in which a micro-batch's value is expected."""
-        return self._agreed.get(self._keys[micro_batch], _NOTHING)
+        key = self._keys[micro_batch]
+        if key in self._agreed or key[0] not in self._latest:
+            return self._agreed.get(key, _NOTHING)
+        other, spec = self._latest[key[0]]
+        return _resized(spec, other[1], key[1])
 
     def note(self, micro_batch: int, spec: PytreeSpec) -> None:
         """Take note of the spec that a value has."""
@@ -164,8 +174,8 @@ class RemoteEnd:
         self._arrived: dict[int, tuple[PytreeSpec, list[Tensor], OnEnd]] = {}
         self._sent: dict[int, list[P2PTransfer]] = {}
 
-    def begin_step(self, keys: Sequence[Hashable]) -> None:
-        """Prepare for the micro-batches of a step; `keys` are equal where their tensors have equal shapes."""
+    def begin_step(self, keys: Sequence[Key]) -> None:
+        """Prepare for the micro-batches of a step."""
         self._out.specs.begin_step(keys)
         self._in.specs.begin_step(keys)
 
@@ -294,7 +304,7 @@ class LocalEnd:
         gradients: dict[int, Any] = {}
         return cls(values, gradients), cls(gradients, values)
 
-    def begin_step(self, keys: Sequence[Hashable]) -> None:
+    def begin_step(self, keys: Sequence[Key]) -> None:
         """Do nothing: there is nothing to agree on."""
 
     def send(self, micro_batch: int, value: Any) -> None:
@@ -368,6 +378,18 @@ def open_boundaries(
             else:
                 inlets[stage + 1] = end
     return inlets, outlets
+
+
+def _resized(spec: PytreeSpec, before: Shapes, after: Shapes) -> PytreeSpec:
+    """Return a spec in which the sizes differ that differ between two micro-batches, as where a sequence is longer."""
+    if [*map(len, before)] != [*map(len, after)]:
+        return _NOTHING
+    sizes: dict[int, int] = {}
+    for one, other in zip(chain(*before), chain(*after), strict=True):
+        if sizes.setdefault(one, other) != other:
+            return _NOTHING
+    parts = (part._replace(shape=tuple(sizes.get(size, size) for size in part.shape)) for part in spec.tensors)
+    return PytreeSpec(spec.tree, tuple(parts))
 
 
 def _offsets(spec: PytreeSpec) -> list[int]:

@@ -6,7 +6,7 @@ gradient, and the edges of the graph at which the gradients of the sent tensors 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from shardwise.config.resolve import Config
 from shardwise.layout.layout import Layout
 from shardwise.layout.pipeline_layout import PipelineLayout
-from shardwise.pipeline.boundary import BoundaryEnd, leaves_with_gradient
+from shardwise.pipeline.boundary import BoundaryEnd, Shapes, leaves_with_gradient
 from shardwise.pipeline.split_backward import WeightGradQueue
 from shardwise.pipeline.stage_module import StageForward
 from shardwise.runtime.timeline import Timeline
@@ -35,7 +35,7 @@ class StageEvents(Protocol):
         shapes: of each micro-batch's tensors; all ranks of the pipeline have the same.
     """
 
-    shapes: Sequence[Hashable]
+    shapes: Sequence[Shapes]
 
     def forward(self, stage: int, micro_batch: int) -> Any:
         """Run the model's forward on a micro-batch; on the last stage return the mean loss."""

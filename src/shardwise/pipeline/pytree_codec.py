@@ -100,8 +100,9 @@ def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors of a pytree in the order of `take_apart`."""
     if isinstance(value, Tensor):
         return [value]
-    opened = _open(value)
-    return [] if opened is None else [tensor for child in opened[0] for tensor in tensors_in(child)]
+    # Most are tuples: to look a type up takes longer.
+    children = value if type(value) in (tuple, list) else (_open(value) or ((), None))[0]
+    return [tensor for child in children for tensor in tensors_in(child)]
 
 
 def containers_in(value: Any) -> set[type]:

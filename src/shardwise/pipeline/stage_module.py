@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from shardwise.comm.loss import LossSum
 from shardwise.config.errors import EngineError
 from shardwise.config.resolve import ConfigError
-from shardwise.pipeline.pytree_codec import named_tuples_of
+from shardwise.pipeline.pytree_codec import named_tuples_of, tensors_in
 from shardwise.runtime.class_swap import Call, intercept_forward, set_attribute
 from shardwise.runtime.module_hooks import replace_forward
 from shardwise.runtime.torch_private import NO_VALUE_ERRORS, PlaceholderTensors, pytree
@@ -104,6 +104,7 @@ class StageForward:
         self._num_calls: dict[int, int] = {}
         self._guessed: str | None = None
         self._received: Any = None
+        self._like_received: Any = None
         self._is_on = False
 
     def install(self) -> list[Callable[[], None]]:
@@ -119,13 +120,13 @@ class StageForward:
     def begin(self, stage: int, received: Any) -> None:
         """Make the next forward that of `stage`; `received` is what the stage before has sent."""
         self._start, self._stop = self._range_of[stage]
-        self._received, self._is_on = received, True
+        self._received, self._like_received, self._is_on = received, None, True
         self._num_calls.clear()
         self._guessed = None
 
     def end(self) -> None:
         """Make forwards the model's own again."""
-        self._received, self._is_on = None, False
+        self._received, self._like_received, self._is_on = None, None, False
         self._skipped_outputs.remove()
 
     def read_loss(self, compute: Callable[[], LossSum]) -> LossSum:
@@ -226,22 +227,21 @@ class StageForward:
         """Run a unit of the stage; its last one ends the forward."""
         self._check_arguments(index, args, kwargs)
         output = own(*args, **kwargs)
-        if any(self._placeholders.is_one(leaf) for leaf in pytree.tree_leaves(output)):
+        if self._has_placeholders(output):
             raise self._not_sent(f"the output of {self._names[index]}")
         if index == self._stop - 1 and self._stop < len(self._names):
             raise _StageDone(with_recorded(output))
         return output
 
     def _check_arguments(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not any(self._placeholders.is_one(leaf) for leaf in pytree.tree_leaves((args, kwargs))):
+        if not self._has_placeholders((args, kwargs)):
             return
         given = inspect.signature(self._modules[index].forward).bind(*args, **kwargs).arguments
-        name = next(
-            key
-            for key, value in given.items()
-            if any(self._placeholders.is_one(leaf) for leaf in pytree.tree_leaves(value))
-        )
+        name = next(key for key, value in given.items() if self._has_placeholders(value))
         raise self._not_sent(f"argument {name} of {self._names[index]}")
+
+    def _has_placeholders(self, value: Any) -> bool:
+        return any(map(self._placeholders.is_one, tensors_in(value)))
 
     def _not_sent(self, what: str) -> CutError:
         sent = (
@@ -256,18 +256,18 @@ class StageForward:
     def _placeholder_of(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return placeholders of what a skipped unit would have returned."""
         kind = self._kinds[index]
-        is_like_received = self._start > 0 and kind[0] is self._kinds[self._start - 1][0]
-        example = without_recorded(self._received) if is_like_received else (args, kwargs)
-        if is_like_received:
-            kind = kind[0], None
-        leaves, structure = pytree.tree_flatten(example)
-        key = (kind, structure, tuple(map(_fingerprint, leaves)))
+        if self._start > 0 and kind[0] is self._kinds[self._start - 1][0]:
+            if self._like_received is None:  # which all units of this class return in this forward
+                received = without_recorded(self._received)
+                key = _key_of(kind[0], received)
+                if key not in self._answers:
+                    self._answers[key] = pytree.tree_map(self._like, received)
+                self._like_received = self._answers[key]
+            return self._like_received
+        key = _key_of(kind, (args, kwargs))
         if key in self._answers:
             return self._answers[key]
-        given = pytree.tree_map(self._like, example)
-        if is_like_received:
-            self._answers[key] = given
-            return given
+        given = pytree.tree_map(self._like, (args, kwargs))
         with suppress(Exception), torch.no_grad(), self._placeholders.only():
             self._answers[key] = self._answer_of_class[kind[0]] = self._placeholder_modules[kind](*given[0], **given[1])
             return self._answers[key]
@@ -301,6 +301,12 @@ class StageForward:
 def _kind_of(module: nn.Module) -> tuple[type, Hashable]:
     """Return a module's class and its parameters' shapes: modules that have both in common return equal shapes."""
     return type(module), tuple(tuple(each.shape) for each in module.parameters())
+
+
+def _key_of(kind: Hashable, example: Any) -> Hashable:
+    """Return what decides on the shapes that a unit returns: its kind, and the shapes of `example`."""
+    leaves, structure = pytree.tree_flatten(example)
+    return kind, structure, tuple(map(_fingerprint, leaves))
 
 
 def _fingerprint(leaf: Any) -> Hashable:

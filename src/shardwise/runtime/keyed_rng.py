@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -182,13 +183,14 @@ class _Passes:
     def over(cls, model: nn.Module, module_name: str) -> _Passes:
         names = module_name.split(".") if module_name else []
         chain = [model.get_submodule(".".join(names[:length])) for length in range(len(names), -1, -1)]
-        around, calls = chain[0], []
+        around = chain[0]
+        calls: list[Callable[[], object]] = []
         for module in chain:
             if hasattr(module, "_reset_parameters"):
                 around = module
                 calls.append(getattr(module, "_reset_parameters"))  # noqa: B009
         for index, module in enumerate(chain):
-            init_weights = getattr(module, "_init_weights", None)
+            init_weights: Any = getattr(module, "_init_weights", None)
             if _takes_module(init_weights):
                 outermost = max(chain.index(around), index)
                 return cls(chain[outermost], [*calls, *(partial(init_weights, each) for each in chain[: index + 1])])
@@ -199,8 +201,8 @@ def _draw(model: nn.Module, module_name: str, device: str) -> dict[str, tuple[Te
     """Return a module's direct parameters as they are drawn, and how often `reset_parameters` has written each."""
     owner, passes = model.get_submodule(module_name), _Passes.over(model, module_name)
     with _stand_ins(owner, passes.around, device) as names:
-        if hasattr(owner, "reset_parameters"):
-            owner.reset_parameters()
+        reset: Callable[[], object] = getattr(owner, "reset_parameters", lambda: None)
+        reset()
         num_reset = {name: version(getattr(owner, name)) for name in names}
         for call in passes.calls:
             call()

@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -58,6 +58,7 @@ __all__ = [
     "format_bytes",
     "format_table",
     "is_out_of_memory",
+    "keep_host_memory",
     "oom_advice",
     "trim_host_memory",
 ]
@@ -396,6 +397,23 @@ def trim_host_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
+
+
+def keep_host_memory() -> None:
+    """Let this process keep freed blocks of up to 32 MiB for its next tensors, where the C library is glibc.
+
+    By default glibc returns blocks of that size to the system, and a step faults all its temporaries in again. What is
+    kept is at most what was in use at the same time, with gaps; `trim_host_memory` returns it. See mallopt(3).
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, 32 * 2**20)  # the largest that glibc takes
+        mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+
+
+# Parameters of mallopt, from malloc.h.
+_TRIM_THRESHOLD: Final = -1
+_MMAP_THRESHOLD: Final = -3
 
 
 def _strided(values: Sequence[Any]) -> Iterator[Tensor]:

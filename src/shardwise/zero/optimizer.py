@@ -74,7 +74,7 @@ class ShardedOptimizer:
         refuse_unless_element_wise(self.optimizer)
         self._has_states_at_once = bool(self.optimizer.state)  # such as Adagrad's
         self._take_offloaded()
-        self._is_stepping = False
+        self.is_stepping = False
         this = weakref.ref(self)
         self._step_guard = self.optimizer.register_step_pre_hook(lambda *_: _refuse_own_step(this()))
 
@@ -329,11 +329,11 @@ class ShardedOptimizer:
         for piece in self.pieces:
             slices = gradients.get(piece.group) if used[piece.name] else None
             piece.view.grad = slices[piece.start : piece.stop] if slices is not None else None
-        self._is_stepping = True
+        self.is_stepping = True
         try:
             self.optimizer.step()
         finally:
-            self._is_stepping = False
+            self.is_stepping = False
             if is_scaled:
                 del self.optimizer.grad_scale  # type: ignore[attr-defined]
         for piece in self.pieces:
@@ -376,7 +376,7 @@ class ShardedOptimizer:
 
 
 def _refuse_own_step(sharded: ShardedOptimizer | None) -> None:
-    if sharded is not None and not sharded._is_stepping:
+    if sharded is not None and not sharded.is_stepping:
         raise EngineError(
             "optimizer-step-direct",
             "optimizer.step() has no gradients, which the engine keeps; call engine.step() instead",

@@ -1,4 +1,4 @@
-"""A backward reduces its groups in one order, from the last unit to the root, so that all ranks meet.
+"""Keep the order in which a backward reduces its groups: from the last unit to the root, so that all ranks meet.
 
 Ranks whose models take different paths get gradients in different orders. So a group is reduced once its own gradients
 and those of all groups before it in the order are there.

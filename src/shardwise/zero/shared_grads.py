@@ -1,4 +1,4 @@
-"""This module sums the gradients that the ranks of a tensor-parallel group, or several stages of a pipeline, share.
+"""Sum the gradients that the ranks of a tensor-parallel group, or several stages of a pipeline, share.
 
 They are summed over their sharers before the step, and count once in the gradient's norm.
 """

@@ -5,6 +5,7 @@ It is apart from `shardwise.zero.state_access`, which serves users between steps
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +16,7 @@ from shardwise.comm.mesh import CommGroups
 from shardwise.config.resolve import PrecisionConfig
 from shardwise.construction.values import ParamInitializer
 from shardwise.layout.layout import Layout
+from shardwise.layout.param_groups import GroupSpec
 from shardwise.layout.precision import buffer_dtype
 from shardwise.runtime.memory_tracker import Category, MemoryTracker
 from shardwise.runtime.precision import torch_dtype
@@ -60,7 +62,7 @@ def broadcast_params_across_stages(values: ParamInitializer, layout: Layout, com
     if comms.pipeline.world_size == 1:
         return
     held = {group.name for group in layout.groups}
-    for group in layout.model_groups:
+    for group in _by_turns(layout.model_groups):
         for place in group.params:
             if values.is_sharded(place.name) and not values.is_blank(place.name):
                 values.move(place.name, comms.model if group.name in held else None)
@@ -79,6 +81,17 @@ def broadcast_params_across_stages(values: ParamInitializer, layout: Layout, com
                 comms.pipeline.broadcast(sent.view(-1), f"initial values of {name}")
             if group.name in held and not is_first:
                 values.give(name, sent)
+
+
+def _by_turns(groups: Sequence[GroupSpec]) -> list[GroupSpec]:
+    """Order groups so that the stages take turns: so a rank gives away as much as it takes."""
+    seen: Counter[tuple[int, ...]] = Counter()
+
+    def turn(group: GroupSpec) -> int:
+        seen[group.stages] += 1
+        return seen[group.stages]
+
+    return sorted(groups, key=turn)
 
 
 def agree_on_tied(groups: Sequence[ParamGroup], comms: CommGroups) -> None:

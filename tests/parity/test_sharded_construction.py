@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from harness.live_bytes import LiveBytes
 from harness.pool import WorkerPool
-from shardwise import gathered, init
+from harness.refusals import refused
+from harness.training import make_config
+from shardwise import gathered, init, initialize
 from shardwise.construction.shards import ShardedParameter
 from shardwise.models.decoder import Decoder, DecoderConfig
 
@@ -206,3 +212,149 @@ FAMILIES = ("Llama", "GPT2", "T5", "Bert", "Mixtral", "Mamba")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_hugging_face_models_are_those_of_plain_construction(ranks: WorkerPool, name: str) -> None:
     ranks(2).run(compare_hugging_face, name)
+
+
+# Memory.
+
+
+class Wide(nn.Module):
+    """A stack whose pass over all modules comes last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(12)))
+        self.apply(Passed.draw)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+LAYER_BYTES = 4 * 128 * 128
+
+
+def measure(rank: int, world_size: int) -> list[float]:
+    """Layers' worth of memory: after construction and at its peak, after `initialize` and at its peak."""
+    torch.manual_seed(rank)
+    with LiveBytes() as live:
+        with init():
+            model = Wide()
+        found = [live.live_bytes(), live.peak_bytes()]
+        live.reset_peak()
+        config = make_config(1, {"zero": {"stage": 3}, "optimizer": {"name": "sgd", "momentum": 0.0}})
+        engine = initialize(model, config, loss_fn=lambda output, batch: output.sum())
+        found += [live.live_bytes(), live.peak_bytes()]
+    engine.close(keep_values=False)
+    return [each / LAYER_BYTES for each in found]
+
+
+def test_no_rank_holds_more_than_its_shards_and_a_module(ranks: WorkerPool) -> None:
+    for built, built_peak, held, peak in ranks(4).run(measure):
+        assert built <= 12 / 4 + 0.1
+        assert built_peak <= built + 3  # one that is sent, one that is constructed, and what it computes
+        assert held <= 2 * 12 / 4 + 0.1  # with the gradients' accumulators
+        assert peak <= held + 3.5 < 12  # the slices of one that go away, and one that is read
+
+
+# Gathered access.
+
+
+def access(rank: int, world_size: int) -> None:
+    torch.manual_seed(rank)
+    with init():
+        model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
+    first, second = model[0].weight, model[1].weight
+    with refused("parameter-sharded", "(5, 3)"):
+        first + 1
+    with gathered(model.parameters(), modifier_rank=0), torch.no_grad():
+        before = second.clone()
+        first.fill_(float(rank))
+        with gathered([first, second], modifier_rank=0):
+            if rank == 0:
+                second.fill_(7.0)
+        assert (second == 7).all()  # already here
+        with gathered(second):
+            second[0] = before[0]
+    assert type(first) is type(second) is ShardedParameter
+    with gathered([first]):
+        assert type(second) is ShardedParameter
+        assert (first == 0).all()  # rank 0's
+        with torch.no_grad():
+            first.copy_(torch.arange(15.0).view(5, 3))
+    with pytest.raises(ZeroDivisionError), gathered((first, second), 0), torch.no_grad():  # noqa: PT012
+        first.zero_()
+        raise ZeroDivisionError
+    with gathered([first, first, second]):
+        assert torch.equal(first, torch.arange(15.0).view(5, 3))
+        assert torch.equal(second[0], before[0])
+        assert (second[1:] == 7).all()
+
+
+def test_parameters_are_gathered_for_a_while_and_written_back(ranks: WorkerPool) -> None:
+    ranks(2).run(access)
+
+
+# Hand-over.
+
+
+def hand_over(rank: int, world_size: int, sections: dict[str, Any], is_grouped: bool) -> None:
+    torch.manual_seed(0)
+    plain = Wide()
+    torch.manual_seed(rank)
+    group = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2] if is_grouped else None
+    with init(group=group):
+        model = Wide()
+    assert all(type(parameter) is ShardedParameter for parameter in model.parameters())
+    with initialize(model, make_config(1, sections), loss_fn=lambda output, batch: output.square().sum()) as engine:
+        for name, parameter in plain.named_parameters():
+            assert torch.equal(engine.read(name, "master"), parameter), name
+        engine.train_step([torch.ones(1, 128)] * engine.config.batch.accumulation)
+    assert not any(vars(parameter) for parameter in model.parameters())
+
+
+HAND_OVERS: dict[str, tuple[dict[str, Any], bool]] = {
+    "stage 0": ({"zero": {"stage": 0}}, False),
+    "stage 1": ({"zero": {"stage": 1}}, False),
+    "stage 3": ({"zero": {"stage": 3}}, False),
+    "stage 3, bf16": ({"zero": {"stage": 3}, "precision": {"param": "bf16"}}, False),
+    "hybrid": ({"zero": {"stage": 3}, "mesh": {"dp_shard": 2}}, False),
+    "pipeline": ({"zero": {"stage": 1}, "mesh": {"pp": 2}, "batch": {"accumulation": 2}}, False),
+    "groups": ({"zero": {"stage": 3}}, True),
+}
+
+
+@pytest.mark.parametrize("name", HAND_OVERS)
+def test_an_engine_takes_shards_over(ranks: WorkerPool, name: str) -> None:
+    ranks(4).run(hand_over, *HAND_OVERS[name])
+
+
+def misfit(rank: int, world_size: int) -> None:
+    groups = [dist.new_group([each]) for each in range(2)]
+    with init(group=groups[rank]):
+        model = Wide()
+    sections = {"mesh": {"pp": 2}, "batch": {"accumulation": 2}}
+    with refused("shards-of-some-ranks", "layers.0.weight"):
+        initialize(model, make_config(1, sections), loss_fn=lambda output, batch: output.sum())
+
+
+def test_a_pipeline_refuses_shards_of_some_ranks(ranks: WorkerPool) -> None:
+    ranks(2).run(misfit)
+
+
+def load_folder(rank: int, world_size: int, folder: Path, stage: int) -> None:
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    with init():
+        model = AutoModelForCausalLM.from_pretrained(folder)
+    assert type(model) is type(plain)
+    check_equal(model, plain, rank=1)
+    with initialize(model, make_config(1, {"zero": {"stage": stage}})) as engine:
+        for name, parameter in plain.named_parameters():
+            assert torch.equal(engine.read(name), parameter), name
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "Mixtral"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_folder_is_loaded_as_slices(ranks: WorkerPool, name: str, stage: int, tmp_path: Path) -> None:
+    hugging_face(name)().save_pretrained(tmp_path)
+    ranks(2).run(load_folder, tmp_path, stage)
