@@ -16,7 +16,6 @@ from harness.waiting import PATIENCE_S
 from shardwise import Engine
 from shardwise.comm import watchdog
 from shardwise.comm.collectives import Comm
-from shardwise.comm.p2p import P2PChannel
 from shardwise.comm.records import CommLog
 
 
@@ -25,7 +24,7 @@ def fail_after(log: CommLog, timeout_s: float) -> None:
     if log.check is not None:
         log.check._timeout_s = timeout_s
     for each in gc.get_objects():
-        if type(each) in (Comm, P2PChannel) and each.comm_log is log:
+        if issubclass(type(each), Comm) and each.comm_log is log:
             each._timeout = timedelta(seconds=timeout_s)
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from harness.pool import WorkerPool
 from shardwise.comm.backends import GlooComm
 from shardwise.config.resolve import Config
-from shardwise.pipeline.boundary import StageBoundary
+from shardwise.pipeline.boundary import RemoteEnd
 from shardwise.runtime.float64 import float64_throughout
 from shardwise.verify.compare import PARITY, TrainingTrace, first_difference
 from shardwise.verify.job import VerifyJob, make_job, small_layout
@@ -40,10 +40,10 @@ QWEN2 = {
 def scaled_gradients(own):
     """The second stage sends wrong gradients for the second micro-batch."""
 
-    def send(port, micro_batch, gradients):
-        if micro_batch == 1:
-            gradients = [None if each is None else each * 1.01 for each in gradients]
-        return own(port, micro_batch, gradients)
+    def send(end, micro_batch, tree):
+        if micro_batch == 1 and not end._is_source:
+            tree = [None if each is None else each * 1.01 for each in tree]
+        return own(end, micro_batch, tree)
 
     return send
 
@@ -62,7 +62,7 @@ def dropped_reduction(own):
 def train(rank: int, world_size: int, text: str, folder: Path, fault: str) -> TrainingTrace:
     patches = {
         "": nullcontext(),
-        "scaled": mock.patch.object(StageBoundary, "send_gradients", scaled_gradients(StageBoundary.send_gradients)),
+        "scaled": mock.patch.object(RemoteEnd, "send", scaled_gradients(RemoteEnd.send)),
         "dropped": mock.patch.object(GlooComm, "reduce_scatter", dropped_reduction(GlooComm.reduce_scatter)),
     }
     with patches[fault]:

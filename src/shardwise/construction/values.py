@@ -1,5 +1,6 @@
 """Read the initial values of a model's parameters, one at a time, wherever they are.
 
+>>> import torch
 >>> model = torch.nn.Linear(2, 3, device="meta")
 >>> ParamInitializer(model, seed=0).read("weight").shape
 torch.Size([3, 2])

@@ -28,7 +28,7 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from shardwise.config.resolve import ConfigError
-from shardwise.runtime.optimizers import Lion, lion
+from shardwise.runtime.optimizers import Lion, fused_grad_scale, lion
 
 Options = Mapping[str, Any]
 States = Sequence[Mapping[str, Tensor]]
@@ -66,13 +66,13 @@ class CpuOptimizer:
     """Steps tensors as one class of optimizer does; the functions take a parameter group's options.
 
     Attributes:
-        name: of the optimizer's class.
+        kind: the class.
         tensor_states: the names of the states that are as long as the parameter, with their values before any step.
         has_counter: whether a 0-d fp32 `step` is kept for each parameter.
         kernel: updates in place.
     """
 
-    name: str
+    kind: type[Optimizer]
     tensor_states: Callable[[Options], Mapping[str, float]]
     has_counter: bool
     kernel: Callable[[Options, PieceTensors], None]
@@ -189,15 +189,15 @@ def _adam_states(options: Options) -> dict[str, float]:
 
 _RULES: Mapping[type[Optimizer], CpuOptimizer] = MappingProxyType(
     {
-        Adam: CpuOptimizer("Adam", _adam_states, True, _step_adam),
-        AdamW: CpuOptimizer("AdamW", _adam_states, True, _step_adam),
+        Adam: CpuOptimizer(Adam, _adam_states, True, _step_adam),
+        AdamW: CpuOptimizer(AdamW, _adam_states, True, _step_adam),
         SGD: CpuOptimizer(
-            "SGD", lambda options: {"momentum_buffer": 0.0} if options["momentum"] else {}, False, _step_sgd
+            SGD, lambda options: {"momentum_buffer": 0.0} if options["momentum"] else {}, False, _step_sgd
         ),
         Adagrad: CpuOptimizer(
-            "Adagrad", lambda options: {"sum": options["initial_accumulator_value"]}, True, _step_adagrad
+            Adagrad, lambda options: {"sum": options["initial_accumulator_value"]}, True, _step_adagrad
         ),
-        Lion: CpuOptimizer("Lion", lambda options: {"exp_avg": 0.0}, False, _step_lion),
+        Lion: CpuOptimizer(Lion, lambda options: {"exp_avg": 0.0}, False, _step_lion),
     }
 )
 
@@ -304,7 +304,7 @@ def _work_off(blocks: Iterator[Sequence[StepPiece]], rule: CpuOptimizer, capacit
 def _step_block(rule: CpuOptimizer, block: Sequence[StepPiece], scratch: Tensor, factor: float) -> None:
     grads, start = [], 0
     for part in block:
-        grads.append(_scaled(part.grad, scratch[start : start + part.grad.numel()], factor))
+        grads.append(_scaled(part.grad, scratch[start : start + part.grad.numel()], factor, rule.kind))
         start += part.grad.numel()
     first = block[0]
     masters, states = [part.master for part in block], [part.states for part in block]
@@ -314,7 +314,11 @@ def _step_block(rule: CpuOptimizer, block: Sequence[StepPiece], scratch: Tensor,
             part.param.copy_(part.master)
 
 
-def _scaled(grad: Tensor, target: Tensor, factor: float) -> Tensor:
+def _scaled(grad: Tensor, target: Tensor, factor: float, kind: type[Optimizer]) -> Tensor:
+    """Scale a gradient as the fused step on the device does, so that races between tiers show in the last bit."""
+    scale = fused_grad_scale(kind, factor, {target.dtype})
+    if scale is not None:
+        return torch.div(grad, scale, out=target) if grad.dtype == target.dtype else target.copy_(grad).div_(scale)
     if grad.dtype == target.dtype:
         return torch.mul(grad, factor, out=target)
     target.copy_(grad)

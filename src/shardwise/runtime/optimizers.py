@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -88,11 +88,25 @@ def scale_in_step(optimizer: Optimizer, factor: float) -> bool:
     the step: the protocol between `torch.amp.GradScaler` and torch's optimizers.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    is_fused = type(optimizer) in _SCALING and all(group.get("fused") for group in optimizer.param_groups)
-    if not is_fused or not 1e-30 < abs(factor) < 1e30 or any(param.dtype != torch.float32 for param in params):
+    is_fused = all(group.get("fused") for group in optimizer.param_groups)
+    scale = fused_grad_scale(type(optimizer), factor, {param.dtype for param in params})
+    if not is_fused or scale is None:
         return False
-    optimizer.grad_scale = torch.tensor(1.0 / factor, dtype=torch.float32, device=params[0].device)  # type: ignore[attr-defined]
+    optimizer.grad_scale = torch.tensor(scale, device=params[0].device)  # type: ignore[attr-defined]
     return True
+
+
+def fused_grad_scale(kind: type[Optimizer], factor: float, dtypes: Collection[torch.dtype]) -> float | None:
+    """Return the fp32 number by which a fused step divides to multiply by `factor`; None where it cannot.
+
+    Args:
+        kind: the class of the optimizer.
+        factor: turns accumulated sums into the gradient.
+        dtypes: of the gradients.
+    """
+    if kind not in _SCALING or not 1e-30 < abs(factor) < 1e30 or any(dtype != torch.float32 for dtype in dtypes):
+        return None
+    return torch.tensor(1.0 / factor, dtype=torch.float32).item()
 
 
 _SCALING: Final = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)

@@ -48,7 +48,7 @@ class Timeline:
 
     def __init__(self, rank: int) -> None:
         self.micro_batch = 0
-        self.is_recording = False
+        self.is_recording = True
         self.is_scheduled = False
         self._rank = rank
         # As plain values: to build an action takes longer than some actions, and most steps' are never read.

@@ -169,7 +169,7 @@ class OffloadedStep:
         elif state != "step":
             known = ", ".join(["step", *self.states])
             raise ConfigError(
-                "unknown-state", f"{self.rule.name} keeps no state {state} of {piece.name}; there are {known}"
+                "unknown-state", f"{self.rule.kind.__name__} keeps no state {state} of {piece.name}; there are {known}"
             )
         self.expect_states(piece, {state: float(value)} if state == "step" else {})
 

@@ -449,6 +449,8 @@ class StepInBackward:
 
     def end(self) -> None:
         """Leave the other groups to the step, and note which groups can be stepped in the next backward."""
+        if self._read_factor is not None:
+            self._read_factor()  # no group needed it, but the collective must be waited for
         self._sharding.on_reduced = self._read_factor = self._factor = None
         self.is_armed = False
         streamed = [group for group in self._sharding.groups if group.spec.tiers.optimizer != "device"]

@@ -70,10 +70,11 @@ class ShardingState:
         self._model = model
         self._resources = resources
         self._timeline = resources.timeline
+        resources.timeline.is_recording = False  # until the model runs
         self._place_of: dict[int, tuple[ParamGroup, int]] = {}
         self._unit_of = {unit.name: unit for unit in self.units}
         self._began_in = Phase.IDLE  # the backward that is under way, or the last one
-        self._is_inner = self._has_gradients = False  # of that backward
+        self._is_inner = self._has_gradients = False  # that backward
         self._num_in_backward = 0
         self._holds_unreduced = self._is_held = False
         self._reducing: deque[ParamGroup] = deque()

@@ -72,7 +72,7 @@ def test_one_rank_of_every_stage_is_shown(capsys):
     assert [row[-1] for row in ranks] == [f"{peak / 2**10:,.2f}" for peak in peaks]
     assert largest[-1] == f"{max(peaks) / 2**10:,.2f}"
     sent = {tuple(row[:2]): row[2:] for row in table(lines, "a step sends over")[1:]}
-    assert sent["pp", "send"][0] == "4"  # of each micro-batch a header and a tensor
+    assert sent["pp", "send"][0] == "2"  # of each micro-batch one message
 
 
 def test_one_rank_is_shown_as_a_dry_run_of_train_shows_it(capsys):
