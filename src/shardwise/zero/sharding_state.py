@@ -73,10 +73,8 @@ class ShardingState:
         resources.timeline.is_recording = False  # until the model runs
         self._place_of: dict[int, tuple[ParamGroup, int]] = {}
         self._unit_of = {unit.name: unit for unit in self.units}
-        self._began_in = Phase.IDLE  # the backward that is under way, or the last one
-        self._is_inner = self._has_gradients = False  # that backward
-        self._num_in_backward = 0
-        self._holds_unreduced = self._is_held = False
+        self._began_in, self._num_in_backward = Phase.IDLE, 0  # the backward that is under way, or the last one
+        self._is_inner = self._has_gradients = self._holds_unreduced = self._is_held = False
         self._reducing: deque[ParamGroup] = deque()
         self._updates = HostUpdates()
         self._unannounced: list[ParamGroup] = []  # used where no hook reports it: whole until the end of the backward
