@@ -74,8 +74,8 @@ class Mesh:
                 gloo's.
         """
         ranks = self.shape.ranks_along(axes, self.rank)
-        if len(ranks) == self.shape.world_size and use == "gather" and dist.group.WORLD is not None:
-            return dist.group.WORLD
+        if self.shape.world_size == 1 and dist.group.WORLD is not None:
+            return dist.group.WORLD  # otherwise another engine's: what one that was dropped left would reach this one
         if (ranks, use) not in self._groups:
             # All ranks make all groups of the axes: torch names them by a count, and no name may come twice.
             for members in self.shape.groups_along(axes):
