@@ -197,6 +197,11 @@ def _keyed_functions(own: type[nn.Module]) -> type[nn.Module]:
             try:
                 with on_thread.mode:
                     result = own.forward(self, *args, **kwargs)
+            except Exception:
+                raise
+            except BaseException:  # a stage of a pipeline ends so: what follows never runs on this rank
+                site.is_quiet = not site.has_dropped
+                raise
             finally:
                 on_thread.mode = None
         if site is not None:
