@@ -408,6 +408,7 @@ def test_requests_to_a_silent_store_end_and_a_store_that_comes_back_is_heard() -
         patient = PatientStore(store, 1.0, "part")
         patient.set("key", "value")
         host.send_signal(signal.SIGSTOP)
+        assert wait_until(lambda: is_stopped(host.pid))
         with refused("store-silent", "1 s"):
             patient.get("key")
         meeting = RankExchange(patient, (0, 1), 0, timeout_s=1.0)
@@ -418,6 +419,10 @@ def test_requests_to_a_silent_store_end_and_a_store_that_comes_back_is_heard() -
             rounds.run("write", lambda: "", lambda said: "")
         host.send_signal(signal.SIGCONT)
         assert wait_until(lambda: is_answered(patient))
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def is_answered(store: PatientStore) -> bool:
