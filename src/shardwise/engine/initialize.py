@@ -103,8 +103,8 @@ def initialize(
     agree_on_setup(store, rank, RankFacts.of(layout, config, model.named_buffers()), config.run.timeout_s)
     config = with_own_cores(config, store, rank, usable_cores(), quota_cores())
     comm_factory = ProcessGroupFactory(Mesh(layout.mesh, config.run.timeout_s), store)
-    if device.type == "cpu":
-        keep_host_memory()
+    if device.type == "cpu" and {config.tiers.params, config.tiers.grads, config.tiers.optimizer} == {"device"}:
+        keep_host_memory()  # with states elsewhere memory is what is scarce, not time
     memory, where = MemoryTracker(device), f"on rank {rank} while its engine is made"
     inputs = EngineInputs(model, config, layout, memory, comm_factory, loss_fn, optimizer, scheduler)
     with nullcontext() if weights is None else skip_init(model), explain_out_of_memory(memory, config, where):
