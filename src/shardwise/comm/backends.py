@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.collectives import AsyncWork, Comm, CommResources, RankPlace, bytes_of
+from shardwise.comm.collectives import AsyncWork, Comm, CommResources, RankPlace
 from shardwise.comm.mesh import DOWN, UP, Mesh
 from shardwise.comm.records import CommError
 from shardwise.comm.store import PatientStore
@@ -139,26 +139,6 @@ class GlooComm(Comm):
             started.add(self._c10d.irecv(out, group=self._group, group_src=1 - self.rank))
         return started.as_work()
 
-    def post_send(self, buffer: Tensor, to: int, tag: int = 0) -> list[dist.Work]:
-        """Send a message; see `Comm.post_send`.
-
-        Args:
-            buffer: contiguous.
-            to: rank of the group.
-            tag: of the message.
-        """
-        return _started(self._c10d.isend(bytes_of(buffer), group=self._group, group_dst=to, tag=tag))
-
-    def post_receive(self, buffer: Tensor, source: int, tag: int = 0) -> list[dist.Work]:
-        """Receive a message; see `Comm.post_receive`.
-
-        Args:
-            buffer: contiguous.
-            source: rank of the group.
-            tag: of the message.
-        """
-        return _started(self._c10d.irecv(bytes_of(buffer), group=self._group, group_src=source, tag=tag))
-
     def hang_up(self) -> None:
         """End all messages of the group, those too that other ranks wait for."""
         if self._group is None:
@@ -166,7 +146,8 @@ class GlooComm(Comm):
         for peer in set(range(self.world_size)) - {self.rank}:
             # A receive whose time is over closes all connections of the group; where one is closed already, it fails.
             with suppress(RuntimeError):
-                for never in _started(dist.irecv(torch.empty(1), group=self._group, group_src=peer, tag=_NEVER_SENT)):
+                never = dist.irecv(torch.empty(1), group=self._group, group_src=peer, tag=_NEVER_SENT)
+                if never is not None:
                     never.wait(timedelta(milliseconds=1))
 
 
@@ -241,28 +222,6 @@ class NcclComm(Comm):
             self._c10d.reduce_scatter_tensor(out, source, group=self._group)
         return started.as_work()
 
-    def post_send(self, buffer: Tensor, to: int, tag: int = 0) -> list[dist.Work]:
-        """Send a message by `isend` and not in a batch, whose communicator is the whole group's; see `Comm.post_send`.
-
-        Args:
-            buffer: contiguous.
-            to: rank of the group.
-            tag: has no effect.
-        """
-        sent = self._c10d.isend(bytes_of(buffer), group=self._group, group_dst=to, tag=tag)
-        return self._in_stream(_started(sent))
-
-    def post_receive(self, buffer: Tensor, source: int, tag: int = 0) -> list[dist.Work]:
-        """Receive a message; see `Comm.post_receive`.
-
-        Args:
-            buffer: contiguous.
-            source: rank of the group.
-            tag: has no effect.
-        """
-        received = self._c10d.irecv(bytes_of(buffer), group=self._group, group_src=source, tag=tag)
-        return self._in_stream(_started(received))
-
     def hang_up(self) -> None:
         """Do nothing: what waits for NCCL waits until its time-out."""
 
@@ -277,10 +236,6 @@ def _scatter_alone(source: Tensor, out: Tensor, accumulate: bool) -> AsyncWork:
     if out.untyped_storage() is not source.untyped_storage():
         sum_chunks(out, source.unsqueeze(0), accumulate)
     return AsyncWork()
-
-
-def _started(work: dist.Work | None) -> list[dist.Work]:
-    return [] if work is None else [work]
 
 
 def process_group_comm(

@@ -254,19 +254,20 @@ class Comm(ABC):
             stream: as for `all_gather`.
         """
 
-    @abstractmethod
     def post_send(self, buffer: Tensor, to: int, tag: int = 0) -> list[dist.Work]:
         """Send a contiguous tensor, not empty, to rank `to` of the group, whose receives of this tag take it in order.
 
-        It is sent as bytes, which works for any dtype, and counted by its caller.
+        It is sent as bytes, which works for any dtype, and counted by its caller. It is no batch: on NCCL that would
+        run over the communicator of the whole group.
 
         Args:
             buffer: must not change until the message is sent.
             to: rank of the group.
             tag: of the message; it has no effect on NCCL, where messages from one rank to another are taken in order.
         """
+        work = self._c10d.isend(_bytes_of(buffer), group=self._group, group_dst=to, tag=tag)
+        return self._in_stream([] if work is None else [work])
 
-    @abstractmethod
     def post_receive(self, buffer: Tensor, source: int, tag: int = 0) -> list[dist.Work]:
         """Receive into a contiguous tensor, as large as what `source` sends.
 
@@ -275,6 +276,8 @@ class Comm(ABC):
             source: rank of the group.
             tag: of the message.
         """
+        work = self._c10d.irecv(_bytes_of(buffer), group=self._group, group_src=source, tag=tag)
+        return self._in_stream([] if work is None else [work])
 
     @abstractmethod
     def hang_up(self) -> None:
@@ -353,7 +356,7 @@ class Comm(ABC):
             for distance in self._distances:
                 to, source = (self.rank + distance) % self.world_size, (self.rank - distance) % self.world_size
                 for op, peer, buffers in ((self._c10d.isend, to, sends), (self._c10d.irecv, source, receives)):
-                    moved = map(bytes_of, buffers.get(peer, ()))
+                    moved = map(_bytes_of, buffers.get(peer, ()))
                     batch += [self._c10d.P2POp(op, each, group=self._group, group_peer=peer) for each in moved]
             # One batch, so that on NCCL no order of sends and receives deadlocks.
             started.works += self._in_stream(self._c10d.batch_isend_irecv(batch)) if batch else []
@@ -527,6 +530,6 @@ class Comm(ABC):
                 )
 
 
-def bytes_of(buffer: Tensor) -> Tensor:
+def _bytes_of(buffer: Tensor) -> Tensor:
     """View a contiguous tensor's memory as uint8 [b]."""
     return buffer.view(-1).view(torch.uint8)

@@ -200,11 +200,11 @@ def adopt_masters(states: EngineState) -> None:
 
 
 def _parts(states: EngineState, group: ParamGroup) -> Iterator[StateShardPart]:
-    comms, params = states.comms, group
+    comms = states.comms
     written = group.spec.written_range(comms.shards.rank, comms.replicas.rank)
     if len(group.holders) > 1 and comms.pipeline.rank != group.holders[0]:
         written = (0, 0)  # the first stage that holds it writes it
-    return parts_of(group.spec, (params.shard_start, params.shard_stop), written, comms.tensor.rank)
+    return parts_of(group.spec, (group.shard_start, group.shard_stop), written, comms.tensor.rank)
 
 
 def _of_piece(

@@ -289,11 +289,11 @@ class MemoryRelease:
 
     def _storages(self, name: str) -> Iterator[StateStorage]:
         for group in self._sharding.groups:
-            params, grads = group, group.grads
+            grads = group.grads
             if name == "params":
-                yield params.shard
-            elif name == "master" and params.master is not params.shard:
-                yield params.master
+                yield group.shard
+            elif name == "master" and group.master is not group.shard:
+                yield group.master
             elif name == "grads" and grads is not None and grads.is_away and grads.has_gradients:
                 yield grads.storage
         if name == "optimizer":

@@ -115,7 +115,7 @@ class OffloadedStep:
         grads = self.group.grads
         if grads is None or not pieces:
             return []
-        params = self.group
+        group = self.group
         # The options are copied now: the learning rate changes before the worker thread reads them.
         options: dict[int, Options] = {}
         plans = []
@@ -126,13 +126,13 @@ class OffloadedStep:
             counts = self._counts[piece.name]
             plans.append((piece, snapshot, counts.num_steps, not counts.is_present))
             counts.num_steps, counts.is_present = counts.num_steps + 1, True
-        parts = {_GRAD: ChunkInput(grads.storage, is_written=False), _MASTER: ChunkInput(params.master)}
-        if params.master is not params.shard:
-            parts[_PARAM] = ChunkInput(params.shard, is_read=False)
+        parts = {_GRAD: ChunkInput(grads.storage, is_written=False), _MASTER: ChunkInput(group.master)}
+        if group.master is not group.shard:
+            parts[_PARAM] = ChunkInput(group.shard, is_read=False)
         parts |= {name: ChunkInput(storage) for name, storage in self.states.items()}
         after = Event.record(self.tiers.device)
         found = []
-        numel = params.master.numel
+        numel = group.master.numel
         length = even_chunk_numel(numel, SIMULATED_CHUNK_NUMEL if self.tiers.is_simulated else CHUNK_NUMEL)
         for start in range(0, numel, length or 1):
             stop = min(start + length, numel)

@@ -384,13 +384,12 @@ def _refuse_own_step(sharded: ShardedOptimizer | None) -> None:
 
 
 def _pieces(group: ParamGroup) -> list[ParamPiece]:
-    params = group
     pieces = []
-    for slot in group.spec.slots(params.shard_start, params.shard_stop):
+    for slot in group.spec.slots(group.shard_start, group.shard_stop):
         start, stop = slot.offset, slot.offset + slot.stop - slot.start
-        view = torch.empty(0, dtype=params.master.dtype)
+        view = torch.empty(0, dtype=group.master.dtype)
         if group.spec.tiers.optimizer == "device":
-            view = params.master.read(start, stop)
+            view = group.master.read(start, stop)
         pieces.append(ParamPiece(slot.param.name, group, nn.Parameter(view), start, stop))
     return pieces
 

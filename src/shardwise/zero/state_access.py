@@ -89,8 +89,8 @@ class ParamLocation:
     @property
     def is_whole(self) -> bool:
         """Say whether every rank holds all of the parameter."""
-        params = self.group
-        return params.shard_stop - params.shard_start == self.group.spec.padded_numel
+        group = self.group
+        return group.shard_stop - group.shard_start == group.spec.padded_numel
 
     def own_part(self, held: FlatState) -> FlatState | None:
         """Return the parameter's part in what this rank holds of the group."""
@@ -152,14 +152,14 @@ def read_held_state(states: EngineState, name: str, state: str) -> Tensor | None
 
 def _read_local(states: EngineState, place: ParamLocation, state: str) -> Tensor | None:
     """Return a state of this rank's part in the tensor-parallel group, 1-D, or 0-d where it is a number."""
-    spec, params = place.spec, place.group
+    spec, group = place.spec, place.group
     if state == GRAD:
         return _read_grad(states, place)
-    if state == PARAM and not params.is_released_between_uses:
-        place.group.wait()
-        return params.full[spec.offset : spec.offset + spec.numel].clone()
+    if state == PARAM and not group.is_released_between_uses:
+        group.wait()
+        return group.full[spec.offset : spec.offset + spec.numel].clone()
     if state in (PARAM, MASTER):
-        held = params.shard if state == PARAM else params.master
+        held = group.shard if state == PARAM else group.master
         return _assemble(states, place, place.own_part(held), held.dtype, state)
     return _read_optimizer_state(states, place, state)
 
@@ -372,16 +372,16 @@ def _mean_gradient(states: EngineState, place: ParamLocation) -> tuple[float, bo
 
 
 def _write_param(place: ParamLocation, flat: Tensor) -> None:
-    params = place.group
-    wide = flat.to(params.master.dtype)
-    rounded = wide.to(params.shard.dtype)
-    if params.state is not ParamState.SHARDED:
-        place.group.wait()
-        params.parameters[place.index].copy_(rounded.view(place.spec.shape))
-        params.accept_written(place.index)
-    _copy_range(place.own_part(params.shard), rounded, place)
-    if params.master is not params.shard:
-        _copy_range(place.own_part(params.master), wide, place)
+    group = place.group
+    wide = flat.to(group.master.dtype)
+    rounded = wide.to(group.shard.dtype)
+    if group.state is not ParamState.SHARDED:
+        group.wait()
+        group.parameters[place.index].copy_(rounded.view(place.spec.shape))
+        group.accept_written(place.index)
+    _copy_range(place.own_part(group.shard), rounded, place)
+    if group.master is not group.shard:
+        _copy_range(place.own_part(group.master), wide, place)
 
 
 def _read_optimizer_state(states: EngineState, place: ParamLocation, state: str) -> Tensor | None:
@@ -541,22 +541,21 @@ def take_over(states: EngineState) -> None:
     """
     data = states.comms.data
     for group in states.sharding.groups:
-        params = group
         if data.world_size > 1:
-            data.broadcast(params.full, f"written parameters of {group.spec.name}")
+            data.broadcast(group.full, f"written parameters of {group.spec.name}")
         for place in group.spec.params:
-            written = params.full[place.offset : place.offset + place.numel].view(place.shape)
+            written = group.full[place.offset : place.offset + place.numel].view(place.shape)
             synchronize_shares(place.split, written, states.comms.tensor, f"written {place.name}")
         tied = states.comms.tied.get(group.holders)
         if tied is not None:
-            tied.broadcast(params.full, f"written parameters of {group.spec.name} on stages {group.spec.stages}")
-        own = params.full[params.shard_start : params.shard_stop]
-        for start in range(0, own.numel(), CHUNK_NUMEL) if params.master is not params.shard else ():
+            tied.broadcast(group.full, f"written parameters of {group.spec.name} on stages {group.spec.stages}")
+        own = group.full[group.shard_start : group.shard_stop]
+        for start in range(0, own.numel(), CHUNK_NUMEL) if group.master is not group.shard else ():
             written = own[start : start + CHUNK_NUMEL]
-            master = params.master.read(start, start + written.numel()).to(own.device)
+            master = group.master.read(start, start + written.numel()).to(own.device)
             is_changed = written != master.to(own.dtype)
-            params.master.write(start, torch.where(is_changed, written.to(master.dtype), master))
-        if params.is_released_between_uses:
-            params.shard.write(0, own)
-        for index in range(len(params.parameters)):
-            params.accept_written(index)
+            group.master.write(start, torch.where(is_changed, written.to(master.dtype), master))
+        if group.is_released_between_uses:
+            group.shard.write(0, own)
+        for index in range(len(group.parameters)):
+            group.accept_written(index)
