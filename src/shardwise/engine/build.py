@@ -194,6 +194,7 @@ def _make_context(
         batches=deque(maxlen=config.batch.accumulation),
     )
     sharding.before_model = weakref.WeakMethod(context.before_model)  # the model does not keep the engine alive
+    sharding.before_backward = weakref.WeakMethod(context.before_own_backward)
     _undo_at_end(cleanup, (sharded.close, step_in_backward.close, context.losses.clear, context.batches.clear))
     return context, pipes
 

@@ -94,6 +94,8 @@ def initialize(
     world_size = ensure_process_group(device_kind, config.run.timeout_s)
     device = torch.device("cuda", torch.cuda.current_device()) if device_kind == "cuda" else torch.device("cpu")
     rank, store = dist.get_rank(), open_store(config.run.timeout_s)
+    if config.optimizer.name == "none":
+        model.requires_grad_(False)
     with all_or_none(store, rank, config.run.timeout_s, "layout"):
         config = with_own_dtype(model, config, rank=rank).resolve(world_size)
         check_tiers(config.tiers)

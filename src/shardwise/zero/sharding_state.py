@@ -45,9 +45,11 @@ class ShardingState:
     Attributes:
         phase: what the engine does with the model; `LEGAL` has the transitions.
         before_model: called before the model's forward.
+        before_backward: called before a backward that the engine did not start; returns what to call after it.
         will_reduce: the next backward reduces gradients.
         is_last: it is the last before the step.
         is_serving: the engine runs the model, or reads the loss of its output.
+        is_held: all parameters are kept whole, as inside `gathered`.
         has_foreign_gradients: a backward that the engine did not start has given gradients.
         order: of the units, for prefetching.
         kept: groups that stay whole until a schedule reshards them.
@@ -59,6 +61,8 @@ class ShardingState:
         self._release_claim = claim(model)
         self.phase = Phase.IDLE
         self.before_model: Callable[[], Callable[[], None] | None] | None = None
+        self.before_backward: weakref.WeakMethod[Callable[[], Callable[[], None] | None]] | None = None
+        self._after_backward: Callable[[], None] | None = None
         self.will_reduce = self.is_last = True
         self.is_serving = self.has_foreign_gradients = False
         self.groups: list[ParamGroup] = []
@@ -74,7 +78,7 @@ class ShardingState:
         self._place_of: dict[int, tuple[ParamGroup, int]] = {}
         self._unit_of = {unit.name: unit for unit in self.units}
         self._began_in, self._num_in_backward = Phase.IDLE, 0  # the backward that is under way, or the last one
-        self._is_inner = self._has_gradients = self._holds_unreduced = self._is_held = False
+        self._is_inner = self._has_gradients = self._holds_unreduced = self.is_held = False
         self._reducing: deque[ParamGroup] = deque()
         self._updates = HostUpdates()
         self._unannounced: list[ParamGroup] = []  # used where no hook reports it: whole until the end of the backward
@@ -148,10 +152,7 @@ class ShardingState:
         )
 
     def watch_gradients(self, is_on: bool = True) -> None:
-        """Watch reads of a parameter's `grad` between a backward and its step, to warn that the engine has it; or stop.
-
-        Parameters that are stored as shards have the guarding class in any case.
-        """
+        """Watch reads of a parameter's `grad` from a backward to its step, to warn that the engine has it; or stop."""
         self._watch.turn(is_on, self.reductions.groups)
 
     def pre_forward(self, unit: Unit) -> None:
@@ -380,11 +381,6 @@ class ShardingState:
         self.reductions.final.clear()
         self.watch_gradients(False)
 
-    @property
-    def is_held(self) -> bool:
-        """Say whether all parameters are kept whole, as inside `gathered`."""
-        return self._is_held
-
     def pin_all_until_backward(self) -> None:
         """Make all parameters present in the next backward: a graph was built while all of them were plain."""
         for group in self.groups:
@@ -425,13 +421,13 @@ class ShardingState:
             group.unshard()
         for group in self.groups:
             group.pin()
-        self._is_held = True
+        self.is_held = True
 
     def reshard_all(self, release_held: bool = False) -> None:
         """Release every parameter that is stored as a shard, but not inside `unshard_all` unless `release_held`."""
-        self._is_held = self._is_held and not release_held
+        self.is_held = self.is_held and not release_held
         for group in self.groups:
-            group.is_pinned = self._is_held or group in self.kept
+            group.is_pinned = self.is_held or group in self.kept
             group.reshard()
 
     def close(self, keep_values: bool = True) -> None:
@@ -483,9 +479,12 @@ class ShardingState:
     def _begin_backward(self) -> None:
         if self.phase is Phase.BACKWARD:
             return
-        self._began_in = self.phase
         # One that a forward or a loss runs, or through which another is to run: not the one that gives gradients.
         self._is_inner = self.phase is Phase.FORWARD or self.is_serving or torch.is_grad_enabled()
+        if self.phase is Phase.IDLE and not self._is_inner and self.before_backward is not None:
+            begin = self.before_backward()
+            self._after_backward = begin() if begin is not None else None
+        self._began_in = self.phase
         # What is frozen around another engine's step has no gradients to reduce.
         self._has_gradients = self.phase is Phase.PRE_BACKWARD or any(
             any(group.trains()) for group in self.reductions.groups
@@ -501,10 +500,7 @@ class ShardingState:
         return self.will_reduce and self._has_gradients and not self._is_inner
 
     def _reduce_before(self, unit: Unit) -> None:
-        """Reduce, in lockstep, what comes before a unit when its backward begins, so that all ranks use one order.
-
-        Without lockstep each reduction starts as soon as its gradients are there.
-        """
+        """Reduce, in lockstep, what comes before a unit when its backward begins, so that all ranks use one order."""
         if self._resources.lockstep and self._reduces and not unit.is_root:
             for group in self.reductions.take_before(unit.groups):
                 self._reduce(group)
@@ -549,6 +545,9 @@ class ShardingState:
         self._end_units()
         if not self._is_inner:
             self.reshard_all()
+        after_backward, self._after_backward = self._after_backward, None
+        if after_backward is not None:
+            after_backward()
 
     def _end_units(self) -> None:
         for unit in self.units:
