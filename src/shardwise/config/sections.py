@@ -148,8 +148,10 @@ class ZeroConfig(Section):
     overlap: bool = True
     """Whether collectives run beside computation. On, since off gives the same bits, more slowly; off saves the memory
     of one gathered unit in stage 3."""
-    lockstep: bool = False
+    lockstep: bool | Literal["auto"] = False
     """Whether ranks may run different blocks: each then gathers all of them, in module order."""
+    keep_whole_below: NotNegative = 0
+    """In stage 3: parameters of fewer elements than this stay whole on every rank."""
     replicate_frozen: bool = False
     """Whether frozen parameters stay whole on every rank in stage 3; off, since that needs memory. It saves gathers."""
 
