@@ -34,7 +34,7 @@ _SUMS: Final = "sums run in fp32, or wider"
 _IO: Final = "reads and writes of states are sized by the library, and overlap the step"
 _LOGS: Final = "the script logs what `engine.step` returns: loss, norm, rate"
 _MASTERS: Final = "masters and moments are fp32 here, which is more exact and takes more memory"
-_OF_FP16: Final = "a key of fp16; bf16 has no loss scale, and floating inputs are always cast"
+_OF_FP16: Final = "a key of fp16; bf16 has no loss scale"
 _AUTOCAST: Final = "parameters and computation stay fp32; bf16.enabled computes in bf16"
 _GATHERS: Final = "`engine.save_16bit_model` gathers only where it is true"
 _SECOND_COPY: Final = (
@@ -88,7 +88,7 @@ _TABLE: Final = (
     ("M", "precision.loss_scale_window", "fp16: loss_scale_window"),
     ("M", "precision.min_loss_scale", "fp16: min_loss_scale"),
     ("N", "the scale halves at the first overflow: fewer steps are skipped", "fp16: hysteresis consecutive_hysteresis"),
-    ("N", "floating inputs are always cast to the parameters' dtype", "fp16: auto_cast"),
+    ("M", "`engine.forward` casts floating inputs", "fp16: auto_cast"),
     ("N", _MASTERS, "fp16: fp16_master_weights_and_grads"),
     ("M", "precision.param: bf16", "bf16: enabled"),
     ("M", "run.on_nonfinite: where false, a step without finite gradients raises", "bf16: check_grad_overflow"),
@@ -182,7 +182,7 @@ _TABLE: Final = (
     ("N", _IO, "aio: block_size queue_depth intra_op_parallelism thread_count single_submit overlap_events"),
     ("N", _LOGS, "tensorboard.* wandb.* csv_monitor.* comet.* timers.throughput.*"),
     ("N", _LOGS, "steps_per_print wall_clock_breakdown dump_state log_level"),
-    ("N", "`engine.memory_report` says what memory holds", "memory_breakdown"),
+    ("N", "`engine.memory` counts what memory holds", "memory_breakdown"),
     ("N", "run.check_collectives and `shardwise.simulate` say what ranks send", "comms_logger.*"),
     ("N", "`shardwise plan --explain` and torch's profiler count operations", "flops_profiler.*"),
     ("N", "Python's collector stays as the script sets it", "disable_python_gc"),
