@@ -22,15 +22,7 @@ from torch import nn
 from shardwise.comm.backends import world_comm
 from shardwise.comm.collectives import Comm
 from shardwise.config.resolve import RunConfig
-from shardwise.construction.shards import (
-    USE_INSIDE_INIT,
-    KeyedValues,
-    ParamShard,
-    ShardedParameter,
-    mark,
-    refuse,
-    unshard,
-)
+from shardwise.construction.shards import USE_INSIDE_INIT, KeyedValues, ParamShard, mark, refuse, unshard
 from shardwise.launch.process_group import join_launched
 from shardwise.runtime.module_hooks import watch_registrations
 from shardwise.runtime.torch_private import has_views
@@ -41,8 +33,7 @@ def init(seed: int | None = None) -> Iterator[None]:
     """Build models, or load them by `from_pretrained`, without holding them: `initialize` takes them over.
 
     Initialise inside as well: afterwards a parameter can be used in `shardwise.gathered` alone. Inside another
-    `init()` it does nothing. Modules that other threads build are left alone. Where a launcher has started this
-    process, and it has joined no process group yet, it joins one.
+    `init()` it does nothing, nor to modules of other threads. It joins the process group that a launcher has prepared.
 
     Args:
         seed: None draws as plain construction would: bit for bit the values that torch's generator gives on rank 0 now.
@@ -107,13 +98,13 @@ class _Construction:
         """Make parameters whole that an operation uses, one of which is sharded, and shard all others."""
         if self._comm is None:
             refuse(parameters)
-        used = dict.fromkeys(each for each in parameters if each in self._whole or isinstance(each, ShardedParameter))
+        sharded = dict.fromkeys(each for each in parameters if type(each) is not nn.Parameter)
+        used = sharded | dict.fromkeys(each for each in parameters if each in self._whole)
         self._whole = {each: None for each in self._whole if each not in used}
         self._shard_whole()
         self._whole = used
-        for parameter in used:
-            if isinstance(parameter, ShardedParameter):
-                unshard(parameter)
+        for parameter in sharded:
+            unshard(parameter)
 
     def _is_mine(self, parameter: nn.Parameter) -> bool:
         """Say whether this thread builds, and a parameter has values: no subclass, nothing lazy or empty."""
