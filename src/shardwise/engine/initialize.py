@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +28,6 @@ from shardwise.comm.loss import LossFn
 from shardwise.comm.mesh import Mesh, open_store
 from shardwise.comm.records import CommError, MissingRankError
 from shardwise.config.resolve import Config, ConfigError, TiersConfig
-from shardwise.construction.values import skip_init
 from shardwise.engine.build import EngineInputs
 from shardwise.engine.engine import Engine
 from shardwise.engine.hf_api import Names, check_folder
@@ -108,8 +106,10 @@ def initialize(
     if device.type == "cpu" and {config.tiers.params, config.tiers.grads, config.tiers.optimizer} == {"device"}:
         keep_host_memory()  # with states elsewhere memory is what is scarce, not time
     memory, where = MemoryTracker(device), f"on rank {rank} while its engine is made"
-    inputs = EngineInputs(model, config, layout, memory, comm_factory, loss_fn, optimizer, scheduler)
-    with nullcontext() if weights is None else skip_init(model), explain_out_of_memory(memory, config, where):
+    inputs = EngineInputs(
+        model, config, layout, memory, comm_factory, loss_fn, optimizer, scheduler, has_values=weights is None
+    )
+    with explain_out_of_memory(memory, config, where):
         engine = Engine(inputs)
     return engine if weights is None else _with_weights(engine, weights, names)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -49,10 +49,10 @@ class ShardingState:
         will_reduce: the next backward reduces gradients.
         is_last: it is the last before the step.
         is_serving: the engine runs the model, or reads the loss of its output.
-        is_held: all parameters are kept whole, as inside `gathered`.
         has_foreign_gradients: a backward that the engine did not start has given gradients.
         order: of the units, for prefetching.
         kept: groups that stay whole until a schedule reshards them.
+        held: groups that stay whole inside `gathered`.
         reductions: the order in which groups are reduced, and how far this backward has come in it.
         on_reduced: is given each group whose reduction has ended.
     """
@@ -69,6 +69,7 @@ class ShardingState:
         self.units = [Unit(name) for name in (ROOT, *layout.held_units)]
         self.order: PrefetchOrder = (StaticOrder if resources.lockstep else RecordedOrder)(layout.held_units)
         self.kept: set[ParamGroup] = set()
+        self.held: set[ParamGroup] = set()
         self.reductions: ReductionOrder[ParamGroup] = ReductionOrder()
         self.on_reduced: Callable[[ParamGroup], None] | None = None
         self._model = model
@@ -78,7 +79,7 @@ class ShardingState:
         self._place_of: dict[int, tuple[ParamGroup, int]] = {}
         self._unit_of = {unit.name: unit for unit in self.units}
         self._began_in, self._num_in_backward = Phase.IDLE, 0  # the backward that is under way, or the last one
-        self._is_inner = self._has_gradients = self._holds_unreduced = self.is_held = False
+        self._is_inner = self._has_gradients = self._holds_unreduced = False
         self._reducing: deque[ParamGroup] = deque()
         self._updates = HostUpdates()
         self._unannounced: list[ParamGroup] = []  # used where no hook reports it: whole until the end of the backward
@@ -381,9 +382,9 @@ class ShardingState:
         self.reductions.final.clear()
         self.watch_gradients(False)
 
-    def pin_all_until_backward(self) -> None:
-        """Make all parameters present in the next backward: a graph was built while all of them were plain."""
-        for group in self.groups:
+    def pin_until_backward(self, groups: Iterable[ParamGroup]) -> None:
+        """Make groups present in the next backward: a graph was built while all of them were plain."""
+        for group in groups:
             if group.is_released_between_uses and group not in self._unannounced:
                 self._unannounced.append(group)
 
@@ -415,19 +416,20 @@ class ShardingState:
         self._resources.comms.drain()
         self._resources.pool.trim()
 
-    def unshard_all(self) -> None:
-        """Make every parameter present, and keep it so until `reshard_all`."""
-        for group in self.groups:
+    def hold(self, groups: Iterable[ParamGroup]) -> list[ParamGroup]:
+        """Make groups present, and keep them so while they are in `held`; return those that were not."""
+        new = [group for group in groups if group not in self.held]
+        for group in new:
             group.unshard()
-        for group in self.groups:
+        for group in new:
             group.pin()
-        self.is_held = True
+        self.held.update(new)
+        return new
 
-    def reshard_all(self, release_held: bool = False) -> None:
-        """Release every parameter that is stored as a shard, but not inside `unshard_all` unless `release_held`."""
-        self.is_held = self.is_held and not release_held
-        for group in self.groups:
-            group.is_pinned = self.is_held or group in self.kept
+    def reshard_all(self, groups: Iterable[ParamGroup] | None = None) -> None:
+        """Release all parameters that are stored as shards, or those of some groups, except in `held`."""
+        for group in self.groups if groups is None else groups:
+            group.is_pinned = group in self.held or group in self.kept
             group.reshard()
 
     def close(self, keep_values: bool = True) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from shardwise.compat.deepspeed.config import read_config, translate
 from shardwise.construction.context import init
-from shardwise.construction.shards import gathered
+from shardwise.engine.state_api import gathered
 from shardwise.layout.precision import TORCH_DTYPES
 
 
@@ -29,7 +29,7 @@ class Init:
 
     Args:
         module: a model that is built already stays as it is; `initialize` shards it.
-        data_parallel_group: the ranks; None for all.
+        data_parallel_group: not used: all ranks share the parameters.
         config_dict_or_path: the JSON, whose dtype the parameters get.
         config: an older name of it.
         enabled: False does nothing.
@@ -52,7 +52,6 @@ class Init:
         param = settings.get("precision", {}).get("param")
         self._dtype = dtype if dtype is not None else TORCH_DTYPES.get(param) if param else None
         self._is_on = enabled and settings.get("zero", {}).get("stage", 3) == 3
-        self._group = data_parallel_group
         self._context: AbstractContextManager[None] | None = None
         self._dtype_before = torch.get_default_dtype()
 
@@ -60,7 +59,7 @@ class Init:
         if not self._is_on:
             return
         self._dtype_before = torch.get_default_dtype()
-        self._context = init(group=self._group)
+        self._context = init()
         self._context.__enter__()
         if self._dtype is not None:
             torch.set_default_dtype(self._dtype)
