@@ -156,17 +156,12 @@ def draw_module(model: nn.Module, module_name: str, seed: int) -> dict[str, Tens
 def is_drawing(parameter: nn.Parameter) -> bool:
     """Say whether the code that runs is some that `draw_module` runs for a parameter, by the names of functions."""
     frame = inspect.currentframe()
-    while frame is not None:
-        name = frame.f_code.co_name
-        owner = (
-            frame.f_locals.get("self") if name in ("reset_parameters", "_reset_parameters", "_init_weights") else None
-        )
-        if name == "reset_parameters" and isinstance(owner, nn.Module):
-            return any(parameter is own for own in owner.parameters(recurse=False))
-        if owner is not None and (name == "_reset_parameters" or _takes_module(getattr(owner, name, None))):
-            return True
+    while frame is not None and frame.f_code.co_name not in ("reset_parameters", "_reset_parameters", "_init_weights"):
         frame = frame.f_back
-    return False
+    name, owner = ("", None) if frame is None else (frame.f_code.co_name, frame.f_locals.get("self"))
+    if name == "reset_parameters" and isinstance(owner, nn.Module):
+        return any(parameter is own for own in owner.parameters(recurse=False))
+    return name == "_reset_parameters" or (name == "_init_weights" and _takes_module(getattr(owner, name, None)))
 
 
 class _OthersAbsent(TorchFunctionMode):
