@@ -72,27 +72,33 @@ def initialize(  # noqa: PLR0913  DeepSpeed's arguments
         from shardwise.compat.deepspeed.runtime.pipe.engine import pipeline_engine
 
         return pipeline_engine(model, source, translation, optimizer, model_parameters, lr_scheduler, training_data)
-    frozen: list[nn.Parameter] = []
     own = _optimizer(model, optimizer, model_parameters, translation)
-    settings = dict(translation.config)
-    if own is None:
+    engine = _engine(model, source, translation, own, lr_scheduler)
+    if training_data is not None:
+        engine.training_dataloader = DeepSpeedDataLoader.of(training_data, engine, collate_fn)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _engine(
+    model: nn.Module, source: Mapping[str, Any], translation: Translation, optimizer: Optimizer | None, schedule: Any
+) -> DeepSpeedEngine:
+    """Start the engine; without an optimizer one that evaluates only, which freezes the parameters until it ends."""
+    settings, frozen = dict(translation.config), list[nn.Parameter]()
+    if optimizer is None:
         frozen = [parameter for parameter in model.parameters() if parameter.requires_grad]
         settings["optimizer"] = {**settings.get("optimizer", {}), "name": "none"}
-    schedule = lr_scheduler(own) if callable(lr_scheduler) and not hasattr(lr_scheduler, "step") else lr_scheduler
-    section = translation.section("scheduler")
-    if schedule is None and own is not None and section:
-        schedule = build_scheduler(section, own)
-    inner = initialize_engine(
-        model, Config.from_dict(settings), optimizer=own, scheduler=schedule if schedule is not None else NoSchedule()
-    )
-    engine = DeepSpeedEngine(inner, source, translation, schedule, frozen)
+    elif schedule is None and (section := translation.section("scheduler")):
+        schedule = build_scheduler(section, optimizer)
+    elif callable(schedule) and not hasattr(schedule, "step"):
+        schedule = schedule(optimizer)
+    scheduler = schedule if schedule is not None else NoSchedule()
+    inner = initialize_engine(model, Config.from_dict(settings), optimizer=optimizer, scheduler=scheduler)
     if inner.comm.rank == 0:
         for note in translation.notes:
             logger.info("%s", note)
+    engine = DeepSpeedEngine(inner, source, translation, schedule, frozen)
     _mark(model, engine)
-    if training_data is not None:
-        engine.training_dataloader = DeepSpeedDataLoader.of(training_data, engine, collate_fn)
-    return engine, engine.optimizer, engine.training_dataloader, schedule
+    return engine
 
 
 def _optimizer(model: nn.Module, given: Any, model_parameters: Any, translation: Translation) -> Optimizer | None:

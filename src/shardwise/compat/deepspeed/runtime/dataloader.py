@@ -12,7 +12,7 @@ from shardwise.compat.deepspeed.runtime.engine import DeepSpeedEngine
 
 
 class DeepSpeedDataLoader:
-    """Loads the micro-batches of this data rank, shuffled anew in each epoch.
+    """Loads the micro-batches of this data rank, shuffled again in each epoch.
 
     Args:
         loader: over a `DistributedSampler`.

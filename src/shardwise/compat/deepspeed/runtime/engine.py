@@ -21,7 +21,6 @@ from shardwise.compat.deepspeed.utils import logger
 from shardwise.config.resolve import ConfigError
 from shardwise.engine.engine import Engine
 from shardwise.engine.types import StepResult
-from shardwise.runtime.torch_private import pytree
 
 DeepSpeedOptimizerCallable = Callable[[Any], Optimizer]
 DeepSpeedSchedulerCallable = Callable[[Optimizer], Any]
@@ -124,11 +123,12 @@ class DeepSpeedEngine(nn.Module):
         self._frozen = frozen or []
         self._boundary: bool | None = None
         self._result: StepResult | None = None
-        self._in_backward = self._is_destroyed = False
+        self._is_destroyed = False
         evaluates = inner.config.optimizer.name == "none"
         self.optimizer = None if evaluates else DeepSpeedOptimizer(self)
         self.client_optimizer = inner.optimizer
         inner.step_context.is_plain = True  # also where the script runs `engine.module` itself
+        inner.step_context.own_backward_scale = 1 / self.gradient_accumulation_steps()
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -142,13 +142,7 @@ class DeepSpeedEngine(nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model and return its own output."""
         with self._autocast():
-            output = self.inner.forward(*inputs, **kwargs)
-        count = self.gradient_accumulation_steps()
-        if count > 1 and torch.is_grad_enabled():
-            for leaf in pytree.tree_leaves(output):
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    leaf.register_hook(lambda gradient: gradient if self._in_backward else gradient / count)
-        return output
+            return self.inner.forward(*inputs, **kwargs)
 
     def _autocast(self) -> Any:
         dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(
@@ -166,11 +160,7 @@ class DeepSpeedEngine(nn.Module):
             scale_wrt_gas: divide by the micro-batches of a step first.
         """
         scaled = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
-        self._in_backward = True
-        try:
-            self.inner.backward(scaled, is_boundary=self.is_gradient_accumulation_boundary())
-        finally:
-            self._in_backward = False
+        self.inner.backward(scaled, is_boundary=self.is_gradient_accumulation_boundary())
         return scaled
 
     def is_gradient_accumulation_boundary(self) -> bool:

@@ -68,7 +68,7 @@ def _place(parameter: nn.Parameter) -> tuple[Any, str]:
     engine = reference()
     if engine is None:
         raise ConfigError(
-            "parameter-without-engine",
+            "parameter-before-initialize",
             f"a parameter of shape {tuple(parameter.shape)} belongs to no engine; call deepspeed.initialize first",
         )
     return engine.inner, name
