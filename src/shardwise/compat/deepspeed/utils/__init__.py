@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
+from logging import INFO, getLogger
 from typing import Any, Final
 
 import torch
@@ -17,10 +17,10 @@ ENGINE: Final = "_deepspeed_engine"  # of a model, a weak reference
 PLACE: Final = "_deepspeed_place"  # of a parameter: that reference, and its name
 _LEAF: Final = "_z3_leaf"
 
-logger: Final = logging.getLogger("DeepSpeed")
+logger: Final = getLogger("DeepSpeed")
 
 
-def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = INFO) -> None:
     """Log a message on some ranks.
 
     Args:
