@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Final
 
@@ -23,10 +23,12 @@ from shardwise.zero.state_access import take_over
 _ENGINE: Final = "_shardwise_engine"
 
 
-def note_engine(context: StepContext) -> None:
-    """Note in each parameter which engine has it, so that `gathered` finds it."""
-    for parameter in context.model.parameters():
+def note_engine(context: StepContext) -> Callable[[], None]:
+    """Note in each parameter which engine has it, so that `gathered` finds it; return what undoes that."""
+    parameters = tuple(context.model.parameters())
+    for parameter in parameters:
         setattr(parameter, _ENGINE, weakref.ref(context))
+    return lambda: [parameter.__dict__.pop(_ENGINE, None) for parameter in parameters].clear()
 
 
 @contextmanager
