@@ -1,0 +1,1 @@
+"""Offers the names of `deepspeed.utils`."""
