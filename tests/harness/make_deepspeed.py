@@ -115,6 +115,7 @@ def convert(source: Path, target: Path) -> None:
     tag = (source / "latest").read_text().strip()
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
     command += ["--input_folder", str(source / tag), "--output_folder", str(target / f"{tag}_universal")]
+    command += ["--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state"]
     subprocess.run(command, check=True)
     shutil.copy(source / "expected.safetensors", target)
 

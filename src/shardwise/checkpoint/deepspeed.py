@@ -141,8 +141,8 @@ def describe(folder: Path) -> Manifest:
         trained, optimizer, num_ranks = read(folder, files, model)
         others = _read_others(models, files.models, {each.name for each in trained})
         tensors = [_with_aliases(each, model.get("shared_params") or {}) for each in (*trained, *others)]
-        floats = [each.dtype for each in model["module"].values() if isinstance(each, Tensor)]
-        precision = next((_PRECISIONS[dtype] for dtype in floats if dtype in _PRECISIONS), "fp32")
+        params = [each for name, each in model["module"].items() if name not in model["buffer_names"]]
+        dtypes = [each.dtype for each in params if isinstance(each, Tensor)]
         return Manifest(
             step=run.global_steps,
             tensors=tuple(tensors),
@@ -150,7 +150,7 @@ def describe(folder: Path) -> Manifest:
             layout={
                 "mesh": {**dict.fromkeys(AXES, 1), "dp_shard": num_ranks},
                 "stage": int(optimizer.get("zero_stage", 0)),
-                "precision": {"param": precision},
+                "precision": {"param": next((_PRECISIONS[dtype] for dtype in dtypes if dtype in _PRECISIONS), "fp32")},
             },
             trajectory={
                 "world_size": num_ranks,
@@ -340,19 +340,23 @@ def _read_universal(
     """Return the trained parameters of a universal checkpoint, other state of the optimizer, the number of ranks."""
     found: dict[str, dict[str, tuple[str, Any]]] = {}
     optimizer: Mapping[str, Any] = {}
+    steps: dict[str, tuple[str, Any]] = {}  # of ZeRO 3 they have no files of their own
     for path in map(Path, files.listed[len(files.models) :]):
         content = _load(folder, str(path))
         if path.parent.name == _UNIVERSAL:
             optimizer = content
+            inner = content.get("optimizer_state_dict", {}).get("state", {}).values()
+            steps = {"step": (str(path), each["step"]) for each in inner if "step" in each}
             continue
         value = content[PARAM] if isinstance(content, Mapping) else content
         found.setdefault(path.parent.name, {})[PARAM if path.stem == "fp32" else path.stem] = str(path), value
     tensors = []
-    for name, states in found.items():
-        shape = states[PARAM][1].shape
+    others = {*model["buffer_names"], *(model.get("shared_params") or {})}
+    for name, states in ((name, states) for name, states in found.items() if name not in others):
+        shape, trainable = states[PARAM][1].shape, len(states) > 1
         flat = {each: (file, value.reshape(-1)) for each, (file, value) in states.items() if each != "step"}
-        part = _part(folder, {**states, **flat})
-        tensors.append(_tensor(name, shape, [_Slice(part, 0, 0, math.prod(shape))]))
+        part = _part(folder, {**(steps if trainable else {}), **states, **flat})
+        tensors.append(_tensor(name, shape, [_Slice(part, 0, 0, math.prod(shape))], trainable=trainable))
     return tensors, optimizer, int(model.get("dp_world_size") or 1)
 
 

@@ -50,20 +50,21 @@ def assert_as_saved(engine: Engine, kind: str) -> None:
             continue
         if state == "param" and "master" in engine.states_of(name):
             state = "master"
-        assert torch.equal(engine.read(name, state).float(), value.float()), key
+        got = engine.read(name, state)
+        assert torch.equal(got, value.to(got.dtype)), key
         if state == "exp_avg":
             assert engine.read(name, "step") == 3
     assert engine.num_steps == 3
 
 
 @pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("kind", ALL)
-def test_masters_and_moments_come_back_bit_for_bit(kind: str, stage: int) -> None:
+def test_masters_and_moments_come_back_bit_for_bit(stage: int) -> None:
     with engine_of(Small, seed=1, zero={"stage": stage}, precision={"param": "bf16"}) as engine:
-        engine.train_step([tokens_of(0)])  # what a load overwrites
-        report = engine.load(FOLDER / kind)
-        assert (report.step, report.extra, report.skipped, report.missing) == (3, CLIENT_STATE, (), ())
-        assert_as_saved(engine, kind)
+        for kind in ALL:
+            engine.train_step([tokens_of(0)])  # what a load overwrites
+            report = engine.load(FOLDER / kind)
+            assert (report.step, report.extra, report.skipped, report.missing) == (3, CLIENT_STATE, (), ())
+            assert_as_saved(engine, kind)
         engine.train_step([tokens_of(1)])
         assert engine.read("mix.bias", "step") == 4
 
