@@ -9,6 +9,7 @@ dtype differs by system, and so do the bytes at rest and on the wire.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -188,10 +189,9 @@ def build_fsdp2(model: Decoder, workload: Workload, reshard: bool, reduce_dtype:
     return torch_step(model, workload.optimizer(model.parameters()), workload)
 
 
-def build_deepspeed(model: Decoder, workload: Workload, stage: int) -> Step:
+def build_deepspeed(model: Decoder, workload: Workload, stage: int, package: str = "deepspeed") -> Step:
     """DeepSpeed's defaults but for clipping (to 1.0) and persistence (small parameters are not sharded)."""
-    import deepspeed
-
+    deepspeed = importlib.import_module(package)
     config = {
         "train_micro_batch_size_per_gpu": workload.micro_size,
         "gradient_clipping": workload.clip_norm or 0.0,
@@ -223,14 +223,14 @@ def optimizer_section(workload: Workload) -> dict[str, Any]:
     }
 
 
-def shardwise_engine(model: Decoder, workload: Workload, stage: int) -> Any:
+def shardwise_engine(model: Decoder, workload: Workload, stage: int, **zero: Any) -> Any:
     """Shardwise with its defaults: the wire in the parameters' dtype, sums and accumulator in fp32."""
     import shardwise
 
     config = {
         "batch": {"micro_size": workload.micro_size},
         "precision": {"param": workload.dtype},
-        "zero": {"stage": stage},
+        "zero": {"stage": stage, **zero},
         "optimizer": optimizer_section(workload),
         "scheduler": {"name": "constant"},
         "run": {"device": "cpu"},
@@ -238,9 +238,9 @@ def shardwise_engine(model: Decoder, workload: Workload, stage: int) -> Any:
     return shardwise.initialize(model, config, loss_fn=language_loss)
 
 
-def build_shardwise(model: Decoder, workload: Workload, stage: int) -> Step:
+def build_shardwise(model: Decoder, workload: Workload, stage: int, **zero: Any) -> Step:
     """Whole steps of the engine."""
-    engine = shardwise_engine(model, workload, stage)
+    engine = shardwise_engine(model, workload, stage, **zero)
     return lambda tokens: float(engine.train_step([tokens]).loss)
 
 
@@ -253,14 +253,14 @@ def _fsdp2(reshard: bool, reduce_dtype: torch.dtype, **recipes: str) -> Peer:
     return Peer(recipes, build, "torch.distributed.fsdp")
 
 
-def _deepspeed(stage: int) -> Peer:
-    recipes = {"fp32": FP32, "bf16": f"{MASTER}, bf16 grads"}
-    return Peer(recipes, partial(build_deepspeed, stage=stage), "deepspeed")
+def _deepspeed(stage: int, package: str = "deepspeed") -> Peer:
+    recipes = {"fp32": FP32, "bf16": f"{MASTER}, {'bf16' if package == 'deepspeed' else 'fp32'} grads"}
+    return Peer(recipes, partial(build_deepspeed, stage=stage, package=package), package)
 
 
-def _shardwise(stage: int) -> Peer:
+def _shardwise(stage: int, **zero: Any) -> Peer:
     recipes = {"fp32": FP32, "bf16": f"{MASTER}, fp32 grads"}
-    return Peer(recipes, partial(build_shardwise, stage=stage), "shardwise.engine.engine")
+    return Peer(recipes, partial(build_shardwise, stage=stage, **zero), "shardwise.engine.engine")
 
 
 PEERS: Mapping[str, Peer] = MappingProxyType(
@@ -274,5 +274,7 @@ PEERS: Mapping[str, Peer] = MappingProxyType(
         "fsdp2-no-reshard": _fsdp2(False, torch.bfloat16, fp32=FP32, bf16=FSDP2.format("bf16")),
         **{f"deepspeed-{stage}": _deepspeed(stage) for stage in range(4)},
         **{f"shardwise-{stage}": _shardwise(stage) for stage in range(4)},
+        **{f"drop-in-{stage}": _deepspeed(stage, "shardwise.compat.deepspeed") for stage in range(4)},
+        "shardwise-3-lockstep": _shardwise(3, lockstep=True),
     }
 )

@@ -192,20 +192,24 @@ class LossAccumulator:
         """Say whether `open` returned this loss, and its backward has not run."""
         return any(reference() is loss for reference, _ in self._open)
 
-    def add_plain(self, loss: Tensor) -> None:
+    def add_plain(self, loss: Tensor, scale: float = 1.0) -> None:
         """Add a loss without a count: those of a step add up on a rank, and all ranks weigh the same.
 
+        Args:
+            loss: of one element.
+            scale: of its gradient in the step's mean.
+
         Raises:
-            ConfigError: losses with a count have been added in this step.
+            ConfigError: losses with a count, or of another scale, have been added in this step.
         """
-        if self._sums is not None and not self._is_plain:
+        if self._sums is not None and not (self._is_plain and self.normaliser == scale):
             raise ConfigError(
                 "losses-mixed",
-                "a step got the backward of engine(batch) and that of another loss, so their weights are unknown; use "
-                "one of the two within a step",
+                "a step got backwards of two kinds of losses, whose weights differ: that of engine(batch), that of "
+                "engine.backward and that of a tensor; use one of them within a step",
             )
         self.add(LossSum(loss.detach().reshape(()), loss.new_full((), float(self._sums is None))))
-        self._is_plain, self.normaliser = True, 1.0
+        self._is_plain, self.normaliser = True, scale
 
     def sum_with(self, values: Tensor, name: str, known: Sequence[float] = ()) -> list[float]:
         """Sum loss, count, a vector of further values and numbers of the host over the ranks.

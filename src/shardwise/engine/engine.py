@@ -15,7 +15,7 @@ from shardwise.config.resolve import Dtype
 from shardwise.engine.build import EngineInputs, build, release
 from shardwise.engine.checkpoint_api import Checkpoints
 from shardwise.engine.hf_api import Names, export_weights, import_weights
-from shardwise.engine.state_api import gathered, offload
+from shardwise.engine.state_api import gathered_groups, offload
 from shardwise.engine.steps import evaluate, forward_plain
 from shardwise.engine.types import EvalResult, Scheduler, StepResult
 from shardwise.layout.layout import Layout
@@ -179,7 +179,7 @@ class Engine:
         Raises:
             MemoryError: on CUDA, they would not fit into the free memory.
         """
-        with gathered(self.step_context, write) as model:
+        with gathered_groups(self.step_context, write) as model:
             yield model
 
     def read(self, name: str, state: str = "param", *, to_rank: int | None = None) -> Tensor | None:

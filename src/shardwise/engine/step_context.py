@@ -79,6 +79,7 @@ class StepContext:
     num_samples: int = 0
     syncs: bool = True  # False inside `no_sync`
     is_plain: bool = False  # any scalar may be given to `backward`
+    own_backward_scale: float = 1.0  # of the gradient of a backward that the user called on a tensor
     is_loss_known: bool = True  # False after a backward in this step that the user called on a tensor
     before_update: Callable[[], None] | None = None  # called after the last backward of a step, such as to measure
 
@@ -221,7 +222,7 @@ class StepContext:
                 "backward-unscaled",
                 f"loss.backward() under a loss scale of {self.scaler.scale:g}; call engine.backward(loss)",
             )
-        self.losses.add_plain(torch.zeros((), device=self.device))
+        self.losses.add_plain(torch.zeros((), device=self.device), self.own_backward_scale)
         self.is_loss_known = False
         self.begin_backward()
         return self.end_backward
