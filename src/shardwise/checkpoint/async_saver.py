@@ -62,6 +62,7 @@ class SaveRequest:
         keep_every: as in `commit.retain`.
         is_damaged: the checkpoint that `root` has of this step is known to be damaged; it is renamed before the save.
         is_in_files: some states, on any rank, are stored in files, since memory is too small for them.
+        tag: names the folder in place of the step, unless empty.
     """
 
     root: Path
@@ -72,6 +73,7 @@ class SaveRequest:
     keep_every: int | None = None
     is_damaged: bool = False
     is_in_files: bool = False
+    tag: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -300,7 +302,7 @@ class _Save:
         folder.check_free_space(root, sum(num_bytes for _, num_bytes in plans.values()))
         if self.request.is_damaged:
             folder.rename_step(root, step)
-        return folder.begin(root, step).name
+        return folder.begin(root, step, self.request.tag).name
 
     def _write(self, temporary: Path) -> str:
         await_folder(temporary, self.timeout_s / 2)
@@ -315,7 +317,7 @@ class _Save:
         manifest = replace(
             self.request.manifest, tensors=tensors, files=files, saved_at=saved_at, library=library_version()
         )
-        committed = folder.commit(temporary, self.request.root, manifest)
+        committed = folder.commit(temporary, self.request.root, manifest, self.request.tag)
         took_s = time.monotonic() - self.start_s
         log.info("%s committed: %s, %d bytes, %.1f s", _subject(self.request), committed, sum(files.values()), took_s)
         return committed.name

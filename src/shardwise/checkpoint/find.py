@@ -2,6 +2,7 @@
 
 >>> from tempfile import TemporaryDirectory
 >>> from shardwise.checkpoint.commit import begin, commit
+>>> from shardwise.checkpoint.manifest import MANIFEST_NAME
 >>> with TemporaryDirectory() as place:
 ...     root = Path(place)
 ...     for step in (100, 200):
@@ -16,8 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.checkpoint.commit import candidates, read_latest, read_manifest, step_folders, step_of
-from shardwise.checkpoint.manifest import MANIFEST_NAME, CheckpointError, DamagedError, Manifest
+from shardwise.checkpoint.commit import candidates, is_checkpoint, read_latest, read_manifest, step_folders, step_of
+from shardwise.checkpoint.manifest import CheckpointError, DamagedError, Manifest
 from shardwise.checkpoint.match import listed_names
 
 
@@ -45,7 +46,7 @@ class Found:
 
 def is_root(path: Path) -> bool:
     """Say whether a path is a folder of checkpoints, and not a checkpoint itself."""
-    return step_of(path) is None and not (path / MANIFEST_NAME).is_file()
+    return step_of(path) is None and not is_checkpoint(path)
 
 
 def find(path: Path, step: int | None = None) -> list[Path]:

@@ -82,7 +82,7 @@ def scheduler_state(scheduler: Any) -> dict[str, Any] | None:
 
 def restore_scheduler(scheduler: Any, saved: Mapping[str, Any] | None) -> None:
     """Give the schedule, of the same class, the state that `scheduler_state` returned."""
-    if saved is not None:
+    if saved is not None and scheduler is not None:
         scheduler.load_state_dict(_like(scheduler.state_dict(), saved["state"]))
 
 
@@ -121,7 +121,7 @@ def misfits(saved: Mapping[str, Any], optimizer: Optimizer, scheduler: Any, take
     """
     found: dict[str, str] = {}
     kind, saved_optimizer = type(optimizer).__name__, saved["optimizer"]
-    if saved_optimizer.get("kind", kind) != kind:
+    if saved_optimizer.get("kind", kind) not in (kind, ""):  # "" where another library has not written it
         found["states"] = f"states of {saved_optimizer['kind']}, but the optimizer is {kind}"
     if not takes_options:
         return found
@@ -134,9 +134,9 @@ def misfits(saved: Mapping[str, Any], optimizer: Optimizer, scheduler: Any, take
     elif wrong := [text for each in groups if (text := _refusal(optimizer, each))]:
         found["options"] = f"options that {kind} refuses: {wrong[0]}"
     kind, saved_scheduler = type(scheduler).__name__, saved["scheduler"]
-    if saved_scheduler is None:
+    if saved_scheduler is None or (scheduler is None and not saved_scheduler["kind"]):
         return found
-    if saved_scheduler["kind"] != kind or not hasattr(scheduler, "load_state_dict"):
+    if saved_scheduler["kind"] not in (kind, "") or not hasattr(scheduler, "load_state_dict"):
         found["scheduler"] = f"a {saved_scheduler['kind']}, but the scheduler is {kind}"
     elif len(groups) != len(optimizer.param_groups):
         found["scheduler"] = f"a {kind} of {len(groups)} parameter groups"

@@ -31,7 +31,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from shardwise.checkpoint import training_state as trajectory
 from shardwise.checkpoint.async_saver import Saver, SaveRequest
-from shardwise.checkpoint.commit import candidates, read_manifest, step_name, steps_to_delete
+from shardwise.checkpoint.commit import candidates, check_tag, read_manifest, step_name, steps_to_delete
 from shardwise.checkpoint.coordination import StoreBarrier
 from shardwise.checkpoint.hf import describe
 from shardwise.checkpoint.load import LoadPlan, LoadReport, own_tensors, plan_load, rank_name
@@ -149,6 +149,7 @@ class Checkpoints:
         wait: bool,
         keep_last: int | None,
         keep_every: int | None,
+        tag: str = "",
     ) -> None:
         """Save a checkpoint; the arguments are those of `Engine.save`."""
         context = self._context
@@ -162,6 +163,7 @@ class Checkpoints:
         def prepare(_: Progress) -> str:
             nonlocal manifest, buffers
             _check_choices(contents, keep_last, keep_every)
+            check_tag(tag, keep_last is keep_every is None)
             context.sharding.check_model()
             manifest = self._manifest(contents, extra)
             buffers = saved_buffers(context) if contents != "trainable" else []
@@ -175,8 +177,8 @@ class Checkpoints:
         written = {state_shard.name for state_shard in state_shards if state_shard.written}
         numbers = tuple(each for each in saved if isinstance(each, ScalarState) and each.name in written)
         own = Path(path).resolve() / step_name(context.num_steps)
-        flags = own in self._passed_over, saves_from_files(context.layout)
-        request = SaveRequest(Path(path), manifest, state_shards, numbers, keep_last, keep_every, *flags)
+        flags = own in self._passed_over and not tag, saves_from_files(context.layout)
+        request = SaveRequest(Path(path), manifest, state_shards, numbers, keep_last, keep_every, *flags, tag)
         self.saver.start(request, wait)
         self._passed_over.discard(own)  # the checkpoint there is whole from now on
 

@@ -36,6 +36,7 @@ __all__ = [
     "fake_copy",
     "fake_like",
     "fake_tensors",
+    "file_offset",
     "has_cpu_flash_attention",
     "has_views",
     "in_backward",
@@ -283,6 +284,14 @@ def quiet_fakes() -> Iterator[None]:
         yield
     finally:
         log.disabled = before
+
+
+def file_offset(tensor: Tensor) -> int:
+    """Return where the first element is in the file from which `torch.load` has made this fake tensor.
+
+    Torch documents the storage's offset for fake tensors alone, and has no public name for it.
+    """
+    return int(tensor.untyped_storage()._checkpoint_offset or 0) + int(tensor.storage_offset()) * tensor.itemsize
 
 
 def fake_copy(tensor: Tensor) -> Tensor:

@@ -2,11 +2,12 @@
 
 A script gets it by `import shardwise.compat.deepspeed as deepspeed`, or unchanged by `shardwise run --as-deepspeed`.
 
+>>> import torch
 >>> import shardwise.compat.deepspeed as deepspeed
 >>> model = torch.nn.Linear(2, 1)
 >>> settings = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}}
 >>> engine, optimizer, _, _ = deepspeed.initialize(model=model, config=settings)
->>> engine.backward(engine(torch.ones(2, 2)).sum())
+>>> engine.backward(engine(torch.ones(2, 2)).sum())  # doctest: +ELLIPSIS
 tensor(..., grad_fn=<SumBackward0>)
 >>> engine.step()
 >>> engine.global_steps
