@@ -23,14 +23,16 @@ import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from shardwise import Engine, initialize
 from shardwise.config.resolve import Config
-from shardwise.construction.values import skip_init
+from shardwise.construction.values import ParamInitializer
 from shardwise.doctor.system_info import read_memory
 from shardwise.models.decoder import Decoder, DecoderConfig, flops_per_token, lm_loss, num_params
 from shardwise.models.presets import preset
@@ -113,7 +115,8 @@ def config_of(case: Case, load: Load, device: str, folder: str | None) -> Config
 def make_engine(shape: DecoderConfig, config: Config) -> Engine:
     """An engine with random weights that the device draws: the host would take minutes."""
     model = Decoder(shape, device="meta", dtype=torch.float32)
-    with skip_init(model):
+    without_values = partial(ParamInitializer, has_values=False)
+    with mock.patch("shardwise.engine.build.ParamInitializer", lambda model, seed, _: without_values(model, seed)):
         engine = initialize(model, config, loss_fn=lambda output, batch: lm_loss(output, batch[1]))
     generator = torch.Generator(engine.device).manual_seed(0)
     with torch.no_grad():

@@ -9,6 +9,7 @@ dtype differs by system, and so do the bytes at rest and on the wire.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -188,10 +189,9 @@ def build_fsdp2(model: Decoder, workload: Workload, reshard: bool, reduce_dtype:
     return torch_step(model, workload.optimizer(model.parameters()), workload)
 
 
-def build_deepspeed(model: Decoder, workload: Workload, stage: int) -> Step:
+def build_deepspeed(model: Decoder, workload: Workload, stage: int, package: str = "deepspeed") -> Step:
     """DeepSpeed's defaults but for clipping (to 1.0) and persistence (small parameters are not sharded)."""
-    import deepspeed
-
+    deepspeed = importlib.import_module(package)
     config = {
         "train_micro_batch_size_per_gpu": workload.micro_size,
         "gradient_clipping": workload.clip_norm or 0.0,
@@ -253,9 +253,9 @@ def _fsdp2(reshard: bool, reduce_dtype: torch.dtype, **recipes: str) -> Peer:
     return Peer(recipes, build, "torch.distributed.fsdp")
 
 
-def _deepspeed(stage: int) -> Peer:
-    recipes = {"fp32": FP32, "bf16": f"{MASTER}, bf16 grads"}
-    return Peer(recipes, partial(build_deepspeed, stage=stage), "deepspeed")
+def _deepspeed(stage: int, package: str = "deepspeed") -> Peer:
+    recipes = {"fp32": FP32, "bf16": f"{MASTER}, {'bf16' if package == 'deepspeed' else 'fp32'} grads"}
+    return Peer(recipes, partial(build_deepspeed, stage=stage, package=package), package)
 
 
 def _shardwise(stage: int) -> Peer:
@@ -274,5 +274,6 @@ PEERS: Mapping[str, Peer] = MappingProxyType(
         "fsdp2-no-reshard": _fsdp2(False, torch.bfloat16, fp32=FP32, bf16=FSDP2.format("bf16")),
         **{f"deepspeed-{stage}": _deepspeed(stage) for stage in range(4)},
         **{f"shardwise-{stage}": _shardwise(stage) for stage in range(4)},
+        **{f"drop-in-{stage}": _deepspeed(stage, "shardwise.compat.deepspeed") for stage in range(4)},
     }
 )

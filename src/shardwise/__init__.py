@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from shardwise.comm.loss import NonFiniteLossError
     from shardwise.config.resolve import Config, ConfigError
     from shardwise.construction.context import init
-    from shardwise.construction.shards import gathered
     from shardwise.engine.engine import Engine
     from shardwise.engine.initialize import initialize
     from shardwise.engine.multi_backward import backward
+    from shardwise.engine.state_api import gathered
     from shardwise.engine.types import EvalResult, StepResult
     from shardwise.launch.process_group import LaunchError
     from shardwise.layout.layout import Layout, build_layout
@@ -100,7 +100,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "block_sparse_attention": "attention.api",
     "build_layout": "layout.layout",
     "estimate_model_states": "planner.model_states",
-    "gathered": "construction.shards",
+    "gathered": "engine.state_api",
     "init": "construction.context",
     "initialize": "engine.initialize",
     "measure_units": "pipeline.profile_units",

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.live_bytes import LiveBytes
@@ -111,6 +110,16 @@ class Pair(nn.Module):
         nn.init.normal_(self.first.weight)
 
 
+class Mixed(nn.Module):
+    """An operation on a parameter that is whole and on one that is sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 2)
+        self.scale = nn.Parameter(torch.randn(2, 3))
+        self.product = nn.Parameter(torch.mul(self.scale, self.inner.weight).detach())
+
+
 def transformer_encoder() -> nn.Module:
     return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 3)
 
@@ -128,6 +137,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "initialised": Initialised,
     "passed": Passed,
     "pair": Pair,
+    "mixed": Mixed,
     "decoder": lambda: Decoder(SHAPE),
     "double-inside": lambda: Initialised().double(),
     "in-bf16": lambda: Decoder(SHAPE, dtype=torch.bfloat16),
@@ -293,15 +303,64 @@ def test_parameters_are_gathered_for_a_while_and_written_back(ranks: WorkerPool)
     ranks(2).run(access)
 
 
+def access_engine(rank: int, world_size: int, sections: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model, outside = Wide(), nn.Parameter(torch.ones(3))
+    plain = copy.deepcopy(model)
+    first, second = model.layers[0].weight, model.layers[7].weight
+    with initialize(model, make_config(1, sections), loss_fn=lambda output, batch: output.square().sum()) as engine:
+        with gathered(each for each in (outside, first, outside)):
+            assert torch.equal(first, plain.layers[0].weight)
+            with gathered(second, modifier_rank=0), torch.no_grad():
+                if rank == 0:
+                    second.fill_(3.0)
+            engine.eval_step(torch.ones(1, 128))
+            assert torch.equal(first, plain.layers[0].weight)
+        if "zero" in sections and sections["zero"]["stage"] == 3:
+            with refused("parameter-released", "layers.0.weight"):
+                first + 1
+        assert (engine.read("layers.7.weight", "master") == 3).all()
+        with gathered(model.parameters()), gathered([first, first]), torch.no_grad():
+            first.mul_(2)
+        assert torch.equal(engine.read("layers.0.weight", "master"), 2 * plain.layers[0].weight)
+        with pytest.raises(ZeroDivisionError), gathered(first, 0):
+            raise ZeroDivisionError
+        engine.train_step([torch.ones(1, 128)])
+    with gathered([first, second]):  # the engine is closed
+        assert type(first) is nn.Parameter
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_parameters_of_an_engine_are_gathered_for_a_while_and_written_back(ranks: WorkerPool, stage: int) -> None:
+    ranks(2).run(access_engine, {"zero": {"stage": stage}})
+
+
+def access_stages(rank: int, world_size: int) -> None:
+    model = Wide()
+    sections = {"zero": {"stage": 1}, "mesh": {"pp": 2}, "batch": {"accumulation": 2}}
+    last = model.layers[11].weight
+    with initialize(model, make_config(1, sections), loss_fn=lambda output, batch: output.sum()) as engine:
+        for modifier_rank in (None, 0):
+            with gathered(last, modifier_rank), torch.no_grad():
+                if rank == 1:
+                    last.add_(1)
+        written = engine.read("layers.11.weight", "master")
+        with gathered(model.parameters()):
+            assert rank == 0 or torch.equal(last, written)
+
+
+def test_parameters_of_another_stage_are_left_to_it(ranks: WorkerPool) -> None:
+    ranks(2).run(access_stages)
+
+
 # Hand-over.
 
 
-def hand_over(rank: int, world_size: int, sections: dict[str, Any], is_grouped: bool) -> None:
+def hand_over(rank: int, world_size: int, sections: dict[str, Any]) -> None:
     torch.manual_seed(0)
     plain = Wide()
     torch.manual_seed(rank)
-    group = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2] if is_grouped else None
-    with init(group=group):
+    with init():
         model = Wide()
     assert all(type(parameter) is ShardedParameter for parameter in model.parameters())
     with initialize(model, make_config(1, sections), loss_fn=lambda output, batch: output.square().sum()) as engine:
@@ -311,33 +370,19 @@ def hand_over(rank: int, world_size: int, sections: dict[str, Any], is_grouped: 
     assert not any(vars(parameter) for parameter in model.parameters())
 
 
-HAND_OVERS: dict[str, tuple[dict[str, Any], bool]] = {
-    "stage 0": ({"zero": {"stage": 0}}, False),
-    "stage 1": ({"zero": {"stage": 1}}, False),
-    "stage 3": ({"zero": {"stage": 3}}, False),
-    "stage 3, bf16": ({"zero": {"stage": 3}, "precision": {"param": "bf16"}}, False),
-    "hybrid": ({"zero": {"stage": 3}, "mesh": {"dp_shard": 2}}, False),
-    "pipeline": ({"zero": {"stage": 1}, "mesh": {"pp": 2}, "batch": {"accumulation": 2}}, False),
-    "groups": ({"zero": {"stage": 3}}, True),
+HAND_OVERS: dict[str, dict[str, Any]] = {
+    "stage 0": {"zero": {"stage": 0}},
+    "stage 1": {"zero": {"stage": 1}},
+    "stage 3": {"zero": {"stage": 3}},
+    "stage 3, bf16": {"zero": {"stage": 3}, "precision": {"param": "bf16"}},
+    "hybrid": {"zero": {"stage": 3}, "mesh": {"dp_shard": 2}},
+    "pipeline": {"zero": {"stage": 1}, "mesh": {"pp": 2}, "batch": {"accumulation": 2}},
 }
 
 
 @pytest.mark.parametrize("name", HAND_OVERS)
 def test_an_engine_takes_shards_over(ranks: WorkerPool, name: str) -> None:
-    ranks(4).run(hand_over, *HAND_OVERS[name])
-
-
-def misfit(rank: int, world_size: int) -> None:
-    groups = [dist.new_group([each]) for each in range(2)]
-    with init(group=groups[rank]):
-        model = Wide()
-    sections = {"mesh": {"pp": 2}, "batch": {"accumulation": 2}}
-    with refused("shards-of-some-ranks", "layers.0.weight"):
-        initialize(model, make_config(1, sections), loss_fn=lambda output, batch: output.sum())
-
-
-def test_a_pipeline_refuses_shards_of_some_ranks(ranks: WorkerPool) -> None:
-    ranks(2).run(misfit)
+    ranks(4).run(hand_over, HAND_OVERS[name])
 
 
 def load_folder(rank: int, world_size: int, folder: Path, stage: int) -> None:

@@ -136,7 +136,8 @@ def test_budgets() -> None:
             if length > MAX_FUNCTION_LINES:
                 over.append(f"{name}: {node.name} has {length} lines")
             arguments = [each for each in (*node.args.args, *node.args.kwonlyargs) if each.arg not in ("self", "cls")]
-            if len(arguments) > MAX_ARGUMENTS:
+            # What another library's callers pass is its choice.
+            if len(arguments) > MAX_ARGUMENTS and name.parts[0] != "compat":
                 over.append(f"{name}: {node.name} takes {len(arguments)} arguments")
     assert not over
 

@@ -1,4 +1,4 @@
-"""Runs the commands `shardwise train | verify | plan | checkpoint | timeline | attention | config | presets | doctor`.
+"""Runs the commands of `shardwise`: train, verify, plan, run, doctor and the others that `shardwise --help` lists.
 
 It reads arguments and the environment, and turns errors into one line and an exit code: 2 for what the user can fix in
 the config, 1 for a run that failed, 128 + n for signal n. torch is imported by the commands that need it, so that
@@ -27,6 +27,7 @@ from typing import NoReturn, TextIO
 from rich.console import Console
 
 from shardwise import __version__
+from shardwise.cli.as_deepspeed import add_commands as add_as_deepspeed_commands
 from shardwise.cli.attention import add_command as add_attention_command
 from shardwise.cli.checkpoint import add_commands as add_checkpoint_commands
 from shardwise.cli.plan import add_command as add_plan_command
@@ -165,6 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     add_plan_command(commands, _split, os.environ)
     add_timeline_command(commands, _split)
     add_attention_command(commands, _split)
+    add_as_deepspeed_commands(commands)
     config = commands.add_parser("config", help="print every key with its meaning and default, as TOML")
     config.add_argument("--markdown", action="store_true", help="print the reference page docs/config.md instead")
     config.add_argument("settings", nargs="*", metavar="config.toml | key=value", help="as for train")

@@ -260,20 +260,17 @@ def process_group_comm(
     return (NcclComm if is_on_device else GlooComm)(place, resources, group)
 
 
-def comm_over(group: dist.ProcessGroup | None, timeout_s: float) -> Comm:
-    """Return the communicator of a process group that is there already, without an engine.
+def world_comm(timeout_s: float) -> Comm:
+    """Return the communicator of the world's process group, without an engine.
 
     Args:
-        group: None for the world's.
         timeout_s: seconds; a collective on gloo that waits longer fails.
     """
-    chosen = group if group is not None else dist.group.WORLD
-    assert chosen is not None, "the caller has joined a process group"
-    is_cuda = "nccl" in dist.get_backend_config(chosen)
+    world = dist.group.WORLD
+    assert world is not None, "the caller has joined a process group"
+    is_cuda = "nccl" in dist.get_backend_config(world)
     device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
-    return process_group_comm(
-        chosen, "init", CommResources.alone(device, timeout_s), tuple(dist.get_process_group_ranks(chosen))
-    )
+    return process_group_comm(world, "init", CommResources.alone(device, timeout_s))
 
 
 def simulated_comm(place: RankPlace, resources: CommResources, backend: Backend) -> Comm:

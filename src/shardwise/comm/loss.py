@@ -127,7 +127,7 @@ class LossAccumulator:
     def __init__(self, comms: CommGroups) -> None:
         self.normaliser = 0.0
         self._comms = comms
-        self._has_warned = False
+        self._has_warned = self._is_plain = False
         self._sums: Tensor | None = None
         self._open: list[tuple[weakref.ref[Tensor], LossSum]] = []
 
@@ -178,14 +178,38 @@ class LossAccumulator:
             ConfigError: `mean` is not such a loss.
         """
         for position, (reference, total) in enumerate(self._open):
-            if reference() is mean:
+            if reference() is mean and not self._is_plain:
                 del self._open[position]
                 return self.count_in(total)
         raise ConfigError(
             "loss-not-from-engine",
             "backward got a tensor that engine(batch) did not return, or the same one twice, so how much counts in it "
-            "is unknown; compute the loss in loss_fn and pass on what engine(batch) returns",
+            "is unknown; pass on what engine(batch) returns, or run the model by engine.forward(...) for a loss of "
+            "your own",
         )
+
+    def knows(self, loss: Tensor) -> bool:
+        """Say whether `open` returned this loss, and its backward has not run."""
+        return any(reference() is loss for reference, _ in self._open)
+
+    def add_plain(self, loss: Tensor, scale: float = 1.0) -> None:
+        """Add a loss without a count: those of a step add up on a rank, and all ranks weigh the same.
+
+        Args:
+            loss: of one element.
+            scale: of its gradient in the step's mean.
+
+        Raises:
+            ConfigError: losses with a count, or of another scale, have been added in this step.
+        """
+        if self._sums is not None and not (self._is_plain and self.normaliser == scale):
+            raise ConfigError(
+                "losses-mixed",
+                "a step got backwards of two kinds of losses, whose weights differ: that of engine(batch), that of "
+                "engine.backward and that of a tensor; use one of them within a step",
+            )
+        self.add(LossSum(loss.detach().reshape(()), loss.new_full((), float(self._sums is None))))
+        self._is_plain, self.normaliser = True, scale
 
     def sum_with(self, values: Tensor, name: str, known: Sequence[float] = ()) -> list[float]:
         """Sum loss, count, a vector of further values and numbers of the host over the ranks.
@@ -217,6 +241,8 @@ class LossAccumulator:
         """Start the next step."""
         self._sums = None
         self._open.clear()
+        if self._is_plain:
+            self._is_plain, self.normaliser = False, 0.0
 
     def _agree_on_normaliser(self, count: Tensor) -> float:
         if self.normaliser == 0.0:

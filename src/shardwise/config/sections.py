@@ -279,7 +279,7 @@ class OptimizerConfig(Section):
     """Chooses an element-wise optimizer and sets its options."""
 
     name: str = "adamw"
-    """An element-wise optimizer of torch.optim, or lion."""
+    """An element-wise optimizer of torch.optim, or lion; "none" freezes all parameters and only evaluates."""
     lr: PositiveFloat = 3e-4
     """Peak learning rate: factor on a step's update, without a unit. 3e-4 suits small models; large ones take less."""
     betas: Betas = (0.9, 0.95)
@@ -371,6 +371,9 @@ class RunConfig(Section):
     watchdog_s: Annotated[float, Field(ge=0.0, le=1e7)] = 60.0
     """Seconds after which a waiting collective is reported with what every rank does, at most half of timeout_s, so
     that the report comes before the error; 0 turns it off."""
+    on_nonfinite: Literal["raise", "skip"] = "raise"
+    """What a step does where its loss or gradients are not finite: "raise" names the module, "skip" leaves parameters
+    as they are and goes on. An overflow that a smaller loss scale can mend is always skipped."""
     check_collectives: bool = False
     """Whether each collective is compared over the ranks before it starts; slow, for debugging."""
     record_timeline: Positive | None = None

@@ -23,6 +23,7 @@ from shardwise.context.apply import apply_context_parallel
 from shardwise.context.batch import BatchSharder
 from shardwise.dropout import KeyedDraws, key_dropouts
 from shardwise.engine.pipeline_runner import PipelineRunner, make_stages
+from shardwise.engine.state_api import ENGINES
 from shardwise.engine.status import EngineStatus
 from shardwise.engine.step_context import StepContext
 from shardwise.engine.steps import SequentialRunner, StepRunner
@@ -60,6 +61,7 @@ class EngineInputs:
         memory: the tracker of the device on which the engine computes.
         comm_factory: makes the communicators, real or simulated.
         loss_fn: as for `initialize`, and so are `optimizer` and `scheduler`.
+        has_values: False where the caller writes all values later, so that none are drawn or sent.
     """
 
     model: nn.Module
@@ -70,6 +72,7 @@ class EngineInputs:
     loss_fn: LossFn | None = None
     optimizer: Optimizer | OptimizerFactory | None = None
     scheduler: Scheduler | None = None
+    has_values: bool = True
 
 
 def build(inputs: EngineInputs) -> tuple[StepContext, StepRunner, ExitStack]:
@@ -91,7 +94,7 @@ def build(inputs: EngineInputs) -> tuple[StepContext, StepRunner, ExitStack]:
         if watchdog is not None:
             cleanup.callback(watchdog.close)
         cleanup.callback(pool.trim)
-        values = ParamInitializer(model, config.run.seed)
+        values = ParamInitializer(model, config.run.seed, inputs.has_values)
         broadcast_buffers(model, config.precision, memory, comms.all)
         stages = make_stages(model, layout, device, comms.all.is_simulated)
         tiers = _open_tiers(inputs, streams, comms.all.is_simulated)
@@ -194,7 +197,9 @@ def _make_context(
         batches=deque(maxlen=config.batch.accumulation),
     )
     sharding.before_model = weakref.WeakMethod(context.before_model)  # the model does not keep the engine alive
+    sharding.before_backward = weakref.WeakMethod(context.before_own_backward)
     _undo_at_end(cleanup, (sharded.close, step_in_backward.close, context.losses.clear, context.batches.clear))
+    ENGINES[id(context)] = context
     return context, pipes
 
 

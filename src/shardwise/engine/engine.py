@@ -15,8 +15,8 @@ from shardwise.config.resolve import Dtype
 from shardwise.engine.build import EngineInputs, build, release
 from shardwise.engine.checkpoint_api import Checkpoints
 from shardwise.engine.hf_api import Names, export_weights, import_weights
-from shardwise.engine.state_api import gathered, offload
-from shardwise.engine.steps import evaluate
+from shardwise.engine.state_api import gathered_groups, offload
+from shardwise.engine.steps import evaluate, forward_plain
 from shardwise.engine.types import EvalResult, Scheduler, StepResult
 from shardwise.layout.layout import Layout
 from shardwise.zero import state_access as access
@@ -71,29 +71,47 @@ class Engine:
         """Return the timed actions of this rank's last step."""
         return self.step_context.timeline.last_step
 
-    def __call__(self, batch: Any) -> Tensor:
-        """Run the model forward and return the mean loss of this batch, a 0-d tensor, for `backward`.
+    def __call__(self, *batch: Any, **inputs: Any) -> Any:
+        """Run the model forward and return the mean loss of a batch, a 0-d tensor, for `backward`.
 
         With a `loss_fn`, a tuple or list is (inputs, what only the loss needs, ...); otherwise the batch is the inputs.
-        Inputs that are a dict go to the model as keyword arguments, a tuple or list as positional ones.
+        Inputs that are a dict go to the model as keyword arguments, a tuple or list as positional ones. Anything but
+        one batch is for `forward`.
         """
+        if inputs or len(batch) != 1:
+            return self.forward(*batch, **inputs)
         self.runner.check_direct("engine(batch)")
         with self.step_context.failures_explained():
-            return self.step_context.open_loss(batch, self.runner.forward(batch))
+            return self.step_context.open_loss(batch[0], self.runner.forward(batch[0]))
 
-    def backward(self, loss: Tensor) -> None:
+    def forward(self, *args: Any, **inputs: Any) -> Any:
+        """Run the model's own forward and return its output, for scripts that compute and scale the loss themselves.
+
+        From then on any scalar may be given to `backward`, and `loss.backward()` does the same, fp16 excepted: the
+        gradient of a step is the mean over the data ranks of the sum over its backwards.
+
+        Args:
+            args: as the model takes them.
+            inputs: by name; all of them where `mesh.cp` is more than 1: the output is then that of this rank's tokens.
+        """
+        self.runner.check_direct("engine.forward")
+        with self.step_context.failures_explained():
+            return forward_plain(self.step_context, args, inputs)
+
+    def backward(self, loss: Tensor, *, is_boundary: bool | None = None) -> None:
         """Add the gradients of what counted in `loss` to the accumulated ones.
 
         Args:
-            loss: what `engine(batch)` returned.
+            loss: what `engine(batch)` returned, or any scalar once `forward` has run.
+            is_boundary: whether the step follows; None where `batch.accumulation` tells. It is only for speed.
 
         Raises:
-            ConfigError: `engine(batch)` did not return it, so how much counts in it is not known.
+            ConfigError: how much counts in the loss is not known.
             torch.OutOfMemoryError: with the table of what holds the memory; `engine(batch)` and `step` raise it too.
         """
         self.runner.check_direct("engine.backward")
         with self.step_context.failures_explained():
-            self.step_context.backward(loss)
+            self.step_context.backward(loss, is_boundary)
 
     def step(self, *, partial: bool = False) -> StepResult:
         """Update the parameters by the clipped mean gradient since the last step, and advance the schedule.
@@ -151,20 +169,17 @@ class Engine:
     def gathered(self, write: bool = False) -> Iterator[nn.Module]:
         """Keep all parameters whole on every rank inside the context: to generate, to inspect. All ranks must enter.
 
-        With `mesh.tp` more than 1, parameters of split layers are whole over the data ranks, but still this rank's part
-        of the layer: `read` gives, and `write` takes, whole tensors. With `mesh.pp` more than 1, each rank has the
-        parameters of its own stages; those of others are on meta, and `model.load_state_dict` needs them left out.
+        With `mesh.tp` more than 1, split layers keep this rank's part: `read` and `write` have whole tensors. With
+        `mesh.pp` more than 1, the parameters of other ranks' stages are on meta; leave them out of `load_state_dict`.
 
         Args:
-            write: at the end every rank takes what rank 0 has written into the parameters (`load_state_dict`,
-                `nn.init`, in place under `torch.no_grad`), in the optimizer's masters too; after an exception it does
-                not. Each part of a split layer is taken from the first rank that has that part; padding is zeroed. Each
-                parameter of a pipeline's stage is taken from the first rank that holds it.
+            write: at the end every rank takes what rank 0 has written into the parameters, in the optimizer's masters
+                too; after an exception it does not. What rank 0 has no part of is taken from the first rank that has.
 
         Raises:
-            MemoryError: on CUDA, the whole parameters would not fit into the free memory.
+            MemoryError: on CUDA, they would not fit into the free memory.
         """
-        with gathered(self.step_context, write) as model:
+        with gathered_groups(self.step_context, write) as model:
             yield model
 
     def read(self, name: str, state: str = "param", *, to_rank: int | None = None) -> Tensor | None:
@@ -204,10 +219,9 @@ class Engine:
         path: str | Path | None = None,
         pin_memory: bool = True,
     ) -> Mapping[str, int]:
-        """Free memory between phases, for generation or reinforcement learning: move states away until `reload`.
+        """Free memory between phases, as for generation: move states away until `reload`. All ranks call it.
 
-        All ranks call it. Without `params` in `include` the model can still be evaluated. Buffers of the model stay.
-        See `zero.memory_release`.
+        Without `params` in `include` the model can still be evaluated. Buffers stay.
 
         Args:
             include: of `optimizer`, `master`, `grads`, `params`; None for all.
@@ -221,9 +235,7 @@ class Engine:
 
         Raises:
             ConfigError: there is no such state or target, or no folder is named.
-            SwapError: the disk is full, or the folder cannot be written. After any error all states are as they were.
-            MemoryError: the host has too little memory.
-            CommError: another rank has failed in this way.
+            SwapError, MemoryError: disk or host have too little memory. All states are then as they were.
             EngineError: inside `gathered`, or states are away already.
         """
         target = ReleaseTarget(to, None if path is None else Path(path), pin_memory)
@@ -233,7 +245,7 @@ class Engine:
         """Move the states back: they are as they were, bit for bit. Do nothing where none are away.
 
         Raises:
-            torch.OutOfMemoryError: the device has too little memory; call it again once there is enough.
+            torch.OutOfMemoryError: call it again once the device has enough.
             SwapError: the file cannot be read; go on with a new engine from the last checkpoint.
         """
         self.step_context.status.restore()
@@ -247,13 +259,10 @@ class Engine:
         path: str | Path | None = None,
         pin_memory: bool = True,
     ) -> Iterator[Mapping[str, int]]:
-        """Call `offload` for the context, and `reload` at its end. The arguments are those of `offload`.
+        """Call `offload` for the context, and `reload` at its end.
 
         Args:
-            include: states to move.
-            to: where they go.
-            path: the folder for a file.
-            pin_memory: of the host.
+            include, to, path, pin_memory: as for `offload`.
         """
         freed_bytes = self.offload(include, to, path=path, pin_memory=pin_memory)
         try:
@@ -278,20 +287,17 @@ class Engine:
 
         Args:
             path: a folder that all ranks share; it is made where it is missing.
-            contents: "all", what a run needs to go on; "trainable", without frozen parameters (adapters alone); or
-                "weights", parameters and buffers only.
+            contents: "all"; "trainable", without frozen parameters (adapters alone); or "weights" and buffers only.
             extra: any JSON value; that of rank 0 is saved, and `load` returns it.
             wait: return once it is written. Otherwise the states are copied, and written while training goes on; an
-                error there is raised by the next `step`, `save` or `finish_saves`. Where states are stored on NVMe it
-                always waits, because there is too little memory for a copy.
+                error there is raised by the next `step`, `save` or `finish_saves`. With states on NVMe it always waits.
             keep_last: how many of the newest checkpoints in `path` stay once this one is written; None for all.
-            keep_every: checkpoints whose step is a multiple of this always stay; None for no such rule.
+            keep_every: checkpoints whose step is a multiple of this always stay.
 
         Raises:
             CheckpointError: on every rank: it cannot be written, the checkpoint of that step exists already, or a
                 parameter was moved or written outside the engine.
             EngineError: gradients are accumulated, which a checkpoint does not keep.
-            CommError: not all ranks call it within `run.timeout_s`; `load` raises it for the same reason.
         """
         self.checkpoints.save(path, contents, extra, wait, keep_last, keep_every)
 
@@ -306,12 +312,11 @@ class Engine:
     def load(self, path: str | Path, *, strict: bool = True, weights_only: bool = False) -> LoadReport:
         """Load a checkpoint that any layout saved: its world size, stage, tensor parallelism, precision may differ.
 
-        Each rank reads its own shards, and nothing is gathered. All ranks call it. Gradients are dropped. After a
-        failure of the host or of NVMe the engine can be used again once a checkpoint is loaded, unless other ranks have
-        given up a collective in between: then a new engine is needed.
+        Each rank reads its own shards. All ranks call it. Gradients are dropped. After a failure of the host or of NVMe
+        the engine can be used again once a checkpoint is loaded, unless other ranks have given up a collective.
 
         Args:
-            path: a checkpoint, `step-...`; or the folder of several: the newest that is whole is taken.
+            path: a checkpoint, `step-...`; or the folder of several, whose newest that is whole is taken.
             strict: everything must fit; otherwise what fits is loaded, and the report says what was skipped.
             weights_only: take parameters and buffers; optimizer, schedule and number of steps stay as they are.
 
@@ -324,8 +329,7 @@ class Engine:
     def import_weights(self, folder: str | Path, *, names: Names | None = None, strict: bool = True) -> LoadReport:
         """Read a Hugging Face folder straight into the shards: only its parameters and persistent buffers.
 
-        Each rank reads only its slices. Masters get the folder's values, parameters get these rounded. Optimizer
-        states, schedule and number of steps stay; gradients are dropped. All ranks call it.
+        Optimizer states, schedule and number of steps stay; gradients are dropped. All ranks call it.
 
         Args:
             folder: with `model.safetensors`, or the index and files of a sharded one.
@@ -336,8 +340,7 @@ class Engine:
                 added to a base model are missing in its folder.
 
         Raises:
-            CheckpointError: it does not fit the model, and nothing has been changed; or its weights are a pickle, or
-                quantized.
+            CheckpointError: it does not fit the model, is a pickle or quantized; nothing has been changed.
             DamagedError: a file is missing or cut off; if that showed only midway, the engine needs another load.
         """
         return import_weights(self.step_context, self.checkpoints, Path(folder), names, strict)
@@ -353,23 +356,21 @@ class Engine:
     ) -> Path:
         """Write the weights as a Hugging Face folder, which `from_pretrained` loads; every rank writes its own slices.
 
-        Every layout writes the same bytes. Nothing is gathered, and training can go on afterwards. The folder appears
-        whole or not at all, and an existing one is not overwritten. All ranks call it.
+        Every layout writes the same bytes. The folder appears whole or not at all, and an existing one is not
+        overwritten. All ranks call it.
 
         Args:
             folder: shared by all ranks; it does not exist yet, or is empty.
             dtype: of the parameters; None for the one in which each is computed. Buffers keep theirs.
             names: as in `import_weights`.
-            files: files of rank 0 to copy next to the weights, such as a tokenizer's. One with the name of a file
-                that the engine writes, such as config.json, replaces it.
+            files: of rank 0, to copy next to the weights; one such as config.json replaces the engine's.
             tokenizer: of transformers, so that `AutoTokenizer` loads the folder too; None for none.
 
         Returns:
             The folder.
 
         Raises:
-            CheckpointError: it cannot be written, with the same message on every rank; nothing is left of it. Or the
-                model has PEFT's adapters, which have another kind of folder.
+            CheckpointError: it cannot be written, on every rank, and nothing is left of it; or it has PEFT's adapters.
         """
         context, ranks = self.step_context, self.checkpoints.ranks
         return export_weights(context, ranks, Path(folder), dtype, names, files, tokenizer)
@@ -380,8 +381,7 @@ class Engine:
         All ranks call it; a second call does nothing. An optimizer that was given holds the model's parameters again.
 
         Args:
-            keep_values: False leaves the parameters without values, on meta: a model that is larger than the memory
-                cannot be whole on any rank. Save it before.
+            keep_values: False leaves the parameters on meta, where a model is larger than the memory. Save it before.
         """
         if not self.step_context.status.close():
             return

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +28,6 @@ from shardwise.comm.loss import LossFn
 from shardwise.comm.mesh import Mesh, open_store
 from shardwise.comm.records import CommError, MissingRankError
 from shardwise.config.resolve import Config, ConfigError, TiersConfig
-from shardwise.construction.values import skip_init
 from shardwise.engine.build import EngineInputs
 from shardwise.engine.engine import Engine
 from shardwise.engine.hf_api import Names, check_folder
@@ -66,20 +64,18 @@ def initialize(
     """Shard a model's states over the ranks and return the engine that trains it; every rank calls it.
 
     Args:
-        model: any module, also one built inside `shardwise.init()` or on meta; every rank
-            takes rank 0's parameter values. It is changed in place: parameters move to the engine's buffers and dtype.
+        model: any module, also one built inside `shardwise.init()` or on meta; every rank takes rank 0's values. It is
+            changed in place: parameters move to the engine's buffers and dtype.
         config: as written by the user; it is resolved for the world size here.
         loss_fn: `loss_fn(output, batch)` returns the loss's sum and the count of what is summed, or a scalar, which
-            counts as one; without it the model's own output carries the loss, and transformers' counts by its targets.
-            Where `mesh.cp` splits sequences a scalar is of the rank's tokens, and all ranks weigh the same: better a
-            sum.
+            counts as one, under `mesh.cp` too; without it the model's output has the loss, counted by its targets.
         optimizer: None for the config's; a torch optimizer over the model's parameters, whose groups keep their
             meaning; or a function from parameter groups to an optimizer. Element-wise ones only.
         scheduler: None for the config's, constant where it names none; or a torch scheduler on the given optimizer.
         plan: how layers are split where `mesh.tp` is more than 1: a table of name patterns and styles, or what
             `propose_plan` or `prove_plan` returned; None for the plan that the model brings, or its family has.
-        weights: a Hugging Face folder with the values: none are drawn first, and the model's own are not used. It must
-            have all of the model; a model with adapters uses `engine.import_weights`, which does the same otherwise.
+        weights: a Hugging Face folder with all values: none are drawn first, and the model's own are not used. A model
+            with adapters uses `engine.import_weights`.
         names: names of tensors in that folder; as in `engine.import_weights`.
 
     Raises:
@@ -88,6 +84,8 @@ def initialize(
         CheckpointError: the folder of `weights` does not fit the model, or cannot be read.
     """
     config = config if isinstance(config, Config) else Config.from_dict(config or {})
+    if config.optimizer.name == "none":
+        model.requires_grad_(False)
     if scheduler is None:
         schedule_of(config)  # refused before ranks meet
     device_kind = _device_kind(config)
@@ -106,8 +104,10 @@ def initialize(
     if device.type == "cpu" and {config.tiers.params, config.tiers.grads, config.tiers.optimizer} == {"device"}:
         keep_host_memory()  # with states elsewhere memory is what is scarce, not time
     memory, where = MemoryTracker(device), f"on rank {rank} while its engine is made"
-    inputs = EngineInputs(model, config, layout, memory, comm_factory, loss_fn, optimizer, scheduler)
-    with nullcontext() if weights is None else skip_init(model), explain_out_of_memory(memory, config, where):
+    inputs = EngineInputs(
+        model, config, layout, memory, comm_factory, loss_fn, optimizer, scheduler, has_values=weights is None
+    )
+    with explain_out_of_memory(memory, config, where):
         engine = Engine(inputs)
     return engine if weights is None else _with_weights(engine, weights, names)
 

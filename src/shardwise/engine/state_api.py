@@ -1,40 +1,94 @@
-"""This module takes an engine's states out of training: it gathers and offloads them."""
+"""This module takes states out of training: it gathers parameters, and offloads what an engine has."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Final
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 
 from shardwise.comm.records import CommError
+from shardwise.config.resolve import ConfigError
+from shardwise.construction.shards import gathered_shards
 from shardwise.engine.step_context import StepContext
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.runtime.torch_private import num_recorded
 from shardwise.zero.memory_release import STATES, MemoryRelease, ReleaseTarget
+from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.state_access import take_over
+
+# The contexts of engines, in the order in which all ranks have made them.
+ENGINES: Final[WeakValueDictionary[int, StepContext]] = WeakValueDictionary()
 
 
 @contextmanager
-def gathered(context: StepContext, write: bool) -> Iterator[nn.Module]:
-    """Keep all parameters whole inside; with `write` take over what rank 0 has written. See `Engine.gathered`."""
+def gathered(parameters: Iterable[nn.Parameter] | nn.Parameter, modifier_rank: int | None = None) -> Iterator[None]:
+    """Make parameters whole inside the context: slices of `shardwise.init()`, and those that an engine shards.
+
+    All ranks enter it with the same parameters, and leave it. It may be nested. What is written is kept at its end, in
+    an engine's masters too; after an exception slices are as before, if this context has gathered them. Of an engine
+    the whole units are gathered that have the parameters, as `Engine.gathered` gathers all.
+
+    Args:
+        parameters: one, or any number of them; those that are whole already stay so.
+        modifier_rank: 0 if rank 0 alone writes: its values are everybody's. None if all ranks write the same.
+
+    Raises:
+        ConfigError: `modifier_rank` is another rank.
+
+    >>> weight = nn.Parameter(torch.ones(2))
+    >>> with gathered([weight]):  # does nothing to a parameter that is whole
+    ...     weight.sum().item()
+    2.0
+    """
+    if modifier_rank not in (None, 0):
+        raise ConfigError("modifier-rank", f"modifier_rank={modifier_rank} cannot write for all; write on rank 0")
+    given = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
+    with ExitStack() as stack:
+        wanted = {id(each) for each in given}
+        for context in tuple(ENGINES.values()):
+            groups = [group for group in context.sharding.groups if wanted.intersection(map(id, group.parameters))]
+            if groups or wanted.intersection(context.sharding.absent.names):  # other stages may have them
+                stack.enter_context(gathered_groups(context, True if modifier_rank == 0 else None, groups))
+        stack.enter_context(gathered_shards(given, takes_first=modifier_rank == 0))
+        yield
+
+
+@contextmanager
+def gathered_groups(
+    context: StepContext, write: bool | None, groups: Sequence[ParamGroup] | None = None
+) -> Iterator[nn.Module]:
+    """Keep parameters whole inside, and take over what rank 0 has written. See `Engine.gathered`.
+
+    Args:
+        context: of the engine.
+        write: whether to take over; None to do so if any rank has written.
+        groups: that have the parameters; None for all.
+    """
     context.status.check_present(params_suffice=not write)
     context.tiers.worker.check()
-    _check_memory_to_gather(context)
-    sharding = context.sharding
-    was_held, num_before = sharding.is_held, num_recorded()
+    sharding, num_before = context.sharding, num_recorded()
+    chosen = sharding.groups if groups is None else groups
+    _check_memory_to_gather(context, chosen)
     with context.failures_explained():
-        sharding.unshard_all()
+        held = sharding.hold(chosen)
         try:
             yield context.model
+            chosen = [group for group in sharding.groups if groups is None or group in groups]
+            if write is None:
+                write = context.holds_anywhere(any(group.is_written for group in chosen), "whether a rank has written")
+                context.status.check_present(params_suffice=not write)
             if write:
-                take_over(context.states())
+                take_over(context.states(), chosen)
         finally:
-            if not was_held:
-                sharding.reshard_all(release_held=True)
-                if num_recorded() > num_before:
-                    sharding.pin_all_until_backward()
+            sharding.held.difference_update(held)
+            held = [group for group in sharding.groups if group in held]  # those that were not replaced
+            sharding.reshard_all(held)
+            if num_recorded() > num_before:
+                sharding.pin_until_backward(held)
 
 
 def offload(context: StepContext, include: Sequence[str] | None, target: ReleaseTarget) -> Mapping[str, int]:
@@ -63,15 +117,16 @@ def offload(context: StepContext, include: Sequence[str] | None, target: Release
     return freed_bytes
 
 
-def _check_memory_to_gather(context: StepContext) -> None:
+def _check_memory_to_gather(context: StepContext, groups: Sequence[ParamGroup]) -> None:
     layout = context.layout
     if context.device.type != "cuda" or not layout.stage.unshard_for_use:
         return
-    missing_bytes = sum(group.padded_numel * DTYPE_BYTES[layout.precision_of(group).param] for group in layout.groups)
+    specs = [group.spec for group in groups]
+    missing_bytes = sum(spec.padded_numel * DTYPE_BYTES[layout.precision_of(spec).param] for spec in specs)
     free_bytes, _ = torch.cuda.mem_get_info(context.device)
     free_bytes += torch.cuda.memory_reserved(context.device) - torch.cuda.memory_allocated(context.device)
     if context.holds_anywhere(missing_bytes > free_bytes, "memory to gather"):  # the gather needs all ranks
         raise MemoryError(
-            f"gathering all parameters takes {missing_bytes / 2**30:.1f} GiB of {free_bytes / 2**30:.1f} GiB free; "
+            f"gathering the parameters takes {missing_bytes / 2**30:.1f} GiB of {free_bytes / 2**30:.1f} GiB free; "
             "generate with the forward alone, which gathers block by block, or on more memory"
         )

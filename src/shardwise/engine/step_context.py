@@ -78,6 +78,9 @@ class StepContext:
     num_forwards: int = 0
     num_samples: int = 0
     syncs: bool = True  # False inside `no_sync`
+    is_plain: bool = False  # any scalar may be given to `backward`
+    own_backward_scale: float = 1.0  # of the gradient of a backward that the user called on a tensor
+    is_loss_known: bool = True  # False after a backward in this step that the user called on a tensor
     before_update: Callable[[], None] | None = None  # called after the last backward of a step, such as to measure
 
     @property
@@ -149,6 +152,10 @@ class StepContext:
         Raises:
             ConfigError: they are.
         """
+        if self.config.optimizer.name == "none":
+            raise ConfigError(
+                "evaluates-only", "optimizer.name=none makes an engine that only evaluates; name an optimizer to train"
+            )
         if not self.layout.trained_names:
             raise ConfigError(
                 "all-frozen", "every parameter of the model is frozen; set requires_grad on those to train"
@@ -190,11 +197,35 @@ class StepContext:
         self.batches.append(batch)
         return self.losses.open(total)
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradients of a loss that `open_loss` returned."""
+    def backward(self, loss: Tensor, is_boundary: bool | None = None) -> None:
+        """Add the gradients of a loss that `open_loss` returned, or in plain mode of any scalar."""
         self.status.check()
         self.refuse_unless_trainable()
-        backpropagate([self], loss, self.losses.close(loss) * self.scaler.scale)
+        if self.is_plain and not self.losses.knows(loss):
+            self.losses.add_plain(loss)
+            weight = loss.new_full((), self.scaler.scale)
+        else:
+            weight = self.losses.close(loss) * self.scaler.scale
+        backpropagate([self], loss, weight, is_boundary)
+
+    def before_own_backward(self) -> Callable[[], None] | None:
+        """Begin a backward that the user has called on a tensor; return what ends it, None where it is not plain.
+
+        Raises:
+            ConfigError: the loss must be scaled.
+        """
+        if not self.is_plain or not self.layout.trained_names:
+            return None
+        self.status.check()
+        if self.scaler.scale != 1.0:
+            raise ConfigError(
+                "backward-unscaled",
+                f"loss.backward() under a loss scale of {self.scaler.scale:g}; call engine.backward(loss)",
+            )
+        self.losses.add_plain(torch.zeros((), device=self.device), self.own_backward_scale)
+        self.is_loss_known = False
+        self.begin_backward()
+        return self.end_backward
 
     def micro_batches(self, batches: Sequence[Any] | Mapping[str, Any] | Tensor) -> Sequence[Any]:
         """Return the micro-batches of a step as a sequence; a dict or a tensor is one.
@@ -227,13 +258,24 @@ class StepContext:
                 "the last one, or engine.step(partial=True) to step with fewer",
             )
 
-    def begin_backward(self) -> None:
-        """Prepare the next backward of the step: what it reduces, and whether it steps groups as it goes."""
+    def end_backward(self) -> None:
+        """Note that the backward is over, and that gradients from now on are none of the engine's."""
+        self.status.end_backward()
+        self.sharding.expect_no_gradients()
+        self.sharding.watch_gradients()
+
+    def begin_backward(self, is_boundary: bool | None = None) -> None:
+        """Prepare the next backward of the step: what it reduces, and whether it steps groups as it goes.
+
+        Args:
+            is_boundary: whether it is the last before the step; None where `batch.accumulation` tells.
+        """
         self.status.begin_backward()
         self.sharding.watch_gradients(False)
         self.timeline.micro_batch = self.num_backwards
         self.num_backwards += 1
-        is_boundary = self.num_backwards >= (self.config.batch.accumulation or 1)
+        if is_boundary is None:
+            is_boundary = self.num_backwards >= (self.config.batch.accumulation or 1)
         self.sharding.is_last = self.syncs and is_boundary
         self.sharding.will_reduce = self.syncs and (self.layout.stage.reduce_each_backward or is_boundary)
         self.sharding.prepare_backward()
@@ -267,9 +309,10 @@ class StepContext:
         scale = self.scaler.scale
         to_mean = self._to_mean(count)
         grad_norm = math.sqrt(square_sum) * to_mean if square_sum >= 0 else math.nan
-        overflowed = not math.isfinite(grad_norm)
+        overflowed, is_finite = not math.isfinite(grad_norm), math.isfinite(grad_norm) and math.isfinite(loss_sum)
         skipped = overflowed and math.isfinite(loss_sum) and self.scaler.can_shrink
-        if (overflowed or not math.isfinite(loss_sum)) and not skipped:
+        skipped |= not is_finite and self.config.run.on_nonfinite == "skip"
+        if not (is_finite or skipped):
             self._fail_nonfinite(loss_sum, grad_norm, has_stepped, forward)
         learning_rate = self.optimizer.param_groups[0]["lr"]
         if skipped:
@@ -282,8 +325,9 @@ class StepContext:
             self.scheduler.step()
         self.scaler.update(overflowed)
         self.num_steps += 1
+        loss = loss_sum / (count or 1.0) if self.is_loss_known else math.nan
         self._end_step()
-        return StepResult(self.num_steps, loss_sum / (count or 1.0), count, grad_norm, learning_rate, skipped, scale)
+        return StepResult(self.num_steps, loss, count, grad_norm, learning_rate, skipped, scale)
 
     def zero_grad(self) -> None:
         """Forget the gradients since the last step, and a backward that an exception ended."""
@@ -344,6 +388,7 @@ class StepContext:
 
     def _end_step(self) -> None:
         self.num_backwards = self.num_forwards = self.num_samples = 0
+        self.is_loss_known = True
         self.draws.forget()
         self.sharding.end_step()
         self.batches.clear()
@@ -367,18 +412,19 @@ class StepContext:
         )
 
 
-def backpropagate(contexts: Sequence[StepContext], loss: Tensor, weight: Tensor) -> None:
+def backpropagate(
+    contexts: Sequence[StepContext], loss: Tensor, weight: Tensor, is_boundary: bool | None = None
+) -> None:
     """Run the backward of a loss through the models of engines.
 
     Args:
         contexts: of the engines whose models took part.
         loss: a tensor of one element.
         weight: the gradient of the loss, 0-d.
+        is_boundary: whether it is the last before the step; None where `batch.accumulation` tells.
     """
     for context in contexts:
-        context.begin_backward()
+        context.begin_backward(is_boundary)
     torch.autograd.backward(loss, weight.to(loss.dtype).reshape(loss.shape))
     for context in contexts:
-        context.status.end_backward()
-        context.sharding.expect_no_gradients()
-        context.sharding.watch_gradients()
+        context.end_backward()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.loss import LossAccumulator, LossSum, read_loss
+from shardwise.config.resolve import ConfigError
 from shardwise.context.batch import TokenShard
 from shardwise.context.huggingface import without_num_items
 from shardwise.engine.step_context import StepContext
@@ -111,6 +112,42 @@ def _numbers_for(context: StepContext, taken: RankBatch) -> AbstractContextManag
     data_rank = mesh.data_index(context.comm_factory.rank)
     first_sample = taken.first_sample * mesh.num_data_ranks + data_rank * taken.num_samples
     return context.draws.at(context.num_steps, taken.number, first_sample, taken.num_samples, taken.share.tokens)
+
+
+def forward_plain(context: StepContext, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run the model's own forward and return its output; where `mesh.cp` splits sequences, that of this rank's tokens.
+
+    There the model's own loss is scaled so that its mean over the ranks is the loss of the sequence.
+
+    Args:
+        context: whose model runs.
+        args: of the model.
+        kwargs: of the model; all inputs where `mesh.cp` is more than 1.
+
+    Raises:
+        ConfigError: under `mesh.cp` an input has no name.
+    """
+    context.status.check(params_suffice=not torch.is_grad_enabled())
+    context.is_plain |= torch.is_grad_enabled()
+    cp, share = context.layout.mesh.cp, TokenShard(None, kwargs)
+    if cp > 1 and args:
+        raise ConfigError(
+            "plain-inputs-unnamed",
+            f"engine.forward got {len(args)} inputs without names under mesh.cp={cp}, which cuts them by name; pass "
+            "keyword arguments",
+        )
+    context.check_batch((args, kwargs), is_first_step=context.num_steps == 0)
+    if cp > 1:
+        share = context.sequences.share(to_device(dict(kwargs), context.device), False)
+    sizes = [leaf.shape[0] for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
+    taken = RankBatch(share, sizes[0] if sizes else 0, context.num_samples, context.num_forwards)
+    context.num_forwards += 1
+    context.num_samples += taken.num_samples
+    with context.sharding.serving(), _numbers_for(context, taken):
+        output = context.model(*args, **share.inputs)
+    if share.loss_weight is not None and getattr(output, "loss", None) is not None:
+        output.loss = output.loss * share.loss_weight * cp
+    return output
 
 
 class SequentialRunner:

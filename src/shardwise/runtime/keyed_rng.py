@@ -15,18 +15,18 @@ True
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from shardwise.config.resolve import ConfigError
-from shardwise.runtime.torch_private import version
+from shardwise.runtime.torch_private import pytree
 
 
 def derive_seed(seed: int, *keys: int | str) -> int:
@@ -59,7 +59,7 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-def initial_values(module: nn.Module, seed: int, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+def initial_values(module: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
     """Draw the initial value of each parameter without touching it: its memory may be on meta or released.
 
     A module's own `reset_parameters` draws its direct parameters, and then `_init_weights` of the module around, if it
@@ -70,23 +70,20 @@ def initial_values(module: nn.Module, seed: int, names: Container[str] | None = 
     Args:
         module: the whole model; the names of its modules are the keys.
         seed: the seed of the run.
-        names: the parameters wanted, None for all; a module with none of them draws nothing.
 
     Yields:
         (fully qualified name, fp32 values of the parameter's shape), in the order of `named_parameters()`.
 
     Raises:
-        ConfigError: a wanted parameter belongs to a module with neither.
+        ConfigError: a parameter belongs to a module with neither.
     """
-    seen: set[nn.Parameter] = set()
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
     for module_name, owner in module.named_modules():
-        prefix = f"{module_name}." if module_name else ""
-        new = {name: p for name, p in owner.named_parameters(recurse=False) if p not in seen}
-        seen.update(new.values())
-        wanted = [name for name in new if names is None or prefix + name in names]
-        if wanted:
-            drawn = draw_module(module, module_name, seed, prefix + wanted[0])
-            yield from ((prefix + name, drawn[name]) for name in wanted)
+        new = {own: names.pop(id(p)) for own, p in owner.named_parameters(recurse=False) if id(p) in names}
+        if new:
+            check_initializers(module, next(iter(new.values())))
+            drawn = draw_module(module, module_name, seed)
+            yield from ((name, drawn[own]) for own, name in new.items())
 
 
 def init_parameters(module: nn.Module, seed: int) -> None:
@@ -105,46 +102,49 @@ def init_parameters(module: nn.Module, seed: int) -> None:
             parameter.copy_(values)
 
 
-def check_initializers(model: nn.Module, module_name: str, example: str) -> None:
-    """Raise if nothing draws a module's own parameters, one of which is `example`.
-
-    Args:
-        model: the whole model.
-        module_name: of the module in it.
-        example: the fully qualified name of one of its parameters, for the error.
+def check_initializers(model: nn.Module, name: str) -> None:
+    """Raise if nothing draws a parameter.
 
     Raises:
-        ConfigError: it has no `reset_parameters`, nor any module around it an `_init_weights`.
+        ConfigError: its module has no `reset_parameters`, nor any module around it an `_init_weights`.
     """
+    module_name = name.rpartition(".")[0]
     owner = model.get_submodule(module_name)
-    if not hasattr(owner, "reset_parameters") and not _Passes.over(model, module_name).calls:
+    if not hasattr(owner, "reset_parameters") and not _passes(model, module_name):
         raise ConfigError(
             "no-reset-parameters",
-            f"{example} has no initial value: {type(owner).__name__} has no reset_parameters(); "
+            f"{name} has no initial value: {type(owner).__name__} has no reset_parameters(); "
             "build the model inside `with shardwise.init():`, or write one that fills the module's own parameters",
         )
 
 
 @torch.no_grad()
-def draw_module(model: nn.Module, module_name: str, seed: int, example: str) -> dict[str, Tensor]:
+def draw_module(model: nn.Module, module_name: str, seed: int) -> dict[str, Tensor]:
     """Draw the `initial_values` of one module's direct parameters, by their names in it.
 
     Args:
         model: the whole model.
         module_name: fully qualified; the key.
         seed: the seed of the run.
-        example: the fully qualified name of one of its parameters, for the error.
 
     Raises:
-        ConfigError: nothing draws them, or leaves a parameter unset.
+        ConfigError: a parameter is left unset.
     """
-    check_initializers(model, module_name, example)
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(derive_seed(seed, module_name))
-        drawn = {name: values for name, (values, _) in _draw(model, module_name, "cpu").items()}
+    owner = model.get_submodule(module_name)
+    real = dict(owner.named_parameters(recurse=False, remove_duplicate=False))
+    try:
+        for name, parameter in real.items():
+            setattr(owner, name, _stand_in(parameter, "cpu"))
+        with torch.random.fork_rng(devices=[]), _OthersAbsent(owner):
+            torch.default_generator.manual_seed(derive_seed(seed, module_name))
+            for call in (getattr(owner, "reset_parameters", lambda: None), *_passes(model, module_name)):
+                call()
+        drawn = {name: getattr(owner, name).detach() for name in real}
+    finally:
+        for name, parameter in real.items():
+            setattr(owner, name, parameter)
     for name, values in drawn.items():
         if _has_nan(values):
-            owner = model.get_submodule(module_name)
             raise ConfigError(
                 "reset-leaves-nan",
                 f"{type(owner).__name__}.reset_parameters() left NaN in its {name}; "
@@ -153,60 +153,60 @@ def draw_module(model: nn.Module, module_name: str, seed: int, example: str) -> 
     return drawn
 
 
-@torch.no_grad()
-def count_draws(model: nn.Module, module_name: str) -> dict[str, tuple[int, int]]:
-    """Return how often `draw_module` writes each of a module's direct parameters: by `reset_parameters`, and after it.
+def is_drawing(parameter: nn.Parameter) -> bool:
+    """Say whether the code that runs is some that `draw_module` runs for a parameter, by the names of functions."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name not in ("reset_parameters", "_reset_parameters", "_init_weights"):
+        frame = frame.f_back
+    name, owner = ("", None) if frame is None else (frame.f_code.co_name, frame.f_locals.get("self"))
+    if name == "reset_parameters" and isinstance(owner, nn.Module):
+        return any(parameter is own for own in owner.parameters(recurse=False))
+    return name == "_reset_parameters" or (name == "_init_weights" and _takes_module(getattr(owner, name, None)))
+
+
+class _OthersAbsent(TorchFunctionMode):
+    """Makes torch see all parameters but those of one module as on meta: so none of them, perhaps an engine's, changes.
 
     Args:
-        model: the whole model.
-        module_name: fully qualified.
-    """
-    with torch.random.fork_rng(devices=[]):
-        drawn = _draw(model, module_name, "meta")
-    return {name: (num_reset, version(values) - num_reset) for name, (values, num_reset) in drawn.items()}
-
-
-@dataclass(frozen=True)
-class _Passes:
-    """Lists what draws a module's parameters beside its `reset_parameters`, in its order.
-
-    Attributes:
-        around: the outermost module whose parameters may be written.
-        calls: `_reset_parameters`, as torch's attention and `nn.Transformer` have it, of the module and those around;
-            then the nearest `_init_weights(module)`, for the module and those around, as transformers applies it.
+        owner: the module.
     """
 
-    around: nn.Module
-    calls: list[Callable[[], object]]
+    def __init__(self, owner: nn.Module) -> None:
+        super().__init__()
+        self._owner = owner
 
-    @classmethod
-    def over(cls, model: nn.Module, module_name: str) -> _Passes:
-        names = module_name.split(".") if module_name else []
-        chain = [model.get_submodule(".".join(names[:length])) for length in range(len(names), -1, -1)]
-        around = chain[0]
-        calls: list[Callable[[], object]] = []
-        for module in chain:
-            if hasattr(module, "_reset_parameters"):
-                around = module
-                calls.append(getattr(module, "_reset_parameters"))  # noqa: B009
-        for index, module in enumerate(chain):
-            init_weights: Any = getattr(module, "_init_weights", None)
-            if _takes_module(init_weights):
-                outermost = max(chain.index(around), index)
-                return cls(chain[outermost], [*calls, *(partial(init_weights, each) for each in chain[: index + 1])])
-        return cls(around, calls)
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        own = {id(parameter) for parameter in self._owner.parameters(recurse=False)}
+
+        def seen(leaf: Any) -> Any:
+            return _stand_in(leaf, "meta") if isinstance(leaf, nn.Parameter) and id(leaf) not in own else leaf
+
+        args, kwargs = pytree.tree_map(seen, (tuple(args), kwargs or {}))
+        return func(*args, **kwargs)
 
 
-def _draw(model: nn.Module, module_name: str, device: str) -> dict[str, tuple[Tensor, int]]:
-    """Return a module's direct parameters as they are drawn, and how often `reset_parameters` has written each."""
-    owner, passes = model.get_submodule(module_name), _Passes.over(model, module_name)
-    with _stand_ins(owner, passes.around, device) as names:
-        reset: Callable[[], object] = getattr(owner, "reset_parameters", lambda: None)
-        reset()
-        num_reset = {name: version(getattr(owner, name)) for name in names}
-        for call in passes.calls:
-            call()
-        return {name: (getattr(owner, name).detach(), num_reset[name]) for name in names}
+def _stand_in(parameter: nn.Parameter, device: str) -> nn.Parameter:
+    """Return a parameter of that shape, in fp32 and full of NaN."""
+    dtype = torch.complex64 if parameter.is_complex() else torch.float32
+    return nn.Parameter(torch.full(parameter.shape, torch.nan, dtype=dtype, device=device))
+
+
+def _passes(model: nn.Module, module_name: str) -> list[Callable[[], object]]:
+    """List what draws a module's parameters beside its `reset_parameters`, in its order.
+
+    First `_reset_parameters`, as torch's attention and `nn.Transformer` have it, of the module and those around; then
+    the nearest `_init_weights(module)`, for the module and those around, as transformers applies it.
+    """
+    names = module_name.split(".") if module_name else []
+    chain = [model.get_submodule(".".join(names[:length])) for length in range(len(names), -1, -1)]
+    calls = [getattr(module, "_reset_parameters") for module in chain if hasattr(module, "_reset_parameters")]  # noqa: B009
+    for index, module in enumerate(chain):
+        init_weights: Any = getattr(module, "_init_weights", None)
+        if _takes_module(init_weights):
+            return [*calls, *(partial(init_weights, each) for each in chain[: index + 1])]
+    return calls
 
 
 def _takes_module(function: Callable[..., object] | None) -> bool:
@@ -219,25 +219,3 @@ def _takes_module(function: Callable[..., object] | None) -> bool:
 def _has_nan(values: Tensor) -> bool:
     numbers = torch.view_as_real(values) if values.is_complex() else values
     return numbers.numel() > 0 and bool(numbers.amin().isnan())  # `isnan` of all would need memory for each
-
-
-@contextmanager
-def _stand_ins(owner: nn.Module, around: nn.Module, device: str) -> Iterator[list[str]]:
-    """Replace the parameters of `around` inside the context: those of `owner` by fp32 ones full of NaN on `device`.
-
-    All others are on meta, where nothing is written: they may be an engine's by now.
-    """
-    real = [
-        (module, name, parameter)
-        for module in around.modules()
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
-    ]
-    try:
-        for module, name, parameter in real:
-            dtype = torch.complex64 if parameter.is_complex() else torch.float32
-            where = device if module is owner else "meta"
-            setattr(module, name, nn.Parameter(torch.full(parameter.shape, torch.nan, dtype=dtype, device=where)))
-        yield [name for module, name, _ in real if module is owner]
-    finally:
-        for module, name, parameter in real:
-            setattr(module, name, parameter)

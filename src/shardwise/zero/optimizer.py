@@ -416,7 +416,8 @@ def may_step_in_backward(config: Config, layout: Layout) -> bool:
     is_scaled = config.precision.param == "fp16" and config.precision.loss_scale == "dynamic"
     is_split = layout.tensor is not None or layout.pipeline is not None
     clips = config.optimizer.clip_norm is not None
-    return config.tiers.step_in_backward and is_offloaded and not (clips or is_scaled or is_split)
+    may_skip = config.run.on_nonfinite == "skip"
+    return config.tiers.step_in_backward and is_offloaded and not (clips or is_scaled or is_split or may_skip)
 
 
 class StepInBackward:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -67,6 +68,8 @@ def plan_optimizer(
             NamedGroup(others, {"weight_decay": 0.0}),
         ]
 
+    if config.name == "none":  # nothing is trained: torch's optimizer keeps the groups alone
+        return OptimizerPlan(by_decay, lambda param_groups: torch.optim.SGD(param_groups, lr=config.lr))
     return OptimizerPlan(by_decay, lambda param_groups: build_optimizer(config, param_groups))
 
 

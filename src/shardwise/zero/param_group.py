@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shardwise.comm.collectives import AsyncWork
 from shardwise.config.errors import EngineError
 from shardwise.config.resolve import ConfigError
+from shardwise.construction.shards import make_plain
 from shardwise.construction.values import ParamInitializer
 from shardwise.layout.layout import Layout
 from shardwise.layout.param_groups import GroupSpec, ParamSpec
@@ -111,7 +112,6 @@ class ParamGroup:
         if spec.trainable and (policy.keeps_master or where.params != where.optimizer):
             self.master = tiers.place(where.optimizer, f"{spec.name}.master", numel, master_dtype, Category.OPTIMIZER)
         self._fill(resources.values, master_dtype)
-        self._kinds = tuple(parameter_class(parameter) for parameter in parameters)
         self._kinds = tuple(parameter_class(parameter) for parameter in parameters)
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.grad = None
@@ -280,6 +280,12 @@ class ParamGroup:
                         "own; write before initialize, or inside `with engine.gathered(write=True):`",
                     )
 
+    @property
+    def is_written(self) -> bool:
+        """Say whether other code has written a parameter since the engine was made."""
+        with plain_torch_functions():
+            return [version(parameter) for parameter in self.parameters] != self._versions
+
     def trains(self) -> list[bool]:
         """Return the current `requires_grad` of each parameter."""
         with plain_torch_functions():
@@ -403,24 +409,22 @@ class ParamGroup:
             targets = [resident]
             if self.master is not self.shard:
                 targets.append((stack.enter_context(loaded(self.master, write=True)), own))
-            for place in self.spec.params:
-                if values.is_blank(place.name):
-                    values.forget(place.name)
-                    continue
-                held = [(buffer, slot) for buffer, slots in targets for slot in slots if slot.param is place]
-                initial = self._initial(place, values, dtype, is_held=bool(held))
-                for buffer, slot in held:
-                    buffer[slot.offset : slot.offset + slot.stop - slot.start].copy_(initial[slot.start : slot.stop])
-                values.forget(place.name)
+            for parameter, place in zip(self.parameters, self.spec.params, strict=True):
+                if values.has_values:
+                    held = [(buffer, slot) for buffer, slots in targets for slot in slots if slot.param is place]
+                    initial = self._initial(place, values, dtype, is_held=bool(held))
+                    for buffer, slot in held:
+                        target = buffer[slot.offset : slot.offset + slot.stop - slot.start]
+                        target.copy_(initial[slot.start : slot.stop])
+                make_plain(parameter)  # which frees its slice
 
     def _initial(self, place: ParamSpec, values: ParamInitializer, dtype: torch.dtype, is_held: bool) -> Tensor:
         """Return a parameter's local values, 1-D: rank 0's, or the same on all ranks; empty where none are needed."""
         ranks, shape = self._comms.model, place.global_shape
         is_sent = ranks.world_size > 1 and place.numel > 0 and not values.is_same_everywhere(place.name)
-        is_read_by_all = values.is_sharded(place.name)
-        if not is_sent and not is_held and not is_read_by_all:
+        if not (is_sent or is_held or values.is_sharded(place.name)):
             return torch.empty(0, dtype=dtype, device=ranks.device)
-        if ranks.rank == 0 or not is_sent or is_read_by_all:
+        if ranks.rank == 0 or not is_sent:
             whole = values.read(place.name).reshape(shape).to(ranks.device, dtype)
         else:
             whole = torch.empty(shape, dtype=dtype, device=ranks.device)

@@ -56,7 +56,7 @@ class PipelineAdapter:
             keepers.discard(stage)
             if not keepers:
                 self._sharding.kept.discard(group)
-                group.is_pinned = self._sharding.is_held
+                group.is_pinned = group in self._sharding.held
                 group.reshard()
 
     def prefetch(self, stage: int) -> None:

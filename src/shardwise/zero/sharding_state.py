@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -45,12 +45,14 @@ class ShardingState:
     Attributes:
         phase: what the engine does with the model; `LEGAL` has the transitions.
         before_model: called before the model's forward.
+        before_backward: called before a backward that the engine did not start; returns what to call after it.
         will_reduce: the next backward reduces gradients.
         is_last: it is the last before the step.
         is_serving: the engine runs the model, or reads the loss of its output.
         has_foreign_gradients: a backward that the engine did not start has given gradients.
         order: of the units, for prefetching.
         kept: groups that stay whole until a schedule reshards them.
+        held: groups that stay whole inside `gathered`.
         reductions: the order in which groups are reduced, and how far this backward has come in it.
         on_reduced: is given each group whose reduction has ended.
     """
@@ -59,12 +61,15 @@ class ShardingState:
         self._release_claim = claim(model)
         self.phase = Phase.IDLE
         self.before_model: Callable[[], Callable[[], None] | None] | None = None
+        self.before_backward: weakref.WeakMethod[Callable[[], Callable[[], None] | None]] | None = None
+        self._after_backward: Callable[[], None] | None = None
         self.will_reduce = self.is_last = True
         self.is_serving = self.has_foreign_gradients = False
         self.groups: list[ParamGroup] = []
         self.units = [Unit(name) for name in (ROOT, *layout.held_units)]
         self.order: PrefetchOrder = (StaticOrder if resources.lockstep else RecordedOrder)(layout.held_units)
         self.kept: set[ParamGroup] = set()
+        self.held: set[ParamGroup] = set()
         self.reductions: ReductionOrder[ParamGroup] = ReductionOrder()
         self.on_reduced: Callable[[ParamGroup], None] | None = None
         self._model = model
@@ -74,7 +79,7 @@ class ShardingState:
         self._place_of: dict[int, tuple[ParamGroup, int]] = {}
         self._unit_of = {unit.name: unit for unit in self.units}
         self._began_in, self._num_in_backward = Phase.IDLE, 0  # the backward that is under way, or the last one
-        self._is_inner = self._has_gradients = self._holds_unreduced = self._is_held = False
+        self._is_inner = self._has_gradients = self._holds_unreduced = False
         self._reducing: deque[ParamGroup] = deque()
         self._updates = HostUpdates()
         self._unannounced: list[ParamGroup] = []  # used where no hook reports it: whole until the end of the backward
@@ -148,10 +153,7 @@ class ShardingState:
         )
 
     def watch_gradients(self, is_on: bool = True) -> None:
-        """Watch reads of a parameter's `grad` between a backward and its step, to warn that the engine has it; or stop.
-
-        Parameters that are stored as shards have the guarding class in any case.
-        """
+        """Watch reads of a parameter's `grad` from a backward to its step, to warn that the engine has it; or stop."""
         self._watch.turn(is_on, self.reductions.groups)
 
     def pre_forward(self, unit: Unit) -> None:
@@ -380,14 +382,9 @@ class ShardingState:
         self.reductions.final.clear()
         self.watch_gradients(False)
 
-    @property
-    def is_held(self) -> bool:
-        """Say whether all parameters are kept whole, as inside `gathered`."""
-        return self._is_held
-
-    def pin_all_until_backward(self) -> None:
-        """Make all parameters present in the next backward: a graph was built while all of them were plain."""
-        for group in self.groups:
+    def pin_until_backward(self, groups: Iterable[ParamGroup]) -> None:
+        """Make groups present in the next backward: a graph was built while all of them were plain."""
+        for group in groups:
             if group.is_released_between_uses and group not in self._unannounced:
                 self._unannounced.append(group)
 
@@ -419,19 +416,20 @@ class ShardingState:
         self._resources.comms.drain()
         self._resources.pool.trim()
 
-    def unshard_all(self) -> None:
-        """Make every parameter present, and keep it so until `reshard_all`."""
-        for group in self.groups:
+    def hold(self, groups: Iterable[ParamGroup]) -> list[ParamGroup]:
+        """Make groups present, and keep them so while they are in `held`; return those that were not."""
+        new = [group for group in groups if group not in self.held]
+        for group in new:
             group.unshard()
-        for group in self.groups:
+        for group in new:
             group.pin()
-        self._is_held = True
+        self.held.update(new)
+        return new
 
-    def reshard_all(self, release_held: bool = False) -> None:
-        """Release every parameter that is stored as a shard, but not inside `unshard_all` unless `release_held`."""
-        self._is_held = self._is_held and not release_held
-        for group in self.groups:
-            group.is_pinned = self._is_held or group in self.kept
+    def reshard_all(self, groups: Iterable[ParamGroup] | None = None) -> None:
+        """Release all parameters that are stored as shards, or those of some groups, except in `held`."""
+        for group in self.groups if groups is None else groups:
+            group.is_pinned = group in self.held or group in self.kept
             group.reshard()
 
     def close(self, keep_values: bool = True) -> None:
@@ -483,9 +481,12 @@ class ShardingState:
     def _begin_backward(self) -> None:
         if self.phase is Phase.BACKWARD:
             return
-        self._began_in = self.phase
         # One that a forward or a loss runs, or through which another is to run: not the one that gives gradients.
         self._is_inner = self.phase is Phase.FORWARD or self.is_serving or torch.is_grad_enabled()
+        if self.phase is Phase.IDLE and not self._is_inner and self.before_backward is not None:
+            begin = self.before_backward()
+            self._after_backward = begin() if begin is not None else None
+        self._began_in = self.phase
         # What is frozen around another engine's step has no gradients to reduce.
         self._has_gradients = self.phase is Phase.PRE_BACKWARD or any(
             any(group.trains()) for group in self.reductions.groups
@@ -501,10 +502,7 @@ class ShardingState:
         return self.will_reduce and self._has_gradients and not self._is_inner
 
     def _reduce_before(self, unit: Unit) -> None:
-        """Reduce, in lockstep, what comes before a unit when its backward begins, so that all ranks use one order.
-
-        Without lockstep each reduction starts as soon as its gradients are there.
-        """
+        """Reduce, in lockstep, what comes before a unit when its backward begins, so that all ranks use one order."""
         if self._resources.lockstep and self._reduces and not unit.is_root:
             for group in self.reductions.take_before(unit.groups):
                 self._reduce(group)
@@ -549,6 +547,9 @@ class ShardingState:
         self._end_units()
         if not self._is_inner:
             self.reshard_all()
+        after_backward, self._after_backward = self._after_backward, None
+        if after_backward is not None:
+            after_backward()
 
     def _end_units(self) -> None:
         for unit in self.units:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
 from shardwise.comm.collectives import Comm
@@ -19,7 +18,6 @@ from shardwise.layout.layout import Layout
 from shardwise.layout.param_groups import GroupSpec
 from shardwise.layout.precision import buffer_dtype
 from shardwise.runtime.memory_tracker import Category, MemoryTracker
-from shardwise.runtime.precision import torch_dtype
 from shardwise.zero.optimizer_plan import NamedGroup
 from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.state_access import (
@@ -51,36 +49,32 @@ def broadcast_buffers(model: nn.Module, precision: PrecisionConfig, memory: Memo
 def broadcast_params_across_stages(values: ParamInitializer, layout: Layout, comms: CommGroups) -> None:
     """Send the first rank's initial values to the first rank of each stage, for the parameters that it holds.
 
-    From there they go to the stage's other ranks. Where values are keyed by name, every rank draws the same. Where each
-    rank has a slice, the stage's ranks share the slices of their own parameters from now on.
+    From there they go to the stage's other ranks, and replace the values that those have. Where values are keyed by
+    name, every rank draws the same. Where each rank has a slice, the stage's ranks share the slices of their own
+    parameters from now on.
 
     Args:
         values: the model's initial values; one parameter is sent at a time.
         layout: says which parameters this rank holds.
         comms: the engine's communication groups.
     """
-    if comms.pipeline.world_size == 1:
+    if comms.pipeline.world_size == 1 or not values.has_values:
         return
     held = {group.name for group in layout.groups}
     for group in _by_turns(layout.model_groups):
         for place in group.params:
-            if values.is_sharded(place.name) and not values.is_blank(place.name):
+            if values.is_sharded(place.name):
                 values.move(place.name, comms.model if group.name in held else None)
     if comms.model.rank > 0:
         return
-    dtype, device = torch_dtype(layout.precision.master), comms.pipeline.device
     for group in layout.model_groups:
         for place in group.params:
-            name, shape = place.name, place.global_shape
-            if values.is_blank(name) or values.is_same_everywhere(name):
+            if values.is_same_everywhere(place.name) or place.numel == 0:
                 continue
-            is_first = comms.pipeline.rank == 0
-            sent = values.read(name).reshape(shape).to(device, dtype) if is_first else torch.empty(shape, dtype=dtype)
-            sent = sent.to(device).contiguous()
-            if sent.numel() > 0:
-                comms.pipeline.broadcast(sent.view(-1), f"initial values of {name}")
-            if group.name in held and not is_first:
-                values.give(name, sent)
+            own = values.read(place.name)
+            sent = own.to(comms.pipeline.device).contiguous()
+            comms.pipeline.broadcast(sent.view(-1), f"initial values of {place.name}")
+            own.copy_(sent)
 
 
 def _by_turns(groups: Sequence[GroupSpec]) -> list[GroupSpec]:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -533,14 +533,14 @@ def exchange_texts(comm: Comm, text: str, name: str) -> list[str]:
     return [bytes(row.tolist()).decode() for row in table]
 
 
-def take_over(states: EngineState) -> None:
-    """Spread what the first rank has written into whole parameters to all ranks, in the masters too. All ranks call it.
+def take_over(states: EngineState, groups: Iterable[ParamGroup]) -> None:
+    """Spread what the first rank has written into whole groups to all ranks, in the masters too. All ranks call it.
 
     The first rank is rank 0; of a split layer's parts, and of a pipeline's stages, the first that holds them. A master
     keeps its precision where its parameter is unchanged.
     """
     data = states.comms.data
-    for group in states.sharding.groups:
+    for group in groups:
         if data.world_size > 1:
             data.broadcast(group.full, f"written parameters of {group.spec.name}")
         for place in group.spec.params:

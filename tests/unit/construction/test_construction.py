@@ -170,47 +170,68 @@ def test_reading_holds_one_modules_parameters() -> None:
     assert live.peak_bytes() >= 10 * largest_bytes
 
 
-class Zeroed(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(3, 3)
-        nn.init.zeros_(self.weight)
-
-
-def zero_last(is_hidden: bool = False) -> nn.Module:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    with torch.no_grad():
-        (model[1].weight.data if is_hidden else model[1].weight).zero_()
-    return model
-
-
 class Scale(nn.Module):
     def __init__(self, device: Any = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(3, device=device))
 
 
-MISFITS: dict[str, tuple[str, str, Callable[[], nn.Module]]] = {
-    "no reset": ("no-reset-parameters", "0.weight", lambda: nn.Sequential(Scale())),
-    "constructor": ("written-by-constructor", "0.weight", lambda: nn.Sequential(Zeroed())),
-    "later": ("written-by-constructor", "1.weight", zero_last),
-    "later, unseen": ("written-by-constructor", "1.weight", lambda: zero_last(is_hidden=True)),
-    "copy": ("written-by-constructor", "1.weight", lambda: copy.deepcopy(zero_last())),
+class Zeroed(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        nn.init.zeros_(self.weight)
+
+
+class Resets(nn.Sequential):
+    """Resets its child's parameters, which drawing the child's does not repeat."""
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self[0].weight)
+
+
+class Styled(nn.Sequential):
+    """Has an `_init_weights` that takes no module, so that none knows when to call it."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self._init_weights()
+
+    def _init_weights(self) -> None:
+        nn.init.ones_(self[0].weight)
+
+
+def pair() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+
+OTHER_USES: dict[str, Callable[[], object]] = {
+    "constructor": Zeroed,
+    "later": lambda: nn.init.zeros_(pair()[1].weight),
+    "unseen": lambda: pair()[1].weight.data.zero_(),
+    "copy": lambda: nn.init.zeros_(copy.deepcopy(pair())[1].weight),
+    "read": lambda: pair()[0].bias.norm(),
+    "parent": lambda: Resets(nn.Linear(3, 3)).reset_parameters(),
+    "no module": lambda: Styled(nn.Linear(3, 3)),
 }
 
 
-@pytest.mark.parametrize("name", MISFITS)
-def test_what_a_seed_cannot_repeat_is_refused_by_name(name: str) -> None:
-    code, parameter, make = MISFITS[name]
-    with refused(code, parameter):
-        ParamInitializer(keyed(7, make), seed=0)
+@pytest.mark.parametrize("name", OTHER_USES)
+def test_what_a_seed_cannot_repeat_is_refused_where_it_is_done(name: str) -> None:
+    with init(7), refused("parameter-not-drawn", "Zeroed.weight" if name == "constructor" else "Linear.", "(3"):
+        OTHER_USES[name]()
 
 
 def test_what_is_written_after_the_block_is_refused_by_name() -> None:
-    model = keyed(7, lambda: nn.Sequential(nn.Linear(2, 2)))
-    nn.init.zeros_(model[0].weight)
+    model = keyed(7, pair)
     for each in (model, copy.deepcopy(model)):
-        with refused("written-after-init", "0.weight"):
-            ParamInitializer(each, seed=0)
+        with refused("parameter-not-drawn", "Linear.weight"):
+            nn.init.zeros_(each[0].weight)
+        with init(), refused("parameter-not-drawn", "Linear.weight"):
+            nn.init.zeros_(each[0].weight)
+    model[0].reset_parameters()  # draws nothing yet, as in the block
+    assert all(parameter.is_meta for parameter in model.parameters())
+    with refused("no-reset-parameters", "0.weight"):
+        ParamInitializer(keyed(7, lambda: nn.Sequential(Scale())), seed=0)
 
 
 def test_models_on_meta_without_values_are_refused_by_name() -> None:

@@ -105,14 +105,6 @@ def test_drawing_leaves_the_global_generator_alone() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_only_wanted_names_are_drawn() -> None:
-    """The second module cannot be drawn, and need not be."""
-    module = nn.Sequential(nn.Linear(3, 4), NoReset())
-    values = dict(initial_values(module, 0, names={"0.bias"}))
-    assert list(values) == ["0.bias"]
-    assert torch.equal(values["0.bias"], draw(nn.Sequential(nn.Linear(3, 4)))["0.bias"])
-
-
 def test_frozen_parameters_of_any_depth_are_drawn() -> None:
     module = nn.Sequential(nn.LayerNorm(4), nn.Sequential(nn.Linear(4, 2)))
     module.requires_grad_(False)

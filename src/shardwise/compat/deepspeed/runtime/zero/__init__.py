@@ -1,1 +1,106 @@
-"""Offers DeepSpeed's names about ZeRO at DeepSpeed's paths."""
+"""Offer `deepspeed.zero`: shards before there is an engine, and access to whole parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.compat.deepspeed.config import read_config, translate
+from shardwise.construction.context import init
+from shardwise.engine.state_api import gathered
+from shardwise.layout.precision import TORCH_DTYPES
+
+
+class ZeroParamStatus(Enum):
+    """Says whether a parameter is whole."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class Init:
+    """Makes each parameter a shard as soon as its module is constructed, under stage 3: `shardwise.init()`.
+
+    Args:
+        module: a model that is built already stays as it is; `initialize` shards it.
+        data_parallel_group: not used: all ranks share the parameters.
+        config_dict_or_path: the JSON, whose dtype the parameters get.
+        config: an older name of it.
+        enabled: False does nothing.
+        dtype: of the parameters; None for the JSON's.
+        options: of DeepSpeed, not used.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        given = config_dict_or_path if config_dict_or_path is not None else config
+        settings = translate(read_config(given)).config if given is not None else {}
+        param = settings.get("precision", {}).get("param")
+        self._dtype = dtype if dtype is not None else TORCH_DTYPES.get(param) if param else None
+        self._is_on = enabled and settings.get("zero", {}).get("stage", 3) == 3
+        self._context: AbstractContextManager[None] | None = None
+        self._dtype_before = torch.get_default_dtype()
+
+    def __enter__(self) -> None:
+        if not self._is_on:
+            return
+        self._dtype_before = torch.get_default_dtype()
+        self._context = init()
+        self._context.__enter__()
+        if self._dtype is not None:
+            torch.set_default_dtype(self._dtype)
+
+    def __exit__(self, *error: Any) -> None:
+        if self._context is not None:
+            torch.set_default_dtype(self._dtype_before)
+            context, self._context = self._context, None
+            context.__exit__(*error)
+
+
+@contextmanager
+def GatheredParameters(  # noqa: N802  DeepSpeed's name
+    params: Iterable[nn.Parameter] | nn.Parameter,
+    modifier_rank: int | None = None,
+    fwd_module: nn.Module | None = None,
+    enabled: bool = True,
+) -> Iterator[None]:
+    """Make parameters whole inside the context; all ranks enter.
+
+    Args:
+        params: one, or any iterable of them.
+        modifier_rank: whose values all ranks take over at the end; None keeps what was.
+        fwd_module: not used.
+        enabled: False does nothing.
+    """
+    if not enabled:
+        yield
+        return
+    with gathered(params, modifier_rank=modifier_rank):
+        yield
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Do nothing: a parameter is gathered wherever the model's forward uses it.
+
+    Args:
+        module: that uses it.
+        parameter: of another module.
+    """
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Do nothing, as `register_external_parameter`."""

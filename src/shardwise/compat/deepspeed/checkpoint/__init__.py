@@ -1,0 +1,5 @@
+"""Offer DeepSpeed's names about checkpoints at DeepSpeed's paths."""
+
+from shardwise.compat import submodules
+
+__getattr__ = submodules(__name__)

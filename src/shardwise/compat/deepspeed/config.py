@@ -1,0 +1,294 @@
+"""Translate DeepSpeed's JSON into Shardwise's config, by the table of `keys`.
+
+>>> found = translate({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "gradient_clipping": 0.5})
+>>> found.config["zero"], found.config["precision"], found.config["optimizer"]
+({'stage': 2}, {'param': 'bf16'}, {'clip_norm': 0.5})
+>>> translate({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}})  # doctest: +ELLIPSIS
+Traceback (most recent call last):
+    ...
+shardwise.config.resolve.ConfigError: zero_optimization.zenflow.topk_ratio=0.1: it steps with gradients of earlier ...
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from shardwise.compat.deepspeed.keys import KEYS, key_of, nearest, usual_path
+from shardwise.config.resolve import Config, ConfigError, resolve_batch, set_key, shown_value
+from shardwise.config.untrusted_files import UntrustedFileError, parse_json, read_json
+from shardwise.config.validate import ATTENTION_KEYS
+
+_FIX: Final = "give DeepSpeed's config as JSON"
+_ZERO: Final = "zero_optimization"
+_DTYPES: Final[Mapping[str, str]] = MappingProxyType(
+    {"half": "fp16", "float16": "fp16", "bfloat16": "bf16", "float": "fp32", "float32": "fp32"}
+)
+
+
+@dataclass(frozen=True)
+class Translation:
+    """Hold what a config of DeepSpeed's is here.
+
+    Attributes:
+        config: for `Config.from_dict`.
+        notes: lines to say once: what has no effect, what was left "auto", what is unknown.
+        refused: a line for each key that is refused; `translate` raises the first.
+        given: what the JSON says, by dotted key in the table's spelling, without "auto" and null.
+    """
+
+    config: Mapping[str, Any]
+    notes: tuple[str, ...]
+    refused: tuple[str, ...]
+    given: Mapping[str, Any]
+
+    def section(self, name: str) -> dict[str, Any]:
+        """Return one section of what the JSON says, such as `optimizer` with its `type` and `params`."""
+        found: dict[str, Any] = {}
+        for path, value in self.given.items():
+            if path.startswith(f"{name}."):
+                set_key(found, path.removeprefix(f"{name}."), value)
+        return found
+
+
+def read_config(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a config as DeepSpeed takes it: a mapping, the path of a JSON file, or JSON in base64.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if isinstance(source, Mapping):
+        return source
+    try:
+        values = _decoded(str(source)) if not Path(source).exists() else read_json(source, _FIX)
+    except (UntrustedFileError, OSError) as error:
+        raise ConfigError("deepspeed-config-unreadable", str(error)) from None
+    if not isinstance(values, Mapping):
+        raise ConfigError("deepspeed-config-unreadable", f"{source} holds no object of keys and values; {_FIX}")
+    return values
+
+
+def translate(values: Mapping[str, Any], world_size: int | None = None, *, refuse: bool = True) -> Translation:
+    """Translate a config, which stays as it is.
+
+    Args:
+        values: the parsed JSON.
+        world_size: ranks, for the batch's equation; None leaves that to `Config.resolve`.
+        refuse: raise for keys that are refused, and do not only list them.
+
+    Raises:
+        ConfigError: a key is refused, a value is none of the key's, or the batch's terms do not agree.
+    """
+    given, left_open = _flatten(values)
+    settings: dict[str, Any] = {"zero.stage": 0, "optimizer.clip_norm": 1.0, "run.on_nonfinite": "skip"}
+    notes = [f'left "auto", so taken as absent: {", ".join(left_open)}'] if left_open else []
+    without_effect: dict[str, list[str]] = {}
+    refused = []
+    for path, value in given.items():
+        key = key_of(path, value)
+        if key is None:
+            close = nearest(path)
+            notes.append(f"{path} is not a key of DeepSpeed's" + (f"; did you mean {close}?" if close else ""))
+        elif key.action == "R" and key.asks(value):
+            refused.append(f"{path}={shown_value(value)}: {key.text}")
+        elif key.action == "N" and key.asks(value) and given.get(f"{path.partition('.')[0]}.enabled", True):
+            without_effect.setdefault(key.text, []).append(path)
+        elif key.action == "M":
+            settings |= _read(path, value, key.target)
+    if refused and refuse:
+        more = f" (and {len(refused) - 1} more)" if refused[1:] else ""
+        raise ConfigError("deepspeed-key-refused", f"{refused[0]}{more}")
+    notes += [f"no effect here: {', '.join(paths)} ({why})" for why, paths in without_effect.items()]
+    notes += _settle(settings, given)
+    config = _nested(settings)
+    for path, value in _dotted(given.get("shardwise", {})):
+        set_key(config, path, value)
+    _check(Config.from_dict(config), world_size)
+    return Translation(MappingProxyType(config), tuple(notes), tuple(refused), MappingProxyType(given))
+
+
+def _decoded(text: str) -> Any:
+    try:
+        return parse_json(base64.urlsafe_b64decode(text).decode(), "the base64 text", _FIX)
+    except ValueError:  # of base64, or of its bytes
+        message = f"{shown_value(text)} is no file, and no JSON in base64; {_FIX}"
+        raise UntrustedFileError("file-unreadable", message) from None
+
+
+def _dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _dotted(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    config: dict[str, Any] = {}
+    for path, value in settings.items():
+        set_key(config, path, value)
+    return config
+
+
+def _flatten(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return what is given by dotted key, and the keys that were left "auto"; what is dotted at the top wins."""
+    found: dict[str, Any] = {}
+    own = values.get("shardwise", {})
+    others = {name: value for name, value in values.items() if name != "shardwise"}
+    for name, value in sorted(others.items(), key=lambda item: "." in item[0]):
+        for written, each in _dotted({name: value}):
+            path = usual_path(written)
+            if path == _ZERO and isinstance(each, bool):
+                path, each = f"{_ZERO}.stage", int(each)  # the spelling of the first releases
+            elif (
+                each not in (None, "auto") and key_of(path) is None and any(key.startswith(f"{path}.") for key in KEYS)
+            ):
+                rule = "is not a section; give an object of its keys"
+                raise ConfigError("deepspeed-section", f"{path}={shown_value(each)} {rule}")
+            found[path] = each
+    for old, new in ((f"{_ZERO}.cpu_offload", "offload_optimizer"), (f"{_ZERO}.cpu_offload_param", "offload_param")):
+        if f"{_ZERO}.{new}.device" in found:
+            found.pop(old, None)
+    left_open = [path for path, value in found.items() if value == "auto"]
+    given = {path: value for path, value in found.items() if value is not None and value != "auto"}
+    return given | ({"shardwise": own} if own else {}), left_open
+
+
+def _read(path: str, value: Any, target: str | None) -> dict[str, Any]:
+    """Return the setting that a value means, if it means one; the error of a wrong one names DeepSpeed's key."""
+    if path.startswith("sparse_attention."):
+        target = target or f"attention.{path.rpartition('.')[2]}"
+    if target is None:
+        return {}
+    try:
+        meant = _READERS.get(path, lambda same: same)(value)
+        if meant is None and path != "gradient_clipping":
+            return {}
+        Config.from_dict(_nested({target: meant}))
+    except ConfigError as error:
+        raise ConfigError(error.code, f"{path}={shown_value(value)}: {error}") from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        rule = "is none of DeepSpeed's values for it; correct it there"
+        raise ConfigError("deepspeed-value", f"{path}={shown_value(value)} {rule}") from None
+    return {target: meant}
+
+
+def _settle(settings: dict[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
+    """Make the settings agree with one another, as DeepSpeed does; yield what to say of it."""
+    stage = settings["zero.stage"]
+    if given.get("fp16.enabled") and given.get("bf16.enabled"):
+        raise ConfigError("deepspeed-two-dtypes", "bf16 and fp16 are both enabled; leave one of them out")
+    if stage == 3:
+        settings.setdefault("zero.keep_whole_below", _KEEP_WHOLE)
+        settings.setdefault("zero.lockstep", "auto")
+    else:
+        settings.pop("zero.keep_whole_below", None)
+    for state, least in (("optimizer", 1), ("params", 3)):
+        if settings.get(f"tiers.{state}", "device") != "device" and stage < least:
+            settings[f"tiers.{state}"] = "device"
+            yield f"{state} stay on the device: offload needs zero_optimization.stage={least}"
+    if settings.get("tiers.optimizer", "device") != "device":
+        settings["tiers.grads"] = "host"
+    else:
+        settings.pop("tiers.optimizer_on_device", None)
+    if "nvme" in (settings.get("tiers.optimizer"), settings.get("tiers.params")):
+        settings.setdefault("tiers.nvme_path", "/local_nvme")  # where DeepSpeed writes
+    else:
+        settings.pop("tiers.nvme_path", None)
+    if settings.get("mesh.cp", 1) > 1:
+        settings["context.transport"] = "ulysses"
+    if any(key.startswith("attention.") for key in settings):
+        _settle_attention(settings)
+    if name := given.get("optimizer.type"):
+        settings |= {"optimizer.decay_1d": True} | {key: settings.get(key, value) for key, value in _OPTIONS.items()}
+        if name.lower() in _KINDS and not given.get("optimizer.params.adam_w_mode", True):
+            settings["optimizer.name"] = "adam"
+        elif name.lower() == "adam":
+            yield f"optimizer.type={name} is AdamW, as in DeepSpeed; optimizer.params.adam_w_mode=false is Adam"
+
+
+def _settle_attention(settings: dict[str, Any]) -> None:
+    """Complete a sparse attention by DeepSpeed's defaults, and leave out keys that its structure does not have."""
+    kind = settings.setdefault("attention.kind", "fixed")
+    settings.setdefault("attention.block", 16)
+    for key in [key for key in settings if key.startswith("attention.") and key != "attention.kind"]:
+        if key.removeprefix("attention.") not in ATTENTION_KEYS[kind]:
+            del settings[key]
+
+
+def _check(config: Config, world_size: int | None) -> None:
+    """Refuse what the loop of a script cannot run, and a batch whose terms do not agree."""
+    mesh = config.mesh
+    if mesh.pp != 1:
+        raise ConfigError(
+            "deepspeed-pipeline",
+            f"shardwise.mesh.pp={mesh.pp}: a pipeline needs a loop of whole batches, and the script has its own; use "
+            "deepspeed.PipelineModule and train_batch, or leave it out",
+        )
+    num_data_ranks = 0 if world_size is None else world_size // (mesh.cp * mesh.tp)
+    if num_data_ranks == 0:
+        return  # the mesh itself is refused by `Config.resolve`
+    try:
+        resolve_batch(config.batch, num_data_ranks)
+    except ConfigError as error:
+        text = str(error).replace("batch.global_size", "train_batch_size")
+        text = text.replace("micro_size", "train_micro_batch_size_per_gpu")
+        raise ConfigError(error.code, text.replace("accumulation", "gradient_accumulation_steps")) from None
+
+
+_KEEP_WHOLE: Final = 100_001
+# What an optimizer has where the JSON does not say it: DeepSpeed's, not ours.
+_OPTIONS: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "optimizer.lr": 1e-3,
+        "optimizer.betas": [0.9, 0.999],
+        "optimizer.momentum": 0.0,
+        "optimizer.weight_decay": 0.0,
+    }
+)
+
+
+def _dtype(value: str) -> str:
+    name = value.removeprefix("torch.")
+    return _DTYPES.get(name, name)
+
+
+def _wide(value: str) -> str:
+    return "fp32" if _dtype(value) == "fp32" else "param"
+
+
+_TIERS: Final = MappingProxyType({"none": "device", "cpu": "host", "nvme": "nvme"})
+_KINDS: Final = MappingProxyType({"fusedadam": "adamw", "cpuadam": "adamw", "adam": "adamw"})
+
+# How values are read; of every other key they are the same here.
+_READERS: Final[Mapping[str, Callable[[Any], Any]]] = MappingProxyType(
+    {
+        "optimizer.type": lambda value: _KINDS.get(value.lower(), value.lower()),
+        "optimizer.params.betas": list,
+        "fp16.enabled": lambda value: "fp16" if value else None,
+        "fp16.loss_scale": lambda value: value or "dynamic",
+        "fp16.initial_scale_power": lambda value: 2.0**value,
+        "bf16.enabled": lambda value: "bf16" if value else None,
+        "bf16.check_grad_overflow": lambda value: "skip" if value else "raise",
+        "data_types.grad_accum_dtype": _wide,
+        "data_types.param_dtype": _dtype,
+        "data_types.buffer_dtype": lambda value: "keep" if _dtype(value) == "fp32" else "param",
+        "communication_data_type": _wide,
+        "gradient_clipping": lambda value: value or None,
+        # DeepSpeed keeps parameters of as many elements, too.
+        f"{_ZERO}.stage3_param_persistence_threshold": lambda value: int(value) + 1 if value else 0,
+        f"{_ZERO}.offload_optimizer.device": _TIERS.__getitem__,
+        f"{_ZERO}.offload_param.device": _TIERS.__getitem__,
+        f"{_ZERO}.offload_optimizer.ratio": lambda value: 1.0 - value,
+        f"{_ZERO}.cpu_offload": lambda value: "host" if value else "device",
+        f"{_ZERO}.cpu_offload_param": lambda value: "host" if value else "device",
+        f"{_ZERO}.mics_shard_size": lambda value: None if value in (0, -1) else value,
+        "pipeline.activation_checkpoint_interval": lambda value: "full" if value else "none",
+        "tensor_parallel.tp_overlap_comm": lambda value: 2 if value else 1,
+        "tensor_parallel.autotp_size": lambda value: value or 1,
+    }
+)

@@ -1,0 +1,102 @@
+"""Build the optimizer and the schedule that DeepSpeed's JSON names, with its parameter names and defaults.
+
+>>> weight = torch.nn.Parameter(torch.ones(2))
+>>> optimizer = build_optimizer({"type": "Adam", "params": {"lr": 0.1}}, [weight])
+>>> type(optimizer).__name__, optimizer.defaults["weight_decay"], optimizer.defaults["betas"]
+('AdamW', 0, (0.9, 0.999))
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch.optim import Optimizer
+
+from shardwise.compat.deepspeed.keys import key_of
+from shardwise.compat.deepspeed.runtime import lr_schedules
+from shardwise.config.resolve import ConfigError, shown_value
+from shardwise.runtime.optimizers import optimizer_kind
+
+_ADAMS: Final = frozenset({"adam", "adamw", "fusedadam", "cpuadam"})
+_FUSED: Final = frozenset({torch.optim.Adam, torch.optim.AdamW})
+# DeepSpeed's own optimizers have other defaults than torch's of that name, or ours.
+_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        **dict.fromkeys(_ADAMS, {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0}),
+        "lion": {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0},
+    }
+)
+
+
+def build_optimizer(section: Mapping[str, Any], param_groups: Iterable[Any]) -> Optimizer:
+    """Build the optimizer of a config's `optimizer` section; "Adam" is AdamW unless `adam_w_mode` is false.
+
+    Args:
+        section: with `type` and `params`.
+        param_groups: parameters, or groups of them as torch's optimizers take.
+
+    Raises:
+        ConfigError: the type or a parameter is unknown, or is refused by the table of keys.
+    """
+    name = str(section.get("type", "")).lower()
+    params = {key: value for key, value in dict(section.get("params") or {}).items() if value not in (None, "auto")}
+    _refuse("optimizer.type", section.get("type"))
+    for key, value in params.items():
+        _refuse(f"optimizer.params.{key}", value)
+    is_torch, is_decoupled = params.pop("torch_adam", False), params.pop("adam_w_mode", True)
+    if name in _ADAMS:
+        params = params if is_torch else {**_DEFAULTS[name], **params}
+        name = "adamw" if is_decoupled or name == "adamw" else "adam"
+    else:
+        params = {**_DEFAULTS.get(name, {}), **params}
+    kind = optimizer_kind(name)
+    accepted = inspect.signature(kind).parameters
+    options = {key: value for key, value in params.items() if key in accepted}
+    for key in params.keys() - options.keys():
+        known = key_of(f"optimizer.params.{key}")
+        if known is None or known.action != "N":
+            close = difflib.get_close_matches(key, accepted, n=1)
+            fix = f"did you mean {close[0]}?" if close else "leave it out"
+            raise ConfigError(
+                "deepspeed-optimizer-param", f"optimizer.params.{key} is none of {kind.__name__}'s; {fix}"
+            )
+    if kind in _FUSED and "foreach" not in options:
+        options["fused"] = True
+    if "betas" in options:
+        options["betas"] = tuple(options["betas"])
+    return kind(param_groups, **options)
+
+
+def build_scheduler(section: Mapping[str, Any], optimizer: Optimizer) -> lr_schedules.LRSchedule:
+    """Build the schedule of a config's `scheduler` section.
+
+    Args:
+        section: with `type` and `params`.
+        optimizer: whose learning rates, and momenta, it sets.
+
+    Raises:
+        ConfigError: the type is none of DeepSpeed's, or a parameter is none of the schedule's.
+    """
+    name, names = section.get("type"), lr_schedules.VALID_LR_SCHEDULES
+    if name not in names:
+        close = difflib.get_close_matches(str(name), names, n=1)
+        fix = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(names)}"
+        raise ConfigError("deepspeed-scheduler", f"scheduler.type={shown_value(name)} is unknown; {fix}")
+    params = {key: value for key, value in dict(section.get("params") or {}).items() if value not in (None, "auto")}
+    try:
+        schedule: lr_schedules.LRSchedule = getattr(lr_schedules, name)(optimizer, **params)
+    except (TypeError, ValueError) as error:
+        what = str(error).removeprefix(f"{name}.__init__() ")
+        raise ConfigError("deepspeed-scheduler", f"scheduler.params of {name}: {what}; correct it there") from None
+    return schedule
+
+
+def _refuse(path: str, value: Any) -> None:
+    key = key_of(path, value)
+    if key is not None and key.action == "R" and key.asks(value):
+        raise ConfigError("deepspeed-optimizer-refused", f"{path}={shown_value(value)}: {key.text}")

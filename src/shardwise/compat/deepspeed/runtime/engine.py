@@ -1,0 +1,455 @@
+"""Offer `DeepSpeedEngine` and its optimizer over `shardwise.Engine` in plain mode."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.checkpoint.manifest import CheckpointError, Contents
+from shardwise.compat.deepspeed.checkpoints import latest_tag, read_client_state, write_zero_to_fp32
+from shardwise.compat.deepspeed.config import Translation
+from shardwise.compat.deepspeed.runtime.zero.offload_config import released_states
+from shardwise.compat.deepspeed.utils import logger
+from shardwise.config.resolve import ConfigError
+from shardwise.engine.engine import Engine
+from shardwise.engine.types import StepResult
+
+DeepSpeedOptimizerCallable = Callable[[Any], Optimizer]
+DeepSpeedSchedulerCallable = Callable[[Optimizer], Any]
+_COUNTERS: Final = ("global_steps", "micro_steps", "global_samples", "skipped_steps")
+
+
+class NoSchedule:
+    """Leaves learning rates to the script."""
+
+    def step(self) -> None:
+        """Do nothing."""
+
+
+class _NoHooks:
+    """Answers scripts that take DeepSpeed's hooks off the model for generation: none are in their way here."""
+
+    def __init__(self) -> None:
+        self.module = nn.Module()
+        self.module.ds_external_parameters = tuple  # type: ignore[assignment]
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+
+    def _register_deepspeed_module(self, module: nn.Module) -> None:
+        """Do nothing: no hook was removed."""
+
+
+class DeepSpeedOptimizer:
+    """Is what `deepspeed.initialize` returns beside the engine: torch's optimizer, which the engine steps.
+
+    Args:
+        engine: whose optimizer it is.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self.optimizer = engine.inner.optimizer
+        self._engine = engine
+        self.parameter_offload = _NoHooks()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Return the live groups: a learning rate that is written there counts."""
+        return self.optimizer.param_groups
+
+    @property
+    def overflow(self) -> bool:
+        """Say whether the last step was left out, since its gradients were not finite."""
+        return self._engine.has_overflowed
+
+    @property
+    def loss_scale(self) -> float:
+        """Return the factor on fp16 losses."""
+        return self._engine.loss_scale()
+
+    cur_scale = loss_scale
+
+    def step(self, *args: Any, **options: Any) -> None:
+        """Do nothing: `engine.step` steps."""
+
+    def zero_grad(self, *args: Any, **options: Any) -> None:
+        """Do nothing: a step drops its gradients."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+
+class DeepSpeedEngine(nn.Module):
+    """Trains a model by DeepSpeed's calls.
+
+    Args:
+        inner: the engine.
+        config: the JSON as it was given; `engine.config` is this very object.
+        translation: what it means.
+        schedule: of the learning rate; None where the script has its own.
+        frozen: parameters that an engine without an optimizer has frozen.
+
+    Attributes:
+        module: the model.
+        inner: the engine of Shardwise, for what DeepSpeed has no call for.
+    """
+
+    def __init__(
+        self,
+        inner: Engine,
+        config: Mapping[str, Any],
+        translation: Translation,
+        schedule: Any = None,
+        frozen: list[nn.Parameter] | None = None,
+    ) -> None:
+        super().__init__()
+        self.module = inner.model
+        self.inner, self.config, self.lr_scheduler = inner, config, schedule
+        self.device = inner.device
+        self.training_dataloader: Any = None
+        self.global_steps = self.micro_steps = self.global_samples = self.skipped_steps = 0
+        self.global_rank, self.world_size = inner.comm.rank, dist.get_world_size()
+        self.local_rank = dist.get_node_local_rank(fallback_rank=0)
+        mesh = inner.layout.mesh
+        self.dp_world_size, self.mp_world_size = mesh.num_data_ranks, mesh.tp
+        self._given = translation.given
+        self._frozen = frozen or []
+        self._boundary: bool | None = None
+        self._result: StepResult | None = None
+        self._is_destroyed = False
+        evaluates = inner.config.optimizer.name == "none"
+        self.optimizer = None if evaluates else DeepSpeedOptimizer(self)
+        self.client_optimizer = inner.optimizer
+        inner.step_context.is_plain = True  # also where the script runs `engine.module` itself
+        inner.step_context.own_backward_scale = 1 / self.gradient_accumulation_steps()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self._modules.get("module")
+            if module is not None and hasattr(module, name):
+                return getattr(module, name)
+            raise
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the model and return its own output."""
+        with self._autocast():
+            return self.inner.forward(*inputs, **kwargs)
+
+    def _autocast(self) -> Any:
+        dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(
+            str(self._given.get("torch_autocast.dtype", "bfloat16")).removeprefix("torch.")
+        )
+        is_on = bool(self._given.get("torch_autocast.enabled", False))
+        return torch.autocast(self.device.type, dtype, enabled=is_on)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Add the gradients of any scalar to those of this step, and return it as it was scaled.
+
+        Args:
+            loss: the mean over this rank's samples, as a rule; ranks weigh the same.
+            retain_graph: whether the graph can be used again.
+            scale_wrt_gas: divide by the micro-batches of a step first.
+        """
+        scaled = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
+        self.inner.backward(scaled, is_boundary=self.is_gradient_accumulation_boundary())
+        return scaled
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Say whether the next `step` updates the parameters."""
+        if self._boundary is not None:
+            return self._boundary
+        if self._given.get("managed_gradient_accumulation") is False:
+            return True
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say whether the next `step` updates the parameters, in place of the count of micro-batches."""
+        self._boundary = is_boundary
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Update the parameters at a boundary; count a micro-batch in any case.
+
+        Args:
+            lr_kwargs: not used.
+        """
+        if self.is_gradient_accumulation_boundary():
+            self._result = self.inner.step(partial=True)
+            self.global_steps += 1
+            self.skipped_steps += self._result.skipped
+            self.global_samples += self.train_batch_size()
+        self.micro_steps += 1
+
+    @property
+    def has_overflowed(self) -> bool:
+        """Say whether the last step was left out, since its gradients were not finite."""
+        return self._result is not None and self._result.skipped
+
+    def was_step_applied(self) -> bool:
+        """Say whether the last `step` has updated the parameters."""
+        return self._result is not None and not self._result.skipped
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the norm of the last step's gradient, before clipping."""
+        return None if self._result is None else self._result.grad_norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing: a step drops its gradients."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate on this rank, without collectives."""
+        with self.inner.no_sync():
+            yield
+
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """Do nothing: backward and step reduce."""
+
+    def compile(self, backend: Any = None, compile_kwargs: Mapping[str, Any] | None = None, **options: Any) -> None:
+        """Say how to compile: the engine decides that when it starts.
+
+        Args:
+            backend: of torch.compile.
+            compile_kwargs: of torch.compile.
+            options: of DeepSpeed.
+        """
+        if not self.inner.config.compile.enabled:
+            fix = 'put "shardwise": {"compile": {"enabled": true}} into the JSON'
+            logger.warning("engine.compile has no effect, since the engine has started; %s", fix)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Say whether blocks are compiled."""
+        return self.inner.config.compile.enabled
+
+    def destroy(self) -> None:
+        """Give the model its parameters back; the engine is not used afterwards."""
+        if self._is_destroyed:
+            return
+        self._is_destroyed = True
+        self.inner.close()
+        for parameter in self._frozen:
+            parameter.requires_grad_(True)
+
+    # Checkpoints.
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save into `save_dir/tag`, from which any layout can load.
+
+        Args:
+            save_dir: shared by the ranks.
+            tag: name of the folder; None for `global_step<steps>`.
+            client_state: JSON values, which `load_checkpoint` returns.
+            save_latest: `save_dir/latest` names it.
+            exclude_frozen_parameters: leave frozen ones out, as for adapters.
+
+        Raises:
+            CheckpointError: it cannot be written, or `client_state` is no JSON.
+        """
+        counters = {name: getattr(self, name) for name in _COUNTERS}
+        extra = {"client_state": dict(client_state or {}), "deepspeed": counters}
+        try:
+            json.dumps(extra)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                "client-state-not-json", f"client_state holds what JSON has no word for ({error}); save it in a file"
+            ) from error
+        tag = tag or f"global_step{self.global_steps}"
+        contents: Contents = "trainable" if exclude_frozen_parameters else "all"
+        self.inner.save(save_dir, contents=contents, extra=extra, tag=tag)
+        if self.global_rank == 0:
+            write_zero_to_fp32(Path(save_dir))
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load a checkpoint that any layout, or DeepSpeed, has saved; return its folder and the client's state.
+
+        Args:
+            load_dir: as `save_dir`.
+            tag: name of the folder; None for the one that `latest` names.
+            load_module_strict: everything must fit.
+            load_optimizer_states: load the optimizer's too.
+            load_lr_scheduler_states: load the schedule's too, which goes with the optimizer's.
+            load_module_only: load weights alone.
+            custom_load_fn: refused where given.
+        """
+        if custom_load_fn is not None:
+            raise ConfigError("custom-load-fn", "load_checkpoint takes no custom_load_fn here; load by engine.module")
+        tag = tag or latest_tag(Path(load_dir))
+        if tag is None:
+            logger.warning("%s has no `latest`, so nothing is loaded; pass a tag", load_dir)
+            return None, {}
+        weights_only = load_module_only or not load_optimizer_states or self.optimizer is None
+        report = self.inner.load(load_dir, strict=load_module_strict, weights_only=weights_only, tag=tag)
+        state, counters = read_client_state(report)
+        for name in _COUNTERS:
+            setattr(self, name, counters.get(name, getattr(self, name)))
+        return str(Path(load_dir) / tag), state
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Say whether the JSON allows whole weights to be gathered for a save under stage 3."""
+        return bool(self._given.get("zero_optimization.stage3_gather_16bit_weights_on_model_save", False))
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        """Return the model's state dict on rank 0, on the CPU, and None on the other ranks; all ranks call it."""
+        aliases: dict[int, str] = {}
+        found: dict[str, Tensor] = {}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            if exclude_frozen_parameters and not parameter.requires_grad:
+                continue
+            first = aliases.setdefault(id(parameter), name)
+            if first != name:
+                found[name] = found[first]
+                continue
+            value = self.inner.read(name, to_rank=0)
+            found[name] = value.cpu() if value is not None else torch.empty(0)
+        persistent = self.module.state_dict(keep_vars=True).keys()
+        found |= {name: buffer.cpu() for name, buffer in self.module.named_buffers() if name in persistent}
+        return found if self.global_rank == 0 else None
+
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Tensor]:
+        """Return the model's state dict with whole values, on every rank; all ranks call it.
+
+        Args:
+            destination: not used.
+            prefix: of the names.
+            keep_vars: not used.
+            exclude_frozen_parameters: leave frozen ones out.
+        """
+        trained = {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
+        names = {name for name, _ in self.module.named_parameters()}
+        with self.inner.gathered() as model:
+            state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        kept = (trained | (state.keys() - names)) if exclude_frozen_parameters else state.keys()
+        return {prefix + name: tensor for name, tensor in state.items() if name in kept}
+
+    def load_module_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True, **options: Any) -> None:
+        """Write a state dict into the model; rank 0's counts, and all ranks call it.
+
+        Args:
+            state_dict: of the whole model.
+            strict: every name must be there.
+            options: not used.
+        """
+        with self.inner.gathered(write=True) as model:
+            model.load_state_dict(state_dict, strict=strict)
+
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the weights into one file of torch's; return False under stage 3 where the JSON does not allow it.
+
+        Args:
+            save_dir: the folder.
+            save_filename: the file.
+            exclude_frozen_parameters: leave frozen ones out.
+        """
+        if self.zero_optimization_stage() == 3 and not self.zero_gather_16bit_weights_on_model_save():
+            return False
+        state = self._consolidated_16bit_state_dict(exclude_frozen_parameters)
+        if state is not None:
+            Path(save_dir).mkdir(parents=True, exist_ok=True)
+            torch.save(state, Path(save_dir) / save_filename)
+        self.inner.step_context.holds_anywhere(False, "the end of save_16bit_model")
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def offload_states(self, include: Any = None, device: Any = None, pin_memory: bool = True, **options: Any) -> None:
+        """Move states to host memory until `reload_states`.
+
+        Args:
+            include: of `OffloadStateTypeEnum`; None for all.
+            device: only host memory.
+            pin_memory: pin it.
+            options: not used.
+        """
+        self.inner.offload(released_states(include), pin_memory=pin_memory)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Move the states back; `non_blocking` is not used."""
+        self.inner.reload()
+
+    def empty_partition_cache(self) -> None:
+        """Do nothing: parameters are released after each pass."""
+
+    # What the JSON says.
+
+    def train_batch_size(self) -> int:
+        """Return the samples of a step over all ranks."""
+        return self.inner.config.batch.global_size or self.train_micro_batch_size_per_gpu() * self.dp_world_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Return the samples of a micro-batch of a rank."""
+        return self.inner.config.batch.micro_size or 1
+
+    def gradient_accumulation_steps(self) -> int:
+        """Return the micro-batches of a step."""
+        return self.inner.config.batch.accumulation or 1
+
+    def zero_optimization(self) -> bool:
+        """Say whether states are sharded."""
+        return self.zero_optimization_stage() > 0
+
+    def zero_optimization_stage(self) -> int:
+        """Return the stage of ZeRO."""
+        return self.inner.config.zero.stage
+
+    def fp16_enabled(self) -> bool:
+        """Say whether parameters are computed in fp16."""
+        return self.inner.layout.precision.param == "fp16"
+
+    def bfloat16_enabled(self) -> bool:
+        """Say whether parameters are computed in bf16."""
+        return self.inner.layout.precision.param == "bf16"
+
+    def gradient_clipping(self) -> float:
+        """Return the largest norm of the gradient; 0 for none."""
+        return self.inner.config.optimizer.clip_norm or 0.0
+
+    def loss_scale(self) -> float:
+        """Return the factor on fp16 losses."""
+        return self.inner.step_context.scaler.scale
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rate of each parameter group."""
+        return [group["lr"] for group in self.inner.optimizer.param_groups]
+
+    def get_data_parallel_rank(self) -> int:
+        """Return this rank's index among those that have batches of their own."""
+        return self.inner.layout.mesh.data_index(self.global_rank)

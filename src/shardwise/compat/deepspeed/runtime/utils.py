@@ -1,0 +1,18 @@
+"""Offer helpers of `deepspeed.runtime.utils`."""
+
+from __future__ import annotations
+
+from shardwise.compat.deepspeed.accelerator import get_accelerator
+from shardwise.compat.deepspeed.utils import logger
+from shardwise.runtime.format import format_bytes
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Log the live memory of the device; nothing unless `force`."""
+    if force:
+        logger.info("%s: %s allocated", message, format_bytes(get_accelerator().memory_allocated()))
+
+
+def empty_cache() -> None:
+    """Give cached memory back to the GPU."""
+    get_accelerator().empty_cache()

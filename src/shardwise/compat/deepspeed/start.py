@@ -1,0 +1,146 @@
+"""Start an engine as `deepspeed.initialize` does: the JSON becomes a config, and the engine runs in plain mode."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise.compat.deepspeed.comm import init_distributed
+from shardwise.compat.deepspeed.config import Translation, read_config, translate
+from shardwise.compat.deepspeed.optimizers import build_optimizer, build_scheduler
+from shardwise.compat.deepspeed.runtime.dataloader import DeepSpeedDataLoader
+from shardwise.compat.deepspeed.runtime.engine import DeepSpeedEngine, DeepSpeedOptimizer, NoSchedule
+from shardwise.compat.deepspeed.runtime.zero import ZeroParamStatus
+from shardwise.compat.deepspeed.utils import ENGINE, PLACE, logger
+from shardwise.config.resolve import Config, ConfigError
+from shardwise.engine.initialize import initialize as initialize_engine
+
+
+def initialize(  # noqa: PLR0913  DeepSpeed's arguments
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[Any, Any, Any, Any]:
+    """Make an engine of a model, as `deepspeed.initialize`.
+
+    Args:
+        args: has `deepspeed_config`, the path of the JSON, where `config` is not given.
+        model: any module; a `PipelineModule` trains by `train_batch`.
+        optimizer: a torch optimizer over the model's parameters, or a function that makes one of them; None for the
+            JSON's. An engine that has neither evaluates only.
+        model_parameters: parameters, or groups of them, for the JSON's optimizer; None for those that require
+            gradients.
+        training_data: a dataset, of which the third result is a loader.
+        lr_scheduler: a schedule of the optimizer, or a function that makes one of it; None for the JSON's.
+        distributed_port: not used: the launcher names it.
+        mpu: not used: the JSON's `"shardwise": {"mesh": ...}` says which ranks share a layer.
+        dist_init_required: not used: the process group is started where there is none.
+        collate_fn: of the loader.
+        config: the JSON as a mapping, or its path.
+        mesh_param: not used, as `mpu`.
+        config_params: an older name of `config`.
+
+    Returns:
+        the engine; its optimizer, or None; the loader of `training_data`, or None; the schedule, or None.
+
+    Raises:
+        ConfigError: a key is refused, or does not fit the model.
+    """
+    given = config if config is not None else config_params
+    given = getattr(args, "deepspeed_config", None) if given is None else given
+    if model is None or given is None:
+        raise ConfigError("deepspeed-arguments", "deepspeed.initialize needs a model and a config; pass both")
+    source = read_config(given)
+    init_distributed()
+    translation = translate(source)
+    _release_earlier(model)
+    if hasattr(model, "train_batch_plan"):  # a PipelineModule
+        from shardwise.compat.deepspeed.runtime.pipe.engine import pipeline_engine
+
+        return pipeline_engine(model, source, translation, optimizer, model_parameters, lr_scheduler, training_data)
+    own = _optimizer(model, optimizer, model_parameters, translation)
+    engine = _engine(model, source, translation, own, lr_scheduler)
+    if training_data is not None:
+        engine.training_dataloader = DeepSpeedDataLoader.of(training_data, engine, collate_fn)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _engine(
+    model: nn.Module, source: Mapping[str, Any], translation: Translation, optimizer: Optimizer | None, schedule: Any
+) -> DeepSpeedEngine:
+    """Start the engine; without an optimizer one that evaluates only, which freezes the parameters until it ends."""
+    settings, frozen = dict(translation.config), list[nn.Parameter]()
+    if optimizer is None:
+        frozen = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        settings["optimizer"] = {**settings.get("optimizer", {}), "name": "none"}
+    elif schedule is None and (section := translation.section("scheduler")):
+        schedule = build_scheduler(section, optimizer)
+    elif callable(schedule) and not hasattr(schedule, "step"):
+        schedule = schedule(optimizer)
+    scheduler = schedule if schedule is not None else NoSchedule()
+    inner = initialize_engine(model, Config.from_dict(settings), optimizer=optimizer, scheduler=scheduler)
+    if inner.comm.rank == 0:
+        for note in translation.notes:
+            logger.info("%s", note)
+    engine = DeepSpeedEngine(inner, source, translation, schedule, frozen)
+    _mark(model, engine)
+    return engine
+
+
+def _optimizer(model: nn.Module, given: Any, model_parameters: Any, translation: Translation) -> Optimizer | None:
+    if isinstance(given, DeepSpeedOptimizer):
+        given = given.optimizer
+    if isinstance(given, Optimizer):
+        return given
+    parameters = _listed(model_parameters)
+    if not parameters:
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if given is not None:
+        made = given(parameters)
+        return made if isinstance(made, Optimizer) else None
+    section = translation.section("optimizer")
+    return build_optimizer(section, parameters) if section else None
+
+
+def _listed(parameters: Any) -> list[Any]:
+    if parameters is None:
+        return []
+    return [parameters] if isinstance(parameters, Mapping) else list(_iterable(parameters))
+
+
+def _iterable(parameters: Any) -> Iterable[Any]:
+    return parameters.values() if isinstance(parameters, nn.ParameterDict) else parameters
+
+
+def _release_earlier(model: nn.Module) -> None:
+    """Close the engine that the model has, as at a second `train()`."""
+    reference = model.__dict__.get(ENGINE)
+    earlier = reference() if reference is not None else None
+    if earlier is not None:
+        earlier.destroy()
+
+
+def _mark(model: nn.Module, engine: DeepSpeedEngine) -> None:
+    """Note of each parameter where it belongs, and in stage 3 what scripts ask for before they gather it."""
+    reference = weakref.ref(engine)
+    model.__dict__[ENGINE] = reference
+    is_sharded = engine.zero_optimization_stage() == 3
+    for number, (name, parameter) in enumerate(model.named_parameters()):
+        marks: dict[str, Any] = {PLACE: (reference, name)}
+        if is_sharded:
+            marks |= {"ds_id": number, "ds_status": ZeroParamStatus.NOT_AVAILABLE, "ds_active_sub_modules": set()}
+        parameter.__dict__.update(marks)

@@ -1,0 +1,120 @@
+"""A script of DeepSpeed's calls: the same losses and parameters as one process of plain torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise.compat.deepspeed as deepspeed
+from harness.pool import WorkerPool
+
+STEPS, MICRO, LR = 4, 2, 0.05
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        for block in self.blocks:
+            x = x + block(x)
+        return {"logits": self.head(x)}
+
+
+def tower() -> Tower:
+    torch.manual_seed(3)
+    torch.set_default_dtype(torch.float64)
+    try:
+        return Tower()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def batch(step: int, micro: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step * 100 + micro * 10 + rank)
+    x = torch.randn(2, 6, dtype=torch.float64, generator=generator)
+    return x, x.sum(1, keepdim=True).sin()
+
+
+def settings(stage: int, **more: Any) -> dict[str, Any]:
+    return {
+        "train_batch_size": 2 * 2 * MICRO,
+        "gradient_accumulation_steps": MICRO,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.01}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": LR, "warmup_num_steps": 3}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 8},
+        **more,
+    }
+
+
+def loss_of(output: dict[str, Tensor], target: Tensor) -> Tensor:
+    return (output["logits"] - target).square().mean()
+
+
+def expected(num_steps: int = STEPS) -> tuple[list[float], dict[str, Tensor]]:
+    model = tower()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
+    schedule = deepspeed.runtime.lr_schedules.WarmupLR(optimizer, warmup_max_lr=LR, warmup_num_steps=3)
+    losses = []
+    for step in range(num_steps):
+        total = torch.zeros((), dtype=torch.float64)
+        for rank in range(2):
+            for micro in range(MICRO):
+                x, target = batch(step, micro, rank)
+                total = total + loss_of(model(x), target) / (2 * MICRO)
+        total.backward()
+        losses.append(total.item())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def steps(engine: Any, rank: int, first: int, last: int, by_tensor: bool = False) -> list[float]:
+    losses = []
+    for step in range(first, last):
+        total = 0.0
+        for micro in range(MICRO):
+            x, target = batch(step, micro, rank)
+            loss = loss_of(engine(x), target)
+            total += loss.item() / MICRO
+            if by_tensor:
+                loss.backward()
+            else:
+                engine.backward(loss)
+            assert engine.is_gradient_accumulation_boundary() == (micro == MICRO - 1)
+            engine.step()
+        losses.append(total)
+    return losses
+
+
+def train(rank: int, world_size: int, stage: int, by_tensor: bool, more: dict[str, Any]) -> tuple[list[float], Any]:
+    config = settings(stage, **more)
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=stage == 3):
+        model = tower()
+    engine, optimizer, _, schedule = deepspeed.initialize(model=model, config=config)
+    losses = steps(engine, rank, 0, STEPS, by_tensor)
+    assert engine.global_steps == STEPS
+    assert optimizer.param_groups[0]["lr"] == schedule.get_last_lr()[0] == engine.get_lr()[0]
+    assert engine.get_global_grad_norm() > 0
+    state = engine._zero3_consolidated_16bit_state_dict()
+    assert (state is None) == (rank > 0)
+    return losses, state
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("by_tensor", [False, True])
+def test_a_loop_equals_plain_torch(ranks: WorkerPool, stage: int, by_tensor: bool) -> None:
+    losses, parameters = expected()
+    results = ranks(2).run(train, stage, by_tensor, {})
+    assert [sum(each) / 2 for each in zip(*(found for found, _ in results), strict=True)] == pytest.approx(losses)
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(results[0][1][name], parameter, rtol=1e-9, atol=1e-12)
