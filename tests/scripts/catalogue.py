@@ -37,6 +37,12 @@ OF_STAGE_3: Final = (
     "stage3_param_persistence_threshold",
 )
 
+# The share of even tokens, which a sampler that does not know it misses half the time.
+REWARD: Final = """\
+def even(completion_ids, **_):
+    return [sum(token % 2 == 0 for token in tokens) / len(tokens) for tokens in completion_ids]
+"""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -163,8 +169,7 @@ def dpo(job: Job) -> list[str]:
 
 
 def grpo(job: Job) -> list[str]:
-    reward = "def even(completion_ids, **_):\n    return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]\n"
-    (job.output / "tiny_reward.py").write_text(reward)
+    (job.output / "tiny_reward.py").write_text(REWARD)
     return [
         *trainer_arguments(job, "llama", 4, 1, 1e-3),
         f"--dataset_name={job.hub}/prompts",

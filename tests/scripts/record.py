@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from scripts import standins  # noqa: E402
+from scripts import standins
 
 
 class Recorder:
@@ -77,7 +77,7 @@ class Recorder:
 
 
 def sample_by_row() -> None:
-    """Key the noise of sampling by the sample's place in the global batch, so that ranks draw what one process draws."""
+    """Key the noise of sampling by a sample's place in the global batch: ranks draw what one process draws."""
     import transformers
 
     place = {"generation": 0, "token": 0}

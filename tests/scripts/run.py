@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from harness.local_hub import make_hub  # noqa: E402
-from scripts.catalogue import NUM_RANKS, SCRIPTS, ZERO, Job, Script  # noqa: E402
+from harness.local_hub import make_hub
+from scripts.catalogue import NUM_RANKS, SCRIPTS, ZERO, Job, Script
 
 ROOT: Final = Path(__file__).parents[2]
 RECORD: Final = Path(__file__).with_name("record.py")
@@ -171,7 +171,8 @@ def run_all(clones: Path, work: Path, wanted: Mapping[str, Any]) -> Iterator[Row
 
 def describe(row: Row) -> str:
     """Return a row of the table."""
-    said = f"{row.script:30}{row.precision:6}{row.zero:15}{row.outcome.seconds:6.0f} s  {'ok' if row.passed else 'FAILS':6}"
+    word = "ok" if row.passed else "FAILS"
+    said = f"{row.script:30}{row.precision:6}{row.zero:15}{row.outcome.seconds:6.0f} s  {word:6}"
     for name, value in (("loss", row.loss_difference), ("norm", row.norm_difference)):
         said += f" {name} {value:8.1e}" if value is not None else f" {name} {'-':8}"
     return f"{said}  {row.outcome.error}"
