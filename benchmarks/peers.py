@@ -223,14 +223,14 @@ def optimizer_section(workload: Workload) -> dict[str, Any]:
     }
 
 
-def shardwise_engine(model: Decoder, workload: Workload, stage: int) -> Any:
+def shardwise_engine(model: Decoder, workload: Workload, stage: int, **zero: Any) -> Any:
     """Shardwise with its defaults: the wire in the parameters' dtype, sums and accumulator in fp32."""
     import shardwise
 
     config = {
         "batch": {"micro_size": workload.micro_size},
         "precision": {"param": workload.dtype},
-        "zero": {"stage": stage},
+        "zero": {"stage": stage, **zero},
         "optimizer": optimizer_section(workload),
         "scheduler": {"name": "constant"},
         "run": {"device": "cpu"},
@@ -238,9 +238,9 @@ def shardwise_engine(model: Decoder, workload: Workload, stage: int) -> Any:
     return shardwise.initialize(model, config, loss_fn=language_loss)
 
 
-def build_shardwise(model: Decoder, workload: Workload, stage: int) -> Step:
+def build_shardwise(model: Decoder, workload: Workload, stage: int, **zero: Any) -> Step:
     """Whole steps of the engine."""
-    engine = shardwise_engine(model, workload, stage)
+    engine = shardwise_engine(model, workload, stage, **zero)
     return lambda tokens: float(engine.train_step([tokens]).loss)
 
 
@@ -258,9 +258,9 @@ def _deepspeed(stage: int, package: str = "deepspeed") -> Peer:
     return Peer(recipes, partial(build_deepspeed, stage=stage, package=package), package)
 
 
-def _shardwise(stage: int) -> Peer:
+def _shardwise(stage: int, **zero: Any) -> Peer:
     recipes = {"fp32": FP32, "bf16": f"{MASTER}, fp32 grads"}
-    return Peer(recipes, partial(build_shardwise, stage=stage), "shardwise.engine.engine")
+    return Peer(recipes, partial(build_shardwise, stage=stage, **zero), "shardwise.engine.engine")
 
 
 PEERS: Mapping[str, Peer] = MappingProxyType(
@@ -275,5 +275,6 @@ PEERS: Mapping[str, Peer] = MappingProxyType(
         **{f"deepspeed-{stage}": _deepspeed(stage) for stage in range(4)},
         **{f"shardwise-{stage}": _shardwise(stage) for stage in range(4)},
         **{f"drop-in-{stage}": _deepspeed(stage, "shardwise.compat.deepspeed") for stage in range(4)},
+        "shardwise-3-lockstep": _shardwise(3, lockstep=True),
     }
 )

@@ -194,6 +194,29 @@ def test_frozen_parameters_may_stay_whole(ranks: WorkerPool, is_replicated: bool
         )
 
 
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_small_parameters_follow_stage_2(ranks: WorkerPool, num_ranks: int, accumulation: int) -> None:
+    """L elements are sharded and W stay whole: gathered after the step alone, all else as stage 3's."""
+    n, m, below = num_ranks, accumulation, 20
+    section, P, G, K = PRECISIONS["bf16"]
+    overrides = {"zero": {"stage": 3, "keep_whole_below": below}, "precision": section}
+    small = {name for name, each in CASES[CASE].build(torch.float32).named_parameters() if each.numel() < below}
+    for rank, measured in enumerate(ranks(n).run(measure, overrides, m)):
+        whole = [group for group in measured.layout.groups if group.name.endswith(":whole")]
+        large = [group for group in measured.layout.groups if group not in whole]
+        assert {place.name for group in whole for place in group.params} == small
+        L, W = (sum(group.padded_numel for group in groups) for groups in (large, whole))
+        at_rest = P * (L // n + W) + (G + K) * (L + W) // n - 8 * padding_numel(measured.layout, rank)
+        assert measured.at_rest_bytes - measured.scalar_bytes == at_rest
+        assert sum(measured.layout.bytes_at_rest(rank).values()) == at_rest
+        assert measured.tracked_bytes == measured.at_rest_bytes - LOSS_SUM_BYTES
+        root, *_, last = (group.padded_numel for group in large)
+        expected = Fraction(n - 1, n) * P * (2 * m * L - m * (root + last) + W + m * (L + W))
+        assert measured.wire_bytes == expected + Fraction(n - 1, n) * 2 * 8 * (3 + measured.num_trainable)
+        assert sum(measured.layout.bytes_on_wire(m).values()) == expected
+
+
 def peak(rank: int, world_size: int, stage: int) -> dict[str, int]:
     model = _large()
     tokens = torch.randint(37, (2, 11), generator=torch.Generator().manual_seed(rank))

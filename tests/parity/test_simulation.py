@@ -135,6 +135,7 @@ def test_simulated_ranks_are_real_ones(ranks: WorkerPool, options: dict[str, Any
     ("case_name", "overrides"),
     [
         ("odd-shapes", {"zero": {"stage": 3, "overlap": False}}),
+        ("transformer", {"zero": {"stage": 3, "keep_whole_below": 100}}),
         ("frozen-parameters", {"zero": {"stage": 3}}),
         ("frozen-parameters", {"zero": {"stage": 3, "lockstep": True, "replicate_frozen": True}}),
         ("unused-parameters", {"zero": {"stage": 2}, "precision": {"param": "fp16", "loss_scale": 1.0}}),

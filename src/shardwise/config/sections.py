@@ -148,10 +148,14 @@ class ZeroConfig(Section):
     overlap: bool = True
     """Whether collectives run beside computation. On, since off gives the same bits, more slowly; off saves the memory
     of one gathered unit in stage 3."""
-    lockstep: bool = False
-    """Whether ranks may run different blocks: each then gathers all of them, in module order."""
+    lockstep: bool | Literal["auto"] = False
+    """Whether ranks may run different blocks: each then gathers all of them, in module order. "auto" does so in stage 3
+    until the model leaves that order; from then on all ranks must run the same blocks."""
     replicate_frozen: bool = False
     """Whether frozen parameters stay whole on every rank in stage 3; off, since that needs memory. It saves gathers."""
+    keep_whole_below: NotNegative = 0
+    """Elements below which a parameter stays whole in stage 3, on the device, as in stage 2; 0 keeps none. It saves
+    small gathers."""
 
 
 class TiersConfig(Section):

@@ -99,7 +99,7 @@ def wrong_pipeline(
                     f"pipeline.{key}={value} {rule}; set mesh.pp to 2 or more, or leave the key out",
                 )
         return
-    if zero.lockstep:
+    if zero.lockstep is True:
         rule = "gathers every block once a forward, and in a pipeline each rank has some of them"
         yield "lockstep-in-pipeline", f"zero.lockstep=true {rule}; set zero.lockstep=false"
     if compile_config.enabled and pipeline.schedule.startswith("zb-"):

@@ -81,7 +81,7 @@ class _Construction:
             return
         if self._comm is None:
             if getattr(module, name, None) is None:  # else its values are given, by a loader
-                mark(parameter, KeyedValues(self._seed, f"{type(module).__name__}.{name}"))
+                mark(parameter, KeyedValues(self._seed))
             return
         if module is not self._module:
             self._shard_whole()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Final
-from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -20,8 +20,13 @@ from shardwise.zero.memory_release import STATES, MemoryRelease, ReleaseTarget
 from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.state_access import take_over
 
-# The contexts of engines, in the order in which all ranks have made them.
-ENGINES: Final[WeakValueDictionary[int, StepContext]] = WeakValueDictionary()
+_ENGINE: Final = "_shardwise_engine"
+
+
+def note_engine(context: StepContext) -> None:
+    """Note in each parameter which engine has it, so that `gathered` finds it."""
+    for parameter in context.model.parameters():
+        setattr(parameter, _ENGINE, weakref.ref(context))
 
 
 @contextmanager
@@ -49,7 +54,8 @@ def gathered(parameters: Iterable[nn.Parameter] | nn.Parameter, modifier_rank: i
     given = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
     with ExitStack() as stack:
         wanted = {id(each) for each in given}
-        for context in tuple(ENGINES.values()):
+        noted = dict.fromkeys(reference() for each in given if (reference := getattr(each, _ENGINE, None)) is not None)
+        for context in (context for context in noted if context is not None):
             groups = [group for group in context.sharding.groups if wanted.intersection(map(id, group.parameters))]
             if groups or wanted.intersection(context.sharding.absent.names):  # other stages may have them
                 stack.enter_context(gathered_groups(context, True if modifier_rank == 0 else None, groups))

@@ -85,7 +85,7 @@ class StateSpec:
         name: such as `exp_avg`.
         role: param, grad or optimizer.
         dtype: of each element, except in wide groups; see `dtype_in`.
-        placement: over the shard group.
+        placement: over the shard group, of all groups but those that keep their parameters whole.
         is_flat: one flat buffer a group, padding included; otherwise, on the device, one tensor for each parameter
             piece.
         is_copy_of_param: only groups whose optimizer is stored in another tier than their parameters keep it.
@@ -119,7 +119,8 @@ class StateSpec:
         """Return the bytes of this state of `group` on the rank that holds shard `shard`."""
         if not self.is_kept_by(group):
             return 0
-        start, stop = group.held_range(self.placement, shard)
+        is_whole = self.role == "param" and group.is_replicated
+        start, stop = group.held_range(Placement.REPLICATE if is_whole else self.placement, shard)
         is_flat = self.is_flat or self.tier_in(group) != "device"
         numel = stop - start if is_flat else sum(slot.stop - slot.start for slot in group.slots(start, stop))
         return numel * DTYPE_BYTES[self.dtype_in(group)]
@@ -133,7 +134,7 @@ class Layout:
         mesh: ranks along each axis.
         units: names of the block modules, in module order; the first guess of the order in which they run.
         groups: the root's group first.
-        stage: placements over the shard group.
+        stage: placements over the shard group; see `stage_of` for those of one group.
         precision: dtypes by role; see `precision_of` for those of one group.
         states: every state that is stored between its uses.
         tensor: what is split over the tensor-parallel group; None for one rank.
@@ -166,7 +167,16 @@ class Layout:
         order = {unit: index for index, unit in enumerate((ROOT, *self.units))}
         every = (*self.groups, *self.elsewhere)
         return tuple(
-            sorted(every, key=lambda group: (order[group.unit], group.stages, not group.trainable, group.is_wide))
+            sorted(
+                every,
+                key=lambda group: (
+                    order[group.unit],
+                    group.stages,
+                    not group.trainable,
+                    group.is_wide,
+                    group.is_replicated,
+                ),
+            )
         )
 
     @cached_property
@@ -237,17 +247,18 @@ class Layout:
         """Return what `group` adds to `bytes_on_wire`."""
         num_replicas = self.mesh.size_along(REPLICA_AXES)
         wire = {"all_reduce": 0, "reduce_scatter": 0, "all_gather": 0}
-        precision, ring_numel = self.precision_of(group), group.shard_numel * (group.num_shards - 1)
+        stage, precision = self.stage_of(group), self.precision_of(group)
+        ring_numel = group.shard_numel * (group.num_shards - 1)
         unshards = self.num_unshards(group, num_micro_batches)
         wire["all_gather"] += unshards * ring_numel * DTYPE_BYTES[precision.param]
         if not group.trainable:
             return wire
         if len(group.stages) > 1 and (num_holders := len(self.holders(group))) > 1:
-            numel = group.padded_numel if self.stage.optimizer is Placement.REPLICATE else group.shard_numel
+            numel = group.padded_numel if stage.optimizer is Placement.REPLICATE else group.shard_numel
             wire["all_reduce"] += 2 * numel * (num_holders - 1) // num_holders * DTYPE_BYTES[precision.master]
-        if self.stage.unshard_after_step:
+        if stage.unshard_after_step:
             wire["all_gather"] += ring_numel * DTYPE_BYTES[precision.param]
-        if self.stage.optimizer is Placement.REPLICATE:
+        if stage.optimizer is Placement.REPLICATE:
             all_numel = group.padded_numel * (group.num_ranks - 1) // group.num_ranks
             wire["all_reduce"] += 2 * all_numel * DTYPE_BYTES[precision.reduce]
         else:
@@ -256,6 +267,10 @@ class Layout:
             replica_numel = group.shard_numel * (num_replicas - 1) // num_replicas
             wire["all_reduce"] += 2 * replica_numel * DTYPE_BYTES[precision.reduce]
         return wire
+
+    def stage_of(self, group: GroupSpec) -> ZeroStage:
+        """Return the placements of a group's states."""
+        return group.stage_in(self.stage)
 
     def precision_of(self, group: GroupSpec) -> PrecisionPolicy:
         """Return the dtypes of a group's states."""
@@ -365,7 +380,8 @@ def build_layout(
     policy = precision_policy(config.precision)
     splits = None if tensor is None else tensor.splits
     stages_of = None if pipeline is None else pipeline.stages_of
-    groups = build_groups(entries, units, num_ranks, num_shards, config.zero.replicate_frozen, splits, stages_of)
+    below = config.zero.keep_whole_below if stage.unshard_for_use else 0
+    groups = build_groups(entries, units, num_ranks, num_shards, config.zero.replicate_frozen, splits, stages_of, below)
     groups = assign_tiers_by_rank(
         groups, config.tiers, lambda group: 0 if pipeline is None else pipeline.holders(group.stages)[0]
     )
@@ -423,8 +439,8 @@ def assign_tiers(groups: Sequence[GroupSpec], config: TiersConfig) -> tuple[Grou
         groups: in forward order.
         config: a tier for each state, and the largest share of it, by elements, that stays on the device.
     """
-    trainable = [group for group in groups if group.trainable]
-    sharded = [group for group in groups if not group.is_replicated]
+    sharded = [group for group in groups if not group.is_replicated]  # what stays whole is small, or frozen
+    trainable = [group for group in sharded if group.trainable]
     params = _chosen(sharded, config.params, config.params_on_device)
     grads = _chosen(trainable, config.grads, config.grads_on_device)
     optimizer = _chosen(trainable, config.optimizer, config.optimizer_on_device)

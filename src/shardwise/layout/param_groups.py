@@ -34,7 +34,7 @@ from shardwise.config.resolve import ConfigError, PrecisionConfig, Tier
 from shardwise.layout.precision import buffer_dtype
 from shardwise.layout.slicing import Chunk, intersect
 from shardwise.layout.tp_sharding import ParamSplit
-from shardwise.layout.zero_stages import Placement
+from shardwise.layout.zero_stages import STAGES, Placement, ZeroStage
 
 # 16 bytes in the narrowest dtype: the alignment that vectorised kernels and NCCL want for parameters and shards.
 ALIGNMENT_NUMEL: Final = 8
@@ -110,13 +110,14 @@ class GroupSpec:
     """Describe a group of parameters that are gathered and reduced together.
 
     Attributes:
-        name: the unit's name, with `:fp32` for the group of its wide parameters and `:frozen` for that of frozen ones.
+        name: the unit's name, with `:fp32` for the group of its wide parameters, `:frozen` for that of frozen ones and
+            `:whole` for that of small ones which stage 3 keeps whole.
         unit: the module whose forward uses them; `root` for parameters that are in no block.
         params: in flat order.
         trainable: whether the group has gradients and optimizer states.
         num_ranks: ranks that average the gradients; the flat buffer divides evenly among them in every stage.
         num_shards: ranks that share the sharded states.
-        is_replicated: every rank holds the parameters whole in every stage; of frozen groups only.
+        is_replicated: every rank holds the parameters whole on its device in every stage.
         tiers: where its states are stored.
         stages: of the pipeline that use it; several where a parameter is tied across a cut, and each holds it.
         is_wide: whether all its states are in fp32 although `precision.param` is narrower.
@@ -158,10 +159,15 @@ class GroupSpec:
         """Return the first and the last-plus-one element of shard `index`."""
         return index * self.shard_numel, (index + 1) * self.shard_numel
 
+    def stage_in(self, stage: ZeroStage) -> ZeroStage:
+        """Return the placements of the group's states in a run of `stage`."""
+        if not self.is_replicated:
+            return stage
+        return replace(stage, params=Placement.REPLICATE) if self.trainable else STAGES[0]
+
     def held_range(self, placement: Placement, index: int) -> tuple[int, int]:
         """Return the range of the flat buffer that the holder of shard `index` has under a placement."""
-        is_whole = self.is_replicated or placement is not Placement.SHARD
-        return (0, self.padded_numel) if is_whole else self.shard_range(index)
+        return self.shard_range(index) if placement is Placement.SHARD else (0, self.padded_numel)
 
     def written_range(self, shard: int, replica: int) -> tuple[int, int]:
         """Return the range that the holder of shard `shard` in replica `replica` writes into a checkpoint.
@@ -198,8 +204,9 @@ def build_groups(
     replicate_frozen: bool = False,
     splits: Mapping[str, ParamSplit] | None = None,
     stages_of: Mapping[str, tuple[int, ...]] | None = None,
+    keep_whole_below: int = 0,
 ) -> tuple[GroupSpec, ...]:
-    """Build one group per unit, trainability and dtype: the root's first, then the units' in module order.
+    """Build one group per unit, trainability, dtype and size: the root's first, then the units' in module order.
 
     Under pipeline parallelism the root has a group for each stage and for each set of stages that share parameters.
 
@@ -211,6 +218,7 @@ def build_groups(
         replicate_frozen: every rank keeps frozen parameters whole, so that they are never gathered.
         splits: how each parameter is split over the tensor-parallel group, by its name; None for one rank.
         stages_of: the stages that use a parameter, by its name; None without a pipeline.
+        keep_whole_below: every rank keeps parameters of fewer elements whole.
 
     Raises:
         ConfigError: a block is on several stages.
@@ -220,11 +228,13 @@ def build_groups(
     def stages(entry: ParamEntry) -> tuple[int, ...]:
         return (0,) if stages_of is None else stages_of[entry.name]
 
-    def key(entry: ParamEntry) -> tuple[int, tuple[int, ...], bool, bool]:
-        return order[entry.unit], stages(entry), not entry.requires_grad, entry.is_wide
+    def key(entry: ParamEntry) -> tuple[int, tuple[int, ...], bool, bool, bool]:
+        is_frozen = not entry.requires_grad
+        is_small = math.prod(entry.shape) < keep_whole_below and not (is_frozen and replicate_frozen)
+        return order[entry.unit], stages(entry), is_frozen, entry.is_wide, is_small
 
     groups: list[GroupSpec] = []
-    for (index, held_by, is_frozen, is_wide), members in groupby(sorted(entries, key=key), key=key):
+    for (index, held_by, is_frozen, is_wide, is_small), members in groupby(sorted(entries, key=key), key=key):
         unit = (ROOT, *units)[index]
         if unit != ROOT and groups and groups[-1].unit == unit and groups[-1].stages != held_by:
             both = " and ".join(str(stage) for stage in sorted({*groups[-1].stages, *held_by}))
@@ -234,8 +244,8 @@ def build_groups(
                 "one stage in zero.blocks, or move pipeline.cut",
             )
         place = unit if unit != ROOT or stages_of is None else f"{unit}@{'+'.join(map(str, held_by))}"
-        name = place + ":fp32" * is_wide + ":frozen" * is_frozen
-        is_replicated = replicate_frozen and is_frozen
+        name = place + ":fp32" * is_wide + ":frozen" * is_frozen + ":whole" * is_small
+        is_replicated = is_small or (replicate_frozen and is_frozen)
         params = tuple(_place(members, splits or {}))
         spec = GroupSpec(name, unit, params, not is_frozen, num_ranks, num_shards, is_replicated)
         groups.append(replace(spec, stages=held_by, is_wide=is_wide))

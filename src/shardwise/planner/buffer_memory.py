@@ -83,10 +83,9 @@ class GatheredUnits:
             folds: the rank's folded groups.
             index: the stage's index among the rank's own.
         """
-        is_gathered = folds.layout.stage.params is Placement.SHARD
-        is_gathered &= not all(fold.group.is_stored_whole for fold in folds.folds)
+        used: Sequence[LayerCount] = [fold for fold in folds.folds if not fold.group.is_stored_whole]
+        is_gathered = folds.layout.stage.params is Placement.SHARD and bool(used)
         is_whole = strategy.pp > 1 and strategy.gather == "batch"
-        used: Sequence[LayerCount] = folds.folds
         if folds.layout.pipeline is not None and not is_whole:
             stage = folds.layout.pipeline.placement.stages_of(folds.layout.pipeline.index)[index]
             used = [fold for fold in used if stage in fold.group.stages]

@@ -296,7 +296,7 @@ class CommTimeModel:
         )
 
     def _calls_of(self, s: Strategy, layout: Layout, fold: LayerCount, *, is_first: bool) -> Iterator[PricedCollective]:
-        group, stage = fold.group, layout.stage
+        group, stage = fold.group, layout.stage_of(fold.group)
         near = s.tp * (s.ep if is_of_experts(group) else 1)
         replicas, far = group.num_ranks // group.num_shards, near * group.num_shards
         widths = layout.precision

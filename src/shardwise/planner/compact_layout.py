@@ -44,6 +44,7 @@ from shardwise.planner.stages import (
 
 _LAST = "last"
 _EXPERTS = ":experts"
+_WHOLE = ":whole"
 
 
 @dataclass(frozen=True)
@@ -221,23 +222,30 @@ class CompactLayout:
                 yield from (LayerCount(group, 1) for group in self._block(strategy, name, stage, kept_last))
 
     def _block(self, strategy: Strategy, name: str, stage: int, has_experts: bool) -> tuple[GroupSpec, ...]:
-        key = (strategy.tp, strategy.ep, name, stage)
+        below = self._keep_whole_below(strategy)
+        key = (strategy.tp, strategy.ep, name, stage, below)
         if key not in self._templates:
             params = block_params(self.job.shape, has_experts=has_experts, expert_ranks=strategy.ep)
-            parts = [[each for each in params if each.is_of_experts is of_experts] for of_experts in (False, True)]
-            groups = [_template(part, strategy.tp, name) for part in parts if part]
-            names = (name, f"{name}{_EXPERTS}")
+            parts = {kind: [each for each in params if each.is_of_experts is bool(kind)] for kind in ("", _EXPERTS)}
             self._templates[key] = tuple(
-                replace(group, name=own, stages=(stage,)) for group, own in zip(groups, names, strict=False)
+                replace(group, name=name + whole + kind, stages=(stage,))
+                for kind, part in parts.items()
+                for group, whole in zip(_templates(part, strategy.tp, name, below), ("", _WHOLE), strict=False)
             )
         return self._templates[key]
+
+    def _keep_whole_below(self, strategy: Strategy) -> int:
+        num_shards = strategy.dp_shard * strategy.cp
+        stage = effective_stage(strategy.zero_stage, num_shards, _tiers_of(strategy), is_scheduled=strategy.pp > 1)
+        return self.job.keep_whole_below if stage.unshard_for_use else 0
 
     def _root(self, strategy: Strategy, stages: StageLayouts) -> tuple[GroupSpec, ...]:
         """Return the groups of what is in no block: one without a pipeline, else one for each set of stages that use
         it.
         """
         shape, last = self.job.shape, stages.head_stage
-        key = (strategy.tp, strategy.pp > 1, stages.norm_stage, last)
+        below = self._keep_whole_below(strategy)
+        key = (strategy.tp, strategy.pp > 1, stages.norm_stage, last, below)
         if key in self._templates:
             return self._templates[key]
         tied = tuple(sorted({0, last})) if shape.is_tied else (0,)
@@ -249,8 +257,9 @@ class CompactLayout:
         for used_by, param in members:
             by_stages.setdefault(used_by if strategy.pp > 1 else (0,), []).append(param)
         self._templates[key] = tuple(
-            replace(_template(params, strategy.tp, ROOT), name=f"{ROOT}@{'+'.join(map(str, used_by))}", stages=used_by)
+            replace(group, name=f"{ROOT}@{'+'.join(map(str, used_by))}{whole}", stages=used_by)
             for used_by, params in sorted(by_stages.items())
+            for group, whole in zip(_templates(params, strategy.tp, ROOT, below), ("", _WHOLE), strict=False)
         )
         return self._templates[key]
 
@@ -281,8 +290,9 @@ def _tiers_of(strategy: Strategy) -> TiersConfig:
     )
 
 
-def _template(params: Sequence[SkeletonParam], tp: int, unit: str) -> GroupSpec:
-    """Return the group of some parameters on one data rank."""
+def _templates(params: Sequence[SkeletonParam], tp: int, unit: str, below: int) -> tuple[GroupSpec, ...]:
+    """Return the groups of some parameters on one data rank: of those that stay whole, the last."""
     entries = [ParamEntry(each.name, (), unit, each.shape, requires_grad=True) for each in params]
     splits = {each.name: each.split(tp) for each in params} if tp > 1 else None
-    return build_groups(entries, () if unit == ROOT else (unit,), 1, 1, splits=splits)[0]
+    units = () if unit == ROOT else (unit,)
+    return build_groups(entries, units, 1, 1, splits=splits, keep_whole_below=below)

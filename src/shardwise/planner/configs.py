@@ -129,6 +129,7 @@ def job_of(config: Config, cluster: Cluster) -> PlanJob:
         cluster=cluster,
         traits=traits,
         optimizer=resolved.optimizer.name,
+        keep_whole_below=resolved.zero.keep_whole_below,
     )
 
 

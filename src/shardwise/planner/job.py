@@ -146,6 +146,7 @@ class PlanJob:
         global_batch: sequences of an optimizer step.
         traits: facts about the code that trains it.
         optimizer: its name, which says what states it keeps.
+        keep_whole_below: elements below which ZeRO-3 keeps a parameter whole.
     """
 
     shape: ModelShape
@@ -154,6 +155,7 @@ class PlanJob:
     cluster: Cluster
     traits: FrameworkTraits = SHARDWISE
     optimizer: str = "adamw"
+    keep_whole_below: int = 0
 
     @property
     def tokens(self) -> int:

@@ -130,9 +130,10 @@ def table_of(estimates: Sequence[tuple[str, ModelStates]]) -> str:
 
 def _unsharded_bytes(layout: Layout) -> int:
     """Return the bytes of the block that needs most: gathered parameters, and gradients before they are reduced."""
-    num_times = layout.stage.unshard_for_use + layout.stage.reduce_each_backward
     blocks: Counter[str] = Counter()
     for group in layout.groups:
+        stage = layout.stage_of(group)
+        num_times = stage.unshard_for_use + stage.reduce_each_backward
         blocks[group.unit] += num_times * group.padded_numel * DTYPE_BYTES[layout.precision_of(group).param]
     return max((size for name, size in blocks.items() if name != ROOT), default=0)
 

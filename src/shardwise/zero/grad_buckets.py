@@ -42,7 +42,7 @@ class GradBucket:
     """
 
     def __init__(self, spec: GroupSpec, layout: Layout, resources: ShardingResources) -> None:
-        stage, policy, comms = layout.stage, layout.precision_of(spec), resources.comms
+        stage, policy, comms = layout.stage_of(spec), layout.precision_of(spec), resources.comms
         self.spec = spec
         self._comms = comms
         self._device = comms.data.device

@@ -445,13 +445,13 @@ class StepInBackward:
             read_factor: waits for the factor from accumulated sums to the mean gradient; None if no step may follow.
         """
         self._read_factor = read_factor
-        self._sharding.on_reduced = self._step
+        self._sharding.reducing.on_reduced = self._step
 
     def end(self) -> None:
         """Leave the other groups to the step, and note which groups can be stepped in the next backward."""
         if self._read_factor is not None:
             self._read_factor()  # no group needed it, but the collective must be waited for
-        self._sharding.on_reduced = self._read_factor = self._factor = None
+        self._sharding.reducing.on_reduced = self._read_factor = self._factor = None
         self.is_armed = False
         streamed = [group for group in self._sharding.groups if group.spec.tiers.optimizer != "device"]
         held = [group for group in streamed if group.grads is not None and group.grads.holds_sum]

@@ -74,7 +74,7 @@ class ParamGroup:
         resources: ShardingResources,
         released: type[nn.Parameter],
     ) -> None:
-        stage, policy, comms, tiers = layout.stage, layout.precision_of(spec), resources.comms, resources.tiers
+        stage, policy, comms, tiers = layout.stage_of(spec), layout.precision_of(spec), resources.comms, resources.tiers
         tracker = resources.tracker
         self.spec = spec
         self.holders = layout.holders(spec)

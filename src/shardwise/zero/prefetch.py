@@ -32,7 +32,13 @@ class LockstepError(CodedError, RuntimeError):
 
 
 class PrefetchOrder(Protocol):
-    """Answers what to gather; `enter_...` and `end_...` return skipped blocks, to be gathered and released at once."""
+    """Answers what to gather; `enter_...` and `end_...` return skipped blocks, to be gathered and released at once.
+
+    Attributes:
+        is_lockstep: it is the same on all ranks, whatever blocks they run.
+    """
+
+    is_lockstep: bool
 
     def start_forward(self) -> Names:
         """Begin a forward."""
@@ -71,6 +77,8 @@ class RecordedOrder:
     Args:
         names: the blocks in module order: the first guess.
     """
+
+    is_lockstep = False
 
     def __init__(self, names: Names) -> None:
         self._names = tuple(names)
@@ -139,10 +147,12 @@ class StaticOrder:
         names: the blocks in module order.
     """
 
+    is_lockstep = True
+
     def __init__(self, names: Names) -> None:
         self._names = tuple(names)
-        self._position = 0  # of the next block to gather, in `_path`
-        self._path: Names = ()
+        self._path: Names = self._names
+        self._position = len(names)  # of the next block to gather, in `_path`
         self._has_next = False
 
     def start_forward(self) -> Names:

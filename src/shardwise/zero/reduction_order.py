@@ -15,12 +15,14 @@ and those of all groups before it in the order are there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
 import torch
 
 from shardwise.comm.collectives import Comm
+from shardwise.zero.param_group import ParamGroup
 
 Group = TypeVar("Group")
 
@@ -106,3 +108,35 @@ class ReductionOrder(Generic[Group]):
     def has_open(self) -> bool:
         """Say whether a group may get gradients before the step that no schedule has reduced."""
         return any(group not in self.final for group in self.groups)
+
+
+class RunningReductions:
+    """Keeps at most two reductions under way: one may wait for its second collective while the next one starts.
+
+    Attributes:
+        on_reduced: is given each group whose reduction has ended.
+    """
+
+    def __init__(self) -> None:
+        self.on_reduced: Callable[[ParamGroup], None] | None = None
+        self._groups: deque[ParamGroup] = deque()
+
+    def add(self, group: ParamGroup) -> None:
+        """Keep a reduction that has just been started."""
+        while len(self._groups) > 1:
+            self._end_first()
+        for other in self._groups:
+            if other.grads is not None:
+                other.grads.advance_reduce()
+        self._groups.append(group)
+
+    def finish(self) -> None:
+        """Wait for all of them."""
+        while self._groups:
+            self._end_first()
+
+    def _end_first(self) -> None:
+        group = self._groups.popleft()
+        group.finish_reduce()
+        if self.on_reduced is not None:
+            self.on_reduced(group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from shardwise.comm.mesh import CommGroups
 from shardwise.construction.values import ParamInitializer
@@ -23,4 +24,4 @@ class ShardingResources:
     values: ParamInitializer
     tiers: Tiers
     overlap: bool
-    lockstep: bool = False
+    lockstep: bool | Literal["auto"] = False

@@ -9,7 +9,6 @@ still meet.
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -27,8 +26,8 @@ from shardwise.runtime.param_guard import ReleasedParameterError, released_type
 from shardwise.runtime.torch_private import in_backward, on_backward_end, parameter_class
 from shardwise.schedule.actions import ActionKind
 from shardwise.zero.param_group import GradientWatch, HostUpdates, ParamGroup
-from shardwise.zero.prefetch import Names, PrefetchOrder, RecordedOrder, StaticOrder
-from shardwise.zero.reduction_order import ReductionOrder
+from shardwise.zero.prefetch import LockstepError, Names, PrefetchOrder, RecordedOrder, StaticOrder
+from shardwise.zero.reduction_order import ReductionOrder, RunningReductions
 from shardwise.zero.remote_params import RemoteParams, check_members
 from shardwise.zero.resources import ShardingResources
 from shardwise.zero.unit import LEGAL, Phase, Unit
@@ -54,7 +53,7 @@ class ShardingState:
         kept: groups that stay whole until a schedule reshards them.
         held: groups that stay whole inside `gathered`.
         reductions: the order in which groups are reduced, and how far this backward has come in it.
-        on_reduced: is given each group whose reduction has ended.
+        reducing: the reductions under way.
     """
 
     def __init__(self, model: nn.Module, layout: Layout, resources: ShardingResources) -> None:
@@ -67,11 +66,13 @@ class ShardingState:
         self.is_serving = self.has_foreign_gradients = False
         self.groups: list[ParamGroup] = []
         self.units = [Unit(name) for name in (ROOT, *layout.held_units)]
-        self.order: PrefetchOrder = (StaticOrder if resources.lockstep else RecordedOrder)(layout.held_units)
+        may_differ = layout.stage.unshard_for_use and layout.pipeline is None and resources.comms.shards.world_size > 1
+        in_lockstep = resources.lockstep is True or (resources.lockstep == "auto" and may_differ)
+        self.order: PrefetchOrder = (StaticOrder if in_lockstep else RecordedOrder)(layout.held_units)
         self.kept: set[ParamGroup] = set()
         self.held: set[ParamGroup] = set()
         self.reductions: ReductionOrder[ParamGroup] = ReductionOrder()
-        self.on_reduced: Callable[[ParamGroup], None] | None = None
+        self.reducing = RunningReductions()
         self._model = model
         self._resources = resources
         self._timeline = resources.timeline
@@ -80,7 +81,6 @@ class ShardingState:
         self._unit_of = {unit.name: unit for unit in self.units}
         self._began_in, self._num_in_backward = Phase.IDLE, 0  # the backward that is under way, or the last one
         self._is_inner = self._has_gradients = self._holds_unreduced = False
-        self._reducing: deque[ParamGroup] = deque()
         self._updates = HostUpdates()
         self._unannounced: list[ParamGroup] = []  # used where no hook reports it: whole until the end of the backward
         self._handles: list[RemovableHandle] = []
@@ -170,9 +170,11 @@ class ShardingState:
 
     def _enter_forward(self, unit: Unit) -> None:
         if not unit.is_root:
-            self._pass(self.order.enter_forward(unit.name))
+            self._enter_block(unit, self.order.enter_forward)
             return
         self.watch_gradients(False)
+        if torch.is_grad_enabled() and any(each.awaits_backward for each in self.units):
+            self._leave_lockstep()  # in a backward through two forwards, blocks are reached again
         self._enter(Phase.FORWARD)
         self._timeline.is_recording = torch.is_grad_enabled()
         if self.before_model is not None and (before_model := self.before_model()) is not None:
@@ -227,7 +229,7 @@ class ShardingState:
         if begins:
             self._begin_backward()
             if not unit.is_root:
-                self._pass(self.order.enter_backward(unit.name))
+                self._enter_block(unit, self.order.enter_backward)
         if torch.is_grad_enabled():
             for group in unit.used_groups:  # a graph through this backward is being built, and will need the data again
                 self._pin_until_backward(group)
@@ -314,13 +316,13 @@ class ShardingState:
         if self._holds_unreduced:
             self.reductions.start_backward()
             self._reduce_all()
-        self._finish_reduce()  # what a schedule has started: it goes on over the replicas by itself
+        self.reducing.finish()  # what a schedule has started: it goes on over the replicas by itself
         for group in self.reductions.groups:
             if group.grads is not None and group.grads.is_partial:
                 group.begin_reduce()
                 group.grads.reduce_replicas()
-                self._track_reduce(group)
-        self._finish_reduce()
+                self.reducing.add(group)
+        self.reducing.finish()
 
     def reduce(self, groups: Collection[ParamGroup], is_last: bool) -> None:
         """Start to reduce groups at a schedule's request; `is_last` if they get no more gradients before the step."""
@@ -404,13 +406,13 @@ class ShardingState:
 
     def abandon(self) -> None:
         """Leave a pass that did not reach its end."""
-        self.on_reduced = None  # what is left of it shall not be stepped
+        self.reducing.on_reduced = None  # what is left of it shall not be stepped
         self._enter(Phase.IDLE)
         self._holds_unreduced = self.has_foreign_gradients = False
         self.reductions.late.clear()
         self.reductions.final.clear()
         self.kept.clear()
-        self._finish_reduce()
+        self.reducing.finish()
         self._end_units()
         self.reshard_all()
         self._resources.comms.drain()
@@ -466,6 +468,21 @@ class ShardingState:
             for group in self._unit_of[name].groups:
                 group.prefetch()
 
+    def _enter_block(self, unit: Unit, enter: Callable[[str], Names]) -> None:
+        """Take part in the gathers of the blocks before this one."""
+        try:
+            self._pass(enter(unit.name))
+        except LockstepError:
+            if self._resources.lockstep is True:
+                raise
+            if self.phase in (Phase.FORWARD, Phase.BACKWARD):  # otherwise it is called outside the model's forward
+                self._leave_lockstep()
+
+    def _leave_lockstep(self) -> None:
+        """Follow the model from now on, under "auto": all ranks do so at the same place, or they would not meet."""
+        if self.order.is_lockstep and self._resources.lockstep == "auto":
+            self.order = RecordedOrder([unit.name for unit in self.units if not unit.is_root])
+
     def _pass(self, names: Names) -> None:
         """Take part in the gathers of blocks that run on other ranks only."""
         for name in names:
@@ -503,13 +520,13 @@ class ShardingState:
 
     def _reduce_before(self, unit: Unit) -> None:
         """Reduce, in lockstep, what comes before a unit when its backward begins, so that all ranks use one order."""
-        if self._resources.lockstep and self._reduces and not unit.is_root:
+        if self.order.is_lockstep and self._reduces and not unit.is_root:
             for group in self.reductions.take_before(unit.groups):
                 self._reduce(group)
 
     def _ready(self) -> Sequence[ParamGroup]:
         """Return the groups to reduce now; in lockstep none, as units decide."""
-        return () if self._resources.lockstep or not self._reduces else self.reductions.take_ready()
+        return () if self.order.is_lockstep or not self._reduces else self.reductions.take_ready()
 
     def _reduce(self, group: ParamGroup) -> None:
         group.begin_reduce()
@@ -517,26 +534,7 @@ class ShardingState:
             group.grads.reduce(self.is_last)
         if not self._resources.overlap:
             group.finish_reduce()
-        self._track_reduce(group)
-
-    def _track_reduce(self, group: ParamGroup) -> None:
-        """Keep at most two reductions under way: one may wait for its second collective while the next one starts."""
-        while len(self._reducing) > 1:
-            self._end_reduce()
-        for other in self._reducing:
-            if other.grads is not None:
-                other.grads.advance_reduce()
-        self._reducing.append(group)
-
-    def _finish_reduce(self) -> None:
-        while self._reducing:
-            self._end_reduce()
-
-    def _end_reduce(self) -> None:
-        group = self._reducing.popleft()
-        group.finish_reduce()
-        if self.on_reduced is not None:
-            self.on_reduced(group)
+        self.reducing.add(group)
 
     def _end_backward(self) -> None:
         self._pass(self.order.end_backward())
@@ -562,13 +560,15 @@ class ShardingState:
     def _reduce_all(self) -> None:
         for group in self.reductions.take_all():
             self._reduce(group)
-        late = self.reductions.late_on_any(self._resources.comms.model) if self._resources.lockstep else None
+        late = self.reductions.late
+        if self.order.is_lockstep:  # until the last backward, what came late waits in its bucket for the next one
+            late = self.reductions.late_on_any(self._resources.comms.model) if self.is_last else []
         for group in self.reductions.groups:
-            if group in (self.reductions.late if late is None else late):
+            if group in late:
                 self._reduce(group)
         self.reductions.late.clear()
-        self._finish_reduce()
-        self._holds_unreduced = False
+        self.reducing.finish()
+        self._holds_unreduced = self.order.is_lockstep and not self.is_last
         self._resources.pool.trim()
 
     def on_released_use(self, parameter: nn.Parameter) -> None:

@@ -62,6 +62,11 @@ class Unit:
         return self.name == ROOT
 
     @property
+    def awaits_backward(self) -> bool:
+        """Say whether a graph through the unit waits for its backward."""
+        return self.num_awaited_inputs > 0 or self.has_untracked_forward
+
+    @property
     def used_groups(self) -> tuple[ParamGroup, ...]:
         """Return the groups whose parameters the computing stage uses."""
         if self.stage is None:

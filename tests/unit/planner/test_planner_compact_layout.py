@@ -77,7 +77,7 @@ def strategies(draw: st.DrawFn) -> Strategy:
     )
 
 
-def config_of(s: Strategy) -> Config:
+def config_of(s: Strategy, keep_whole_below: int = 0) -> Config:
     mesh = {"pp": s.pp, "dp_replicate": s.dp_replicate, "dp_shard": s.dp_shard, "cp": s.cp, "tp": s.tp}
     tiers: dict[str, object] = {"params": s.params_tier, "grads": s.grads_tier, "optimizer": s.optimizer_tier}
     tiers |= {f"{state}_on_device": getattr(s, f"{state}_on_device") for state in ("params", "grads", "optimizer")}
@@ -85,7 +85,7 @@ def config_of(s: Strategy) -> Config:
         tiers["nvme_path"] = "/nvme"
     sections = {
         "mesh": mesh,
-        "zero": {"stage": s.zero_stage},
+        "zero": {"stage": s.zero_stage, "keep_whole_below": keep_whole_below},
         "tiers": tiers,
         "tensor": {"sequence_parallel": s.sequence_parallel},
         "batch": {"accumulation": s.num_micro_batches},
@@ -95,20 +95,21 @@ def config_of(s: Strategy) -> Config:
     return Config.from_dict(sections).resolve(s.num_ranks)
 
 
-def layout_or_none(shape: DecoderConfig, s: Strategy) -> Layout | None:
+def layout_or_none(shape: DecoderConfig, s: Strategy, keep_whole_below: int) -> Layout | None:
     try:
-        return plan_layout(Decoder(shape, device="meta"), config_of(s))
+        return plan_layout(Decoder(shape, device="meta"), config_of(s, keep_whole_below))
     except ConfigError:
         return None
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
-@given(shape=decoders(), strategy=strategies())
-def test_folded_bytes_are_those_of_the_whole_model(shape: DecoderConfig, strategy: Strategy) -> None:
-    layout = layout_or_none(shape, strategy)
+@given(shape=decoders(), strategy=strategies(), below=st.sampled_from((0, 50, 10**6)))
+def test_folded_bytes_are_those_of_the_whole_model(shape: DecoderConfig, strategy: Strategy, below: int) -> None:
+    layout = layout_or_none(shape, strategy, below)
     assume(layout is not None)
     assert layout is not None
-    folded = CompactLayout(PlanJob(shape=ModelShape.of_decoder(shape), seq_len=16, global_batch=8, cluster=CLUSTER))
+    model = ModelShape.of_decoder(shape)
+    folded = CompactLayout(PlanJob(shape=model, seq_len=16, global_batch=8, cluster=CLUSTER, keep_whole_below=below))
     for rank in range(strategy.pp):
         own = layout.of_pipeline_rank(rank)
         assert folded.at_rest(strategy, rank) == own.bytes_at_rest()
