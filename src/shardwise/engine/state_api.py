@@ -11,7 +11,7 @@ from torch import nn
 from shardwise.comm.records import CommError
 from shardwise.engine.step_context import StepContext
 from shardwise.layout.precision import DTYPE_BYTES
-from shardwise.runtime.torch_private import num_recorded
+from shardwise.runtime.module_hooks import saves_noted
 from shardwise.zero.memory_release import STATES, MemoryRelease, ReleaseTarget
 from shardwise.zero.state_access import take_over
 
@@ -23,8 +23,8 @@ def gathered(context: StepContext, write: bool) -> Iterator[nn.Module]:
     context.tiers.worker.check()
     _check_memory_to_gather(context)
     sharding = context.sharding
-    was_held, num_before = sharding.is_held, num_recorded()
-    with context.failures_explained():
+    was_held = sharding.is_held
+    with context.failures_explained(), saves_noted() as saves:
         sharding.unshard_all()
         try:
             yield context.model
@@ -33,7 +33,7 @@ def gathered(context: StepContext, write: bool) -> Iterator[nn.Module]:
         finally:
             if not was_held:
                 sharding.reshard_all(release_held=True)
-                if num_recorded() > num_before:
+                if saves:  # a backward will read them
                     sharding.pin_all_until_backward()
 
 
