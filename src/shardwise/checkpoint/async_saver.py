@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import threading
 import time
 import weakref
@@ -106,7 +105,6 @@ class Saver:
         world_size: how many ranks save.
         timeout_s: seconds without progress after which the other ranks give a rank up.
         device: that of the engine; copies are pinned if it is a GPU.
-        patience_s: seconds without progress after which a rank is named in the log.
 
     Attributes:
         blocked_s: seconds that the last `start` has blocked its caller, with the wait for the save before it.
@@ -114,16 +112,9 @@ class Saver:
     """
 
     def __init__(
-        self,
-        store: dist.Store | None,
-        rank: int,
-        world_size: int,
-        timeout_s: float,
-        device: torch.device,
-        patience_s: float = math.inf,
+        self, store: dist.Store | None, rank: int, world_size: int, timeout_s: float, device: torch.device
     ) -> None:
         self._store = store
-        self._patience_s = patience_s
         self._rank, self._world_size = rank, world_size
         self._timeout_s = timeout_s
         self._staging = StagingMemory(device)
@@ -246,8 +237,9 @@ class Saver:
             self._background.failure = unforeseen
 
     def _save(self, number: int, request: SaveRequest, failure: Exception | None) -> None:
-        timeouts = {"timeout_s": self._timeout_s, "patience_s": self._patience_s}
-        rounds = StoreBarrier(self._store, number, self._rank, self._world_size, subject=_subject(request), **timeouts)
+        rounds = StoreBarrier(
+            self._store, number, self._rank, self._world_size, self._timeout_s, subject=_subject(request)
+        )
         try:
             self.last_committed = _Save(request, self._rank, self._world_size, rounds, self._timeout_s).run(failure)
             if self._rank == 0:
