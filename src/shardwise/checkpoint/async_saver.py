@@ -39,6 +39,7 @@ from shardwise.checkpoint import commit as folder
 from shardwise.checkpoint import writer as writing
 from shardwise.checkpoint.commit import await_folder
 from shardwise.checkpoint.coordination import StoreBarrier
+from shardwise.checkpoint.file_ranges import windows
 from shardwise.checkpoint.manifest import CheckpointError, Manifest, RankManifest, merge_parts
 from shardwise.comm.consistency import listed
 from shardwise.config.errors import code_of
@@ -431,25 +432,10 @@ class StagingMemory:
 
 def _copy(state_shard: StateShard, place: Tensor) -> StateShard:
     """Copy the written pieces, one after the other, to `place`: 1-D, of their elements and dtype."""
-    pieces, offset = [], 0
-    for piece in state_shard.written:
-        pieces.append(Chunk(piece.rect, offset))
-        offset += piece.rect.numel
-    offset = 0
-    for start, stop in _runs(state_shard.written):
-        place[offset : offset + stop - start].copy_(state_shard.flat.read(start, stop), non_blocking=True)
-        offset += stop - start
+    pieces, offset = list[Chunk](), 0
+    for window in windows(state_shard.written, max(1, place.numel())):
+        stop = offset + window.stop - window.start
+        place[offset:stop].copy_(state_shard.flat.read(window.start, window.stop), non_blocking=True)
+        pieces += [piece.shifted(offset) for piece in window.pieces]
+        offset = stop
     return replace(state_shard, flat=TensorFlatState(place), pieces=tuple(pieces), written=tuple(pieces))
-
-
-def _runs(pieces: Sequence[Chunk]) -> Iterator[tuple[int, int]]:
-    """Yield the ranges in which pieces follow one another: several rectangles of one range need one copy only."""
-    start = stop = 0
-    for piece in pieces:
-        if piece.local_offset != stop:
-            if stop > start:
-                yield start, stop
-            start = piece.local_offset
-        stop = piece.local_stop
-    if stop > start:
-        yield start, stop

@@ -46,26 +46,6 @@ from shardwise.config.errors import system_code
 from shardwise.config.untrusted_files import open_regular, read_bytes
 from shardwise.runtime.format import format_bytes
 
-__all__ = [
-    "LATEST_NAME",
-    "MAX_MANIFEST_BYTES",
-    "begin",
-    "candidates",
-    "check_free_space",
-    "clean",
-    "commit",
-    "discard",
-    "read_latest",
-    "read_manifest",
-    "rename_later",
-    "rename_step",
-    "retain",
-    "step_folders",
-    "step_name",
-    "step_of",
-    "steps_to_delete",
-]
-
 LATEST_NAME: Final = "latest"
 _STEP: Final = re.compile(r"step-([0-9]{8,})")
 _PARTIAL, _DELETED, _RENAMED = ".partial", ".deleted", ".aside-"
@@ -434,6 +414,7 @@ _FIXES: Final[Mapping[int, str]] = MappingProxyType(
     {
         errno.ENOSPC: _MORE_SPACE,
         errno.EDQUOT: _MORE_SPACE,
+        errno.EFBIG: f"allow files so large, or {ELSEWHERE}",
         errno.EROFS: f"mount it for writing, or {ELSEWHERE}",
         errno.EACCES: f"give this user the right to, or {ELSEWHERE}",
         errno.EPERM: f"give this user the right to, or {ELSEWHERE}",
@@ -445,8 +426,13 @@ _FIXES: Final[Mapping[int, str]] = MappingProxyType(
 
 
 @contextmanager
-def named_errors(doing: str, path: Path) -> Iterator[None]:
+def named_errors(doing: str, path: Path, code: str = "folder-refused") -> Iterator[None]:
     """Turn an `OSError` into a `CheckpointError` that says what failed, where, why, and what would help.
+
+    Args:
+        doing: a verb for the message.
+        path: what it is done to.
+        code: of the error; that of a full disk is `disk-full` in any case.
 
     >>> with named_errors("write", Path("/runs/a/latest")):
     ...     raise OSError(errno.EROFS, "Read-only file system")
@@ -459,8 +445,9 @@ writing, or use another folder
         yield
     except OSError as error:
         fix = _FIXES.get(error.errno or 0, f"fix that, or {ELSEWHERE}")
-        code = system_code(error, "folder-refused")
-        raise CheckpointError(code, f"cannot {doing} {path}: {error.strerror or error}; {fix}") from error
+        raise CheckpointError(
+            system_code(error, code), f"cannot {doing} {path}: {error.strerror or error}; {fix}"
+        ) from error
 
 
 def sync_folder(path: Path) -> None:

@@ -26,28 +26,21 @@ import torch
 
 from shardwise.checkpoint.async_saver import library_version
 from shardwise.checkpoint.commit import read_manifest
-from shardwise.checkpoint.hf import (
-    GENERATION_NAME,
+from shardwise.checkpoint.hf.config_files import GENERATION_NAME, config_files, describe_decoder, names_of, wanted_of
+from shardwise.checkpoint.hf.exporter import (
     ExportPlan,
     ExportTensor,
-    NameMap,
     begin_export,
-    config_files,
-    decoder_config_of,
-    decoder_names,
-    describe_decoder,
     discard_export,
     exported_dtype,
-    family_names,
     finish_export,
     in_order,
-    names_of,
-    open_folder,
     plan_export,
-    read_config,
-    wanted_of,
     write_export,
 )
+from shardwise.checkpoint.hf.families import decoder_config_of, decoder_names, family_names
+from shardwise.checkpoint.hf.importer import open_folder, read_config
+from shardwise.checkpoint.hf.key_map import NameMap
 from shardwise.checkpoint.manifest import CheckpointError, Manifest, StoredTensor
 from shardwise.checkpoint.match import match
 from shardwise.checkpoint.offline import Progress, rewrite, stored_shards

@@ -33,7 +33,7 @@ from shardwise.checkpoint import training_state as trajectory
 from shardwise.checkpoint.async_saver import Saver, SaveRequest
 from shardwise.checkpoint.commit import candidates, read_manifest, step_name, steps_to_delete
 from shardwise.checkpoint.coordination import StoreBarrier
-from shardwise.checkpoint.hf import describe
+from shardwise.checkpoint.hf.config_files import describe
 from shardwise.checkpoint.load import LoadPlan, LoadReport, own_tensors, plan_load, rank_name
 from shardwise.checkpoint.manifest import CheckpointError, Contents, DamagedError, Manifest
 from shardwise.checkpoint.reader import ChunkReader
