@@ -174,7 +174,7 @@ def clean(root: Path) -> list[Path]:
     return gone
 
 
-def read_manifest(step_folder: Path) -> Manifest:
+def read_manifest(step_folder: Path, checks_files: bool = True) -> Manifest:
     """Read the manifest of a checkpoint, and check that each file it names is there with its size.
 
     Raises:
@@ -184,7 +184,7 @@ def read_manifest(step_folder: Path) -> Manifest:
     path = step_folder / MANIFEST_NAME
     try:
         manifest = Manifest.from_text(read_bytes(path, MAX_MANIFEST_BYTES, step_folder), str(path))
-        code, wrong = "file-torn", _wrong_file(step_folder, manifest)
+        code, wrong = "file-torn", _wrong_file(step_folder, manifest) if checks_files else ""
     except FileNotFoundError:
         code, wrong = "no-manifest", f"{step_folder} is no whole checkpoint: it has no {MANIFEST_NAME}"
     except OSError as error:
@@ -339,17 +339,19 @@ def _rename(temporary: Path, final: Path) -> None:
 
 def _wrong_file(folder: Path, manifest: Manifest) -> str:
     """Say what is wrong with the first file that is not as the manifest says; return "" if all are."""
-    for name, num_bytes in manifest.files.items():
-        path = folder / name
-        try:
-            # Opened, since a network file system may otherwise give an old size of what another machine has written.
-            with open(open_regular(path, folder), "rb") as file:
-                found_bytes = os.fstat(file.fileno()).st_size
-        except FileNotFoundError:
-            return f"{path} is missing"
-        if found_bytes != num_bytes:
-            return f"{path} has {found_bytes} bytes and the manifest says {num_bytes}"
-    return ""
+    return next((wrong for file in manifest.files if (wrong := wrong_size(folder / file, manifest))), "")
+
+
+def wrong_size(path: Path, manifest: Manifest) -> str:
+    """Say what is wrong with the size of a file of a checkpoint; return "" if it is as the manifest says."""
+    try:
+        # Opened, since a network file system may otherwise give an old size of what another machine has written.
+        with open(open_regular(path, path.parent), "rb") as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        return f"{path} is missing"
+    expected = manifest.files[path.name]
+    return "" if num_bytes == expected else f"{path} has {num_bytes} bytes and the manifest says {expected}"
 
 
 def _is_whole(folder: Path) -> bool:

@@ -8,26 +8,15 @@ Both read file after file in small buffers, so that a checkpoint of any size nee
 
 from __future__ import annotations
 
-import io
-import os
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.commit import (
-    MAX_MANIFEST_BYTES,
-    begin,
-    check_free_space,
-    commit,
-    discard,
-    read_manifest,
-    step_of,
-)
+from shardwise.checkpoint.commit import begin, check_free_space, commit, discard, read_manifest, wrong_size
 from shardwise.checkpoint.manifest import (
     BLOCK_BYTES,
     ITEM_BYTES,
@@ -43,7 +32,7 @@ from shardwise.checkpoint.manifest import (
 from shardwise.checkpoint.reader import ChunkReader
 from shardwise.checkpoint.safetensors_io import FileTensor, named_dtype, read_header
 from shardwise.checkpoint.writer import write_state_shards
-from shardwise.config.untrusted_files import open_regular, printable, read_bytes
+from shardwise.config.untrusted_files import printable
 from shardwise.layout.slicing import Chunk, Rect, Shape, flat_range_to_rects
 from shardwise.runtime.state_shards import FlatSlice, FlatState, StateShard
 
@@ -56,20 +45,13 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Damage:
-    """Describes a fault at one place of a checkpoint.
-
-    Attributes:
-        file: its name in the checkpoint.
-        what: the fault, in words.
-        entry: of the file, such as `up.weight/exp_avg[0:4, 0:2]`; empty where the fault is of the whole file.
-    """
+    """Describes a fault: the name of the file, and what is wrong with it, in words."""
 
     file: str
     what: str
-    entry: str = ""
 
     def __str__(self) -> str:
-        return printable(": ".join(part for part in (self.file, self.entry, self.what) if part))
+        return printable(self.what)
 
 
 @dataclass(frozen=True)
@@ -138,25 +120,23 @@ def verify(folder: Path, progress: Progress | None = None) -> Verification:
     Raises:
         CheckpointError: a newer version has written it.
     """
-    path = folder / MANIFEST_NAME
     try:
-        manifest = Manifest.from_text(read_bytes(path, MAX_MANIFEST_BYTES, folder), str(path))
-    except FileNotFoundError:
-        return Verification(None, (Damage(MANIFEST_NAME, "is missing"),))
+        manifest = read_manifest(folder, checks_files=False)
     except DamagedError as error:
-        what = str(error).removeprefix(f"{path} ").removesuffix("; use an older checkpoint")
-        return Verification(None, (Damage(MANIFEST_NAME, what),))
-    except OSError as error:
-        return Verification(None, (Damage(MANIFEST_NAME, f"cannot be read: {error.strerror}"),))
+        return Verification(None, (_damage(MANIFEST_NAME, error),))
     meter = _ReadMeter(sum(manifest.files.values()), progress)
     damages: list[Damage] = []
-    if step_of(folder) not in (None, manifest.step):
-        damages.append(Damage(MANIFEST_NAME, f"is of step {manifest.step}, which is not what its folder's name says"))
     num_unchecked_bytes = 0
-    for file, entries in entries_by_file(manifest).items():
-        damages += _check_file(folder / file, manifest.files.get(file, 0), entries, meter)
-        num_unchecked_bytes += sum(entry.num_bytes for entry in entries if not entry.piece.crcs)
+    with ChunkReader(folder) as reader:
+        for file, entries in entries_by_file(manifest).items():
+            damages += _check_file(folder / file, manifest, entries, reader, meter)
+            num_unchecked_bytes += sum(entry.num_bytes for entry in entries if not entry.piece.crcs)
     return Verification(manifest, tuple(damages), meter.num_done_bytes, num_unchecked_bytes)
+
+
+def _damage(file: str, error: Exception) -> Damage:
+    """Return the fault that an error names, without what would help a load."""
+    return Damage(file, str(error).rpartition("; ")[0])
 
 
 @dataclass
@@ -166,7 +146,6 @@ class _ReadMeter:
     num_bytes: int
     progress: Progress | None
     num_done_bytes: int = 0
-    buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(BLOCK_BYTES)))
 
     def advance(self, num_bytes: int) -> None:
         self.num_done_bytes += num_bytes
@@ -174,29 +153,23 @@ class _ReadMeter:
             self.progress(self.num_done_bytes, self.num_bytes)
 
 
-def _check_file(path: Path, num_bytes: int, entries: Sequence[NamedChunk], meter: _ReadMeter) -> Iterator[Damage]:
+def _check_file(
+    path: Path, manifest: Manifest, entries: Sequence[NamedChunk], reader: ChunkReader, meter: _ReadMeter
+) -> Iterator[Damage]:
     try:
-        with open(open_regular(path, path.parent), "rb") as stream:
-            size = os.fstat(stream.fileno()).st_size
-            there = [entry for entry in entries if entry.stop <= size]
-            if size != num_bytes:
-                lost = [entry for entry in entries if entry.stop > size]
-                where = f"; {_some(lost)} cut off" if lost else ""
-                yield Damage(path.name, f"has {size} bytes, {num_bytes} were written{where}")
-            else:
-                yield from _check_header(path, entries)
-            meter.advance(min((entry.piece.offset for entry in entries), default=size))
-            for entry in there:
-                yield from _check_entry(stream, entry, meter)
-    except FileNotFoundError:
-        where = f", and with it {_some(entries)}" if entries else ""
-        yield Damage(path.name, f"is missing{where}")
+        wrong = wrong_size(path, manifest)
     except OSError as error:
-        yield Damage(path.name, f"cannot be read: {error.strerror}")
-
-
-def _some(entries: Sequence[NamedChunk]) -> str:
-    return entries[0].key if len(entries) == 1 else f"{entries[0].key} and {len(entries) - 1} more"
+        wrong = f"{path} cannot be read: {error.strerror}"
+    if wrong:
+        yield Damage(path.name, wrong)
+        return
+    yield from _check_header(path, entries)
+    meter.advance(min((entry.piece.offset for entry in entries), default=manifest.files[path.name]))
+    for entry in entries:
+        for block, damage in enumerate(reader.damages(entry.tensor, entry.state, entry.piece)):
+            meter.advance(min(BLOCK_BYTES, entry.num_bytes - block * BLOCK_BYTES))
+            if damage is not None:
+                yield _damage(path.name, damage)
 
 
 def _check_header(path: Path, entries: Sequence[NamedChunk]) -> Iterator[Damage]:
@@ -204,46 +177,19 @@ def _check_header(path: Path, entries: Sequence[NamedChunk]) -> Iterator[Damage]
     try:
         found = {each.start: each for each in read_header(path, len(entries)) if each.start < each.stop}
     except CheckpointError as error:
-        yield Damage(path.name, str(error).removeprefix(f"{path.parent.name}/{path.name}").lstrip(": "))
+        yield _damage(path.name, error)
         return
-    for entry in entries:
-        start, shape = entry.piece.offset, entry.piece.rect.shape
-        other = found.pop(start, None)
-        if other != FileTensor(entry.key, entry.dtype, shape, start, entry.stop):
-            has = f"{other.name}, {other.dtype} of shape {other.shape}," if other else "nothing"
-            what = f"the file's own header has {has} in its place, which is {entry.dtype} of shape {shape}"
-            yield Damage(path.name, what, entry.key)
-    for other in found.values():
-        yield Damage(path.name, "the file's own header has it, the manifest does not", other.name)
-
-
-def _check_entry(stream: io.BufferedReader, entry: NamedChunk, meter: _ReadMeter) -> Iterator[Damage]:
-    piece, starts = entry.piece, range(0, entry.num_bytes, BLOCK_BYTES)
-    if piece.crcs and len(piece.crcs) != len(starts):
-        yield Damage(piece.file, f"it has {len(piece.crcs)} checksums for {len(starts)} blocks", entry.key)
-        return
-    # Neighbouring damaged blocks are reported as one damage.
-    ranges: list[tuple[int, int]] = []
-    for start, crc in zip(starts, piece.crcs or (None,) * len(starts), strict=True):
-        block = meter.buffer[: min(BLOCK_BYTES, entry.num_bytes - start)]
-        first = piece.offset + start
-        last = first + len(block)
-        try:
-            stream.seek(first)
-            meter.advance(stream.readinto(block))
-        except OSError as error:
-            # A bad sector: what comes after it may be readable.
-            yield Damage(
-                piece.file, f"bytes [{first}, {first + len(block)}) cannot be read: {error.strerror}", entry.key
+    known = {
+        each.piece.offset: FileTensor(each.key, each.dtype, each.piece.rect.shape, each.piece.offset, each.stop)
+        for each in entries
+    }
+    for start in sorted(found.keys() | known.keys()):
+        if found.get(start) != known.get(start):
+            here, there = (
+                f"{each[start].name}, {each[start].dtype} of shape {each[start].shape}" if start in each else "nothing"
+                for each in (found, known)
             )
-            continue
-        if crc is not None and zlib.crc32(block) != crc:
-            if ranges and ranges[-1][1] == first:
-                ranges[-1] = (ranges[-1][0], last)
-            else:
-                ranges.append((first, last))
-    for first, last in ranges:
-        yield Damage(piece.file, f"bytes [{first}, {last}) do not match their checksum", entry.key)
+            yield Damage(path.name, f"{path}: its own header has {here}, the manifest {there}")
 
 
 def cut(tensors: Sequence[tuple[Shape, int]], num_files: int) -> list[list[tuple[int, Rect]]]:

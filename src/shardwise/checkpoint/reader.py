@@ -24,7 +24,7 @@ import math
 import os
 import zlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -113,6 +113,18 @@ class ChunkReader:
                 )
         for rect in sorted(meet, key=lambda rect: (sources[rect].file, sources[rect].offset)):
             self._read_source(_ChunkSource.of(sources[rect], stored.dtype, label), meet[rect])
+
+    def damages(self, tensor: StoredTensor, state: str, piece: StoredChunk) -> Iterator[DamagedError | None]:
+        """Read all of a stored piece, and yield for each of its blocks what is wrong with it; None where nothing is."""
+        source = _ChunkSource.of(piece, tensor.states[state].dtype, f"{tensor.name} {state}")
+        memory = memory_of(self._buffer(torch.device("cpu")))
+        for start in range(0, source.num_bytes, BLOCK_BYTES):
+            try:
+                self._fetch(source, start, memory[: min(BLOCK_BYTES, source.num_bytes - start)])
+            except DamagedError as error:
+                yield error  # what comes after a bad sector may be readable
+            else:
+                yield None
 
     def _stored(self, tensor: StoredTensor, state: str, label: str) -> StoredState:
         stored = tensor.states.get(state)

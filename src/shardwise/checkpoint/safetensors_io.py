@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,15 +25,12 @@ from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from shardwise.checkpoint.manifest import ITEM_BYTES, CheckpointError, DamagedError
-from shardwise.config.untrusted_files import mismatch, open_regular
+from shardwise.config.untrusted_files import check_nesting, mismatch, open_regular
 from shardwise.layout.slicing import Shape
 
 # The most bytes of a header, and for each tensor that is known to be in it. A longer header is refused.
 _MAX_HEADER_BYTES: Final = 10_000_000
 _MAX_ENTRY_BYTES: Final = 1024
-_MAX_NAME_BYTES: Final = 512
-_STRING: Final = r'"(?:[^"\\]++|\\.)*+"'
-_ITEM: Final = re.compile(rf'\s*+({_STRING})\s*+:\s*+(\{{(?:[^{{}}"]++|{_STRING})*+\}})\s*+([,}}])'.encode(), re.DOTALL)
 
 _DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
     {
@@ -139,7 +135,7 @@ class _EntryJson(TypedDict):
     data_offsets: Annotated[list[Annotated[int, Field(ge=0, lt=2**63)]], Field(min_length=2, max_length=2)]
 
 
-_ENTRY: Final = TypeAdapter(_EntryJson)
+_HEADER: Final = TypeAdapter(dict[str, _EntryJson])
 
 
 def read_header(path: Path, num_known: int = 0) -> tuple[FileTensor, ...]:
@@ -170,10 +166,10 @@ def read_header(path: Path, num_known: int = 0) -> tuple[FileTensor, ...]:
             "file-unreadable", f"{where} cannot be read: {error.strerror}; fetch or write it again"
         ) from error
     try:
-        tensors = list(_file_tensors(text))
+        tensors = list(_file_tensors(text, where))
     except CheckpointError:
         raise
-    except ValueError as error:
+    except (ValueError, AttributeError) as error:
         what = mismatch(error) if isinstance(error, ValidationError) else error
         raise DamagedError(
             "header-malformed", f"{where} has a header that is not of safetensors: {what}; fetch or write it again"
@@ -183,24 +179,15 @@ def read_header(path: Path, num_known: int = 0) -> tuple[FileTensor, ...]:
     return tuple(tensors)
 
 
-def _file_tensors(header: bytes) -> Iterator[FileTensor]:
-    """Parse a header entry by entry, and refuse anything else: JSON as a whole may take 25 times its bytes."""
-    data_start, at, is_last = 8 + len(header), 1, header.rstrip() == b"{}"
-    while not is_last:
-        item = _ITEM.match(header, at) if header.startswith(b"{") else None
-        if item is None or len(item[1]) > _MAX_NAME_BYTES:
-            raise ValueError(f"no entry of a tensor at byte {8 + at}")
-        at, is_last = item.end(), item[3] == b"}"
-        if item[1] == b'"__metadata__"':
-            continue
-        if len(item[2]) > _MAX_ENTRY_BYTES:
-            raise ValueError(f"an entry of {len(item[2])} bytes")
-        values = _ENTRY.validate_json(item[2], strict=True)
-        named_dtype(values["dtype"])
-        start, stop = (data_start + each for each in values["data_offsets"])
-        yield FileTensor(json.loads(item[1]), values["dtype"], tuple(values["shape"]), start, stop)
-    if header[at:].strip(b" }" if at == 1 else b" "):
-        raise ValueError(f"more than a table at byte {8 + at}")
+def _file_tensors(header: bytes, where: str) -> Iterator[FileTensor]:
+    text = header.decode()
+    check_nesting(text, where, "fetch or write it again")
+    values = json.loads(text)
+    values.pop("__metadata__", None)
+    for name, entry in _HEADER.validate_python(values, strict=True).items():
+        named_dtype(entry["dtype"])
+        start, stop = (8 + len(header) + each for each in entry["data_offsets"])
+        yield FileTensor(name, entry["dtype"], tuple(entry["shape"]), start, stop)
 
 
 def _check_layout(tensors: Sequence[FileTensor], data_start: int, num_bytes: int, where: str) -> None:

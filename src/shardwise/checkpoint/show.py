@@ -32,7 +32,6 @@ from shardwise.checkpoint.manifest import (
     tensor_to_json,
 )
 from shardwise.checkpoint.match import listed_names
-from shardwise.runtime.state_shards import PARAM
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.compare import ChangedState, ChangedValues, StateDifference
@@ -226,25 +225,27 @@ def render_difference(a: Path, b: Path, found: StateDifference, show_all: bool =
     """
     limit = None if show_all else MAX_SHOWN
     blocks: list[RenderableType] = [Text(f"A  {a}\nB  {b}")]
-    for title, names in (("only in A", found.only_a), ("only in B", found.only_b)):
-        if names:
-            blocks += ["", Text(f"{title}: {len(names):,}", style="bold"), *map(Text, names[:limit])]
-            blocks += _more(len(names), "names", limit)
-    kinds = found.kinds if show_all else _merged(found.kinds)
-    for title, changes in (("kind", kinds), ("config", found.config), ("run", found.run)):
+    tensors = found.tensors if show_all else _merged(found.tensors)
+    for title, changes in (("tensor", tensors), ("config", found.config), ("run", found.run)):
         if changes:
-            blocks += ["", _changes_table(title, changes[:limit]), *_more(len(changes), "changes", limit)]
+            table = _table(title, "A", "B", fold=(title, "A", "B"))
+            for change in changes[:limit]:
+                table.add_row(change.key, _short(change.a), _short(change.b))
+            blocks += ["", table, *_more(len(changes), "changes", limit)]
     if found.values:
-        blocks += ["", _values_by_state(found.values), "", _values_table(found.values, limit)]
-        blocks += _more(len(found.values), "states", limit)
+        right = ("elements", "max |a − b|")
+        table = _table("values", "state", *right, right=right, fold=("values",))
+        for each in sorted(found.values, key=_severity, reverse=True)[:limit]:
+            number = "all" if each.num_different == each.numel else f"{each.num_different:,}"
+            table.add_row(each.name, each.state, number, f"{each.max_abs:.3g}")
+        blocks += ["", table, *_more(len(found.values), "states", limit)]
     blocks.append("")
     if not found:
         blocks.append(Text(f"equal: {_count(found.num_states, 'state')}, bit for bit", style="green"))
         return Group(*blocks)
     parts = [
         (len(found.values), f"values of {len(found.values):,} of {_count(found.num_states, 'state')}"),
-        (len(found.only_a) + len(found.only_b), "names"),
-        (len(found.kinds), "kinds"),
+        (len(found.tensors), "tensors"),
         (len(found.config), _count(len(found.config), "config key")),
         (len(found.run), "run"),
     ]
@@ -392,39 +393,11 @@ def _merged(changes: Sequence[ChangedState]) -> list[ChangedState]:
     """Merge equal changes of several tensors into one, such as those of a number of steps."""
     groups: dict[tuple[str, str, str], list[ChangedState]] = {}
     for change in changes:
-        name = change.key.rpartition(" ")[2]
-        what = name.rpartition("/")[2] if "/" in name else name if " " in change.key else PARAM
-        groups.setdefault((what, str(change.a), str(change.b)), []).append(change)
+        groups.setdefault((change.key.rpartition(" ")[2], str(change.a), str(change.b)), []).append(change)
     return [
         members[0] if len(members) == 1 else replace(members[0], key=f"{what} of {_count(len(members), 'tensor')}")
         for (what, _, _), members in groups.items()
     ]
-
-
-def _changes_table(title: str, changes: Sequence[ChangedState]) -> Table:
-    table = _table(title, "A", "B", fold=(title, "A", "B"))
-    for change in changes:
-        table.add_row(change.key, _short(change.a), _short(change.b))
-    return table
-
-
-def _values_by_state(values: Sequence[ChangedValues]) -> Table:
-    right = ("tensors", "max |a − b|")
-    table = _table("state", *right, "in", right=right, fold=("in",))
-    for state in dict.fromkeys(each.state for each in values):
-        members = [each for each in values if each.state == state]
-        worst = max(members, key=_severity)
-        table.add_row(state, f"{len(members):,}", f"{worst.max_abs:.3g}", worst.name)
-    return table
-
-
-def _values_table(values: Sequence[ChangedValues], limit: int | None) -> Table:
-    right = ("elements", "max |a − b|")
-    table = _table("values", "state", *right, right=right, fold=("values",))
-    for each in sorted(values, key=_severity, reverse=True)[:limit]:
-        number = "all" if each.num_different == each.numel else f"{each.num_different:,}"
-        table.add_row(each.name, each.state, number, f"{each.max_abs:.3g}")
-    return table
 
 
 def _severity(values: ChangedValues) -> float:
