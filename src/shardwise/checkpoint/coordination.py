@@ -27,7 +27,7 @@ from shardwise.runtime.clock import AwakeClock
 
 _ABSENT: Final = "rank-absent"
 _PROGRESS_S, _MIN_SLEEP_S, _MAX_SLEEP_S = 1.0, 1e-3, 5e-2
-_END_S: Final = 5.0  # rank 0 waits so long for the other ranks, which only read the last verdict from the store
+_END_S: Final = 5.0  # rank 0 waits so long for the other ranks, which only read the last verdict
 _PART: Final = 2**22  # torch's store takes no value of more than 8 MiB; JSON has one byte for each character
 
 
@@ -54,9 +54,7 @@ class StoreBarrier:
         self, store: dist.Store | None, number: int, rank: int, world_size: int, timeout_s: float, subject: str
     ) -> None:
         # One rank has a store of its own, so that the same code runs.
-        self._store: dist.Store = (
-            dist.HashStore() if store is None else PatientStore(store, timeout_s, f"save/{number}")
-        )
+        self._store = dist.HashStore() if store is None else PatientStore(store, timeout_s, f"save/{number}")
         self._rank, self._ranks, self._subject, self._timeout_s = rank, range(world_size), subject, timeout_s
         self._progress_s, self._next_progress_s = min(_PROGRESS_S, timeout_s / 4), 0.0
         self._keys: list[str] = []  # put or read by this rank
