@@ -86,7 +86,6 @@ class Saver:
         device: that of the engine; copies are pinned if it is a GPU.
 
     Attributes:
-        blocked_s: seconds that the last `start` has blocked its caller, with the wait for the save before it.
         last_committed: the folder of the newest checkpoint of this saver.
     """
 
@@ -102,7 +101,6 @@ class Saver:
         self._num_saves = 0
         self._cleaned: set[Path] = set()
         self._has_said_so = False
-        self.blocked_s = 0.0
         self.last_committed: Path | None = None
 
     @property
@@ -123,22 +121,18 @@ class Saver:
             CheckpointError: an earlier save has failed and that was not raised yet; nothing is saved then. Or, with
                 `wait`, this save has failed on some rank.
         """
-        start_s = time.monotonic()
-        try:
-            self.wait()
-            self._clean(request.root)
-            wait = wait or self._must_wait(request)
-            number, self._num_saves = self._num_saves, self._num_saves + 1
-            prepared = self._prepare(request, stage=not wait)
-            if wait:
-                self._save(number, *prepared)
-                return
-            # No daemon: a program that ends finishes its save.
-            background = partial(self._save_in_background, number, *prepared)
-            self._thread = threading.Thread(target=background, name="shardwise-saver")
-            self._thread.start()
-        finally:
-            self.blocked_s = time.monotonic() - start_s
+        self.wait()
+        self._clean(request.root)
+        wait = wait or self._must_wait(request)
+        number, self._num_saves = self._num_saves, self._num_saves + 1
+        prepared = self._prepare(request, stage=not wait)
+        if wait:
+            self._save(number, *prepared)
+            return
+        # No daemon: a program that ends finishes its save.
+        background = partial(self._save_in_background, number, *prepared)
+        self._thread = threading.Thread(target=background, name="shardwise-saver")
+        self._thread.start()
 
     def poll(self) -> None:
         """Raise, once, the error of a save in the background; costs nothing where there is none.

@@ -42,6 +42,7 @@ from types import MappingProxyType
 from typing import Final
 
 from shardwise.checkpoint.manifest import MANIFEST_NAME, CheckpointError, DamagedError, Manifest
+from shardwise.checkpoint.match import listed_names
 from shardwise.config.errors import system_code
 from shardwise.config.untrusted_files import open_regular, read_bytes
 from shardwise.runtime.format import format_bytes
@@ -301,12 +302,9 @@ def _missing(path: Path) -> CheckpointError:
             "not-a-folder", f"{path} is a file; give the folder of a checkpoint, or the one that these are in"
         )
     parent = next(each for each in path.parents if each.is_dir())
-    names = [each.name for each in step_folders(parent)]
-    names += sorted({each.name for each in entries(parent)} - set(names))
-    wanted = path.relative_to(parent).parts[0]
-    close = difflib.get_close_matches(wanted, names, n=3)
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    there = f"has {', '.join(names[:5])}{more}" if names else "is empty"
+    names = sorted(each.name for each in entries(parent))
+    close = difflib.get_close_matches(path.relative_to(parent).parts[0], names, n=3)
+    there = f"has {listed_names(names)}" if names else "is empty"
     fix = f"did you mean {' or '.join(close)}?" if close else "give the folder of a checkpoint, or the one these are in"
     return CheckpointError("no-such-path", f"{path} does not exist, {parent.absolute()} {there}; {fix}")
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.commit import read_manifest
 from shardwise.checkpoint.manifest import ITEM_BYTES, Manifest, StoredState, StoredTensor
-from shardwise.checkpoint.offline import Progress, read_chunks
+from shardwise.checkpoint.offline import ByteMeter, Progress, read_chunks
 from shardwise.checkpoint.reader import ChunkReader
 from shardwise.layout.slicing import Rect
 from shardwise.runtime.state_shards import PARAM
@@ -112,7 +112,7 @@ def compare(a: Path, b: Path, weights_only: bool = False, progress: Progress | N
     total_bytes = sum(
         ITEM_BYTES[tensor.states[state].dtype] * math.prod(tensor.shape) for *both, state in pairs for tensor in both
     )
-    num_bytes, values = 0, []
+    meter, values = ByteMeter(total_bytes, progress), []
     with ChunkReader(a) as reader_a, ChunkReader(b) as reader_b:
         for tensor, other, state in pairs:
             num_different, max_abs, whole = 0, 0.0, Rect.whole(tensor.shape)
@@ -123,9 +123,7 @@ def compare(a: Path, b: Path, weights_only: bool = False, progress: Progress | N
                 num, largest = compare_values(chunk_a, chunk_b)
                 num_different += num
                 max_abs = largest if math.isnan(largest) else max(max_abs, largest)
-                num_bytes += chunk_a.nbytes + chunk_b.nbytes
-                if progress is not None:
-                    progress(num_bytes, total_bytes)
+                meter.advance(chunk_a.nbytes + chunk_b.nbytes)
             if num_different:
                 values.append(ChangedValues(tensor.name, state, whole.numel, num_different, max_abs))
     return StateDifference(

@@ -43,7 +43,7 @@ from shardwise.checkpoint.hf.importer import open_folder, read_config
 from shardwise.checkpoint.hf.key_map import NameMap
 from shardwise.checkpoint.manifest import CheckpointError, Manifest, StoredTensor
 from shardwise.checkpoint.match import match
-from shardwise.checkpoint.offline import Progress, rewrite, stored_shards
+from shardwise.checkpoint.offline import ByteMeter, Progress, rewrite, stored_shards
 from shardwise.checkpoint.reader import ChunkReader
 from shardwise.checkpoint.safetensors_io import dtype_name
 from shardwise.config.resolve import Dtype
@@ -207,18 +207,10 @@ def _read_config_file(path: Path) -> dict[str, Any]:
 def _write(
     plan: ExportPlan, folder: Path, source: Path, tensors: list[StoredTensor], progress: Progress | None
 ) -> None:
-    num_done_bytes = 0
-
-    def advance(num_bytes: int) -> None:
-        nonlocal num_done_bytes
-        num_done_bytes += num_bytes
-        if progress is not None:
-            progress(num_done_bytes, plan.num_tensor_bytes)
-
+    meter = ByteMeter(plan.num_tensor_bytes, progress)
     with ChunkReader(source) as reader, torch.no_grad():
-        num_bytes = write_export(
-            plan, folder, stored_shards([(each, Rect.whole(each.shape)) for each in tensors], reader), advance
-        )
+        parts = stored_shards([(each, Rect.whole(each.shape)) for each in tensors], reader)
+        num_bytes = write_export(plan, folder, parts, meter.advance)
     if num_bytes != plan.num_tensor_bytes:
         raise CheckpointError(
             "weights-incomplete", f"{source} has {num_bytes} bytes of {plan.num_tensor_bytes}; use another checkpoint"

@@ -124,7 +124,7 @@ def verify(folder: Path, progress: Progress | None = None) -> Verification:
         manifest = read_manifest(folder, checks_files=False)
     except DamagedError as error:
         return Verification(None, (_damage(MANIFEST_NAME, error),))
-    meter = _ReadMeter(sum(manifest.files.values()), progress)
+    meter = ByteMeter(sum(manifest.files.values()), progress)
     damages: list[Damage] = []
     num_unchecked_bytes = 0
     with ChunkReader(folder) as reader:
@@ -140,7 +140,7 @@ def _damage(file: str, error: Exception) -> Damage:
 
 
 @dataclass
-class _ReadMeter:
+class ByteMeter:
     """Counts bytes, and reports them to `progress`."""
 
     num_bytes: int
@@ -154,7 +154,7 @@ class _ReadMeter:
 
 
 def _check_file(
-    path: Path, manifest: Manifest, entries: Sequence[NamedChunk], reader: ChunkReader, meter: _ReadMeter
+    path: Path, manifest: Manifest, entries: Sequence[NamedChunk], reader: ChunkReader, meter: ByteMeter
 ) -> Iterator[Damage]:
     try:
         wrong = wrong_size(path, manifest)
@@ -180,7 +180,9 @@ def _check_header(path: Path, entries: Sequence[NamedChunk]) -> Iterator[Damage]
         yield _damage(path.name, error)
         return
     known = {
-        each.piece.offset: FileTensor(each.key, each.dtype, each.piece.rect.shape, each.piece.offset, each.stop)
+        each.piece.offset: FileTensor(
+            each.key, each.dtype, each.piece.rect.shape, each.piece.offset, each.stop, each.piece.file
+        )
         for each in entries
     }
     for start in sorted(found.keys() | known.keys()):
@@ -195,8 +197,7 @@ def _check_header(path: Path, entries: Sequence[NamedChunk]) -> Iterator[Damage]
 def cut(tensors: Sequence[tuple[Shape, int]], num_files: int) -> list[list[tuple[int, Rect]]]:
     """Cut a sequence of tensors into parts of equal size, for one file each.
 
-    They are cut between rows, or within a row of more than `BLOCK_BYTES`; parts differ from their average by less than
-    the largest row.
+    Parts differ from their average by less than an element.
 
     Args:
         tensors: shape, and bytes an element over all states.
@@ -215,24 +216,13 @@ def cut(tensors: Sequence[tuple[Shape, int]], num_files: int) -> list[list[tuple
         if not whole.numel:
             continue
         first, last = begin_bytes * num_files // total, -(-ends[index + 1] * num_files // total)
-        unit = _unit(shape, item_bytes)
         start = 0
         for part in range(first, last):
-            target = (total * (part + 1) // num_files - begin_bytes) // item_bytes // unit * unit
+            target = (total * (part + 1) // num_files - begin_bytes) // item_bytes
             stop = whole.numel if part == last - 1 else target
             parts[part] += [(index, piece.rect) for piece in flat_range_to_rects(whole, start, stop)]
             start = stop
     return parts
-
-
-def _unit(shape: Shape, item_bytes: int) -> int:
-    """Return how many elements a cut keeps together: the longest trailing row of at most `BLOCK_BYTES`, never all."""
-    unit = 1
-    for length in reversed(shape[1:]):
-        if unit * length * item_bytes > BLOCK_BYTES:
-            break
-        unit *= length
-    return unit
 
 
 def reshard(
@@ -275,7 +265,7 @@ def rewrite(
     ]
     parts[0] += [(tensor, Rect.whole(tensor.shape)) for tensor in manifest.tensors if tensor.kind == "rank"]
     num_bytes = sum(Rect.whole(tensor.shape).numel * _item_bytes(tensor) for tensor in manifest.tensors)
-    meter = _ReadMeter(num_bytes, progress)
+    meter = ByteMeter(num_bytes, progress)
     check_free_space(root, num_bytes)
     temporary = begin(root, manifest.step)
     try:

@@ -61,6 +61,7 @@ class FileTensor:
         shape: of the tensor.
         start: the offset of its first byte from the start of the file.
         stop: the offset after its last byte.
+        file: the file's name.
     """
 
     name: str
@@ -68,6 +69,7 @@ class FileTensor:
     shape: Shape
     start: int
     stop: int
+    file: str
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -166,7 +168,7 @@ def read_header(path: Path, num_known: int = 0) -> tuple[FileTensor, ...]:
             "file-unreadable", f"{where} cannot be read: {error.strerror}; fetch or write it again"
         ) from error
     try:
-        tensors = list(_file_tensors(text, where))
+        tensors = list(_file_tensors(text, path))
     except CheckpointError:
         raise
     except (ValueError, AttributeError) as error:
@@ -179,15 +181,15 @@ def read_header(path: Path, num_known: int = 0) -> tuple[FileTensor, ...]:
     return tuple(tensors)
 
 
-def _file_tensors(header: bytes, where: str) -> Iterator[FileTensor]:
+def _file_tensors(header: bytes, path: Path) -> Iterator[FileTensor]:
     text = header.decode()
-    check_nesting(text, where, "fetch or write it again")
+    check_nesting(text, path.name, "fetch or write it again")
     values = json.loads(text)
     values.pop("__metadata__", None)
     for name, entry in _HEADER.validate_python(values, strict=True).items():
         named_dtype(entry["dtype"])
         start, stop = (8 + len(header) + each for each in entry["data_offsets"])
-        yield FileTensor(name, entry["dtype"], tuple(entry["shape"]), start, stop)
+        yield FileTensor(name, entry["dtype"], tuple(entry["shape"]), start, stop, path.name)
 
 
 def _check_layout(tensors: Sequence[FileTensor], data_start: int, num_bytes: int, where: str) -> None:

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 # How many of many things are listed, unless all are asked for.
 MAX_SHOWN: Final = 20
-_MAX_FILES: Final = 8
 _MAX_VALUE: Final = 60
 _LABEL_WIDTH: Final = 10
 _KIND_LABELS: Final[Mapping[str, str]] = MappingProxyType({"buffer": "buffers", "rank": "of ranks"})
@@ -79,24 +78,18 @@ def render_checkpoint(folder: Path, manifest: Manifest) -> RenderableType:
     grid.add_column(overflow="fold")
     for label, value in _facts(manifest):
         grid.add_row(label, Text(value))
-    return Group(Text(str(folder), style="bold"), "", grid, "", _state_table(manifest), "", _file_table(manifest))
+    return Group(Text(str(folder), style="bold"), "", grid, "", _state_table(manifest))
 
 
 def render_tensors(tensors: Sequence[StoredTensor]) -> RenderableType:
-    """Render tensors, in a table for each kind and set of states, so that these need no columns."""
-    groups: dict[str, list[StoredTensor]] = {}
+    """Render tensors with their shapes and states."""
+    table = _table("tensor", "shape", "states", right=("shape",), fold=("tensor", "states"))
     for tensor in tensors:
-        groups.setdefault(_signature(tensor), []).append(tensor)
-    blocks: list[RenderableType] = []
-    for signature, members in groups.items():
-        table = _table("tensor", "shape", "pieces", right=("shape", "pieces"), fold=("tensor",))
-        for tensor in members:
-            names = Text(tensor.name)
-            for alias in tensor.aliases:
-                names.append(f"\n  = {alias}", style="dim")
-            table.add_row(names, _shape(tensor.shape), _num_pieces(tensor))
-        blocks += ["", Text(f"{_count(len(members), 'tensor')}: {signature}", style="bold"), table]
-    return Group(*blocks)
+        names = Text(tensor.name)
+        for alias in tensor.aliases:
+            names.append(f"\n  = {alias}", style="dim")
+        table.add_row(names, " × ".join(map(str, tensor.shape)) or "scalar", _signature(tensor))
+    return Group("", table)
 
 
 def matching(tensors: Sequence[StoredTensor], pattern: str) -> list[StoredTensor]:
@@ -323,6 +316,7 @@ def _facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
     yield "written by", describe_layout(manifest)
     if optimizer := _optimizer(manifest):
         yield "optimizer", optimizer
+    yield "files", f"{len(manifest.files):,}, {decimal(sum(manifest.files.values()))} in all"
     if manifest.extra is not None:
         yield "extra", ", ".join(manifest.extra) if isinstance(manifest.extra, Mapping) else str(manifest.extra)
 
@@ -350,37 +344,11 @@ def _state_table(manifest: Manifest) -> Table:
     return table
 
 
-def _file_table(manifest: Manifest) -> RenderableType:
-    counts = dict.fromkeys(manifest.files, 0)
-    for tensor in manifest.tensors:
-        for state in tensor.states.values():
-            for piece in state.pieces:
-                counts[piece.file] = counts.get(piece.file, 0) + 1
-    table = _table("file", "size", "pieces", right=("size", "pieces"), fold=("file",))
-    for file, num_bytes in list(manifest.files.items())[:_MAX_FILES]:
-        table.add_row(file, decimal(num_bytes), f"{counts[file]:,}")
-    if len(counts) > _MAX_FILES:
-        others = list(manifest.files)[_MAX_FILES:]
-        num_pieces = sum(counts[file] for file in others)
-        table.add_row(
-            f"and {len(others):,} more", decimal(sum(manifest.files[file] for file in others)), f"{num_pieces:,}"
-        )
-    if len(counts) > 1:
-        table.add_row("in all", decimal(sum(manifest.files.values())), f"{sum(counts.values()):,}", style="bold")
-    return table
-
-
 def _signature(tensor: StoredTensor) -> str:
     """Return a tensor's kind and states as text: `param F32, exp_avg F32, step`."""
     states = [name if state.value is not None else f"{name} {state.dtype}" for name, state in tensor.states.items()]
     kind = "" if tensor.kind == "parameter" and tensor.trainable else "frozen, "
     return (kind if tensor.kind == "parameter" else f"{_KIND_LABELS[tensor.kind]}, ") + ", ".join(states)
-
-
-def _num_pieces(tensor: StoredTensor) -> str:
-    """Return the number of pieces of each state, in their order; one number if all have as many."""
-    numbers = [len(state.pieces) for state in tensor.states.values() if state.value is None]
-    return " ".join(map(str, numbers if len(set(numbers)) > 1 else numbers[:1]))
 
 
 def _state_json(state: StoredState) -> dict[str, Any]:
@@ -424,10 +392,6 @@ def _speed(num_bytes: int, took_s: float, done: str) -> str:
 
 def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
-def _shape(shape: Sequence[int]) -> str:
-    return " × ".join(map(str, shape)) or "scalar"
 
 
 def _short(value: Any) -> str:

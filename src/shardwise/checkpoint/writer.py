@@ -60,7 +60,7 @@ def write_state_shards(
     file: str,
     state_shards: Sequence[StateShard],
     numbers: Sequence[ScalarState],
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], None] = lambda _: None,
 ) -> RankManifest:
     """Write the pieces that this rank is to write into one new file, and sync it.
 
@@ -69,7 +69,7 @@ def write_state_shards(
         file: the name of the new file. A rank that has nothing to write makes none.
         state_shards: what the rank holds; several may be parts of one state.
         numbers: states that are one number, of parameters among the state shards; only the result has them.
-        progress: called now and then with how many more bytes have been written; None for no calls.
+        progress: called now and then with how many more bytes have been written.
 
     Returns:
         The place of each piece in the file, with the checksums.
@@ -86,7 +86,7 @@ def write_state_shards(
     num_bytes = max((offset + job.num_bytes for job, offset in zip(jobs, offsets, strict=True)), default=0)
     if jobs:
         in_file = sorted(zip(offsets, jobs, strict=True), key=lambda pair: pair[0])
-        _write_file(folder / file, header, [job for _, job in in_file], num_bytes, progress or (lambda _: None))
+        _write_file(folder / file, header, [job for _, job in in_file], num_bytes, progress)
     pieces_of: dict[int, list[StoredChunk]] = {}
     for job, offset in zip(jobs, offsets, strict=True):
         pieces_of.setdefault(id(job.state_shard), []).append(StoredChunk(job.rect, file, offset, tuple(job.crcs)))

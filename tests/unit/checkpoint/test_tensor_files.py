@@ -147,7 +147,7 @@ def test_the_header_may_name_tensors_in_any_order(tmp_path: Path) -> None:
     path.write_bytes(header_of({"b": {**ONE, "data_offsets": [4, 8]}, "a": ONE}) + bytes(8))
     first, second = read_header(path)
     assert (first.name, second.name) == ("a", "b")
-    assert second == FileTensor("b", "U8", (4,), path.stat().st_size - 4, path.stat().st_size)
+    assert second == FileTensor("b", "U8", (4,), path.stat().st_size - 4, path.stat().st_size, path.name)
 
 
 def test_a_missing_file_and_unknown_dtypes_are_named(tmp_path: Path) -> None:
