@@ -47,7 +47,7 @@ def test_a_pipe_or_a_link_in_the_place_of_a_file_is_refused_at_once(folder: Path
             with refused("file-unreadable", name, "it is a "):
                 read()
         (damage,) = verify(folder).damages
-        assert "cannot be read: it is a" in str(damage)
+        assert ": it is a " in str(damage)
         for command in ("show", "verify"):
             assert main(["checkpoint", command, str(folder)]) == 1
 
