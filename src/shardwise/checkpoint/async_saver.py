@@ -192,8 +192,7 @@ class Saver:
     def _prepare(self, request: SaveRequest, stage: bool) -> tuple[SaveRequest, Exception | None]:
         """Return the request to write, over copies if `stage`; or a failure, which the first round reports to all."""
         try:
-            state_shards = self._staging.copy(request.state_shards) if stage else request.state_shards
-            return replace(request, manifest=_copied(request.manifest), state_shards=state_shards), None
+            return replace(request, state_shards=self._staging.copy(request.state_shards)) if stage else request, None
         except Exception as error:
             return replace(request, state_shards=()), error
 
@@ -289,18 +288,6 @@ class _Save:
 
 def _subject(request: SaveRequest) -> str:
     return f"checkpoint of step {request.manifest.step}"
-
-
-def _copied(manifest: Manifest) -> Manifest:
-    """Return the manifest as it will be read, so that later changes of the caller, as in `extra`, are not in it."""
-    try:
-        text = manifest.to_text()
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(
-            "extra-not-json",
-            f"the manifest cannot be written as JSON: {error}; let `extra` be of numbers, texts, lists and dicts",
-        ) from error
-    return Manifest.from_text(text, "the manifest")
 
 
 def _retain(request: SaveRequest) -> None:

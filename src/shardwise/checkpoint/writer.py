@@ -35,7 +35,6 @@ from shardwise.checkpoint.commit import named_errors
 from shardwise.checkpoint.file_ranges import Span, read_spans
 from shardwise.checkpoint.manifest import (
     BLOCK_BYTES,
-    CheckpointError,
     RankManifest,
     StoredChunk,
     StoredState,
@@ -75,7 +74,7 @@ def write_state_shards(
         The place of each piece in the file, with the checksums.
 
     Raises:
-        CheckpointError: the file cannot be written, a dtype has no name in it, or a number is of no parameter here.
+        CheckpointError: the file cannot be written, or a dtype has no name in it.
     """
     jobs = [
         _WriteJob.of(state_shard, rect, pieces)
@@ -109,11 +108,6 @@ def _stored(state_shard: StateShard, states: dict[str, StoredState]) -> StoredTe
 def _stored_numbers(state_shards: Sequence[StateShard], numbers: Sequence[ScalarState]) -> Iterator[StoredTensor]:
     by_name = {state_shard.name: state_shard for state_shard in state_shards}
     for number in numbers:
-        if number.name not in by_name:
-            raise CheckpointError(
-                "state-without-parameter",
-                f"{number.name}/{number.state} is a state of no parameter here; list its state shard, too",
-            )
         is_python = number.dtype in ("int", "float")
         dtype = number.dtype if is_python else dtype_name(getattr(torch, number.dtype))
         yield _stored(by_name[number.name], {number.state: StoredState(dtype, value=number.value)})
