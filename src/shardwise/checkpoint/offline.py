@@ -62,13 +62,11 @@ class Verification:
         manifest: None where it cannot be read; then no file was read.
         damages: file by file.
         num_read_bytes: bytes of files that were read.
-        num_unchecked_bytes: bytes of entries that have no checksum.
     """
 
     manifest: Manifest | None
     damages: tuple[Damage, ...]
     num_read_bytes: int = 0
-    num_unchecked_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -126,12 +124,10 @@ def verify(folder: Path, progress: Progress | None = None) -> Verification:
         return Verification(None, (_damage(MANIFEST_NAME, error),))
     meter = ByteMeter(sum(manifest.files.values()), progress)
     damages: list[Damage] = []
-    num_unchecked_bytes = 0
     with ChunkReader(folder) as reader:
         for file, entries in entries_by_file(manifest).items():
             damages += _check_file(folder / file, manifest, entries, reader, meter)
-            num_unchecked_bytes += sum(entry.num_bytes for entry in entries if not entry.piece.crcs)
-    return Verification(manifest, tuple(damages), meter.num_done_bytes, num_unchecked_bytes)
+    return Verification(manifest, tuple(damages), meter.num_done_bytes)
 
 
 def _damage(file: str, error: Exception) -> Damage:

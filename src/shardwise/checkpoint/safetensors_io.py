@@ -196,7 +196,7 @@ def _check_layout(tensors: Sequence[FileTensor], data_start: int, num_bytes: int
     end = data_start
     for tensor in tensors:
         needed = math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
-        if tensor.start != end or tensor.stop - tensor.start != needed or min(tensor.shape, default=0) < 0:
+        if tensor.start != end or tensor.stop - tensor.start != needed:
             raise DamagedError(
                 "tensor-misplaced",
                 f"{where}: {tensor.name} is at bytes {tensor.start} to {tensor.stop}, but must start "

@@ -161,25 +161,21 @@ def describe_layout(manifest: Manifest) -> str:
     >>> describe_layout(Manifest(1, (), {}, layout={"mesh": {"pp": 2}, "stage": 1, "pipeline": pipeline}))
     'ZeRO-1 over 2 ranks, pp 2, 1f1b over 2 stages from embed, blocks.2'
     """
-    mesh = manifest.layout.get("mesh") or manifest.config.get("mesh") or {}
-    axes = {name: size for name, size in mesh.items() if isinstance(size, int) and size > 1}
+    layout = manifest.layout
+    axes = {name: size for name, size in (layout.get("mesh") or {}).items() if size > 1}
     parts = []
-    stage = manifest.layout.get("stage", (manifest.config.get("zero") or {}).get("stage"))
-    num_ranks = math.prod(axes.values())
-    if stage is not None:
-        parts.append(f"ZeRO-{stage} over {_count(num_ranks, 'rank')}")
-    elif mesh:
-        parts.append(_count(num_ranks, "rank"))
+    if "stage" in layout:
+        parts.append(f"ZeRO-{layout['stage']} over {_count(math.prod(axes.values()), 'rank')}")
     if len(axes) > 1 or "pp" in axes:
         parts.append(" × ".join(f"{name} {size}" for name, size in axes.items()))
-    if pipeline := manifest.layout.get("pipeline"):
+    if pipeline := layout.get("pipeline"):
         starts = pipeline["starts"]
         parts.append(f"{pipeline['schedule']} over {_count(len(starts), 'stage')} from {listed_names(starts)}")
-    precision = manifest.layout.get("precision") or manifest.config.get("precision") or {}
+    precision = layout.get("precision") or {}
     if "param" in precision:
         master = precision.get("master", precision["param"])
         parts.append(precision["param"] + (f" with {master} master" if master != precision["param"] else ""))
-    tiers = manifest.layout.get("tiers") or {}
+    tiers = layout.get("tiers") or {}
     parts += [f"{name} {_TIERS[tiers[role]]}" for role, name in _ROLES.items() if tiers.get(role) in _TIERS]
     return ", ".join(parts) or "an unknown layout"
 
@@ -202,8 +198,7 @@ def render_verification(folder: Path, found: Verification, took_s: float) -> Ren
         return Group(*lines)
     num_tensors, num_files = len(found.manifest.tensors), len(found.manifest.files)
     what = f"{_count(num_tensors, 'tensor')}, {_count(num_files, 'file')}"
-    unchecked = f"; {decimal(found.num_unchecked_bytes)} of it has no checksums" if found.num_unchecked_bytes else ""
-    lines.append(Text(f"{folder.name} is whole: {what}, {read}{unchecked}", style="green"))
+    lines.append(Text(f"{folder.name} is whole: {what}, {read}", style="green"))
     return Group(*lines)
 
 

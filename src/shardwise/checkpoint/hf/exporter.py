@@ -242,11 +242,8 @@ def finish_export(folder: Path) -> None:
     _refuse_taken(folder)
     with named_errors("finish", folder):
         for path in temporary.iterdir():
-            handle = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
         sync_folder(temporary)
         # The system replaces an empty folder by a rename, and no other.
         temporary.rename(folder)
