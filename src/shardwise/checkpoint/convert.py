@@ -43,7 +43,7 @@ from shardwise.checkpoint.hf.importer import open_folder, read_config
 from shardwise.checkpoint.hf.key_map import NameMap
 from shardwise.checkpoint.manifest import CheckpointError, Manifest, StoredTensor
 from shardwise.checkpoint.match import match
-from shardwise.checkpoint.offline import ByteMeter, Progress, rewrite, stored_shards
+from shardwise.checkpoint.offline import ByteMeter, Progress, reshard, stored_shards
 from shardwise.checkpoint.reader import ChunkReader
 from shardwise.checkpoint.safetensors_io import dtype_name
 from shardwise.config.resolve import Dtype
@@ -153,7 +153,7 @@ def import_folder(
         saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
         library=library_version(),
     )
-    return rewrite(manifest, folder, root, num_files, progress)
+    return reshard(folder, root, num_files, progress, manifest)
 
 
 def _described(

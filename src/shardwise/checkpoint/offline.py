@@ -222,7 +222,7 @@ def cut(tensors: Sequence[tuple[Shape, int]], num_files: int) -> list[list[tuple
 
 
 def reshard(
-    source: Path, root: Path, num_files: int, progress: Progress | None = None
+    source: Path, root: Path, num_files: int, progress: Progress | None = None, manifest: Manifest | None = None
 ) -> tuple[Path, Mapping[str, int]]:
     """Write a checkpoint again with balanced files; all that it contains is kept.
 
@@ -231,6 +231,7 @@ def reshard(
         root: where the new step folder is committed, whole or not at all.
         num_files: how many files share the tensors; with one, every tensor is one entry under its plain name.
         progress: called with how many bytes of how many are done; None for no calls.
+        manifest: of the new checkpoint, with the pieces as `source` stores them; None for that of `source`.
 
     Returns:
         The new step folder, and the bytes of each of its files.
@@ -239,21 +240,7 @@ def reshard(
         CheckpointError: the root has that step already, or too little space for it.
         DamagedError: the source is damaged.
     """
-    return rewrite(read_manifest(source), source, root, num_files, progress)
-
-
-def rewrite(
-    manifest: Manifest, source: Path, root: Path, num_files: int, progress: Progress | None = None
-) -> tuple[Path, Mapping[str, int]]:
-    """Write a checkpoint as `reshard` does, from any folder whose tensors a manifest describes.
-
-    Args:
-        manifest: of the new checkpoint, with the pieces as `source` stores them.
-        source: the folder with these pieces.
-        root: as in `reshard`.
-        num_files: as in `reshard`.
-        progress: as in `reshard`.
-    """
+    manifest = manifest or read_manifest(source)
     shared = [tensor for tensor in manifest.tensors if tensor.kind != "rank"]
     parts: list[list[tuple[StoredTensor, Rect]]] = [
         [(shared[index], rect) for index, rect in part]
