@@ -154,25 +154,16 @@ def discard(temporary: Path) -> None:
         remove(temporary)
 
 
-def clean(root: Path) -> list[Path]:
-    """Remove what dead runs have left: folders half written and half deleted.
-
-    Args:
-        root: of one run at a time; another run that is saving there loses what it is writing.
-
-    Returns:
-        The paths that were removed.
+def clean(root: Path) -> None:
+    """Remove what dead runs have left in a root of one run at a time: folders half written and half deleted.
 
     Raises:
         CheckpointError: the system refuses.
     """
-    leftovers = [each for each in entries(root) if _LEFTOVER.fullmatch(each.name)]
-    gone = []
-    for each in leftovers:
-        with named_errors("remove", each):
-            if remove(each):
-                gone.append(each)
-    return gone
+    for each in entries(root):
+        if _LEFTOVER.fullmatch(each.name):
+            with named_errors("remove", each):
+                remove(each)
 
 
 def read_manifest(step_folder: Path, checks_files: bool = True) -> Manifest:
@@ -506,8 +497,8 @@ def entries(root: Path) -> list[Path]:
             return []
 
 
-def remove(path: Path) -> bool:
-    """Remove a folder, a file or a link to one, and say whether it is gone.
+def remove(path: Path) -> None:
+    """Remove a folder, a file or a link to one.
 
     A network file system keeps names of files that are still being read: then these stay, for another try.
     """
@@ -519,7 +510,6 @@ def remove(path: Path) -> bool:
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EBUSY):
             raise
-    return not os.path.lexists(path)
 
 
 def check_free_space(root: Path, num_bytes: int) -> None:
