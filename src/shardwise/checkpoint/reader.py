@@ -113,7 +113,13 @@ class ChunkReader:
             self._read_source(_ChunkSource.of(sources[rect], stored.dtype, label), meet[rect])
 
     def damages(self, tensor: StoredTensor, state: str, piece: StoredChunk) -> Iterator[DamagedError | None]:
-        """Read all of a stored piece, and yield for each of its blocks what is wrong with it; None where nothing is."""
+        """Read all of a stored piece, and yield for each of its blocks what is wrong with it; None where nothing is.
+
+        Args:
+            tensor: as the manifest has it.
+            state: which of its states.
+            piece: one of that state's.
+        """
         source = _ChunkSource.of(piece, tensor.states[state].dtype, f"{tensor.name} {state}")
         memory = memory_of(self._buffer(torch.device("cpu")))
         for start in range(0, source.num_bytes, BLOCK_BYTES):

@@ -184,8 +184,7 @@ def read_header(path: Path, num_known: int = 0) -> tuple[FileTensor, ...]:
 def _file_tensors(header: bytes, path: Path) -> Iterator[FileTensor]:
     text = header.decode()
     check_nesting(text, path.name, "fetch or write it again")
-    values = json.loads(text)
-    values.pop("__metadata__", None)
+    values = {name: value for name, value in json.loads(text).items() if name != "__metadata__"}
     for name, entry in _HEADER.validate_python(values, strict=True).items():
         named_dtype(entry["dtype"])
         start, stop = (8 + len(header) + each for each in entry["data_offsets"])

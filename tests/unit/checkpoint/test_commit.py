@@ -89,7 +89,7 @@ def test_a_path_that_is_not_there_says_what_is(tmp_path: Path) -> None:
     for step in (50, 100):
         save(tmp_path / "llama-a", step)
     there = f"{tmp_path}/llama-a"
-    listed = "step-00000100, step-00000050, latest"
+    listed = "latest, step-00000050, step-00000100"
     with refused("no-such-path", f"{there}/step-00000101", f"{there} has {listed}", "mean step-00000100"):
         candidates(tmp_path / "llama-a" / "step-00000101")
     with refused("no-such-path", "mean llama-a?"):
