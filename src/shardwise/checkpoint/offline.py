@@ -2,8 +2,8 @@
 
 Both read file after file in small buffers, so that a checkpoint of any size needs the memory of a few blocks.
 
->>> [[str(rect) for _, rect in entries] for entries in cut([((4, 3), 4), ((2,), 4)], num_files=2)]
-[['[0:2, 0:3]'], ['[2:4, 0:3]', '[0:2]']]
+>>> [[str(rect) for _, rect in entries] for entries in cut([((4, 3), 4), ((4,), 4)], num_files=2)]
+[['[0:2, 0:3]', '[2:3, 0:2]'], ['[2:3, 2:3]', '[3:4, 0:3]', '[0:4]']]
 """
 
 from __future__ import annotations
