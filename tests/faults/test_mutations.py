@@ -151,10 +151,8 @@ def check_checkpoint(whole: Path, place: Path, draw: random.Random) -> None:
 
     def read() -> None:
         found = compare(whole, folder)
-        kinds = {change.key for change in found.kinds}
-        assert not [
-            each for each in found.values if each.name not in kinds and f"{each.name}/{each.state}" not in kinds
-        ]
+        kinds = {change.key for change in found.tensors}
+        assert not [each for each in found.values if f"{each.name} {each.state}" not in kinds]
 
     def show() -> None:
         manifest = read_manifest(folder)

@@ -42,29 +42,10 @@ from types import MappingProxyType
 from typing import Final
 
 from shardwise.checkpoint.manifest import MANIFEST_NAME, CheckpointError, DamagedError, Manifest
+from shardwise.checkpoint.match import listed_names
 from shardwise.config.errors import system_code
 from shardwise.config.untrusted_files import open_regular, read_bytes
 from shardwise.runtime.format import format_bytes
-
-__all__ = [
-    "LATEST_NAME",
-    "MAX_MANIFEST_BYTES",
-    "begin",
-    "candidates",
-    "check_free_space",
-    "clean",
-    "commit",
-    "discard",
-    "read_latest",
-    "read_manifest",
-    "rename_later",
-    "rename_step",
-    "retain",
-    "step_folders",
-    "step_name",
-    "step_of",
-    "steps_to_delete",
-]
 
 LATEST_NAME: Final = "latest"
 _STEP: Final = re.compile(r"step-([0-9]{8,})")
@@ -229,28 +210,19 @@ def discard(temporary: Path) -> None:
         remove(temporary)
 
 
-def clean(root: Path) -> list[Path]:
-    """Remove what dead runs have left: folders half written and half deleted.
-
-    Args:
-        root: of one run at a time; another run that is saving there loses what it is writing.
-
-    Returns:
-        The paths that were removed.
+def clean(root: Path) -> None:
+    """Remove what dead runs have left in a root of one run at a time: folders half written and half deleted.
 
     Raises:
         CheckpointError: the system refuses.
     """
-    leftovers = [each for each in entries(root) if _LEFTOVER.fullmatch(each.name)]
-    gone = []
-    for each in leftovers:
-        with named_errors("remove", each):
-            if remove(each):
-                gone.append(each)
-    return gone
+    for each in entries(root):
+        if _LEFTOVER.fullmatch(each.name):
+            with named_errors("remove", each):
+                remove(each)
 
 
-def read_manifest(step_folder: Path) -> Manifest:
+def read_manifest(step_folder: Path, checks_files: bool = True) -> Manifest:
     """Read the manifest of a checkpoint, and check that each file it names is there with its size.
 
     That of DeepSpeed's checkpoints is made from their files.
@@ -266,7 +238,7 @@ def read_manifest(step_folder: Path) -> Manifest:
     path = step_folder / MANIFEST_NAME
     try:
         manifest = Manifest.from_text(read_bytes(path, MAX_MANIFEST_BYTES, step_folder), str(path))
-        code, wrong = "file-torn", _wrong_file(step_folder, manifest)
+        code, wrong = "file-torn", _wrong_file(step_folder, manifest) if checks_files else ""
     except FileNotFoundError:
         code, wrong = "no-manifest", f"{step_folder} is no whole checkpoint: it has no {MANIFEST_NAME}"
     except OSError as error:
@@ -383,12 +355,9 @@ def _missing(path: Path) -> CheckpointError:
             "not-a-folder", f"{path} is a file; give the folder of a checkpoint, or the one that these are in"
         )
     parent = next(each for each in path.parents if each.is_dir())
-    names = [each.name for each in step_folders(parent)]
-    names += sorted({each.name for each in entries(parent)} - set(names))
-    wanted = path.relative_to(parent).parts[0]
-    close = difflib.get_close_matches(wanted, names, n=3)
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    there = f"has {', '.join(names[:5])}{more}" if names else "is empty"
+    names = sorted(each.name for each in entries(parent))
+    close = difflib.get_close_matches(path.relative_to(parent).parts[0], names, n=3)
+    there = f"has {listed_names(names)}" if names else "is empty"
     fix = f"did you mean {' or '.join(close)}?" if close else "give the folder of a checkpoint, or the one these are in"
     return CheckpointError("no-such-path", f"{path} does not exist, {parent.absolute()} {there}; {fix}")
 
@@ -426,17 +395,19 @@ def _rename(temporary: Path, final: Path) -> None:
 
 def _wrong_file(folder: Path, manifest: Manifest) -> str:
     """Say what is wrong with the first file that is not as the manifest says; return "" if all are."""
-    for name, num_bytes in manifest.files.items():
-        path = folder / name
-        try:
-            # Opened, since a network file system may otherwise give an old size of what another machine has written.
-            with open(open_regular(path, folder), "rb") as file:
-                found_bytes = os.fstat(file.fileno()).st_size
-        except FileNotFoundError:
-            return f"{path} is missing"
-        if found_bytes != num_bytes:
-            return f"{path} has {found_bytes} bytes and the manifest says {num_bytes}"
-    return ""
+    return next((wrong for file in manifest.files if (wrong := wrong_size(folder / file, manifest))), "")
+
+
+def wrong_size(path: Path, manifest: Manifest) -> str:
+    """Say what is wrong with the size of a file of a checkpoint; return "" if it is as the manifest says."""
+    try:
+        # Opened, since a network file system may otherwise give an old size of what another machine has written.
+        with open(open_regular(path, path.parent), "rb") as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        return f"{path} is missing"
+    expected = manifest.files[path.name]
+    return "" if num_bytes == expected else f"{path} has {num_bytes} bytes and the manifest says {expected}"
 
 
 def _is_whole(folder: Path) -> bool:
@@ -501,6 +472,7 @@ _FIXES: Final[Mapping[int, str]] = MappingProxyType(
     {
         errno.ENOSPC: _MORE_SPACE,
         errno.EDQUOT: _MORE_SPACE,
+        errno.EFBIG: f"allow files so large, or {ELSEWHERE}",
         errno.EROFS: f"mount it for writing, or {ELSEWHERE}",
         errno.EACCES: f"give this user the right to, or {ELSEWHERE}",
         errno.EPERM: f"give this user the right to, or {ELSEWHERE}",
@@ -512,8 +484,13 @@ _FIXES: Final[Mapping[int, str]] = MappingProxyType(
 
 
 @contextmanager
-def named_errors(doing: str, path: Path) -> Iterator[None]:
+def named_errors(doing: str, path: Path, code: str = "folder-refused") -> Iterator[None]:
     """Turn an `OSError` into a `CheckpointError` that says what failed, where, why, and what would help.
+
+    Args:
+        doing: a verb for the message.
+        path: what it is done to.
+        code: of the error; that of a full disk is `disk-full` in any case.
 
     >>> with named_errors("write", Path("/runs/a/latest")):
     ...     raise OSError(errno.EROFS, "Read-only file system")
@@ -526,8 +503,9 @@ writing, or use another folder
         yield
     except OSError as error:
         fix = _FIXES.get(error.errno or 0, f"fix that, or {ELSEWHERE}")
-        code = system_code(error, "folder-refused")
-        raise CheckpointError(code, f"cannot {doing} {path}: {error.strerror or error}; {fix}") from error
+        raise CheckpointError(
+            system_code(error, code), f"cannot {doing} {path}: {error.strerror or error}; {fix}"
+        ) from error
 
 
 def sync_folder(path: Path) -> None:
@@ -586,8 +564,8 @@ def entries(root: Path) -> list[Path]:
             return []
 
 
-def remove(path: Path) -> bool:
-    """Remove a folder, a file or a link to one, and say whether it is gone.
+def remove(path: Path) -> None:
+    """Remove a folder, a file or a link to one.
 
     A network file system keeps names of files that are still being read: then these stay, for another try.
     """
@@ -599,7 +577,6 @@ def remove(path: Path) -> bool:
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EBUSY):
             raise
-    return not os.path.lexists(path)
 
 
 def check_free_space(root: Path, num_bytes: int) -> None:

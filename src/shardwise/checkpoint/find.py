@@ -60,14 +60,12 @@ def find(path: Path, step: int | None = None) -> list[Path]:
         CheckpointError: there is none; the message says what there is.
     """
     folders = candidates(path)
+    wanted = [folder for folder in folders if step in (None, step_of(folder))]
     if not folders:
         raise CheckpointError("no-checkpoint", _without_checkpoints(path))
-    if step is None:
-        return folders
-    wanted = [folder for folder in folders if step_of(folder) == step]
     if not wanted:
-        steps = [str(step_of(folder)) for folder in folders]
-        raise CheckpointError("no-such-step", f"{path} has no step {step}; it has {listed_names(steps)}")
+        steps = listed_names([str(step_of(folder)) for folder in folders])
+        raise CheckpointError("no-such-step", f"{path} has no step {step}; it has {steps}")
     return wanted
 
 
@@ -78,13 +76,13 @@ def newest_whole(path: Path, step: int | None = None) -> tuple[Path, Manifest]:
         CheckpointError: there is none, or a newer version has written it.
         DamagedError: every one is damaged; the message is that of the newest.
     """
-    damaged: DamagedError | None = None
+    damaged = []
     for folder in find(path, step):
         try:
             return folder, read_manifest(folder)
         except DamagedError as error:
-            damaged = damaged or error
-    raise damaged or CheckpointError("no-checkpoint", f"{path} has no checkpoint")
+            damaged.append(error)
+    raise damaged[0]
 
 
 def survey(root: Path) -> list[Found]:

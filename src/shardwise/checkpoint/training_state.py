@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import inspect
 import json
 import logging
 import math
@@ -131,8 +130,6 @@ def misfits(saved: Mapping[str, Any], optimizer: Optimizer, scheduler: Any, take
         found["options"] = f"options of {len(groups)} parameter groups, but the optimizer has {there}"
     elif wrong := [each for pair in zip(optimizer.param_groups, groups, strict=True) for each in _strange(*pair)]:
         found["options"] = f"the optimizer's {wrong[0]}"
-    elif wrong := [text for each in groups if (text := _refusal(optimizer, each))]:
-        found["options"] = f"options that {kind} refuses: {wrong[0]}"
     kind, saved_scheduler = type(scheduler).__name__, saved["scheduler"]
     if saved_scheduler is None or (scheduler is None and not saved_scheduler["kind"]):
         return found
@@ -163,19 +160,6 @@ def check_whole(saved: Mapping[str, Any]) -> None:
         raise CheckpointError(
             "run-state-incomplete", f"the state of the run is not whole: {wrong[0]}; use an older checkpoint, or {_FIX}"
         )
-
-
-def _refusal(optimizer: Optimizer, options: Mapping[str, Any]) -> str:
-    """Return the error of the optimizer's class against options, such as betas above 1; "" if it accepts them."""
-    accepted = inspect.signature(type(optimizer)).parameters.keys() - _HINTS
-    given = {key: _like(optimizer.defaults.get(key), value) for key, value in options.items() if key in accepted}
-    try:
-        type(optimizer)([torch.zeros(1)], **given)
-    except ValueError as error:
-        return str(error)
-    except Exception:  # the class cannot be constructed from a parameter and options alone
-        return ""
-    return ""
 
 
 def _strange(current: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:

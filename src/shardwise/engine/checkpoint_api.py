@@ -33,13 +33,12 @@ from shardwise.checkpoint import training_state as trajectory
 from shardwise.checkpoint.async_saver import Saver, SaveRequest
 from shardwise.checkpoint.commit import candidates, check_tag, read_manifest, step_name, steps_to_delete
 from shardwise.checkpoint.coordination import StoreBarrier
-from shardwise.checkpoint.hf import describe
+from shardwise.checkpoint.hf.config_files import describe
 from shardwise.checkpoint.load import LoadPlan, LoadReport, own_tensors, plan_load, rank_name
 from shardwise.checkpoint.manifest import CheckpointError, Contents, DamagedError, Manifest
 from shardwise.checkpoint.reader import ChunkReader
 from shardwise.checkpoint.training_state import Role, SavedBuffer, differing, digests, held_buffers, whole
 from shardwise.comm.store import PatientStore
-from shardwise.comm.watchdog import watch_patience_s
 from shardwise.config.errors import EngineError, code_of
 from shardwise.config.untrusted_files import check_nesting
 from shardwise.engine.step_context import StepContext
@@ -114,8 +113,7 @@ class AllRanks:
         self._num_barriers += 1
         comm, store, run = self._context.comm, self._context.comm_factory.store, self._context.config.run
         own_store = None if store is None else PatientStore(store, run.timeout_s, "agreement")
-        timeouts = {"timeout_s": run.timeout_s, "patience_s": watch_patience_s(run)}
-        return StoreBarrier(own_store, self._num_barriers, comm.rank, comm.world_size, subject=subject, **timeouts)
+        return StoreBarrier(own_store, self._num_barriers, comm.rank, comm.world_size, run.timeout_s, subject)
 
 
 class Checkpoints:
@@ -131,10 +129,8 @@ class Checkpoints:
     """
 
     def __init__(self, context: StepContext, follows_config: bool) -> None:
-        run, store, comm = context.config.run, context.comm_factory.store, context.comm
-        self.saver = Saver(
-            store, context.comm_factory.rank, comm.world_size, run.timeout_s, context.device, watch_patience_s(run)
-        )
+        factory, timeout_s = context.comm_factory, context.config.run.timeout_s
+        self.saver = Saver(factory.store, factory.rank, context.comm.world_size, timeout_s, context.device)
         self.ranks = AllRanks(context)
         self._context = context
         self._follows_config = follows_config

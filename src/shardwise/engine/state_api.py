@@ -15,7 +15,7 @@ from shardwise.config.resolve import ConfigError
 from shardwise.construction.shards import gathered_shards
 from shardwise.engine.step_context import StepContext
 from shardwise.layout.precision import DTYPE_BYTES
-from shardwise.runtime.torch_private import num_recorded
+from shardwise.runtime.module_hooks import saves_noted
 from shardwise.zero.memory_release import STATES, MemoryRelease, ReleaseTarget
 from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.state_access import take_over
@@ -78,10 +78,10 @@ def gathered_groups(
     """
     context.status.check_present(params_suffice=not write)
     context.tiers.worker.check()
-    sharding, num_before = context.sharding, num_recorded()
+    sharding = context.sharding
     chosen = sharding.groups if groups is None else groups
     _check_memory_to_gather(context, chosen)
-    with context.failures_explained():
+    with context.failures_explained(), saves_noted() as saves:
         held = sharding.hold(chosen)
         try:
             yield context.model
@@ -95,7 +95,7 @@ def gathered_groups(
             sharding.held.difference_update(held)
             held = [group for group in sharding.groups if group in held]  # those that were not replaced
             sharding.reshard_all(held)
-            if num_recorded() > num_before:
+            if saves:  # a backward will read them
                 sharding.pin_until_backward(held)
 
 

@@ -46,14 +46,12 @@ __all__ = [
     "is_plain",
     "is_transformed",
     "named_arguments",
-    "num_recorded",
     "on_backward_end",
     "parameter_class",
     "plain_torch_functions",
     "pytree",
     "pytree_node",
     "quiet_fakes",
-    "record_number",
     "returned",
     "set_data",
     "set_unsharded_storage",
@@ -127,16 +125,6 @@ def on_backward_end(callback: Callable[[], None]) -> None:
     Parameters that got no gradient fire no hook, so the end of the backward is the only place to close their group.
     """
     Variable._execution_engine.queue_callback(callback)
-
-
-def num_recorded() -> int:
-    """Return how many operations autograd has recorded on this thread; a backward runs the newest ready one first."""
-    return torch._C._autograd._get_sequence_nr()
-
-
-def record_number(tensor: Tensor) -> int:
-    """Return the number, from 0, of the recorded operation that made `tensor`, which must have a `grad_fn`."""
-    return tensor.grad_fn._sequence_nr()  # type: ignore[union-attr]
 
 
 def set_unsharded_storage(storage: torch.UntypedStorage, num_bytes: int) -> None:
@@ -326,11 +314,12 @@ class PlaceholderTensors:
         self._dtypes = dtypes or {}
         self._mode = None if is_simulated else FakeTensorMode(allow_non_fake_inputs=True)
 
-    def like(self, tensor: Tensor) -> Tensor:
-        """Make a placeholder like `tensor`; parameters stay parameters."""
+    def like(self, tensor: Tensor, device: torch.device | None = None) -> Tensor:
+        """Make a placeholder like `tensor`, on `device` or else on the given one; parameters stay parameters."""
         with plain_torch_functions(), self.only():
             dtype = self._dtypes.get(id(tensor), tensor.dtype)
-            placeholder = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=self._device)
+            where = self._device if device is None else device
+            placeholder = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=where)
             return nn.Parameter(placeholder, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else placeholder
 
     def only(self) -> AbstractContextManager[Any]:

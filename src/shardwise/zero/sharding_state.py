@@ -97,8 +97,9 @@ class ShardingState:
             raise
         held_stages = layout.pipeline.held if layout.pipeline is not None else ()
         self.absent = RemoteParams(model, layout, sorted(held_stages))
-        for unit in self.units:
-            module = model if unit.is_root else model.get_submodule(unit.name)
+        blocks = {unit: model.get_submodule(unit.name) for unit in self.units if not unit.is_root}
+        self._handles += hook_unit(model, self, self.units[0], inner=blocks.values())
+        for unit, module in blocks.items():
             self._handles += hook_unit(module, self, unit)
 
     def regroup(self, unit_name: str, layout: Layout) -> None:
