@@ -502,8 +502,7 @@ class ShardingState:
         # One that a forward or a loss runs, or through which another is to run: not the one that gives gradients.
         self._is_inner = self.phase is Phase.FORWARD or self.is_serving or torch.is_grad_enabled()
         if self.phase is Phase.IDLE and not self._is_inner and self.before_backward is not None:
-            begin = self.before_backward()
-            self._after_backward = begin() if begin is not None else None
+            self._after_backward = begin() if (begin := self.before_backward()) is not None else None
         self._began_in = self.phase
         # What is frozen around another engine's step has no gradients to reduce.
         self._has_gradients = self.phase is Phase.PRE_BACKWARD or any(
