@@ -46,6 +46,23 @@ class CutError(ConfigError):
     """Says that a model cannot be cut: a value other than the output of the unit before the cut crosses it."""
 
 
+class _Writable(torch.autograd.Function):
+    """Returns a tensor over the same memory that is no leaf."""
+
+    @staticmethod
+    def forward(context: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _writable(received: Tensor) -> Tensor:
+    """Return what a stage's first unit may write into, as an activation in place does; torch refuses that of a leaf."""
+    return _Writable.apply(received) if received.requires_grad else received
+
+
 class _StageDone(BaseException):
     """Ends the model's forward after the stage's last unit; no `except Exception` in a model's code may stop it."""
 
@@ -176,7 +193,7 @@ class StageForward:
 
     def _run_chain(self, input: Any) -> Any:  # noqa: A002 (the name that `nn.Sequential.forward` has)
         """Run the stage's units of an `nn.Sequential`."""
-        value = self._received if self._start else input
+        value = pytree.tree_map_only(Tensor, _writable, self._received) if self._start else input
         for module in self._modules[self._start : self._stop]:
             value = module(value)
         return value
