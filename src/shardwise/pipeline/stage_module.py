@@ -51,6 +51,23 @@ class CutError(ConfigError):
     """Says that a model cannot be cut: a value other than the output of the unit before the cut crosses it."""
 
 
+class _Writable(torch.autograd.Function):
+    """Returns a tensor over the same memory that is no leaf."""
+
+    @staticmethod
+    def forward(context: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _writable(received: Tensor) -> Tensor:
+    """Return what a stage's first unit may write into, as an activation in place does; torch refuses that of a leaf."""
+    return _Writable.apply(received) if received.requires_grad else received
+
+
 class StageForward:
     """Makes a model's forward compute one stage, between `begin` and `end`; otherwise the forward is the model's own.
 
@@ -178,7 +195,7 @@ class StageForward:
 
     def _run_chain(self, input: Any) -> Any:  # noqa: A002 (the name that `nn.Sequential.forward` has)
         """Run the stage's units of an `nn.Sequential`."""
-        value = self._received if self._start else input
+        value = pytree.tree_map_only(Tensor, _writable, self._received) if self._start else input
         for module in self._modules[self._start : self._stop]:
             value = module(value)
         return value
