@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Final
-from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -15,13 +15,20 @@ from shardwise.config.resolve import ConfigError
 from shardwise.construction.shards import gathered_shards
 from shardwise.engine.step_context import StepContext
 from shardwise.layout.precision import DTYPE_BYTES
-from shardwise.runtime.torch_private import num_recorded
+from shardwise.runtime.module_hooks import saves_noted
 from shardwise.zero.memory_release import STATES, MemoryRelease, ReleaseTarget
 from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.state_access import take_over
 
-# The contexts of engines, in the order in which all ranks have made them.
-ENGINES: Final[WeakValueDictionary[int, StepContext]] = WeakValueDictionary()
+_ENGINE: Final = "_shardwise_engine"
+
+
+def note_engine(context: StepContext) -> Callable[[], None]:
+    """Note in each parameter which engine has it, so that `gathered` finds it; return what undoes that."""
+    parameters = tuple(context.model.parameters())
+    for parameter in parameters:
+        setattr(parameter, _ENGINE, weakref.ref(context))
+    return lambda: [parameter.__dict__.pop(_ENGINE, None) for parameter in parameters].clear()
 
 
 @contextmanager
@@ -49,7 +56,8 @@ def gathered(parameters: Iterable[nn.Parameter] | nn.Parameter, modifier_rank: i
     given = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
     with ExitStack() as stack:
         wanted = {id(each) for each in given}
-        for context in tuple(ENGINES.values()):
+        noted = dict.fromkeys(reference() for each in given if (reference := getattr(each, _ENGINE, None)) is not None)
+        for context in (context for context in noted if context is not None):
             groups = [group for group in context.sharding.groups if wanted.intersection(map(id, group.parameters))]
             if groups or wanted.intersection(context.sharding.absent.names):  # other stages may have them
                 stack.enter_context(gathered_groups(context, True if modifier_rank == 0 else None, groups))
@@ -70,10 +78,10 @@ def gathered_groups(
     """
     context.status.check_present(params_suffice=not write)
     context.tiers.worker.check()
-    sharding, num_before = context.sharding, num_recorded()
+    sharding = context.sharding
     chosen = sharding.groups if groups is None else groups
     _check_memory_to_gather(context, chosen)
-    with context.failures_explained():
+    with context.failures_explained(), saves_noted() as saves:
         held = sharding.hold(chosen)
         try:
             yield context.model
@@ -87,7 +95,7 @@ def gathered_groups(
             sharding.held.difference_update(held)
             held = [group for group in sharding.groups if group in held]  # those that were not replaced
             sharding.reshard_all(held)
-            if num_recorded() > num_before:
+            if saves:  # a backward will read them
                 sharding.pin_until_backward(held)
 
 

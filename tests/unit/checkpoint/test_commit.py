@@ -81,14 +81,15 @@ def test_a_checkpoint_under_another_name_is_one(tmp_path: Path) -> None:
 def test_a_root_without_checkpoints_has_no_candidates(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     assert candidates(tmp_path) == []
-    assert step_folders(tmp_path / "none") == clean(tmp_path / "none") == rename_later(tmp_path / "none", 0) == []
+    clean(tmp_path / "none")
+    assert step_folders(tmp_path / "none") == rename_later(tmp_path / "none", 0) == []
 
 
 def test_a_path_that_is_not_there_says_what_is(tmp_path: Path) -> None:
     for step in (50, 100):
         save(tmp_path / "llama-a", step)
     there = f"{tmp_path}/llama-a"
-    listed = "step-00000100, step-00000050, latest"
+    listed = "latest, step-00000050, step-00000100"
     with refused("no-such-path", f"{there}/step-00000101", f"{there} has {listed}", "mean step-00000100"):
         candidates(tmp_path / "llama-a" / "step-00000101")
     with refused("no-such-path", "mean llama-a?"):
@@ -362,7 +363,7 @@ def test_a_run_resumed_from_before_saves_these_steps_again(tmp_path: Path) -> No
     assert [each.name for each in rename_later(tmp_path, 50)] == ["step-00000100.aside-2"]
     assert rename_later(tmp_path, 50) == []
     assert read_manifest(tmp_path / "step-00000100.aside-1") == manifest_of(100)
-    assert retain(tmp_path, 1, None) == clean(tmp_path) == []
+    assert retain(tmp_path, 1, None) == []
 
 
 def test_renaming_all_leaves_no_latest(tmp_path: Path) -> None:
@@ -384,6 +385,7 @@ def test_clean_removes_leftovers_alone(tmp_path: Path) -> None:
     strangers = {"step-00000020.aside-1", "mine.partial", "step-00000020.deleted", "download.0a1b2c3d.partial"}
     for name in strangers:
         (tmp_path / name).mkdir()
-    assert sorted(clean(tmp_path)) == sorted(leftovers)
+    clean(tmp_path)
+    assert not [each for each in leftovers if each.exists()]
     assert check_all(tmp_path) == [50]
     assert strangers == {each.name for each in tmp_path.iterdir()} - {"latest", step_name(50)}

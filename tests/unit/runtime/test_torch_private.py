@@ -26,13 +26,11 @@ from shardwise.runtime.torch_private import (
     is_plain,
     is_transformed,
     named_arguments,
-    num_recorded,
     on_backward_end,
     parameter_class,
     plain_torch_functions,
     pytree,
     pytree_node,
-    record_number,
     returned,
     set_data,
     set_unsharded_storage,
@@ -150,18 +148,6 @@ def test_version_counts_writes_in_place_but_not_through_data() -> None:
         parameter.mul_(2)
         parameter.view(-1)[0] = 3
     assert version(parameter) == before + 2
-
-
-def test_recorded_operations_are_numbered() -> None:
-    x = torch.ones(2, requires_grad=True)
-    start = num_recorded()
-    y = x.exp()
-    with torch.no_grad():
-        x.exp()
-    z = y * 2
-    assert [record_number(each) - start for each in (y, z)] == [0, 1]
-    z.add_(y)  # changed in place: the number is that of the change
-    assert (record_number(z) - start, num_recorded() - start) == (2, 3)
 
 
 class Recorder(Tensor):

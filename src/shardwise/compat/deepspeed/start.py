@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -69,7 +70,8 @@ def initialize(  # noqa: PLR0913  DeepSpeed's arguments
         raise ConfigError("deepspeed-arguments", "deepspeed.initialize needs a model and a config; pass both")
     source = read_config(given)
     init_distributed()
-    translation = translate(source)
+    # A stage of a pipeline counts as one rank: its ranks see the same samples.
+    translation = translate(source, dist.get_world_size() // getattr(model, "num_stages", 1))
     _release_earlier(model)
     kind = DeepSpeedEngine
     if isinstance(model, PipelineModule):
