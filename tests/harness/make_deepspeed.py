@@ -22,11 +22,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 FOLDER = Path(__file__).parents[1] / "data" / "deepspeed"
+EXPECTED = "expected.safetensors"
 CLIENT_STATE = {"epoch": 3, "seen": [1, 2]}
+# DeepSpeed's own reads mix up the parameters of this one; it trains as without the option, bit for bit.
+ROUND_ROBIN = "zero2-round-robin"
 KINDS: dict[str, dict[str, Any]] = {
     "zero1-fp32": {"zero_optimization": {"stage": 1}},
     "zero1-bf16": {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}},
-    "zero2-bf16": {"zero_optimization": {"stage": 2, "round_robin_gradients": True}, "bf16": {"enabled": True}},
+    "zero2-bf16": {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}},
+    ROUND_ROBIN: {"zero_optimization": {"stage": 2, "round_robin_gradients": True}, "bf16": {"enabled": True}},
     "zero2-fp16": {"zero_optimization": {"stage": 2}, "fp16": {"enabled": True, "initial_scale_power": 4}},
     "zero2-offload": {
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
@@ -45,14 +49,14 @@ class Small(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(7, 3)
-        self.mix = nn.Linear(3, 5)
-        self.out = nn.Linear(5, 3, bias=False)
-        self.base = nn.Linear(3, 3, bias=False)
+        self.embed = nn.Embedding(7, 5)
+        self.mix = nn.Linear(5, 6)
+        self.out = nn.Linear(6, 5, bias=False)
+        self.base = nn.Linear(5, 5, bias=False)
         self.base.weight.requires_grad_(False)
-        self.head = nn.Linear(3, 7, bias=False)
+        self.head = nn.Linear(5, 7, bias=False)
         self.head.weight = self.embed.weight
-        self.register_buffer("offset", torch.linspace(-1, 1, 3))
+        self.register_buffer("offset", torch.linspace(-1, 1, 5))
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.base(self.embed(tokens))
@@ -84,7 +88,10 @@ def make(kind: str, root: Path) -> None:
         engine.backward(loss)
         engine.step()
     engine.save_checkpoint(str(root / kind), client_state=CLIENT_STATE)
-    save_expected(engine, root / kind / "expected.safetensors")
+    if kind == ROUND_ROBIN and dist.get_rank() == 0:
+        shutil.copy(root / "zero2-bf16" / EXPECTED, root / kind)
+    elif kind != ROUND_ROBIN:
+        save_expected(engine, root / kind / EXPECTED)
 
 
 def save_expected(engine: Any, path: Path) -> None:
@@ -117,7 +124,7 @@ def convert(source: Path, target: Path) -> None:
     command += ["--input_folder", str(source / tag), "--output_folder", str(target / f"{tag}_universal")]
     command += ["--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state"]
     subprocess.run(command, check=True)
-    shutil.copy(source / "expected.safetensors", target)
+    shutil.copy(source / EXPECTED, target)
 
 
 def main() -> None:

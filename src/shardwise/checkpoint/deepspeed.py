@@ -352,8 +352,11 @@ def _read_universal(
         found.setdefault(path.parent.name, {})[PARAM if path.stem == "fp32" else path.stem] = str(path), value
     tensors = []
     others = {*model["buffer_names"], *(model.get("shared_params") or {})}
+    shapes = {name: shape for group in model.get("param_shapes") or () for name, shape in group.items()}
     for name, states in ((name, states) for name, states in found.items() if name not in others):
-        shape, trainable = states[PARAM][1].shape, len(states) > 1
+        master, trainable = states[PARAM][1], len(states) > 1
+        # Of ZeRO 3 they are flat. Of tensor parallelism the model's shape is that of a part.
+        shape = shapes.get(name) if math.prod(shapes.get(name, ())) == master.numel() else master.shape
         flat = {each: (file, value.reshape(-1)) for each, (file, value) in states.items() if each != "step"}
         part = _part(folder, {**(steps if trainable else {}), **states, **flat})
         tensors.append(_tensor(name, shape, [_Slice(part, 0, 0, math.prod(shape))], trainable=trainable))

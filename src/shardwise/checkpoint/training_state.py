@@ -133,8 +133,11 @@ def misfits(saved: Mapping[str, Any], optimizer: Optimizer, scheduler: Any, take
     kind, saved_scheduler = type(scheduler).__name__, saved["scheduler"]
     if saved_scheduler is None or (scheduler is None and not saved_scheduler["kind"]):
         return found
-    if saved_scheduler["kind"] not in (kind, "") or not hasattr(scheduler, "load_state_dict"):
-        found["scheduler"] = f"a {saved_scheduler['kind']}, but the scheduler is {kind}"
+    saved_kind = saved_scheduler["kind"]
+    if not saved_kind and hasattr(scheduler, "state_dict"):  # then its keys say what class it may be of
+        saved_kind = kind if scheduler.state_dict().keys() <= saved_scheduler["state"].keys() else "schedule of another"
+    if saved_kind != kind or not hasattr(scheduler, "load_state_dict"):
+        found["scheduler"] = f"a {saved_kind}, but the scheduler is {kind}"
     elif len(groups) != len(optimizer.param_groups):
         found["scheduler"] = f"a {kind} of {len(groups)} parameter groups"
     elif wrong := _strange(scheduler.state_dict(), saved_scheduler["state"]):

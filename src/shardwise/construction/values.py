@@ -31,9 +31,7 @@ class ParamInitializer:
     """
 
     def __init__(self, model: nn.Module, seed: int, has_values: bool = True) -> None:
-        self.has_values = has_values
-        self._model = model
-        self._seed = seed
+        self._model, self._seed, self.has_values = model, seed, has_values
         self._parameters = dict(model.named_parameters())
         self._drawn: tuple[str | None, dict[str, Tensor]] = None, {}  # the last module's
         for name, buffer in model.named_buffers():

@@ -7,10 +7,10 @@ runs, in which units of other stages are skipped.
 On a rank whose stage begins with unit k, the stage's own units run. Unit k - 1 returns what the stage before has sent,
 which is the output of unit k - 1 there. All other units return placeholders: tensors with a shape and no values. The
 order in which the model calls them does not matter. The output of the stage's last unit is sent to the next stage, and
-the model goes on with placeholders of it, so that its code comes to its end. All other code of the model, such as for
-masks and positions, runs on every stage. Where it passes a placeholder, or what it computed from one, to a unit that
-does run, a value crosses the cut that is not sent: an error names it. What code after the stage's last unit does,
-returns or raises concerns the later stages alone, which run it too.
+the model goes on with placeholders on torch's meta device, where ops cost little. All other code of the model, such as
+for masks and positions, runs on every stage. Where it passes a placeholder, or what it computed from one, to a unit
+that does run, a value crosses the cut that is not sent: an error names it. What code after the stage's last unit
+returns or raises does not count: the later stages run it too.
 
 The forward of the second of two stages, cut before block 2:
 
@@ -49,6 +49,23 @@ _FIX: Final = f"name the modules that compute it from the inputs alone in pipeli
 
 class CutError(ConfigError):
     """Says that a model cannot be cut: a value other than the output of the unit before the cut crosses it."""
+
+
+class _Writable(torch.autograd.Function):
+    """Returns a tensor over the same memory that is no leaf."""
+
+    @staticmethod
+    def forward(context: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _writable(received: Tensor) -> Tensor:
+    """Return what a stage's first unit may write into, as an activation in place does; torch refuses that of a leaf."""
+    return _Writable.apply(received) if received.requires_grad else received
 
 
 class StageForward:
@@ -102,7 +119,7 @@ class StageForward:
         self._num_calls: dict[int, int] = {}
         self._guessed: str | None = None
         self._received: Any = None
-        self._like_received: Any = None
+        self._like_known: Any = None  # what units of the class at the boundary return
         self._sent: list[Any] = []  # the output of the stage's last unit, once it has run
         self._is_on = False
 
@@ -119,14 +136,14 @@ class StageForward:
     def begin(self, stage: int, received: Any) -> None:
         """Make the next forward that of `stage`; `received` is what the stage before has sent."""
         self._start, self._stop = self._range_of[stage]
-        self._received, self._like_received, self._is_on = received, None, True
+        self._received, self._like_known, self._is_on = received, None, True
         self._num_calls.clear()
         self._sent.clear()
         self._guessed = None
 
     def end(self) -> None:
         """Make forwards the model's own again."""
-        self._received, self._like_received, self._is_on = None, None, False
+        self._received, self._like_known, self._is_on = None, None, False
         self._sent.clear()
         self._skipped_outputs.remove()
 
@@ -178,7 +195,7 @@ class StageForward:
 
     def _run_chain(self, input: Any) -> Any:  # noqa: A002 (the name that `nn.Sequential.forward` has)
         """Run the stage's units of an `nn.Sequential`."""
-        value = self._received if self._start else input
+        value = pytree.tree_map_only(Tensor, _writable, self._received) if self._start else input
         for module in self._modules[self._start : self._stop]:
             value = module(value)
         return value
@@ -212,7 +229,9 @@ class StageForward:
         index = positions[min(num_calls, len(positions) - 1)]
         self._num_calls[id(module)] = num_calls + 1
         if self._sent:
-            return self._like_sent() if self._is_simulated else self._placeholder_of(index, args, kwargs)
+            if self._is_simulated:  # where other placeholders would count as memory
+                return self._like_known
+            return self._without_device(self._placeholder_of(index, args, kwargs))
         if self._start <= index < self._stop:
             return self._run(index, own, args, kwargs)
         self._skipped_outputs.set_on(module, self._kinds[index][0], args, kwargs)
@@ -235,12 +254,9 @@ class StageForward:
             raise self._not_sent(f"the output of {self._names[index]}")
         if index == self._stop - 1 and self._stop < len(self._names):
             self._sent.append(with_recorded(_in_own_containers(output)))
-            return self._like_sent()
+            self._like_known = self._without_device(output)
+            return self._like_known
         return output
-
-    def _like_sent(self) -> Any:
-        """Return placeholders of what is sent; in a simulation they are on no device, where they would be counted."""
-        return self._like(without_recorded(self._sent[-1]), torch.device("meta") if self._is_simulated else None)
 
     def _check_arguments(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._has_placeholders((args, kwargs)):
@@ -265,10 +281,11 @@ class StageForward:
     def _placeholder_of(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return placeholders of what a skipped unit would have returned."""
         kind = self._kinds[index]
-        if self._start > 0 and kind[0] is self._kinds[self._start - 1][0]:
-            if self._like_received is None:  # which all units of this class return in this forward
-                self._like_received = self._like(without_recorded(self._received))
-            return self._like_received
+        last = (self._stop if self._sent else self._start) - 1
+        if last >= 0 and kind[0] is self._kinds[last][0]:
+            if self._like_known is None:
+                self._like_known = self._like(without_recorded(self._received))
+            return self._like_known
         key = _key_of(kind, (args, kwargs))
         if key in self._answers:
             return self._answers[key]
@@ -281,10 +298,19 @@ class StageForward:
         self._guessed = self._names[index]  # it depends on values of parameters, as where tokens are routed to experts
         return self._answer_of_class.get(kind[0], self._like(without_recorded(self._received)))
 
-    def _like(self, tree: Any, device: torch.device | None = None) -> Any:
-        """Return placeholders of the tensors in a value, on `device` or else on this rank's."""
+    def _like(self, tree: Any) -> Any:
+        """Return a value with placeholders in place of its tensors."""
+        return pytree.tree_map(lambda leaf: self._placeholders.like(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+
+    def _without_device(self, tree: Any) -> Any:
+        """Return a value with tensors on the meta device in place of its tensors."""
         return pytree.tree_map(
-            lambda leaf: self._placeholders.like(leaf, device) if isinstance(leaf, Tensor) else leaf, tree
+            lambda leaf: (
+                torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+                if isinstance(leaf, Tensor)
+                else leaf
+            ),
+            tree,
         )
 
     def _make_placeholder(self, held: Sequence[int]) -> dict[Hashable, nn.Module]:

@@ -110,10 +110,10 @@ def hook_unit(
             for value, was in zip_longest(place.values(), were)
             if value is not was
         ]
-        results = {id(each): each for each in _results([leaves, args, kwargs, stored])}
+        results = {id(each): each for each in _results([*outputs, *args, *kwargs.values(), *stored])}
         made_here = [each for key, each in results.items() if known.get(key, _NEW)[1] is not each.grad_fn]
         attributes, known = [], {}
-        is_opaque = not all(isinstance(leaf, Tensor | int | float | str | None) for leaf in leaves)
+        is_opaque = not all(isinstance(leaf, _TRANSPARENT) for leaf in leaves)
         for tensor in made_here:
             tensor.register_hook(lambda grad: events.pre_backward(unit))
         is_unseen = is_opaque and not made_here
@@ -363,7 +363,7 @@ def saves_noted() -> Iterator[list[bool]]:
     def note(tensor: Tensor) -> Tensor:
         if not noted:
             noted.append(True)
-        return tensor
+        return tensor.detach()  # an output would keep its own graph alive
 
     with saved_tensors_hooks(note, _as_it_is):
         yield noted
@@ -465,7 +465,11 @@ def deferred(tensors: Iterable[Tensor]) -> list[DeferredTensor]:
 
 def read_with(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return the tensors that are read where these are read."""
-    return [source for tensor in tensors for source in getattr(tensor, "deferred_from", (tensor,))]
+    return [
+        source
+        for tensor in tensors
+        for source in ((tensor,) if type(tensor) is Tensor else getattr(tensor, "deferred_from", (tensor,)))
+    ]
 
 
 def _results(tree: Any) -> list[Tensor]:
@@ -480,6 +484,7 @@ def _is_torchs(module: nn.Module) -> bool:
 
 
 _NEW: Final = (None, None)
+_TRANSPARENT: Final = (Tensor, int, float, str, type(None))
 
 
 def _leaves(tree: Any) -> list[Any]:
@@ -503,7 +508,7 @@ def _report_input_gradients(
     blocks share the encoder's output, all but the first therefore get views; a view has its gradient as soon as its
     unit has run its backward.
     """
-    inputs = _results((args, kwargs))  # a leaf of the graph outlives it, and so would its hooks
+    inputs = _results([*args, *kwargs.values()])  # a leaf of the graph outlives it, and so would its hooks
     arguments = None
     if any(_FEEDS_UNIT in tensor.__dict__ for tensor in inputs) or len(set(map(id, inputs))) < len(inputs):
         arguments, inputs = _with_views(args, kwargs)

@@ -314,12 +314,11 @@ class PlaceholderTensors:
         self._dtypes = dtypes or {}
         self._mode = None if is_simulated else FakeTensorMode(allow_non_fake_inputs=True)
 
-    def like(self, tensor: Tensor, device: torch.device | None = None) -> Tensor:
-        """Make a placeholder like `tensor`, on `device` or else on the given one; parameters stay parameters."""
+    def like(self, tensor: Tensor) -> Tensor:
+        """Make a placeholder like `tensor`; parameters stay parameters."""
         with plain_torch_functions(), self.only():
             dtype = self._dtypes.get(id(tensor), tensor.dtype)
-            where = self._device if device is None else device
-            placeholder = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=where)
+            placeholder = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=self._device)
             return nn.Parameter(placeholder, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else placeholder
 
     def only(self) -> AbstractContextManager[Any]:

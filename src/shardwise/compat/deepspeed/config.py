@@ -11,8 +11,6 @@ shardwise.config.resolve.ConfigError: zero_optimization.zenflow.topk_ratio=0.1: 
 
 from __future__ import annotations
 
-import base64
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +19,9 @@ from typing import Any, Final
 
 from shardwise.compat.deepspeed.keys import KEYS, key_of, nearest, usual_path
 from shardwise.config.resolve import Config, ConfigError, resolve_batch, set_key, shown_value
-from shardwise.config.untrusted_files import UntrustedFileError, parse_json, read_json
+from shardwise.config.untrusted_files import UntrustedFileError, read_json
 from shardwise.config.validate import ATTENTION_KEYS
 
-_FIX: Final = "give DeepSpeed's config as JSON"
 _ZERO: Final = "zero_optimization"
 _DTYPES: Final[Mapping[str, str]] = MappingProxyType(
     {"half": "fp16", "float16": "fp16", "bfloat16": "bf16", "float": "fp32", "float32": "fp32"}
@@ -57,19 +54,17 @@ class Translation:
 
 
 def read_config(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a config as DeepSpeed takes it: a mapping, the path of a JSON file, or JSON in base64.
+    """Return a config as DeepSpeed takes it: a mapping, or the path of a JSON file.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: the file cannot be read, or holds something else.
     """
-    if isinstance(source, Mapping):
-        return source
     try:
-        values = read_json(source, _FIX) if os.path.isfile(source) else _decoded(str(source))
+        values = source if isinstance(source, Mapping) else read_json(source, "give DeepSpeed's config as JSON")
     except UntrustedFileError as error:
-        raise ConfigError("deepspeed-config-unreadable", str(error)) from None
+        raise ConfigError(error.code, str(error)) from None
     if not isinstance(values, Mapping):
-        raise ConfigError("deepspeed-config-unreadable", f"{source} holds no object of keys and values; {_FIX}")
+        raise ConfigError("deepspeed-section", f"{source} holds no object of keys and values; give DeepSpeed's config")
     return values
 
 
@@ -110,14 +105,6 @@ def translate(values: Mapping[str, Any], world_size: int | None = None, *, refus
         set_key(config, path, value)
     _check(Config.from_dict(config), world_size)
     return Translation(MappingProxyType(config), tuple(notes), tuple(refused), MappingProxyType(given))
-
-
-def _decoded(text: str) -> Any:
-    try:
-        return parse_json(base64.urlsafe_b64decode(text).decode(), "the base64 text", _FIX)
-    except ValueError:  # of base64, or of its bytes
-        message = f"{shown_value(text)} is no file, and no JSON in base64; {_FIX}"
-        raise UntrustedFileError("file-unreadable", message) from None
 
 
 def _dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -35,7 +35,6 @@ _IO: Final = "reads and writes of states are sized by the library, and overlap t
 _LOGS: Final = "the script logs what `engine.step` returns: loss, norm, rate"
 _MASTERS: Final = "masters and moments are fp32 here, which is more exact and takes more memory"
 _OF_FP16: Final = "a key of fp16; bf16 has no loss scale"
-_AUTOCAST: Final = "parameters and computation stay fp32; bf16.enabled computes in bf16"
 _GATHERS: Final = "`engine.save_16bit_model` gathers only where it is true"
 _SECOND_COPY: Final = (
     'there is no second copy inside a node; shard over fewer ranks, by "shardwise": {"mesh": {"dp_shard": 8}}'
@@ -95,7 +94,8 @@ _TABLE: Final = (
     ("N", "gradients are summed as each backward goes", "bf16: immediate_grad_update"),
     ("N", _MASTERS, "bf16: bf16_master_weights_and_grads bf16_optimizer_states"),
     ("N", _OF_FP16, "bf16: auto_cast loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale"),
-    ("N", _AUTOCAST, "torch_autocast: enabled dtype lower_precision_safe_modules"),
+    ("M", "`engine.forward` runs under torch.autocast, over fp32 parameters", "torch_autocast: enabled dtype"),
+    ("N", "torch.autocast says which operations take the lower dtype", "torch_autocast: lower_precision_safe_modules"),
     ("M", "precision.accumulate", "data_types: grad_accum_dtype"),
     ("M", "precision.param: instead of fp16's or bf16's", "data_types: param_dtype"),
     ("M", "precision.buffers", "data_types: buffer_dtype"),
@@ -172,7 +172,7 @@ _TABLE: Final = (
         " global_block_indices global_block_end_indices num_sliding_window_blocks",
     ),
     ("XN", "the model's own mask says it", "sparse_attention: attention"),
-    ("M", "`engine.save_checkpoint`: whether ranks compare the tag", "checkpoint: tag_validation"),
+    ("N", "ranks save together, under one tag", "checkpoint: tag_validation"),
     ("M", "`engine.load_checkpoint` reads every layout anyway", "checkpoint: load_universal"),
     ("R", "a checkpoint is one folder that all ranks share; give such a folder", "checkpoint: use_node_local_storage"),
     ("N", _SAVES, "checkpoint: checkpoint_serialization parallel_write.* writer.*"),

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -16,6 +18,8 @@ from shardwise.compat.deepspeed.config import Translation, read_config, translat
 from shardwise.compat.deepspeed.optimizers import build_optimizer, build_scheduler
 from shardwise.compat.deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from shardwise.compat.deepspeed.runtime.engine import DeepSpeedEngine, DeepSpeedOptimizer, NoSchedule
+from shardwise.compat.deepspeed.runtime.pipe.engine import PipelineEngine
+from shardwise.compat.deepspeed.runtime.pipe.module import PipelineModule
 from shardwise.compat.deepspeed.runtime.zero import ZeroParamStatus
 from shardwise.compat.deepspeed.utils import ENGINE, PLACE, logger
 from shardwise.config.resolve import Config, ConfigError
@@ -69,21 +73,26 @@ def initialize(  # noqa: PLR0913  DeepSpeed's arguments
         raise ConfigError("deepspeed-arguments", "deepspeed.initialize needs a model and a config; pass both")
     source = read_config(given)
     init_distributed()
-    translation = translate(source)
+    # A stage of a pipeline counts as one rank: its ranks see the same samples.
+    translation = translate(source, dist.get_world_size() // getattr(model, "num_stages", 1))
     _release_earlier(model)
-    if hasattr(model, "train_batch_plan"):  # a PipelineModule
-        from shardwise.compat.deepspeed.runtime.pipe.engine import pipeline_engine
-
-        return pipeline_engine(model, source, translation, optimizer, model_parameters, lr_scheduler, training_data)
+    kind = DeepSpeedEngine
+    if isinstance(model, PipelineModule):
+        kind, translation = PipelineEngine, replace(translation, config=model.train_batch_plan(translation.config))
     own = _optimizer(model, optimizer, model_parameters, translation)
-    engine = _engine(model, source, translation, own, lr_scheduler)
+    engine = _engine(model, source, translation, own, lr_scheduler, kind)
     if training_data is not None:
         engine.training_dataloader = DeepSpeedDataLoader.of(training_data, engine, collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
 def _engine(
-    model: nn.Module, source: Mapping[str, Any], translation: Translation, optimizer: Optimizer | None, schedule: Any
+    model: nn.Module,
+    source: Mapping[str, Any],
+    translation: Translation,
+    optimizer: Optimizer | None,
+    schedule: Any,
+    kind: type[DeepSpeedEngine],
 ) -> DeepSpeedEngine:
     """Start the engine; without an optimizer one that evaluates only, which freezes the parameters until it ends."""
     settings, frozen = dict(translation.config), list[nn.Parameter]()
@@ -99,7 +108,7 @@ def _engine(
     if inner.comm.rank == 0:
         for note in translation.notes:
             logger.info("%s", note)
-    engine = DeepSpeedEngine(inner, source, translation, schedule, frozen)
+    engine = kind(inner, source, translation, schedule, frozen)
     _mark(model, engine)
     return engine
 

@@ -23,6 +23,7 @@ from shardwise.compat.deepspeed.utils.zero_to_fp32 import write_zero_to_fp32
 from shardwise.config.resolve import ConfigError
 from shardwise.engine.engine import Engine
 from shardwise.engine.types import StepResult
+from shardwise.runtime.precision import to_device
 
 DeepSpeedOptimizerCallable = Callable[[Any], Optimizer]
 DeepSpeedSchedulerCallable = Callable[[Optimizer], Any]
@@ -143,6 +144,8 @@ class DeepSpeedEngine(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model and return its own output."""
+        if self._given.get("fp16.enabled") and self._given.get("fp16.auto_cast"):
+            inputs, kwargs = to_device((inputs, kwargs), self.device, torch.float16)
         with self._autocast():
             return self.inner.forward(*inputs, **kwargs)
 

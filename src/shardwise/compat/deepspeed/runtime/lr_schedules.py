@@ -33,6 +33,10 @@ _ABOVE_ZERO: Final = ("warmup_num_steps", "lr_range_test_step_size", "cycle_firs
 _SECOND_BETA: Final = 0.99
 
 
+def _arguments(**defaults: Any) -> Mapping[str, Any]:
+    return MappingProxyType(defaults)
+
+
 class LRSchedule(ABC):
     """Sets the learning rate of each param group from the number of steps.
 
@@ -115,13 +119,10 @@ class LRSchedule(ABC):
         return False, 1.0 / math.log(num_steps) * math.log(done + 1)
 
 
-_WARMUP: Final = MappingProxyType({"warmup_num_steps": 1000, "warmup_type": "log"})
-
-
 class WarmupLR(LRSchedule):
     """Raises the rate from `warmup_min_lr` to `warmup_max_lr`, the optimizer's own by default, and keeps it there."""
 
-    arguments = MappingProxyType({"warmup_min_lr": 0.0, "warmup_max_lr": None, **_WARMUP})
+    arguments = _arguments(warmup_min_lr=0.0, warmup_max_lr=None, warmup_num_steps=1000, warmup_type="log")
 
     def get_lr(self) -> list[Any]:
         """Return the rate of each param group."""
@@ -138,7 +139,9 @@ class WarmupLR(LRSchedule):
 class WarmupDecayLR(WarmupLR):
     """Raises the rate as `WarmupLR` does, and lowers it in a line to `warmup_min_lr` at `total_num_steps`."""
 
-    arguments = MappingProxyType({"total_num_steps": _NEEDED, "warmup_min_lr": 0.0, "warmup_max_lr": 0.001, **_WARMUP})
+    arguments = _arguments(
+        total_num_steps=_NEEDED, warmup_min_lr=0.0, warmup_max_lr=0.001, warmup_num_steps=1000, warmup_type="log"
+    )
 
     def share(self) -> float:
         """Return how far the rate has risen, and not fallen again."""
@@ -150,14 +153,8 @@ class WarmupDecayLR(WarmupLR):
 class WarmupCosineLR(LRSchedule):
     """Scales each group's own rate: from `warmup_min_ratio` to 1, then down a cosine to `cos_min_ratio`."""
 
-    arguments = MappingProxyType(
-        {
-            "total_num_steps": _NEEDED,
-            "warmup_min_ratio": 0.0,
-            "warmup_num_steps": 1000,
-            "cos_min_ratio": 0.0001,
-            "warmup_type": "log",
-        }
+    arguments = _arguments(
+        total_num_steps=_NEEDED, warmup_min_ratio=0.0, warmup_num_steps=1000, cos_min_ratio=0.0001, warmup_type="log"
     )
 
     def get_lr(self) -> list[Any]:
@@ -181,13 +178,11 @@ class WarmupCosineLR(LRSchedule):
 class LRRangeTest(LRSchedule):
     """Raises the rate without end: by `lr_range_test_step_rate` times the first in `lr_range_test_step_size` steps."""
 
-    arguments = MappingProxyType(
-        {
-            "lr_range_test_min_lr": 1e-3,
-            "lr_range_test_step_size": 2000,
-            "lr_range_test_step_rate": 1.0,
-            "lr_range_test_staircase": False,
-        }
+    arguments = _arguments(
+        lr_range_test_min_lr=1e-3,
+        lr_range_test_step_size=2000,
+        lr_range_test_step_rate=1.0,
+        lr_range_test_staircase=False,
     )
 
     def get_lr(self) -> list[Any]:
@@ -202,21 +197,19 @@ class LRRangeTest(LRSchedule):
 class OneCycle(LRSchedule):
     """Raises the rate and lowers it once, with the first beta the other way round; then both may decay."""
 
-    arguments = MappingProxyType(
-        {
-            "cycle_min_lr": _NEEDED,
-            "cycle_max_lr": _NEEDED,
-            "decay_lr_rate": 0.0,
-            "cycle_first_step_size": 2000,
-            "cycle_second_step_size": None,
-            "cycle_first_stair_count": 0,
-            "cycle_second_stair_count": None,
-            "decay_step_size": 0,
-            "cycle_momentum": True,
-            "cycle_min_mom": 0.8,
-            "cycle_max_mom": 0.9,
-            "decay_mom_rate": 0.0,
-        }
+    arguments = _arguments(
+        cycle_min_lr=_NEEDED,
+        cycle_max_lr=_NEEDED,
+        decay_lr_rate=0.0,
+        cycle_first_step_size=2000,
+        cycle_second_step_size=None,
+        cycle_first_stair_count=0,
+        cycle_second_stair_count=None,
+        decay_step_size=0,
+        cycle_momentum=True,
+        cycle_min_mom=0.8,
+        cycle_max_mom=0.9,
+        decay_mom_rate=0.0,
     )
 
     def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
