@@ -14,7 +14,7 @@ from harness.models import ModelCase, ResidualBlock
 from harness.pool import RankError, WorkerPool
 from harness.reference import Trace, check_parity, train_reference
 from harness.training import make_config, make_optimizer, merge_ranks, own_gradients, reference_trace, train_engine
-from shardwise import initialize
+from shardwise import backward, initialize
 
 NUM_STEPS = 3
 NUM_BLOCKS = 5
@@ -170,7 +170,8 @@ def train_on_two_forwards(rank: int, world_size: int, lockstep: Any) -> tuple[li
     with initialize(CASE.build(torch.float64), make_config(1, overrides), loss_fn=loss) as engine:
         losses = []
         for step in range(NUM_STEPS):
-            engine.backward(engine(full_batch(step, rank, 0)) + engine(full_batch(step, rank, 1)))
+            first, second = (full_batch(step, rank, micro) for micro in range(2))
+            backward(loss(engine.model(**first), first)[0] + loss(engine.model(**second), second)[0], [engine])
             losses.append(engine.step().loss)
         counts = engine.comm.comm_log.counts
         return losses, sum(count.num_calls for (_, op), count in counts.items() if op == "reduce_scatter")
