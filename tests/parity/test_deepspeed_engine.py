@@ -104,6 +104,10 @@ def train(rank: int, world_size: int, stage: int, by_tensor: bool, more: dict[st
     assert engine.global_steps == STEPS
     assert optimizer.param_groups[0]["lr"] == schedule.get_last_lr()[0] == engine.get_lr()[0]
     assert engine.get_global_grad_norm() > 0
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    assert shapes == {name: parameter.shape for name, parameter in model.named_parameters()}
+    with deepspeed.zero.GatheredParameters(model.parameters()):
+        assert torch.equal(model.state_dict()["head.weight"], model.head.weight)
     state = engine._zero3_consolidated_16bit_state_dict()
     assert (state is None) == (rank > 0)
     return losses, state

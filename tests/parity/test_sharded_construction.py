@@ -275,6 +275,7 @@ def access(rank: int, world_size: int) -> None:
     first, second = model[0].weight, model[1].weight
     with refused("parameter-sharded", "(5, 3)"):
         first + 1
+    assert first.device == torch.device("cpu")  # where adapters go that are added to the layer
     with gathered(model.parameters(), modifier_rank=0), torch.no_grad():
         before = second.clone()
         first.fill_(float(rank))

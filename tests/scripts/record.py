@@ -124,6 +124,10 @@ def main(arguments: Sequence[str]) -> None:
         import accelerate
 
         accelerate.Accelerator.backward = recorder.around(accelerate.Accelerator.backward, takes_loss=1)
+        if given.accelerate:
+            # Unasked, Accelerate shuffles by a seed of its own on ranks, and by torch's on one process.
+            seeded = functools.partial(accelerate.DataLoaderConfiguration, use_seedable_sampler=True, data_seed=7)
+            accelerate.accelerator.DataLoaderConfiguration = seeded
         if given.accelerate and not given.plain:
             # Without this, Accelerate finds no back end on a machine without GPUs and takes each rank for the only one.
             accelerate.PartialState(cpu=True)

@@ -74,8 +74,8 @@ class ShardedParameter(nn.Parameter):
             return _replace_data(args[0], args[1])
         if func is Tensor.detach and USE_INSIDE_INIT.get() is None and isinstance(values_of(args[0]), ParamShard):
             return args[0]  # for `state_dict()`, of which loaders want names and shapes; its values are still refused
-        if func in _WHERE and USE_INSIDE_INIT.get() and isinstance(values := values_of(args[0]), ParamShard):
-            args = (values.local,)  # much code leaves tensors alone that are on meta
+        if func in _WHERE and isinstance(values := values_of(args[0]), ParamShard):
+            args = (values.local,)  # much code leaves tensors alone that are on meta, or moves others there
         elif func not in READABLE and func not in _ON_META:
             _prepare(pytree.tree_leaves((args, kwargs)))
         with plain_torch_functions():

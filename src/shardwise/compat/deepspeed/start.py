@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
@@ -22,6 +24,7 @@ from shardwise.compat.deepspeed.runtime.zero import ZeroParamStatus
 from shardwise.compat.deepspeed.utils import ENGINE, PLACE, logger
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.engine.initialize import initialize as initialize_engine
+from shardwise.runtime.param_guard import ReleasedParameterError
 
 
 def initialize(  # noqa: PLR0913  DeepSpeed's arguments
@@ -157,8 +160,27 @@ def _mark(model: nn.Module, engine: DeepSpeedEngine) -> None:
     reference = weakref.ref(engine)
     model.__dict__[ENGINE] = reference
     is_sharded = engine.zero_optimization_stage() == 3
+    if is_sharded:
+        model.__dict__["state_dict"] = functools.partial(_placeholders, model)
     for number, (name, parameter) in enumerate(model.named_parameters()):
         marks: dict[str, Any] = {PLACE: (reference, name)}
         if is_sharded:
             marks |= {"ds_id": number, "ds_status": ZeroParamStatus.NOT_AVAILABLE, "ds_active_sub_modules": set()}
         parameter.__dict__.update(marks)
+
+
+def _placeholders(model: nn.Module, *given: Any, **options: Any) -> Any:
+    """Return the model's state dict with tensors on meta in place of released parameters: scripts want the names."""
+    keys = dict(zip(("destination", "prefix", "keep_vars"), given, strict=False)) | options
+    destination, keeps = keys.pop("destination", None), keys.pop("keep_vars", False)
+    state = type(model).state_dict(model, keep_vars=True, **keys)
+    for name, value in state.items() if not keeps else ():
+        if isinstance(value, torch.Tensor):
+            try:
+                state[name] = value.detach()
+            except ReleasedParameterError:
+                state[name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+    if destination is None:
+        return state
+    destination.update(state)
+    return destination
