@@ -1,4 +1,4 @@
-"""Offer `deepspeed.checkpointing`: activation checkpointing by torch's, with inputs on the host where that is asked for.
+"""Offer `deepspeed.checkpointing`: activation checkpointing by torch's, with inputs on the host if asked for.
 
 >>> x = torch.ones(2, requires_grad=True)
 >>> checkpoint(lambda x, scale: (x * scale).sin(), x, scale=2.0).sum().backward()

@@ -54,7 +54,8 @@ def initialize(  # noqa: PLR0913  DeepSpeed's arguments
         training_data: a dataset, of which the third result is a loader.
         lr_scheduler: a schedule of the optimizer, or a function that makes one of it; None for the JSON's.
         distributed_port: not used: the launcher names it.
-        mpu: not used: the JSON's `"shardwise": {"mesh": ...}` says which ranks share a layer.
+        mpu: of Ulysses, says how many ranks share a sequence. Otherwise it is not used: the JSON's
+            `"shardwise": {"mesh": ...}` says which ranks share a layer.
         dist_init_required: not used: the process group is started where there is none.
         collate_fn: of the loader.
         config: the JSON as a mapping, or its path.
@@ -74,16 +75,24 @@ def initialize(  # noqa: PLR0913  DeepSpeed's arguments
     source = read_config(given)
     init_distributed()
     # A stage of a pipeline counts as one rank: its ranks see the same samples.
-    translation = translate(source, dist.get_world_size() // getattr(model, "num_stages", 1))
+    translation = translate(_with_sharers(source, mpu), dist.get_world_size() // getattr(model, "num_stages", 1))
     _release_earlier(model)
     kind = DeepSpeedEngine
     if isinstance(model, PipelineModule):
         kind, translation = PipelineEngine, replace(translation, config=model.train_batch_plan(translation.config))
     own = _optimizer(model, optimizer, model_parameters, translation)
     engine = _engine(model, source, translation, own, lr_scheduler, kind)
+    engine.evaluates_whole = hasattr(mpu, "evaluates_whole") and mpu.evaluates_whole()
     if training_data is not None:
         engine.training_dataloader = DeepSpeedDataLoader.of(training_data, engine, collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _with_sharers(source: Mapping[str, Any], mpu: Any) -> Mapping[str, Any]:
+    """Return the JSON with the ranks that share a sequence, where Ulysses has registered them."""
+    if not hasattr(mpu, "get_sequence_parallel_world_size"):
+        return source
+    return {**source, "sequence_parallel_size": mpu.get_sequence_parallel_world_size()}
 
 
 def _engine(

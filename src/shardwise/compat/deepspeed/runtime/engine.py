@@ -123,6 +123,7 @@ class DeepSpeedEngine(nn.Module):
         mesh = inner.layout.mesh
         self.dp_world_size, self.mp_world_size = mesh.num_data_ranks, mesh.tp
         self._given = translation.given
+        self.evaluates_whole = False  # where ranks that share sequences in training each evaluate their own
         self._frozen = frozen or []
         self._boundary: bool | None = None
         self._result: StepResult | None = None
@@ -144,6 +145,8 @@ class DeepSpeedEngine(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model and return its own output."""
+        if self.evaluates_whole and not self.module.training:
+            return self.module(*inputs, **kwargs)
         if self._given.get("fp16.enabled") and self._given.get("fp16.auto_cast"):
             inputs, kwargs = to_device((inputs, kwargs), self.device, torch.float16)
         with self._autocast():
