@@ -19,7 +19,7 @@ MAX_POSITIONS: Final = 128
 SPECIAL: Final = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
 SUBJECTS: Final = ("the cat", "a heron", "my neighbour", "the engine", "this shard", "every rank", "an old clock")
 VERBS: Final = ("reads", "gathers", "counts", "forgets", "paints", "reduces", "carries", "measures")
-OBJECTS: Final = ("the river", "seven stones", "a long letter", "its own shadow", "the gradient", "two buckets", "rain")
+OBJECTS: Final = ("the river", "seven stones", "a long road", "its own shadow", "the gradient", "two buckets", "rain")
 ENDS: Final = ("at dawn", "without a word", "again and again", "before the others", "in the garden", "once more")
 
 

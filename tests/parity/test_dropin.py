@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer, told to use DeepSpeed, through the shim: it trains as one plain process does."""
+"""Hugging Face's Trainer with a DeepSpeed config, through the shim: it trains as one plain process does."""
 
 import os
 from pathlib import Path
@@ -23,7 +23,7 @@ def hub(tmp_path_factory) -> Path:
 
 
 @pytest.mark.begin
-def test_a_trainer_that_is_told_to_use_deepspeed_trains_as_one_process_does(hub, tmp_path) -> None:
+def test_a_trainer_with_a_deepspeed_config_trains_as_one_process_does(hub, tmp_path) -> None:
     runs = [Run(tmp_path / "plain", hub / "llama", 1, None, max_steps=3)]
     runs += [Run(tmp_path / "zero3", hub / "llama", 2, "zero3", max_steps=3)]
     plain, sharded = (run.wait() for run in runs)

@@ -107,7 +107,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--deepspeed", action="store_true", help="the script calls deepspeed itself")
     parser.add_argument("--sample-by-row", action="store_true", help="sampling does not depend on the ranks")
     parser.add_argument("script")
-    parser.add_argument("rest", nargs=argparse.REMAINDER)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     torch.manual_seed(0)  # some scripts leave their weights to chance
@@ -138,7 +138,7 @@ def main(arguments: Sequence[str]) -> None:
             accelerate.utils.DummyOptim, accelerate.utils.DummyScheduler = names.DummyOptim, names.DummyScheduler
     if given.sample_by_row:
         sample_by_row()
-    sys.argv = [given.script, *given.rest]
+    sys.argv = [given.script, *given.arguments]
     sys.path[0] = str(Path(given.script).parent)
     runpy.run_path(given.script, run_name="__main__")
 

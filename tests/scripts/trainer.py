@@ -1,4 +1,4 @@
-"""Train a model of `local_hub` with transformers' Trainer, told to use DeepSpeed by its arguments only.
+"""Train a model of `local_hub` with transformers' Trainer, whose arguments alone name DeepSpeed's config.
 
     torchrun --nproc_per_node 2 trainer.py arguments.json MODEL
 

@@ -10,7 +10,7 @@ from shardwise.config.resolve import ConfigError
 
 
 class MoE(nn.Module):
-    """Cannot be built: experts are not spread over ranks here."""
+    """Represent a layer of experts that cannot be built."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         text = (
