@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Final
 
 import torch
@@ -32,7 +32,9 @@ def note_engine(context: StepContext) -> Callable[[], None]:
 
 
 @contextmanager
-def gathered(parameters: Iterable[nn.Parameter] | nn.Parameter, modifier_rank: int | None = None) -> Iterator[None]:
+def gathered(
+    parameters: Iterable[nn.Parameter] | nn.Parameter, modifier_rank: int | None = None, keeps_graphs: bool = True
+) -> Iterator[None]:
     """Make parameters whole inside the context: slices of `shardwise.init()`, and those that an engine shards.
 
     All ranks enter it with the same parameters, and leave it. It may be nested. What is written is kept at its end, in
@@ -42,6 +44,8 @@ def gathered(parameters: Iterable[nn.Parameter] | nn.Parameter, modifier_rank: i
     Args:
         parameters: one, or any number of them; those that are whole already stay so.
         modifier_rank: 0 if rank 0 alone writes: its values are everybody's. None if all ranks write the same.
+        keeps_graphs: whether a backward may follow of what is computed inside. To find that out autograd saves all
+            tensors through hooks, which give a function's backward tensors in place of the parameters that it saved.
 
     Raises:
         ConfigError: `modifier_rank` is another rank.
@@ -60,14 +64,14 @@ def gathered(parameters: Iterable[nn.Parameter] | nn.Parameter, modifier_rank: i
         for context in (context for context in noted if context is not None):
             groups = [group for group in context.sharding.groups if wanted.intersection(map(id, group.parameters))]
             if groups or wanted.intersection(context.sharding.absent.names):  # other stages may have them
-                stack.enter_context(gathered_groups(context, True if modifier_rank == 0 else None, groups))
+                stack.enter_context(gathered_groups(context, modifier_rank == 0 or None, groups, keeps_graphs))
         stack.enter_context(gathered_shards(given, takes_first=modifier_rank == 0))
         yield
 
 
 @contextmanager
 def gathered_groups(
-    context: StepContext, write: bool | None, groups: Sequence[ParamGroup] | None = None
+    context: StepContext, write: bool | None, groups: Sequence[ParamGroup] | None = None, keeps_graphs: bool = True
 ) -> Iterator[nn.Module]:
     """Keep parameters whole inside, and take over what rank 0 has written. See `Engine.gathered`.
 
@@ -75,13 +79,14 @@ def gathered_groups(
         context: of the engine.
         write: whether to take over; None to do so if any rank has written.
         groups: that have the parameters; None for all.
+        keeps_graphs: as `gathered`.
     """
     context.status.check_present(params_suffice=not write)
     context.tiers.worker.check()
     sharding = context.sharding
     chosen = sharding.groups if groups is None else groups
     _check_memory_to_gather(context, chosen)
-    with context.failures_explained(), saves_noted() as saves:
+    with context.failures_explained(), saves_noted() if keeps_graphs else nullcontext() as saves:
         held = sharding.hold(chosen)
         try:
             yield context.model
