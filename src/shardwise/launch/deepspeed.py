@@ -1,4 +1,4 @@
-"""This module is what a program finds in DeepSpeed's place: `import deepspeed`, and the program `deepspeed`."""
+"""Runs the program `deepspeed`: it starts a script's ranks by torchrun, on several hosts by ssh."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from typing import Final
 
 from shardwise.config.errors import with_code
 from shardwise.config.resolve import ConfigError
+from shardwise.launch.as_deepspeed import deepspeed_environment
 from shardwise.launch.local import default_num_ranks
 
-DEEPSPEED_VERSION: Final = "0.19.8"
 ENV_FILE_NAME: Final = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 """The file in the home or the current folder whose lines NAME=value are exported on every node."""
 
-_FOLDER: Final = Path(__file__).parents[1] / "compat" / "deepspeed_path"
 _EXPORTED: Final = ("MLFLOW", "NCCL", "PYTHON", "MV2", "UCX")
 _DEVICES: Final = "CUDA_VISIBLE_DEVICES"
 _POLL_S: Final = 0.2
@@ -30,30 +29,6 @@ _GRACE_S: Final = 10.0
 
 Slots = Mapping[str, Sequence[int]]
 """Holds the devices of each host that take a rank each, in the order of the ranks."""
-
-
-def deepspeed_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables under which Python finds this library as `deepspeed`, and a shell the program `deepspeed`.
-
-    Children inherit them; an installed DeepSpeed is hidden. This interpreter's programs come next on the PATH, since
-    `python` and `torchrun` must see this library.
-    """
-    programs = (_FOLDER / "bin", Path(sys.executable).parent)
-    return {
-        "PYTHONPATH": _prepended((_FOLDER,), environ.get("PYTHONPATH")),
-        "PATH": _prepended(programs, environ.get("PATH", os.defpath)),
-    }
-
-
-def _prepended(folders: tuple[Path, ...], before: str | None) -> str:
-    first = [str(each) for each in folders]
-    return os.pathsep.join(first + [each for each in (before or "").split(os.pathsep) if each and each not in first])
-
-
-def announce(version: str) -> None:
-    """Say on rank 0 that this version of Shardwise answers to `import deepspeed`."""
-    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
-        print(f"deepspeed is Shardwise {version}, as DeepSpeed {DEEPSPEED_VERSION}", file=sys.stderr)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

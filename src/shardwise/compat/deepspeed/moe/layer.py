@@ -13,7 +13,5 @@ class MoE(nn.Module):
     """Represent a layer of experts that cannot be built."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        text = (
-            "deepspeed.moe.layer.MoE spreads experts over ranks, which is not offered; use plain modules"
-        )
+        text = "deepspeed.moe.layer.MoE spreads experts over ranks, which is not offered; use plain modules"
         raise ConfigError("moe-layer", text)
