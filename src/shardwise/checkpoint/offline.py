@@ -25,6 +25,7 @@ from shardwise.checkpoint.commit import (
     check_free_space,
     commit,
     discard,
+    is_of_deepspeed,
     read_manifest,
     step_of,
 )
@@ -136,8 +137,13 @@ def verify(folder: Path, progress: Progress | None = None) -> Verification:
         progress: called with how many bytes of how many are done; None for no calls.
 
     Raises:
-        CheckpointError: a newer version has written it.
+        CheckpointError: a newer version has written it, or DeepSpeed, whose files have no checksums.
     """
+    if is_of_deepspeed(folder):
+        raise CheckpointError(
+            "deepspeed-no-checksums",
+            f"{folder} is DeepSpeed's and has no checksums; shardwise checkpoint reshard makes one of ours, which has",
+        )
     path = folder / MANIFEST_NAME
     try:
         manifest = Manifest.from_text(read_bytes(path, MAX_MANIFEST_BYTES, folder), str(path))
