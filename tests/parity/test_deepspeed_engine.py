@@ -155,7 +155,9 @@ def headless() -> Headless:
 
 
 def train_headless(rank: int, world_size: int) -> list[float]:
-    engine, _, _, _ = deepspeed.initialize(model=headless(), config=settings(3, gradient_accumulation_steps=1, train_batch_size=4))
+    engine, _, _, _ = deepspeed.initialize(
+        model=headless(), config=settings(3, gradient_accumulation_steps=1, train_batch_size=4)
+    )
     weight, losses = engine.module.head.weight, []
     for step in range(STEPS):
         x, target = batch(step, 0, 0)
