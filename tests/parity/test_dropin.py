@@ -23,9 +23,14 @@ def hub(tmp_path_factory) -> Path:
 
 
 @pytest.mark.begin
-def test_a_trainer_with_a_deepspeed_config_trains_as_one_process_does(hub, tmp_path) -> None:
-    runs = [Run(tmp_path / "plain", hub / "llama", 1, None, max_steps=3)]
-    runs += [Run(tmp_path / "zero3", hub / "llama", 2, "zero3", max_steps=3)]
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("has_adapters", [False, True])
+def test_a_trainer_with_a_deepspeed_config_trains_as_one_process_does(hub, tmp_path, has_adapters) -> None:
+    if has_adapters:
+        pytest.importorskip("peft")
+    options = {"max_steps": 3, "adapters": has_adapters}
+    runs = [Run(tmp_path / "plain", hub / "llama", 1, None, **options)]
+    runs += [Run(tmp_path / "zero3", hub / "llama", 2, "zero3", **options)]
     plain, sharded = (run.wait() for run in runs)
     assert_same_history(sharded, plain)
 
@@ -48,6 +53,21 @@ def test_a_kill_in_a_save_leaves_the_checkpoint_before_it(hub, tmp_path) -> None
     newest = str(tmp_path / "killed" / "checkpoint-2")
     resumed = Run(tmp_path / "killed", hub / "llama", 2, "zero3", max_steps=6, resume_from_checkpoint=newest).wait()
     assert_same_history(resumed, whole)
+
+
+@pytest.mark.full
+def test_loading_under_stage_3_takes_a_shard_and_about_a_block(tmp_path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 2048, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=8, tie_word_embeddings=True))
+    model.save_pretrained(tmp_path / "model")
+    num_bytes, block_bytes = (
+        sum(each.nbytes for each in module.parameters()) for module in (model, model.model.layers[0])
+    )
+    Run(tmp_path, tmp_path / "model", 2, "zero3", measure=str(tmp_path)).wait()
+    for rank in range(2):
+        assert int((tmp_path / f"peak-{rank}").read_text()) <= num_bytes / 2 + 2 * block_bytes
 
 
 @pytest.mark.full

@@ -3,7 +3,7 @@
     torchrun --nproc_per_node 2 trainer.py arguments.json MODEL
 
 The JSON has the arguments of `TrainingArguments`, and may have `kill_in_save`, a step at whose save the process kills
-itself, and `measure`, for the memory that loading takes.
+itself, `measure`, for the memory that loading takes, and `adapters`, to train PEFT's alone.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> None:
     given = json.loads(Path(arguments[0]).read_text())
     if step := given.pop("kill_in_save", None):
         kill_in_save(step)
-    measure = given.pop("measure", None)
+    measure, has_adapters = given.pop("measure", None), given.pop("adapters", False)
     torch.set_num_threads(1)
     options = TrainingArguments(use_cpu=True, report_to="none", logging_steps=1, **given)
     set_seed(options.seed)
@@ -73,7 +73,12 @@ def main(arguments: Sequence[str]) -> None:
         path.write_text(str(memory.peak - memory.before))
         return
     model = AutoModelForCausalLM.from_pretrained(arguments[1])
-    tokens = torch.randint(3, model.config.vocab_size, (NUM_SAMPLES, 12), generator=torch.Generator().manual_seed(0))
+    vocab_size = model.config.vocab_size
+    if has_adapters:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"))
+    tokens = torch.randint(3, vocab_size, (NUM_SAMPLES, 12), generator=torch.Generator().manual_seed(0))
     data = [{"input_ids": row, "labels": row} for row in tokens]
     trainer = Trainer(model, options, train_dataset=data)
     trainer.train(resume_from_checkpoint=options.resume_from_checkpoint)
