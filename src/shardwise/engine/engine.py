@@ -92,26 +92,27 @@ class Engine:
 
         Args:
             args: as the model takes them.
-            inputs: by name; all of them where `mesh.cp` is more than 1: the output is then that of this rank's tokens.
+            inputs: by name; all of them under `mesh.cp`, where the output is that of this rank's tokens.
         """
         self.runner.check_direct("engine.forward")
         with self.step_context.failures_explained():
             return forward_plain(self.step_context, args, inputs)
 
-    def backward(self, loss: Tensor, *, is_boundary: bool | None = None) -> None:
+    def backward(self, loss: Tensor, *, is_boundary: bool | None = None, retain_graph: bool = False) -> None:
         """Add the gradients of what counted in `loss` to the accumulated ones.
 
         Args:
             loss: what `engine(batch)` returned, or any scalar once `forward` has run.
             is_boundary: whether the step follows; None where `batch.accumulation` tells. It is only for speed.
+            retain_graph: as torch's.
 
         Raises:
             ConfigError: how much counts in the loss is not known.
-            torch.OutOfMemoryError: with the table of what holds the memory; `engine(batch)` and `step` raise it too.
+            torch.OutOfMemoryError: with the table of what holds the memory.
         """
         self.runner.check_direct("engine.backward")
         with self.step_context.failures_explained():
-            self.step_context.backward(loss, is_boundary)
+            self.step_context.backward(loss, is_boundary, retain_graph)
 
     def step(self, *, partial: bool = False) -> StepResult:
         """Update the parameters by the clipped mean gradient since the last step, and advance the schedule.
@@ -333,9 +334,8 @@ class Engine:
 
         Args:
             folder: with `model.safetensors`, or the index and files of a sharded one.
-            names: names of tensors in the folder where they differ from the model's: the model's pattern -> the
-                folder's, such as `{"lm.**": "model.**"}`; see `shardwise.checkpoint.hf.key_map`. Differences of the
-                model's family, and the base model's prefix, are found without it.
+            names: the model's pattern -> the folder's where names differ, such as `{"lm.**": "model.**"}`; see
+                `shardwise.checkpoint.hf.key_map`. Differences of the model's family are found without it.
             strict: everything must fit; otherwise what fits is loaded, and the report says what was skipped. Adapters
                 added to a base model are missing in its folder.
 
