@@ -72,6 +72,8 @@ def initialize(  # noqa: PLR0913  DeepSpeed's arguments
     given = getattr(args, "deepspeed_config", None) if given is None else given
     if model is None or given is None:
         raise ConfigError("deepspeed-arguments", "deepspeed.initialize needs a model and a config; pass both")
+    while isinstance(model, DeepSpeedEngine):  # as the Trainer passes at a second `train()`
+        model = model.module
     source = read_config(given)
     init_distributed()
     # A stage of a pipeline counts as one rank: its ranks see the same samples.
