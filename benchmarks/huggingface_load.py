@@ -77,7 +77,8 @@ def write_folder(folder: Path, shape: str) -> None:
     import torch
 
     import shardwise
-    from shardwise.checkpoint import hf
+    from shardwise.checkpoint.hf import exporter as hf
+    from shardwise.checkpoint.hf.families import decoder_config_of, decoder_names
     from shardwise.layout.slicing import Rect, flat_range_to_rects
     from shardwise.models import Decoder
     from shardwise.runtime.state_shards import StateShard, TensorFlatState
@@ -85,7 +86,7 @@ def write_folder(folder: Path, shape: str) -> None:
     generator = torch.Generator().manual_seed(0)
     config = config_of(shape)
     with shardwise.init(seed=0):
-        model = Decoder(hf.decoder_config_of(config))
+        model = Decoder(decoder_config_of(config))
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
     def parts() -> Iterator[StateShard]:
@@ -96,9 +97,7 @@ def write_folder(folder: Path, shape: str) -> None:
                 values = torch.randn(pieces[-1].local_stop, generator=generator).mul_(0.02)
                 yield StateShard(name, (), "param", shape, TensorFlatState(values), pieces, pieces)
 
-    plan = hf.plan_export(
-        [hf.ExportTensor(name, (), shape, "BF16") for name, shape in shapes.items()], hf.decoder_names()
-    )
+    plan = hf.plan_export([hf.ExportTensor(name, (), shape, "BF16") for name, shape in shapes.items()], decoder_names())
     hf.begin_export(plan, folder, {"config.json": json.dumps(config).encode()})
     hf.write_export(plan, folder, parts())
     hf.finish_export(folder)

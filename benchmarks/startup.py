@@ -18,7 +18,7 @@ from rich.table import Table
 
 from pairs import Pair
 from peers import PEERS, Workload
-from shardwise.launch.deepspeed import deepspeed_environment
+from shardwise.launch.as_deepspeed import deepspeed_environment
 from step_time import is_installed, machine, runnable
 
 TIMED_IMPORT = "import time, torch; start = time.perf_counter(); {}; print(time.perf_counter() - start)"

@@ -42,13 +42,13 @@ from shardwise.cli.checkpoint import _print
 from shardwise.cli.timeline import _read_recorded
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.config.untrusted_files import OneLineError
-from shardwise.planner.imports.deepspeed import read_deepspeed
 from shardwise.planner.request import read_model
 from shardwise.report import timeline_svg, timeline_text
 from shardwise.report.chrome_trace import chrome_trace
 from shardwise.report.panel import TerminalPanel
 from shardwise.schedule import Action, ScheduleError, TimedAction
 from shardwise.schedule.op_times import mean_times
+from shardwise.train.imported_plan import read_deepspeed
 from shardwise.train.prepare import open_data, prepare_data
 from shardwise.train.tokenizer import END_OF_TEXT, NUM_BYTE_TOKENS
 
@@ -151,10 +151,8 @@ def check_checkpoint(whole: Path, place: Path, draw: random.Random) -> None:
 
     def read() -> None:
         found = compare(whole, folder)
-        kinds = {change.key for change in found.kinds}
-        assert not [
-            each for each in found.values if each.name not in kinds and f"{each.name}/{each.state}" not in kinds
-        ]
+        kinds = {change.key for change in found.tensors}
+        assert not [each for each in found.values if f"{each.name} {each.state}" not in kinds]
 
     def show() -> None:
         manifest = read_manifest(folder)

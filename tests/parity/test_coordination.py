@@ -148,15 +148,6 @@ def test_a_rank_without_progress_is_given_up(ranks: WorkerPool, absent: int) -> 
         assert texts == [expected] * 3
 
 
-def test_a_rank_that_is_waited_for_is_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    rounds = StoreBarrier(dist.HashStore(), 0, 0, 3, timeout_s=0.6, subject=SUBJECT, patience_s=0.2)
-    with refused("rank-absent", "0.6 s"):
-        rounds.run("write", lambda: "done", lambda said: "all")
-    assert [message.partition(" for 0 s")[0] for message in caplog.messages] == [
-        f"{SUBJECT}: rank 0 waits for rank {rank}, which has shown no progress" for rank in (1, 2)
-    ]
-
-
 def work_slowly(rank: int, world_size: int, timeout_s: float) -> str:
     rounds = make_rounds(rank, world_size, timeout_s)
 

@@ -562,3 +562,15 @@ def test_a_checkpoint_goes_out_as_a_folder_and_comes_back(ranks: WorkerPool, nam
     assert wide.dtype == torch.float32
     for key, parameter in loaded.named_parameters():
         assert torch.equal(wide.get_parameter(key).bfloat16(), parameter), key
+
+
+def test_what_is_frozen_after_a_start_from_a_folder_keeps_its_values(tmp_path: Path) -> None:
+    model = make_model("llama tied").float()
+    model.save_pretrained(tmp_path)
+    name = "model.layers.0.mlp.up_proj.weight"
+    with initialize(
+        build_model("llama", tie_word_embeddings=True), {"run": {"device": "cpu"}}, weights=tmp_path
+    ) as engine:
+        engine.model.get_parameter(name).requires_grad_(False)
+        engine.train_step([batch_of(engine)])
+        assert torch.equal(engine.read(name), model.get_parameter(name))

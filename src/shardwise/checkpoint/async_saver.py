@@ -22,13 +22,12 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import threading
 import time
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -40,10 +39,12 @@ from shardwise.checkpoint import commit as folder
 from shardwise.checkpoint import writer as writing
 from shardwise.checkpoint.commit import await_folder
 from shardwise.checkpoint.coordination import StoreBarrier
+from shardwise.checkpoint.file_ranges import windows
 from shardwise.checkpoint.manifest import CheckpointError, Manifest, RankManifest, merge_parts
 from shardwise.comm.consistency import listed
 from shardwise.config.errors import code_of
 from shardwise.layout.slicing import Chunk
+from shardwise.runtime.pinned_memory import host_zeros
 from shardwise.runtime.state_shards import ScalarState, StateShard, TensorFlatState
 
 log = logging.getLogger("shardwise")
@@ -62,6 +63,7 @@ class SaveRequest:
         keep_every: as in `commit.retain`.
         is_damaged: the checkpoint that `root` has of this step is known to be damaged; it is renamed before the save.
         is_in_files: some states, on any rank, are stored in files, since memory is too small for them.
+        tag: names the folder in place of the step, unless empty.
     """
 
     root: Path
@@ -72,29 +74,7 @@ class SaveRequest:
     keep_every: int | None = None
     is_damaged: bool = False
     is_in_files: bool = False
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes of the states that this rank writes."""
-        return sum(state_shard.num_written_bytes for state_shard in self.state_shards)
-
-
-@dataclass
-class _Background:
-    """Runs a save on a thread, and keeps its error until that is raised."""
-
-    thread: threading.Thread | None = None
-    failure: BaseException | None = None
-
-    def join(self) -> None:
-        # The thread itself calls this if it holds the last reference to the saver.
-        if self.thread is not None and self.thread is not threading.current_thread():
-            self.thread.join()
-            self.thread = None
-
-    def take_failure(self) -> BaseException | None:
-        failure, self.failure = self.failure, None
-        return failure
+    tag: str = ""
 
 
 class Saver:
@@ -106,41 +86,29 @@ class Saver:
         world_size: how many ranks save.
         timeout_s: seconds without progress after which the other ranks give a rank up.
         device: that of the engine; copies are pinned if it is a GPU.
-        patience_s: seconds without progress after which a rank is named in the log.
 
     Attributes:
-        blocked_s: seconds that the last `start` has blocked its caller, with the wait for the save before it.
         last_committed: the folder of the newest checkpoint of this saver.
     """
 
     def __init__(
-        self,
-        store: dist.Store | None,
-        rank: int,
-        world_size: int,
-        timeout_s: float,
-        device: torch.device,
-        patience_s: float = math.inf,
+        self, store: dist.Store | None, rank: int, world_size: int, timeout_s: float, device: torch.device
     ) -> None:
         self._store = store
-        self._patience_s = patience_s
         self._rank, self._world_size = rank, world_size
         self._timeout_s = timeout_s
         self._staging = StagingMemory(device)
-        self._background = _Background()
+        self._thread: threading.Thread | None = None
+        self._failure: CheckpointError | None = None
         self._num_saves = 0
         self._cleaned: set[Path] = set()
         self._has_said_so = False
-        self.blocked_s = 0.0
         self.last_committed: Path | None = None
-        # At exit the save is finished: a daemon thread inside the store's C++ code would abort the process.
-        weakref.finalize(self, _end, self._background)
 
     @property
     def is_saving(self) -> bool:
         """Say whether a save is running."""
-        thread = self._background.thread
-        return thread is not None and thread.is_alive()
+        return self._thread is not None and self._thread.is_alive()
 
     def start(self, request: SaveRequest, wait: bool) -> None:
         """Save; a save that is running is finished first.
@@ -155,23 +123,18 @@ class Saver:
             CheckpointError: an earlier save has failed and that was not raised yet; nothing is saved then. Or, with
                 `wait`, this save has failed on some rank.
         """
-        start_s = time.monotonic()
-        try:
-            self.wait()
-            self._clean(request.root)
-            wait = wait or self._must_wait(request)
-            number, self._num_saves = self._num_saves, self._num_saves + 1
-            prepared = self._prepare(request, stage=not wait)
-            if wait:
-                self._save(number, *prepared)
-                return
-            thread = threading.Thread(
-                target=self._save_in_background, args=(number, *prepared), name="shardwise-saver", daemon=True
-            )
-            thread.start()
-            self._background.thread = thread
-        finally:
-            self.blocked_s = time.monotonic() - start_s
+        self.wait()
+        self._clean(request.root)
+        wait = wait or self._must_wait(request)
+        number, self._num_saves = self._num_saves, self._num_saves + 1
+        prepared = self._prepare(request, stage=not wait)
+        if wait:
+            self._save(number, *prepared)
+            return
+        # No daemon: a program that ends finishes its save.
+        background = partial(self._save_in_background, number, *prepared)
+        self._thread = threading.Thread(target=background, name="shardwise-saver")
+        self._thread.start()
 
     def poll(self) -> None:
         """Raise, once, the error of a save in the background; costs nothing where there is none.
@@ -179,7 +142,8 @@ class Saver:
         Raises:
             CheckpointError: the save has failed on some rank.
         """
-        if (failure := self._background.take_failure()) is not None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
             raise failure
 
     def wait(self) -> Path | None:
@@ -188,7 +152,9 @@ class Saver:
         Raises:
             CheckpointError: the save has failed on some rank, and that was not raised yet.
         """
-        self._background.join()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
         self.poll()
         return self.last_committed
 
@@ -228,8 +194,7 @@ class Saver:
     def _prepare(self, request: SaveRequest, stage: bool) -> tuple[SaveRequest, Exception | None]:
         """Return the request to write, over copies if `stage`; or a failure, which the first round reports to all."""
         try:
-            state_shards = self._staging.copy(request.state_shards) if stage else request.state_shards
-            return replace(request, manifest=_copied(request.manifest), state_shards=state_shards), None
+            return replace(request, state_shards=self._staging.copy(request.state_shards)) if stage else request, None
         except Exception as error:
             return replace(request, state_shards=()), error
 
@@ -237,17 +202,18 @@ class Saver:
         try:
             self._save(number, request, failure)
         except CheckpointError as error:
-            self._background.failure = error
+            self._failure = error
         except BaseException as error:
-            unforeseen = CheckpointError(
-                code_of(error, "save-failed"), f"{_subject(request)} failed: {type(error).__name__}: {error}"
-            )
-            unforeseen.__cause__ = error
-            self._background.failure = unforeseen
+            text = f"{_subject(request)} failed: {type(error).__name__}: {error}"
+            self._failure = CheckpointError(code_of(error, "save-failed"), text)
+            self._failure.__cause__ = error
+        if self._failure is not None:
+            log.error("%s", self._failure)  # the program may end, and not hear of it
 
     def _save(self, number: int, request: SaveRequest, failure: Exception | None) -> None:
-        timeouts = {"timeout_s": self._timeout_s, "patience_s": self._patience_s}
-        rounds = StoreBarrier(self._store, number, self._rank, self._world_size, subject=_subject(request), **timeouts)
+        rounds = StoreBarrier(
+            self._store, number, self._rank, self._world_size, self._timeout_s, subject=_subject(request)
+        )
         try:
             self.last_committed = _Save(request, self._rank, self._world_size, rounds, self._timeout_s).run(failure)
             if self._rank == 0:
@@ -278,7 +244,8 @@ class _Save:
         def plan() -> str:
             if failure is not None:
                 raise failure
-            return json.dumps([self.request.manifest.step, self.request.num_bytes])
+            num_bytes = sum(state_shard.num_written_bytes for state_shard in self.request.state_shards)
+            return json.dumps([self.request.manifest.step, num_bytes])
 
         temporary = root / self.rounds.run("begin", plan, self._begin)
         try:
@@ -300,7 +267,7 @@ class _Save:
         folder.check_free_space(root, sum(num_bytes for _, num_bytes in plans.values()))
         if self.request.is_damaged:
             folder.rename_step(root, step)
-        return folder.begin(root, step).name
+        return folder.begin(root, step, self.request.tag).name
 
     def _write(self, temporary: Path) -> str:
         await_folder(temporary, self.timeout_s / 2)
@@ -315,7 +282,7 @@ class _Save:
         manifest = replace(
             self.request.manifest, tensors=tensors, files=files, saved_at=saved_at, library=library_version()
         )
-        committed = folder.commit(temporary, self.request.root, manifest)
+        committed = folder.commit(temporary, self.request.root, manifest, self.request.tag)
         took_s = time.monotonic() - self.start_s
         log.info("%s committed: %s, %d bytes, %.1f s", _subject(self.request), committed, sum(files.values()), took_s)
         return committed.name
@@ -323,18 +290,6 @@ class _Save:
 
 def _subject(request: SaveRequest) -> str:
     return f"checkpoint of step {request.manifest.step}"
-
-
-def _copied(manifest: Manifest) -> Manifest:
-    """Return the manifest as it will be read, so that later changes of the caller, as in `extra`, are not in it."""
-    try:
-        text = manifest.to_text()
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(
-            "extra-not-json",
-            f"the manifest cannot be written as JSON: {error}; let `extra` be of numbers, texts, lists and dicts",
-        ) from error
-    return Manifest.from_text(text, "the manifest")
 
 
 def _retain(request: SaveRequest) -> None:
@@ -351,16 +306,6 @@ def library_version() -> str:
         return version("shardwise")
     except PackageNotFoundError:
         return "unknown"
-
-
-def _end(background: _Background) -> None:
-    background.join()
-    if (failure := background.take_failure()) is not None:
-        log.error("%s", failure)
-
-
-# cudaHostRegisterPortable: pinned for every device of the process.
-_PORTABLE = 1
 
 
 class StagingMemory:
@@ -395,69 +340,35 @@ class StagingMemory:
         num_bytes = sum(state_shard.num_written_bytes for state_shard in state_shards)
         if num_bytes > self.num_bytes:
             self.release()  # the old memory goes first
-            self._buffer = self._make(num_bytes)
-        copies = [
-            _copy(state_shard, place)
-            for state_shard, place in zip(state_shards, self._places(state_shards), strict=True)
-        ]
+            try:
+                self._buffer = host_zeros(num_bytes, torch.uint8, pin_memory=self._device.type == "cuda")
+            except MemoryError as error:
+                raise CheckpointError(
+                    "no-copy-memory",
+                    f"there is no host memory for a copy of the {num_bytes} bytes that this rank writes; "
+                    "wait for the save, which then needs none",
+                ) from error
+        copies, offset_bytes = dict[int, StateShard](), 0
+        # The widest elements come first, so that all are aligned without gaps.
+        for index, each in sorted(enumerate(state_shards), key=lambda pair: -pair[1].flat.dtype.itemsize):
+            place = self._buffer[offset_bytes : offset_bytes + each.num_written_bytes]
+            copies[index] = _copy(each, place.view(each.flat.dtype))
+            offset_bytes += each.num_written_bytes
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-        return tuple(copies)
+        return tuple(copies[index] for index in range(len(state_shards)))
 
     def release(self) -> None:
         """Free the memory; the next copy allocates it again. No copy may be in use."""
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def _places(self, state_shards: Sequence[StateShard]) -> Iterator[Tensor]:
-        """Yield a part of the memory for each; the widest elements come first, so that all are aligned without gaps."""
-        offset_bytes, starts = 0, {}
-        for index in sorted(range(len(state_shards)), key=lambda index: -state_shards[index].flat.dtype.itemsize):
-            starts[index] = offset_bytes
-            offset_bytes += state_shards[index].num_written_bytes
-        for index, state_shard in enumerate(state_shards):
-            part = self._buffer[starts[index] : starts[index] + state_shard.num_written_bytes]
-            yield part.view(state_shard.flat.dtype)
-
-    def _make(self, num_bytes: int) -> Tensor:
-        """Allocate the memory, pinned for a GPU; torch would round pinned memory up to a power of two, up to twice."""
-        try:
-            buffer = torch.empty(num_bytes, dtype=torch.uint8)
-        except RuntimeError as error:
-            raise CheckpointError(
-                "no-copy-memory",
-                f"there is no host memory for a copy of the {num_bytes} bytes that this rank writes; "
-                "wait for the save, which then needs none",
-            ) from error
-        if self._device.type == "cuda":
-            runtime = torch.cuda.cudart()
-            if int(runtime.cudaHostRegister(buffer.data_ptr(), num_bytes, _PORTABLE)) != 0:
-                log.warning("cannot pin %d bytes of host memory: saves hold up training for longer", num_bytes)
-            else:
-                weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr()).atexit = False
-        return buffer
-
 
 def _copy(state_shard: StateShard, place: Tensor) -> StateShard:
     """Copy the written pieces, one after the other, to `place`: 1-D, of their elements and dtype."""
-    pieces, offset = [], 0
-    for piece in state_shard.written:
-        pieces.append(Chunk(piece.rect, offset))
-        offset += piece.rect.numel
-    offset = 0
-    for start, stop in _runs(state_shard.written):
-        place[offset : offset + stop - start].copy_(state_shard.flat.read(start, stop), non_blocking=True)
-        offset += stop - start
+    pieces, offset = list[Chunk](), 0
+    for window in windows(state_shard.written, max(1, place.numel())):
+        stop = offset + window.stop - window.start
+        place[offset:stop].copy_(state_shard.flat.read(window.start, window.stop), non_blocking=True)
+        pieces += [piece.shifted(offset) for piece in window.pieces]
+        offset = stop
     return replace(state_shard, flat=TensorFlatState(place), pieces=tuple(pieces), written=tuple(pieces))
-
-
-def _runs(pieces: Sequence[Chunk]) -> Iterator[tuple[int, int]]:
-    """Yield the ranges in which pieces follow one another: several rectangles of one range need one copy only."""
-    start = stop = 0
-    for piece in pieces:
-        if piece.local_offset != stop:
-            if stop > start:
-                yield start, stop
-            start = piece.local_offset
-        stop = piece.local_stop
-    if stop > start:
-        yield start, stop

@@ -42,34 +42,17 @@ from types import MappingProxyType
 from typing import Final
 
 from shardwise.checkpoint.manifest import MANIFEST_NAME, CheckpointError, DamagedError, Manifest
+from shardwise.checkpoint.match import listed_names
 from shardwise.config.errors import system_code
 from shardwise.config.untrusted_files import open_regular, read_bytes
 from shardwise.runtime.format import format_bytes
-
-__all__ = [
-    "LATEST_NAME",
-    "MAX_MANIFEST_BYTES",
-    "begin",
-    "candidates",
-    "check_free_space",
-    "clean",
-    "commit",
-    "discard",
-    "read_latest",
-    "read_manifest",
-    "rename_later",
-    "rename_step",
-    "retain",
-    "step_folders",
-    "step_name",
-    "step_of",
-    "steps_to_delete",
-]
 
 LATEST_NAME: Final = "latest"
 _STEP: Final = re.compile(r"step-([0-9]{8,})")
 _PARTIAL, _DELETED, _RENAMED = ".partial", ".deleted", ".aside-"
 _LEFTOVER: Final = re.compile(r"(step-[0-9]{8,}|latest)\.[0-9a-f]+\.(partial|deleted)")
+# A tag is a name of the user's for the folder of a checkpoint.
+_TAG: Final = re.compile(r"(?!step-|latest)[A-Za-z0-9_][A-Za-z0-9_.=-]{0,99}")
 # The errors of a file system that cannot read what it has stored, or has another kind of entry under the name.
 _DAMAGE: Final = (
     errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EISDIR, errno.ENOTDIR, errno.EINVAL, errno.EFBIG, errno.ENXIO,
@@ -104,10 +87,11 @@ def step_folders(root: Path) -> list[Path]:
 
 
 def candidates(path: Path) -> list[Path]:
-    """Return the step folders that one may try to load, newest first.
+    """Return the folders of checkpoints that one may try to load, newest first; perhaps none.
 
     Args:
-        path: a checkpoint, which is returned itself, or a root, whose step folders are returned, perhaps none.
+        path: a checkpoint, which is returned itself, or a root: its step folders, and those that are named by a tag.
+            If `latest` names a tag, that comes first: names alone do not say which of these is the newest.
 
     Raises:
         CheckpointError: there is no such folder.
@@ -115,35 +99,81 @@ def candidates(path: Path) -> list[Path]:
     with named_errors("look into", path):
         if not path.is_dir():
             raise _missing(path)
-        is_step = step_of(path) is not None or (path / MANIFEST_NAME).is_file()
-    return [path] if is_step else step_folders(path)
+        if step_of(path) is not None or is_checkpoint(path):
+            return [path]
+    tagged = [each for each in entries(path) if _TAG.fullmatch(each.name) and each.is_dir() and is_checkpoint(each)]
+    named = [read_latest(path, name) for name in (LATEST_NAME, f"{LATEST_NAME}_universal")]
+    first = [each for name in named for each in tagged if each.name == name][:1]
+    others = sorted((each for each in tagged if each not in first), key=_number_in_name, reverse=True)
+    return [*first, *step_folders(path), *others]
 
 
-def begin(root: Path, step: int) -> Path:
-    """Make the temporary folder in which a checkpoint of this step is written, and the root, if need be.
+def is_checkpoint(folder: Path) -> bool:
+    """Say whether a folder has the manifest of a checkpoint, or files as DeepSpeed names them."""
+    return (folder / MANIFEST_NAME).is_file() or is_of_deepspeed(folder)
+
+
+def is_of_deepspeed(folder: Path) -> bool:
+    """Say whether DeepSpeed has written this checkpoint."""
+    return not (folder / MANIFEST_NAME).is_file() and any(folder.glob("*mp_rank_*_model_states.pt"))
+
+
+def _number_in_name(folder: Path) -> tuple[int, str]:
+    """Return the last number of a name, by which folders such as `global_step100` are in order, and the name."""
+    return int((re.findall("[0-9]+", folder.name) or ["-1"])[-1]), folder.name
+
+
+def check_tag(tag: str, keeps_all: bool) -> None:
+    """Raise unless a folder can be named by this tag.
+
+    Args:
+        tag: of the user's; empty where the step names the folder.
+        keeps_all: whether older checkpoints stay.
+    """
+    if tag and not _TAG.fullmatch(tag):
+        raise CheckpointError(
+            "tag-invalid",
+            f"tag={tag!r:.120} cannot name a folder; use a-z, 0-9 and _ . = -, and begin with neither step- nor latest",
+        )
+    if tag and not keeps_all:
+        raise CheckpointError(
+            "tag-keeps-all", f"tag={tag} names no step, by which keep_last and keep_every count; leave them out"
+        )
+
+
+def begin(root: Path, step: int, tag: str = "") -> Path:
+    """Make the temporary folder in which a checkpoint is written, and the root, if need be.
+
+    Args:
+        root: where the folder of the checkpoint will be.
+        step: by which that folder is named.
+        tag: by which it is named instead, unless empty.
 
     Raises:
-        CheckpointError: there is a checkpoint of this step, or the folder cannot be made.
+        CheckpointError: there is a checkpoint of this step, or what has this tag is none of ours; or the folder cannot
+            be made.
     """
-    final = root / step_name(step)
+    final = root / (tag or step_name(step))
     with named_errors("make a folder in", root):
         _make_root(root)
-        _refuse_taken(final)
-        temporary = name_beside(final, _PARTIAL)
+        if not _is_replaced(final, tag):
+            _refuse_taken(final)
+        temporary = name_beside(root / step_name(step), _PARTIAL)
         temporary.mkdir()
     return temporary
 
 
-def commit(temporary: Path, root: Path, manifest: Manifest) -> Path:
+def commit(temporary: Path, root: Path, manifest: Manifest, tag: str = "") -> Path:
     """Commit a written checkpoint: write its manifest, rename it, move `latest`; each is on disk before the next.
 
     Args:
         temporary: from `begin`; the files in it are on disk already.
         root: as given to `begin`.
         manifest: of what is in the temporary folder.
+        tag: as given to `begin`; an older checkpoint of this tag is deleted.
 
     Returns:
-        The step folder.
+        The folder of the checkpoint.
 
     Raises:
         CheckpointError: a file is not there as the manifest says, the step has a checkpoint already, or the system
@@ -159,11 +189,17 @@ def commit(temporary: Path, root: Path, manifest: Manifest) -> Path:
     with named_errors("write", temporary / MANIFEST_NAME):
         write_text(temporary / MANIFEST_NAME, manifest.to_text())
         sync_folder(temporary)
-    final = root / step_name(manifest.step)
+    final = root / (tag or step_name(manifest.step))
+    # Were the process killed between the renames, the older one would still be there, as a folder that is not deleted.
+    older = _next_renamed(root / step_name(manifest.step)) if _is_replaced(final, tag) else None
     with named_errors("make", final):
+        if older is not None:
+            os.rename(final, older)
         _rename(temporary, final)
         sync_folder(root)
     _move_latest(root, final.name)
+    if older is not None:
+        _delete(older)
     return final
 
 
@@ -173,38 +209,35 @@ def discard(temporary: Path) -> None:
         remove(temporary)
 
 
-def clean(root: Path) -> list[Path]:
-    """Remove what dead runs have left: folders half written and half deleted.
-
-    Args:
-        root: of one run at a time; another run that is saving there loses what it is writing.
-
-    Returns:
-        The paths that were removed.
+def clean(root: Path) -> None:
+    """Remove what dead runs have left in a root of one run at a time: folders half written and half deleted.
 
     Raises:
         CheckpointError: the system refuses.
     """
-    leftovers = [each for each in entries(root) if _LEFTOVER.fullmatch(each.name)]
-    gone = []
-    for each in leftovers:
-        with named_errors("remove", each):
-            if remove(each):
-                gone.append(each)
-    return gone
+    for each in entries(root):
+        if _LEFTOVER.fullmatch(each.name):
+            with named_errors("remove", each):
+                remove(each)
 
 
-def read_manifest(step_folder: Path) -> Manifest:
+def read_manifest(step_folder: Path, checks_files: bool = True) -> Manifest:
     """Read the manifest of a checkpoint, and check that each file it names is there with its size.
+
+    That of DeepSpeed's checkpoints is made from their files.
 
     Raises:
         DamagedError: the manifest, or a file, is missing, torn, cannot be read from the disk, or is another step's.
         CheckpointError: a newer version has written it, or this user may not read it.
     """
+    if is_of_deepspeed(step_folder):
+        from shardwise.checkpoint.deepspeed import describe  # it needs torch, which this module does without
+
+        return describe(step_folder)
     path = step_folder / MANIFEST_NAME
     try:
         manifest = Manifest.from_text(read_bytes(path, MAX_MANIFEST_BYTES, step_folder), str(path))
-        code, wrong = "file-torn", _wrong_file(step_folder, manifest)
+        code, wrong = "file-torn", _wrong_file(step_folder, manifest) if checks_files else ""
     except FileNotFoundError:
         code, wrong = "no-manifest", f"{step_folder} is no whole checkpoint: it has no {MANIFEST_NAME}"
     except OSError as error:
@@ -321,12 +354,9 @@ def _missing(path: Path) -> CheckpointError:
             "not-a-folder", f"{path} is a file; give the folder of a checkpoint, or the one that these are in"
         )
     parent = next(each for each in path.parents if each.is_dir())
-    names = [each.name for each in step_folders(parent)]
-    names += sorted({each.name for each in entries(parent)} - set(names))
-    wanted = path.relative_to(parent).parts[0]
-    close = difflib.get_close_matches(wanted, names, n=3)
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    there = f"has {', '.join(names[:5])}{more}" if names else "is empty"
+    names = sorted(each.name for each in entries(parent))
+    close = difflib.get_close_matches(path.relative_to(parent).parts[0], names, n=3)
+    there = f"has {listed_names(names)}" if names else "is empty"
     fix = f"did you mean {' or '.join(close)}?" if close else "give the folder of a checkpoint, or the one these are in"
     return CheckpointError("no-such-path", f"{path} does not exist, {parent.absolute()} {there}; {fix}")
 
@@ -337,6 +367,11 @@ def _make_root(root: Path) -> None:
         sync_folder(each.parent)
     if not root.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(root))
+
+
+def _is_replaced(final: Path, tag: str) -> bool:
+    """Say whether a checkpoint takes the place of another: a tag may be used again, as for the best so far."""
+    return bool(tag) and (final / MANIFEST_NAME).is_file()
 
 
 def _refuse_taken(final: Path) -> None:
@@ -359,17 +394,19 @@ def _rename(temporary: Path, final: Path) -> None:
 
 def _wrong_file(folder: Path, manifest: Manifest) -> str:
     """Say what is wrong with the first file that is not as the manifest says; return "" if all are."""
-    for name, num_bytes in manifest.files.items():
-        path = folder / name
-        try:
-            # Opened, since a network file system may otherwise give an old size of what another machine has written.
-            with open(open_regular(path, folder), "rb") as file:
-                found_bytes = os.fstat(file.fileno()).st_size
-        except FileNotFoundError:
-            return f"{path} is missing"
-        if found_bytes != num_bytes:
-            return f"{path} has {found_bytes} bytes and the manifest says {num_bytes}"
-    return ""
+    return next((wrong for file in manifest.files if (wrong := wrong_size(folder / file, manifest))), "")
+
+
+def wrong_size(path: Path, manifest: Manifest) -> str:
+    """Say what is wrong with the size of a file of a checkpoint; return "" if it is as the manifest says."""
+    try:
+        # Opened, since a network file system may otherwise give an old size of what another machine has written.
+        with open(open_regular(path, path.parent), "rb") as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        return f"{path} is missing"
+    expected = manifest.files[path.name]
+    return "" if num_bytes == expected else f"{path} has {num_bytes} bytes and the manifest says {expected}"
 
 
 def _is_whole(folder: Path) -> bool:
@@ -384,11 +421,11 @@ def _is_milestone(step: int, keep_every: int | None) -> bool:
     return keep_every is not None and step % keep_every == 0
 
 
-def read_latest(root: Path) -> str:
-    """Return what `latest` names; "" where there is no such file."""
-    with named_errors("read", root / LATEST_NAME):
+def read_latest(root: Path, name: str = LATEST_NAME) -> str:
+    """Return what `latest`, or the file of another name, names; "" where there is no such file."""
+    with named_errors("read", root / name):
         try:
-            return read_bytes(root / LATEST_NAME).decode(errors="replace").strip()
+            return read_bytes(root / name).decode(errors="replace").strip()
         except FileNotFoundError:
             return ""
 
@@ -419,7 +456,7 @@ def _next_renamed(folder: Path) -> Path:
 
 
 def _delete(folder: Path) -> None:
-    deleted = name_beside(folder, _DELETED)
+    deleted = name_beside(folder.with_name(folder.name.partition(".")[0]), _DELETED)
     with named_errors("delete", folder):
         os.rename(folder, deleted)
         sync_folder(folder.parent)
@@ -434,6 +471,7 @@ _FIXES: Final[Mapping[int, str]] = MappingProxyType(
     {
         errno.ENOSPC: _MORE_SPACE,
         errno.EDQUOT: _MORE_SPACE,
+        errno.EFBIG: f"allow files so large, or {ELSEWHERE}",
         errno.EROFS: f"mount it for writing, or {ELSEWHERE}",
         errno.EACCES: f"give this user the right to, or {ELSEWHERE}",
         errno.EPERM: f"give this user the right to, or {ELSEWHERE}",
@@ -445,8 +483,13 @@ _FIXES: Final[Mapping[int, str]] = MappingProxyType(
 
 
 @contextmanager
-def named_errors(doing: str, path: Path) -> Iterator[None]:
+def named_errors(doing: str, path: Path, code: str = "folder-refused") -> Iterator[None]:
     """Turn an `OSError` into a `CheckpointError` that says what failed, where, why, and what would help.
+
+    Args:
+        doing: a verb for the message.
+        path: what it is done to.
+        code: of the error; that of a full disk is `disk-full` in any case.
 
     >>> with named_errors("write", Path("/runs/a/latest")):
     ...     raise OSError(errno.EROFS, "Read-only file system")
@@ -459,8 +502,9 @@ writing, or use another folder
         yield
     except OSError as error:
         fix = _FIXES.get(error.errno or 0, f"fix that, or {ELSEWHERE}")
-        code = system_code(error, "folder-refused")
-        raise CheckpointError(code, f"cannot {doing} {path}: {error.strerror or error}; {fix}") from error
+        raise CheckpointError(
+            system_code(error, code), f"cannot {doing} {path}: {error.strerror or error}; {fix}"
+        ) from error
 
 
 def sync_folder(path: Path) -> None:
@@ -519,8 +563,8 @@ def entries(root: Path) -> list[Path]:
             return []
 
 
-def remove(path: Path) -> bool:
-    """Remove a folder, a file or a link to one, and say whether it is gone.
+def remove(path: Path) -> None:
+    """Remove a folder, a file or a link to one.
 
     A network file system keeps names of files that are still being read: then these stay, for another try.
     """
@@ -532,7 +576,6 @@ def remove(path: Path) -> bool:
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EBUSY):
             raise
-    return not os.path.lexists(path)
 
 
 def check_free_space(root: Path, num_bytes: int) -> None:

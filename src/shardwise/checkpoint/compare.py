@@ -9,7 +9,7 @@ Values of both are read in chunks, so that the memory needed does not depend on 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.commit import read_manifest
 from shardwise.checkpoint.manifest import ITEM_BYTES, Manifest, StoredState, StoredTensor
-from shardwise.checkpoint.offline import Progress, read_chunks
+from shardwise.checkpoint.offline import ByteMeter, Progress, read_chunks
 from shardwise.checkpoint.reader import ChunkReader
 from shardwise.layout.slicing import Rect
 from shardwise.runtime.state_shards import PARAM
@@ -66,50 +66,25 @@ class ChangedValues:
 
 
 @dataclass(frozen=True)
-class Pair:
-    """Holds a state that both checkpoints have, in one shape."""
-
-    a: StoredTensor
-    b: StoredTensor
-    state: str
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes of both."""
-        items = (ITEM_BYTES[tensor.states[self.state].dtype] for tensor in (self.a, self.b))
-        return sum(items) * Rect.whole(self.a.shape).numel
-
-    def chunks(self, reader_a: ChunkReader, reader_b: ChunkReader) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the same elements of both, as pairs of 1-D tensors."""
-        whole = Rect.whole(self.a.shape)
-        chunks_a = read_chunks(reader_a, self.a, self.state, whole)
-        return zip(chunks_a, read_chunks(reader_b, self.b, self.state, whole), strict=True)
-
-
-@dataclass(frozen=True)
 class StateDifference:
     """Lists how checkpoints A and B differ.
 
     Attributes:
-        only_a: tensors, or states as `name/state`, that B does not have.
-        only_b: tensors or states that A does not have.
-        kinds: changed shapes, dtypes, numbers, aliases and such of what both have.
+        tensors: tensors and states that one of them lacks; changed shapes, dtypes, numbers, aliases and such.
         values: states whose elements differ.
         config: changed keys of the config.
         run: other changes: step, contents, trajectory, the user's extra.
         num_states: how many states both have in one shape; the values of these were compared.
     """
 
-    only_a: tuple[str, ...] = ()
-    only_b: tuple[str, ...] = ()
-    kinds: tuple[ChangedState, ...] = ()
+    tensors: tuple[ChangedState, ...] = ()
     values: tuple[ChangedValues, ...] = ()
     config: tuple[ChangedState, ...] = ()
     run: tuple[ChangedState, ...] = ()
     num_states: int = 0
 
     def __bool__(self) -> bool:
-        return bool(self.only_a or self.only_b or self.kinds or self.values or self.config or self.run)
+        return bool(self.tensors or self.values or self.config or self.run)
 
 
 def compare(a: Path, b: Path, weights_only: bool = False, progress: Progress | None = None) -> StateDifference:
@@ -124,44 +99,40 @@ def compare(a: Path, b: Path, weights_only: bool = False, progress: Progress | N
     Raises:
         CheckpointError: one of them cannot be read.
     """
-    manifests = read_manifest(a), read_manifest(b)
-    found, pairs = compare_manifests(*manifests, weights_only)
+    first, second = (_weights(read_manifest(each)) if weights_only else read_manifest(each) for each in (a, b))
+    others = {tensor.name: tensor for tensor in second.tensors}
+    pairs = [
+        (tensor, others[tensor.name], state)
+        for tensor in first.tensors
+        if tensor.name in others and others[tensor.name].shape == tensor.shape
+        for state, stored in tensor.states.items()
+        if stored.value is None and state in others[tensor.name].states
+        if others[tensor.name].states[state].value is None
+    ]
+    total_bytes = sum(
+        ITEM_BYTES[tensor.states[state].dtype] * math.prod(tensor.shape) for *both, state in pairs for tensor in both
+    )
+    meter, values = ByteMeter(total_bytes, progress), []
     with ChunkReader(a) as reader_a, ChunkReader(b) as reader_b:
-        values = tuple(_compare_pairs(pairs, reader_a, reader_b, progress))
-    return replace(found, values=values, num_states=len(pairs))
-
-
-def compare_manifests(a: Manifest, b: Manifest, weights_only: bool = False) -> tuple[StateDifference, list[Pair]]:
-    """Compare two manifests.
-
-    Args:
-        a: of the first checkpoint.
-        b: of the second.
-        weights_only: as in `compare`.
-
-    Returns:
-        The differences that the manifests show, and the states whose values are still to be compared.
-    """
-    tensors_a, tensors_b = _tensors(a, weights_only), _tensors(b, weights_only)
-    shared = [name for name in tensors_a if name in tensors_b]
-    only_a = [name for name in tensors_a if name not in tensors_b]
-    only_b = [name for name in tensors_b if name not in tensors_a]
-    kinds: list[ChangedState] = []
-    pairs: list[Pair] = []
-    for name in shared:
-        tensor_a, tensor_b = tensors_a[name], tensors_b[name]
-        kinds += _changed_attributes(tensor_a, tensor_b)
-        only_a += [f"{name}/{state}" for state in tensor_a.states if state not in tensor_b.states]
-        only_b += [f"{name}/{state}" for state in tensor_b.states if state not in tensor_a.states]
-        for state in [state for state in tensor_a.states if state in tensor_b.states]:
-            state_a, state_b = tensor_a.states[state], tensor_b.states[state]
-            label = name if state == PARAM else f"{name}/{state}"
-            if (state_a.dtype, state_a.value) != (state_b.dtype, state_b.value):
-                kinds.append(ChangedState(label, _kind(state_a), _kind(state_b)))
-            if state_a.value is None and state_b.value is None and tensor_a.shape == tensor_b.shape:
-                pairs.append(Pair(tensor_a, tensor_b, state))
-    config, run = ((), ()) if weights_only else (changed_keys(a.config, b.config), changed_keys(_run(a), _run(b)))
-    return StateDifference(tuple(only_a), tuple(only_b), tuple(kinds), (), config, run), pairs
+        for tensor, other, state in pairs:
+            num_different, max_abs, whole = 0, 0.0, Rect.whole(tensor.shape)
+            chunks = zip(
+                read_chunks(reader_a, tensor, state, whole), read_chunks(reader_b, other, state, whole), strict=True
+            )
+            for chunk_a, chunk_b in chunks:
+                num, largest = compare_values(chunk_a, chunk_b)
+                num_different += num
+                max_abs = largest if math.isnan(largest) else max(max_abs, largest)
+                meter.advance(chunk_a.nbytes + chunk_b.nbytes)
+            if num_different:
+                values.append(ChangedValues(tensor.name, state, whole.numel, num_different, max_abs))
+    return StateDifference(
+        tensors=tuple(_changed_tensors(first, second)),
+        values=tuple(values),
+        config=changed_keys(first.config, second.config),
+        run=changed_keys(_run(first), _run(second)),
+        num_states=len(pairs),
+    )
 
 
 def changed_keys(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> tuple[ChangedState, ...]:
@@ -182,20 +153,25 @@ def changed_keys(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -
     return tuple(changed)
 
 
-def _tensors(manifest: Manifest, weights_only: bool) -> dict[str, StoredTensor]:
-    if not weights_only:
-        return {tensor.name: tensor for tensor in manifest.tensors}
-    return {
-        tensor.name: replace(tensor, states={PARAM: tensor.states[PARAM]})
-        for tensor in manifest.tensors
-        if tensor.kind != "rank" and PARAM in tensor.states
-    }
+def _weights(manifest: Manifest) -> Manifest:
+    """Return a manifest of the parameters and buffers alone."""
+    tensors = (tensor for tensor in manifest.tensors if tensor.kind != "rank" and PARAM in tensor.states)
+    return Manifest(0, tuple(replace(each, states={PARAM: each.states[PARAM]}) for each in tensors), manifest.files)
 
 
-def _changed_attributes(a: StoredTensor, b: StoredTensor) -> tuple[ChangedState, ...]:
-    names = ("shape", "aliases", "kind", "trainable")
-    of_a, of_b = ({f"{a.name} {name}": getattr(tensor, name) for name in names} for tensor in (a, b))
-    return changed_keys(of_a, of_b)
+def _changed_tensors(a: Manifest, b: Manifest) -> Iterator[ChangedState]:
+    """Yield what the manifests say of tensors and states; one that is missing is one change."""
+    facts_a, facts_b = ({tensor.name: _facts(tensor) for tensor in each.tensors} for each in (a, b))
+    for name in [*facts_a, *(name for name in facts_b if name not in facts_a)]:
+        if name in facts_a and name in facts_b:
+            yield from changed_keys(facts_a[name], facts_b[name], f"{name} ")
+        else:
+            yield ChangedState(name, *("there" if name in facts else None for facts in (facts_a, facts_b)))
+
+
+def _facts(tensor: StoredTensor) -> dict[str, Any]:
+    facts = {name: getattr(tensor, name) for name in ("shape", "aliases", "kind", "trainable")}
+    return facts | {name: _kind(state) for name, state in tensor.states.items()}
 
 
 def _kind(state: StoredState) -> str:
@@ -203,30 +179,7 @@ def _kind(state: StoredState) -> str:
 
 
 def _run(manifest: Manifest) -> dict[str, Any]:
-    return {
-        "step": manifest.step,
-        "contents": manifest.contents,
-        "trajectory": manifest.trajectory,
-        "model": manifest.model,
-        "extra": manifest.extra,
-    }
-
-
-def _compare_pairs(
-    pairs: Sequence[Pair], reader_a: ChunkReader, reader_b: ChunkReader, progress: Progress | None
-) -> Iterator[ChangedValues]:
-    total_bytes, done_bytes = sum(pair.num_bytes for pair in pairs), 0
-    for pair in pairs:
-        num_different, max_abs = 0, 0.0
-        for chunk_a, chunk_b in pair.chunks(reader_a, reader_b):
-            num, largest = compare_values(chunk_a, chunk_b)
-            num_different += num
-            max_abs = largest if math.isnan(largest) else max(max_abs, largest)
-            done_bytes += chunk_a.nbytes + chunk_b.nbytes
-            if progress is not None:
-                progress(done_bytes, total_bytes)
-        if num_different:
-            yield ChangedValues(pair.a.name, pair.state, Rect.whole(pair.a.shape).numel, num_different, max_abs)
+    return {name: getattr(manifest, name) for name in ("step", "contents", "trajectory", "model", "extra")}
 
 
 def compare_values(a: Tensor, b: Tensor) -> tuple[int, float]:
@@ -241,8 +194,6 @@ def compare_values(a: Tensor, b: Tensor) -> tuple[int, float]:
     """
     if a.dtype == b.dtype:
         bits = _BITS[a.element_size()]
-        if torch.equal(a.view(bits), b.view(bits)):
-            return 0, 0.0
         different = a.view(bits) != b.view(bits)
     else:
         wide_a, wide_b = _wide(a), _wide(b)

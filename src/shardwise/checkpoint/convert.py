@@ -26,31 +26,24 @@ import torch
 
 from shardwise.checkpoint.async_saver import library_version
 from shardwise.checkpoint.commit import read_manifest
-from shardwise.checkpoint.hf import (
-    GENERATION_NAME,
+from shardwise.checkpoint.hf.config_files import GENERATION_NAME, config_files, describe_decoder, names_of, wanted_of
+from shardwise.checkpoint.hf.exporter import (
     ExportPlan,
     ExportTensor,
-    NameMap,
     begin_export,
-    config_files,
-    decoder_config_of,
-    decoder_names,
-    describe_decoder,
     discard_export,
     exported_dtype,
-    family_names,
     finish_export,
     in_order,
-    names_of,
-    open_folder,
     plan_export,
-    read_config,
-    wanted_of,
     write_export,
 )
+from shardwise.checkpoint.hf.families import decoder_config_of, decoder_names, family_names
+from shardwise.checkpoint.hf.importer import open_folder, read_config
+from shardwise.checkpoint.hf.key_map import NameMap
 from shardwise.checkpoint.manifest import CheckpointError, Manifest, StoredTensor
 from shardwise.checkpoint.match import match
-from shardwise.checkpoint.offline import Progress, rewrite, stored_shards
+from shardwise.checkpoint.offline import ByteMeter, Progress, reshard, stored_shards
 from shardwise.checkpoint.reader import ChunkReader
 from shardwise.checkpoint.safetensors_io import dtype_name
 from shardwise.config.resolve import Dtype
@@ -160,7 +153,7 @@ def import_folder(
         saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
         library=library_version(),
     )
-    return rewrite(manifest, folder, root, num_files, progress)
+    return reshard(folder, root, num_files, progress, manifest)
 
 
 def _described(
@@ -214,18 +207,10 @@ def _read_config_file(path: Path) -> dict[str, Any]:
 def _write(
     plan: ExportPlan, folder: Path, source: Path, tensors: list[StoredTensor], progress: Progress | None
 ) -> None:
-    num_done_bytes = 0
-
-    def advance(num_bytes: int) -> None:
-        nonlocal num_done_bytes
-        num_done_bytes += num_bytes
-        if progress is not None:
-            progress(num_done_bytes, plan.num_tensor_bytes)
-
+    meter = ByteMeter(plan.num_tensor_bytes, progress)
     with ChunkReader(source) as reader, torch.no_grad():
-        num_bytes = write_export(
-            plan, folder, stored_shards([(each, Rect.whole(each.shape)) for each in tensors], reader), advance
-        )
+        parts = stored_shards([(each, Rect.whole(each.shape)) for each in tensors], reader)
+        num_bytes = write_export(plan, folder, parts, meter.advance)
     if num_bytes != plan.num_tensor_bytes:
         raise CheckpointError(
             "weights-incomplete", f"{source} has {num_bytes} bytes of {plan.num_tensor_bytes}; use another checkpoint"

@@ -2,6 +2,7 @@
 
 >>> from tempfile import TemporaryDirectory
 >>> from shardwise.checkpoint.commit import begin, commit
+>>> from shardwise.checkpoint.manifest import MANIFEST_NAME
 >>> with TemporaryDirectory() as place:
 ...     root = Path(place)
 ...     for step in (100, 200):
@@ -16,8 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.checkpoint.commit import candidates, read_latest, read_manifest, step_folders, step_of
-from shardwise.checkpoint.manifest import MANIFEST_NAME, CheckpointError, DamagedError, Manifest
+from shardwise.checkpoint.commit import candidates, is_checkpoint, read_latest, read_manifest, step_folders, step_of
+from shardwise.checkpoint.manifest import CheckpointError, DamagedError, Manifest
 from shardwise.checkpoint.match import listed_names
 
 
@@ -45,7 +46,7 @@ class Found:
 
 def is_root(path: Path) -> bool:
     """Say whether a path is a folder of checkpoints, and not a checkpoint itself."""
-    return step_of(path) is None and not (path / MANIFEST_NAME).is_file()
+    return step_of(path) is None and not is_checkpoint(path)
 
 
 def find(path: Path, step: int | None = None) -> list[Path]:
@@ -59,14 +60,12 @@ def find(path: Path, step: int | None = None) -> list[Path]:
         CheckpointError: there is none; the message says what there is.
     """
     folders = candidates(path)
+    wanted = [folder for folder in folders if step in (None, step_of(folder))]
     if not folders:
         raise CheckpointError("no-checkpoint", _without_checkpoints(path))
-    if step is None:
-        return folders
-    wanted = [folder for folder in folders if step_of(folder) == step]
     if not wanted:
-        steps = [str(step_of(folder)) for folder in folders]
-        raise CheckpointError("no-such-step", f"{path} has no step {step}; it has {listed_names(steps)}")
+        steps = listed_names([str(step_of(folder)) for folder in folders])
+        raise CheckpointError("no-such-step", f"{path} has no step {step}; it has {steps}")
     return wanted
 
 
@@ -77,13 +76,13 @@ def newest_whole(path: Path, step: int | None = None) -> tuple[Path, Manifest]:
         CheckpointError: there is none, or a newer version has written it.
         DamagedError: every one is damaged; the message is that of the newest.
     """
-    damaged: DamagedError | None = None
+    damaged = []
     for folder in find(path, step):
         try:
             return folder, read_manifest(folder)
         except DamagedError as error:
-            damaged = damaged or error
-    raise damaged or CheckpointError("no-checkpoint", f"{path} has no checkpoint")
+            damaged.append(error)
+    raise damaged[0]
 
 
 def survey(root: Path) -> list[Found]:

@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -135,8 +135,6 @@ def _fill(reader: ChunkReader, stored: StoredTensor, state_shard: StateShard, pr
     buffer = torch.empty(max(window.stop - window.start for window in found), dtype=flat.dtype)
     for window in found:
         values = buffer[: window.stop - window.start]
-        if window.has_gaps:
-            values.copy_(flat.read(window.start, window.stop))
         reader.read(stored, state_shard.state, window.pieces, values)
         flat.write(window.start, values)
         progress()
@@ -215,9 +213,3 @@ def own_tensors(manifest: Manifest, rank: int) -> Mapping[str, StoredTensor]:
 def rank_name(rank: int, name: str) -> str:
     """Return the name under which a checkpoint stores a tensor that belongs to one rank alone."""
     return f"rank-{rank}/{name}"
-
-
-# The remedy for a caller of `Engine.load`; `shardwise train` puts its own in this place.
-LENIENT_FIX: Final = "; load with strict=False to take what fits"
-_NUM_NAMED = 8
-_MAX_COMPARED = 1000

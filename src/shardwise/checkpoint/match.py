@@ -29,12 +29,7 @@ from shardwise.checkpoint.manifest import CheckpointError, StoredTensor
 
 # How a caller of `Engine.load` goes on; `shardwise train` says what its user can do instead.
 LENIENT_FIX: Final = "; load with strict=False to take what fits"
-
-
-_NUM_NAMED = 8
-
-
-_MAX_COMPARED = 1000
+_NUM_NAMED, _MAX_COMPARED = 8, 1000
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,14 @@
 
 Both read file after file in small buffers, so that a checkpoint of any size needs the memory of a few blocks.
 
->>> [[str(rect) for _, rect in entries] for entries in cut([((4, 3), 4), ((2,), 4)], num_files=2)]
-[['[0:2, 0:3]'], ['[2:4, 0:3]', '[0:2]']]
+>>> [[str(rect) for _, rect in entries] for entries in cut([((4, 3), 4), ((4,), 4)], num_files=2)]
+[['[0:2, 0:3]', '[2:3, 0:2]'], ['[2:3, 2:3]', '[3:4, 0:3]', '[0:4]']]
 """
 
 from __future__ import annotations
 
-import io
-import os
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Final
 
@@ -20,13 +17,13 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.commit import (
-    MAX_MANIFEST_BYTES,
     begin,
     check_free_space,
     commit,
     discard,
+    is_of_deepspeed,
     read_manifest,
-    step_of,
+    wrong_size,
 )
 from shardwise.checkpoint.manifest import (
     BLOCK_BYTES,
@@ -43,7 +40,7 @@ from shardwise.checkpoint.manifest import (
 from shardwise.checkpoint.reader import ChunkReader
 from shardwise.checkpoint.safetensors_io import FileTensor, named_dtype, read_header
 from shardwise.checkpoint.writer import write_state_shards
-from shardwise.config.untrusted_files import open_regular, printable, read_bytes
+from shardwise.config.untrusted_files import printable
 from shardwise.layout.slicing import Chunk, Rect, Shape, flat_range_to_rects
 from shardwise.runtime.state_shards import FlatSlice, FlatState, StateShard
 
@@ -56,20 +53,13 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Damage:
-    """Describes a fault at one place of a checkpoint.
-
-    Attributes:
-        file: its name in the checkpoint.
-        what: the fault, in words.
-        entry: of the file, such as `up.weight/exp_avg[0:4, 0:2]`; empty where the fault is of the whole file.
-    """
+    """Describes a fault: the name of the file, and what is wrong with it, in words."""
 
     file: str
     what: str
-    entry: str = ""
 
     def __str__(self) -> str:
-        return printable(": ".join(part for part in (self.file, self.entry, self.what) if part))
+        return printable(self.what)
 
 
 @dataclass(frozen=True)
@@ -80,13 +70,11 @@ class Verification:
         manifest: None where it cannot be read; then no file was read.
         damages: file by file.
         num_read_bytes: bytes of files that were read.
-        num_unchecked_bytes: bytes of entries that have no checksum.
     """
 
     manifest: Manifest | None
     damages: tuple[Damage, ...]
     num_read_bytes: int = 0
-    num_unchecked_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -136,37 +124,37 @@ def verify(folder: Path, progress: Progress | None = None) -> Verification:
         progress: called with how many bytes of how many are done; None for no calls.
 
     Raises:
-        CheckpointError: a newer version has written it.
+        CheckpointError: a newer version has written it, or DeepSpeed, whose files have no checksums.
     """
-    path = folder / MANIFEST_NAME
+    if is_of_deepspeed(folder):
+        raise CheckpointError(
+            "deepspeed-no-checksums",
+            f"{folder} is DeepSpeed's and has no checksums; shardwise checkpoint reshard makes one of ours, which has",
+        )
     try:
-        manifest = Manifest.from_text(read_bytes(path, MAX_MANIFEST_BYTES, folder), str(path))
-    except FileNotFoundError:
-        return Verification(None, (Damage(MANIFEST_NAME, "is missing"),))
+        manifest = read_manifest(folder, checks_files=False)
     except DamagedError as error:
-        what = str(error).removeprefix(f"{path} ").removesuffix("; use an older checkpoint")
-        return Verification(None, (Damage(MANIFEST_NAME, what),))
-    except OSError as error:
-        return Verification(None, (Damage(MANIFEST_NAME, f"cannot be read: {error.strerror}"),))
-    meter = _ReadMeter(sum(manifest.files.values()), progress)
+        return Verification(None, (_damage(MANIFEST_NAME, error),))
+    meter = ByteMeter(sum(manifest.files.values()), progress)
     damages: list[Damage] = []
-    if step_of(folder) not in (None, manifest.step):
-        damages.append(Damage(MANIFEST_NAME, f"is of step {manifest.step}, which is not what its folder's name says"))
-    num_unchecked_bytes = 0
-    for file, entries in entries_by_file(manifest).items():
-        damages += _check_file(folder / file, manifest.files.get(file, 0), entries, meter)
-        num_unchecked_bytes += sum(entry.num_bytes for entry in entries if not entry.piece.crcs)
-    return Verification(manifest, tuple(damages), meter.num_done_bytes, num_unchecked_bytes)
+    with ChunkReader(folder) as reader:
+        for file, entries in entries_by_file(manifest).items():
+            damages += _check_file(folder / file, manifest, entries, reader, meter)
+    return Verification(manifest, tuple(damages), meter.num_done_bytes)
+
+
+def _damage(file: str, error: Exception) -> Damage:
+    """Return the fault that an error names, without what would help a load."""
+    return Damage(file, str(error).rpartition("; ")[0])
 
 
 @dataclass
-class _ReadMeter:
+class ByteMeter:
     """Counts bytes, and reports them to `progress`."""
 
     num_bytes: int
     progress: Progress | None
     num_done_bytes: int = 0
-    buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(BLOCK_BYTES)))
 
     def advance(self, num_bytes: int) -> None:
         self.num_done_bytes += num_bytes
@@ -174,29 +162,23 @@ class _ReadMeter:
             self.progress(self.num_done_bytes, self.num_bytes)
 
 
-def _check_file(path: Path, num_bytes: int, entries: Sequence[NamedChunk], meter: _ReadMeter) -> Iterator[Damage]:
+def _check_file(
+    path: Path, manifest: Manifest, entries: Sequence[NamedChunk], reader: ChunkReader, meter: ByteMeter
+) -> Iterator[Damage]:
     try:
-        with open(open_regular(path, path.parent), "rb") as stream:
-            size = os.fstat(stream.fileno()).st_size
-            there = [entry for entry in entries if entry.stop <= size]
-            if size != num_bytes:
-                lost = [entry for entry in entries if entry.stop > size]
-                where = f"; {_some(lost)} cut off" if lost else ""
-                yield Damage(path.name, f"has {size} bytes, {num_bytes} were written{where}")
-            else:
-                yield from _check_header(path, entries)
-            meter.advance(min((entry.piece.offset for entry in entries), default=size))
-            for entry in there:
-                yield from _check_entry(stream, entry, meter)
-    except FileNotFoundError:
-        where = f", and with it {_some(entries)}" if entries else ""
-        yield Damage(path.name, f"is missing{where}")
+        wrong = wrong_size(path, manifest)
     except OSError as error:
-        yield Damage(path.name, f"cannot be read: {error.strerror}")
-
-
-def _some(entries: Sequence[NamedChunk]) -> str:
-    return entries[0].key if len(entries) == 1 else f"{entries[0].key} and {len(entries) - 1} more"
+        wrong = f"{path} cannot be read: {error.strerror}"
+    if wrong:
+        yield Damage(path.name, wrong)
+        return
+    yield from _check_header(path, entries)
+    meter.advance(min((entry.piece.offset for entry in entries), default=manifest.files[path.name]))
+    for entry in entries:
+        for block, damage in enumerate(reader.damages(entry.tensor, entry.state, entry.piece)):
+            meter.advance(min(BLOCK_BYTES, entry.num_bytes - block * BLOCK_BYTES))
+            if damage is not None:
+                yield _damage(path.name, damage)
 
 
 def _check_header(path: Path, entries: Sequence[NamedChunk]) -> Iterator[Damage]:
@@ -204,53 +186,27 @@ def _check_header(path: Path, entries: Sequence[NamedChunk]) -> Iterator[Damage]
     try:
         found = {each.start: each for each in read_header(path, len(entries)) if each.start < each.stop}
     except CheckpointError as error:
-        yield Damage(path.name, str(error).removeprefix(f"{path.parent.name}/{path.name}").lstrip(": "))
+        yield _damage(path.name, error)
         return
-    for entry in entries:
-        start, shape = entry.piece.offset, entry.piece.rect.shape
-        other = found.pop(start, None)
-        if other != FileTensor(entry.key, entry.dtype, shape, start, entry.stop):
-            has = f"{other.name}, {other.dtype} of shape {other.shape}," if other else "nothing"
-            what = f"the file's own header has {has} in its place, which is {entry.dtype} of shape {shape}"
-            yield Damage(path.name, what, entry.key)
-    for other in found.values():
-        yield Damage(path.name, "the file's own header has it, the manifest does not", other.name)
-
-
-def _check_entry(stream: io.BufferedReader, entry: NamedChunk, meter: _ReadMeter) -> Iterator[Damage]:
-    piece, starts = entry.piece, range(0, entry.num_bytes, BLOCK_BYTES)
-    if piece.crcs and len(piece.crcs) != len(starts):
-        yield Damage(piece.file, f"it has {len(piece.crcs)} checksums for {len(starts)} blocks", entry.key)
-        return
-    # Neighbouring damaged blocks are reported as one damage.
-    ranges: list[tuple[int, int]] = []
-    for start, crc in zip(starts, piece.crcs or (None,) * len(starts), strict=True):
-        block = meter.buffer[: min(BLOCK_BYTES, entry.num_bytes - start)]
-        first = piece.offset + start
-        last = first + len(block)
-        try:
-            stream.seek(first)
-            meter.advance(stream.readinto(block))
-        except OSError as error:
-            # A bad sector: what comes after it may be readable.
-            yield Damage(
-                piece.file, f"bytes [{first}, {first + len(block)}) cannot be read: {error.strerror}", entry.key
+    known = {
+        each.piece.offset: FileTensor(
+            each.key, each.dtype, each.piece.rect.shape, each.piece.offset, each.stop, each.piece.file
+        )
+        for each in entries
+    }
+    for start in sorted(found.keys() | known.keys()):
+        if found.get(start) != known.get(start):
+            here, there = (
+                f"{each[start].name}, {each[start].dtype} of shape {each[start].shape}" if start in each else "nothing"
+                for each in (found, known)
             )
-            continue
-        if crc is not None and zlib.crc32(block) != crc:
-            if ranges and ranges[-1][1] == first:
-                ranges[-1] = (ranges[-1][0], last)
-            else:
-                ranges.append((first, last))
-    for first, last in ranges:
-        yield Damage(piece.file, f"bytes [{first}, {last}) do not match their checksum", entry.key)
+            yield Damage(path.name, f"{path}: its own header has {here}, the manifest {there}")
 
 
 def cut(tensors: Sequence[tuple[Shape, int]], num_files: int) -> list[list[tuple[int, Rect]]]:
     """Cut a sequence of tensors into parts of equal size, for one file each.
 
-    They are cut between rows, or within a row of more than `BLOCK_BYTES`; parts differ from their average by less than
-    the largest row.
+    Parts differ from their average by less than an element.
 
     Args:
         tensors: shape, and bytes an element over all states.
@@ -269,28 +225,17 @@ def cut(tensors: Sequence[tuple[Shape, int]], num_files: int) -> list[list[tuple
         if not whole.numel:
             continue
         first, last = begin_bytes * num_files // total, -(-ends[index + 1] * num_files // total)
-        unit = _unit(shape, item_bytes)
         start = 0
         for part in range(first, last):
-            target = (total * (part + 1) // num_files - begin_bytes) // item_bytes // unit * unit
+            target = (total * (part + 1) // num_files - begin_bytes) // item_bytes
             stop = whole.numel if part == last - 1 else target
             parts[part] += [(index, piece.rect) for piece in flat_range_to_rects(whole, start, stop)]
             start = stop
     return parts
 
 
-def _unit(shape: Shape, item_bytes: int) -> int:
-    """Return how many elements a cut keeps together: the longest trailing row of at most `BLOCK_BYTES`, never all."""
-    unit = 1
-    for length in reversed(shape[1:]):
-        if unit * length * item_bytes > BLOCK_BYTES:
-            break
-        unit *= length
-    return unit
-
-
 def reshard(
-    source: Path, root: Path, num_files: int, progress: Progress | None = None
+    source: Path, root: Path, num_files: int, progress: Progress | None = None, manifest: Manifest | None = None
 ) -> tuple[Path, Mapping[str, int]]:
     """Write a checkpoint again with balanced files; all that it contains is kept.
 
@@ -299,6 +244,7 @@ def reshard(
         root: where the new step folder is committed, whole or not at all.
         num_files: how many files share the tensors; with one, every tensor is one entry under its plain name.
         progress: called with how many bytes of how many are done; None for no calls.
+        manifest: of the new checkpoint, with the pieces as `source` stores them; None for that of `source`.
 
     Returns:
         The new step folder, and the bytes of each of its files.
@@ -307,21 +253,7 @@ def reshard(
         CheckpointError: the root has that step already, or too little space for it.
         DamagedError: the source is damaged.
     """
-    return rewrite(read_manifest(source), source, root, num_files, progress)
-
-
-def rewrite(
-    manifest: Manifest, source: Path, root: Path, num_files: int, progress: Progress | None = None
-) -> tuple[Path, Mapping[str, int]]:
-    """Write a checkpoint as `reshard` does, from any folder whose tensors a manifest describes.
-
-    Args:
-        manifest: of the new checkpoint, with the pieces as `source` stores them.
-        source: the folder with these pieces.
-        root: as in `reshard`.
-        num_files: as in `reshard`.
-        progress: as in `reshard`.
-    """
+    manifest = manifest or read_manifest(source)
     shared = [tensor for tensor in manifest.tensors if tensor.kind != "rank"]
     parts: list[list[tuple[StoredTensor, Rect]]] = [
         [(shared[index], rect) for index, rect in part]
@@ -329,7 +261,7 @@ def rewrite(
     ]
     parts[0] += [(tensor, Rect.whole(tensor.shape)) for tensor in manifest.tensors if tensor.kind == "rank"]
     num_bytes = sum(Rect.whole(tensor.shape).numel * _item_bytes(tensor) for tensor in manifest.tensors)
-    meter = _ReadMeter(num_bytes, progress)
+    meter = ByteMeter(num_bytes, progress)
     check_free_space(root, num_bytes)
     temporary = begin(root, manifest.step)
     try:

@@ -24,7 +24,7 @@ import math
 import os
 import zlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -39,7 +39,6 @@ from shardwise.checkpoint.manifest import (
     CheckpointError,
     DamagedError,
     StoredChunk,
-    StoredState,
     StoredTensor,
 )
 from shardwise.checkpoint.safetensors_io import named_dtype
@@ -90,11 +89,10 @@ class ChunkReader:
 
         Raises:
             DamagedError: a file is missing, ends early, or does not match its checksums.
-            CheckpointError: the checkpoint has no such state of the tensor, or not all of these pieces, or has it in a
-                form that this library does not know.
+            CheckpointError: the checkpoint does not have all of these pieces, or has one number in their place.
         """
         label = f"{tensor.name} {state}"
-        stored = self._stored(tensor, state, label)
+        stored = tensor.states[state]
         wanted = [box for rect, parts in stack(pieces) for box in _boxes(rect, parts, target.detach())]
         sources = {piece.rect: piece for piece in stored.pieces}
         # As the offset of a wanted piece stands its index in `wanted`.
@@ -114,18 +112,23 @@ class ChunkReader:
         for rect in sorted(meet, key=lambda rect: (sources[rect].file, sources[rect].offset)):
             self._read_source(_ChunkSource.of(sources[rect], stored.dtype, label), meet[rect])
 
-    def _stored(self, tensor: StoredTensor, state: str, label: str) -> StoredState:
-        stored = tensor.states.get(state)
-        if stored is None:
-            known = ", ".join(tensor.states) or "nothing"
-            raise CheckpointError(
-                "no-such-state", f"{self._folder.name} has no {label}; it has {known} of {tensor.name}"
-            )
-        if stored.value is not None:
-            raise CheckpointError(
-                "state-is-number", f"{self._folder.name} has {label} as one number, not as a tensor; load its value"
-            )
-        return stored
+    def damages(self, tensor: StoredTensor, state: str, piece: StoredChunk) -> Iterator[DamagedError | None]:
+        """Read all of a stored piece, and yield for each of its blocks what is wrong with it; None where nothing is.
+
+        Args:
+            tensor: as the manifest has it.
+            state: which of its states.
+            piece: one of that state's.
+        """
+        source = _ChunkSource.of(piece, tensor.states[state].dtype, f"{tensor.name} {state}")
+        memory = memory_of(self._buffer(torch.device("cpu")))
+        for start in range(0, source.num_bytes, BLOCK_BYTES):
+            try:
+                self._fetch(source, start, memory[: min(BLOCK_BYTES, source.num_bytes - start)])
+            except DamagedError as error:
+                yield error  # what comes after a bad sector may be readable
+            else:
+                yield None
 
     def _read_source(self, source: _ChunkSource, boxes: list[_Box]) -> None:
         """Read the boxes from one stored piece, which contains all of them."""

@@ -32,7 +32,6 @@ from shardwise.checkpoint.manifest import (
     tensor_to_json,
 )
 from shardwise.checkpoint.match import listed_names
-from shardwise.runtime.state_shards import PARAM
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.compare import ChangedState, ChangedValues, StateDifference
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 
 # How many of many things are listed, unless all are asked for.
 MAX_SHOWN: Final = 20
-_MAX_FILES: Final = 8
 _MAX_VALUE: Final = 60
 _LABEL_WIDTH: Final = 10
 _KIND_LABELS: Final[Mapping[str, str]] = MappingProxyType({"buffer": "buffers", "rank": "of ranks"})
@@ -80,24 +78,18 @@ def render_checkpoint(folder: Path, manifest: Manifest) -> RenderableType:
     grid.add_column(overflow="fold")
     for label, value in _facts(manifest):
         grid.add_row(label, Text(value))
-    return Group(Text(str(folder), style="bold"), "", grid, "", _state_table(manifest), "", _file_table(manifest))
+    return Group(Text(str(folder), style="bold"), "", grid, "", _state_table(manifest))
 
 
 def render_tensors(tensors: Sequence[StoredTensor]) -> RenderableType:
-    """Render tensors, in a table for each kind and set of states, so that these need no columns."""
-    groups: dict[str, list[StoredTensor]] = {}
+    """Render tensors with their shapes and states."""
+    table = _table("tensor", "shape", "states", right=("shape",), fold=("tensor", "states"))
     for tensor in tensors:
-        groups.setdefault(_signature(tensor), []).append(tensor)
-    blocks: list[RenderableType] = []
-    for signature, members in groups.items():
-        table = _table("tensor", "shape", "pieces", right=("shape", "pieces"), fold=("tensor",))
-        for tensor in members:
-            names = Text(tensor.name)
-            for alias in tensor.aliases:
-                names.append(f"\n  = {alias}", style="dim")
-            table.add_row(names, _shape(tensor.shape), _num_pieces(tensor))
-        blocks += ["", Text(f"{_count(len(members), 'tensor')}: {signature}", style="bold"), table]
-    return Group(*blocks)
+        names = Text(tensor.name)
+        for alias in tensor.aliases:
+            names.append(f"\n  = {alias}", style="dim")
+        table.add_row(names, " × ".join(map(str, tensor.shape)) or "scalar", _signature(tensor))
+    return Group("", table)
 
 
 def matching(tensors: Sequence[StoredTensor], pattern: str) -> list[StoredTensor]:
@@ -169,25 +161,21 @@ def describe_layout(manifest: Manifest) -> str:
     >>> describe_layout(Manifest(1, (), {}, layout={"mesh": {"pp": 2}, "stage": 1, "pipeline": pipeline}))
     'ZeRO-1 over 2 ranks, pp 2, 1f1b over 2 stages from embed, blocks.2'
     """
-    mesh = manifest.layout.get("mesh") or manifest.config.get("mesh") or {}
-    axes = {name: size for name, size in mesh.items() if isinstance(size, int) and size > 1}
+    layout = manifest.layout
+    axes = {name: size for name, size in (layout.get("mesh") or {}).items() if size > 1}
     parts = []
-    stage = manifest.layout.get("stage", (manifest.config.get("zero") or {}).get("stage"))
-    num_ranks = math.prod(axes.values())
-    if stage is not None:
-        parts.append(f"ZeRO-{stage} over {_count(num_ranks, 'rank')}")
-    elif mesh:
-        parts.append(_count(num_ranks, "rank"))
+    if "stage" in layout:
+        parts.append(f"ZeRO-{layout['stage']} over {_count(math.prod(axes.values()), 'rank')}")
     if len(axes) > 1 or "pp" in axes:
         parts.append(" × ".join(f"{name} {size}" for name, size in axes.items()))
-    if pipeline := manifest.layout.get("pipeline"):
+    if pipeline := layout.get("pipeline"):
         starts = pipeline["starts"]
         parts.append(f"{pipeline['schedule']} over {_count(len(starts), 'stage')} from {listed_names(starts)}")
-    precision = manifest.layout.get("precision") or manifest.config.get("precision") or {}
+    precision = layout.get("precision") or {}
     if "param" in precision:
         master = precision.get("master", precision["param"])
         parts.append(precision["param"] + (f" with {master} master" if master != precision["param"] else ""))
-    tiers = manifest.layout.get("tiers") or {}
+    tiers = layout.get("tiers") or {}
     parts += [f"{name} {_TIERS[tiers[role]]}" for role, name in _ROLES.items() if tiers.get(role) in _TIERS]
     return ", ".join(parts) or "an unknown layout"
 
@@ -210,8 +198,7 @@ def render_verification(folder: Path, found: Verification, took_s: float) -> Ren
         return Group(*lines)
     num_tensors, num_files = len(found.manifest.tensors), len(found.manifest.files)
     what = f"{_count(num_tensors, 'tensor')}, {_count(num_files, 'file')}"
-    unchecked = f"; {decimal(found.num_unchecked_bytes)} of it has no checksums" if found.num_unchecked_bytes else ""
-    lines.append(Text(f"{folder.name} is whole: {what}, {read}{unchecked}", style="green"))
+    lines.append(Text(f"{folder.name} is whole: {what}, {read}", style="green"))
     return Group(*lines)
 
 
@@ -226,25 +213,27 @@ def render_difference(a: Path, b: Path, found: StateDifference, show_all: bool =
     """
     limit = None if show_all else MAX_SHOWN
     blocks: list[RenderableType] = [Text(f"A  {a}\nB  {b}")]
-    for title, names in (("only in A", found.only_a), ("only in B", found.only_b)):
-        if names:
-            blocks += ["", Text(f"{title}: {len(names):,}", style="bold"), *map(Text, names[:limit])]
-            blocks += _more(len(names), "names", limit)
-    kinds = found.kinds if show_all else _merged(found.kinds)
-    for title, changes in (("kind", kinds), ("config", found.config), ("run", found.run)):
+    tensors = found.tensors if show_all else _merged(found.tensors)
+    for title, changes in (("tensor", tensors), ("config", found.config), ("run", found.run)):
         if changes:
-            blocks += ["", _changes_table(title, changes[:limit]), *_more(len(changes), "changes", limit)]
+            table = _table(title, "A", "B", fold=(title, "A", "B"))
+            for change in changes[:limit]:
+                table.add_row(change.key, _short(change.a), _short(change.b))
+            blocks += ["", table, *_more(len(changes), "changes", limit)]
     if found.values:
-        blocks += ["", _values_by_state(found.values), "", _values_table(found.values, limit)]
-        blocks += _more(len(found.values), "states", limit)
+        right = ("elements", "max |a − b|")
+        table = _table("values", "state", *right, right=right, fold=("values",))
+        for each in sorted(found.values, key=_severity, reverse=True)[:limit]:
+            number = "all" if each.num_different == each.numel else f"{each.num_different:,}"
+            table.add_row(each.name, each.state, number, f"{each.max_abs:.3g}")
+        blocks += ["", table, *_more(len(found.values), "states", limit)]
     blocks.append("")
     if not found:
         blocks.append(Text(f"equal: {_count(found.num_states, 'state')}, bit for bit", style="green"))
         return Group(*blocks)
     parts = [
         (len(found.values), f"values of {len(found.values):,} of {_count(found.num_states, 'state')}"),
-        (len(found.only_a) + len(found.only_b), "names"),
-        (len(found.kinds), "kinds"),
+        (len(found.tensors), "tensors"),
         (len(found.config), _count(len(found.config), "config key")),
         (len(found.run), "run"),
     ]
@@ -322,6 +311,7 @@ def _facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
     yield "written by", describe_layout(manifest)
     if optimizer := _optimizer(manifest):
         yield "optimizer", optimizer
+    yield "files", f"{len(manifest.files):,}, {decimal(sum(manifest.files.values()))} in all"
     if manifest.extra is not None:
         yield "extra", ", ".join(manifest.extra) if isinstance(manifest.extra, Mapping) else str(manifest.extra)
 
@@ -349,37 +339,11 @@ def _state_table(manifest: Manifest) -> Table:
     return table
 
 
-def _file_table(manifest: Manifest) -> RenderableType:
-    counts = dict.fromkeys(manifest.files, 0)
-    for tensor in manifest.tensors:
-        for state in tensor.states.values():
-            for piece in state.pieces:
-                counts[piece.file] = counts.get(piece.file, 0) + 1
-    table = _table("file", "size", "pieces", right=("size", "pieces"), fold=("file",))
-    for file, num_bytes in list(manifest.files.items())[:_MAX_FILES]:
-        table.add_row(file, decimal(num_bytes), f"{counts[file]:,}")
-    if len(counts) > _MAX_FILES:
-        others = list(manifest.files)[_MAX_FILES:]
-        num_pieces = sum(counts[file] for file in others)
-        table.add_row(
-            f"and {len(others):,} more", decimal(sum(manifest.files[file] for file in others)), f"{num_pieces:,}"
-        )
-    if len(counts) > 1:
-        table.add_row("in all", decimal(sum(manifest.files.values())), f"{sum(counts.values()):,}", style="bold")
-    return table
-
-
 def _signature(tensor: StoredTensor) -> str:
     """Return a tensor's kind and states as text: `param F32, exp_avg F32, step`."""
     states = [name if state.value is not None else f"{name} {state.dtype}" for name, state in tensor.states.items()]
     kind = "" if tensor.kind == "parameter" and tensor.trainable else "frozen, "
     return (kind if tensor.kind == "parameter" else f"{_KIND_LABELS[tensor.kind]}, ") + ", ".join(states)
-
-
-def _num_pieces(tensor: StoredTensor) -> str:
-    """Return the number of pieces of each state, in their order; one number if all have as many."""
-    numbers = [len(state.pieces) for state in tensor.states.values() if state.value is None]
-    return " ".join(map(str, numbers if len(set(numbers)) > 1 else numbers[:1]))
 
 
 def _state_json(state: StoredState) -> dict[str, Any]:
@@ -392,39 +356,11 @@ def _merged(changes: Sequence[ChangedState]) -> list[ChangedState]:
     """Merge equal changes of several tensors into one, such as those of a number of steps."""
     groups: dict[tuple[str, str, str], list[ChangedState]] = {}
     for change in changes:
-        name = change.key.rpartition(" ")[2]
-        what = name.rpartition("/")[2] if "/" in name else name if " " in change.key else PARAM
-        groups.setdefault((what, str(change.a), str(change.b)), []).append(change)
+        groups.setdefault((change.key.rpartition(" ")[2], str(change.a), str(change.b)), []).append(change)
     return [
         members[0] if len(members) == 1 else replace(members[0], key=f"{what} of {_count(len(members), 'tensor')}")
         for (what, _, _), members in groups.items()
     ]
-
-
-def _changes_table(title: str, changes: Sequence[ChangedState]) -> Table:
-    table = _table(title, "A", "B", fold=(title, "A", "B"))
-    for change in changes:
-        table.add_row(change.key, _short(change.a), _short(change.b))
-    return table
-
-
-def _values_by_state(values: Sequence[ChangedValues]) -> Table:
-    right = ("tensors", "max |a − b|")
-    table = _table("state", *right, "in", right=right, fold=("in",))
-    for state in dict.fromkeys(each.state for each in values):
-        members = [each for each in values if each.state == state]
-        worst = max(members, key=_severity)
-        table.add_row(state, f"{len(members):,}", f"{worst.max_abs:.3g}", worst.name)
-    return table
-
-
-def _values_table(values: Sequence[ChangedValues], limit: int | None) -> Table:
-    right = ("elements", "max |a − b|")
-    table = _table("values", "state", *right, right=right, fold=("values",))
-    for each in sorted(values, key=_severity, reverse=True)[:limit]:
-        number = "all" if each.num_different == each.numel else f"{each.num_different:,}"
-        table.add_row(each.name, each.state, number, f"{each.max_abs:.3g}")
-    return table
 
 
 def _severity(values: ChangedValues) -> float:
@@ -451,10 +387,6 @@ def _speed(num_bytes: int, took_s: float, done: str) -> str:
 
 def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
-def _shape(shape: Sequence[int]) -> str:
-    return " × ".join(map(str, shape)) or "scalar"
 
 
 def _short(value: Any) -> str:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import inspect
 import json
 import logging
 import math
@@ -82,7 +81,7 @@ def scheduler_state(scheduler: Any) -> dict[str, Any] | None:
 
 def restore_scheduler(scheduler: Any, saved: Mapping[str, Any] | None) -> None:
     """Give the schedule, of the same class, the state that `scheduler_state` returned."""
-    if saved is not None:
+    if saved is not None and scheduler is not None:
         scheduler.load_state_dict(_like(scheduler.state_dict(), saved["state"]))
 
 
@@ -121,7 +120,7 @@ def misfits(saved: Mapping[str, Any], optimizer: Optimizer, scheduler: Any, take
     """
     found: dict[str, str] = {}
     kind, saved_optimizer = type(optimizer).__name__, saved["optimizer"]
-    if saved_optimizer.get("kind", kind) != kind:
+    if saved_optimizer.get("kind", kind) not in (kind, ""):  # "" where another library has not written it
         found["states"] = f"states of {saved_optimizer['kind']}, but the optimizer is {kind}"
     if not takes_options:
         return found
@@ -131,13 +130,14 @@ def misfits(saved: Mapping[str, Any], optimizer: Optimizer, scheduler: Any, take
         found["options"] = f"options of {len(groups)} parameter groups, but the optimizer has {there}"
     elif wrong := [each for pair in zip(optimizer.param_groups, groups, strict=True) for each in _strange(*pair)]:
         found["options"] = f"the optimizer's {wrong[0]}"
-    elif wrong := [text for each in groups if (text := _refusal(optimizer, each))]:
-        found["options"] = f"options that {kind} refuses: {wrong[0]}"
     kind, saved_scheduler = type(scheduler).__name__, saved["scheduler"]
-    if saved_scheduler is None:
+    if saved_scheduler is None or (scheduler is None and not saved_scheduler["kind"]):
         return found
-    if saved_scheduler["kind"] != kind or not hasattr(scheduler, "load_state_dict"):
-        found["scheduler"] = f"a {saved_scheduler['kind']}, but the scheduler is {kind}"
+    saved_kind = saved_scheduler["kind"]
+    if not saved_kind and hasattr(scheduler, "state_dict"):  # then its keys say what class it may be of
+        saved_kind = kind if scheduler.state_dict().keys() <= saved_scheduler["state"].keys() else "schedule of another"
+    if saved_kind != kind or not hasattr(scheduler, "load_state_dict"):
+        found["scheduler"] = f"a {saved_kind}, but the scheduler is {kind}"
     elif len(groups) != len(optimizer.param_groups):
         found["scheduler"] = f"a {kind} of {len(groups)} parameter groups"
     elif wrong := _strange(scheduler.state_dict(), saved_scheduler["state"]):
@@ -163,19 +163,6 @@ def check_whole(saved: Mapping[str, Any]) -> None:
         raise CheckpointError(
             "run-state-incomplete", f"the state of the run is not whole: {wrong[0]}; use an older checkpoint, or {_FIX}"
         )
-
-
-def _refusal(optimizer: Optimizer, options: Mapping[str, Any]) -> str:
-    """Return the error of the optimizer's class against options, such as betas above 1; "" if it accepts them."""
-    accepted = inspect.signature(type(optimizer)).parameters.keys() - _HINTS
-    given = {key: _like(optimizer.defaults.get(key), value) for key, value in options.items() if key in accepted}
-    try:
-        type(optimizer)([torch.zeros(1)], **given)
-    except ValueError as error:
-        return str(error)
-    except Exception:  # the class cannot be constructed from a parameter and options alone
-        return ""
-    return ""
 
 
 def _strange(current: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:

@@ -26,16 +26,15 @@ from dataclasses import dataclass, field
 from itertools import chain, groupby, pairwise
 from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
-from types import MappingProxyType
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.file_ranges import read_spans
+from shardwise.checkpoint.commit import named_errors
+from shardwise.checkpoint.file_ranges import Span, read_spans
 from shardwise.checkpoint.manifest import (
     BLOCK_BYTES,
-    CheckpointError,
     RankManifest,
     StoredChunk,
     StoredState,
@@ -44,7 +43,6 @@ from shardwise.checkpoint.manifest import (
     merge_parts,
 )
 from shardwise.checkpoint.safetensors_io import TensorHeader, dtype_name, encode_header
-from shardwise.config.errors import system_code
 from shardwise.layout.slicing import Chunk, Rect, stack
 from shardwise.runtime.pinned_memory import memory_of
 from shardwise.runtime.state_shards import ScalarState, StateShard
@@ -54,16 +52,6 @@ _BATCH_BYTES: Final = 4 * BLOCK_BYTES
 _BATCH_BUFFERS: Final = 512
 # Pages are written back to the disk in steps of this size while the next ones are written, not all in the fsync.
 _WRITE_BACK_BYTES: Final = 32 * BLOCK_BYTES
-_FIXES: Final = MappingProxyType(
-    {
-        errno.ENOSPC: "free some space there, or save elsewhere",
-        errno.EDQUOT: "free some space within the quota, or save elsewhere",
-        errno.EFBIG: "save on a file system, or under a limit, that allows files so large",
-        errno.EROFS: "make the folder writable, or save elsewhere",
-        errno.EACCES: "make the folder writable, or save elsewhere",
-        errno.EEXIST: "save to a fresh folder",
-    }
-)
 
 
 def write_state_shards(
@@ -71,7 +59,7 @@ def write_state_shards(
     file: str,
     state_shards: Sequence[StateShard],
     numbers: Sequence[ScalarState],
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], None] = lambda _: None,
 ) -> RankManifest:
     """Write the pieces that this rank is to write into one new file, and sync it.
 
@@ -80,13 +68,13 @@ def write_state_shards(
         file: the name of the new file. A rank that has nothing to write makes none.
         state_shards: what the rank holds; several may be parts of one state.
         numbers: states that are one number, of parameters among the state shards; only the result has them.
-        progress: called now and then with how many more bytes have been written; None for no calls.
+        progress: called now and then with how many more bytes have been written.
 
     Returns:
         The place of each piece in the file, with the checksums.
 
     Raises:
-        CheckpointError: the file cannot be written, a dtype has no name in it, or a number is of no parameter here.
+        CheckpointError: the file cannot be written, or a dtype has no name in it.
     """
     jobs = [
         _WriteJob.of(state_shard, rect, pieces)
@@ -97,7 +85,7 @@ def write_state_shards(
     num_bytes = max((offset + job.num_bytes for job, offset in zip(jobs, offsets, strict=True)), default=0)
     if jobs:
         in_file = sorted(zip(offsets, jobs, strict=True), key=lambda pair: pair[0])
-        _write_file(folder / file, header, [job for _, job in in_file], num_bytes, progress or (lambda _: None))
+        _write_file(folder / file, header, [job for _, job in in_file], num_bytes, progress)
     pieces_of: dict[int, list[StoredChunk]] = {}
     for job, offset in zip(jobs, offsets, strict=True):
         pieces_of.setdefault(id(job.state_shard), []).append(StoredChunk(job.rect, file, offset, tuple(job.crcs)))
@@ -120,11 +108,6 @@ def _stored(state_shard: StateShard, states: dict[str, StoredState]) -> StoredTe
 def _stored_numbers(state_shards: Sequence[StateShard], numbers: Sequence[ScalarState]) -> Iterator[StoredTensor]:
     by_name = {state_shard.name: state_shard for state_shard in state_shards}
     for number in numbers:
-        if number.name not in by_name:
-            raise CheckpointError(
-                "state-without-parameter",
-                f"{number.name}/{number.state} is a state of no parameter here; list its state shard, too",
-            )
         is_python = number.dtype in ("int", "float")
         dtype = number.dtype if is_python else dtype_name(getattr(torch, number.dtype))
         yield _stored(by_name[number.name], {number.state: StoredState(dtype, value=number.value)})
@@ -134,20 +117,19 @@ def _stored_numbers(state_shards: Sequence[StateShard], numbers: Sequence[Scalar
 class _WriteJob:
     """Describes one entry of the file: a rectangle, and the spans of the state's bytes that contain it row-major.
 
-    `source` is the state's memory, 1-D uint8; None where it is stored in a file. `crcs` fills as blocks are written.
+    `crcs` fills as blocks are written.
     """
 
     state_shard: StateShard
     rect: Rect
     entry: TensorHeader
-    source: Tensor | None
-    spans: tuple[tuple[int, int], ...]
+    spans: tuple[Span, ...]
     crcs: list[int] = field(default_factory=list)
 
     @classmethod
     def of(cls, state_shard: StateShard, rect: Rect, pieces: Sequence[Chunk]) -> _WriteJob:
-        item, tensor = state_shard.flat.dtype.itemsize, state_shard.flat.tensor
-        spans: list[tuple[int, int]] = []
+        item = state_shard.flat.dtype.itemsize
+        spans: list[Span] = []
         for piece in pieces:
             start, stop = piece.local_offset * item, piece.local_stop * item
             if spans and spans[-1][1] == start:
@@ -156,16 +138,15 @@ class _WriteJob:
                 spans.append((start, stop))
         key = entry_key(state_shard.name, state_shard.global_shape, state_shard.state, rect)
         entry = TensorHeader(key, dtype_name(state_shard.flat.dtype), rect.shape)
-        source = None if tensor is None else tensor.detach().view(torch.uint8)
-        return cls(state_shard, rect, entry, source, tuple(spans))
+        return cls(state_shard, rect, entry, tuple(spans))
 
     @property
     def num_bytes(self) -> int:
         return sum(stop - start for start, stop in self.spans)
 
-    def blocks(self) -> Iterator[list[tuple[int, int]]]:
+    def blocks(self) -> Iterator[list[Span]]:
         """Yield the spans of each `BLOCK_BYTES` of the entry."""
-        block: list[tuple[int, int]] = []
+        block: list[Span] = []
         free_bytes = BLOCK_BYTES
         for start, stop in self.spans:
             while stop - start >= free_bytes:
@@ -181,8 +162,13 @@ class _WriteJob:
 @dataclass(frozen=True)
 class _ShardBlock:
     job: _WriteJob
-    spans: list[tuple[int, int]]
+    spans: list[Span]
     num_bytes: int
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """Return the state's tensor; None where it is stored in a file."""
+        return self.job.state_shard.flat.tensor
 
 
 def _batches(jobs: Sequence[_WriteJob]) -> Iterator[list[_ShardBlock]]:
@@ -211,41 +197,28 @@ class _WriteBuffer:
         place = 0
         for _, same_job in groupby(batch, key=lambda block: id(block.job)):
             blocks = list(same_job)
-            source = blocks[0].job.source
-            if source is None:
-                found += _from_file(blocks)
-            elif source.device.type == "cpu":
-                found += [_in_host_memory(source, block.spans) for block in blocks]
-            else:
+            tensor = blocks[0].tensor
+            if tensor is not None and tensor.device.type != "cpu":
                 for block in blocks:
-                    found.append(self._pin(source, block, place))
+                    found.append(self._pin(tensor, block, place))
                     place += block.num_bytes
+                continue
+            # One read for all blocks of an entry that follow one another in the state.
+            memory = read_spans(blocks[0].job.state_shard, [span for block in blocks for span in block.spans])
+            for block in blocks:
+                found.append(memory[: block.num_bytes])
+                memory = memory[block.num_bytes :]
         return found
 
-    def _pin(self, source: Tensor, block: _ShardBlock, place: int) -> memoryview:
+    def _pin(self, tensor: Tensor, block: _ShardBlock, place: int) -> memoryview:
         """Copy a block from a GPU to a place in the pinned buffer, and return its bytes there."""
         if self._pinned is None:
             self._pinned = torch.empty(_BATCH_BYTES, dtype=torch.uint8, pin_memory=True)
         staged = self._pinned[place : place + block.num_bytes]
+        source = tensor.detach().view(torch.uint8)
         parts = [source[start:stop] for start, stop in block.spans]
         staged.copy_(parts[0] if len(parts) == 1 else torch.cat(parts))
         return memory_of(staged)
-
-
-def _in_host_memory(source: Tensor, spans: Sequence[tuple[int, int]]) -> memoryview:
-    view = memory_of(source)
-    if len(spans) == 1:
-        return view[slice(*spans[0])]
-    return memoryview(b"".join([view[start:stop] for start, stop in spans]))
-
-
-def _from_file(blocks: Sequence[_ShardBlock]) -> Iterator[memoryview]:
-    """Yield the bytes of blocks that follow one another in one entry, in as few reads as possible."""
-    memory = read_spans(blocks[0].job.state_shard, [span for block in blocks for span in block.spans])
-    place = 0
-    for block in blocks:
-        yield memory[place : place + block.num_bytes]
-        place += block.num_bytes
 
 
 def _loaded(jobs: Sequence[_WriteJob], helpers: ThreadPool) -> Iterator[tuple[list[_ShardBlock], list[memoryview]]]:
@@ -254,7 +227,7 @@ def _loaded(jobs: Sequence[_WriteJob], helpers: ThreadPool) -> Iterator[tuple[li
     ahead: AsyncResult[list[memoryview]] | None = None
     for batch, following in pairwise(chain(_batches(jobs), [[]])):
         buffers = staging.load(batch) if ahead is None else ahead.get()
-        is_in_files = bool(following) and all(block.job.source is None for block in following)
+        is_in_files = bool(following) and all(block.tensor is None for block in following)
         ahead = helpers.apply_async(staging.load, (following,)) if is_in_files else None
         yield batch, buffers
 
@@ -262,32 +235,28 @@ def _loaded(jobs: Sequence[_WriteJob], helpers: ThreadPool) -> Iterator[tuple[li
 def _write_file(
     path: Path, header: bytes, jobs: Sequence[_WriteJob], num_bytes: int, progress: Callable[[int], None]
 ) -> None:
-    end = written_back = 0
-    try:
-        # No executor of `concurrent.futures`: it takes no work once the main thread has ended, while a save goes on.
-        with path.open("xb", buffering=0) as file, ThreadPool(2) as helpers:
-            descriptor = file.fileno()
-            _reserve(descriptor, num_bytes)
-            end += _write(descriptor, [memoryview(header)])
-            for batch, buffers in _loaded(jobs, helpers):
-                crcs = helpers.apply_async(lambda buffers: [zlib.crc32(buffer) for buffer in buffers], (buffers,))
-                written = _write(descriptor, buffers)
-                for block, crc in zip(batch, crcs.get(), strict=True):
-                    block.job.crcs.append(crc)
-                end += written
-                progress(written)
-                if end - written_back >= _WRITE_BACK_BYTES:
-                    # On Linux this advice starts the write-back of dirty pages and does not wait for it. It is at least
-                    # as fast as sync_file_range, which Python lacks, and as direct I/O, which needs aligned copies.
-                    os.posix_fadvise(descriptor, written_back, end - written_back, os.POSIX_FADV_DONTNEED)
-                    written_back = end
-            os.fsync(descriptor)
-    except OSError as error:
-        fix = _FIXES.get(error.errno or 0, "look at that disk, or save elsewhere")
-        raise CheckpointError(
-            system_code(error, "write-refused"),
-            f"{path}: {error.strerror}, after {end} of the {num_bytes} bytes that this rank saves; {fix}",
-        ) from error
+    # No executor of `concurrent.futures`: it takes no work once the main thread has ended, while a save goes on.
+    with (
+        named_errors("write", path, "write-refused"),
+        path.open("xb", buffering=0) as file,
+        ThreadPool(2) as helpers,
+    ):
+        descriptor = file.fileno()
+        _reserve(descriptor, num_bytes)
+        end, written_back = _write(descriptor, [memoryview(header)]), 0
+        for batch, buffers in _loaded(jobs, helpers):
+            crcs = helpers.apply_async(lambda buffers: [zlib.crc32(buffer) for buffer in buffers], (buffers,))
+            written = _write(descriptor, buffers)
+            for block, crc in zip(batch, crcs.get(), strict=True):
+                block.job.crcs.append(crc)
+            end += written
+            progress(written)
+            if end - written_back >= _WRITE_BACK_BYTES:
+                # On Linux this advice starts the write-back of dirty pages and does not wait for it. It is at least as
+                # fast as sync_file_range, which Python lacks, and as direct I/O, which needs aligned copies.
+                os.posix_fadvise(descriptor, written_back, end - written_back, os.POSIX_FADV_DONTNEED)
+                written_back = end
+        os.fsync(descriptor)
 
 
 def _reserve(descriptor: int, num_bytes: int) -> None:

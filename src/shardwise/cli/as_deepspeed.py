@@ -7,7 +7,7 @@ import os
 import shlex
 
 from shardwise.config.resolve import ConfigError
-from shardwise.launch.deepspeed import deepspeed_environment
+from shardwise.launch.as_deepspeed import deepspeed_environment
 from shardwise.report.console import refuse
 
 _EXAMPLES = """\

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import socket
 import sys
@@ -288,12 +287,7 @@ def watch(store: dist.Store | None, comm_log: CommLog, timeline: Timeline, run: 
     """
     if store is None or run.watchdog_s == 0:
         return None
-    return Watchdog(store, comm_log, timeline, dist.get_world_size(), watch_patience_s(run))
-
-
-def watch_patience_s(run: RunConfig) -> float:
-    """Return for how many seconds a rank waits for others before it says so; infinity where the watchdog is off."""
-    return min(run.watchdog_s, run.timeout_s / 2) if run.watchdog_s else math.inf
+    return Watchdog(store, comm_log, timeline, dist.get_world_size(), min(run.watchdog_s, run.timeout_s / 2))
 
 
 def _key(call: Collective) -> str:

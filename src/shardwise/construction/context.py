@@ -77,11 +77,10 @@ class _Construction:
 
     def on_parameter(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         """Shard the parameters of the module before, and keep this one whole while its own is constructed."""
-        if not self._is_mine(parameter):
-            return
+        if not self._is_mine(parameter) or (self._comm is None and getattr(module, name, None) is not None):
+            return  # such as one whose values are given in place of those to be drawn, by a loader
         if self._comm is None:
-            if getattr(module, name, None) is None:  # else its values are given, by a loader
-                mark(parameter, KeyedValues(self._seed, f"{type(module).__name__}.{name}"))
+            mark(parameter, KeyedValues(self._seed))
             return
         if module is not self._module:
             self._shard_whole()

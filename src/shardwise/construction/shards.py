@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.collectives import Comm
-from shardwise.runtime.keyed_rng import is_drawing
+from shardwise.runtime.keyed_rng import other_use
 from shardwise.runtime.param_guard import READABLE, ReleasedParameterError, set_parameter_class
 from shardwise.runtime.torch_private import HAS_COMPATIBLE_TYPE, plain_torch_functions, pytree, set_data
 
@@ -27,10 +27,10 @@ USE_INSIDE_INIT: Final[ContextVar[Callable[[Sequence[nn.Parameter]], None] | Non
 
 @dataclass(frozen=True)
 class KeyedValues:
-    """Says that a parameter's values are drawn later, keyed by a seed; errors call it by this name."""
+    """Says that a parameter's values are drawn later, keyed by a seed, unless other code has used it there since."""
 
     seed: int
-    name: str
+    used_at: str = ""
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,10 @@ class ShardedParameter(nn.Parameter):
     ) -> Any:
         if func == _SET_DATA and isinstance(args[0], ShardedParameter):
             return _replace_data(args[0], args[1])
-        if func in _WHERE and USE_INSIDE_INIT.get() and isinstance(values := values_of(args[0]), ParamShard):
-            args = (values.local,)  # much code leaves tensors alone that are on meta
+        if func is Tensor.detach and USE_INSIDE_INIT.get() is None and isinstance(values_of(args[0]), ParamShard):
+            return args[0]  # for `state_dict()`, of which loaders want names and shapes; its values are still refused
+        if func in _WHERE and isinstance(values := values_of(args[0]), ParamShard):
+            args = (values.local,)  # much code leaves tensors alone that are on meta, or moves others there
         elif func not in READABLE and func not in _ON_META:
             _prepare(pytree.tree_leaves((args, kwargs)))
         with plain_torch_functions():
@@ -149,22 +151,21 @@ def gathered_shards(parameters: Sequence[nn.Parameter], takes_first: bool) -> It
 
 def refuse(parameters: Sequence[nn.Parameter]) -> NoReturn:
     """Raise an error that says why the first of the parameters cannot be used."""
-    values, shape, code = values_of(parameters[0]), tuple(parameters[0].shape), "parameter-sharded"
-    text = f"of this parameter of shape {shape} each rank holds a slice; use it in "
-    text += "`with shardwise.gathered(parameters):`, or give its model to shardwise.initialize"
-    if isinstance(values, KeyedValues):
-        code, text = "parameter-not-drawn", f"{values.name} of shape {shape} is drawn in shardwise.initialize, by "
-        text += "reset_parameters() of its module and _init_weights() of the model, and other code cannot use it "
-        text += "before; leave out the seed, or write it in `with engine.gathered(write=True):`"
-    raise ReleasedParameterError(code, text)
+    raise ReleasedParameterError(
+        "parameter-sharded",
+        f"of this parameter of shape {tuple(parameters[0].shape)} each rank holds a slice; "
+        "use it in `with shardwise.gathered(parameters):`, or give its model to shardwise.initialize",
+    )
 
 
 def _prepare(used: Sequence[Any]) -> None:
-    """Let a function use parameters: make slices whole inside `init()`, and leave those to be drawn to what does so."""
-    sharded = [each for each in used if isinstance(each, ShardedParameter)]
-    needed = [each for each in sharded if not (isinstance(values_of(each), KeyedValues) and is_drawing(each))]
-    if needed:
-        (USE_INSIDE_INIT.get() or refuse)([*needed, *(each for each in used if type(each) is nn.Parameter)])
+    """Let a function use parameters: make slices whole inside `init()`, and note the use of those to be drawn."""
+    slices = [each for each in used if isinstance(each, ShardedParameter) and shard_of(each) is not None]
+    for each in used:
+        if isinstance(each, ShardedParameter) and isinstance(values := values_of(each), KeyedValues):
+            mark(each, KeyedValues(values.seed, other_use(each)))
+    if slices:
+        (USE_INSIDE_INIT.get() or refuse)([*slices, *(each for each in used if type(each) is nn.Parameter)])
 
 
 def _replace_data(parameter: ShardedParameter, data: Tensor) -> None:

@@ -27,13 +27,11 @@ class ParamInitializer:
         has_values: False where another source gives them later, so that none are needed now.
 
     Raises:
-        ConfigError: nothing draws a parameter that is on meta, or a buffer is there.
+        ConfigError: nothing draws a parameter that is on meta, other code has used it, or a buffer is there.
     """
 
     def __init__(self, model: nn.Module, seed: int, has_values: bool = True) -> None:
-        self.has_values = has_values
-        self._model = model
-        self._seed = seed
+        self._model, self._seed, self.has_values = model, seed, has_values
         self._parameters = dict(model.named_parameters())
         self._drawn: tuple[str | None, dict[str, Tensor]] = None, {}  # the last module's
         for name, buffer in model.named_buffers():
@@ -43,9 +41,10 @@ class ParamInitializer:
                     f"buffer {name} is on meta and its values are not known; build the model inside "
                     "`with shardwise.init():`, which keeps buffers real",
                 )
-        for name in self._parameters if has_values else ():
+        for name, parameter in self._parameters.items() if has_values else ():
             if self.is_same_everywhere(name) and not self.is_sharded(name):
-                check_initializers(model, name)
+                values = values_of(parameter)
+                check_initializers(model, name, values.used_at if isinstance(values, KeyedValues) else "")
 
     def is_sharded(self, name: str) -> bool:
         """Return whether each rank holds a slice of a parameter, so that all must read it together."""

@@ -23,7 +23,7 @@ from shardwise.context.apply import apply_context_parallel
 from shardwise.context.batch import BatchSharder
 from shardwise.dropout import KeyedDraws, key_dropouts
 from shardwise.engine.pipeline_runner import PipelineRunner, make_stages
-from shardwise.engine.state_api import ENGINES
+from shardwise.engine.state_api import note_engine
 from shardwise.engine.status import EngineStatus
 from shardwise.engine.step_context import StepContext
 from shardwise.engine.steps import SequentialRunner, StepRunner
@@ -100,7 +100,7 @@ def build(inputs: EngineInputs) -> tuple[StepContext, StepRunner, ExitStack]:
         tiers = _open_tiers(inputs, streams, comms.all.is_simulated)
         cleanup.callback(tiers.close)
         zero = config.zero
-        resources = ShardingResources(comms, pool, memory, timeline, values, tiers, zero.overlap, zero.lockstep)
+        resources = ShardingResources(comms, pool, memory, timeline, values, tiers, zero.overlap, bool(zero.lockstep))
         broadcast_params_across_stages(values, layout, comms)
         sharding = ShardingState(model, layout, resources)
         try:
@@ -199,7 +199,7 @@ def _make_context(
     sharding.before_model = weakref.WeakMethod(context.before_model)  # the model does not keep the engine alive
     sharding.before_backward = weakref.WeakMethod(context.before_own_backward)
     _undo_at_end(cleanup, (sharded.close, step_in_backward.close, context.losses.clear, context.batches.clear))
-    ENGINES[id(context)] = context
+    cleanup.callback(note_engine(context))
     return context, pipes
 
 

@@ -31,15 +31,14 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from shardwise.checkpoint import training_state as trajectory
 from shardwise.checkpoint.async_saver import Saver, SaveRequest
-from shardwise.checkpoint.commit import candidates, read_manifest, step_name, steps_to_delete
+from shardwise.checkpoint.commit import candidates, check_tag, read_manifest, step_name, steps_to_delete
 from shardwise.checkpoint.coordination import StoreBarrier
-from shardwise.checkpoint.hf import describe
+from shardwise.checkpoint.hf.config_files import describe
 from shardwise.checkpoint.load import LoadPlan, LoadReport, own_tensors, plan_load, rank_name
 from shardwise.checkpoint.manifest import CheckpointError, Contents, DamagedError, Manifest
 from shardwise.checkpoint.reader import ChunkReader
 from shardwise.checkpoint.training_state import Role, SavedBuffer, differing, digests, held_buffers, whole
 from shardwise.comm.store import PatientStore
-from shardwise.comm.watchdog import watch_patience_s
 from shardwise.config.errors import EngineError, code_of
 from shardwise.config.untrusted_files import check_nesting
 from shardwise.engine.step_context import StepContext
@@ -114,8 +113,7 @@ class AllRanks:
         self._num_barriers += 1
         comm, store, run = self._context.comm, self._context.comm_factory.store, self._context.config.run
         own_store = None if store is None else PatientStore(store, run.timeout_s, "agreement")
-        timeouts = {"timeout_s": run.timeout_s, "patience_s": watch_patience_s(run)}
-        return StoreBarrier(own_store, self._num_barriers, comm.rank, comm.world_size, subject=subject, **timeouts)
+        return StoreBarrier(own_store, self._num_barriers, comm.rank, comm.world_size, run.timeout_s, subject)
 
 
 class Checkpoints:
@@ -131,10 +129,8 @@ class Checkpoints:
     """
 
     def __init__(self, context: StepContext, follows_config: bool) -> None:
-        run, store, comm = context.config.run, context.comm_factory.store, context.comm
-        self.saver = Saver(
-            store, context.comm_factory.rank, comm.world_size, run.timeout_s, context.device, watch_patience_s(run)
-        )
+        factory, timeout_s = context.comm_factory, context.config.run.timeout_s
+        self.saver = Saver(factory.store, factory.rank, context.comm.world_size, timeout_s, context.device)
         self.ranks = AllRanks(context)
         self._context = context
         self._follows_config = follows_config
@@ -149,6 +145,7 @@ class Checkpoints:
         wait: bool,
         keep_last: int | None,
         keep_every: int | None,
+        tag: str = "",
     ) -> None:
         """Save a checkpoint; the arguments are those of `Engine.save`."""
         context = self._context
@@ -162,6 +159,7 @@ class Checkpoints:
         def prepare(_: Progress) -> str:
             nonlocal manifest, buffers
             _check_choices(contents, keep_last, keep_every)
+            check_tag(tag, keep_last is keep_every is None)
             context.sharding.check_model()
             manifest = self._manifest(contents, extra)
             buffers = saved_buffers(context) if contents != "trainable" else []
@@ -175,8 +173,8 @@ class Checkpoints:
         written = {state_shard.name for state_shard in state_shards if state_shard.written}
         numbers = tuple(each for each in saved if isinstance(each, ScalarState) and each.name in written)
         own = Path(path).resolve() / step_name(context.num_steps)
-        flags = own in self._passed_over, saves_from_files(context.layout)
-        request = SaveRequest(Path(path), manifest, state_shards, numbers, keep_last, keep_every, *flags)
+        flags = own in self._passed_over and not tag, saves_from_files(context.layout)
+        request = SaveRequest(Path(path), manifest, state_shards, numbers, keep_last, keep_every, *flags, tag)
         self.saver.start(request, wait)
         self._passed_over.discard(own)  # the checkpoint there is whole from now on
 

@@ -225,8 +225,7 @@ class Engine:
 
         Args:
             include: of `optimizer`, `master`, `grads`, `params`; None for all.
-            to: "host" moves what is stored on the device to host memory. "nvme" moves that, and what is stored on the
-                host, into a file, so that both memories are free. What is stored on NVMe stays there either way.
+            to: "host" moves what is on the device to host memory; "nvme" moves that and what is on the host to a file.
             path: the folder for that file; None for `tiers.nvme_path`.
             pin_memory: pin the host memory, on CUDA: several times as fast, and torch keeps it for the next time.
 
@@ -279,27 +278,27 @@ class Engine:
         wait: bool = True,
         keep_last: int | None = None,
         keep_every: int | None = None,
+        tag: str = "",
     ) -> None:
         """Save into `path/step-<steps taken>`, from which any layout can load. All ranks call it, between steps.
 
-        The checkpoint appears whole or not at all, and never replaces another: one of this step that `load` found
-        damaged is renamed first. `path/latest` names the newest.
+        It appears whole or not at all, and replaces none but one of its tag. `path/latest` names the newest.
 
         Args:
-            path: a folder that all ranks share; it is made where it is missing.
+            path: a folder that all ranks share; made if missing.
             contents: "all"; "trainable", without frozen parameters (adapters alone); or "weights" and buffers only.
             extra: any JSON value; that of rank 0 is saved, and `load` returns it.
-            wait: return once it is written. Otherwise the states are copied, and written while training goes on; an
-                error there is raised by the next `step`, `save` or `finish_saves`. With states on NVMe it always waits.
-            keep_last: how many of the newest checkpoints in `path` stay once this one is written; None for all.
+            wait: return once it is written. Otherwise a copy is written while training goes on, and an error there is
+                raised by the next `step`, `save` or `finish_saves`. With states on NVMe it always waits.
+            keep_last: how many of the newest stay, besides those of `keep_every`; None for all.
             keep_every: checkpoints whose step is a multiple of this always stay.
+            tag: save into `path/<tag>` instead, and replace what is there; it excludes `keep_last` and `keep_every`.
 
         Raises:
-            CheckpointError: on every rank: it cannot be written, the checkpoint of that step exists already, or a
-                parameter was moved or written outside the engine.
+            CheckpointError: on every rank: it exists or cannot be written, or a parameter was moved or written outside.
             EngineError: gradients are accumulated, which a checkpoint does not keep.
         """
-        self.checkpoints.save(path, contents, extra, wait, keep_last, keep_every)
+        self.checkpoints.save(path, contents, extra, wait, keep_last, keep_every, tag)
 
     def finish_saves(self) -> Path | None:
         """Wait until the save under way is written, and return the newest checkpoint of this engine, if there is one.
@@ -309,22 +308,23 @@ class Engine:
         """
         return self.checkpoints.saver.wait()
 
-    def load(self, path: str | Path, *, strict: bool = True, weights_only: bool = False) -> LoadReport:
+    def load(self, path: str | Path, *, strict: bool = True, weights_only: bool = False, tag: str = "") -> LoadReport:
         """Load a checkpoint that any layout saved: its world size, stage, tensor parallelism, precision may differ.
 
-        Each rank reads its own shards. All ranks call it. Gradients are dropped. After a failure of the host or of NVMe
-        the engine can be used again once a checkpoint is loaded, unless other ranks have given up a collective.
+        DeepSpeed's are read too. All ranks call it. Gradients are dropped. After a failure of the host or of NVMe the
+        engine can be used again after a load, unless other ranks have given up a collective.
 
         Args:
             path: a checkpoint, `step-...`; or the folder of several, whose newest that is whole is taken.
             strict: everything must fit; otherwise what fits is loaded, and the report says what was skipped.
             weights_only: take parameters and buffers; optimizer, schedule and number of steps stay as they are.
+            tag: the name of the checkpoint's folder in `path`; empty for the newest.
 
         Raises:
             CheckpointError: it does not fit the model; nothing has been changed.
             DamagedError: no checkpoint there is whole; it names each with its damage. The engine needs another load.
         """
-        return self.checkpoints.load(path, strict, weights_only)
+        return self.checkpoints.load(Path(path, tag), strict, weights_only)
 
     def import_weights(self, folder: str | Path, *, names: Names | None = None, strict: bool = True) -> LoadReport:
         """Read a Hugging Face folder straight into the shards: only its parameters and persistent buffers.

@@ -9,16 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.checkpoint.hf import (
-    ExportRequest,
-    NameMap,
-    config_files,
-    describe,
-    export_jointly,
-    names_of,
-    open_folder,
-    wanted_of,
-)
+from shardwise.checkpoint.hf.config_files import config_files, describe, names_of, wanted_of
+from shardwise.checkpoint.hf.exporter import ExportRequest, export_jointly
+from shardwise.checkpoint.hf.importer import open_folder
+from shardwise.checkpoint.hf.key_map import NameMap
 from shardwise.checkpoint.load import LoadReport
 from shardwise.checkpoint.manifest import CheckpointError, Manifest
 from shardwise.checkpoint.match import match

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Final
-from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -15,17 +15,26 @@ from shardwise.config.resolve import ConfigError
 from shardwise.construction.shards import gathered_shards
 from shardwise.engine.step_context import StepContext
 from shardwise.layout.precision import DTYPE_BYTES
-from shardwise.runtime.torch_private import num_recorded
+from shardwise.runtime.module_hooks import saves_noted
 from shardwise.zero.memory_release import STATES, MemoryRelease, ReleaseTarget
 from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.state_access import take_over
 
-# The contexts of engines, in the order in which all ranks have made them.
-ENGINES: Final[WeakValueDictionary[int, StepContext]] = WeakValueDictionary()
+_ENGINE: Final = "_shardwise_engine"
+
+
+def note_engine(context: StepContext) -> Callable[[], None]:
+    """Note in each parameter which engine has it, so that `gathered` finds it; return what undoes that."""
+    parameters = tuple(context.model.parameters())
+    for parameter in parameters:
+        setattr(parameter, _ENGINE, weakref.ref(context))
+    return lambda: [parameter.__dict__.pop(_ENGINE, None) for parameter in parameters].clear()
 
 
 @contextmanager
-def gathered(parameters: Iterable[nn.Parameter] | nn.Parameter, modifier_rank: int | None = None) -> Iterator[None]:
+def gathered(
+    parameters: Iterable[nn.Parameter] | nn.Parameter, modifier_rank: int | None = None, keeps_graphs: bool = True
+) -> Iterator[None]:
     """Make parameters whole inside the context: slices of `shardwise.init()`, and those that an engine shards.
 
     All ranks enter it with the same parameters, and leave it. It may be nested. What is written is kept at its end, in
@@ -35,6 +44,8 @@ def gathered(parameters: Iterable[nn.Parameter] | nn.Parameter, modifier_rank: i
     Args:
         parameters: one, or any number of them; those that are whole already stay so.
         modifier_rank: 0 if rank 0 alone writes: its values are everybody's. None if all ranks write the same.
+        keeps_graphs: whether a backward may follow of what is computed inside. To find that out autograd saves all
+            tensors through hooks, which give a function's backward tensors in place of the parameters that it saved.
 
     Raises:
         ConfigError: `modifier_rank` is another rank.
@@ -49,17 +60,18 @@ def gathered(parameters: Iterable[nn.Parameter] | nn.Parameter, modifier_rank: i
     given = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
     with ExitStack() as stack:
         wanted = {id(each) for each in given}
-        for context in tuple(ENGINES.values()):
+        noted = dict.fromkeys(reference() for each in given if (reference := getattr(each, _ENGINE, None)) is not None)
+        for context in (context for context in noted if context is not None):
             groups = [group for group in context.sharding.groups if wanted.intersection(map(id, group.parameters))]
             if groups or wanted.intersection(context.sharding.absent.names):  # other stages may have them
-                stack.enter_context(gathered_groups(context, True if modifier_rank == 0 else None, groups))
+                stack.enter_context(gathered_groups(context, modifier_rank == 0 or None, groups, keeps_graphs))
         stack.enter_context(gathered_shards(given, takes_first=modifier_rank == 0))
         yield
 
 
 @contextmanager
 def gathered_groups(
-    context: StepContext, write: bool | None, groups: Sequence[ParamGroup] | None = None
+    context: StepContext, write: bool | None, groups: Sequence[ParamGroup] | None = None, keeps_graphs: bool = True
 ) -> Iterator[nn.Module]:
     """Keep parameters whole inside, and take over what rank 0 has written. See `Engine.gathered`.
 
@@ -67,13 +79,14 @@ def gathered_groups(
         context: of the engine.
         write: whether to take over; None to do so if any rank has written.
         groups: that have the parameters; None for all.
+        keeps_graphs: as `gathered`.
     """
     context.status.check_present(params_suffice=not write)
     context.tiers.worker.check()
-    sharding, num_before = context.sharding, num_recorded()
+    sharding = context.sharding
     chosen = sharding.groups if groups is None else groups
     _check_memory_to_gather(context, chosen)
-    with context.failures_explained():
+    with context.failures_explained(), saves_noted() if keeps_graphs else nullcontext() as saves:
         held = sharding.hold(chosen)
         try:
             yield context.model
@@ -87,7 +100,7 @@ def gathered_groups(
             sharding.held.difference_update(held)
             held = [group for group in sharding.groups if group in held]  # those that were not replaced
             sharding.reshard_all(held)
-            if num_recorded() > num_before:
+            if saves:  # a backward will read them
                 sharding.pin_until_backward(held)
 
 

@@ -1,36 +1,261 @@
-"""This module is what a program finds in DeepSpeed's place: `import deepspeed`, and the program `deepspeed`."""
+"""Runs the program `deepspeed`: it starts a script's ranks by torchrun, on several hosts by ssh."""
 
 from __future__ import annotations
 
+import argparse
 import os
+import re
+import shlex
+import signal
+import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-DEEPSPEED_VERSION: Final = "0.19.8"
-_FOLDER: Final = Path(__file__).parents[1] / "compat" / "deepspeed_path"
+from shardwise.config.errors import with_code
+from shardwise.config.resolve import ConfigError
+from shardwise.launch.as_deepspeed import deepspeed_environment
+from shardwise.launch.local import default_num_ranks
+
+ENV_FILE_NAME: Final = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+"""The file in the home or the current folder whose lines NAME=value are exported on every node."""
+
+_EXPORTED: Final = ("MLFLOW", "NCCL", "PYTHON", "MV2", "UCX")
+_DEVICES: Final = "CUDA_VISIBLE_DEVICES"
+_POLL_S: Final = 0.2
+_GRACE_S: Final = 10.0
+
+Slots = Mapping[str, Sequence[int]]
+"""Holds the devices of each host that take a rank each, in the order of the ranks."""
 
 
-def deepspeed_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables under which Python finds this library as `deepspeed`, and a shell the program `deepspeed`.
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program `deepspeed`: start a script's ranks by torchrun, on several hosts by ssh.
 
-    Children inherit them; an installed DeepSpeed is hidden. This interpreter's programs come next on the PATH, since
-    `python` and `torchrun` must see this library.
+    One host's torchrun takes this process's place.
     """
-    programs = (_FOLDER / "bin", Path(sys.executable).parent)
-    return {
-        "PYTHONPATH": _prepended((_FOLDER,), environ.get("PYTHONPATH")),
-        "PATH": _prepended(programs, environ.get("PATH", os.defpath)),
-    }
+    options = _parser().parse_args(argv)
+    try:
+        slots = _slots(options)
+        if (len(slots) > 1 or options.force_multi) and not options.no_ssh:
+            return _run_by_ssh(options, slots)
+        if options.no_ssh and not (0 <= options.node_rank < len(slots) and options.master_addr):
+            raise ConfigError("no-ssh-needs-rank", "--no_ssh needs --master_addr and --node_rank of 0 to nodes - 1")
+    except ConfigError as error:
+        print(f"deepspeed: {with_code(error)}", file=sys.stderr)
+        return 2
+    node_rank = options.node_rank if options.no_ssh else 0
+    environ = {**os.environ, **deepspeed_environment(os.environ)}
+    if options.include or options.exclude or options.num_gpus > 0 or Path(options.hostfile).is_file():
+        environ[_DEVICES] = _joined(list(slots.values())[node_rank])
+    command = torchrun(options, slots, node_rank, options.master_addr or "127.0.0.1")
+    return os.execve(sys.executable, command, environ)
 
 
-def _prepended(folders: tuple[Path, ...], before: str | None) -> str:
-    first = [str(each) for each in folders]
-    return os.pathsep.join(first + [each for each in (before or "").split(os.pathsep) if each and each not in first])
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="deepspeed", description="Start a script's ranks, by torchrun and ssh.")
+    add = parser.add_argument
+    add("-H", "--hostfile", default="/job/hostfile", help="lines HOST slots=N")
+    add("-i", "--include", default="", help="HOST[:SLOT,...][@...], the only ones to use")
+    add("-e", "--exclude", default="", help="HOST[:SLOT,...][@...], those not to use")
+    add("--num_nodes", type=int, default=-1, help="use the first N hosts")
+    add("--num_gpus", "--num_accelerators", type=int, default=-1, help="ranks on each host; on GPUs 0 to N - 1")
+    add("--master_addr", default="", help="where rank 0 runs; found by ssh if it is not given")
+    add("--master_port", type=int, default=29500)
+    add("--node_rank", type=int, default=-1, help="this host's place, with --no_ssh")
+    for flag in ("module", "no_python", "no_local_rank", "no_ssh", "force_multi"):
+        add(f"--{flag}", action="store_true")
+    add("--ssh_port", type=int)
+    add("--venv_script", help="a file that remote shells source first")
+    add("--enable_each_rank_log", metavar="DIR", help="a folder for a log of each rank")
+    add("--launcher", default="pdsh", help=argparse.SUPPRESS)
+    add("--autotuning", default="", help=argparse.SUPPRESS)
+    for flag in ("no_ssh_check", "save_pid", "bind_cores_to_rank"):
+        add(f"--{flag}", action="store_true", help=argparse.SUPPRESS)
+    add("-q", "--quiet", action="store_true", help=argparse.SUPPRESS)
+    for flag in ("launcher_args", "bind_core_list", "log_level"):
+        add(f"--{flag}", help=argparse.SUPPRESS)
+    add("user_script")
+    add("user_args", nargs=argparse.REMAINDER)
+    return parser
 
 
-def announce(version: str) -> None:
-    """Say on rank 0 that this version of Shardwise answers to `import deepspeed`."""
-    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
-        print(f"deepspeed is Shardwise {version}, as DeepSpeed {DEEPSPEED_VERSION}", file=sys.stderr)
+def _slots(options: argparse.Namespace) -> Slots:
+    if options.autotuning:
+        raise ConfigError(
+            "no-autotuning", "--autotuning is not there; shardwise plan --explain ds_config.json finds layouts"
+        )
+    if options.launcher.lower() != "pdsh":
+        raise ConfigError(
+            "launcher-not-known",
+            f"--launcher {options.launcher} is not there; leave it out for ssh, or let srun or mpirun start torchrun",
+        )
+    is_cut = options.num_nodes >= 0 or options.num_gpus >= 0
+    if is_cut and (options.include or options.exclude):
+        raise ConfigError(
+            "hosts-said-twice", "--num_nodes and --num_gpus go without --include and --exclude; drop one pair"
+        )
+    hostfile = Path(options.hostfile)
+    if hostfile.is_file():
+        pool = read_hostfile(hostfile.read_text().splitlines())
+    else:
+        if options.num_nodes > 1:
+            raise ConfigError(
+                "no-hostfile", f"--num_nodes {options.num_nodes}: {hostfile} is not there; name one by --hostfile"
+            )
+        if options.include or options.exclude or options.num_gpus > 0:
+            os.environ.pop(_DEVICES, None)  # the options count all devices of the host
+        pool = {"localhost": options.num_gpus if options.num_gpus > 0 else default_num_ranks("auto")}
+    slots = select_slots(pool, options.include, options.exclude)
+    if options.num_nodes > 0:
+        slots = dict(list(slots.items())[: options.num_nodes])
+    if options.num_gpus > 0:
+        slots = {host: list(range(options.num_gpus)) for host in slots}
+    return slots
+
+
+def read_hostfile(lines: Iterable[str]) -> dict[str, int]:
+    """Return the number of slots of each host; a line is `HOST slots=N`, a comment or empty.
+
+    >>> read_hostfile(["# two machines", "worker-0 slots=4", "worker-1 slots=2"])
+    {'worker-0': 4, 'worker-1': 2}
+    """
+    pool: dict[str, int] = {}
+    for line in filter(None, (each.strip() for each in lines if not each.lstrip().startswith("#"))):
+        match = re.match(r"(\S+)\s+slots=(\d+)", line, re.ASCII)
+        if match is None:
+            raise ConfigError("hostfile-line", f"the hostfile's line {line!r} is not HOST slots=N; correct it")
+        if match[1] in pool:
+            raise ConfigError(
+                "hostfile-host-twice", f"the hostfile has {match[1]} twice; give it one line with all slots"
+            )
+        pool[match[1]] = int(match[2])
+    if not pool:
+        raise ConfigError("hostfile-empty", "the hostfile names no host; write lines HOST slots=N")
+    return pool
+
+
+def select_slots(pool: Mapping[str, int], include: str = "", exclude: str = "") -> dict[str, list[int]]:
+    """Return the slots of each host that are left, in the order of the hostfile.
+
+    >>> select_slots({"a": 2, "b": 4}, include="b:3,1@a"), select_slots({"a": 2, "b": 4}, exclude="a@b:0")
+    ({'a': [0, 1], 'b': [1, 3]}, {'b': [1, 2, 3]})
+
+    Args:
+        pool: the number of slots of each host.
+        include: `HOST[:SLOT,...]`, several joined by `@`: nothing else is left; a host without slots has all.
+        exclude: the same form: what is not left. Not both.
+    """
+    if include and exclude:
+        raise ConfigError(
+            "include-and-exclude", f"--include {include} and --exclude {exclude} exclude each other; give one"
+        )
+    if not include and not exclude:
+        return {host: list(range(count)) for host, count in pool.items()}
+    named: dict[str, set[int]] = {}
+    for spec in (include or exclude).split("@"):
+        host, colon, text = spec.partition(":")
+        if host not in pool:
+            raise ConfigError("host-not-in-file", f"host {host!r} is not in the hostfile; it has {', '.join(pool)}")
+        if colon and not re.fullmatch(r"\d+(,\d+)*", text, re.ASCII):
+            raise ConfigError("slots-not-read", f"{spec!r} is not HOST:SLOT,SLOT; write {host}:0,1")
+        named.setdefault(host, set()).update(map(int, text.split(",")) if colon else ())
+    left: dict[str, list[int]] = {}
+    for host, count in pool.items():
+        # A host that is also named with slots has these only, as with DeepSpeed.
+        chosen = (named[host] or set(range(count))) if host in named else set()
+        if beyond := sorted(each for each in chosen if each >= count):
+            raise ConfigError("no-such-slot", f"host {host} has no slot {beyond[0]}; its slots are 0 to {count - 1}")
+        left[host] = [each for each in range(count) if (each in chosen) == bool(include)]
+    return {host: slots for host, slots in left.items() if slots}
+
+
+def torchrun(options: argparse.Namespace, slots: Slots, node_rank: int, master_addr: str) -> list[str]:
+    """Return the command that starts one host's ranks.
+
+    Args:
+        options: those of the program `deepspeed`.
+        slots: of every host.
+        node_rank: which host.
+        master_addr: where rank 0 runs.
+    """
+    counts = [len(each) for each in slots.values()]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(counts)}", f"--node-rank={node_rank}"]
+    command += [f"--nproc-per-node={counts[node_rank]}"]
+    command += [f"--master-addr={master_addr}", f"--master-port={options.master_port}"]
+    if options.enable_each_rank_log not in (None, "None"):
+        command += [f"--log-dir={options.enable_each_rank_log}", "--redirects=3"]
+    program = [] if options.no_python else [sys.executable, "-u", *(["-m"] if options.module else [])]
+    program = [*program, options.user_script]
+    if options.no_local_rank:
+        return [*command, "--no-python", *program, *options.user_args]
+    # torchrun does not give scripts this argument, which those for DeepSpeed may need.
+    line = f'exec {shlex.join(program)} --local_rank="$LOCAL_RANK" "$@"'
+    return [*command, "--no-python", "sh", "-c", line, options.user_script, *options.user_args]
+
+
+def remote_line(command: Sequence[str], devices: Sequence[int], options: argparse.Namespace) -> str:
+    """Return what the shell of a host runs: it goes to this folder and starts the ranks with what is exported.
+
+    Args:
+        command: what starts the ranks.
+        devices: the host's devices to use.
+        options: those of the program `deepspeed`.
+    """
+    environ = {**os.environ, **deepspeed_environment(os.environ)}
+    exported = {name: value for name, value in environ.items() if name.startswith(_EXPORTED)}
+    exported["PYTHONPATH"] = os.pathsep.join([os.getcwd(), exported["PYTHONPATH"]])
+    for file in (Path.home() / ENV_FILE_NAME, Path(ENV_FILE_NAME)):
+        if file.is_file():
+            lines = file.read_text().splitlines()
+            exported.update((name, value) for name, is_set, value in (each.partition("=") for each in lines) if is_set)
+    exported[_DEVICES] = _joined(devices)
+    parts = [f". {shlex.quote(options.venv_script)}"] if options.venv_script else []
+    parts += [f"export {name}={shlex.quote(value)}" for name, value in exported.items()]
+    return " && ".join([f"cd {shlex.quote(os.getcwd())}", *parts, f"exec {shlex.join(command)}"])
+
+
+def _run_by_ssh(options: argparse.Namespace, slots: Slots) -> int:
+    # With a terminal the remote ranks get a hang-up when this end goes.
+    ssh = [
+        "ssh",
+        "-tt",
+        "-o",
+        "PasswordAuthentication=no",
+        *(["-p", str(options.ssh_port)] if options.ssh_port else []),
+    ]
+    first = next(iter(slots))
+    address = options.master_addr
+    if not address:
+        found = subprocess.run([*ssh, first, "hostname", "-I"], stdout=subprocess.PIPE, text=True, check=False)
+        if found.returncode or not found.stdout.split():
+            raise ConfigError(
+                "host-unreachable", f"ssh {first} hostname -I gave no address; set up ssh keys, or --master_addr"
+            )
+        address = found.stdout.split()[0]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    running = []
+    try:
+        for node_rank, (host, devices) in enumerate(slots.items()):
+            line = remote_line(torchrun(options, slots, node_rank, address), devices, options)
+            running.append(subprocess.Popen([*ssh, host, line], stdin=subprocess.DEVNULL))
+        codes: list[int | None] = [None]
+        while None in codes and not any(codes):
+            time.sleep(_POLL_S)
+            codes = [each.poll() for each in running]
+        return next((abs(code) for code in codes if code), 0)
+    finally:
+        for each in running:
+            each.terminate()
+        deadline = time.monotonic() + _GRACE_S
+        for each in running:
+            try:
+                each.wait(max(deadline - time.monotonic(), 0))
+            except subprocess.TimeoutExpired:  # torchrun hears nothing while it waits for the other hosts' end
+                each.kill()
+
+
+def _joined(devices: Sequence[int]) -> str:
+    return ",".join(map(str, devices))

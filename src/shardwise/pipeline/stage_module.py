@@ -6,15 +6,20 @@ runs, in which units of other stages are skipped.
 
 On a rank whose stage begins with unit k, the stage's own units run. Unit k - 1 returns what the stage before has sent,
 which is the output of unit k - 1 there. All other units return placeholders: tensors with a shape and no values. The
-order in which the model calls them does not matter. After the stage's last unit the forward ends, and its output is
-sent to the next stage. All other code of the model, such as for masks and positions, runs on every stage. Where it
-passes a placeholder, or what it computed from one, to a unit that does run, a value crosses the cut that is not sent:
-an error names it.
+order in which the model calls them does not matter. The output of the stage's last unit is sent to the next stage, and
+the model goes on with placeholders on torch's meta device, where ops cost little. All other code of the model, such as
+for masks and positions, runs on every stage. Where it passes a placeholder, or what it computed from one, to a unit
+that does run, a value crosses the cut that is not sent: an error names it. What code after the stage's last unit
+returns or raises does not count: the later stages run it too.
 
 The forward of the second of two stages, cut before block 2:
 
-    embed         block 0       block 1             block 2   block 3   head
-    placeholder   placeholder   what was received   runs      runs      runs
+    embed         block 0       block 1             block 2       block 3       head
+    placeholder   placeholder   what was received   runs          runs          runs
+
+And of the first:
+
+    runs          runs          runs                placeholder   placeholder   placeholder
 """
 
 from __future__ import annotations
@@ -46,11 +51,21 @@ class CutError(ConfigError):
     """Says that a model cannot be cut: a value other than the output of the unit before the cut crosses it."""
 
 
-class _StageDone(BaseException):
-    """Ends the model's forward after the stage's last unit; no `except Exception` in a model's code may stop it."""
+class _Writable(torch.autograd.Function):
+    """Returns a tensor over the same memory that is no leaf."""
 
-    def __init__(self, output: Any) -> None:
-        self.output = output
+    @staticmethod
+    def forward(context: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _writable(received: Tensor) -> Tensor:
+    """Return what a stage's first unit may write into, as an activation in place does; torch refuses that of a leaf."""
+    return _Writable.apply(received) if received.requires_grad else received
 
 
 class StageForward:
@@ -104,7 +119,8 @@ class StageForward:
         self._num_calls: dict[int, int] = {}
         self._guessed: str | None = None
         self._received: Any = None
-        self._like_received: Any = None
+        self._like_known: Any = None  # what units of the class at the boundary return
+        self._sent: list[Any] = []  # the output of the stage's last unit, once it has run
         self._is_on = False
 
     def install(self) -> list[Callable[[], None]]:
@@ -120,13 +136,15 @@ class StageForward:
     def begin(self, stage: int, received: Any) -> None:
         """Make the next forward that of `stage`; `received` is what the stage before has sent."""
         self._start, self._stop = self._range_of[stage]
-        self._received, self._like_received, self._is_on = received, None, True
+        self._received, self._like_known, self._is_on = received, None, True
         self._num_calls.clear()
+        self._sent.clear()
         self._guessed = None
 
     def end(self) -> None:
         """Make forwards the model's own again."""
-        self._received, self._like_received, self._is_on = None, None, False
+        self._received, self._like_known, self._is_on = None, None, False
+        self._sent.clear()
         self._skipped_outputs.remove()
 
     def read_loss(self, compute: Callable[[], LossSum]) -> LossSum:
@@ -160,14 +178,15 @@ class StageForward:
                 return self._run_chain(*args, **kwargs)
             try:
                 output = forward(*args, **kwargs)
-            except _StageDone as done:
-                return done.output
             except CutError:
                 raise
             except Exception as error:
-                if self._is_on and (self._guessed or isinstance(error, NO_VALUE_ERRORS)):
-                    raise self._reads_values(error) from error
-                raise
+                if not self._sent:
+                    if self._is_on and (self._guessed or isinstance(error, NO_VALUE_ERRORS)):
+                        raise self._reads_values(error) from error
+                    raise
+            if self._sent:
+                return self._sent.pop()
             if self._is_on:
                 self._check_ended()
             return output
@@ -176,7 +195,7 @@ class StageForward:
 
     def _run_chain(self, input: Any) -> Any:  # noqa: A002 (the name that `nn.Sequential.forward` has)
         """Run the stage's units of an `nn.Sequential`."""
-        value = self._received if self._start else input
+        value = pytree.tree_map_only(Tensor, _writable, self._received) if self._start else input
         for module in self._modules[self._start : self._stop]:
             value = module(value)
         return value
@@ -209,6 +228,10 @@ class StageForward:
         positions, num_calls = self._positions[id(module)], self._num_calls.get(id(module), 0)
         index = positions[min(num_calls, len(positions) - 1)]
         self._num_calls[id(module)] = num_calls + 1
+        if self._sent:
+            if self._is_simulated:  # where other placeholders would count as memory
+                return self._like_known
+            return self._without_device(self._placeholder_of(index, args, kwargs))
         if self._start <= index < self._stop:
             return self._run(index, own, args, kwargs)
         self._skipped_outputs.set_on(module, self._kinds[index][0], args, kwargs)
@@ -221,16 +244,18 @@ class StageForward:
                 f"pipeline.cut, or name a module that holds it and the loop in pipeline.units, or {_NO_PIPELINE}",
             )
         put_recorded(self._received)
-        return without_recorded(self._received)
+        return _in_own_containers(without_recorded(self._received))
 
     def _run(self, index: int, own: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a unit of the stage; its last one ends the forward."""
+        """Run a unit of the stage; after the last one the model goes on with placeholders."""
         self._check_arguments(index, args, kwargs)
         output = own(*args, **kwargs)
         if self._has_placeholders(output):
             raise self._not_sent(f"the output of {self._names[index]}")
         if index == self._stop - 1 and self._stop < len(self._names):
-            raise _StageDone(with_recorded(output))
+            self._sent.append(with_recorded(_in_own_containers(output)))
+            self._like_known = self._without_device(output)
+            return self._like_known
         return output
 
     def _check_arguments(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -256,28 +281,37 @@ class StageForward:
     def _placeholder_of(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return placeholders of what a skipped unit would have returned."""
         kind = self._kinds[index]
-        if self._start > 0 and kind[0] is self._kinds[self._start - 1][0]:
-            if self._like_received is None:  # which all units of this class return in this forward
-                received = without_recorded(self._received)
-                key = _key_of(kind[0], received)
-                if key not in self._answers:
-                    self._answers[key] = pytree.tree_map(self._like, received)
-                self._like_received = self._answers[key]
-            return self._like_received
+        last = (self._stop if self._sent else self._start) - 1
+        if last >= 0 and kind[0] is self._kinds[last][0]:
+            if self._like_known is None:
+                self._like_known = self._like(without_recorded(self._received))
+            return self._like_known
         key = _key_of(kind, (args, kwargs))
         if key in self._answers:
             return self._answers[key]
-        given = pytree.tree_map(self._like, (args, kwargs))
+        given = self._like((args, kwargs))
         with suppress(Exception), torch.no_grad(), self._placeholders.only():
             self._answers[key] = self._answer_of_class[kind[0]] = self._placeholder_modules[kind](*given[0], **given[1])
             return self._answers[key]
         with suppress(Exception), torch.no_grad():  # values of the batch may say how large it is
             return self._placeholder_modules[kind](*args, **kwargs)
         self._guessed = self._names[index]  # it depends on values of parameters, as where tokens are routed to experts
-        return self._answer_of_class.get(kind[0], pytree.tree_map(self._like, without_recorded(self._received)))
+        return self._answer_of_class.get(kind[0], self._like(without_recorded(self._received)))
 
-    def _like(self, leaf: Any) -> Any:
-        return self._placeholders.like(leaf) if isinstance(leaf, Tensor) else leaf
+    def _like(self, tree: Any) -> Any:
+        """Return a value with placeholders in place of its tensors."""
+        return pytree.tree_map(lambda leaf: self._placeholders.like(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+
+    def _without_device(self, tree: Any) -> Any:
+        """Return a value with tensors on the meta device in place of its tensors."""
+        return pytree.tree_map(
+            lambda leaf: (
+                torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+                if isinstance(leaf, Tensor)
+                else leaf
+            ),
+            tree,
+        )
 
     def _make_placeholder(self, held: Sequence[int]) -> dict[Hashable, nn.Module]:
         """Copy the units that a stage skips, without values, for the shapes that the model's code asks for.
@@ -296,6 +330,11 @@ class StageForward:
                             module, {id(each): self._placeholders.like(each) for each in tensors}
                         )
         return made
+
+
+def _in_own_containers(value: Any) -> Any:
+    """Copy a boundary value's lists and dicts, which the model may write into, and not its tensors."""
+    return pytree.tree_map(lambda leaf: leaf, value)
 
 
 def _kind_of(module: nn.Module) -> tuple[type, Hashable]:

@@ -24,8 +24,7 @@ from shardwise.models.presets import PRESETS, decoder_config, preset
 from shardwise.planner.candidates import SearchSpace
 from shardwise.planner.configs import KEYS, job_of, pins_of
 from shardwise.planner.hardware import Cluster
-from shardwise.planner.imports.deepspeed import is_deepspeed
-from shardwise.planner.imports.huggingface import imported_of, read_huggingface, read_json
+from shardwise.planner.imports.huggingface import imported_of, is_deepspeed, read_huggingface, read_json
 from shardwise.planner.imports.imported import ImportedJob
 from shardwise.planner.imports.megatron import read_megatron
 from shardwise.planner.job import PlanJob, Strategy

@@ -15,11 +15,12 @@ True
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,9 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.config.resolve import ConfigError
 from shardwise.runtime.torch_private import pytree
+
+# What draws parameters; and that of transformers, which pads biases, but changes no values.
+_REPEATED: Final = ("reset_parameters", "_reset_parameters", "_init_weights", "tie_weights")
 
 
 def derive_seed(seed: int, *keys: int | str) -> int:
@@ -102,12 +106,23 @@ def init_parameters(module: nn.Module, seed: int) -> None:
             parameter.copy_(values)
 
 
-def check_initializers(model: nn.Module, name: str) -> None:
-    """Raise if nothing draws a parameter.
+def check_initializers(model: nn.Module, name: str, used_at: str = "") -> None:
+    """Raise if nothing draws a parameter, or other code has used it since.
+
+    Args:
+        model: the whole model.
+        name: of the parameter.
+        used_at: the last `other_use`.
 
     Raises:
-        ConfigError: its module has no `reset_parameters`, nor any module around it an `_init_weights`.
+        ConfigError: its module has no `reset_parameters`, nor any module around it an `_init_weights`; or other use.
     """
+    if used_at:
+        raise ConfigError(
+            "used-before-drawn",
+            f"{name} is used at {used_at}, which a seed does not repeat: reset_parameters() of its module and "
+            "_init_weights() of the model draw it later; leave out the seed: `with shardwise.init():`",
+        )
     module_name = name.rpartition(".")[0]
     owner = model.get_submodule(module_name)
     if not hasattr(owner, "reset_parameters") and not _passes(model, module_name):
@@ -153,15 +168,21 @@ def draw_module(model: nn.Module, module_name: str, seed: int) -> dict[str, Tens
     return drawn
 
 
-def is_drawing(parameter: nn.Parameter) -> bool:
-    """Say whether the code that runs is some that `draw_module` runs for a parameter, by the names of functions."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_name not in ("reset_parameters", "_reset_parameters", "_init_weights"):
-        frame = frame.f_back
-    name, owner = ("", None) if frame is None else (frame.f_code.co_name, frame.f_locals.get("self"))
-    if name == "reset_parameters" and isinstance(owner, nn.Module):
-        return any(parameter is own for own in owner.parameters(recurse=False))
-    return name == "_reset_parameters" or (name == "_init_weights" and _takes_module(getattr(owner, name, None)))
+def other_use(parameter: nn.Parameter) -> str:
+    """Return where code now uses a parameter, `file:line`, if `draw_module` will not run that; by functions' names."""
+    frames = [frame for frame, _ in traceback.walk_stack(None)]  # the innermost first
+    drawing = next((frame for frame in frames if frame.f_code.co_name in _REPEATED), None)
+    if drawing is not None:
+        name, owner = drawing.f_code.co_name, drawing.f_locals.get("self")
+        if name == "reset_parameters":
+            is_repeated = isinstance(owner, nn.Module) and any(parameter is own for own in owner.parameters(False))
+        else:
+            is_repeated = name != "_init_weights" or _takes_module(getattr(owner, name, None))
+        if is_repeated:
+            return ""
+    users = (each for each in frames if each.f_globals["__name__"].partition(".")[0] not in ("torch", "shardwise"))
+    user = next(users, frames[-1])
+    return f"{user.f_code.co_filename}:{user.f_lineno}"
 
 
 class _OthersAbsent(TorchFunctionMode):

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from itertools import zip_longest
 from types import MethodType
 from typing import Any, Final, Protocol, TypeVar, cast
 
@@ -25,7 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.config.resolve import ConfigError
-from shardwise.runtime.torch_private import in_backward, num_recorded, pytree, record_number, uncompiled
+from shardwise.runtime.torch_private import in_backward, pytree, uncompiled
 
 Unit = TypeVar("Unit")
 Reported = TypeVar("Reported", contravariant=True)
@@ -64,25 +65,37 @@ class GradientEvents(Protocol):
         """Take a gradient, which the parameter does not keep."""
 
 
-def hook_unit(module: nn.Module, events: UnitEvents[Unit], unit: Unit) -> list[RemovableHandle]:
-    """Report a module's forwards and backwards to `events`, as those of `unit`."""
-    start = 0
-    given: list[Any] = []
+def hook_unit(
+    module: nn.Module, events: UnitEvents[Unit], unit: Unit, inner: Iterable[nn.Module] = ()
+) -> list[RemovableHandle]:
+    """Report a module's forwards and backwards to `events`, as those of `unit`.
+
+    Args:
+        module: the unit's.
+        events: gets the reports.
+        unit: is named in them.
+        inner: modules inside this one that are units too.
+    """
+    places = [vars(each) for _, each in module.named_modules(memo={*inner}) if not _is_torchs(each)]
+    attributes: list[list[object]] = []  # before the forward
+    known: dict[int, tuple[Tensor, object]] = {}  # by id, the inputs and what has made them
 
     @uncompiled
     def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        nonlocal start, given
+        nonlocal attributes, known
         if called is not module:
             return None  # a copy of the module: it has the hooks, but parameters of its own
         events.pre_forward(unit)
-        is_recorded = torch.is_grad_enabled() and not in_backward()
-        given = _leaves((args, kwargs)) if is_recorded else []
-        changed = _report_input_gradients(args, kwargs, events, unit) if is_recorded else None
-        start = num_recorded()
+        if not torch.is_grad_enabled() or in_backward():
+            return None
+        changed, inputs = _report_input_gradients(args, kwargs, events, unit)
+        known = {id(each): (each, each.grad_fn) for each in inputs}
+        attributes = [[*place.values()] for place in places]
         return changed
 
     @uncompiled
     def after(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        nonlocal attributes, known
         if called is not module or in_backward():
             return  # recomputation: the backward that asked for it goes on in this unit
         leaves = _leaves(output)
@@ -90,17 +103,20 @@ def hook_unit(module: nn.Module, events: UnitEvents[Unit], unit: Unit) -> list[R
         if not torch.is_grad_enabled():
             events.post_forward(unit, outputs, backward_follows=False)
             return
-        made_here = _made_since(read_with(outputs), start)
-        is_opaque = not all(isinstance(leaf, Tensor | int | float | str | None) for leaf in leaves)
-        is_unseen = is_opaque and not made_here
-        newest = max(map(record_number, made_here), default=start - 1)
-        if num_recorded() > newest + 1:
-            # Autograd runs what was recorded last first: results that were stored elsewhere, before the returned ones.
-            others = _leaves((given, args, kwargs, [vars(each) for each in module.modules()]))
-            made_here += _made_since({id(leaf): leaf for leaf in others if isinstance(leaf, Tensor)}.values(), start)
-        given.clear()
+        # Autograd runs what was recorded last first: results that are stored elsewhere may come before the outputs.
+        stored = [
+            value
+            for place, were in zip(places, attributes, strict=False)
+            for value, was in zip_longest(place.values(), were)
+            if value is not was
+        ]
+        results = {id(each): each for each in _results([*outputs, *args, *kwargs.values(), *stored])}
+        made_here = [each for key, each in results.items() if known.get(key, _NEW)[1] is not each.grad_fn]
+        attributes, known = [], {}
+        is_opaque = not all(isinstance(leaf, _TRANSPARENT) for leaf in leaves)
         for tensor in made_here:
             tensor.register_hook(lambda grad: events.pre_backward(unit))
+        is_unseen = is_opaque and not made_here
         events.post_forward(unit, outputs, backward_follows=None if is_unseen else bool(made_here))
 
     return [
@@ -340,6 +356,20 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[
 
 
 @contextmanager
+def saves_noted() -> Iterator[list[bool]]:
+    """Note whether autograd saves tensors for a backward inside the context: then the list given has an entry."""
+    noted: list[bool] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        if not noted:
+            noted.append(True)
+        return tensor.detach()  # an output would keep its own graph alive
+
+    with saved_tensors_hooks(note, _as_it_is):
+        yield noted
+
+
+@contextmanager
 def watch_outputs(model: nn.Module, on_output: Callable[[str, list[Tensor]], None]) -> Iterator[None]:
     """Show the tensors of every submodule's output to `on_output` inside the context, inner modules first."""
 
@@ -435,16 +465,26 @@ def deferred(tensors: Iterable[Tensor]) -> list[DeferredTensor]:
 
 def read_with(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return the tensors that are read where these are read."""
-    return [source for tensor in tensors for source in getattr(tensor, "deferred_from", (tensor,))]
+    return [
+        source
+        for tensor in tensors
+        for source in ((tensor,) if type(tensor) is Tensor else getattr(tensor, "deferred_from", (tensor,)))
+    ]
 
 
-def _made_since(tensors: Iterable[Tensor], start: int) -> list[Tensor]:
-    """Return the tensors made or changed by operations that autograd has recorded since its count was `start`."""
-    return [each for each in tensors if each.grad_fn is not None and record_number(each) >= start]
+def _results(tree: Any) -> list[Tensor]:
+    """Return the tensors that autograd has a record of, except leaves of the graph."""
+    tensors = [leaf for leaf in _leaves(tree) if isinstance(leaf, Tensor)]
+    return [each for each in read_with(tensors) if each.grad_fn is not None]
 
 
-def _differentiable_leaves(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in _leaves(tree) if isinstance(leaf, Tensor) and leaf.requires_grad]
+def _is_torchs(module: nn.Module) -> bool:
+    """Say whether a module is one of torch's, which leave nothing on themselves."""
+    return type(module).__module__.startswith("torch.nn.")
+
+
+_NEW: Final = (None, None)
+_TRANSPARENT: Final = (Tensor, int, float, str, type(None))
 
 
 def _leaves(tree: Any) -> list[Any]:
@@ -459,15 +499,16 @@ def _leaves(tree: Any) -> list[Any]:
     return pytree.tree_leaves(tree)
 
 
-def _report_input_gradients(args: tuple[Any, ...], kwargs: dict[str, Any], events: UnitEvents[Unit], unit: Unit) -> Any:
-    """Watch a unit's inputs; return changed arguments where it needs views of some, else None.
+def _report_input_gradients(
+    args: tuple[Any, ...], kwargs: dict[str, Any], events: UnitEvents[Unit], unit: Unit
+) -> tuple[Any, list[Tensor]]:
+    """Watch a unit's inputs; return changed arguments where it needs views of some, else None, and what it watches.
 
     A tensor has its gradient once all its users have added theirs. Where several units share an input, as decoder
     blocks share the encoder's output, all but the first therefore get views; a view has its gradient as soon as its
     unit has run its backward.
     """
-    # A leaf of the graph outlives it, and so would its hooks.
-    inputs = [leaf for leaf in _differentiable_leaves((args, kwargs)) if not leaf.is_leaf]
+    inputs = _results([*args, *kwargs.values()])  # a leaf of the graph outlives it, and so would its hooks
     arguments = None
     if any(_FEEDS_UNIT in tensor.__dict__ for tensor in inputs) or len(set(map(id, inputs))) < len(inputs):
         arguments, inputs = _with_views(args, kwargs)
@@ -484,7 +525,7 @@ def _report_input_gradients(args: tuple[Any, ...], kwargs: dict[str, Any], event
 
     for tensor in inputs:
         tensor.register_hook(fire)
-    return arguments
+    return arguments, inputs
 
 
 def _with_views(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Tensor]]:

@@ -36,6 +36,7 @@ __all__ = [
     "fake_copy",
     "fake_like",
     "fake_tensors",
+    "file_offset",
     "has_cpu_flash_attention",
     "has_views",
     "in_backward",
@@ -45,14 +46,12 @@ __all__ = [
     "is_plain",
     "is_transformed",
     "named_arguments",
-    "num_recorded",
     "on_backward_end",
     "parameter_class",
     "plain_torch_functions",
     "pytree",
     "pytree_node",
     "quiet_fakes",
-    "record_number",
     "returned",
     "set_data",
     "set_unsharded_storage",
@@ -126,16 +125,6 @@ def on_backward_end(callback: Callable[[], None]) -> None:
     Parameters that got no gradient fire no hook, so the end of the backward is the only place to close their group.
     """
     Variable._execution_engine.queue_callback(callback)
-
-
-def num_recorded() -> int:
-    """Return how many operations autograd has recorded on this thread; a backward runs the newest ready one first."""
-    return torch._C._autograd._get_sequence_nr()
-
-
-def record_number(tensor: Tensor) -> int:
-    """Return the number, from 0, of the recorded operation that made `tensor`, which must have a `grad_fn`."""
-    return tensor.grad_fn._sequence_nr()  # type: ignore[union-attr]
 
 
 def set_unsharded_storage(storage: torch.UntypedStorage, num_bytes: int) -> None:
@@ -283,6 +272,14 @@ def quiet_fakes() -> Iterator[None]:
         yield
     finally:
         log.disabled = before
+
+
+def file_offset(tensor: Tensor) -> int:
+    """Return where the first element is in the file from which `torch.load` has made this fake tensor.
+
+    Torch documents the storage's offset for fake tensors alone, and has no public name for it.
+    """
+    return int(tensor.untyped_storage()._checkpoint_offset or 0) + int(tensor.storage_offset()) * tensor.itemsize
 
 
 def fake_copy(tensor: Tensor) -> Tensor:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from shardwise.compat.deepspeed.config import translate
 from shardwise.config.resolve import Config, ConfigError, is_config
 from shardwise.planner.configs import job_of, strategy_of
 from shardwise.planner.hardware import Cluster
-from shardwise.planner.imports.deepspeed import read_deepspeed
 from shardwise.planner.imports.huggingface import is_huggingface, read_json
 from shardwise.planner.imports.imported import ImportedJob
 from shardwise.planner.imports.megatron import read_megatron
@@ -60,6 +60,30 @@ def read_explained(
         )
     wanted = read_model(model) if model is not None else of_imported(imported)
     return _of_settings(imported, wanted, cluster, (seq_len, global_batch), settings)
+
+
+def read_deepspeed(path: str | Path) -> ImportedJob:
+    """Read the strategy in a DeepSpeed config as the library would run it; values "auto" are left open.
+
+    Raises:
+        ConfigError: the file cannot be read, is not JSON, or a value is not DeepSpeed's.
+    """
+    values = read_json(path)
+    try:
+        found = translate(values, refuse=False)
+    except ConfigError as error:
+        raise ConfigError(error.code, f"{Path(path).name}: {error}") from None
+    settings = {f"{name}.{leaf}": value for name, section in found.config.items() for leaf, value in section.items()}
+    sections = {dtype: values.get(key) for key, dtype in (("bfloat16", "bf16"), ("bf16", "bf16"), ("fp16", "fp16"))}
+    left_open = [key for key, each in sections.items() if isinstance(each, Mapping) and each.get("enabled") == "auto"]
+    settings.setdefault("precision.param", [*left_open, "fp32"][0])
+    if any(key.startswith("activation_checkpointing.") for key in found.given):
+        settings["recompute.mode"] = "full"  # as the script of such a config most likely does
+        if found.given.get("activation_checkpointing.cpu_checkpointing"):
+            settings["tiers.activations"] = "host"
+    batch = settings.pop("batch.global_size", None)
+    notes = (*found.notes, *(f"refused in a run: {line}" for line in found.refused))
+    return ImportedJob(settings=settings, global_batch=batch, notes=notes)
 
 
 def _given(seq_len: int | None, global_batch: int | None) -> list[str]:

@@ -97,8 +97,9 @@ class ShardingState:
             raise
         held_stages = layout.pipeline.held if layout.pipeline is not None else ()
         self.absent = RemoteParams(model, layout, sorted(held_stages))
-        for unit in self.units:
-            module = model if unit.is_root else model.get_submodule(unit.name)
+        blocks = {unit: model.get_submodule(unit.name) for unit in self.units if not unit.is_root}
+        self._handles += hook_unit(model, self, self.units[0], inner=blocks.values())
+        for unit, module in blocks.items():
             self._handles += hook_unit(module, self, unit)
 
     def regroup(self, unit_name: str, layout: Layout) -> None:
@@ -501,8 +502,7 @@ class ShardingState:
         # One that a forward or a loss runs, or through which another is to run: not the one that gives gradients.
         self._is_inner = self.phase is Phase.FORWARD or self.is_serving or torch.is_grad_enabled()
         if self.phase is Phase.IDLE and not self._is_inner and self.before_backward is not None:
-            begin = self.before_backward()
-            self._after_backward = begin() if begin is not None else None
+            self._after_backward = begin() if (begin := self.before_backward()) is not None else None
         self._began_in = self.phase
         # What is frozen around another engine's step has no gradients to reduce.
         self._has_gradients = self.phase is Phase.PRE_BACKWARD or any(

@@ -23,23 +23,19 @@ from torch import Tensor, nn
 from harness.huggingface import build_model
 from harness.refusals import refused
 from shardwise.checkpoint.convert import import_folder
-from shardwise.checkpoint.hf import (
+from shardwise.checkpoint.hf import exporter as exporting
+from shardwise.checkpoint.hf.exporter import (
     ExportTensor,
-    NameMap,
     begin_export,
-    decoder_config_of,
-    decoder_names,
     discard_export,
-    family_names,
     finish_export,
-    hf_config_of,
-    open_folder,
     plan_export,
-    read_config,
     temporary_folder,
     write_export,
 )
-from shardwise.checkpoint.hf import exporter as exporting
+from shardwise.checkpoint.hf.families import decoder_config_of, decoder_names, family_names, hf_config_of
+from shardwise.checkpoint.hf.importer import open_folder, read_config
+from shardwise.checkpoint.hf.key_map import NameMap
 from shardwise.checkpoint.manifest import CheckpointError, StoredTensor
 from shardwise.checkpoint.safetensors_io import dtype_name, named_dtype
 from shardwise.config.resolve import ConfigError

@@ -9,15 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.refusals import refused
-from shardwise.checkpoint.hf import (
-    NameMap,
-    Rule,
-    WeightPart,
-    decoder_config_of,
-    decoder_names,
-    family_names,
-    hf_config_of,
-)
+from shardwise.checkpoint.hf.families import decoder_config_of, decoder_names, family_names, hf_config_of
+from shardwise.checkpoint.hf.key_map import NameMap, Rule, WeightPart
 from shardwise.layout.slicing import Rect, Shape
 from shardwise.models import Decoder, DecoderConfig
 

@@ -6,7 +6,6 @@ import errno
 import math
 import os
 import random
-import re
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -306,8 +305,6 @@ def test_names_say_state_and_rectangle_and_numbers_lie_in_the_result_alone(tmp_p
     assert by_name["others"].states == {"count": StoredState("int", value=7)}
     assert part.num_bytes == (tmp_path / "a.safetensors").stat().st_size
     assert RankManifest.from_text(part.to_text()) == part
-    with refused("state-without-parameter", "gone/step"):
-        write_state_shards(tmp_path, "b.safetensors", [parameter], [ScalarState("gone", "step", 1.0, "float32")])
 
 
 def test_a_rank_with_nothing_to_write_makes_no_file(tmp_path: Path) -> None:
@@ -334,9 +331,8 @@ def test_a_full_disk_says_what_and_where(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, call, full)
-    with refused("disk-full", "rank-00000.safetensors", "after ") as caught:
+    with refused("disk-full", "cannot write", "rank-00000.safetensors", os.strerror(errno.ENOSPC)):
         written_whole(tmp_path, torch.ones(80))
-    assert re.search(r"after \d+ of the 4\d\d bytes", str(caught.value))
 
 
 def test_file_systems_that_cannot_reserve_and_writes_that_stop_short(
@@ -389,10 +385,8 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     with refused("elements-missing", "6 elements of [0:4, 0:3] of w param", "(4, 3)"):
         reread(tmp_path, tensor, whole, target)
     number = replace(tensor, states={"param": StoredState("F32", value=3.0)})
-    with refused("state-is-number", "w param"):
+    with refused("elements-missing", "12 elements of [0:4, 0:3] of w param"):
         reread(tmp_path, number, whole, target)
-    with refused("no-such-state", "w exp_avg", "param of w"), ChunkReader(tmp_path) as reader:
-        reader.read(tensor, "exp_avg", whole, target)
 
 
 @settings(max_examples=60)

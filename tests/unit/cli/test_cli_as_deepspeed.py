@@ -11,7 +11,7 @@ import pytest
 
 from harness.paths import SOURCE
 from shardwise.cli.main import main
-from shardwise.launch.deepspeed import DEEPSPEED_VERSION, deepspeed_environment
+from shardwise.launch.as_deepspeed import DEEPSPEED_VERSION, deepspeed_environment
 
 SAME = """
 import deepspeed, sys

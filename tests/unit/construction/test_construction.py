@@ -6,6 +6,7 @@ import copy
 import threading
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -185,6 +186,10 @@ class Zeroed(nn.Linear):
 class Resets(nn.Sequential):
     """Resets its child's parameters, which drawing the child's does not repeat."""
 
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.reset_parameters()
+
     def reset_parameters(self) -> None:
         nn.init.ones_(self[0].weight)
 
@@ -200,43 +205,69 @@ class Styled(nn.Sequential):
         nn.init.ones_(self[0].weight)
 
 
-def pair() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+def wrap(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 3), *layers)
 
 
-OTHER_USES: dict[str, Callable[[], object]] = {
-    "constructor": Zeroed,
-    "later": lambda: nn.init.zeros_(pair()[1].weight),
-    "unseen": lambda: pair()[1].weight.data.zero_(),
-    "copy": lambda: nn.init.zeros_(copy.deepcopy(pair())[1].weight),
-    "read": lambda: pair()[0].bias.norm(),
-    "parent": lambda: Resets(nn.Linear(3, 3)).reset_parameters(),
-    "no module": lambda: Styled(nn.Linear(3, 3)),
+def zero(model: nn.Module, use: Callable[[Tensor], object] = nn.init.zeros_) -> nn.Module:
+    use(model.get_parameter("1.weight"))
+    return model
+
+
+class Overwritten(nn.Module):
+    """Writes in its constructor, and once more in its pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Zeroed()
+        nn.init.zeros_(self.layer.bias)
+        self.layer.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.ones_(module.weight)
+            module.bias.data.fill_(2.0)
+
+
+OTHER_USES: dict[str, Callable[[], nn.Module]] = {
+    "constructor": lambda: wrap(Zeroed()),
+    "later": lambda: zero(wrap(nn.Linear(3, 3))),
+    "unseen": lambda: zero(wrap(nn.Linear(3, 3)), lambda weight: weight.data.zero_()),
+    "copy": lambda: copy.deepcopy(zero(wrap(nn.Linear(3, 3)))),
+    "of a copy": lambda: zero(copy.deepcopy(wrap(nn.Linear(3, 3)))),
+    "parent": lambda: wrap(nn.Linear(3, 3), Resets(nn.Linear(3, 3))),
+    "no module": lambda: wrap(nn.Linear(3, 3), Styled(nn.Linear(3, 3))),
 }
 
 
 @pytest.mark.parametrize("name", OTHER_USES)
-def test_what_a_seed_cannot_repeat_is_refused_where_it_is_done(name: str) -> None:
-    with init(7), refused("parameter-not-drawn", "Zeroed.weight" if name == "constructor" else "Linear.", "(3"):
-        OTHER_USES[name]()
+def test_what_a_seed_cannot_repeat_is_refused_with_its_place(name: str) -> None:
+    parameter = {"parent": "2.0.weight", "no module": "2.0.weight"}.get(name, "1.weight")
+    model = keyed(7, OTHER_USES[name])
+    with refused("used-before-drawn", parameter, f"{Path(__file__).name}:"):
+        ParamInitializer(model, seed=0)
+
+
+def test_what_is_overwritten_by_code_that_is_repeated_is_drawn() -> None:
+    values = read_all(keyed(7, Overwritten))
+    assert (values["layer.weight"] == 1).all()
+    assert (values["layer.bias"] == 2).all()
 
 
 def test_what_is_written_after_the_block_is_refused_by_name() -> None:
-    model = keyed(7, pair)
+    model = keyed(7, wrap)
+    with init():
+        nn.init.zeros_(model[0].weight)
     for each in (model, copy.deepcopy(model)):
-        with refused("parameter-not-drawn", "Linear.weight"):
-            nn.init.zeros_(each[0].weight)
-        with init(), refused("parameter-not-drawn", "Linear.weight"):
-            nn.init.zeros_(each[0].weight)
-    model[0].reset_parameters()  # draws nothing yet, as in the block
-    assert all(parameter.is_meta for parameter in model.parameters())
-    with refused("no-reset-parameters", "0.weight"):
-        ParamInitializer(keyed(7, lambda: nn.Sequential(Scale())), seed=0)
+        with refused("used-before-drawn", "0.weight"):
+            ParamInitializer(each, seed=0)
 
 
 def test_models_on_meta_without_values_are_refused_by_name() -> None:
     with refused("no-reset-parameters", "0.weight"):
         ParamInitializer(nn.Sequential(Scale("meta")), seed=0)
+    with refused("no-reset-parameters", "0.weight"):
+        ParamInitializer(keyed(7, lambda: nn.Sequential(Scale())), seed=0)
     with refused("buffer-on-meta", "1.running_mean"):
         ParamInitializer(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(3, device="meta")), seed=0)
 

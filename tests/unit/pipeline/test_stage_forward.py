@@ -94,6 +94,31 @@ class TakesAPairApart(Chain):
         return x + bias
 
 
+class CodeAfterItsBlocks(Chain):
+    """Catches what it can, writes into what its blocks have returned, and reads values of the last one's output."""
+
+    class Block(Block):
+        def forward(self, state: list[Tensor]) -> list[Tensor]:  # type: ignore[override]
+            return [super().forward(state[0]), *state[1:]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(4))
+        self.mean = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            state = [self.begin(x)]
+            for block in self.blocks:
+                state = block(state)
+                state.append(state[0].square())
+        except BaseException:
+            return torch.zeros(1)
+        x = self.embed_norm(sum(state))
+        self.mean = float(x.detach().mean())
+        return x / (1 + self.mean)
+
+
 class Skips(nn.Module):
     """Each block on the way up gets what the block on the way down has returned."""
 
@@ -123,6 +148,10 @@ def error_of(make: Callable[[], nn.Module], **section: Any) -> float:
 
 def test_the_order_of_registration_does_not_matter() -> None:
     assert error_of(Chain) <= TOLERANCE
+
+
+def test_code_after_a_stages_units_ends_as_in_the_model() -> None:
+    assert error_of(CodeAfterItsBlocks) <= TOLERANCE
 
 
 def test_a_unit_may_run_twice_where_no_stage_ends_with_it() -> None:

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from harness.refusals import refused
-from shardwise.planner.imports.deepspeed import is_deepspeed, settings_of
-from shardwise.planner.imports.huggingface import imported_of
+from shardwise.planner.imports.huggingface import imported_of, is_deepspeed
 from shardwise.planner.imports.imported import ImportedJob
 from shardwise.planner.imports.megatron import read_megatron
 from shardwise.planner.imports.megatron_args import flags_in, yaml_flags
@@ -135,77 +134,6 @@ def test_what_families_leave_unsaid(
 def test_fields_of_models(values: dict[str, Any], expected: dict[str, Any]) -> None:
     shape = imported_of(SIZES | {"intermediate_size": 64} | values, "c").shape
     assert {name: getattr(shape, name) for name in expected} == expected
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ({}, {}),
-        ({"stage": 1}, {"zero.stage": 1}),
-        ({"stage": "auto"}, {}),
-        ({"cpu_offload_params": True}, {"tiers.params": "host"}),
-        ({"cpu_offload": False}, {}),
-        ({"cpu_offload": True, "offload_optimizer": {"device": "none"}}, {}),
-        ({"offload_optimizer": {"device": "cpu"}}, {"tiers.optimizer": "host"}),
-        ({"offload_optimizer": {}}, {}),
-        (
-            {"offload_param": {"device": "nvme"}},
-            {"tiers.params": "nvme", "tiers.nvme_path": "/local_nvme"},
-        ),
-        (
-            {"offload_optimizer": {"device": "nvme", "nvme_path": "/a"}, "offload_param": {"device": "nvme"}},
-            {"tiers.optimizer": "nvme", "tiers.params": "nvme", "tiers.nvme_path": "/a"},
-        ),
-        ({"mics_shard_size": 0}, {}),
-        ({"mics_shard_size": -1}, {}),
-        ({"mics_shard_size": 8}, {"mesh.dp_shard": 8}),
-    ],
-)
-def test_sections_of_zero(values: dict[str, Any], expected: dict[str, Any]) -> None:
-    settings = settings_of({"zero_optimization": values}, "ds.json").settings
-    assert settings == {"zero.stage": 0, "precision.param": "fp32"} | expected
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ({"sequence_parallel_size": 1}, {}),
-        ({"sequence_parallel_size": 2}, {"mesh.cp": 2, "context.transport": "ulysses"}),
-        ({"tensor_parallel": {"autotp_size": 0}}, {}),
-        ({"activation_checkpointing": {"partition_activations": False}}, {"recompute.mode": "full"}),
-        ({"activation_checkpointing": {}}, {}),
-        ({"bfloat16": {"enabled": True}}, {"precision.param": "bf16"}),
-        ({"communication_data_type": "fp16"}, {}),
-        ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": "auto"}, {"batch.micro_size": 2}),
-        ({"gradient_accumulation_steps": 3}, {"batch.accumulation": 3}),
-        ({"gradient_clipping": 0}, {}),
-        ({"gradient_clipping": 2}, {"optimizer.clip_norm": 2.0}),
-        ({"optimizer": {"params": {"lr": "auto", "eps": 1}}}, {"optimizer.eps": 1.0}),
-    ],
-)
-def test_keys_of_deepspeed(values: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert settings_of(values, "ds.json").settings == {"zero.stage": 0, "precision.param": "fp32"} | expected
-
-
-def test_what_deepspeed_says_that_has_no_counterpart_is_noted() -> None:
-    zero = {"reduce_bucket_size": 5, "overlap_comm": True, "zero_hpz_partition_size": 1}
-    values = {"steps_per_print": 1, "zero_optimization": zero, "wall_clock_breakdown": "auto", "train_batch_size": 8}
-    imported = settings_of(values, "ds.json")
-    assert imported.notes == (
-        "not needed here, and left out: steps_per_print, zero_optimization.reduce_bucket_size",
-    )  # fmt: skip
-    assert imported.global_batch == 8
-    assert settings_of({"train_batch_size": None}, "ds.json").global_batch is None
-    settings = settings_of({"train_batch": 1, "zero_optimization": {"zero_hpz_partition_size": 0}}, "ds.json")
-    assert settings.notes == ("not needed here, and left out: train_batch",)
-    assert settings_of({}, "ds.json") == ImportedJob(settings={"zero.stage": 0, "precision.param": "fp32"})
-    for stage in (True, 4, "2", 1.5):
-        with refused("deepspeed-zero-stage", "ds.json", f"zero_optimization.stage={stage!r}"):
-            settings_of({"zero_optimization": {"stage": stage}}, "ds.json")
-    # A key that is like one that is there, too, is another's.
-    assert settings_of({"zero_optimization": {"offload_params": 1, "offload_param": {}}}, "x").notes != ()
-    with refused("deepspeed-unknown-key", "offload_params", "offload_param?"):
-        settings_of({"zero_optimization": {"offload_params": {}}}, "x")
 
 
 @pytest.mark.parametrize("key", ["zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"])
@@ -427,15 +355,3 @@ def test_layers_without_experts_are_a_list_and_a_ratio_a_number() -> None:
         imported_of(SIZES | experts | {"mlp_only_layers": 3}, "c")
     with refused("import-integer", "c: expansion_ratio='four'", ">= 1"):
         imported_of(SIZES | {"expansion_ratio": "four"}, "c")
-
-
-@pytest.mark.parametrize("value", [-1, "x", True, [1], float("inf"), float("nan")])
-def test_a_norm_to_clip_at_is_a_number(value: object) -> None:
-    with refused("deepspeed-clip-range", f"ds: gradient_clipping={value!r}"):
-        settings_of({"gradient_clipping": value}, "ds")
-
-
-@pytest.mark.parametrize("key", ["bf16", "bfloat16", "fp16"])
-def test_precision_without_a_section_is_refused(key: str) -> None:
-    with refused("deepspeed-section", f"ds: {key}=True"):
-        settings_of({key: True}, "ds")

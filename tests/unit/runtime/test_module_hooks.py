@@ -211,6 +211,21 @@ def test_unused_results_alone_have_a_backward() -> None:
     assert log.take() == TRACKED
 
 
+def test_what_others_have_left_on_a_unit_is_not_made_by_it() -> None:
+    class Reading(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Traced.apply(x + self.given, log)
+
+    log = Log()
+    module = Reading()
+    log.unit(module)
+    module.given = activation()
+    y = module(activation())
+    log.clear()
+    (y.sum() + module.given.sum()).backward()
+    assert log.take() == ["pre_backward", "compute backward", "on_input_gradients"]
+
+
 def test_a_copy_of_a_unit_reports_nothing() -> None:
     log = Log()
     module = nn.Linear(3, 3)

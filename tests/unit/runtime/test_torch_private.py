@@ -1,6 +1,7 @@
 """Torch's private names do on this torch what the library takes them to do."""
 
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from shardwise.runtime.torch_private import (
     cpu_flash_attention_backward,
     fake_copy,
     fake_tensors,
+    file_offset,
     has_cpu_flash_attention,
     in_backward,
     in_fake_mode,
@@ -26,13 +28,11 @@ from shardwise.runtime.torch_private import (
     is_plain,
     is_transformed,
     named_arguments,
-    num_recorded,
     on_backward_end,
     parameter_class,
     plain_torch_functions,
     pytree,
     pytree_node,
-    record_number,
     returned,
     set_data,
     set_unsharded_storage,
@@ -150,18 +150,6 @@ def test_version_counts_writes_in_place_but_not_through_data() -> None:
         parameter.mul_(2)
         parameter.view(-1)[0] = 3
     assert version(parameter) == before + 2
-
-
-def test_recorded_operations_are_numbered() -> None:
-    x = torch.ones(2, requires_grad=True)
-    start = num_recorded()
-    y = x.exp()
-    with torch.no_grad():
-        x.exp()
-    z = y * 2
-    assert [record_number(each) - start for each in (y, z)] == [0, 1]
-    z.add_(y)  # changed in place: the number is that of the change
-    assert (record_number(z) - start, num_recorded() - start) == (2, 3)
 
 
 class Recorder(Tensor):
@@ -316,6 +304,18 @@ def test_fake_tensors_have_storages_that_are_one_object_and_resize() -> None:
         storage = weakref.ref(full.untyped_storage())
         del full, view
         assert storage() is None
+
+
+def test_fake_tensors_of_a_file_say_where_their_elements_are(tmp_path: Path) -> None:
+    """A reader takes the bytes of any slice from there."""
+    table = torch.arange(12.0).view(3, 4)
+    torch.save({"rows": table[1:], "sign": torch.tensor([-1], dtype=torch.int8)}, tmp_path / "a.pt")
+    with fake_tensors():
+        found = torch.load(tmp_path / "a.pt")
+    content = (tmp_path / "a.pt").read_bytes()
+    rows, sign = (content[file_offset(each) :] for each in found.values())
+    assert torch.equal(torch.frombuffer(bytearray(rows[:32]), dtype=torch.float32), table[1:].flatten())
+    assert sign[0] == 255
 
 
 def test_only_fake_tensors_and_their_views_are_fake() -> None:

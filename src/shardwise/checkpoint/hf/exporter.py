@@ -26,11 +26,12 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
+from io import FileIO
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ from shardwise.checkpoint.manifest import ITEM_BYTES, CheckpointError
 from shardwise.checkpoint.safetensors_io import TensorHeader, dtype_name, encode_header, named_dtype
 from shardwise.comm.consistency import listed
 from shardwise.config.untrusted_files import open_regular
-from shardwise.layout.slicing import Shape
+from shardwise.layout.slicing import Rect, Shape, flat_range_to_rects, rect_to_flat_ranges
 from shardwise.runtime.pinned_memory import memory_of
 from shardwise.runtime.state_shards import PARAM, StateShard
 
@@ -196,7 +197,7 @@ def begin_export(plan: ExportPlan, folder: Path, others: Mapping[str, bytes | Pa
 
 
 def write_export(
-    plan: ExportPlan, folder: Path, state_shards: Iterable[StateShard], progress: Callable[[int], None] | None = None
+    plan: ExportPlan, folder: Path, state_shards: Iterable[StateShard], progress: Callable[[int], None] = lambda _: None
 ) -> int:
     """Write this rank's pieces of the parameters and buffers in the plan; return when they are on disk.
 
@@ -206,7 +207,7 @@ def write_export(
         plan: of the export.
         folder: as given to `begin_export`, which has been called.
         state_shards: of this rank; states other than `param`, and tensors that are not in the plan, are skipped.
-        progress: called with the bytes of each write; None for no calls.
+        progress: called with the bytes of each write.
 
     Returns:
         The bytes written. If their sum over all ranks is not `plan.num_tensor_bytes`, something was not written.
@@ -215,16 +216,19 @@ def write_export(
         CheckpointError: a state shard has another shape than the plan, or the system refuses.
     """
     temporary, num_bytes = temporary_folder(folder), 0
-    with named_errors("export to", temporary), _RunWriter(temporary) as writer:
+    with named_errors("export to", temporary), ExitStack() as stack:
+        files: dict[str, FileIO] = {}
         for state_shard in state_shards:
             if state_shard.state != PARAM or state_shard.name not in plan.parts:
                 continue
-            for block, start, placed in _blocks(plan, state_shard):
-                for chunk, chunk_start in _chunks(block, start):
-                    written = _write_chunk(writer, chunk, chunk_start, placed)
+            for block, rect, placed in _blocks(plan, state_shard):
+                if placed.file not in files:
+                    files[placed.file] = stack.enter_context(FileIO(temporary / placed.file, "r+"))
+                for written in _write_block(files[placed.file].fileno(), block, rect, placed):
                     num_bytes += written
-                    if progress is not None:
-                        progress(written)
+                    progress(written)
+        for file in files.values():
+            os.fsync(file.fileno())
     return num_bytes
 
 
@@ -238,11 +242,8 @@ def finish_export(folder: Path) -> None:
     _refuse_taken(folder)
     with named_errors("finish", folder):
         for path in temporary.iterdir():
-            handle = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
         sync_folder(temporary)
         # The system replaces an empty folder by a rename, and no other.
         temporary.rename(folder)
@@ -310,8 +311,8 @@ def _index(tensors: Sequence[PlacedTensor]) -> str:
     return f"{json.dumps(values, indent=2)}\n"
 
 
-def _blocks(plan: ExportPlan, state_shard: StateShard) -> Iterator[tuple[Tensor, Shape, PlacedTensor]]:
-    """Yield what this rank writes of one state shard, as views, each with its first index in a tensor of the folder."""
+def _blocks(plan: ExportPlan, state_shard: StateShard) -> Iterator[tuple[Tensor, Rect, PlacedTensor]]:
+    """Yield what this rank writes of one state shard, as views, each with its rectangle of a tensor of the folder."""
     for held in written_parts(state_shard):
         pairs = ((*each, piece) for each in plan.parts[held.name] for piece in held.written)
         for part, placed, piece in pairs:
@@ -319,91 +320,30 @@ def _blocks(plan: ExportPlan, state_shard: StateShard) -> Iterator[tuple[Tensor,
             if rect is None:
                 continue
             values = held.flat.read(piece.local_offset, piece.local_stop).view(piece.rect.shape)
-            block = values[rect.slices_in(piece.rect)]
-            start = rect.slices_in(part.rect)
-            first = tuple(each.start for each in start)
+            block = values[rect.slices_in(piece.rect)].detach()
+            inside = rect.slices_in(part.rect)
+            start, stop = tuple(each.start for each in inside), tuple(each.stop for each in inside)
             if part.is_stacked:
-                block, first = block[0], first[1:]
+                block, start, stop = block[0], start[1:], stop[1:]
             if part.is_transposed:
-                block, first = block.T, first[::-1]
-            yield block.detach(), first, placed
+                block, start, stop = block.T, start[::-1], stop[::-1]
+            yield block, Rect(start, stop), placed
 
 
-def _chunks(block: Tensor, start: Shape) -> Iterator[tuple[Tensor, Shape]]:
-    """Cut a block, in its order, into chunks of at most `_CHUNK_BYTES`."""
-    most = _CHUNK_BYTES // block.element_size()
-    if block.numel() <= most:
-        yield block, start
-        return
-    dim = next(i for i, length in enumerate(block.shape) if length > 1)
-    step = max(1, most * block.shape[dim] // block.numel())
-    for first in range(0, block.shape[dim], step):
-        part = block.narrow(dim, first, min(step, block.shape[dim] - first))
-        yield from _chunks(part, (*start[:dim], start[dim] + first, *start[dim + 1 :]))
-
-
-def _write_chunk(writer: _RunWriter, chunk: Tensor, start: Shape, placed: PlacedTensor) -> int:
-    """Cast a chunk and write it to its file, in runs of bytes; return how many bytes these are."""
-    values = torch.empty(chunk.numel(), dtype=named_dtype(placed.dtype))
-    values.view(chunk.shape).copy_(chunk)
-    data = memory_of(values)
-    item_bytes = ITEM_BYTES[placed.dtype]
-    # A run covers the last dims, which the chunk has whole, and the dim before them.
-    dim = len(placed.shape) - 1
-    while dim > 0 and chunk.shape[dim] == placed.shape[dim]:
-        dim -= 1
-    dim = max(dim, 0)
-    run_bytes = math.prod(chunk.shape[dim:]) * item_bytes
-    strides = [math.prod(placed.shape[i + 1 :]) * item_bytes for i in range(len(placed.shape))]
-    base = placed.offset + sum(index * stride for index, stride in zip(start, strides, strict=True))
-    offsets = (range(0, chunk.shape[i] * strides[i], strides[i]) for i in range(dim))
-    for number, offset in enumerate(itertools.product(*offsets)):
-        writer.write(placed.file, base + sum(offset), data[number * run_bytes : (number + 1) * run_bytes])
-    return len(data)
-
-
-class _RunWriter:
-    """Writes runs of bytes in place into the files of a folder; it joins runs that follow one another."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._handles: dict[str, int] = {}
-        self._file = ""
-        self._offset = 0
-        self._pending = bytearray()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:
-                self._flush()
-                for handle in self._handles.values():
-                    os.fsync(handle)
-        finally:
-            for handle in self._handles.values():
-                os.close(handle)
-
-    def write(self, file: str, offset: int, data: memoryview) -> None:
-        follows = file == self._file and offset == self._offset + len(self._pending)
-        if not follows or len(self._pending) + len(data) > _CHUNK_BYTES:
-            self._flush()
-            self._file, self._offset = file, offset
-        self._pending += data
-
-    def _flush(self) -> None:
-        if not self._pending:
-            return
-        if self._file not in self._handles:
-            self._handles[self._file] = os.open(self._folder / self._file, os.O_WRONLY)
-        with memoryview(self._pending) as pending:
-            written = 0
-            while written < len(pending):
-                written += os.pwrite(self._handles[self._file], pending[written:], self._offset + written)
-        self._pending.clear()
+def _write_block(file: int, block: Tensor, rect: Rect, placed: PlacedTensor) -> Iterator[int]:
+    """Cast a block and write it to its place in a file, in the order of its elements; yield the bytes of each write."""
+    item_bytes, whole = ITEM_BYTES[placed.dtype], Rect.whole(placed.shape)
+    step = max(1, _CHUNK_BYTES // max(item_bytes, block.element_size()))
+    for first in range(0, rect.numel, step):
+        for chunk in flat_range_to_rects(rect, first, min(first + step, rect.numel)):
+            values = torch.empty(chunk.rect.shape, dtype=named_dtype(placed.dtype))
+            data = memory_of(values.copy_(block[chunk.rect.slices_in(rect)]))
+            for start, stop in rect_to_flat_ranges(chunk.rect, whole):
+                offset, end = placed.offset + start * item_bytes, placed.offset + stop * item_bytes
+                while offset < end:
+                    num_bytes = os.pwrite(file, data[: end - offset], offset)
+                    data, offset = data[num_bytes:], offset + num_bytes
+            yield values.nbytes
 
 
 _FLOATS: Final = ("F64", "F32", "F16", "BF16")
@@ -420,7 +360,6 @@ class ExportRequest:
         kept: names of the tensors that keep their own dtype in any case.
         others: the files beside the weights; only rank 0's are written.
         names: rules for names that differ in the folder.
-        max_file_bytes: the most bytes of tensors in a file.
     """
 
     folder: Path
@@ -429,7 +368,6 @@ class ExportRequest:
     kept: Set[str]
     others: Mapping[str, bytes | Path]
     names: NameMap | Mapping[str, Any] | None = None
-    max_file_bytes: int = MAX_FILE_BYTES
 
     @cached_property
     def plan(self) -> ExportPlan:
@@ -442,7 +380,7 @@ class ExportRequest:
             if each.state == PARAM
             for own in [dtype_name(each.flat.dtype)]
         ]
-        return plan_export(in_order(tensors), self.names, self.max_file_bytes)
+        return plan_export(in_order(tensors), self.names)
 
 
 def exported_dtype(dtype: str, wanted: str, is_kept: bool) -> str:

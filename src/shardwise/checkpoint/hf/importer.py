@@ -12,19 +12,22 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Final
 
+import torch
 from pydantic import Field, TypeAdapter, ValidationError
+from torch import Tensor
 from typing_extensions import TypedDict
 
 from shardwise.checkpoint.hf.families import family_names
 from shardwise.checkpoint.hf.key_map import NameMap, WeightPart
 from shardwise.checkpoint.manifest import CheckpointError, DamagedError, StoredChunk, StoredState, StoredTensor
+from shardwise.checkpoint.offline import read_chunks
+from shardwise.checkpoint.reader import ChunkReader
 from shardwise.checkpoint.safetensors_io import FileTensor, read_header
-from shardwise.config.untrusted_files import UntrustedFileError, mismatch, open_regular, read_json
+from shardwise.config.untrusted_files import UntrustedFileError, mismatch, read_json
 from shardwise.layout.slicing import Rect, Shape
 from shardwise.runtime.state_shards import PARAM
 
@@ -32,18 +35,9 @@ WEIGHTS_NAME: Final = "model.safetensors"
 INDEX_NAME: Final = "model.safetensors.index.json"
 CONFIG_NAME: Final = "config.json"
 _PICKLES: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-_SAMPLE_BYTES: Final = 64 * 1024
 _MAX_INDEX_BYTES: Final = 16 * 2**20
 # The most dotted parts that the prefix of a base model may have.
 _MAX_PREFIX: Final = 16
-
-
-@dataclass(frozen=True)
-class _WeightEntry:
-    """Describes a tensor of the folder and the file that it is in."""
-
-    file: str
-    tensor: FileTensor
 
 
 def open_folder(
@@ -80,7 +74,7 @@ def open_folder(
     entries = {name: entry for name, entry in _entries(folder) if _kind(name) in wanted or not _is_junk(name, entry)}
     renamed, is_head = _meet(wanted, entries)
     found = {renamed(name): entry for name, entry in entries.items()}
-    shapes = {name: entry.tensor.shape for name, entry in found.items()}
+    shapes = {name: entry.shape for name, entry in found.items()}
 
     tensors, used = [], set[str]()
     for name, aliases in model_names.items():
@@ -94,8 +88,8 @@ def open_folder(
         tensors.append(_tensor(name, tuple(aliases), shape, [(part, found[part.stored]) for part in parts]))
     for name, entry in entries.items():
         if renamed(name) not in used and not is_head(name):
-            part = WeightPart(name, Rect.whole(entry.tensor.shape))
-            tensors.append(_tensor(name, (), entry.tensor.shape, [(part, entry)]))
+            part = WeightPart(name, Rect.whole(entry.shape))
+            tensors.append(_tensor(name, (), entry.shape, [(part, entry)]))
     return tuple(tensors)
 
 
@@ -109,10 +103,10 @@ def read_config(folder: Path, name: str = CONFIG_NAME) -> dict[str, Any]:
     return _typed(_ConfigJson, _read_json(path), path) if os.path.lexists(path) else {}
 
 
-def _entries(folder: Path) -> Iterator[tuple[str, _WeightEntry]]:
+def _entries(folder: Path) -> Iterator[tuple[str, FileTensor]]:
     """Yield the tensors of all files, by name, in their order."""
     if (folder / WEIGHTS_NAME).is_file():
-        yield from ((tensor.name, _WeightEntry(WEIGHTS_NAME, tensor)) for tensor in read_header(folder / WEIGHTS_NAME))
+        yield from ((tensor.name, tensor) for tensor in read_header(folder / WEIGHTS_NAME))
         return
     if not (folder / INDEX_NAME).is_file():
         raise _no_weights(folder)
@@ -131,7 +125,7 @@ def _entries(folder: Path) -> Iterator[tuple[str, _WeightEntry]]:
         for tensor in read_header(folder / file, num_known):
             if weight_map.get(tensor.name, file) == file:
                 listed.discard(tensor.name)
-                yield tensor.name, _WeightEntry(file, tensor)
+                yield tensor.name, tensor
     for name in sorted(listed):
         raise DamagedError(
             "index-names-absent-tensor",
@@ -195,19 +189,19 @@ def _kinds(rules: NameMap, name: str) -> Iterator[str]:
     return map(_kind, rules.stored_names(name))
 
 
-def _is_junk(name: str, entry: _WeightEntry) -> bool:
+def _is_junk(name: str, entry: FileTensor) -> bool:
     """Say whether a tensor is a mask, frequencies or positions, as old versions saved; an attention bias is 1-D."""
-    shape, leaf = entry.tensor.shape, name.rpartition(".")[2]
+    shape, leaf = entry.shape, name.rpartition(".")[2]
     is_of_attention = re.search(r"\.attn\.|\.attention\.", name) is not None
     return (
         (leaf == "inv_freq" and "rotary_emb" in name)
         or (leaf == "bias" and is_of_attention and len(shape) == 4)
         or (leaf == "masked_bias" and is_of_attention and not shape)
-        or (leaf == "position_ids" and entry.tensor.dtype == "I64")
+        or (leaf == "position_ids" and entry.dtype == "I64")
     )
 
 
-def _meet(wanted: set[str], entries: Mapping[str, _WeightEntry]) -> tuple[Callable[[str], str], Callable[[str], bool]]:
+def _meet(wanted: set[str], entries: Mapping[str, FileTensor]) -> tuple[Callable[[str], str], Callable[[str], bool]]:
     """Return two functions of a folder's name: the wanted name for it, and whether it is of a head the model lacks.
 
     A prefix is put before names, or taken off, only where most names need that.
@@ -242,42 +236,37 @@ def _cuts(name: str) -> Iterator[tuple[str, str]]:
 
 
 def _tensor(
-    name: str, aliases: tuple[str, ...], shape: Shape, parts: list[tuple[WeightPart, _WeightEntry]]
+    name: str, aliases: tuple[str, ...], shape: Shape, parts: list[tuple[WeightPart, FileTensor]]
 ) -> StoredTensor:
-    dtypes = {entry.tensor.dtype for _, entry in parts}
+    dtypes = {entry.dtype for _, entry in parts}
     if len(dtypes) > 1:
-        found = ", ".join(f"{part.stored} {entry.tensor.dtype}" for part, entry in parts[:4])
+        found = ", ".join(f"{part.stored} {entry.dtype}" for part, entry in parts[:4])
         raise CheckpointError(
             "mixed-dtypes", f"{name} is made of tensors of different dtypes ({found}); convert them to one"
         )
     pieces = tuple(
-        StoredChunk(part.rect, entry.file, entry.tensor.start, is_transposed=part.is_transposed)
-        for part, entry in parts
+        StoredChunk(part.rect, entry.file, entry.start, is_transposed=part.is_transposed) for part, entry in parts
     )
     return StoredTensor(name, aliases, shape, {PARAM: StoredState(dtypes.pop(), pieces)})
 
 
-def _check_tied(folder: Path, name: str, entries: list[_WeightEntry], others: list[_WeightEntry]) -> None:
+def _check_tied(folder: Path, name: str, entries: list[FileTensor], others: list[FileTensor]) -> None:
     """Compare samples of tensors that the model ties and the folder has twice: if trained apart, any sample differs."""
-    for entry, other in zip(entries, others, strict=False):
-        if entry.tensor.name == other.tensor.name or entry.tensor.dtype != other.tensor.dtype:
-            continue
-        is_same_shape = entry.tensor.shape == other.tensor.shape
-        if not is_same_shape or list(_sample(folder, entry)) != list(_sample(folder, other)):
+    with ChunkReader(folder) as reader:
+        for entry, other in zip(entries, others, strict=False):
+            if entry.name == other.name or entry.dtype != other.dtype:
+                continue
+            if entry.shape == other.shape and torch.equal(_sample(reader, entry), _sample(reader, other)):
+                continue
             raise CheckpointError(
                 "tied-weights-differ",
-                f"{folder / other.file} has {other.tensor.name} other than {entry.tensor.name}, but the model has them "
+                f"{folder / other.file} has {other.name} other than {entry.name}, but the model has them "
                 f"as one tensor, {name}; build the model untied (tie_word_embeddings=False)",
             )
 
 
-def _sample(folder: Path, entry: _WeightEntry) -> Iterator[bytes]:
-    """Yield the first, middle and last bytes of a tensor."""
-    first, stop = entry.tensor.start, entry.tensor.stop
-    last = max(first, stop - _SAMPLE_BYTES)
-    handle = open_regular(folder / entry.file, folder)
-    try:
-        for start in (first, (first + last) // 2, last):
-            yield os.pread(handle, min(_SAMPLE_BYTES, stop - start), start)
-    finally:
-        os.close(handle)
+def _sample(reader: ChunkReader, entry: FileTensor) -> Tensor:
+    """Return the bytes of a tensor's first elements."""
+    whole = Rect.whole(entry.shape)
+    stored = _tensor(entry.name, (), entry.shape, [(WeightPart(entry.name, whole), entry)])
+    return next(read_chunks(reader, stored, PARAM, whole), torch.empty(0)).view(torch.uint8)

@@ -2,12 +2,12 @@
 
 A script gets it by `import shardwise.compat.deepspeed as deepspeed`, or unchanged by `shardwise run --as-deepspeed`.
 
+>>> import torch
 >>> import shardwise.compat.deepspeed as deepspeed
 >>> model = torch.nn.Linear(2, 1)
 >>> settings = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}}
 >>> engine, optimizer, _, _ = deepspeed.initialize(model=model, config=settings)
->>> engine.backward(engine(torch.ones(2, 2)).sum())
-tensor(..., grad_fn=<SumBackward0>)
+>>> loss = engine.backward(engine(torch.ones(2, 2)).sum())
 >>> engine.step()
 >>> engine.global_steps
 1

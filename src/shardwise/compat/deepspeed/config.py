@@ -6,12 +6,11 @@
 >>> translate({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}})  # doctest: +ELLIPSIS
 Traceback (most recent call last):
     ...
-shardwise.config.resolve.ConfigError: zero_optimization.zenflow.topk_ratio=0.1: it steps with gradients of earlier ...
+shardwise.config.resolve.ConfigError: zero_optimization.zenflow.topk_ratio=0.1: it steps with gradients ...
 """
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +19,9 @@ from typing import Any, Final
 
 from shardwise.compat.deepspeed.keys import KEYS, key_of, nearest, usual_path
 from shardwise.config.resolve import Config, ConfigError, resolve_batch, set_key, shown_value
-from shardwise.config.untrusted_files import UntrustedFileError, parse_json, read_json
+from shardwise.config.untrusted_files import UntrustedFileError, read_json
 from shardwise.config.validate import ATTENTION_KEYS
 
-_FIX: Final = "give DeepSpeed's config as JSON"
 _ZERO: Final = "zero_optimization"
 _DTYPES: Final[Mapping[str, str]] = MappingProxyType(
     {"half": "fp16", "float16": "fp16", "bfloat16": "bf16", "float": "fp32", "float32": "fp32"}
@@ -56,19 +54,17 @@ class Translation:
 
 
 def read_config(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a config as DeepSpeed takes it: a mapping, the path of a JSON file, or JSON in base64.
+    """Return a config as DeepSpeed takes it: a mapping, or the path of a JSON file.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: the file cannot be read, or holds something else.
     """
-    if isinstance(source, Mapping):
-        return source
     try:
-        values = _decoded(str(source)) if not Path(source).exists() else read_json(source, _FIX)
-    except (UntrustedFileError, OSError) as error:
-        raise ConfigError("deepspeed-config-unreadable", str(error)) from None
+        values = source if isinstance(source, Mapping) else read_json(source, "give DeepSpeed's config as JSON")
+    except UntrustedFileError as error:
+        raise ConfigError(error.code, str(error)) from None
     if not isinstance(values, Mapping):
-        raise ConfigError("deepspeed-config-unreadable", f"{source} holds no object of keys and values; {_FIX}")
+        raise ConfigError("deepspeed-section", f"{source} holds no object of keys and values; give DeepSpeed's config")
     return values
 
 
@@ -91,8 +87,8 @@ def translate(values: Mapping[str, Any], world_size: int | None = None, *, refus
     for path, value in given.items():
         key = key_of(path, value)
         if key is None:
-            close = nearest(path)
-            notes.append(f"{path} is not a key of DeepSpeed's" + (f"; did you mean {close}?" if close else ""))
+            close, shown = nearest(path), path if path.isprintable() and len(path) < _MAX_SHOWN else shown_value(path)
+            notes.append(f"{shown} is not a key of DeepSpeed's" + (f"; did you mean {close}?" if close else ""))
         elif key.action == "R" and key.asks(value):
             refused.append(f"{path}={shown_value(value)}: {key.text}")
         elif key.action == "N" and key.asks(value) and given.get(f"{path.partition('.')[0]}.enabled", True):
@@ -109,14 +105,6 @@ def translate(values: Mapping[str, Any], world_size: int | None = None, *, refus
         set_key(config, path, value)
     _check(Config.from_dict(config), world_size)
     return Translation(MappingProxyType(config), tuple(notes), tuple(refused), MappingProxyType(given))
-
-
-def _decoded(text: str) -> Any:
-    try:
-        return parse_json(base64.urlsafe_b64decode(text).decode(), "the base64 text", _FIX)
-    except ValueError:  # of base64, or of its bytes
-        message = f"{shown_value(text)} is no file, and no JSON in base64; {_FIX}"
-        raise UntrustedFileError("file-unreadable", message) from None
 
 
 def _dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -137,7 +125,9 @@ def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _flatten(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return what is given by dotted key, and the keys that were left "auto"; what is dotted at the top wins."""
     found: dict[str, Any] = {}
-    own = values.get("shardwise", {})
+    own = values.get("shardwise") or {}
+    if not isinstance(own, Mapping):
+        raise ConfigError("deepspeed-section", f"shardwise={shown_value(own)} is not a section; give sections of ours")
     others = {name: value for name, value in values.items() if name != "shardwise"}
     for name, value in sorted(others.items(), key=lambda item: "." in item[0]):
         for written, each in _dotted({name: value}):
@@ -150,6 +140,9 @@ def _flatten(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
                 rule = "is not a section; give an object of its keys"
                 raise ConfigError("deepspeed-section", f"{path}={shown_value(each)} {rule}")
             found[path] = each
+    if len(found) > _MAX_KEYS:
+        rule = "more than DeepSpeed knows; give a config of DeepSpeed's"
+        raise ConfigError("deepspeed-too-many-keys", f"the config has {len(found):,} keys, {rule}")
     for old, new in ((f"{_ZERO}.cpu_offload", "offload_optimizer"), (f"{_ZERO}.cpu_offload_param", "offload_param")):
         if f"{_ZERO}.{new}.device" in found:
             found.pop(old, None)
@@ -170,7 +163,7 @@ def _read(path: str, value: Any, target: str | None) -> dict[str, Any]:
             return {}
         Config.from_dict(_nested({target: meant}))
     except ConfigError as error:
-        raise ConfigError(error.code, f"{path}={shown_value(value)}: {error}") from None
+        raise ConfigError(error.code, f"{path}: {error}") from None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         rule = "is none of DeepSpeed's values for it; correct it there"
         raise ConfigError("deepspeed-value", f"{path}={shown_value(value)} {rule}") from None
@@ -240,6 +233,8 @@ def _check(config: Config, world_size: int | None) -> None:
         raise ConfigError(error.code, text.replace("accumulation", "gradient_accumulation_steps")) from None
 
 
+_MAX_KEYS: Final = 1000
+_MAX_SHOWN: Final = 120
 _KEEP_WHOLE: Final = 100_001
 # What an optimizer has where the JSON does not say it: DeepSpeed's, not ours.
 _OPTIONS: Final[Mapping[str, Any]] = MappingProxyType(

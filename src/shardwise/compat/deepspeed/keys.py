@@ -1,12 +1,12 @@
-"""Say what each key of DeepSpeed's JSON is here: the one table that messages, translation and the docs page are made of.
+"""Say what each key of DeepSpeed's JSON is here: messages, translation and the docs page are made of this one table.
 
-A key is in exactly one class. M means a Shardwise key or call. N has no effect here, which is said once with the reason.
-R is refused before a run starts, with the reason and the fix. X is a key that DeepSpeed 0.19.8 itself dropped: what is
+A key is in exactly one class. M means a Shardwise key or call. N has no effect here, which is said once, and why. R
+is refused before a run starts, with the reason and the fix. X is a key that DeepSpeed 0.19.8 itself dropped: what is
 done with it here is M, N or R too.
 
->>> key_of("zero_optimization.stage3_max_live_parameters").letter, key_of("gradient_clipping").target
+>>> key_of("zero_optimization.stage3_max_live_parameters").kind, key_of("gradient_clipping").target
 ('N', 'optimizer.clip_norm')
->>> key_of("elasticity.max_train_batch_size").letter, key_of("zero_optimization.stege")
+>>> key_of("elasticity.max_train_batch_size").kind, key_of("zero_optimization.stege")
 ('X', None)
 """
 
@@ -30,50 +30,54 @@ CLASSES: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 _UNITS: Final = "units are blocks, and buffers are sized and pooled by the library"
+_SUMS: Final = "sums run in fp32, or wider"
 _IO: Final = "reads and writes of states are sized by the library, and overlap the step"
-_ALWAYS: Final = "it always is so here"
 _LOGS: Final = "the script logs what `engine.step` returns: loss, norm, rate"
 _MASTERS: Final = "masters and moments are fp32 here, which is more exact and takes more memory"
+_OF_FP16: Final = "a key of fp16; bf16 has no loss scale"
+_GATHERS: Final = "`engine.save_16bit_model` gathers only where it is true"
+_SECOND_COPY: Final = (
+    'there is no second copy inside a node; shard over fewer ranks, by "shardwise": {"mesh": {"dp_shard": 8}}'
+)
+_ANY_OPTIMIZER: Final = "any element-wise optimizer is stepped, on the host too"
+_PIPELINE: Final = "the PipelineModule's own arguments say it"
 _SAVES: Final = "checkpoints are safetensors, written in parallel; `engine.save(wait=False)` writes in the background"
-_EXPERTS: Final = "there is no axis of experts yet; leave it out: experts train, sharded by ZeRO"
 _QUANTIZED: Final = "states and collectives are not quantized yet; leave it out"
-_COMPILE: Final = "`compile.enabled` compiles each block, and has no such part"
 _MUP: Final = "mup's optimizers are not known; pass an optimizer with mup's groups to `initialize`"
 _ONE_BIT: Final = "DeepSpeed removed 1-bit optimizers (#8489); use AdamW"
 _DATA: Final = "it changes which data are seen, or the model; do it in the script, and leave it out"
-_COUNTS_WITH: Final = "counts only where its section is enabled"
+_WITH_SECTION: Final = "counts only where its section is enabled"
 _TP: Final = "the plan of `mesh.tp` says which layers are split; `initialize(plan=...)` takes one of your own"
 
-# (class, what it is, section: keys); `*` is any key of a section that has no row of its own, and of XM, XN, XR the second
-# letter is what is done here.
+# (class, what it is, keys): `section: a b` stands for section.a and section.b, and `*` for any key of a section without
+# a row of its own. Of XM, XN and XR the second part is what is done here.
 _TABLE: Final = (
     ("M", "batch.global_size", "train_batch_size"),
     ("M", "batch.micro_size", "train_micro_batch_size_per_gpu"),
     ("M", "batch.accumulation", "gradient_accumulation_steps"),
     ("M", "`engine.step`: where false, each call takes a step", "managed_gradient_accumulation"),
-    ("M", "any section of Shardwise's own config, merged over all of this; mesh.pp is refused", "shardwise: *"),
+    ("M", "optimizer.clip_norm: 1.0 by default, 0 is off", "gradient_clipping"),
+    ("M", "precision.reduce", "communication_data_type"),
+    ("N", _SUMS, "seq_parallel_communication_data_type prescale_gradients gradient_predivide_factor disable_allgather"),
+    ("R", "gradients are means over the data ranks; multiply the loss instead", "gradient_allreduce_op"),
+    ("XN", "gradients are dense", "sparse_gradients"),
+    ("M", "any section of Shardwise's own config, merged over all of this; mesh.pp is refused", "shardwise.*"),
     ("M", "optimizer.name: in any case; any element-wise one of torch.optim", "optimizer: type"),
-    (
-        "M",
-        "optimizer.name: AdamW, as in DeepSpeed, unless adam_w_mode=false",
-        "optimizer: type=adam type=fusedadam type=cpuadam",
-    ),
-    ("R", "Muon needs whole matrices; use AdamW or Lion", "optimizer: type=muon"),
-    ("R", "Lamb's step needs norms of whole parameters; use AdamW", "optimizer: type=lamb"),
+    ("M", "optimizer.name: AdamW unless adam_w_mode=false", "optimizer: type=adam type=fusedadam type=cpuadam"),
+    ("R", "its step needs whole matrices, or their norms; use AdamW or Lion", "optimizer: type=muon type=lamb"),
     ("R", _MUP, "optimizer: type=muadam type=muadamw type=musgd"),
     ("XR", _ONE_BIT, "optimizer: type=onebitadam type=onebitlamb type=zerooneadam"),
+    ("N", "there is one kernel of each optimizer", "optimizer.legacy_fusion optimizer.params.set_grad_none"),
     ("M", "optimizer.lr", "optimizer.params: lr"),
     ("M", "optimizer.betas", "optimizer.params: betas"),
     ("M", "optimizer.eps", "optimizer.params: eps"),
     ("M", "optimizer.weight_decay: of all parameters, 1-D ones too", "optimizer.params: weight_decay"),
     ("M", "optimizer.momentum", "optimizer.params: momentum"),
-    ("M", "the optimizer's own option of that name", "optimizer.params: amsgrad *"),
-    ("M", "optimizer.name: Adam or AdamW, of torch either way", "optimizer.params: adam_w_mode torch_adam"),
+    ("M", "torch's Adam or AdamW", "optimizer.params: adam_w_mode torch_adam"),
+    ("M", "the optimizer's own option of that name", "optimizer.params: *"),
     ("R", "torch's optimizers correct the bias; leave it out", "optimizer.params: bias_correction"),
     ("R", "DeepSpeed refuses it, too; use gradient_clipping", "optimizer.params: max_grad_norm"),
     ("N", _MASTERS, "optimizer.params: fp32_optimizer_states"),
-    ("N", "there is one kernel of each optimizer", "optimizer: legacy_fusion"),
-    ("N", "there is one kernel of each optimizer", "optimizer.params: set_grad_none"),
     ("XN", "of 1-bit optimizers", "optimizer.params: comm_backend_name cuda_aware freeze_step"),
     ("M", "a schedule with DeepSpeed's values, step by step", "scheduler: type"),
     ("M", "the schedule's own option of that name", "scheduler.params: *"),
@@ -82,53 +86,28 @@ _TABLE: Final = (
     ("M", "precision.initial_loss_scale: 2 to that power", "fp16: initial_scale_power"),
     ("M", "precision.loss_scale_window", "fp16: loss_scale_window"),
     ("M", "precision.min_loss_scale", "fp16: min_loss_scale"),
-    ("N", "the scale halves at the first overflow, so that fewer steps are skipped", "fp16: hysteresis"),
-    ("N", "the scale halves at the first overflow, so that fewer steps are skipped", "fp16: consecutive_hysteresis"),
-    ("N", "floating inputs are always cast to the parameters' dtype", "fp16: auto_cast"),
+    ("N", "the scale halves at the first overflow: fewer steps are skipped", "fp16: hysteresis consecutive_hysteresis"),
+    ("M", "`engine.forward` casts floating inputs", "fp16: auto_cast"),
     ("N", _MASTERS, "fp16: fp16_master_weights_and_grads"),
     ("M", "precision.param: bf16", "bf16: enabled"),
     ("M", "run.on_nonfinite: where false, a step without finite gradients raises", "bf16: check_grad_overflow"),
     ("N", "gradients are summed as each backward goes", "bf16: immediate_grad_update"),
     ("N", _MASTERS, "bf16: bf16_master_weights_and_grads bf16_optimizer_states"),
-    (
-        "N",
-        "bf16 has no loss scale",
-        "bf16: auto_cast loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale",
-    ),
-    (
-        "N",
-        "parameters and computation stay fp32; bf16.enabled computes in bf16",
-        "torch_autocast: enabled dtype lower_precision_safe_modules",
-    ),
+    ("N", _OF_FP16, "bf16: auto_cast loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale"),
+    ("M", "`engine.forward` runs under torch.autocast, over fp32 parameters", "torch_autocast: enabled dtype"),
+    ("N", "torch.autocast says which operations take the lower dtype", "torch_autocast: lower_precision_safe_modules"),
     ("M", "precision.accumulate", "data_types: grad_accum_dtype"),
     ("M", "precision.param: instead of fp16's or bf16's", "data_types: param_dtype"),
     ("M", "precision.buffers", "data_types: buffer_dtype"),
     ("N", "buffers keep their dtype", "data_types: keep_in_fp32_modules"),
-    ("M", "precision.reduce", "communication_data_type"),
-    (
-        "N",
-        "sums run in fp32, or wider",
-        "seq_parallel_communication_data_type prescale_gradients gradient_predivide_factor disable_allgather",
-    ),
-    ("R", "gradients are means over the data ranks; multiply the loss instead", "gradient_allreduce_op"),
-    ("XN", "gradients are dense", "sparse_gradients"),
-    ("M", "optimizer.clip_norm: 1.0 by default, 0 is off", "gradient_clipping"),
     ("M", "zero.stage: 0 by default", "zero_optimization: stage"),
     ("M", "zero.overlap", "zero_optimization: overlap_comm"),
-    (
-        "M",
-        "zero.keep_whole_below: 100,000 by default, of stage 3",
-        "zero_optimization: stage3_param_persistence_threshold",
-    ),
-    (
-        "M",
-        "`engine.save_16bit_model` gathers only where it is true",
-        "zero_optimization: stage3_gather_16bit_weights_on_model_save",
-    ),
+    ("M", "zero.keep_whole_below: 1e5 by default", "zero_optimization: stage3_param_persistence_threshold"),
+    ("M", _GATHERS, "zero_optimization: stage3_gather_16bit_weights_on_model_save"),
     (
         "N",
         _UNITS,
-        "zero_optimization: reduce_bucket_size allgather_bucket_size allgather_size sub_group_size"
+        "zero_optimization: reduce_bucket_size allgather_bucket_size sub_group_size"
         " stage3_prefetch_bucket_size stage3_max_live_parameters stage3_max_reuse_distance"
         " stage3_module_granularity_threshold stage3_model_persistence_threshold stage3_allgather_sequential"
         " stage3_use_all_reduce_for_fetch_params contiguous_gradients reduce_scatter allgather_partitions"
@@ -137,16 +116,17 @@ _TABLE: Final = (
     ),
     ("N", _UNITS, "allgather_size"),
     ("N", "blocks are units already; ranks may run different ones", "zero_optimization.leaf_module: *"),
-    ("N", _ALWAYS, "zero_optimization: load_from_fp32_weights elastic_checkpoint ignore_unused_parameters"),
-    ("N", _ALWAYS, "zero_optimization: compute_grad_norm"),
+    (
+        "N",
+        "it always is so here",
+        "zero_optimization: load_from_fp32_weights elastic_checkpoint ignore_unused_parameters compute_grad_norm",
+    ),
     ("N", "run.check_collectives compares what ranks send", "zero_optimization: enable_sanity_checks"),
     ("N", "there is no Muon", "zero_optimization: save_muon_momentum_buffer_in_memory"),
     ("M", "tiers.optimizer: gradients go to the host, too", "zero_optimization.offload_optimizer: device"),
     ("M", "tiers.params", "zero_optimization.offload_param: device"),
-    ("M", "tiers.nvme_path", "zero_optimization.offload_optimizer: nvme_path"),
-    ("M", "tiers.nvme_path", "zero_optimization.offload_param: nvme_path"),
-    ("M", "tiers.pin_memory", "zero_optimization.offload_optimizer: pin_memory"),
-    ("M", "tiers.pin_memory", "zero_optimization.offload_param: pin_memory"),
+    ("M", "tiers.nvme_path", "zero_optimization: offload_optimizer.nvme_path offload_param.nvme_path"),
+    ("M", "tiers.pin_memory", "zero_optimization: offload_optimizer.pin_memory offload_param.pin_memory"),
     ("M", "tiers.optimizer_on_device: what the ratio leaves", "zero_optimization.offload_optimizer: ratio"),
     (
         "N",
@@ -159,47 +139,28 @@ _TABLE: Final = (
     ("M", "tiers.params: an old spelling of offload_param", "zero_optimization: cpu_offload_param"),
     ("M", "tiers.pin_memory: an old spelling", "zero_optimization: cpu_offload_use_pin_memory"),
     ("R", "it steps with gradients of earlier steps; leave it out: the step overlaps", "zero_optimization.zenflow: *"),
-    (
-        "R",
-        'there is no second copy inside a node; shard over fewer ranks: "shardwise": {"mesh": {"dp_shard": 8}}',
-        "zero_optimization: zero_hpz_partition_size",
-    ),
-    (
-        "R",
-        _QUANTIZED,
-        "zero_optimization: zero_quantized_weights zero_quantized_gradients zero_quantized_nontrainable_weights",
-    ),
+    ("R", _SECOND_COPY, "zero_optimization: zero_hpz_partition_size"),
+    ("R", _QUANTIZED, "zero_optimization: zero_quantized_weights zero_quantized_gradients"),
+    ("R", _QUANTIZED, "zero_optimization: zero_quantized_nontrainable_weights"),
     ("XM", "mesh.dp_shard", "zero_optimization: mics_shard_size"),
     ("XN", "gathers go over the shard group", "zero_optimization: mics_hierarchical_params_gather"),
     ("XR", _QUANTIZED, "zero_optimization.zeropp_loco_param: *"),
-    ("N", "any element-wise optimizer is stepped, on the host too", "zero_allow_untested_optimizer"),
-    ("N", "any element-wise optimizer is stepped, on the host too", "zero_force_ds_cpu_optimizer"),
+    ("N", _ANY_OPTIMIZER, "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"),
     (
         "N",
-        "what the model or `deepspeed.checkpointing` recomputes is theirs; recompute.mode=full recomputes each block",
+        "the model or `deepspeed.checkpointing` says what is recomputed; recompute.mode=full recomputes each block",
         "activation_checkpointing: partition_activations number_checkpoints contiguous_memory_optimization"
         " cpu_checkpointing synchronize_checkpoint_boundary profile",
     ),
     ("M", "recompute.mode: full, where it is not 0", "pipeline: activation_checkpoint_interval"),
-    (
-        "N",
-        "the PipelineModule's own arguments say it",
-        "pipeline: stages partition seed_layers pipe_partitioned grad_partitioned use_reentrant",
-    ),
-    ("M", "mesh.tp", "tensor_parallel: autotp_size"),
-    ("M", "mesh.tp", "tensor_parallel.tp: tp_size"),
+    ("N", _PIPELINE, "pipeline: stages partition seed_layers pipe_partitioned grad_partitioned use_reentrant"),
+    ("M", "mesh.tp", "tensor_parallel: autotp_size tp.tp_size"),
     ("M", "tensor.overlap_chunks: 2", "tensor_parallel: tp_overlap_comm"),
-    ("R", _TP, "tensor_parallel.partition_config: *"),
-    ("R", _TP, "tensor_parallel: injection_policy_tuple kernel_inject"),
+    ("R", _TP, "tensor_parallel: partition_config.* injection_policy_tuple kernel_inject"),
     ("R", "ranks of tensor parallelism follow from mesh.tp; leave it out", "tensor_parallel.tp: mpu tp_group"),
-    (
-        "N",
-        _TP,
-        "tensor_parallel: preset_model dtype keep_module_on_host vocab_parallel_lm_head vocab_parallel_ce_backend",
-    ),
-    ("N", _TP, "tensor_parallel.tp: tp_grain_size"),
-    ("R", _EXPERTS, "expert_parallel: enabled"),
-    ("N", _COUNTS_WITH, "expert_parallel: *"),
+    ("N", _TP, "tensor_parallel: preset_model dtype keep_module_on_host vocab_parallel_lm_head tp.tp_grain_size"),
+    ("N", _TP, "tensor_parallel: vocab_parallel_ce_backend"),
+    ("R", "there is no axis of experts yet; leave it out: ZeRO shards them", "expert_parallel: enabled"),
     ("M", "mesh.cp: with context.transport=ulysses", "sequence_parallel_size"),
     ("N", "it follows from the ranks and the other sizes", "data_parallel_size"),
     ("XM", "attention.kind: fixed by default", "sparse_attention: mode"),
@@ -211,55 +172,36 @@ _TABLE: Final = (
         " global_block_indices global_block_end_indices num_sliding_window_blocks",
     ),
     ("XN", "the model's own mask says it", "sparse_attention: attention"),
-    ("M", "`engine.save_checkpoint`: whether ranks compare the tag", "checkpoint: tag_validation"),
+    ("N", "ranks save together, under one tag", "checkpoint: tag_validation"),
     ("M", "`engine.load_checkpoint` reads every layout anyway", "checkpoint: load_universal"),
     ("R", "a checkpoint is one folder that all ranks share; give such a folder", "checkpoint: use_node_local_storage"),
-    ("N", _SAVES, "checkpoint: checkpoint_serialization"),
-    ("N", _SAVES, "checkpoint.parallel_write: *"),
-    ("N", _SAVES, "checkpoint.writer: *"),
-    ("XN", _SAVES, "nebula: *"),
-    ("N", _SAVES, "datastates_ckpt: *"),
+    ("N", _SAVES, "checkpoint: checkpoint_serialization parallel_write.* writer.*"),
+    ("N", _SAVES, "datastates_ckpt.*"),
+    ("XN", _SAVES, "nebula.*"),
     ("R", "there is no GPUDirect Storage; leave it out", "aio: use_gds"),
     ("N", _IO, "aio: block_size queue_depth intra_op_parallelism thread_count single_submit overlap_events"),
-    ("N", _LOGS, "tensorboard: *"),
-    ("N", _LOGS, "wandb: *"),
-    ("N", _LOGS, "csv_monitor: *"),
-    ("N", _LOGS, "comet: *"),
+    ("N", _LOGS, "tensorboard.* wandb.* csv_monitor.* comet.* timers.throughput.*"),
     ("N", _LOGS, "steps_per_print wall_clock_breakdown dump_state log_level"),
-    ("N", _LOGS, "timers.throughput: *"),
-    ("N", "`engine.memory_report` says what memory holds", "memory_breakdown"),
-    ("N", "run.check_collectives and `shardwise.simulate` say what ranks send", "comms_logger: *"),
-    ("N", "`shardwise plan --explain` and torch's profiler count operations", "flops_profiler: *"),
+    ("N", "`engine.memory` counts what memory holds", "memory_breakdown"),
+    ("N", "run.check_collectives and `shardwise.simulate` say what ranks send", "comms_logger.*"),
+    ("N", "`shardwise plan --explain` and torch's profiler count operations", "flops_profiler.*"),
     ("N", "Python's collector stays as the script sets it", "disable_python_gc"),
-    ("R", "`shardwise plan --compare ds_config.json` searches layouts; leave it out", "autotuning: enabled"),
-    ("N", _COUNTS_WITH, "autotuning: *"),
-    (
-        "XR",
-        "a run goes on with any number of ranks; set the three batch sizes, and leave it out",
-        "elasticity: enabled",
-    ),
-    ("XN", _COUNTS_WITH, "elasticity: *"),
     ("M", "compile.enabled", "compile: deepcompile"),
-    ("N", _COMPILE, "compile: *"),
+    ("N", "`compile.enabled` compiles each block, and has no such part", "compile: *"),
+    ("XN", "`compile.enabled` compiles each block, and has no such part", "graph_harvesting"),
+    ("R", "`shardwise plan --compare ds_config.json` searches layouts; leave it out", "autotuning: enabled"),
     ("R", "`engine.gathered` and `engine.offloaded` serve generation; leave it out", "hybrid_engine: enabled"),
-    ("N", _COUNTS_WITH, "hybrid_engine: *"),
     ("R", _DATA, "data_efficiency: enabled"),
-    ("N", _COUNTS_WITH, "data_efficiency: *"),
-    ("XR", _DATA, "curriculum_learning: enabled"),
-    ("XN", _COUNTS_WITH, "curriculum_learning: *"),
-    ("XR", _DATA, "progressive_layer_drop: enabled"),
-    ("XN", _COUNTS_WITH, "progressive_layer_drop: *"),
-    ("XR", _DATA, "eigenvalue: enabled"),
-    ("XN", _COUNTS_WITH, "eigenvalue: *"),
-    ("XR", _QUANTIZED, "quantize_training: enabled"),
-    ("XN", _COUNTS_WITH, "quantize_training: *"),
-    ("XR", _QUANTIZED, "compression_training: *"),
-    ("R", _QUANTIZED, "weight_quantization: *"),
+    ("N", _WITH_SECTION, "autotuning.* hybrid_engine.* data_efficiency.* expert_parallel.*"),
+    ("XR", "a run goes on with any number of ranks; set the batch, and leave it out", "elasticity: enabled"),
+    ("XR", _DATA, "curriculum_learning.enabled progressive_layer_drop.enabled eigenvalue.enabled"),
+    ("XR", _QUANTIZED, "quantize_training.enabled compression_training.*"),
     ("XR", "Apex is not used; set bf16.enabled or fp16.enabled", "amp: enabled"),
-    ("XN", _COUNTS_WITH, "amp: *"),
-    ("XN", _COMPILE, "graph_harvesting"),
+    ("XN", _WITH_SECTION, "elasticity.* curriculum_learning.* progressive_layer_drop.* eigenvalue.*"),
+    ("XN", _WITH_SECTION, "quantize_training.* amp.*"),
+    ("R", _QUANTIZED, "weight_quantization.*"),
     ("N", "sizes that do not divide are padded", "vocabulary_size"),
-    ("N", _COUNTS_WITH, "use_data_before_expert_parallelism"),
+    ("N", "there is no axis of experts yet", "use_data_before_expert_parallelism"),
     ("M", "the loader that `deepspeed.initialize(training_data=...)` makes", "dataloader_drop_last"),
 )
 
@@ -291,7 +233,7 @@ class Key:
     is_dropped: bool
 
     @property
-    def letter(self) -> str:
+    def kind(self) -> str:
         """Return the one class of the key."""
         return "X" if self.is_dropped else self.action
 
@@ -308,17 +250,18 @@ class Key:
 
 
 def _rows() -> Iterator[Key]:
-    for letters, text, names in _TABLE:
+    for kind, text, names in _TABLE:
         section, _, leaves = names.rpartition(": ")
         for leaf in leaves.split():
             path = f"{section}.{leaf}" if section else leaf
-            yield Key(path, letters[-1], text, letters[0] == "X")
+            yield Key(path, kind[-1], text, kind[0] == "X")
 
 
 KEYS: Final[Mapping[str, Key]] = MappingProxyType({key.path: key for key in _rows()})
 """The table by path, in the order of the page."""
 
 
+_GATHER_KEY: Final = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 # Other spellings, which DeepSpeed takes or took.
 _SPELLINGS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -326,13 +269,8 @@ _SPELLINGS: Final[Mapping[str, str]] = MappingProxyType(
         "tensor_parallel.tensor_parallel": "tensor_parallel.tp",
         "tensor_parallel.replace_with_kernel_inject": "tensor_parallel.kernel_inject",
         "zero_optimization.cpu_offload_params": "zero_optimization.cpu_offload_param",
-        **dict.fromkeys(
-            (
-                "zero_optimization.stage3_gather_fp16_weights_on_model_save",
-                "zero_optimization.gather_fp16_weights_on_model_save",
-            ),
-            "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-        ),
+        "zero_optimization.stage3_gather_fp16_weights_on_model_save": _GATHER_KEY,
+        "zero_optimization.gather_fp16_weights_on_model_save": _GATHER_KEY,
         **{path.replace(".stage3_", "."): path for path in KEYS if ".stage3_" in path},
     }
 )
@@ -367,13 +305,16 @@ def key_of(path: str, value: Any = None) -> Key | None:
 
 
 def nearest(path: str) -> str | None:
-    """Return the key that an unknown one may be meant as: one of its section, else one of any section."""
+    """Return the key that an unknown one may be meant as: of the nearest section, then by the name alone."""
     section, _, leaf = path.rpartition(".")
-    known = [each for each in KEYS if not each.endswith("*") and "=" not in each]
+    known = [key.path for key in KEYS.values() if "=" not in key.path]
+    sections = {each.rpartition(".")[0] for each in known}
+    if section not in sections:
+        for near in difflib.get_close_matches(section, sections, n=1):
+            return f"{near}.{leaf}" if key_of(f"{near}.{leaf}") else nearest(f"{near}.{leaf}")
     siblings = [each.rpartition(".")[2] for each in known if each.rpartition(".")[0] == section]
-    sections = [each.partition(".")[0] for each in KEYS] if not section else []
-    if close := difflib.get_close_matches(leaf, [*siblings, *sections], n=1, cutoff=0.75):
-        return f"{section}.{close[0]}" if section else close[0]
+    for near in difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.75):
+        return f"{section}.{near}" if section else near
     return next((each for each in known if each.rpartition(".")[2] == leaf), None)
 
 
@@ -387,9 +328,9 @@ def reference_page() -> str:
     for key in KEYS.values():
         top, _, leaf = key.path.partition(".") if "." in key.path else ("", "", key.path)
         what = {"M": key.text, "N": f"no effect: {key.text}", "R": f"refused: {key.text}"}[key.action]
-        sections.setdefault(top, {}).setdefault((key.letter, what), []).append(f"`{leaf}`")
+        sections.setdefault(top, {}).setdefault((key.kind, what), []).append(f"`{leaf}`")
     for section, rows in sections.items():
-        table = [f"| {', '.join(names)} | {letter} | {what} |" for (letter, what), names in rows.items()]
+        table = [f"| {', '.join(names)} | {kind} | {what} |" for (kind, what), names in rows.items()]
         title = f"## {section}" if section else "## At the top"
         parts.append("\n".join([title, "", "| key | class | here |", "|---|---|---|", *table]))
     return "\n\n".join(parts)
@@ -401,12 +342,15 @@ Made from the table of `shardwise.compat.deepspeed.keys` by `shardwise convert -
 `ds_config.json` when a script runs by `shardwise.compat.deepspeed`, and makes its messages; `shardwise convert
 ds_config.json` prints the translation as a config of Shardwise's, with what was left out as comments.
 
-Keys of stage 3 are also known without `stage3_`, and `bf16` as `bfloat16`. A value `"auto"` that nobody filled in counts as absent, which is said once. A dotted key at the top, such as
-`"zero_optimization.stage"`, is read as a path, and wins over the section. An unknown key is said with the nearest known
-one, and fails nothing. A section `"shardwise"` holds sections of Shardwise's own config, which reach what DeepSpeed's
-keys do not: `{"shardwise": {"mesh": {"tp": 2}, "recompute": {"mode": "full"}}}`. The batch is an equation:
-`train_batch_size` = `train_micro_batch_size_per_gpu` x `gradient_accumulation_steps` x data ranks; two give the third.
+A value `"auto"` that was not filled in counts as absent, which is said once. A dotted key at the top, such as
+`"zero_optimization.stage"`, is read as a path, and wins over the section. An unknown key is said with the nearest
+known one, and fails nothing. Keys with `stage3_` are also known without it, and `bf16` as `bfloat16`. The batch is an
+equation: `train_batch_size` = `train_micro_batch_size_per_gpu` x `gradient_accumulation_steps` x data ranks; two give
+the third.
 
-What the JSON says nothing about is as in DeepSpeed: stage 0, clipping at 1.0, a step without finite gradients is skipped
-(`run.on_nonfinite`); in stage 3 small parameters stay whole (`zero.keep_whole_below`) and ranks may run different blocks
-(`zero.lockstep`)."""
+A section `"shardwise"` holds sections of Shardwise's own config, which reach what DeepSpeed's keys do not:
+`{"shardwise": {"mesh": {"tp": 2}, "recompute": {"mode": "full"}}}`.
+
+What the JSON says nothing about is as in DeepSpeed: stage 0, clipping at 1.0, a step without finite gradients is
+skipped (`run.on_nonfinite`). In stage 3 small parameters stay whole (`zero.keep_whole_below`), and ranks may run
+different blocks (`zero.lockstep`)."""

@@ -22,15 +22,12 @@ from shardwise.compat.deepspeed.runtime import lr_schedules
 from shardwise.config.resolve import ConfigError, shown_value
 from shardwise.runtime.optimizers import optimizer_kind
 
-_ADAMS: Final = frozenset({"adam", "adamw", "fusedadam", "cpuadam"})
 _FUSED: Final = frozenset({torch.optim.Adam, torch.optim.AdamW})
+_ADAMS: Final = frozenset({"adam", "adamw", "fusedadam", "cpuadam"})
+_ADAM: Final = MappingProxyType({"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0})
+_LION: Final = MappingProxyType({"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0})
 # DeepSpeed's own optimizers have other defaults than torch's of that name, or ours.
-_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
-    {
-        **dict.fromkeys(_ADAMS, {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0}),
-        "lion": {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0},
-    }
-)
+_DEFAULTS: Final = MappingProxyType({"adam": _ADAM, "adamw": _ADAM, "lion": _LION})
 
 
 def build_optimizer(section: Mapping[str, Any], param_groups: Iterable[Any]) -> Optimizer:
@@ -41,34 +38,30 @@ def build_optimizer(section: Mapping[str, Any], param_groups: Iterable[Any]) -> 
         param_groups: parameters, or groups of them as torch's optimizers take.
 
     Raises:
-        ConfigError: the type or a parameter is unknown, or is refused by the table of keys.
+        ConfigError: the type is unknown or not element-wise, or a parameter is unknown or refused.
     """
     name = str(section.get("type", "")).lower()
     params = {key: value for key, value in dict(section.get("params") or {}).items() if value not in (None, "auto")}
-    _refuse("optimizer.type", section.get("type"))
-    for key, value in params.items():
-        _refuse(f"optimizer.params.{key}", value)
     is_torch, is_decoupled = params.pop("torch_adam", False), params.pop("adam_w_mode", True)
     if name in _ADAMS:
-        params = params if is_torch else {**_DEFAULTS[name], **params}
         name = "adamw" if is_decoupled or name == "adamw" else "adam"
-    else:
-        params = {**_DEFAULTS.get(name, {}), **params}
     kind = optimizer_kind(name)
+    options: dict[str, Any] = {} if is_torch else dict(_DEFAULTS.get(name, {}))
     accepted = inspect.signature(kind).parameters
-    options = {key: value for key, value in params.items() if key in accepted}
-    for key in params.keys() - options.keys():
+    for key, value in params.items():
         known = key_of(f"optimizer.params.{key}")
-        if known is None or known.action != "N":
+        if key in accepted:
+            options[key] = tuple(value) if key == "betas" else value
+        elif known is None or known.action == "M":
             close = difflib.get_close_matches(key, accepted, n=1)
             fix = f"did you mean {close[0]}?" if close else "leave it out"
             raise ConfigError(
                 "deepspeed-optimizer-param", f"optimizer.params.{key} is none of {kind.__name__}'s; {fix}"
             )
+        elif known.action == "R" and known.asks(value):
+            raise ConfigError("deepspeed-optimizer-param", f"{known.path}={shown_value(value)}: {known.text}")
     if kind in _FUSED and "foreach" not in options:
         options["fused"] = True
-    if "betas" in options:
-        options["betas"] = tuple(options["betas"])
     return kind(param_groups, **options)
 
 
@@ -94,9 +87,3 @@ def build_scheduler(section: Mapping[str, Any], optimizer: Optimizer) -> lr_sche
         what = str(error).removeprefix(f"{name}.__init__() ")
         raise ConfigError("deepspeed-scheduler", f"scheduler.params of {name}: {what}; correct it there") from None
     return schedule
-
-
-def _refuse(path: str, value: Any) -> None:
-    key = key_of(path, value)
-    if key is not None and key.action == "R" and key.asks(value):
-        raise ConfigError("deepspeed-optimizer-refused", f"{path}={shown_value(value)}: {key.text}")

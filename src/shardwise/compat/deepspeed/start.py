@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -14,10 +18,13 @@ from shardwise.compat.deepspeed.config import Translation, read_config, translat
 from shardwise.compat.deepspeed.optimizers import build_optimizer, build_scheduler
 from shardwise.compat.deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from shardwise.compat.deepspeed.runtime.engine import DeepSpeedEngine, DeepSpeedOptimizer, NoSchedule
+from shardwise.compat.deepspeed.runtime.pipe.engine import PipelineEngine
+from shardwise.compat.deepspeed.runtime.pipe.module import PipelineModule
 from shardwise.compat.deepspeed.runtime.zero import ZeroParamStatus
 from shardwise.compat.deepspeed.utils import ENGINE, PLACE, logger
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.engine.initialize import initialize as initialize_engine
+from shardwise.runtime.param_guard import ReleasedParameterError
 
 
 def initialize(  # noqa: PLR0913  DeepSpeed's arguments
@@ -47,7 +54,8 @@ def initialize(  # noqa: PLR0913  DeepSpeed's arguments
         training_data: a dataset, of which the third result is a loader.
         lr_scheduler: a schedule of the optimizer, or a function that makes one of it; None for the JSON's.
         distributed_port: not used: the launcher names it.
-        mpu: not used: the JSON's `"shardwise": {"mesh": ...}` says which ranks share a layer.
+        mpu: of Ulysses, says how many ranks share a sequence. Otherwise it is not used: the JSON's
+            `"shardwise": {"mesh": ...}` says which ranks share a layer.
         dist_init_required: not used: the process group is started where there is none.
         collate_fn: of the loader.
         config: the JSON as a mapping, or its path.
@@ -66,21 +74,34 @@ def initialize(  # noqa: PLR0913  DeepSpeed's arguments
         raise ConfigError("deepspeed-arguments", "deepspeed.initialize needs a model and a config; pass both")
     source = read_config(given)
     init_distributed()
-    translation = translate(source)
+    # A stage of a pipeline counts as one rank: its ranks see the same samples.
+    translation = translate(_with_sharers(source, mpu), dist.get_world_size() // getattr(model, "num_stages", 1))
     _release_earlier(model)
-    if hasattr(model, "train_batch_plan"):  # a PipelineModule
-        from shardwise.compat.deepspeed.runtime.pipe.engine import pipeline_engine
-
-        return pipeline_engine(model, source, translation, optimizer, model_parameters, lr_scheduler, training_data)
+    kind = DeepSpeedEngine
+    if isinstance(model, PipelineModule):
+        kind, translation = PipelineEngine, replace(translation, config=model.train_batch_plan(translation.config))
     own = _optimizer(model, optimizer, model_parameters, translation)
-    engine = _engine(model, source, translation, own, lr_scheduler)
+    engine = _engine(model, source, translation, own, lr_scheduler, kind)
+    engine.evaluates_whole = hasattr(mpu, "evaluates_whole") and mpu.evaluates_whole()
     if training_data is not None:
         engine.training_dataloader = DeepSpeedDataLoader.of(training_data, engine, collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
+def _with_sharers(source: Mapping[str, Any], mpu: Any) -> Mapping[str, Any]:
+    """Return the JSON with the ranks that share a sequence, where Ulysses has registered them."""
+    if not hasattr(mpu, "get_sequence_parallel_world_size"):
+        return source
+    return {**source, "sequence_parallel_size": mpu.get_sequence_parallel_world_size()}
+
+
 def _engine(
-    model: nn.Module, source: Mapping[str, Any], translation: Translation, optimizer: Optimizer | None, schedule: Any
+    model: nn.Module,
+    source: Mapping[str, Any],
+    translation: Translation,
+    optimizer: Optimizer | None,
+    schedule: Any,
+    kind: type[DeepSpeedEngine],
 ) -> DeepSpeedEngine:
     """Start the engine; without an optimizer one that evaluates only, which freezes the parameters until it ends."""
     settings, frozen = dict(translation.config), list[nn.Parameter]()
@@ -96,7 +117,7 @@ def _engine(
     if inner.comm.rank == 0:
         for note in translation.notes:
             logger.info("%s", note)
-    engine = DeepSpeedEngine(inner, source, translation, schedule, frozen)
+    engine = kind(inner, source, translation, schedule, frozen)
     _mark(model, engine)
     return engine
 
@@ -139,8 +160,27 @@ def _mark(model: nn.Module, engine: DeepSpeedEngine) -> None:
     reference = weakref.ref(engine)
     model.__dict__[ENGINE] = reference
     is_sharded = engine.zero_optimization_stage() == 3
+    if is_sharded:
+        model.__dict__["state_dict"] = functools.partial(_placeholders, model)
     for number, (name, parameter) in enumerate(model.named_parameters()):
         marks: dict[str, Any] = {PLACE: (reference, name)}
         if is_sharded:
             marks |= {"ds_id": number, "ds_status": ZeroParamStatus.NOT_AVAILABLE, "ds_active_sub_modules": set()}
         parameter.__dict__.update(marks)
+
+
+def _placeholders(model: nn.Module, *given: Any, **options: Any) -> Any:
+    """Return the model's state dict with tensors on meta in place of released parameters: scripts want the names."""
+    keys = dict(zip(("destination", "prefix", "keep_vars"), given, strict=False)) | options
+    destination, keeps = keys.pop("destination", None), keys.pop("keep_vars", False)
+    state = type(model).state_dict(model, keep_vars=True, **keys)
+    for name, value in state.items() if not keeps else ():
+        if isinstance(value, torch.Tensor):
+            try:
+                state[name] = value.detach()
+            except ReleasedParameterError:
+                state[name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+    if destination is None:
+        return state
+    destination.update(state)
+    return destination

@@ -1,1 +1,1 @@
-"""Read what other tools' files say of a job: Hugging Face's `config.json`, Megatron's flags, DeepSpeed's JSON."""
+"""Read what other tools' files say of a job: Hugging Face's `config.json`, Megatron's flags."""

@@ -109,6 +109,15 @@ def is_huggingface(values: Mapping[str, Any]) -> bool:
     return any(name in _text_part(values) for name in _HIDDEN)
 
 
+def is_deepspeed(values: Mapping[str, Any]) -> bool:
+    """Say whether a parsed JSON file looks like DeepSpeed's and not like a model's.
+
+    >>> is_deepspeed({"zero_optimization": {"stage": 2}}), is_deepspeed({"hidden_size": 64})
+    (True, False)
+    """
+    return any(key in values for key in ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"))
+
+
 def read_json(path: str | Path) -> Mapping[str, Any]:
     """Parse a JSON file that holds one object.
 

@@ -37,7 +37,8 @@ class DeepSpeedDataLoader:
             dataset, engine.dp_world_size, engine.get_data_parallel_rank()
         )
         size = engine.train_micro_batch_size_per_gpu()
-        return cls(DataLoader(dataset, size, sampler=sampler, collate_fn=collate_fn, drop_last=True))
+        drop_last = bool(engine.config.get("dataloader_drop_last", False))
+        return cls(DataLoader(dataset, size, sampler=sampler, collate_fn=collate_fn, drop_last=drop_last))
 
     def __len__(self) -> int:
         return len(self._loader)

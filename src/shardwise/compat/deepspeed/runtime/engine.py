@@ -13,14 +13,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.checkpoint.commit import is_of_deepspeed
+from shardwise.checkpoint.deepspeed import read_run_state
 from shardwise.checkpoint.manifest import CheckpointError, Contents
-from shardwise.compat.deepspeed.checkpoints import latest_tag, read_client_state, write_zero_to_fp32
 from shardwise.compat.deepspeed.config import Translation
 from shardwise.compat.deepspeed.runtime.zero.offload_config import released_states
 from shardwise.compat.deepspeed.utils import logger
+from shardwise.compat.deepspeed.utils.zero_to_fp32 import write_zero_to_fp32
 from shardwise.config.resolve import ConfigError
 from shardwise.engine.engine import Engine
 from shardwise.engine.types import StepResult
+from shardwise.runtime.precision import to_device
 
 DeepSpeedOptimizerCallable = Callable[[Any], Optimizer]
 DeepSpeedSchedulerCallable = Callable[[Optimizer], Any]
@@ -120,6 +123,7 @@ class DeepSpeedEngine(nn.Module):
         mesh = inner.layout.mesh
         self.dp_world_size, self.mp_world_size = mesh.num_data_ranks, mesh.tp
         self._given = translation.given
+        self.evaluates_whole = False  # where ranks that share sequences in training each evaluate their own
         self._frozen = frozen or []
         self._boundary: bool | None = None
         self._result: StepResult | None = None
@@ -141,6 +145,10 @@ class DeepSpeedEngine(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model and return its own output."""
+        if self.evaluates_whole and not self.module.training:
+            return self.module(*inputs, **kwargs)
+        if self._given.get("fp16.enabled") and self._given.get("fp16.auto_cast"):
+            inputs, kwargs = to_device((inputs, kwargs), self.device, torch.float16)
         with self._autocast():
             return self.inner.forward(*inputs, **kwargs)
 
@@ -290,7 +298,7 @@ class DeepSpeedEngine(nn.Module):
 
         Args:
             load_dir: as `save_dir`.
-            tag: name of the folder; None for the one that `latest` names.
+            tag: name of the folder; None for the newest that is whole.
             load_module_strict: everything must fit.
             load_optimizer_states: load the optimizer's too.
             load_lr_scheduler_states: load the schedule's too, which goes with the optimizer's.
@@ -299,16 +307,23 @@ class DeepSpeedEngine(nn.Module):
         """
         if custom_load_fn is not None:
             raise ConfigError("custom-load-fn", "load_checkpoint takes no custom_load_fn here; load by engine.module")
-        tag = tag or latest_tag(Path(load_dir))
-        if tag is None:
-            logger.warning("%s has no `latest`, so nothing is loaded; pass a tag", load_dir)
-            return None, {}
         weights_only = load_module_only or not load_optimizer_states or self.optimizer is None
-        report = self.inner.load(load_dir, strict=load_module_strict, weights_only=weights_only, tag=tag)
-        state, counters = read_client_state(report)
+        try:
+            report = self.inner.load(load_dir, strict=load_module_strict, weights_only=weights_only, tag=tag or "")
+        except CheckpointError as error:
+            if error.code != "no-checkpoint":
+                raise
+            logger.warning("%s: nothing is loaded", error)
+            return None, {}
+        if is_of_deepspeed(report.path):
+            run = read_run_state(report.path)
+            state, counters = run.client_state, {name: getattr(run, name, 0) for name in _COUNTERS}
+        else:
+            extra = report.extra if isinstance(report.extra, dict) else {}
+            state, counters = extra.get("client_state", {}), extra.get("deepspeed", {})
         for name in _COUNTERS:
             setattr(self, name, counters.get(name, getattr(self, name)))
-        return str(Path(load_dir) / tag), state
+        return str(report.path), state
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Say whether the JSON allows whole weights to be gathered for a save under stage 3."""

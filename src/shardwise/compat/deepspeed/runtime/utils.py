@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
+import torch
+
 from shardwise.compat.deepspeed.accelerator import get_accelerator
 from shardwise.compat.deepspeed.utils import logger
 from shardwise.runtime.format import format_bytes
@@ -16,3 +21,10 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 def empty_cache() -> None:
     """Give cached memory back to the GPU."""
     get_accelerator().empty_cache()
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed the generators of Python, NumPy and torch."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)

@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 from shardwise import __version__
-from shardwise.launch.deepspeed import announce
+from shardwise.launch.as_deepspeed import announce
 
 
 class _Names(MetaPathFinder, Loader):

@@ -89,7 +89,8 @@ def GatheredParameters(  # noqa: N802  DeepSpeed's name
     if not enabled:
         yield
         return
-    with gathered(params, modifier_rank=modifier_rank):
+    # In DeepSpeed no graph outlives the context, and a backward that needs the parameters gathers them again.
+    with gathered(params, modifier_rank=modifier_rank, keeps_graphs=False):
         yield
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import math
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import shardwise.compat.deepspeed as deepspeed
 from harness.pool import WorkerPool
+from shardwise.compat.deepspeed.runtime.zero import ZeroParamStatus
 
 STEPS, MICRO, LR = 4, 2, 0.05
 
@@ -105,6 +106,10 @@ def train(rank: int, world_size: int, stage: int, by_tensor: bool, more: dict[st
     assert engine.global_steps == STEPS
     assert optimizer.param_groups[0]["lr"] == schedule.get_last_lr()[0] == engine.get_lr()[0]
     assert engine.get_global_grad_norm() > 0
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    assert shapes == {name: parameter.shape for name, parameter in model.named_parameters()}
+    with deepspeed.zero.GatheredParameters(model.parameters()):
+        assert torch.equal(model.state_dict()["head.weight"], model.head.weight)
     state = engine._zero3_consolidated_16bit_state_dict()
     assert (state is None) == (rank > 0)
     return losses, state
@@ -118,3 +123,66 @@ def test_a_loop_equals_plain_torch(ranks: WorkerPool, stage: int, by_tensor: boo
     assert [sum(each) / 2 for each in zip(*(found for found, _ in results), strict=True)] == pytest.approx(losses)
     for name, parameter in parameters.items():
         torch.testing.assert_close(results[0][1][name], parameter, rtol=1e-9, atol=1e-12)
+
+
+class Project(torch.autograd.Function):
+    """A product whose backward gathers the weight that it has saved, as fused losses of public libraries do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        with deepspeed.zero.GatheredParameters([weight], enabled=weight.ds_status != ZeroParamStatus.AVAILABLE):
+            return gradient @ weight, gradient.t() @ x
+
+
+class Headless(Tower):
+    """A tower whose head the script applies."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def headless() -> Headless:
+    torch.manual_seed(3)
+    return Headless().double()
+
+
+def train_headless(rank: int, world_size: int) -> list[float]:
+    engine, _, _, _ = deepspeed.initialize(
+        model=headless(), config=settings(3, gradient_accumulation_steps=1, train_batch_size=4)
+    )
+    weight, losses = engine.module.head.weight, []
+    for step in range(STEPS):
+        x, target = batch(step, 0, 0)
+        hidden = engine(x)
+        with deepspeed.zero.GatheredParameters([weight]):
+            loss = (Project.apply(hidden, weight) - target).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_function_gathers_in_its_backward_what_it_saved(ranks: WorkerPool) -> None:
+    model = headless()
+    weights = [each for name, each in model.named_parameters() if name != "head.bias"]
+    optimizer = torch.optim.AdamW(weights, lr=0.0, weight_decay=0.01)
+    losses = []
+    for step in range(STEPS):
+        x, target = batch(step, 0, 0)
+        loss = (model(x) @ model.head.weight.t() - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(weights, 0.5)
+        # The warm-up's rates: the first two steps have none.
+        optimizer.param_groups[0]["lr"] = (0.0, 0.0, LR * math.log(2) / math.log(3), LR)[step]
+        optimizer.step()
+        losses.append(loss.item())
+    assert ranks(2).run(train_headless) == [pytest.approx(losses)] * 2

@@ -1,0 +1,92 @@
+"""Runs the command `shardwise convert`: it prints a DeepSpeed config as one of Shardwise's, with comments on the rest.
+
+Nothing is started. As in `shardwise.cli.main`, errors are one line and an exit code: 2 for what the user can fix, 1
+for a disk that fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from shardwise.config.resolve import Config, ConfigError
+from shardwise.report.console import refuse
+
+_SCHEDULES: Final = MappingProxyType({"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"})
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `convert` to the commands of `shardwise`."""
+    parser = commands.add_parser(
+        "convert",
+        help="print a DeepSpeed config as a config of Shardwise's",
+        description="Print a ds_config.json as TOML, with what has no effect, is unknown or is refused as comments.",
+    )
+    parser.add_argument("file", nargs="?", type=Path, metavar="ds_config.json", help="the config of DeepSpeed's")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write it to a file instead")
+    parser.add_argument("--world-size", type=int, metavar="N", help="ranks, to check the batch's equation")
+    parser.add_argument("--markdown", action="store_true", help="print the page docs/deepspeed-config.md instead")
+    parser.set_defaults(run=_convert)
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from shardwise.compat.deepspeed.keys import reference_page
+
+    if arguments.markdown:
+        print(reference_page())
+        return 0
+    try:
+        if arguments.file is None:
+            raise ConfigError("no-config-file", "convert takes a file; give the path of a ds_config.json")
+        text = _as_toml(arguments.file, arguments.world_size)
+    except ConfigError as error:
+        return refuse(error)
+    if arguments.out is None:
+        print(text, end="")
+        return 0
+    try:
+        arguments.out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        print(f"shardwise: cannot write {arguments.out}: {error.strerror}; give the path of a file", file=sys.stderr)
+        return 1
+    print(f"wrote {arguments.out}")
+    return 0
+
+
+def _as_toml(path: Path, world_size: int | None) -> str:
+    from shardwise.compat.deepspeed.config import read_config, translate
+    from shardwise.planner.configs import to_toml
+
+    found = translate(read_config(path), world_size, refuse=False)
+    config = Config.from_dict(found.config)
+    comments = [*(f"refused in a run: {line}" for line in found.refused), *found.notes]
+    settings = dict(_schedule(found.section("scheduler"), comments))
+    if config.optimizer.clip_norm is None:
+        settings["optimizer.clip_norm"] = 1.0
+        comments.append("gradient_clipping=0: TOML cannot say none; give optimizer.clip_norm=none beside this file")
+    config = config.override([f"{key}={value}" for key, value in settings.items()])
+    head = [f"# Made from {path.name} by shardwise convert; docs/deepspeed-config.md has all keys."]
+    return "\n".join([*head, *(f"# {line}" for line in comments), "", to_toml(config)])
+
+
+def _schedule(section: Mapping[str, Any], comments: list[str]) -> Iterator[tuple[str, object]]:
+    """Yield the settings of the nearest schedule of ours; say in the comments how it differs."""
+    name, params = section.get("type"), section.get("params", {})
+    if name is None:
+        return
+    if name not in _SCHEDULES:
+        comments.append(f"scheduler.type={name} is no schedule of a config; pass one by initialize(scheduler=...)")
+        return
+    yield "scheduler.name", _SCHEDULES[name]
+    yield "scheduler.warmup_steps", params.get("warmup_num_steps", 1000)
+    if "total_num_steps" in params:
+        yield "scheduler.total_steps", params["total_num_steps"]
+    yield "scheduler.final_ratio", params.get("cos_min_ratio", 1e-4) if name == "WarmupCosineLR" else 0.0
+    if "warmup_max_lr" in params:
+        yield "optimizer.lr", params["warmup_max_lr"]
+    if params.get("warmup_type", "log") != "linear":
+        comments.append("the warm-up of a config is linear; DeepSpeed's is logarithmic where warmup_type is not linear")

@@ -1,0 +1,164 @@
+"""Offer `deepspeed.checkpointing`: activation checkpointing by torch's, with inputs on the host if asked for.
+
+>>> x = torch.ones(2, requires_grad=True)
+>>> checkpoint(lambda x, scale: (x * scale).sin(), x, scale=2.0).sum().backward()
+>>> bool((x.grad == 2 * torch.tensor(2.0).cos()).all())
+True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint as recompute
+
+from shardwise.compat.deepspeed.config import read_config, translate
+from shardwise.compat.deepspeed.utils import logger
+from shardwise.config.resolve import ConfigError
+
+_MODEL_PARALLEL: Final = "model-parallel-rng"
+
+
+@dataclass
+class _Settings:
+    is_configured: bool = False
+    on_host: bool = False
+    mpu: Any = None
+
+
+_SETTINGS: Final = _Settings()
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function whose activations the backward computes again.
+
+    Args:
+        function: draws the same random numbers again.
+        args: of the function.
+        kwargs: of the function; tensors among them get gradients too.
+    """
+    if not _SETTINGS.on_host:
+        return recompute(function, *args, use_reentrant=False, **kwargs)
+
+    def call(*values: Any) -> Any:
+        return function(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
+
+    # The reentrant kind saves its inputs as a function of autograd does, so that they can be saved elsewhere.
+    with save_on_cpu(pin_memory=torch.cuda.is_available()):
+        return recompute(call, *args, *kwargs.values(), use_reentrant=True)
+
+
+non_reentrant_checkpoint = checkpoint
+
+
+def configure(
+    mpu_: Any,
+    deepspeed_config: Any = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Say where `checkpoint` keeps its inputs.
+
+    Args:
+        mpu_: has `get_model_parallel_rank`, for the random numbers of split layers; None without.
+        deepspeed_config: the JSON, whose `activation_checkpointing.cpu_checkpointing` counts.
+        partition_activations: no effect: `tensor.sequence_parallel` splits activations, inputs of blocks too.
+        contiguous_checkpointing: no effect.
+        num_checkpoints: no effect.
+        checkpoint_in_cpu: on the host; None for what the JSON says.
+        synchronize: no effect.
+        profile: no effect.
+    """
+    given: Mapping[str, Any] = {}
+    if deepspeed_config is not None:
+        given = translate(read_config(deepspeed_config), refuse=False).section("activation_checkpointing")
+    on_host = given.get("cpu_checkpointing", False) if checkpoint_in_cpu is None else checkpoint_in_cpu
+    _SETTINGS.is_configured, _SETTINGS.on_host = True, bool(on_host)
+    _SETTINGS.mpu = mpu_ if mpu_ is not None else _SETTINGS.mpu
+    if partition_activations or given.get("partition_activations", False):
+        fix = 'put "shardwise": {"tensor": {"sequence_parallel": true}} into the JSON, with mesh.tp'
+        logger.info("partition_activations has no effect here; %s", fix)
+
+
+def is_configured() -> bool:
+    """Say whether `configure` was called."""
+    return _SETTINGS.is_configured
+
+
+def reset() -> None:
+    """Do nothing: no buffers are kept between steps."""
+
+
+class CudaRNGStatesTracker:
+    """Keeps states of the device's random numbers by name; `states` are what `get_states` returns."""
+
+    def __init__(self) -> None:
+        self.states_: dict[str, Tensor] = {}
+
+    def reset(self) -> None:
+        """Forget all."""
+        self.states_ = {}
+
+    def get_states(self) -> dict[str, Tensor]:
+        """Return the states."""
+        return dict(self.states_)
+
+    def set_states(self, states: Mapping[str, Tensor]) -> None:
+        """Replace the states."""
+        self.states_ = dict(states)
+
+    def add(self, name: str, seed: int) -> None:
+        """Begin a state from a seed."""
+        if name in self.states_:
+            raise ConfigError("rng-state-twice", f"the random state {name} is there already; call reset() first")
+        with _forked():
+            torch.manual_seed(seed)
+            self.states_[name] = _state()
+
+    @contextmanager
+    def fork(self, name: str = _MODEL_PARALLEL) -> Iterator[None]:
+        """Draw from the state of that name inside the context."""
+        if name not in self.states_:
+            raise ConfigError(
+                "rng-state-unknown", f"there is no random state {name}; add it, or seed the model parallel one"
+            )
+        with _forked():
+            (torch.cuda.set_rng_state if torch.cuda.is_available() else torch.set_rng_state)(self.states_[name])
+            try:
+                yield
+            finally:
+                self.states_[name] = _state()
+
+
+_TRACKER: Final = CudaRNGStatesTracker()
+
+
+def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
+    """Return the tracker of this process."""
+    return _TRACKER
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Seed torch, and the state for layers that are split, which differs between the ranks that share one."""
+    rank = _SETTINGS.mpu.get_model_parallel_rank() if _SETTINGS.mpu is not None else 0
+    _TRACKER.reset()
+    torch.manual_seed(seed)
+    _TRACKER.add(_MODEL_PARALLEL, seed + 2718 + rank)
+
+
+def _state() -> Tensor:
+    return torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
+
+
+def _forked() -> Any:
+    return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else [])

@@ -1,0 +1,1 @@
+"""Starts ranks under DeepSpeed's names."""

@@ -1,0 +1,5 @@
+"""Offers activation checkpointing at DeepSpeed's path."""
+
+from shardwise.compat import submodules
+
+__getattr__ = submodules(__name__)

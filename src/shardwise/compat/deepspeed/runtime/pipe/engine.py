@@ -1,0 +1,139 @@
+"""Offer `PipelineEngine`, which trains a `PipelineModule` by whole batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from shardwise.compat.deepspeed.runtime.dataloader import RepeatingLoader
+from shardwise.compat.deepspeed.runtime.engine import DeepSpeedEngine
+from shardwise.config.resolve import ConfigError
+
+
+class PipelineEngine(DeepSpeedEngine):
+    """Trains by `train_batch`, which takes all micro-batches of a step; arguments are those of `DeepSpeedEngine`."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.inner.step_context.is_plain = False
+        self.inner.step_context.loss_fn = self._loss
+        self._batches: Iterator[Any] | None = None
+        self._change: Callable[[Any], Any] | None = None
+        self._outputs: list[Any] | None = None  # of an evaluation that returns them
+        self._has_loss = True
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """Take a step over the next micro-batches, each (inputs, labels); return the mean loss over all data ranks.
+
+        Args:
+            data_iter: the same on every stage; None for the one of before, or of `training_data`.
+        """
+        if data_iter is not None:
+            self.set_dataiterator(data_iter)
+        self.module.train()
+        self._result = self.inner.train_step(self._take(self.gradient_accumulation_steps()))
+        self.global_steps += 1
+        self.micro_steps += self.gradient_accumulation_steps()
+        self.skipped_steps += self._result.skipped
+        self.global_samples += self.train_batch_size()
+        return self._scalar(self._result.loss)
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Return the mean loss over micro-batches and data ranks, on every stage.
+
+        Args:
+            data_iter: the same on every stage.
+            return_logits: return the last stage's outputs too, there: (loss, outputs by micro-batch).
+            compute_loss: False returns the outputs only, and None on other stages.
+            reduce_output: not used: a loss is always the mean, and outputs are not reduced.
+            bcast_loss: not used: all stages get it.
+            num_micro_batches: None for as many as a step has.
+        """
+        before, self._batches = self._batches, iter(data_iter)
+        self._outputs, self._has_loss = [], compute_loss
+        try:
+            loss = self.inner.eval_step(self._take(num_micro_batches or self.gradient_accumulation_steps())).loss
+            outputs = self._outputs if self.is_last_stage() else None
+        finally:
+            self._batches, self._outputs, self._has_loss = before, None, True
+        if not compute_loss:
+            return outputs
+        return (self._scalar(loss), outputs) if return_logits else self._scalar(loss)
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """Take the batches of the next steps from an iterator."""
+        self._batches = iterator
+
+    def set_dataloader(self, loader: Iterable[Any]) -> None:
+        """Take the batches of the next steps from a loader, again and again."""
+        self._batches = iter(RepeatingLoader(loader))
+
+    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
+        """Change each micro-batch by a function first."""
+        self._change = fn
+
+    def is_first_stage(self) -> bool:
+        """Say whether this rank has the first layers."""
+        pipeline = self.inner.layout.pipeline
+        return pipeline is None or 0 in pipeline.held
+
+    def is_last_stage(self) -> bool:
+        """Say whether this rank has the last layers, and the loss."""
+        pipeline = self.inner.layout.pipeline
+        return pipeline is None or pipeline.has_last
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> NoReturn:
+        """Refuse single forwards: a rank has some of the layers."""
+        self._refuse("forward")
+
+    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse single backwards."""
+        self._refuse("backward")
+
+    def step(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse single steps."""
+        self._refuse("step")
+
+    def _refuse(self, call: str) -> NoReturn:
+        raise ConfigError("pipeline-whole-batches", f"a PipelineEngine has no {call} of its own; call train_batch")
+
+    def _take(self, count: int) -> list[Any]:
+        """Return the next micro-batches as the engine takes them: what the first layer gets is one argument."""
+        if self._batches is None:
+            if self.training_dataloader is None:
+                raise ConfigError("pipeline-no-data", "a stage has no data; pass the same data_iter on all")
+            self.set_dataloader(self.training_dataloader)
+        taken = []
+        for _ in range(count):
+            batch = next(self._batches)  # type: ignore[arg-type]
+            inputs, labels = (self._change(batch) if self._change is not None else batch)[:2]
+            taken.append(((_fixed(inputs),), _fixed(labels)))
+        return taken
+
+    def _loss(self, output: Any, batch: Any) -> Any:
+        if self._outputs is not None:
+            self._outputs.append(output)
+        if not self._has_loss:
+            return torch.zeros((), device=self.device)
+        loss_fn: Any = self.module.loss_fn
+        return output if loss_fn is None else loss_fn(output, batch[1])
+
+    def _scalar(self, loss: float) -> Tensor:
+        dtype = torch.float64 if self.inner.layout.precision.param == "fp64" else torch.float32
+        return torch.tensor(loss, dtype=dtype, device=self.device)
+
+
+def _fixed(value: Any) -> Any:
+    """Return a value as layers take it: loaders make lists of tuples."""
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,78 @@
+"""Offer Ulysses for models of transformers: the engine cuts whole sequences over `mesh.cp`, so nothing is patched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from shardwise.compat.deepspeed import comm
+from shardwise.compat.deepspeed.runtime.sequence_parallel import parallel_state_sp
+from shardwise.runtime.precision import to_device
+
+
+class UlyssesSPAttentionHF:
+    """Registers sequence parallelism; the model's attention stays, and the engine exchanges heads for tokens."""
+
+    @classmethod
+    def register_with_transformers(
+        cls,
+        model_name_or_path: Any,
+        core_attn_implementation: str,
+        sequence_parallel_size: int,
+        micro_batch_size: int,
+        seq_length: int | None = None,
+        seq_length_is_variable: bool = True,
+        disable_in_eval: bool = False,
+        max_length: int | None = None,
+    ) -> Any:
+        """Return what `deepspeed.initialize` takes as `mpu`; None for one rank a sequence.
+
+        Args:
+            model_name_or_path: not used.
+            core_attn_implementation: not used: the model says it.
+            sequence_parallel_size: ranks that share a sequence.
+            micro_batch_size: not used.
+            seq_length: not used: any length will do that the ranks divide.
+            seq_length_is_variable: not used.
+            disable_in_eval: each rank evaluates sequences of its own.
+            max_length: not used.
+        """
+        if sequence_parallel_size == 1:
+            return None
+        parallel_state_sp.initialize_sequence_parallel(sequence_parallel_size, disable_in_eval)
+        return parallel_state_sp
+
+
+class UlyssesSPDataLoaderAdapter:
+    """Yields the batches of all ranks that share sequences, one after the other, whole and the same on each of them.
+
+    `labels` become `shift_labels`, the target of each token. The loss is the model's own, as with `mesh.cp`.
+
+    Args:
+        dl: this rank's loader, of dicts.
+        sp_rank: not used.
+        sp_group: ranks that share sequences.
+        sp_world_size: their number.
+        device: of the batches.
+    """
+
+    def __init__(self, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: torch.device) -> None:
+        self.dl, self.sp_group, self.sp_world_size, self.device = dl, sp_group, sp_world_size, device
+
+    def __len__(self) -> int:
+        return len(self.dl) * self.sp_world_size
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for batch in self.dl:
+            batches: list[Any] = [None] * self.sp_world_size
+            own = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in batch.items()}
+            comm.all_gather_object(batches, own, group=self.sp_group)
+            for each in batches:
+                labels = each.pop("labels", None)
+                if labels is not None:
+                    each["shift_labels"] = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
+                yield to_device(each, self.device)
