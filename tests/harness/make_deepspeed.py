@@ -5,8 +5,8 @@ Run it in an environment that has DeepSpeed, which the library's own tests do no
     DS_BUILD_OPS=0 pip install deepspeed==0.19.8
     torchrun --nproc-per-node 2 tests/harness/make_deepspeed.py
 
-Each folder there has a checkpoint as DeepSpeed leaves it, and `expected.safetensors`: every master and optimizer state in
-full, as DeepSpeed itself gathers them. The sizes are odd, so that ranks' parts end in the middle of a row.
+Each folder there has a checkpoint as DeepSpeed leaves it, and `expected.safetensors`: every master and optimizer state
+in full, as DeepSpeed itself gathers them. The sizes are odd, so that ranks' parts end in the middle of a row.
 """
 
 from __future__ import annotations

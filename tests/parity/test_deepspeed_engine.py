@@ -186,3 +186,41 @@ def test_a_function_gathers_in_its_backward_what_it_saved(ranks: WorkerPool) -> 
         optimizer.step()
         losses.append(loss.item())
     assert ranks(2).run(train_headless) == [pytest.approx(losses)] * 2
+
+
+def train_twice(rank: int, world_size: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    model = tower()
+    config = settings(3)
+    engine, _, _, _ = deepspeed.initialize(model=model, config=config)
+    steps(engine, rank, 0, 2)
+    before = engine._zero3_consolidated_16bit_state_dict()
+    again, _, _, _ = deepspeed.initialize(model=model, config=config)
+    after = again._zero3_consolidated_16bit_state_dict()
+    assert again is not engine
+    steps(again, rank, 0, 1)
+    return before, after
+
+
+def test_a_second_engine_takes_the_model_over(ranks: WorkerPool) -> None:
+    before, after = ranks(2).run(train_twice)[0]
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        torch.testing.assert_close(after[name], value, rtol=0, atol=0)
+
+
+def keep_graph(rank: int, world_size: int) -> float:
+    engine, _, _, _ = deepspeed.initialize(model=tower(), config=settings(2))
+    x, target = batch(0, 0, rank)
+    loss = loss_of(engine(x), target)
+    engine.backward(loss, retain_graph=True)
+    engine.step()
+    engine.backward(loss)
+    engine.step()
+    return float(engine.get_global_grad_norm())
+
+
+def test_a_graph_can_be_used_again(ranks: WorkerPool) -> None:
+    model = tower()
+    sum(loss_of(model(x), target) / 2 for x, target in (batch(0, 0, rank) for rank in range(2))).backward()  # type: ignore[union-attr]
+    norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm().item()  # type: ignore[union-attr]
+    assert ranks(2).run(keep_graph) == pytest.approx([norm, norm])

@@ -133,8 +133,7 @@ def check_tag(tag: str, keeps_all: bool) -> None:
     if tag and not _TAG.fullmatch(tag):
         raise CheckpointError(
             "tag-invalid",
-            f"tag={tag!r:.120} cannot name a folder; use letters, digits and _ . = -, and begin with neither step- nor "
-            "latest",
+            f"tag={tag!r:.120} cannot name a folder; use a-z, 0-9 and _ . = -, and begin with neither step- nor latest",
         )
     if tag and not keeps_all:
         raise CheckpointError(
@@ -191,7 +190,7 @@ def commit(temporary: Path, root: Path, manifest: Manifest, tag: str = "") -> Pa
         write_text(temporary / MANIFEST_NAME, manifest.to_text())
         sync_folder(temporary)
     final = root / (tag or step_name(manifest.step))
-    # Were the process killed between the renames, the older one would still be there, as a folder that nobody deletes.
+    # Were the process killed between the renames, the older one would still be there, as a folder that is not deleted.
     older = _next_renamed(root / step_name(manifest.step)) if _is_replaced(final, tag) else None
     with named_errors("make", final):
         if older is not None:

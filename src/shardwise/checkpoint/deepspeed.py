@@ -71,12 +71,12 @@ class _StandIn:
 
 
 # All that a checkpoint of DeepSpeed names besides tensors and plain values; a stage is a number.
-_STAND_INS: Final[list[Any]] = [
+_STAND_INS: Final[tuple[Any, ...]] = (
     (_StandIn, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (_StandIn, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
     (_StandIn, "deepspeed.utils.tensor_fragment.fragment_address"),
     (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
-]
+)
 
 
 @dataclass(frozen=True)
@@ -346,17 +346,20 @@ def _read_universal(
         if path.parent.name == _UNIVERSAL:
             optimizer = content
             inner = content.get("optimizer_state_dict", {}).get("state", {}).values()
-            steps = {"step": (str(path), each["step"]) for each in inner if "step" in each}
+            steps = next(({"step": (str(path), each["step"])} for each in inner if "step" in each), {})
             continue
         value = content[PARAM] if isinstance(content, Mapping) else content
         found.setdefault(path.parent.name, {})[PARAM if path.stem == "fp32" else path.stem] = str(path), value
     tensors = []
     others = {*model["buffer_names"], *(model.get("shared_params") or {})}
-    shapes = {name: shape for group in model.get("param_shapes") or () for name, shape in group.items()}
+    shapes: dict[str, tuple[int, ...]] = {
+        name: shape for group in model.get("param_shapes") or () for name, shape in group.items()
+    }
     for name, states in ((name, states) for name, states in found.items() if name not in others):
         master, trainable = states[PARAM][1], len(states) > 1
         # Of ZeRO 3 they are flat. Of tensor parallelism the model's shape is that of a part.
-        shape = shapes.get(name) if math.prod(shapes.get(name, ())) == master.numel() else master.shape
+        shape = shapes.get(name, ())
+        shape = shape if math.prod(shape) == master.numel() else tuple(master.shape)
         flat = {each: (file, value.reshape(-1)) for each, (file, value) in states.items() if each != "step"}
         part = _part(folder, {**(steps if trainable else {}), **states, **flat})
         tensors.append(_tensor(name, shape, [_Slice(part, 0, 0, math.prod(shape))], trainable=trainable))
@@ -472,7 +475,7 @@ def _load(folder: Path, name: str, *, with_values: bool = False) -> Any:
         with_values: map the file into memory for the tensors; otherwise they are fake, and only say where they are.
     """
     path = folder / name
-    with open(open_regular(path, path.parent), "rb") as file, torch.serialization.safe_globals(_STAND_INS):
+    with open(open_regular(path, path.parent), "rb") as file, torch.serialization.safe_globals([*_STAND_INS]):
         if file.read(4) != b"PK\x03\x04":
             raise DamagedError("deepspeed-malformed", f"{path} is no file of torch.save; {_FIX}")
         file.seek(0)

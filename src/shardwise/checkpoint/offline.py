@@ -16,7 +16,15 @@ from typing import ClassVar, Final
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.commit import begin, check_free_space, commit, discard, read_manifest, wrong_size
+from shardwise.checkpoint.commit import (
+    begin,
+    check_free_space,
+    commit,
+    discard,
+    is_of_deepspeed,
+    read_manifest,
+    wrong_size,
+)
 from shardwise.checkpoint.manifest import (
     BLOCK_BYTES,
     ITEM_BYTES,
@@ -116,8 +124,13 @@ def verify(folder: Path, progress: Progress | None = None) -> Verification:
         progress: called with how many bytes of how many are done; None for no calls.
 
     Raises:
-        CheckpointError: a newer version has written it.
+        CheckpointError: a newer version has written it, or DeepSpeed, whose files have no checksums.
     """
+    if is_of_deepspeed(folder):
+        raise CheckpointError(
+            "deepspeed-no-checksums",
+            f"{folder} is DeepSpeed's and has no checksums; shardwise checkpoint reshard makes one of ours, which has",
+        )
     try:
         manifest = read_manifest(folder, checks_files=False)
     except DamagedError as error:

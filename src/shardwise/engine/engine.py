@@ -92,26 +92,27 @@ class Engine:
 
         Args:
             args: as the model takes them.
-            inputs: by name; all of them where `mesh.cp` is more than 1: the output is then that of this rank's tokens.
+            inputs: by name; all of them under `mesh.cp`, where the output is that of this rank's tokens.
         """
         self.runner.check_direct("engine.forward")
         with self.step_context.failures_explained():
             return forward_plain(self.step_context, args, inputs)
 
-    def backward(self, loss: Tensor, *, is_boundary: bool | None = None) -> None:
+    def backward(self, loss: Tensor, *, is_boundary: bool | None = None, retain_graph: bool = False) -> None:
         """Add the gradients of what counted in `loss` to the accumulated ones.
 
         Args:
             loss: what `engine(batch)` returned, or any scalar once `forward` has run.
             is_boundary: whether the step follows; None where `batch.accumulation` tells. It is only for speed.
+            retain_graph: as torch's.
 
         Raises:
             ConfigError: how much counts in the loss is not known.
-            torch.OutOfMemoryError: with the table of what holds the memory; `engine(batch)` and `step` raise it too.
+            torch.OutOfMemoryError: with the table of what holds the memory.
         """
         self.runner.check_direct("engine.backward")
         with self.step_context.failures_explained():
-            self.step_context.backward(loss, is_boundary)
+            self.step_context.backward(loss, is_boundary, retain_graph)
 
     def step(self, *, partial: bool = False) -> StepResult:
         """Update the parameters by the clipped mean gradient since the last step, and advance the schedule.
@@ -225,8 +226,7 @@ class Engine:
 
         Args:
             include: of `optimizer`, `master`, `grads`, `params`; None for all.
-            to: "host" moves what is stored on the device to host memory. "nvme" moves that, and what is stored on the
-                host, into a file, so that both memories are free. What is stored on NVMe stays there either way.
+            to: "host" moves what is on the device to host memory; "nvme" moves that and what is on the host to a file.
             path: the folder for that file; None for `tiers.nvme_path`.
             pin_memory: pin the host memory, on CUDA: several times as fast, and torch keeps it for the next time.
 
@@ -283,22 +283,20 @@ class Engine:
     ) -> None:
         """Save into `path/step-<steps taken>`, from which any layout can load. All ranks call it, between steps.
 
-        The checkpoint appears whole or not at all, and replaces none but one of its tag: one of this step that `load`
-        found damaged is renamed first. `path/latest` names the newest.
+        It appears whole or not at all, and replaces none but one of its tag. `path/latest` names the newest.
 
         Args:
-            path: a folder that all ranks share; it is made where it is missing.
+            path: a folder that all ranks share; made if missing.
             contents: "all"; "trainable", without frozen parameters (adapters alone); or "weights" and buffers only.
             extra: any JSON value; that of rank 0 is saved, and `load` returns it.
-            wait: return once it is written. Otherwise the states are copied, and written while training goes on; an
-                error there is raised by the next `step`, `save` or `finish_saves`. With states on NVMe it always waits.
-            keep_last: how many of the newest checkpoints in `path` stay once this one is written; None for all.
+            wait: return once it is written. Otherwise a copy is written while training goes on, and an error there is
+                raised by the next `step`, `save` or `finish_saves`. With states on NVMe it always waits.
+            keep_last: how many of the newest stay, besides those of `keep_every`; None for all.
             keep_every: checkpoints whose step is a multiple of this always stay.
             tag: save into `path/<tag>` instead, and replace what is there; it excludes `keep_last` and `keep_every`.
 
         Raises:
-            CheckpointError: on every rank: it cannot be written, the checkpoint of that step exists already, or a
-                parameter was moved or written outside the engine.
+            CheckpointError: on every rank: it exists or cannot be written, or a parameter was moved or written outside.
             EngineError: gradients are accumulated, which a checkpoint does not keep.
         """
         self.checkpoints.save(path, contents, extra, wait, keep_last, keep_every, tag)
@@ -314,8 +312,8 @@ class Engine:
     def load(self, path: str | Path, *, strict: bool = True, weights_only: bool = False, tag: str = "") -> LoadReport:
         """Load a checkpoint that any layout saved: its world size, stage, tensor parallelism, precision may differ.
 
-        So does DeepSpeed's. Each rank reads its own shards. All ranks call it. Gradients are dropped. After a failure of
-        the host or of NVMe the engine can be used again after a load, unless other ranks have given up a collective.
+        DeepSpeed's are read too. All ranks call it. Gradients are dropped. After a failure of the host or of NVMe the
+        engine can be used again after a load, unless other ranks have given up a collective.
 
         Args:
             path: a checkpoint, `step-...`; or the folder of several, whose newest that is whole is taken.
@@ -336,9 +334,8 @@ class Engine:
 
         Args:
             folder: with `model.safetensors`, or the index and files of a sharded one.
-            names: names of tensors in the folder where they differ from the model's: the model's pattern -> the
-                folder's, such as `{"lm.**": "model.**"}`; see `shardwise.checkpoint.hf.key_map`. Differences of the
-                model's family, and the base model's prefix, are found without it.
+            names: the model's pattern -> the folder's where names differ, such as `{"lm.**": "model.**"}`; see
+                `shardwise.checkpoint.hf.key_map`. Differences of the model's family are found without it.
             strict: everything must fit; otherwise what fits is loaded, and the report says what was skipped. Adapters
                 added to a base model are missing in its folder.
 

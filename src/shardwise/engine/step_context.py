@@ -197,7 +197,7 @@ class StepContext:
         self.batches.append(batch)
         return self.losses.open(total)
 
-    def backward(self, loss: Tensor, is_boundary: bool | None = None) -> None:
+    def backward(self, loss: Tensor, is_boundary: bool | None = None, retain_graph: bool = False) -> None:
         """Add the gradients of a loss that `open_loss` returned, or in plain mode of any scalar."""
         self.status.check()
         self.refuse_unless_trainable()
@@ -206,7 +206,7 @@ class StepContext:
             weight = loss.new_full((), self.scaler.scale)
         else:
             weight = self.losses.close(loss) * self.scaler.scale
-        backpropagate([self], loss, weight, is_boundary)
+        backpropagate([self], loss, weight, is_boundary, retain_graph)
 
     def before_own_backward(self) -> Callable[[], None] | None:
         """Begin a backward that the user has called on a tensor; return what ends it, None where it is not plain.
@@ -413,7 +413,11 @@ class StepContext:
 
 
 def backpropagate(
-    contexts: Sequence[StepContext], loss: Tensor, weight: Tensor, is_boundary: bool | None = None
+    contexts: Sequence[StepContext],
+    loss: Tensor,
+    weight: Tensor,
+    is_boundary: bool | None = None,
+    retain_graph: bool = False,
 ) -> None:
     """Run the backward of a loss through the models of engines.
 
@@ -422,9 +426,10 @@ def backpropagate(
         loss: a tensor of one element.
         weight: the gradient of the loss, 0-d.
         is_boundary: whether it is the last before the step; None where `batch.accumulation` tells.
+        retain_graph: as torch's.
     """
     for context in contexts:
         context.begin_backward(is_boundary)
-    torch.autograd.backward(loss, weight.to(loss.dtype).reshape(loss.shape))
+    torch.autograd.backward(loss, weight.to(loss.dtype).reshape(loss.shape), retain_graph=retain_graph)
     for context in contexts:
         context.end_backward()

@@ -28,6 +28,7 @@ from shardwise.checkpoint.commit import (
     begin,
     candidates,
     check_free_space,
+    check_tag,
     clean,
     commit,
     discard,
@@ -75,7 +76,7 @@ def test_candidates_are_newest_first_by_number_and_nothing_else(tmp_path: Path) 
 def test_a_checkpoint_under_another_name_is_one(tmp_path: Path) -> None:
     save(tmp_path, 100).rename(tmp_path / "best")
     assert candidates(tmp_path / "best") == [tmp_path / "best"]
-    assert candidates(tmp_path) == []
+    assert candidates(tmp_path) == [tmp_path / "best"]
 
 
 def test_a_root_without_checkpoints_has_no_candidates(tmp_path: Path) -> None:
@@ -105,6 +106,68 @@ def test_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert check_all(Path("runs/a")) == [100]
     with refused("no-such-path", "runz", f"{tmp_path} has runs", "mean runs"):
         candidates(Path("runz"))
+
+
+# Tags.
+
+
+def save_tagged(root: Path, step: int, tag: str) -> Path:
+    temporary = begin(root, step, tag)
+    write_files(temporary, step)
+    return commit(temporary, root, manifest_of(step), tag)
+
+
+def test_a_tag_names_the_folder_and_may_be_used_again(tmp_path: Path) -> None:
+    assert save_tagged(tmp_path, 10, "best") == tmp_path / "best"
+    save_tagged(tmp_path, 20, "best")
+    assert latest(tmp_path) == "best\n"
+    assert read_manifest(tmp_path / "best").step == 20
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["best", "latest"]
+
+
+def test_latest_says_which_tag_is_the_newest(tmp_path: Path) -> None:
+    for step, tag in ((8, "global_step8"), (12, "global_step12"), (9, "best")):
+        save_tagged(tmp_path, step, tag)
+    save(tmp_path, 10)
+    names = ["step-00000010", "global_step12", "global_step8", "best"]
+    assert [each.name for each in candidates(tmp_path)] == names
+    save_tagged(tmp_path, 7, "global_step7")
+    assert [each.name for each in candidates(tmp_path)] == ["global_step7", *names]
+    assert step_folders(tmp_path) == [tmp_path / "step-00000010"]
+
+
+def test_what_else_has_the_name_of_a_tag_stays(tmp_path: Path) -> None:
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best" / "mine").touch()
+    with refused("checkpoint-exists", "best"):
+        begin(tmp_path, 10, "best")
+
+
+def test_a_checkpoint_that_is_being_replaced_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tagged(tmp_path, 10, "best")
+    temporary = begin(tmp_path, 20, "best")
+    write_files(temporary, 20)
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(folder, "_rename", stop)
+    with pytest.raises(KeyboardInterrupt):
+        commit(temporary, tmp_path, manifest_of(20), "best")
+    clean(tmp_path)
+    assert [read_manifest(each).step for each in tmp_path.iterdir() if each.is_dir()] == [10]
+
+
+@pytest.mark.parametrize("tag", ["../best", "a/b", "latest", "step-00000001", ".best", "a b", "x" * 200])
+def test_a_tag_that_cannot_name_a_folder_is_refused(tag: str) -> None:
+    with refused("tag-invalid"):
+        check_tag(tag, keeps_all=True)
+
+
+def test_a_tag_excludes_the_deletion_of_older_ones() -> None:
+    check_tag("", keeps_all=False)
+    with refused("tag-keeps-all", "best"):
+        check_tag("best", keeps_all=False)
 
 
 # Damage.

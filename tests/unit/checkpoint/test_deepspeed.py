@@ -29,6 +29,7 @@ from shardwise.checkpoint.commit import candidates, read_manifest
 from shardwise.checkpoint.deepspeed import describe, read_run_state
 from shardwise.checkpoint.find import newest_whole
 from shardwise.checkpoint.offline import reshard
+from shardwise.cli import main as cli
 
 UNIVERSAL = ("universal-of-zero2-bf16", "universal-of-zero3-bf16")
 ALL = (*KINDS, *UNIVERSAL)
@@ -194,6 +195,20 @@ def test_it_becomes_one_of_ours(tmp_path: Path) -> None:
         assert_as_saved(engine, "zero3-bf16")
 
 
+def test_the_commands_take_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = str(FOLDER / "zero2-bf16")
+    assert cli.main(["checkpoint", "show", source, "--tensors"]) == 0
+    shown = capsys.readouterr().out
+    assert all(each in shown for each in ("ZeRO-2 over 2 ranks", "mix.weight", "exp_avg_sq", "bf16"))
+    assert cli.main(["checkpoint", "diff", source, str(FOLDER / "zero2-round-robin"), "--weights"]) == 0
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    config = ["--hf-config", str(tmp_path / "config.json")]
+    assert cli.main(["checkpoint", "export", source, str(tmp_path / "out"), *config]) == 0
+    assert load_file(tmp_path / "out" / "model.safetensors")["mix.weight"].dtype == torch.bfloat16
+    assert cli.main(["checkpoint", "verify", source]) == 2
+    assert "deepspeed-no-checksums" in capsys.readouterr().err
+
+
 # What is refused.
 
 
@@ -273,7 +288,10 @@ def test_code_under_a_name_that_is_allowed_is_not_run(tmp_path: Path) -> None:
         (lambda path: path.write_bytes(b"\x80\x02}q\x00."), "deepspeed-malformed"),
         (lambda path: torch.save({"optimizer_state_dict": {"partition_count": [2]}}, path), "deepspeed-malformed"),
         (lambda path: torch.save([1, 2], path), "deepspeed-malformed"),
-        (lambda path: path.rename(path.with_name("zero_pp_rank_0_mp_rank_01_optim_states.pt")), "deepspeed-model-parallel"),
+        (
+            lambda path: path.rename(path.with_name("zero_pp_rank_0_mp_rank_01_optim_states.pt")),
+            "deepspeed-model-parallel",
+        ),
     ],
 )  # fmt: skip
 def test_what_deepspeed_does_not_write_is_refused(tmp_path: Path, damage: Callable[[Path], object], code: str) -> None:

@@ -1,6 +1,7 @@
 """Torch's private names do on this torch what the library takes them to do."""
 
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from shardwise.runtime.torch_private import (
     cpu_flash_attention_backward,
     fake_copy,
     fake_tensors,
+    file_offset,
     has_cpu_flash_attention,
     in_backward,
     in_fake_mode,
@@ -302,6 +304,18 @@ def test_fake_tensors_have_storages_that_are_one_object_and_resize() -> None:
         storage = weakref.ref(full.untyped_storage())
         del full, view
         assert storage() is None
+
+
+def test_fake_tensors_of_a_file_say_where_their_elements_are(tmp_path: Path) -> None:
+    """A reader takes the bytes of any slice from there."""
+    table = torch.arange(12.0).view(3, 4)
+    torch.save({"rows": table[1:], "sign": torch.tensor([-1], dtype=torch.int8)}, tmp_path / "a.pt")
+    with fake_tensors():
+        found = torch.load(tmp_path / "a.pt")
+    content = (tmp_path / "a.pt").read_bytes()
+    rows, sign = (content[file_offset(each) :] for each in found.values())
+    assert torch.equal(torch.frombuffer(bytearray(rows[:32]), dtype=torch.float32), table[1:].flatten())
+    assert sign[0] == 255
 
 
 def test_only_fake_tensors_and_their_views_are_fake() -> None:

@@ -152,7 +152,7 @@ def _release_earlier(model: nn.Module) -> None:
     reference = model.__dict__.get(ENGINE)
     earlier = reference() if reference is not None else None
     if earlier is not None:
-        earlier.destroy()
+        earlier.destroy(keep_shards=earlier.zero_optimization_stage() == 3 and earlier.world_size > 1)
 
 
 def _mark(model: nn.Module, engine: DeepSpeedEngine) -> None:

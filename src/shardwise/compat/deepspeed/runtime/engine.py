@@ -16,11 +16,13 @@ from torch.optim import Optimizer
 from shardwise.checkpoint.commit import is_of_deepspeed
 from shardwise.checkpoint.deepspeed import read_run_state
 from shardwise.checkpoint.manifest import CheckpointError, Contents
+from shardwise.comm.backends import world_comm
 from shardwise.compat.deepspeed.config import Translation
 from shardwise.compat.deepspeed.runtime.zero.offload_config import released_states
 from shardwise.compat.deepspeed.utils import logger
 from shardwise.compat.deepspeed.utils.zero_to_fp32 import write_zero_to_fp32
 from shardwise.config.resolve import ConfigError
+from shardwise.construction.shards import ParamShard, mark
 from shardwise.engine.engine import Engine
 from shardwise.engine.types import StepResult
 from shardwise.runtime.precision import to_device
@@ -168,7 +170,8 @@ class DeepSpeedEngine(nn.Module):
             scale_wrt_gas: divide by the micro-batches of a step first.
         """
         scaled = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
-        self.inner.backward(scaled, is_boundary=self.is_gradient_accumulation_boundary())
+        is_boundary = self.is_gradient_accumulation_boundary()
+        self.inner.backward(scaled, is_boundary=is_boundary, retain_graph=retain_graph)
         return scaled
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -238,12 +241,25 @@ class DeepSpeedEngine(nn.Module):
         """Say whether blocks are compiled."""
         return self.inner.config.compile.enabled
 
-    def destroy(self) -> None:
-        """Give the model its parameters back; the engine is not used afterwards."""
+    def destroy(self, keep_shards: bool = False) -> None:
+        """Give the model its parameters back; the engine is not used afterwards.
+
+        Args:
+            keep_shards: leave each rank a slice of each parameter, as `zero.Init` does, for the model's next engine.
+        """
         if self._is_destroyed:
             return
         self._is_destroyed = True
-        self.inner.close()
+        shards: list[tuple[nn.Parameter, ParamShard]] = []
+        if keep_shards:
+            comm = world_comm(self.inner.config.run.timeout_s)
+            for name, parameter in self.module.named_parameters():
+                whole = self.inner.read(name)
+                assert whole is not None, "every rank gets it"
+                shards.append((parameter, ParamShard.of(comm, whole, takes_first=False)))
+        self.inner.close(keep_values=not keep_shards)
+        for parameter, shard in shards:
+            mark(parameter, shard)
         for parameter in self._frozen:
             parameter.requires_grad_(True)
 

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -34,7 +35,9 @@ from shardwise.compat.deepspeed.utils.zero_to_fp32 import main
 if __name__ == "__main__":
     main()
 '''
-_UNITS: Final = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_UNITS: Final = MappingProxyType(
+    {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+)
 
 
 def write_zero_to_fp32(folder: str | Path) -> None:
