@@ -27,7 +27,8 @@ def make_hub(folder: Path) -> Path:
     """Write models to `llama/` and `gpt2/`, and data sets to `text/`, `pairs/`, `prompts/` and `tasks/`."""
     tokenizer = train_tokenizer()
     for name, model in make_models(len(tokenizer)):
-        model.save_pretrained(folder / name)
+        # Values that bfloat16 has: under stage 3 a model is loaded in the dtype of DeepSpeed's JSON.
+        model.bfloat16().float().save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     draw = random.Random(0)
     for name, row in (("text", text_row), ("pairs", pair_row), ("prompts", prompt_row), ("tasks", task_row)):
