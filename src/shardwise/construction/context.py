@@ -18,6 +18,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from shardwise.comm.backends import world_comm
 from shardwise.comm.collectives import Comm
@@ -82,9 +83,9 @@ class _Construction:
         if self._comm is None:
             mark(parameter, KeyedValues(self._seed))
             return
-        if module is not self._module:
+        if module is not self._module and not isinstance(module, ParametrizationList):  # for a module that goes on
             self._shard_whole()
-        self._module = module
+            self._module = module
         self._whole[parameter] = None
 
     def on_module(self, child: nn.Module) -> None:
