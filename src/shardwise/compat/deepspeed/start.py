@@ -54,8 +54,7 @@ def initialize(  # noqa: PLR0913  DeepSpeed's arguments
         training_data: a dataset, of which the third result is a loader.
         lr_scheduler: a schedule of the optimizer, or a function that makes one of it; None for the JSON's.
         distributed_port: not used: the launcher names it.
-        mpu: of Ulysses, says how many ranks share a sequence. Otherwise it is not used: the JSON's
-            `"shardwise": {"mesh": ...}` says which ranks share a layer.
+        mpu: of Ulysses, says how many ranks share a sequence; `"shardwise": {"mesh": ...}` says all else.
         dist_init_required: not used: the process group is started where there is none.
         collate_fn: of the loader.
         config: the JSON as a mapping, or its path.
