@@ -100,7 +100,7 @@ def build(inputs: EngineInputs) -> tuple[StepContext, StepRunner, ExitStack]:
         tiers = _open_tiers(inputs, streams, comms.all.is_simulated)
         cleanup.callback(tiers.close)
         zero = config.zero
-        resources = ShardingResources(comms, pool, memory, timeline, values, tiers, zero.overlap, bool(zero.lockstep))
+        resources = ShardingResources(comms, pool, memory, timeline, values, tiers, zero.overlap, zero.lockstep)
         broadcast_params_across_stages(values, layout, comms)
         sharding = ShardingState(model, layout, resources)
         try:
