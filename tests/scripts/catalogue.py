@@ -161,7 +161,7 @@ def sft(job: Job) -> list[str]:
 
 def dpo(job: Job) -> list[str]:
     return [
-        *trainer_arguments(job, "llama", 2, 2, 1e-3),
+        *trainer_arguments(job, "llama", 2, 2, 5e-4),
         f"--dataset_name={job.hub}/pairs",
         "--max_length=64",
         "--dtype=float32",
