@@ -184,8 +184,8 @@ class LossAccumulator:
         raise ConfigError(
             "loss-not-from-engine",
             "backward got a tensor that engine(batch) did not return, or the same one twice, so how much counts in it "
-            "is unknown; pass on what engine(batch) returns, or run the model by engine.forward(...) for a loss of "
-            "your own",
+            "is unknown; compute the loss in loss_fn and pass on what engine(batch) returns, or run the model by "
+            "engine.forward(...), after which any loss is taken",
         )
 
     def knows(self, loss: Tensor) -> bool:

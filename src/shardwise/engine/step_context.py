@@ -198,7 +198,13 @@ class StepContext:
         return self.losses.open(total)
 
     def backward(self, loss: Tensor, is_boundary: bool | None = None, retain_graph: bool = False) -> None:
-        """Add the gradients of a loss that `open_loss` returned, or in plain mode of any scalar."""
+        """Add the gradients of a loss that `open_loss` returned, or in plain mode of any scalar.
+
+        Args:
+            loss: of one element.
+            is_boundary: whether the step follows; None where `batch.accumulation` tells.
+            retain_graph: as torch's.
+        """
         self.status.check()
         self.refuse_unless_trainable()
         if self.is_plain and not self.losses.knows(loss):
