@@ -24,19 +24,9 @@ def init_distributed(  # noqa: PLR0913  DeepSpeed's arguments
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Join the process group where there is none; the launcher's environment names its ranks.
+    """Join the process group where there is none; the arguments are those of DeepSpeed.
 
-    Args:
-        dist_backend: not used: gloo, with NCCL for tensors on GPUs.
-        auto_mpi_discovery: not used: variables of MPI and Slurm are known.
-        distributed_port: not used.
-        verbose: not used.
-        timeout: after which a rank that does not come is named.
-        init_method: not used.
-        dist_init_required: not used.
-        config: not used.
-        rank: not used.
-        world_size: not used.
+    All but `timeout` say nothing here: the launcher's environment names the ranks, of MPI and Slurm too.
     """
     ensure_process_group("cuda" if torch.cuda.is_available() else "cpu", timeout.total_seconds())
 

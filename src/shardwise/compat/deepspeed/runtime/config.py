@@ -11,16 +11,7 @@ __all__ = ["DeepSpeedConfig", "DeepSpeedConfigError"]
 
 
 class DeepSpeedConfig:
-    """Reads DeepSpeed's JSON.
-
-    Args:
-        config: a mapping, or the path of a file.
-        mpu: not used.
-        mesh_device: not used.
-
-    Raises:
-        DeepSpeedConfigError: a key is refused.
-    """
+    """Reads DeepSpeed's JSON, a mapping or the path of a file; the arguments are those of DeepSpeed."""
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
         self._param_dict = read_config(config)

@@ -21,15 +21,9 @@ logger: Final = getLogger("DeepSpeed")
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = INFO) -> None:
-    """Log a message on some ranks.
-
-    Args:
-        message: of the log.
-        ranks: -1 or None for all.
-        level: of the log.
-    """
+    """Log a message on these ranks, -1 for all; the arguments are those of DeepSpeed."""
     rank = dist.get_rank() if dist.is_initialized() else -1
-    if not ranks or -1 in ranks or rank in ranks:
+    if rank < 0 or {-1, rank} & set(ranks or ()):
         logger.log(level, "[Rank %d] %s", rank, message)
 
 
@@ -39,13 +33,7 @@ def instrument_w_nvtx(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class OnDevice:
-    """Makes a model's tensors in a dtype and on a device, such as meta.
-
-    Args:
-        dtype: of floating tensors.
-        device: of all.
-        enabled: False does nothing.
-    """
+    """Makes a model's tensors in a dtype and on a device, such as meta; the arguments are those of DeepSpeed."""
 
     def __init__(self, dtype: torch.dtype, device: str = "meta", enabled: bool = True) -> None:
         self._dtype, self._device, self._enabled = dtype, torch.device(device), enabled
@@ -109,24 +97,13 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Replace a state of the optimizer.
-
-    Args:
-        param: of the model.
-        value: whole.
-        optim_state_key: such as `exp_avg`.
-    """
+    """Replace a state of the optimizer, such as `exp_avg`; the arguments are those of DeepSpeed."""
     engine, name = _place(param)
     engine.write(name, value, optim_state_key)
 
 
 def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[Any]) -> list[nn.Module]:
-    """Mark modules that are gathered as one unit, and return them; `initialize` makes them units.
-
-    Args:
-        model: of the script.
-        leaf_module_classes: classes, or their names.
-    """
+    """Mark modules of some classes, or of their names, and return them; `initialize` makes them units."""
     names = {each if isinstance(each, str) else each.__name__ for each in leaf_module_classes}
     found = [module for module in model.modules() if {type(module).__name__, _qualified(type(module))} & names]
     for module in found:

@@ -15,12 +15,7 @@ from typing import Any
 
 
 class ProcessTopology:
-    """Numbers the ranks of a grid.
-
-    Args:
-        axes: names, the slowest first.
-        dims: ranks along each.
-    """
+    """Numbers the ranks of a grid with named axes, the slowest first."""
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         self.axes, self.dims = list(axes), list(dims)
@@ -41,14 +36,7 @@ class ProcessTopology:
     def get_rank_repr(
         self, rank: int, omit_axes: Sequence[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
     ) -> str:
-        """Return a rank's coordinates as a text, such as `model_00`.
-
-        Args:
-            rank: of the grid.
-            omit_axes: which are left out.
-            inner_sep: between a name and a number.
-            outer_sep: between two of these.
-        """
+        """Return a rank's coordinates as a text, such as `model_00`; the arguments are those of DeepSpeed."""
         kept = [(name, value) for name, value in self.get_coord(rank)._asdict().items() if name not in omit_axes]
         return outer_sep.join(f"{name}{inner_sep}{value:02d}" for name, value in kept)
 
@@ -83,25 +71,14 @@ class ProcessTopology:
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """Has the ranks of a stage beside each other.
-
-    Args:
-        num_pp: stages.
-        num_dp: ranks of a stage.
-    """
+    """Has the ranks of a stage beside each other."""
 
     def __init__(self, num_pp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data"], [num_pp, num_dp])
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """Has the ranks that split a layer beside each other, and then those of a stage.
-
-    Args:
-        num_pp: stages.
-        num_mp: ranks that split a layer.
-        num_dp: ranks of a stage with data of their own.
-    """
+    """Has the ranks that split a layer beside each other, then those of a stage; arguments are those of DeepSpeed."""
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
