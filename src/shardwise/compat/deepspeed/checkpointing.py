@@ -1,10 +1,4 @@
-"""Offer `deepspeed.checkpointing`: activation checkpointing by torch's, with inputs on the host if asked for.
-
->>> x = torch.ones(2, requires_grad=True)
->>> checkpoint(lambda x, scale: (x * scale).sin(), x, scale=2.0).sum().backward()
->>> bool((x.grad == 2 * torch.tensor(2.0).cos()).all())
-True
-"""
+"""Offer `deepspeed.checkpointing`: activation checkpointing by torch's, with inputs on the host if asked for."""
 
 from __future__ import annotations
 

@@ -12,21 +12,12 @@ from torch.distributed import ReduceOp as ReduceOp
 from shardwise.launch.process_group import ensure_process_group
 
 
-def init_distributed(  # noqa: PLR0913  DeepSpeed's arguments
-    dist_backend: str | None = None,
-    auto_mpi_discovery: bool = True,
-    distributed_port: int = 29500,
-    verbose: bool = True,
-    timeout: timedelta = timedelta(minutes=30),
-    init_method: str | None = None,
-    dist_init_required: bool | None = None,
-    config: Any = None,
-    rank: int = -1,
-    world_size: int = -1,
+def init_distributed(
+    dist_backend: str | None = None, *args: Any, timeout: timedelta = timedelta(minutes=30), **options: Any
 ) -> None:
-    """Join the process group where there is none; the arguments are those of DeepSpeed.
+    """Join the process group where there is none; the launcher's environment names its ranks, MPI's and Slurm's too.
 
-    All but `timeout` say nothing here: the launcher's environment names the ranks, of MPI and Slurm too.
+    Of the arguments, which are those of DeepSpeed, only `timeout` counts.
     """
     ensure_process_group("cuda" if torch.cuda.is_available() else "cpu", timeout.total_seconds())
 
@@ -39,11 +30,6 @@ def get_local_rank() -> int:
 def get_world_group() -> Any:
     """Return the group of all ranks."""
     return dist.group.WORLD
-
-
-def is_available() -> bool:
-    """Say whether torch can connect ranks."""
-    return dist.is_available()
 
 
 def __getattr__(name: str) -> Any:

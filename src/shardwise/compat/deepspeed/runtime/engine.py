@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -12,7 +12,6 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from shardwise.checkpoint.commit import is_of_deepspeed
 from shardwise.checkpoint.deepspeed import read_run_state
@@ -28,8 +27,6 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.types import StepResult
 from shardwise.runtime.precision import to_device
 
-DeepSpeedOptimizerCallable = Callable[[Any], Optimizer]
-DeepSpeedSchedulerCallable = Callable[[Optimizer], Any]
 _COUNTERS: Final = ("global_steps", "micro_steps", "global_samples", "skipped_steps")
 
 
@@ -73,7 +70,6 @@ class DeepSpeedOptimizer:
 
     @property
     def loss_scale(self) -> float:
-        """Return the factor on fp16 losses."""
         return self._engine.loss_scale()
 
     cur_scale = loss_scale
@@ -89,7 +85,7 @@ class DeepSpeedOptimizer:
 
 
 class DeepSpeedEngine(nn.Module):
-    """Trains a model by DeepSpeed's calls.
+    """Trains a model by DeepSpeed's calls; methods without a word of their own answer what its methods do.
 
     Args:
         inner: the engine.
@@ -227,17 +223,8 @@ class DeepSpeedEngine(nn.Module):
             fix = 'put "shardwise": {"compile": {"enabled": true}} into the JSON'
             logger.warning("engine.compile has no effect, since the engine has started; %s", fix)
 
-    @property
-    def is_compiled(self) -> bool:
-        """Say whether blocks are compiled."""
-        return self.inner.config.compile.enabled
-
     def destroy(self, keep_shards: bool = False) -> None:
-        """Give the model its parameters back; the engine is not used afterwards.
-
-        Args:
-            keep_shards: leave each rank a slice of each parameter, as `zero.Init` does, for the model's next engine.
-        """
+        """Give the model its parameters back; with `keep_shards` a slice of each, as `zero.Init` does."""
         if self._is_destroyed:
             return
         self._is_destroyed = True
@@ -324,7 +311,6 @@ class DeepSpeedEngine(nn.Module):
         return str(report.path), state
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Say whether the JSON allows whole weights to be gathered for a save under stage 3."""
         return bool(self._given.get("zero_optimization.stage3_gather_16bit_weights_on_model_save", False))
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
@@ -347,13 +333,9 @@ class DeepSpeedEngine(nn.Module):
     _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
 
     def module_state_dict(
-        self,
-        destination: Any = None,
-        prefix: str = "",
-        keep_vars: bool = False,
-        exclude_frozen_parameters: bool = False,
+        self, *args: Any, prefix: str = "", exclude_frozen_parameters: bool = False, **options: Any
     ) -> dict[str, Tensor]:
-        """Return the model's state dict with whole values, on every rank; the arguments are those of DeepSpeed."""
+        """Return the model's state dict with whole values, on every rank; others of the arguments are not used."""
         trained = {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
         names = {name for name, _ in self.module.named_parameters()}
         with self.inner.gathered() as model:
@@ -402,45 +384,34 @@ class DeepSpeedEngine(nn.Module):
     # What the JSON says.
 
     def train_batch_size(self) -> int:
-        """Return the samples of a step over all ranks."""
         return self.inner.config.batch.global_size or 1
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Return the samples of a micro-batch of a rank."""
         return self.inner.config.batch.micro_size or 1
 
     def gradient_accumulation_steps(self) -> int:
-        """Return the micro-batches of a step."""
         return self.inner.config.batch.accumulation or 1
 
     def zero_optimization(self) -> bool:
-        """Say whether states are sharded."""
         return self.zero_optimization_stage() > 0
 
     def zero_optimization_stage(self) -> int:
-        """Return the stage of ZeRO."""
         return self.inner.config.zero.stage
 
     def fp16_enabled(self) -> bool:
-        """Say whether parameters are computed in fp16."""
         return self.inner.layout.precision.param == "fp16"
 
     def bfloat16_enabled(self) -> bool:
-        """Say whether parameters are computed in bf16."""
         return self.inner.layout.precision.param == "bf16"
 
     def gradient_clipping(self) -> float:
-        """Return the largest norm of the gradient; 0 for none."""
         return self.inner.config.optimizer.clip_norm or 0.0
 
     def loss_scale(self) -> float:
-        """Return the factor on fp16 losses."""
         return self.inner.step_context.scaler.scale
 
     def get_lr(self) -> list[float]:
-        """Return the learning rate of each parameter group."""
         return [group["lr"] for group in self.inner.optimizer.param_groups]
 
     def get_data_parallel_rank(self) -> int:
-        """Return this rank's index among those that have batches of their own."""
         return self.inner.layout.mesh.data_index(self.global_rank)

@@ -41,4 +41,4 @@ class FusedAdam:
         names = ("betas", "eps", "adam_w_mode", "weight_decay", "amsgrad", "set_grad_none")
         given = {**dict(zip(names, args, strict=False)), **options}
         given["adamw_mode"] = given.pop("adam_w_mode", True)
-        return DeepSpeedCPUAdam(params, lr, bias_correction, **given)  # type: ignore[return-value]
+        return DeepSpeedCPUAdam(params, lr, bias_correction, **given)

@@ -43,14 +43,13 @@ class PipelineEngine(DeepSpeedEngine):
         data_iter: Iterator[Any],
         return_logits: bool = False,
         compute_loss: bool = True,
-        reduce_output: str | None = "avg",
-        bcast_loss: bool = True,
         num_micro_batches: int | None = None,
+        **options: Any,
     ) -> Any:
         """Return the mean loss over micro-batches and data ranks, on every stage; the arguments are those of DeepSpeed.
 
         With `return_logits` it is (loss, outputs by micro-batch), and without `compute_loss` the outputs, which the
-        last stage has; others have None for them. `reduce_output` and `bcast_loss` have no effect.
+        last stage has; others have None for them. The `options` have no effect.
         """
         before, self._batches = self._batches, iter(data_iter)
         self._outputs, self._has_loss = [], compute_loss

@@ -56,8 +56,8 @@ class PipelineModule(nn.Sequential):
 
     Layers of specs are built so that no rank holds all of them; after that `deepspeed.zero.GatheredParameters` has
     their values. The arguments are those of DeepSpeed: by `partition_method` "parameters" times and memory that are
-    estimated from them decide, and any `activation_checkpoint_interval` but 0 recomputes each layer. The last three
-    have no effect: the engine recomputes, and shapes may differ from micro-batch to micro-batch.
+    estimated from them decide, and any `activation_checkpoint_interval` but 0 recomputes each layer. The other
+    `options` have no effect: the engine recomputes, and shapes may differ from micro-batch to micro-batch.
     """
 
     def __init__(  # noqa: PLR0913  DeepSpeed's arguments
@@ -71,9 +71,7 @@ class PipelineModule(nn.Sequential):
         base_seed: int = 1234,
         partition_method: str = "parameters",
         activation_checkpoint_interval: int = 0,
-        activation_checkpoint_func: Callable[..., Any] | None = None,
-        checkpointable_layers: Sequence[str] | None = None,
-        dynamic_shape: bool = False,
+        **options: Any,
     ) -> None:
         super().__init__()
         if topology is None and num_stages is None:

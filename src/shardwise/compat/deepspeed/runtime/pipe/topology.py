@@ -1,9 +1,4 @@
-"""Offer DeepSpeed's topologies: which rank has which coordinates, the last axis fastest.
-
->>> topology = PipeDataParallelTopology(num_pp=2, num_dp=2)
->>> topology.get_coord(1), topology.get_axis_comm_lists("pipe"), topology.filter_match(pipe=1)
-(ProcessCoord(pipe=0, data=1), [[0, 2], [1, 3]], [2, 3])
-"""
+"""Offer DeepSpeed's topologies: which rank has which coordinates, the last axis fastest."""
 
 from __future__ import annotations
 
@@ -30,22 +25,13 @@ class ProcessTopology:
         return self.mapping[self.ProcessCoord(**coordinates)]
 
     def get_axis_names(self) -> list[str]:
-        """Return the names of the axes."""
         return self.axes
-
-    def get_rank_repr(
-        self, rank: int, omit_axes: Sequence[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
-    ) -> str:
-        """Return a rank's coordinates as a text, such as `model_00`; the arguments are those of DeepSpeed."""
-        kept = [(name, value) for name, value in self.get_coord(rank)._asdict().items() if name not in omit_axes]
-        return outer_sep.join(f"{name}{inner_sep}{value:02d}" for name, value in kept)
 
     def get_dim(self, axis: str) -> int:
         """Return the ranks along an axis; 0 for one that is not there."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_coord(self, rank: int) -> Any:
-        """Return the coordinates of a rank, a named tuple."""
         return list(self.mapping)[rank]
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
@@ -62,11 +48,9 @@ class ProcessTopology:
         return [rank for coord, rank in self.mapping.items() if wanted <= coord._asdict().items()]
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        """Return the ranks with coordinate `idx` on an axis."""
         return self.filter_match(**{axis: idx})
 
     def world_size(self) -> int:
-        """Return the number of ranks."""
         return prod(self.dims)
 
 

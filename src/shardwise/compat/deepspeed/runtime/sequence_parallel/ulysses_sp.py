@@ -23,11 +23,9 @@ class UlyssesSPAttentionHF:
         model_name_or_path: Any,
         core_attn_implementation: str,
         sequence_parallel_size: int,
-        micro_batch_size: int,
-        seq_length: int | None = None,
-        seq_length_is_variable: bool = True,
+        *args: Any,
         disable_in_eval: bool = False,
-        max_length: int | None = None,
+        **options: Any,
     ) -> Any:
         """Return what `deepspeed.initialize` takes as `mpu`; None for one rank a sequence.
 

@@ -85,5 +85,4 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     """Do nothing: a parameter is gathered wherever the model's forward uses it."""
 
 
-def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Do nothing, as `register_external_parameter`."""
+unregister_external_parameter = register_external_parameter
