@@ -16,12 +16,10 @@ import logging
 import math
 import pickle
 import re
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
 
@@ -81,14 +79,9 @@ _STAND_INS: Final[tuple[Any, ...]] = (
 
 @dataclass(frozen=True)
 class RunState:
-    """Holds what a checkpoint of DeepSpeed says of its run, besides the model's and the optimizer's states.
+    """Holds what a checkpoint of DeepSpeed says of its run: the user's `client_state`, the schedule's state, counters.
 
-    Attributes:
-        client_state: what the user gave to `save_checkpoint`.
-        lr_scheduler: the state of the schedule; None where there was none.
-        global_steps: steps of the optimizer, with those that an overflow has skipped.
-        global_samples: samples that were trained on.
-        skipped_steps: steps that an overflow has skipped.
+    Steps are counted with those that an overflow has skipped.
     """
 
     client_state: dict[str, Any]
@@ -106,10 +99,7 @@ class RunState:
 
 
 def read_run_state(folder: Path) -> RunState:
-    """Return what a checkpoint of DeepSpeed says of its run; tensors in it have their values.
-
-    Args:
-        folder: with the files of one step, such as `global_step100`.
+    """Return what the checkpoint in a step's folder says of its run; tensors in it have their values.
 
     Raises:
         CheckpointError: a file wants to run code, which was refused.
@@ -120,13 +110,9 @@ def read_run_state(folder: Path) -> RunState:
 
 
 def describe(folder: Path) -> Manifest:
-    """Return the manifest of a checkpoint of DeepSpeed: of ZeRO 1, 2 or 3, or a universal one.
+    """Return the manifest of a checkpoint of ZeRO 1, 2 or 3, or a universal one, in a folder such as `global_step100`.
 
-    Args:
-        folder: with the files of one step, such as `global_step100`.
-
-    Returns:
-        The manifest. Its names are the model's, its `extra` is the user's `client_state`, as far as that is JSON.
+    Its names are the model's, its `extra` is the user's `client_state`, as far as that is JSON.
 
     Raises:
         CheckpointError: a file wants to run code, which was refused; or the checkpoint is of stage 0, or of tensor,
@@ -140,12 +126,13 @@ def describe(folder: Path) -> Manifest:
         read = _read_universal if files.is_universal else _read_partitions
         trained, optimizer, num_ranks = read(folder, files, model)
         others = _read_others(models, files.models, {each.name for each in trained})
-        tensors = [_with_aliases(each, model.get("shared_params") or {}) for each in (*trained, *others)]
+        tied = (model.get("shared_params") or {}).items()
+        aliases = {each.name: tuple(name for name, owner in tied if owner == each.name) for each in (*trained, *others)}
         params = [each for name, each in model["module"].items() if name not in model["buffer_names"]]
         dtypes = [each.dtype for each in params if isinstance(each, Tensor)]
         return Manifest(
             step=run.global_steps,
-            tensors=tuple(tensors),
+            tensors=tuple(replace(each, aliases=aliases[each.name]) for each in (*trained, *others)),
             files={name: (folder / name).stat().st_size for name in files.listed},
             layout={
                 "mesh": {**dict.fromkeys(AXES, 1), "dp_shard": num_ranks},
@@ -227,27 +214,14 @@ class _Slice(NamedTuple):
     numel: int
 
 
-class _Vector:
-    """Joins parts that follow one another."""
-
-    def __init__(self, parts: Sequence[_Part]) -> None:
-        self._parts = parts
-        self._starts = [0, *accumulate(_numel(each) for each in parts)]
-
-    def cut(self, first: int, start: int, numel: int) -> Iterator[_Slice]:
-        """Yield the slices of a range of the vector, whose elements are those of a parameter from `first` on.
-
-        Args:
-            first: element of the parameter.
-            start: element of the vector.
-            numel: of the range.
-        """
-        stop = start + numel
-        for at in range(bisect_right(self._starts, start) - 1, len(self._parts)):
-            low, high = max(start, self._starts[at]), min(stop, self._starts[at + 1])
-            if low >= high:
-                return
-            yield _Slice(self._parts[at], first + low - start, low - self._starts[at], high - low)
+def _cut(parts: Iterable[_Part], first: int, start: int, numel: int) -> Iterator[_Slice]:
+    """Yield the slices of elements of parts that follow one another; they are a parameter's from `first` on."""
+    at = 0
+    for part in parts:
+        low, high = max(start, at), min(start + numel, at + _numel(part))
+        if low < high:
+            yield _Slice(part, first + low - start, low - at, high - low)
+        at += _numel(part)
 
 
 def _part(folder: Path, states: Mapping[str, tuple[str, Any]]) -> _Part:
@@ -301,13 +275,13 @@ def _read_partitions(
     parts = [_parts(folder, name, each) for name, each in zip(files.optimizers, saved, strict=True)]
     if _SLICED in saved[0]:
         shapes = {name: shape for group in groups for name, shape in group.items()}
-        return _sliced([_Vector(each) for each in parts], shapes, trainable=True), saved[0], len(saved)
+        return _sliced(parts, shapes, trainable=True), saved[0], len(saved)
     tensors = []
     paddings = saved[0].get("param_alignment_paddings") or [[0] * len(group) for group in groups]
     for at, (group, padding) in enumerate(zip(groups, paddings, strict=True)):
-        vector, start = _Vector([each[at] for each in parts]), 0
+        vector, start = [each[at] for each in parts], 0
         for (name, shape), num_padding in zip(group.items(), padding, strict=True):
-            tensors.append(_tensor(name, shape, vector.cut(0, start, math.prod(shape))))
+            tensors.append(_tensor(name, shape, _cut(vector, 0, start, math.prod(shape))))
             start += math.prod(shape) + num_padding
     return tensors, saved[0], len(saved)
 
@@ -320,7 +294,7 @@ def _parts(folder: Path, file: str, saved: Mapping[str, Any]) -> list[_Part]:
     return [_part(folder, {state: (file, value) for state, value in each.items()}) for each in named]
 
 
-def _sliced(vectors: Sequence[_Vector], shapes: Mapping[str, Shape], *, trainable: bool) -> list[StoredTensor]:
+def _sliced(vectors: Sequence[Sequence[_Part]], shapes: Mapping[str, Shape], *, trainable: bool) -> list[StoredTensor]:
     """Return the parameters of which each rank's vector has a slice, one after the other."""
     tensors, start = [], 0
     for name, shape in shapes.items():
@@ -328,7 +302,7 @@ def _sliced(vectors: Sequence[_Vector], shapes: Mapping[str, Shape], *, trainabl
         numel = -(-whole // len(vectors))
         firsts = [min(rank * numel, whole) for rank in range(len(vectors))]
         pairs = zip(vectors, firsts, strict=True)
-        slices = [each for vector, first in pairs for each in vector.cut(first, start, min(numel, whole - first))]
+        slices = [each for vector, first in pairs for each in _cut(vector, first, start, min(numel, whole - first))]
         tensors.append(_tensor(name, shape, slices, trainable=trainable))
         start += numel
     return tensors
@@ -367,18 +341,12 @@ def _read_universal(
 
 
 def _read_others(models: Sequence[Mapping[str, Any]], files: Sequence[str], known: set[str]) -> list[StoredTensor]:
-    """Return the buffers and the parameters that are not trained.
-
-    Args:
-        models: content of the files of the model.
-        files: their names.
-        known: names of the trained parameters.
-    """
+    """Return the buffers and the parameters that are not trained, from the content of the model's files."""
     model, tensors = models[0], []
     shapes: Mapping[str, Shape] = (model.get("frozen_param_shapes") or {}) if files[0].startswith("zero") else {}
     if shapes:
         pairs = [(file, each["frozen_param_fragments"]) for file, each in zip(files, models, strict=True)]
-        vectors = [_Vector([{PARAM: _Flat.of(file, each[name])} for name in shapes]) for file, each in pairs]
+        vectors = [[{PARAM: _Flat.of(file, each[name])} for name in shapes] for file, each in pairs]
         tensors = _sliced(vectors, shapes, trainable=False)
     known = {*known, *shapes, *(model.get("shared_params") or {})}
     for name, value in model["module"].items():
@@ -392,15 +360,7 @@ def _read_others(models: Sequence[Mapping[str, Any]], files: Sequence[str], know
 def _tensor(
     name: str, shape: Shape, slices: Iterable[_Slice], kind: Kind = "parameter", *, trainable: bool = True
 ) -> StoredTensor:
-    """Return a tensor whose elements are in these slices.
-
-    Args:
-        name: in the model.
-        shape: of the whole tensor.
-        slices: that cover it, in order.
-        kind: as in `StoredTensor`.
-        trainable: as in `StoredTensor`.
-    """
+    """Return a tensor whose elements are in these slices, which cover it in order."""
     whole = Rect.whole(tuple(shape))
     states, pieces = {PARAM: StoredState("F32")}, defaultdict[str, list[StoredChunk]](list)
     for part, first, start, numel in slices:
@@ -419,11 +379,6 @@ def _tensor(
             )
         states[state] = replace(states[state], pieces=tuple(pieces[state]))
     return StoredTensor(str(name), (), whole.shape, states, kind, trainable)
-
-
-def _with_aliases(tensor: StoredTensor, owners: Mapping[str, str]) -> StoredTensor:
-    """Add the names of parameters that are tied to this one; `owners` has the stored name by such a name."""
-    return replace(tensor, aliases=tuple(name for name, owner in owners.items() if owner == tensor.name))
 
 
 def _loss_scale(scaler: Any) -> dict[str, float]:
@@ -469,10 +424,7 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 def _load(folder: Path, name: str, *, with_values: bool = False) -> Any:
     """Read the pickle of a file by torch's weights-only loader.
 
-    Args:
-        folder: of the checkpoint.
-        name: of the file in it.
-        with_values: map the file into memory for the tensors; otherwise they are fake, and only say where they are.
+    Tensors are fake, and only say where they are; `with_values` maps the file into memory for them.
     """
     path = folder / name
     with open(open_regular(path, path.parent), "rb") as file, torch.serialization.safe_globals([*_STAND_INS]):

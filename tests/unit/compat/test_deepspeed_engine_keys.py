@@ -1,7 +1,9 @@
-"""Keys of DeepSpeed's JSON that its engine reads, not Shardwise's config."""
+"""What DeepSpeed's engine counts, skips, loads and reads of the JSON."""
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 import shardwise.compat.deepspeed as deepspeed
 from harness.refusals import refused
+from shardwise.compat.deepspeed.runtime.utils import move_to_device
 
 SAMPLES = [(torch.ones(2), torch.ones(1)) for _ in range(5)]
 
@@ -42,3 +45,92 @@ def test_the_last_batch_is_dropped_where_the_json_says_it(drops: bool, num_batch
 def test_a_batch_that_does_not_agree_with_the_ranks_is_refused_before_the_start() -> None:
     with refused("batch-equation", "train_batch_size=2", "train_micro_batch_size_per_gpu 2"):
         start(train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=2)
+
+
+WARM_UP = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 10, "warmup_type": "linear"}}
+
+
+def take_step(engine: Any, factor: float = 1.0) -> None:
+    engine.backward(engine(torch.ones(2, 2, dtype=next(engine.module.parameters()).dtype)).float().sum() * factor)
+    engine.step()
+
+
+def test_a_step_between_boundaries_only_counts() -> None:
+    engine, _ = start(train_batch_size=4, gradient_accumulation_steps=2)
+    before = engine.module.weight.detach().clone()
+    counts = []
+    for _ in range(4):
+        take_step(engine)
+        counts.append((engine.micro_steps, engine.global_steps, engine.global_samples, engine.was_step_applied()))
+        if len(counts) == 1:
+            assert torch.equal(engine.module.weight, before)
+    assert counts == [(1, 0, 0, False), (2, 1, 4, True), (3, 1, 4, False), (4, 2, 8, True)]
+    assert engine.train_batch_size() == 4
+    engine.destroy()
+
+
+def test_an_overflow_halves_the_scale_and_leaves_the_schedule() -> None:
+    engine, _ = start(fp16={"enabled": True, "initial_scale_power": 16}, scheduler=WARM_UP)
+    before = engine.module.weight.detach().clone()
+    take_step(engine, 100.0)  # 100 x 65,536 is more than fp16 holds
+    assert engine.optimizer.overflow
+    assert not engine.was_step_applied()
+    assert (engine.global_steps, engine.skipped_steps, engine.global_samples) == (1, 1, 2)
+    assert (engine.optimizer.cur_scale, engine.lr_scheduler.last_batch_iteration) == (2.0**15, -1)
+    assert torch.equal(engine.module.weight, before)
+    take_step(engine, 1e-3)
+    assert not engine.optimizer.overflow
+    assert engine.was_step_applied()
+    assert (engine.global_steps, engine.skipped_steps, engine.lr_scheduler.last_batch_iteration) == (2, 1, 0)
+    engine.destroy()
+
+
+def test_the_script_owns_the_boundary_where_the_json_says_it() -> None:
+    engine, _ = start(managed_gradient_accumulation=False, gradient_clipping=0)
+    before = engine.module.weight.detach().clone()
+    for _ in range(3):
+        engine.backward(engine(torch.ones(2, 2)).sum())
+        assert not engine.is_gradient_accumulation_boundary()
+    engine.step()
+    assert (engine.global_steps, engine.global_samples, engine.was_step_applied()) == (1, 6, True)
+    torch.testing.assert_close(engine.module.weight, before - 0.1 * 3 * 2)
+    engine.destroy()
+
+
+def test_what_a_load_takes_and_returns(tmp_path: Path) -> None:
+    engine, _ = start(scheduler=WARM_UP)
+    assert engine.load_checkpoint(tmp_path) == engine.load_checkpoint(tmp_path / "none") == (None, None)
+    with refused("no-such-path", "none"):
+        engine.load_checkpoint(tmp_path, tag="none")
+    for _ in range(3):
+        take_step(engine)
+    engine.save_checkpoint(tmp_path, client_state={"epoch": 3})
+    saved = engine.module.weight.detach().clone()
+    for _ in range(2):
+        take_step(engine)
+    path, state = engine.load_checkpoint(tmp_path, load_module_only=True)
+    assert (Path(path).name, state) == ("global_step3", {"epoch": 3})
+    assert torch.equal(engine.module.weight, saved)
+    assert (engine.global_steps, engine.lr_scheduler.last_batch_iteration) == (5, 4)
+    engine.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
+    assert (engine.global_steps, engine.global_samples, engine.lr_scheduler.last_batch_iteration) == (3, 6, 4)
+    engine.load_checkpoint(tmp_path)
+    assert (engine.global_steps, engine.lr_scheduler.last_batch_iteration) == (3, 2)
+    engine.load_module_state_dict({"module": {"weight": torch.ones(1, 2), "bias": torch.zeros(1)}})
+    assert engine.module_state_dict(prefix="model.")["model.weight"].tolist() == [[1.0, 1.0]]
+    engine.destroy()
+
+
+def test_helpers_that_scripts_import(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "DeepSpeed"):
+        for ranks in (None, [1], [0], [-1]):
+            deepspeed.utils.log_dist(f"ranks {ranks}", ranks=ranks)
+    is_alone = not torch.distributed.is_initialized()
+    assert len(caplog.messages) == (4 if is_alone else 2)
+    assert move_to_device({"x": torch.ones(2)}, "cpu")["x"].tolist() == [1.0, 1.0]
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+    assert deepspeed.utils.set_z3_leaf_modules(model, [torch.nn.ReLU]) == [model[1]]
+    with refused("adam-bias-correction", "bias_correction"):
+        deepspeed.ops.adam.FusedAdam(model.parameters(), bias_correction=False)
+    adam = deepspeed.ops.adam.FusedAdam(model.parameters(), 0.1, True, (0.8, 0.9), adam_w_mode=False)
+    assert (type(adam), adam.defaults["betas"]) == (torch.optim.Adam, (0.8, 0.9))

@@ -294,7 +294,7 @@ class DeepSpeedEngine(nn.Module):
         try:
             report = self.inner.load(load_dir, strict=load_module_strict, weights_only=weights_only, tag=tag or "")
         except CheckpointError as error:
-            if error.code != "no-checkpoint":
+            if tag or error.code not in ("no-checkpoint", "no-such-path"):
                 raise
             logger.warning("%s: nothing is loaded", error)
             return None, None
