@@ -13,8 +13,9 @@ import pytest
 from harness.paths import DATA, DOCS
 from harness.refusals import refused
 from shardwise.cli import main as cli
+from shardwise.cli.convert import reference_page
 from shardwise.compat.deepspeed.config import read_config, translate
-from shardwise.compat.deepspeed.keys import CLASSES, KEYS, key_of, nearest, reference_page, usual_path
+from shardwise.compat.deepspeed.keys import CLASSES, KEYS, key_of, nearest, usual_path
 from shardwise.config.resolve import Config, all_keys
 
 # Names of keys alone: those of DeepSpeed 0.19.8's classes and constants, those that it refuses, and older ones.

@@ -60,8 +60,6 @@ def test_topology() -> None:
     assert topology.get_axis_comm_lists("none") == []
     assert topology.filter_match(pipe=1, model=0) == [6, 8, 10]
     assert topology.get_axis_list("pipe", 0) == list(range(6))
-    assert topology.get_rank_repr(7) == "model_01"
-    assert topology.get_rank_repr(7, omit_axes=[]) == "pipe_01-data_00-model_01"
     assert (topology.get_dim("data"), topology.get_dim("none"), topology.world_size()) == (3, 0, 12)
     with pytest.raises(ValueError, match="filter_match"):
         topology.get_rank(pipe=0)

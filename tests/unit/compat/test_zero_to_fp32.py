@@ -78,6 +78,11 @@ def test_the_script_beside_our_checkpoints_has_the_command_line(tmp_path: Path) 
     assert load_file(tmp_path / "safe" / "model.safetensors").keys() == NAMES - {"head.weight"}
 
 
+def test_without_a_size_there_is_one_file(tmp_path: Path) -> None:
+    convert_zero_checkpoint_to_fp32_state_dict(FOLDER / "zero2-bf16", tmp_path, None)
+    assert [each.name for each in tmp_path.iterdir()] == ["pytorch_model.bin"]
+
+
 def test_a_size_that_is_none_is_refused(tmp_path: Path) -> None:
     with refused("shard-size", "5 elephants"):
         convert_zero_checkpoint_to_fp32_state_dict(FOLDER / "zero2-bf16", tmp_path, "5 elephants")

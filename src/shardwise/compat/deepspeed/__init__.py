@@ -31,13 +31,10 @@ _NAMES: Final = MappingProxyType(
         "initialize": "start",
         "init_distributed": "comm",
         "DeepSpeedEngine": "runtime.engine",
-        "DeepSpeedConfig": "runtime.config",
-        "DeepSpeedConfigError": "runtime.config",
         "DeepSpeedDataLoader": "runtime.dataloader",
         "DeepSpeedOptimizer": "runtime.engine",
         "PipelineModule": "pipe",
         "PipelineEngine": "runtime.pipe.engine",
-        "OnDevice": "utils",
         "log_dist": "utils",
         "logger": "utils",
         "get_accelerator": "accelerator",
@@ -60,15 +57,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def tp_model_init(model: Any, tp_size: int, dtype: Any, config: Any = None, **options: Any) -> Any:
-    """Return the model as it is: `tensor_parallel.autotp_size` in the JSON splits it in `initialize`.
-
-    Args:
-        model: of the script.
-        tp_size: as in the JSON.
-        dtype: as in the JSON.
-        config: not used.
-        options: not used.
-    """
+    """Return the model as it is: the JSON splits it in `initialize`; the arguments are those of DeepSpeed."""
     return model
 
 

@@ -1,10 +1,4 @@
-"""Offer `deepspeed.checkpointing`: activation checkpointing by torch's, with inputs on the host if asked for.
-
->>> x = torch.ones(2, requires_grad=True)
->>> checkpoint(lambda x, scale: (x * scale).sin(), x, scale=2.0).sum().backward()
->>> bool((x.grad == 2 * torch.tensor(2.0).cos()).all())
-True
-"""
+"""Offer `deepspeed.checkpointing`: activation checkpointing by torch's, with inputs on the host if asked for."""
 
 from __future__ import annotations
 
@@ -36,13 +30,7 @@ _SETTINGS: Final = _Settings()
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function whose activations the backward computes again.
-
-    Args:
-        function: draws the same random numbers again.
-        args: of the function.
-        kwargs: of the function; tensors among them get gradients too.
-    """
+    """Call a function whose activations the backward computes again, with the same random numbers."""
     if not _SETTINGS.on_host:
         return recompute(function, *args, use_reentrant=False, **kwargs)
 
@@ -67,17 +55,10 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Say where `checkpoint` keeps its inputs.
+    """Say where `checkpoint` keeps its inputs; the arguments are those of DeepSpeed.
 
-    Args:
-        mpu_: has `get_model_parallel_rank`, for the random numbers of split layers; None without.
-        deepspeed_config: the JSON, whose `activation_checkpointing.cpu_checkpointing` counts.
-        partition_activations: no effect: `tensor.sequence_parallel` splits activations, inputs of blocks too.
-        contiguous_checkpointing: no effect.
-        num_checkpoints: no effect.
-        checkpoint_in_cpu: on the host; None for what the JSON says.
-        synchronize: no effect.
-        profile: no effect.
+    `checkpoint_in_cpu`, or else the JSON's `cpu_checkpointing`, keeps them on the host. `mpu_` has
+    `get_model_parallel_rank`, for the random numbers of split layers. The others have no effect.
     """
     given: Mapping[str, Any] = {}
     if deepspeed_config is not None:

@@ -1,13 +1,4 @@
-"""Translate DeepSpeed's JSON into Shardwise's config, by the table of `keys`.
-
->>> found = translate({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "gradient_clipping": 0.5})
->>> found.config["zero"], found.config["precision"], found.config["optimizer"]
-({'stage': 2}, {'param': 'bf16'}, {'clip_norm': 0.5})
->>> translate({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}})  # doctest: +ELLIPSIS
-Traceback (most recent call last):
-    ...
-shardwise.config.resolve.ConfigError: zero_optimization.zenflow.topk_ratio=0.1: it steps with gradients ...
-"""
+"""Translate DeepSpeed's JSON into Shardwise's config, by the table of `keys`."""
 
 from __future__ import annotations
 

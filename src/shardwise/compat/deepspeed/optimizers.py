@@ -1,10 +1,4 @@
-"""Build the optimizer and the schedule that DeepSpeed's JSON names, with its parameter names and defaults.
-
->>> weight = torch.nn.Parameter(torch.ones(2))
->>> optimizer = build_optimizer({"type": "Adam", "params": {"lr": 0.1}}, [weight])
->>> type(optimizer).__name__, optimizer.defaults["weight_decay"], optimizer.defaults["betas"]
-('AdamW', 0, (0.9, 0.999))
-"""
+"""Build the optimizer and the schedule that DeepSpeed's JSON names, with its parameter names and defaults."""
 
 from __future__ import annotations
 

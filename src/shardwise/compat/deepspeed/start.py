@@ -42,24 +42,11 @@ def initialize(  # noqa: PLR0913  DeepSpeed's arguments
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[Any, Any, Any, Any]:
-    """Make an engine of a model, as `deepspeed.initialize`.
+    """Make an engine of a model, as `deepspeed.initialize`; the arguments are those of DeepSpeed.
 
-    Args:
-        args: has `deepspeed_config`, the path of the JSON, where `config` is not given.
-        model: any module; a `PipelineModule` trains by `train_batch`.
-        optimizer: a torch optimizer over the model's parameters, or a function that makes one of them; None for the
-            JSON's. An engine that has neither evaluates only.
-        model_parameters: parameters, or groups of them, for the JSON's optimizer; None for those that require
-            gradients.
-        training_data: a dataset, of which the third result is a loader.
-        lr_scheduler: a schedule of the optimizer, or a function that makes one of it; None for the JSON's.
-        distributed_port: not used: the launcher names it.
-        mpu: of Ulysses, says how many ranks share a sequence; `"shardwise": {"mesh": ...}` says all else.
-        dist_init_required: not used: the process group is started where there is none.
-        collate_fn: of the loader.
-        config: the JSON as a mapping, or its path.
-        mesh_param: not used, as `mpu`.
-        config_params: an older name of `config`.
+    The JSON is `config`, `config_params` or `args.deepspeed_config`. An engine without an optimizer, given or in the
+    JSON, evaluates only. A `mpu` of Ulysses says how many ranks share a sequence; `"shardwise": {"mesh": ...}` in the
+    JSON says all else of ranks. The launcher names the port, and the process group is started where there is none.
 
     Returns:
         the engine; its optimizer, or None; the loader of `training_data`, or None; the schedule, or None.

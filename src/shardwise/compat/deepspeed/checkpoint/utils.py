@@ -11,10 +11,5 @@ from shardwise.runtime.torch_private import pytree
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """Return a nested object with copies of its tensors, each of its own memory.
-
-    Args:
-        item: of lists, tuples, dicts and tensors.
-        device: of the copies.
-    """
+    """Return a nested object with copies of its tensors on a device, each of its own memory."""
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone().to(device), item)

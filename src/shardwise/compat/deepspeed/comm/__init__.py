@@ -12,31 +12,12 @@ from torch.distributed import ReduceOp as ReduceOp
 from shardwise.launch.process_group import ensure_process_group
 
 
-def init_distributed(  # noqa: PLR0913  DeepSpeed's arguments
-    dist_backend: str | None = None,
-    auto_mpi_discovery: bool = True,
-    distributed_port: int = 29500,
-    verbose: bool = True,
-    timeout: timedelta = timedelta(minutes=30),
-    init_method: str | None = None,
-    dist_init_required: bool | None = None,
-    config: Any = None,
-    rank: int = -1,
-    world_size: int = -1,
+def init_distributed(
+    dist_backend: str | None = None, *args: Any, timeout: timedelta = timedelta(minutes=30), **options: Any
 ) -> None:
-    """Join the process group where there is none; the launcher's environment names its ranks.
+    """Join the process group where there is none; the launcher's environment names its ranks, MPI's and Slurm's too.
 
-    Args:
-        dist_backend: not used: gloo, with NCCL for tensors on GPUs.
-        auto_mpi_discovery: not used: variables of MPI and Slurm are known.
-        distributed_port: not used.
-        verbose: not used.
-        timeout: after which a rank that does not come is named.
-        init_method: not used.
-        dist_init_required: not used.
-        config: not used.
-        rank: not used.
-        world_size: not used.
+    Of the arguments, which are those of DeepSpeed, only `timeout` counts.
     """
     ensure_process_group("cuda" if torch.cuda.is_available() else "cpu", timeout.total_seconds())
 
@@ -49,11 +30,6 @@ def get_local_rank() -> int:
 def get_world_group() -> Any:
     """Return the group of all ranks."""
     return dist.group.WORLD
-
-
-def is_available() -> bool:
-    """Say whether torch can connect ranks."""
-    return dist.is_available()
 
 
 def __getattr__(name: str) -> Any:

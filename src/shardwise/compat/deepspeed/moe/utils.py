@@ -21,11 +21,6 @@ def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: Mapping[str, Any] | Sequence[Mapping[str, Any]], max_group_size: int | None = None
 ) -> list[dict[str, Any]]:
-    """Return the parameter groups as they are, in a list.
-
-    Args:
-        param_groups: one or several.
-        max_group_size: not used.
-    """
+    """Return the parameter groups as they are, in a list."""
     groups = [param_groups] if isinstance(param_groups, Mapping) else param_groups
     return [dict(group) for group in groups]

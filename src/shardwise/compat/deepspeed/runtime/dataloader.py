@@ -12,11 +12,7 @@ from shardwise.compat.deepspeed.runtime.engine import DeepSpeedEngine
 
 
 class DeepSpeedDataLoader:
-    """Loads the micro-batches of this data rank, shuffled again in each epoch.
-
-    Args:
-        loader: over a `DistributedSampler`.
-    """
+    """Loads the micro-batches of this data rank, shuffled again in each epoch."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
@@ -26,13 +22,7 @@ class DeepSpeedDataLoader:
     def of(
         cls, dataset: Any, engine: DeepSpeedEngine, collate_fn: Callable[..., Any] | None = None
     ) -> DeepSpeedDataLoader:
-        """Make the loader of a dataset.
-
-        Args:
-            dataset: with a length.
-            engine: whose ranks and micro-batch count.
-            collate_fn: of the loader.
-        """
+        """Make the loader of a `dataset` for the ranks and micro-batches of an `engine`, with a `collate_fn`."""
         sampler: DistributedSampler[Any] = DistributedSampler(
             dataset, engine.dp_world_size, engine.get_data_parallel_rank()
         )
@@ -52,11 +42,7 @@ class DeepSpeedDataLoader:
 
 
 class RepeatingLoader:
-    """Starts a loader again when it ends.
-
-    Args:
-        loader: any iterable.
-    """
+    """Starts a loader, or any iterable, again when it ends."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from shardwise.checkpoint.commit import is_of_deepspeed
 from shardwise.checkpoint.deepspeed import read_run_state
@@ -27,8 +27,6 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.types import StepResult
 from shardwise.runtime.precision import to_device
 
-DeepSpeedOptimizerCallable = Callable[[Any], Optimizer]
-DeepSpeedSchedulerCallable = Callable[[Optimizer], Any]
 _COUNTERS: Final = ("global_steps", "micro_steps", "global_samples", "skipped_steps")
 
 
@@ -53,11 +51,7 @@ class _NoHooks:
 
 
 class DeepSpeedOptimizer:
-    """Is what `deepspeed.initialize` returns beside the engine: torch's optimizer, which the engine steps.
-
-    Args:
-        engine: whose optimizer it is.
-    """
+    """Is what `deepspeed.initialize` returns beside the engine: torch's optimizer, which the engine steps."""
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self.optimizer = engine.inner.optimizer
@@ -76,7 +70,6 @@ class DeepSpeedOptimizer:
 
     @property
     def loss_scale(self) -> float:
-        """Return the factor on fp16 losses."""
         return self._engine.loss_scale()
 
     cur_scale = loss_scale
@@ -92,7 +85,7 @@ class DeepSpeedOptimizer:
 
 
 class DeepSpeedEngine(nn.Module):
-    """Trains a model by DeepSpeed's calls.
+    """Trains a model by DeepSpeed's calls; methods without a word of their own answer what its methods do.
 
     Args:
         inner: the engine.
@@ -128,6 +121,9 @@ class DeepSpeedEngine(nn.Module):
         self.evaluates_whole = False  # where ranks that share sequences in training each evaluate their own
         self._frozen = frozen or []
         self._boundary: bool | None = None
+        self._num_backwards = 0  # since the last step
+        self._was_applied = False
+        self._is_managed = bool(self._given.get("managed_gradient_accumulation", True))
         self._result: StepResult | None = None
         self._is_destroyed = False
         evaluates = inner.config.optimizer.name == "none"
@@ -162,42 +158,39 @@ class DeepSpeedEngine(nn.Module):
         return torch.autocast(self.device.type, dtype, enabled=is_on)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Add the gradients of any scalar to those of this step, and return it as it was scaled.
-
-        Args:
-            loss: the mean over this rank's samples, as a rule; ranks weigh the same.
-            retain_graph: whether the graph can be used again.
-            scale_wrt_gas: divide by the micro-batches of a step first.
-        """
+        """Add the gradients of a scalar, and return it as it was scaled; the arguments are those of DeepSpeed."""
         scaled = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
         is_boundary = self.is_gradient_accumulation_boundary()
         self.inner.backward(scaled, is_boundary=is_boundary, retain_graph=retain_graph)
+        self._num_backwards += 1
         return scaled
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Say whether the next `step` updates the parameters."""
         if self._boundary is not None:
             return self._boundary
-        if self._given.get("managed_gradient_accumulation") is False:
-            return True
-        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+        return self._is_managed and (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say whether the next `step` updates the parameters, in place of the count of micro-batches."""
         self._boundary = is_boundary
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Update the parameters at a boundary; count a micro-batch in any case.
-
-        Args:
-            lr_kwargs: not used.
-        """
-        if self.is_gradient_accumulation_boundary():
-            self._result = self.inner.step(partial=True)
-            self.global_steps += 1
-            self.skipped_steps += self._result.skipped
-            self.global_samples += self.train_batch_size()
+        """Update the parameters at a boundary; count a micro-batch in any case."""
+        self._was_applied = False
+        if not self._is_managed or self.is_gradient_accumulation_boundary():
+            self._count(self.inner.step(partial=True))
         self.micro_steps += 1
+
+    def _count(self, result: StepResult) -> None:
+        """Count a step of the optimizer."""
+        self._result, self._was_applied = result, not result.skipped
+        self.global_steps += 1
+        self.skipped_steps += result.skipped
+        accumulation = self.gradient_accumulation_steps()
+        num_micro_batches = accumulation if self._is_managed else self._num_backwards
+        self.global_samples += self.train_batch_size() // accumulation * num_micro_batches
+        self._num_backwards = 0
 
     @property
     def has_overflowed(self) -> bool:
@@ -206,7 +199,7 @@ class DeepSpeedEngine(nn.Module):
 
     def was_step_applied(self) -> bool:
         """Say whether the last `step` has updated the parameters."""
-        return self._result is not None and not self._result.skipped
+        return self._was_applied
 
     def get_global_grad_norm(self) -> float | None:
         """Return the norm of the last step's gradient, before clipping."""
@@ -225,28 +218,13 @@ class DeepSpeedEngine(nn.Module):
         """Do nothing: backward and step reduce."""
 
     def compile(self, backend: Any = None, compile_kwargs: Mapping[str, Any] | None = None, **options: Any) -> None:
-        """Say how to compile: the engine decides that when it starts.
-
-        Args:
-            backend: of torch.compile.
-            compile_kwargs: of torch.compile.
-            options: of DeepSpeed.
-        """
+        """Say how to compile, which the engine decides when it starts; the arguments are those of DeepSpeed."""
         if not self.inner.config.compile.enabled:
             fix = 'put "shardwise": {"compile": {"enabled": true}} into the JSON'
             logger.warning("engine.compile has no effect, since the engine has started; %s", fix)
 
-    @property
-    def is_compiled(self) -> bool:
-        """Say whether blocks are compiled."""
-        return self.inner.config.compile.enabled
-
     def destroy(self, keep_shards: bool = False) -> None:
-        """Give the model its parameters back; the engine is not used afterwards.
-
-        Args:
-            keep_shards: leave each rank a slice of each parameter, as `zero.Init` does, for the model's next engine.
-        """
+        """Give the model its parameters back; with `keep_shards` a slice of each, as `zero.Init` does."""
         if self._is_destroyed:
             return
         self._is_destroyed = True
@@ -273,14 +251,7 @@ class DeepSpeedEngine(nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save into `save_dir/tag`, from which any layout can load.
-
-        Args:
-            save_dir: shared by the ranks.
-            tag: name of the folder; None for `global_step<steps>`.
-            client_state: JSON values, which `load_checkpoint` returns.
-            save_latest: `save_dir/latest` names it.
-            exclude_frozen_parameters: leave frozen ones out, as for adapters.
+        """Save into `save_dir/tag`, from which any layout can load; the arguments are those of DeepSpeed.
 
         Raises:
             CheckpointError: it cannot be written, or `client_state` is no JSON.
@@ -312,37 +283,34 @@ class DeepSpeedEngine(nn.Module):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load a checkpoint that any layout, or DeepSpeed, has saved; return its folder and the client's state.
 
-        Args:
-            load_dir: as `save_dir`.
-            tag: name of the folder; None for the newest that is whole.
-            load_module_strict: everything must fit.
-            load_optimizer_states: load the optimizer's too.
-            load_lr_scheduler_states: load the schedule's too, which goes with the optimizer's.
-            load_module_only: load weights alone.
-            custom_load_fn: refused where given.
+        The arguments are those of DeepSpeed. Without a `tag` it is the newest that is whole. A schedule's state is
+        loaded with the optimizer's only.
         """
         if custom_load_fn is not None:
             raise ConfigError("custom-load-fn", "load_checkpoint takes no custom_load_fn here; load by engine.module")
         weights_only = load_module_only or not load_optimizer_states or self.optimizer is None
+        keeps_schedule = self.lr_scheduler is not None and not load_lr_scheduler_states
+        kept = deepcopy(self.lr_scheduler.state_dict()) if keeps_schedule else None
         try:
             report = self.inner.load(load_dir, strict=load_module_strict, weights_only=weights_only, tag=tag or "")
         except CheckpointError as error:
             if error.code != "no-checkpoint":
                 raise
             logger.warning("%s: nothing is loaded", error)
-            return None, {}
+            return None, None
+        if kept is not None:
+            self.lr_scheduler.load_state_dict(kept)
         if is_of_deepspeed(report.path):
             run = read_run_state(report.path)
-            state, counters = run.client_state, {name: getattr(run, name, 0) for name in _COUNTERS}
+            state, counters = run.client_state, vars(run)
         else:
             extra = report.extra if isinstance(report.extra, dict) else {}
             state, counters = extra.get("client_state", {}), extra.get("deepspeed", {})
-        for name in _COUNTERS:
+        for name in _COUNTERS if not load_module_only else ():
             setattr(self, name, counters.get(name, getattr(self, name)))
         return str(report.path), state
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Say whether the JSON allows whole weights to be gathered for a save under stage 3."""
         return bool(self._given.get("zero_optimization.stage3_gather_16bit_weights_on_model_save", False))
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
@@ -365,20 +333,9 @@ class DeepSpeedEngine(nn.Module):
     _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
 
     def module_state_dict(
-        self,
-        destination: Any = None,
-        prefix: str = "",
-        keep_vars: bool = False,
-        exclude_frozen_parameters: bool = False,
+        self, *args: Any, prefix: str = "", exclude_frozen_parameters: bool = False, **options: Any
     ) -> dict[str, Tensor]:
-        """Return the model's state dict with whole values, on every rank; all ranks call it.
-
-        Args:
-            destination: not used.
-            prefix: of the names.
-            keep_vars: not used.
-            exclude_frozen_parameters: leave frozen ones out.
-        """
+        """Return the model's state dict with whole values, on every rank; others of the arguments are not used."""
         trained = {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
         names = {name for name, _ in self.module.named_parameters()}
         with self.inner.gathered() as model:
@@ -386,16 +343,11 @@ class DeepSpeedEngine(nn.Module):
         kept = (trained | (state.keys() - names)) if exclude_frozen_parameters else state.keys()
         return {prefix + name: tensor for name, tensor in state.items() if name in kept}
 
-    def load_module_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True, **options: Any) -> None:
-        """Write a state dict into the model; rank 0's counts, and all ranks call it.
-
-        Args:
-            state_dict: of the whole model.
-            strict: every name must be there.
-            options: not used.
-        """
+    def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, **options: Any) -> None:
+        """Write `checkpoint["module"]`, or a state dict, into the model; rank 0's counts."""
+        state = checkpoint["module"] if isinstance(checkpoint.get("module"), Mapping) else checkpoint
         with self.inner.gathered(write=True) as model:
-            model.load_state_dict(state_dict, strict=strict)
+            model.load_state_dict(state, strict=strict)
 
     def save_16bit_model(
         self,
@@ -405,10 +357,7 @@ class DeepSpeedEngine(nn.Module):
     ) -> bool:
         """Write the weights into one file of torch's; return False under stage 3 where the JSON does not allow it.
 
-        Args:
-            save_dir: the folder.
-            save_filename: the file.
-            exclude_frozen_parameters: leave frozen ones out.
+        The arguments are those of DeepSpeed.
         """
         if self.zero_optimization_stage() == 3 and not self.zero_gather_16bit_weights_on_model_save():
             return False
@@ -422,14 +371,7 @@ class DeepSpeedEngine(nn.Module):
     save_fp16_model = save_16bit_model
 
     def offload_states(self, include: Any = None, device: Any = None, pin_memory: bool = True, **options: Any) -> None:
-        """Move states to host memory until `reload_states`.
-
-        Args:
-            include: of `OffloadStateTypeEnum`; None for all.
-            device: only host memory.
-            pin_memory: pin it.
-            options: not used.
-        """
+        """Move states to host memory until `reload_states`; the arguments are those of DeepSpeed."""
         self.inner.offload(released_states(include), pin_memory=pin_memory)
 
     def reload_states(self, non_blocking: bool = False) -> None:
@@ -442,45 +384,34 @@ class DeepSpeedEngine(nn.Module):
     # What the JSON says.
 
     def train_batch_size(self) -> int:
-        """Return the samples of a step over all ranks."""
-        return self.inner.config.batch.global_size or self.train_micro_batch_size_per_gpu() * self.dp_world_size
+        return self.inner.config.batch.global_size or 1
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Return the samples of a micro-batch of a rank."""
         return self.inner.config.batch.micro_size or 1
 
     def gradient_accumulation_steps(self) -> int:
-        """Return the micro-batches of a step."""
         return self.inner.config.batch.accumulation or 1
 
     def zero_optimization(self) -> bool:
-        """Say whether states are sharded."""
         return self.zero_optimization_stage() > 0
 
     def zero_optimization_stage(self) -> int:
-        """Return the stage of ZeRO."""
         return self.inner.config.zero.stage
 
     def fp16_enabled(self) -> bool:
-        """Say whether parameters are computed in fp16."""
         return self.inner.layout.precision.param == "fp16"
 
     def bfloat16_enabled(self) -> bool:
-        """Say whether parameters are computed in bf16."""
         return self.inner.layout.precision.param == "bf16"
 
     def gradient_clipping(self) -> float:
-        """Return the largest norm of the gradient; 0 for none."""
         return self.inner.config.optimizer.clip_norm or 0.0
 
     def loss_scale(self) -> float:
-        """Return the factor on fp16 losses."""
         return self.inner.step_context.scaler.scale
 
     def get_lr(self) -> list[float]:
-        """Return the learning rate of each parameter group."""
         return [group["lr"] for group in self.inner.optimizer.param_groups]
 
     def get_data_parallel_rank(self) -> int:
-        """Return this rank's index among those that have batches of their own."""
         return self.inner.layout.mesh.data_index(self.global_rank)

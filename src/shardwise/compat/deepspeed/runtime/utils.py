@@ -10,6 +10,7 @@ import torch
 from shardwise.compat.deepspeed.accelerator import get_accelerator
 from shardwise.compat.deepspeed.utils import logger
 from shardwise.runtime.format import format_bytes
+from shardwise.runtime.precision import to_device as move_to_device  # noqa: F401
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:

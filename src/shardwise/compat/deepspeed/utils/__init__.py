@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from logging import INFO, getLogger
 from typing import Any, Final
 
@@ -15,52 +15,15 @@ from shardwise.config.resolve import ConfigError
 
 ENGINE: Final = "_deepspeed_engine"  # of a model, a weak reference
 PLACE: Final = "_deepspeed_place"  # of a parameter: that reference, and its name
-_LEAF: Final = "_z3_leaf"
 
 logger: Final = getLogger("DeepSpeed")
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = INFO) -> None:
-    """Log a message on some ranks.
-
-    Args:
-        message: of the log.
-        ranks: -1 or None for all.
-        level: of the log.
-    """
+    """Log a message on these ranks, -1 for all; the arguments are those of DeepSpeed."""
     rank = dist.get_rank() if dist.is_initialized() else -1
-    if not ranks or -1 in ranks or rank in ranks:
+    if rank < 0 or {-1, rank} & set(ranks or ()):
         logger.log(level, "[Rank %d] %s", rank, message)
-
-
-def instrument_w_nvtx(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function as it is."""
-    return function
-
-
-class OnDevice:
-    """Makes a model's tensors in a dtype and on a device, such as meta.
-
-    Args:
-        dtype: of floating tensors.
-        device: of all.
-        enabled: False does nothing.
-    """
-
-    def __init__(self, dtype: torch.dtype, device: str = "meta", enabled: bool = True) -> None:
-        self._dtype, self._device, self._enabled = dtype, torch.device(device), enabled
-        self._before = torch.get_default_dtype()
-
-    def __enter__(self) -> None:
-        if self._enabled:
-            self._before = torch.get_default_dtype()
-            torch.set_default_dtype(self._dtype)
-            self._device.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        if self._enabled:
-            self._device.__exit__(*error)
-            torch.set_default_dtype(self._before)
 
 
 def _place(parameter: nn.Parameter) -> tuple[Any, str]:
@@ -109,52 +72,18 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Replace a state of the optimizer.
-
-    Args:
-        param: of the model.
-        value: whole.
-        optim_state_key: such as `exp_avg`.
-    """
+    """Replace a state of the optimizer, such as `exp_avg`; the arguments are those of DeepSpeed."""
     engine, name = _place(param)
     engine.write(name, value, optim_state_key)
 
 
 def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[Any]) -> list[nn.Module]:
-    """Mark modules that are gathered as one unit, and return them; `initialize` makes them units.
-
-    Args:
-        model: of the script.
-        leaf_module_classes: classes, or their names.
-    """
+    """Return the modules of some classes, or of their names: blocks are units, whatever of them a rank runs."""
     names = {each if isinstance(each, str) else each.__name__ for each in leaf_module_classes}
-    found = [module for module in model.modules() if {type(module).__name__, _qualified(type(module))} & names]
-    for module in found:
-        set_z3_leaf_module(module, True)
-    return found
+    return [each for each in model.modules() if {type(each).__name__, _qualified(type(each))} & names]
 
 
-def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[Any]) -> list[nn.Module]:
-    """Undo `set_z3_leaf_modules`; the arguments are the same."""
-    found = set_z3_leaf_modules(model, leaf_module_classes)
-    for module in found:
-        set_z3_leaf_module(module, False)
-    return found
-
-
-def set_z3_leaf_module(module: nn.Module, flag: bool) -> None:
-    """Mark one module, or take the mark away."""
-    module.__dict__[_LEAF] = flag
-
-
-def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the marked modules."""
-    return [module for module in model.modules() if z3_leaf_module(module)]
-
-
-def z3_leaf_module(module: nn.Module) -> bool:
-    """Say whether a module is marked."""
-    return bool(module.__dict__.get(_LEAF, False))
+unset_z3_leaf_modules = set_z3_leaf_modules
 
 
 def _qualified(kind: type) -> str:

@@ -1,13 +1,9 @@
 """Offer the groups of ranks that share a sequence, by the names that Accelerate and the Trainer know."""
 
-from shardwise.compat.deepspeed.runtime.sequence_parallel.parallel_state_sp import (
-    get_sequence_parallel_group as _get_sequence_parallel_group,
-)
-from shardwise.compat.deepspeed.runtime.sequence_parallel.parallel_state_sp import (
-    get_sequence_parallel_rank as _get_sequence_parallel_rank,
-)
-from shardwise.compat.deepspeed.runtime.sequence_parallel.parallel_state_sp import (
-    get_sequence_parallel_world_size as _get_sequence_parallel_world_size,
-)
+from typing import Any
 
-__all__ = ["_get_sequence_parallel_group", "_get_sequence_parallel_rank", "_get_sequence_parallel_world_size"]
+from shardwise.compat.deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(parallel_state_sp, name.removeprefix("_"))

@@ -9,7 +9,9 @@ import argparse
 import json
 import math
 import re
-from collections.abc import Iterator
+import sys
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -19,9 +21,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shardwise.checkpoint.find import newest_whole
+from shardwise.checkpoint.hf.exporter import ExportTensor, plan_export
 from shardwise.checkpoint.manifest import StoredTensor
 from shardwise.checkpoint.reader import ChunkReader
-from shardwise.checkpoint.safetensors_io import named_dtype
+from shardwise.checkpoint.safetensors_io import dtype_name, named_dtype
 from shardwise.config.resolve import ConfigError
 from shardwise.layout.slicing import LocalTensor
 from shardwise.runtime.state_shards import PARAM
@@ -36,7 +39,9 @@ if __name__ == "__main__":
     main()
 '''
 _UNITS: Final = MappingProxyType(
-    {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+    {"": 1}
+    | {f"{unit}B": 1000**power for power, unit in enumerate("KMGT", 1)}
+    | {f"{unit}IB": 1024**power for power, unit in enumerate("KMGT", 1)}
 )
 
 
@@ -53,31 +58,16 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Tensor]:
-    """Return the weights and buffers of a checkpoint in host memory, floating ones in fp32.
-
-    Args:
-        checkpoint_dir: the folder with `latest`, or one checkpoint.
-        tag: of the checkpoint; None for the newest.
-        exclude_frozen_parameters: leave out what was not trained.
-        lazy_mode: has no effect: DeepSpeed returns values that are read later, by their `contiguous()`.
-    """
+    """Return the weights and buffers of a checkpoint in host memory; the arguments are those of DeepSpeed."""
     folder, tensors = _stored(checkpoint_dir, tag, exclude_frozen_parameters)
     with ChunkReader(folder) as reader:
-        return {
-            name: value for each in tensors for value in [_read(reader, each)] for name in (each.name, *each.aliases)
-        }
+        return {name: value for each in tensors for name, value in _read(reader, each).items()}
 
 
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
 ) -> nn.Module:
-    """Load the fp32 weights of a checkpoint into a model that no engine has; return it, on the CPU.
-
-    Args:
-        model: of the checkpoint.
-        checkpoint_dir: as in `get_fp32_state_dict_from_zero_checkpoint`.
-        tag: as there.
-    """
+    """Load a checkpoint's weights into a model that no engine has; the arguments are those of DeepSpeed."""
     model = model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
     return model
@@ -86,48 +76,40 @@ def load_state_dict_from_zero_checkpoint(
 def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint_dir: str | Path,
     output_dir: str | Path,
-    max_shard_size: str | int = "5GB",
+    max_shard_size: str | int | None = "5GB",
     safe_serialization: bool = False,
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write the fp32 weights of a checkpoint as files that `from_pretrained` reads, one in memory at a time.
-
-    Args:
-        checkpoint_dir: as in `get_fp32_state_dict_from_zero_checkpoint`.
-        output_dir: the folder of the files; it is made where it is missing.
-        max_shard_size: bytes of a file, such as "5GB".
-        safe_serialization: write safetensors; otherwise files of `torch.save`.
-        tag: as in `get_fp32_state_dict_from_zero_checkpoint`.
-        exclude_frozen_parameters: as there.
-    """
+    """Write the weights for `from_pretrained`, with one file's in memory; the arguments are those of DeepSpeed."""
     folder, tensors = _stored(checkpoint_dir, tag, exclude_frozen_parameters)
-    stem, ending = ("model", "safetensors") if safe_serialization else ("pytorch_model", "bin")
-    shards = list(_shards(tensors, _num_bytes(max_shard_size)))
-    target, weight_map = Path(output_dir), dict[str, str]()
+    listed = [ExportTensor(each.name, each.aliases, each.shape, dtype_name(_dtype(each))) for each in tensors]
+    plan = plan_export(listed, max_file_bytes=_num_bytes(max_shard_size))
+    stored, target, weight_map = {each.name: each for each in tensors}, Path(output_dir), dict[str, str]()
     target.mkdir(parents=True, exist_ok=True)
     with ChunkReader(folder) as reader:
-        for number, shard in enumerate(shards, 1):
-            file = f"{stem}-{number:05d}-of-{len(shards):05d}.{ending}" if len(shards) > 1 else f"{stem}.{ending}"
+        for file, shard in groupby(plan.tensors, attrgetter("file")):
             values: dict[str, Tensor] = {}
             for each in shard:
-                names = [each.name] if safe_serialization else [each.name, *each.aliases]
-                values |= dict.fromkeys(names, _read(reader, each))
-            if safe_serialization:
-                save_file(values, target / file, metadata={"format": "pt"})
-            else:
+                of_names = _read(reader, stored[each.name])
+                values |= {each.name: of_names[each.name]} if safe_serialization else of_names
+            if not safe_serialization:
+                file = f"pytorch_{Path(file).stem}.bin"
                 torch.save(values, target / file)
+            else:
+                save_file(values, target / file, metadata={"format": "pt"})
             weight_map |= dict.fromkeys(values, file)
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(map(_fp32_bytes, tensors))}, "weight_map": weight_map}
-        (target / f"{stem}.{ending}.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
+    if plan.index:
+        index = {"metadata": {"total_size": plan.num_tensor_bytes}, "weight_map": weight_map}
+        name = "model.safetensors.index.json" if safe_serialization else "pytorch_model.bin.index.json"
+        (target / name).write_text(json.dumps(index, indent=2, sort_keys=True))
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line of DeepSpeed's script."""
     parser = argparse.ArgumentParser(prog=SCRIPT_NAME, description="Write the fp32 weights of a checkpoint.")
     parser.add_argument("checkpoint_dir", help="the folder with `latest`, or one checkpoint")
-    parser.add_argument("output_dir", help="the folder of the weights")
+    parser.add_argument("output_dir", help="the folder of the weights; it is made where it is missing")
     parser.add_argument("--max_shard_size", default="5GB", help="of a file; %(default)s by default")
     parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")
     parser.add_argument("-t", "--tag", help="of the checkpoint, such as global_step1; the newest by default")
@@ -155,31 +137,15 @@ def _dtype(tensor: StoredTensor) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point else dtype
 
 
-def _fp32_bytes(tensor: StoredTensor) -> int:
-    return math.prod(tensor.shape) * _dtype(tensor).itemsize
-
-
-def _read(reader: ChunkReader, tensor: StoredTensor) -> Tensor:
+def _read(reader: ChunkReader, tensor: StoredTensor) -> dict[str, Tensor]:
+    """Return the value of a tensor under each of its names."""
     value = torch.empty(math.prod(tensor.shape), dtype=_dtype(tensor))
     reader.read(tensor, PARAM, LocalTensor.whole(tensor.shape).pieces, value)
-    return value.view(tensor.shape)
+    return dict.fromkeys((tensor.name, *tensor.aliases), value.view(tensor.shape))
 
 
-def _shards(tensors: list[StoredTensor], max_bytes: int) -> Iterator[list[StoredTensor]]:
-    """Yield what goes into each file: in order, as much as fits, and at least one tensor."""
-    shard: list[StoredTensor] = []
-    num_bytes = 0
-    for tensor in tensors:
-        num_bytes += _fp32_bytes(tensor)
-        if shard and num_bytes > max_bytes:
-            yield shard
-            shard, num_bytes = [], _fp32_bytes(tensor)
-        shard.append(tensor)
-    yield shard
-
-
-def _num_bytes(size: str | int) -> int:
-    found = re.fullmatch(r"([0-9]+)([KMG]I?B|)", str(size).upper())
-    if found is None:
+def _num_bytes(size: str | int | None) -> int:
+    found = re.fullmatch(r"([0-9]+)([KMGT]I?B|)", str(size).upper())
+    if found is None and size is not None:
         raise ConfigError("shard-size", f"max_shard_size={size!r} is no size; give a number and a unit, such as 5GB")
-    return int(found[1]) * _UNITS[found[2]]
+    return int(found[1]) * _UNITS[found[2]] if found is not None else sys.maxsize

@@ -6,11 +6,13 @@ from typing import Any
 
 from torch.optim import Adam, AdamW, Optimizer
 
+from shardwise.config.resolve import ConfigError
+
 
 class DeepSpeedCPUAdam:
     """Makes torch's AdamW, or Adam with `adamw_mode=False`; its step runs where the states are stored."""
 
-    def __new__(  # type: ignore[misc]  # noqa: PLR0913  DeepSpeed's arguments
+    def __new__(  # type: ignore[misc]
         cls,
         model_params: Any,
         lr: float = 1e-3,
@@ -20,10 +22,11 @@ class DeepSpeedCPUAdam:
         weight_decay: float = 0,
         amsgrad: bool = False,
         adamw_mode: bool = True,
-        fp32_optimizer_states: bool = True,
         **options: Any,
     ) -> Optimizer:
-        """Return the optimizer; the arguments are DeepSpeed's."""
+        """Return the optimizer; the arguments are those of DeepSpeed."""
+        if not bias_correction:
+            raise ConfigError("adam-bias-correction", "torch's Adams correct the bias; leave bias_correction out")
         kind = AdamW if adamw_mode else Adam
         return kind(model_params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
 
@@ -31,18 +34,11 @@ class DeepSpeedCPUAdam:
 class FusedAdam:
     """Makes torch's AdamW, or Adam with `adam_w_mode=False`."""
 
-    def __new__(  # type: ignore[misc]  # noqa: PLR0913  DeepSpeed's arguments
-        cls,
-        params: Any,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        adam_w_mode: bool = True,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        set_grad_none: bool = True,
+    def __new__(  # type: ignore[misc]
+        cls, params: Any, lr: float = 1e-3, bias_correction: bool = True, *args: Any, **options: Any
     ) -> Optimizer:
-        """Return the optimizer; the arguments are DeepSpeed's."""
-        kind = AdamW if adam_w_mode else Adam
-        return kind(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+        """Return the optimizer; the arguments are those of DeepSpeed."""
+        names = ("betas", "eps", "adam_w_mode", "weight_decay", "amsgrad", "set_grad_none")
+        given = {**dict(zip(names, args, strict=False)), **options}
+        given["adamw_mode"] = given.pop("adam_w_mode", True)
+        return DeepSpeedCPUAdam(params, lr, bias_correction, **given)

@@ -1,23 +1,9 @@
 """Offers `deepspeed.checkpointing` at its other path."""
 
-from shardwise.compat.deepspeed.checkpointing import (
-    CudaRNGStatesTracker,
-    checkpoint,
-    configure,
-    get_cuda_rng_tracker,
-    is_configured,
-    model_parallel_cuda_manual_seed,
-    non_reentrant_checkpoint,
-    reset,
-)
+from typing import Any
 
-__all__ = [
-    "CudaRNGStatesTracker",
-    "checkpoint",
-    "configure",
-    "get_cuda_rng_tracker",
-    "is_configured",
-    "model_parallel_cuda_manual_seed",
-    "non_reentrant_checkpoint",
-    "reset",
-]
+from shardwise.compat.deepspeed import checkpointing
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(checkpointing, name)

@@ -28,37 +28,28 @@ class PipelineEngine(DeepSpeedEngine):
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Take a step over the next micro-batches, each (inputs, labels); return the mean loss over all data ranks.
 
-        Args:
-            data_iter: the same on every stage; None for the one of before, or of `training_data`.
+        `data_iter` is the same on every stage; None is for the one of before, or of `training_data`.
         """
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         self.module.train()
-        self._result = self.inner.train_step(self._take(self.gradient_accumulation_steps()))
-        self.global_steps += 1
+        result = self.inner.train_step(self._take(self.gradient_accumulation_steps()))
+        self._count(result)
         self.micro_steps += self.gradient_accumulation_steps()
-        self.skipped_steps += self._result.skipped
-        self.global_samples += self.train_batch_size()
-        return self._scalar(self._result.loss)
+        return self._scalar(result.loss)
 
     def eval_batch(
         self,
         data_iter: Iterator[Any],
         return_logits: bool = False,
         compute_loss: bool = True,
-        reduce_output: str | None = "avg",
-        bcast_loss: bool = True,
         num_micro_batches: int | None = None,
+        **options: Any,
     ) -> Any:
-        """Return the mean loss over micro-batches and data ranks, on every stage.
+        """Return the mean loss over micro-batches and data ranks, on every stage; the arguments are those of DeepSpeed.
 
-        Args:
-            data_iter: the same on every stage.
-            return_logits: return the last stage's outputs too, there: (loss, outputs by micro-batch).
-            compute_loss: False returns the outputs only, and None on other stages.
-            reduce_output: not used: a loss is always the mean, and outputs are not reduced.
-            bcast_loss: not used: all stages get it.
-            num_micro_batches: None for as many as a step has.
+        With `return_logits` it is (loss, outputs by micro-batch), and without `compute_loss` the outputs, which the
+        last stage has; others have None for them. The `options` have no effect.
         """
         before, self._batches = self._batches, iter(data_iter)
         self._outputs, self._has_loss = [], compute_loss

@@ -25,13 +25,7 @@ from shardwise.models import layer_list
 
 
 class LayerSpec:
-    """Describes a layer, which is built as `typename(*module_args, **module_kwargs)`.
-
-    Args:
-        typename: a class of modules.
-        module_args: of the class.
-        module_kwargs: of the class.
-    """
+    """Describes a layer, which is built as `typename(*module_args, **module_kwargs)`."""
 
     def __init__(self, typename: Callable[..., nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
@@ -42,16 +36,7 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """Describes a layer that shares the parameters of the first one with its key.
-
-    Args:
-        key: of the layers that share.
-        typename: a class of modules.
-        module_args: of the class.
-        forward_fn: `forward_fn(layer, inputs)` in place of the layer's own forward.
-        tied_weight_attr: not used: parameters of the same names are shared.
-        module_kwargs: of the class.
-    """
+    """Describes a layer that shares the parameters of the first one with its key; arguments are those of DeepSpeed."""
 
     def __init__(
         self,
@@ -70,22 +55,9 @@ class PipelineModule(nn.Sequential):
     """Runs layers in order, each with what the one before returns, a tuple too, and says how they are cut into stages.
 
     Layers of specs are built so that no rank holds all of them; after that `deepspeed.zero.GatheredParameters` has
-    their values.
-
-    Args:
-        layers: specs, modules and functions.
-        num_stages: ranks along the pipeline; None for those of `topology`.
-        topology: with the axes `pipe` and `data`.
-        loss_fn: `loss_fn(output, labels)`; None where the last layer returns the loss.
-        seed_layers: draw each layer from a seed of its own.
-        seed_fn: sets that seed; None for torch's.
-        base_seed: that of the first layer.
-        partition_method: `uniform`; `type:REGEX`, which counts layers of these classes; or `parameters`, which
-            estimates time and memory from them.
-        activation_checkpoint_interval: not 0: each layer is recomputed.
-        activation_checkpoint_func: not used: the engine recomputes.
-        checkpointable_layers: not used.
-        dynamic_shape: not used: shapes may differ from micro-batch to micro-batch.
+    their values. The arguments are those of DeepSpeed: by `partition_method` "parameters" times and memory that are
+    estimated from them decide, and any `activation_checkpoint_interval` but 0 recomputes each layer. The other
+    `options` have no effect: the engine recomputes, and shapes may differ from micro-batch to micro-batch.
     """
 
     def __init__(  # noqa: PLR0913  DeepSpeed's arguments
@@ -99,9 +71,7 @@ class PipelineModule(nn.Sequential):
         base_seed: int = 1234,
         partition_method: str = "parameters",
         activation_checkpoint_interval: int = 0,
-        activation_checkpoint_func: Callable[..., Any] | None = None,
-        checkpointable_layers: Sequence[str] | None = None,
-        dynamic_shape: bool = False,
+        **options: Any,
     ) -> None:
         super().__init__()
         if topology is None and num_stages is None:

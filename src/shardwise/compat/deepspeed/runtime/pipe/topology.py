@@ -1,9 +1,4 @@
-"""Offer DeepSpeed's topologies: which rank has which coordinates, the last axis fastest.
-
->>> topology = PipeDataParallelTopology(num_pp=2, num_dp=2)
->>> topology.get_coord(1), topology.get_axis_comm_lists("pipe"), topology.filter_match(pipe=1)
-(ProcessCoord(pipe=0, data=1), [[0, 2], [1, 3]], [2, 3])
-"""
+"""Offer DeepSpeed's topologies: which rank has which coordinates, the last axis fastest."""
 
 from __future__ import annotations
 
@@ -15,12 +10,7 @@ from typing import Any
 
 
 class ProcessTopology:
-    """Numbers the ranks of a grid.
-
-    Args:
-        axes: names, the slowest first.
-        dims: ranks along each.
-    """
+    """Numbers the ranks of a grid with named axes, the slowest first."""
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         self.axes, self.dims = list(axes), list(dims)
@@ -35,29 +25,13 @@ class ProcessTopology:
         return self.mapping[self.ProcessCoord(**coordinates)]
 
     def get_axis_names(self) -> list[str]:
-        """Return the names of the axes."""
         return self.axes
-
-    def get_rank_repr(
-        self, rank: int, omit_axes: Sequence[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
-    ) -> str:
-        """Return a rank's coordinates as a text, such as `model_00`.
-
-        Args:
-            rank: of the grid.
-            omit_axes: which are left out.
-            inner_sep: between a name and a number.
-            outer_sep: between two of these.
-        """
-        kept = [(name, value) for name, value in self.get_coord(rank)._asdict().items() if name not in omit_axes]
-        return outer_sep.join(f"{name}{inner_sep}{value:02d}" for name, value in kept)
 
     def get_dim(self, axis: str) -> int:
         """Return the ranks along an axis; 0 for one that is not there."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_coord(self, rank: int) -> Any:
-        """Return the coordinates of a rank, a named tuple."""
         return list(self.mapping)[rank]
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
@@ -74,34 +48,21 @@ class ProcessTopology:
         return [rank for coord, rank in self.mapping.items() if wanted <= coord._asdict().items()]
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        """Return the ranks with coordinate `idx` on an axis."""
         return self.filter_match(**{axis: idx})
 
     def world_size(self) -> int:
-        """Return the number of ranks."""
         return prod(self.dims)
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """Has the ranks of a stage beside each other.
-
-    Args:
-        num_pp: stages.
-        num_dp: ranks of a stage.
-    """
+    """Has the ranks of a stage beside each other."""
 
     def __init__(self, num_pp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data"], [num_pp, num_dp])
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """Has the ranks that split a layer beside each other, and then those of a stage.
-
-    Args:
-        num_pp: stages.
-        num_mp: ranks that split a layer.
-        num_dp: ranks of a stage with data of their own.
-    """
+    """Has the ranks that split a layer beside each other, then those of a stage; arguments are those of DeepSpeed."""
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])

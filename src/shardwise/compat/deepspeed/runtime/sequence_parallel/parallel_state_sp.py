@@ -22,12 +22,7 @@ _SHARERS: Final = _Sharers()
 
 
 def initialize_sequence_parallel(sequence_parallel_size: int, evaluates_whole: bool = False) -> None:
-    """Let so many neighbouring ranks share each sequence; all ranks call it.
-
-    Args:
-        sequence_parallel_size: ranks.
-        evaluates_whole: each rank evaluates sequences of its own.
-    """
+    """Let so many neighbouring ranks share each sequence, in evaluation too unless it `evaluates_whole` ones."""
     init_distributed()
     if dist.get_world_size() % sequence_parallel_size:
         rule = f"does not divide {dist.get_world_size()} ranks; start a multiple of it"
@@ -37,11 +32,7 @@ def initialize_sequence_parallel(sequence_parallel_size: int, evaluates_whole: b
 
 
 def get_sequence_parallel_group() -> Any:
-    """Return the group of ranks that share this one's sequences.
-
-    Raises:
-        KeyError: there is none.
-    """
+    """Return the group of ranks that share this one's sequences."""
     if _SHARERS.group is None:
         raise KeyError("no sequence is shared; call UlyssesSPAttentionHF.register_with_transformers first")
     return _SHARERS.group

@@ -23,23 +23,14 @@ class UlyssesSPAttentionHF:
         model_name_or_path: Any,
         core_attn_implementation: str,
         sequence_parallel_size: int,
-        micro_batch_size: int,
-        seq_length: int | None = None,
-        seq_length_is_variable: bool = True,
+        *args: Any,
         disable_in_eval: bool = False,
-        max_length: int | None = None,
+        **options: Any,
     ) -> Any:
         """Return what `deepspeed.initialize` takes as `mpu`; None for one rank a sequence.
 
-        Args:
-            model_name_or_path: not used.
-            core_attn_implementation: not used: the model says it.
-            sequence_parallel_size: ranks that share a sequence.
-            micro_batch_size: not used.
-            seq_length: not used: any length will do that the ranks divide.
-            seq_length_is_variable: not used.
-            disable_in_eval: each rank evaluates sequences of its own.
-            max_length: not used.
+        The arguments are those of DeepSpeed. Only two count: the ranks that share a sequence, and `disable_in_eval`,
+        with which each rank evaluates sequences of its own.
         """
         if sequence_parallel_size == 1:
             return None
@@ -50,14 +41,8 @@ class UlyssesSPAttentionHF:
 class UlyssesSPDataLoaderAdapter:
     """Yields the batches of all ranks that share sequences, one after the other, whole and the same on each of them.
 
-    `labels` become `shift_labels`, the target of each token. The loss is the model's own, as with `mesh.cp`.
-
-    Args:
-        dl: this rank's loader, of dicts.
-        sp_rank: not used.
-        sp_group: ranks that share sequences.
-        sp_world_size: their number.
-        device: of the batches.
+    `labels` become `shift_labels`, the target of each token. The loss is the model's own, as with `mesh.cp`. The
+    arguments are those of DeepSpeed.
     """
 
     def __init__(self, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: torch.device) -> None:

@@ -27,14 +27,8 @@ class ZeroParamStatus(Enum):
 class Init:
     """Makes each parameter a shard as soon as its module is constructed, under stage 3: `shardwise.init()`.
 
-    Args:
-        module: a model that is built already stays as it is; `initialize` shards it.
-        data_parallel_group: not used: all ranks share the parameters.
-        config_dict_or_path: the JSON, whose dtype the parameters get.
-        config: an older name of it.
-        enabled: False does nothing.
-        dtype: of the parameters; None for the JSON's.
-        options: of DeepSpeed, not used.
+    The arguments are those of DeepSpeed: `dtype`, or else the JSON, gives the parameters their dtype. A module that is
+    built already stays as it is, until `initialize` shards it. All ranks share the parameters.
     """
 
     def __init__(
@@ -78,14 +72,7 @@ def GatheredParameters(  # noqa: N802  DeepSpeed's name
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """Make parameters whole inside the context; all ranks enter.
-
-    Args:
-        params: one, or any iterable of them.
-        modifier_rank: whose values all ranks take over at the end; None keeps what was.
-        fwd_module: not used.
-        enabled: False does nothing.
-    """
+    """Make parameters whole inside the context, which all ranks enter; the arguments are those of DeepSpeed."""
     if not enabled:
         yield
         return
@@ -95,13 +82,7 @@ def GatheredParameters(  # noqa: N802  DeepSpeed's name
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Do nothing: a parameter is gathered wherever the model's forward uses it.
-
-    Args:
-        module: that uses it.
-        parameter: of another module.
-    """
+    """Do nothing: a parameter is gathered wherever the model's forward uses it."""
 
 
-def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Do nothing, as `register_external_parameter`."""
+unregister_external_parameter = register_external_parameter
