@@ -28,7 +28,7 @@ CLIENT_STATE = {"epoch": 3, "seen": [1, 2]}
 ROUND_ROBIN = "zero2-round-robin"
 KINDS: dict[str, dict[str, Any]] = {
     "zero1-fp32": {"zero_optimization": {"stage": 1}},
-    "zero1-bf16": {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}},
+    "zero1-bf16": {"zero_optimization": {"stage": 1, "parameter_alignment": True}, "bf16": {"enabled": True}},
     "zero2-bf16": {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}},
     ROUND_ROBIN: {"zero_optimization": {"stage": 2, "round_robin_gradients": True}, "bf16": {"enabled": True}},
     "zero2-fp16": {"zero_optimization": {"stage": 2}, "fp16": {"enabled": True, "initial_scale_power": 4}},

@@ -221,6 +221,20 @@ def test_the_library_neither_pickles_nor_unpickles() -> None:
     lines = r"(?m)^[^#\n]*" + words + r"(\(| import|\n|$)"
     assert re.search(lines, "    import pickle\n")
     assert re.search(lines, "state = torch.load(path)\n")
+    # DeepSpeed's checkpoints are read by the loader that runs nothing, its scripts write files of torch.save, and its
+    # Ulysses sends batches of any objects between the ranks of one job.
+    reads, allowed = (
+        "checkpoint/deepspeed.py",
+        {
+            "compat/deepspeed/runtime/engine.py": "torch.save(",
+            "compat/deepspeed/utils/zero_to_fp32.py": "torch.save(",
+            "compat/deepspeed/runtime/sequence_parallel/ulysses_sp.py": "all_gather_object(",
+        },
+    )
     for path in SOURCE.rglob("*.py"):
-        found = re.search(lines, path.read_text())
+        name, text = path.relative_to(SOURCE).as_posix(), path.read_text()
+        if name == reads:
+            assert text.count("torch.load(") == text.count("weights_only=True")
+            continue
+        found = re.search(lines, text.replace(allowed.get(name, "import pickle("), ""))
         assert found is None, f"{path}: {found[0]}"

@@ -161,8 +161,9 @@ def sft(job: Job) -> list[str]:
 
 def dpo(job: Job) -> list[str]:
     return [
-        *trainer_arguments(job, "llama", 2, 2, 5e-4),
+        *trainer_arguments(job, "llama", 2, 2, 1e-3),
         f"--dataset_name={job.hub}/pairs",
+        "--beta=0.04",  # the loss takes differences of sums of log-probabilities, each rounded in bfloat16
         "--max_length=64",
         "--dtype=float32",
     ]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Final
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -20,15 +20,15 @@ from shardwise.zero.memory_release import STATES, MemoryRelease, ReleaseTarget
 from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.state_access import take_over
 
-_ENGINE: Final = "_shardwise_engine"
+# By the identity of a parameter, which lives as long as its engine. In the parameter it could not be pickled.
+_ENGINE_OF: Final[WeakValueDictionary[int, StepContext]] = WeakValueDictionary()
 
 
 def note_engine(context: StepContext) -> Callable[[], None]:
-    """Note in each parameter which engine has it, so that `gathered` finds it; return what undoes that."""
-    parameters = tuple(context.model.parameters())
-    for parameter in parameters:
-        setattr(parameter, _ENGINE, weakref.ref(context))
-    return lambda: [parameter.__dict__.pop(_ENGINE, None) for parameter in parameters].clear()
+    """Note which engine has the model's parameters, so that `gathered` finds it; return what undoes that."""
+    keys = [id(parameter) for parameter in context.model.parameters()]
+    _ENGINE_OF.update(dict.fromkeys(keys, context))
+    return lambda: [_ENGINE_OF.pop(key, None) for key in keys].clear()
 
 
 @contextmanager
@@ -60,7 +60,7 @@ def gathered(
     given = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
     with ExitStack() as stack:
         wanted = {id(each) for each in given}
-        noted = dict.fromkeys(reference() for each in given if (reference := getattr(each, _ENGINE, None)) is not None)
+        noted = dict.fromkeys(_ENGINE_OF.get(id(each)) for each in given)
         for context in (context for context in noted if context is not None):
             groups = [group for group in context.sharding.groups if wanted.intersection(map(id, group.parameters))]
             if groups or wanted.intersection(context.sharding.absent.names):  # other stages may have them

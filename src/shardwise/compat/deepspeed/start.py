@@ -147,13 +147,17 @@ def _mark(model: nn.Module, engine: DeepSpeedEngine) -> None:
     """Note of each parameter where it belongs, and in stage 3 what scripts ask for before they gather it."""
     reference = weakref.ref(engine)
     model.__dict__[ENGINE] = reference
-    is_sharded = engine.zero_optimization_stage() == 3
+    is_sharded, num = engine.zero_optimization_stage() == 3, engine.dp_world_size
     if is_sharded:
         model.__dict__["state_dict"] = functools.partial(_placeholders, model)
     for number, (name, parameter) in enumerate(model.named_parameters()):
         marks: dict[str, Any] = {PLACE: (reference, name)}
         if is_sharded:
-            marks |= {"ds_id": number, "ds_status": ZeroParamStatus.NOT_AVAILABLE, "ds_active_sub_modules": set()}
+            marks |= {"ds_id": number, "ds_numel": parameter.numel(), "ds_status": ZeroParamStatus.NOT_AVAILABLE}
+            marks |= {
+                "ds_active_sub_modules": set(),
+                "partition_numel": functools.partial(int, parameter.numel() // num),
+            }
         parameter.__dict__.update(marks)
 
 
