@@ -72,7 +72,6 @@ def configure(
 
 
 def is_configured() -> bool:
-    """Say whether `configure` was called."""
     return _SETTINGS.is_configured
 
 
@@ -87,15 +86,12 @@ class CudaRNGStatesTracker:
         self.states_: dict[str, Tensor] = {}
 
     def reset(self) -> None:
-        """Forget all."""
         self.states_ = {}
 
     def get_states(self) -> dict[str, Tensor]:
-        """Return the states."""
         return dict(self.states_)
 
     def set_states(self, states: Mapping[str, Tensor]) -> None:
-        """Replace the states."""
         self.states_ = dict(states)
 
     def add(self, name: str, seed: int) -> None:
@@ -125,7 +121,6 @@ _TRACKER: Final = CudaRNGStatesTracker()
 
 
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
-    """Return the tracker of this process."""
     return _TRACKER
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -63,7 +63,9 @@ def initialize(  # noqa: PLR0913  DeepSpeed's arguments
     source = read_config(given)
     init_distributed()
     # A stage of a pipeline counts as one rank: its ranks see the same samples.
-    translation = translate(_with_sharers(source, mpu), dist.get_world_size() // getattr(model, "num_stages", 1))
+    size = getattr(mpu, "get_sequence_parallel_world_size", None)
+    sharers = {"sequence_parallel_size": size()} if size is not None else {}
+    translation = translate({**source, **sharers}, dist.get_world_size() // getattr(model, "num_stages", 1))
     _release_earlier(model)
     kind = DeepSpeedEngine
     if isinstance(model, PipelineModule):
@@ -74,13 +76,6 @@ def initialize(  # noqa: PLR0913  DeepSpeed's arguments
     if training_data is not None:
         engine.training_dataloader = DeepSpeedDataLoader.of(training_data, engine, collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
-
-
-def _with_sharers(source: Mapping[str, Any], mpu: Any) -> Mapping[str, Any]:
-    """Return the JSON with the ranks that share a sequence, where Ulysses has registered them."""
-    if not hasattr(mpu, "get_sequence_parallel_world_size"):
-        return source
-    return {**source, "sequence_parallel_size": mpu.get_sequence_parallel_world_size()}
 
 
 def _engine(
@@ -115,9 +110,8 @@ def _optimizer(model: nn.Module, given: Any, model_parameters: Any, translation:
         given = given.optimizer
     if isinstance(given, Optimizer):
         return given
-    parameters = _listed(model_parameters)
-    if not parameters:
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parameters = _listed(model_parameters) or trained
     if given is not None:
         made = given(parameters)
         return made if isinstance(made, Optimizer) else None
@@ -126,13 +120,9 @@ def _optimizer(model: nn.Module, given: Any, model_parameters: Any, translation:
 
 
 def _listed(parameters: Any) -> list[Any]:
-    if parameters is None:
-        return []
-    return [parameters] if isinstance(parameters, Mapping) else list(_iterable(parameters))
-
-
-def _iterable(parameters: Any) -> Iterable[Any]:
-    return parameters.values() if isinstance(parameters, nn.ParameterDict) else parameters
+    if isinstance(parameters, nn.ParameterDict):
+        return list(parameters.values())
+    return [parameters] if isinstance(parameters, Mapping) else list(parameters or ())
 
 
 def _release_earlier(model: nn.Module) -> None:

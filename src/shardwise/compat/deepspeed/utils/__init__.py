@@ -37,26 +37,27 @@ def _place(parameter: nn.Parameter) -> tuple[Any, str]:
     return engine.inner, name
 
 
+def _read(parameter: nn.Parameter, state: str) -> Tensor | None:
+    engine, name = _place(parameter)
+    found: Tensor | None = engine.read(name, state) if state in engine.states_of(name) else None
+    return found
+
+
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     """Return the fp32 values of a parameter, whole; all ranks call it, as for the functions below."""
-    engine, name = _place(param)
-    state = "master" if "master" in engine.states_of(name) else "param"
-    value: Tensor = engine.read(name, state)
-    return value.float() if value.dtype != torch.float64 else value
+    value = _read(param, "master")
+    value = _read(param, "param") if value is None else value
+    return value if value is None or value.dtype == torch.float64 else value.float()
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     """Return the gradient of this step so far; None where there is none."""
-    engine, name = _place(param)
-    found: Tensor | None = engine.read(name, "grad") if "grad" in engine.states_of(name) else None
-    return found
+    return _read(param, "grad")
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """Return a state of the optimizer, such as `exp_avg`; None before the first step."""
-    engine, name = _place(param)
-    found: Tensor | None = engine.read(name, optim_state_key) if optim_state_key in engine.states_of(name) else None
-    return found
+    return _read(param, optim_state_key)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:

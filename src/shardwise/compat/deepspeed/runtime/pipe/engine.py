@@ -63,7 +63,6 @@ class PipelineEngine(DeepSpeedEngine):
         return (self._scalar(loss), outputs) if return_logits else self._scalar(loss)
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
-        """Take the batches of the next steps from an iterator."""
         self._batches = iterator
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
@@ -71,11 +70,9 @@ class PipelineEngine(DeepSpeedEngine):
         self._batches = iter(RepeatingLoader(loader))
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
-        """Change each micro-batch by a function first."""
         self._change = fn
 
     def is_first_stage(self) -> bool:
-        """Say whether this rank has the first layers."""
         pipeline = self.inner.layout.pipeline
         return pipeline is None or 0 in pipeline.held
 
@@ -85,19 +82,10 @@ class PipelineEngine(DeepSpeedEngine):
         return pipeline is None or pipeline.has_last
 
     def forward(self, *inputs: Any, **kwargs: Any) -> NoReturn:
-        """Refuse single forwards: a rank has some of the layers."""
-        self._refuse("forward")
+        """Refuse a forward, a backward or a step alone: a rank has some of the layers."""
+        raise ConfigError("pipeline-whole-batches", "a PipelineEngine trains by whole batches; call train_batch")
 
-    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse single backwards."""
-        self._refuse("backward")
-
-    def step(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse single steps."""
-        self._refuse("step")
-
-    def _refuse(self, call: str) -> NoReturn:
-        raise ConfigError("pipeline-whole-batches", f"a PipelineEngine has no {call} of its own; call train_batch")
+    backward = step = forward
 
     def _take(self, count: int) -> list[Any]:
         """Return the next micro-batches as the engine takes them: what the first layer gets is one argument."""
