@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import shardwise.compat.deepspeed as deepspeed
 from harness.pool import WorkerPool
 from shardwise.compat.deepspeed.runtime.zero import ZeroParamStatus
+from shardwise.config.errors import EngineError
 
 STEPS, MICRO, LR = 4, 2, 0.05
 
@@ -59,16 +60,17 @@ def loss_of(output: dict[str, Tensor], target: Tensor) -> Tensor:
     return (output["logits"] - target).square().mean()
 
 
-def expected(num_steps: int = STEPS) -> tuple[list[float], dict[str, Tensor]]:
+def expected(num_steps: int = STEPS, num_engines: int = 1) -> tuple[list[float], dict[str, Tensor]]:
     model = tower()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
-    schedule = deepspeed.runtime.lr_schedules.WarmupLR(optimizer, warmup_max_lr=LR, warmup_num_steps=3)
     losses = []
-    for step in range(num_steps):
+    for step in range(num_steps * num_engines):
+        if step % num_steps == 0:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
+            schedule = deepspeed.runtime.lr_schedules.WarmupLR(optimizer, warmup_max_lr=LR, warmup_num_steps=3)
         total = torch.zeros((), dtype=torch.float64)
         for rank in range(2):
             for micro in range(MICRO):
-                x, target = batch(step, micro, rank)
+                x, target = batch(step % num_steps, micro, rank)
                 total = total + loss_of(model(x), target) / (2 * MICRO)
         total.backward()
         losses.append(total.item())
@@ -188,24 +190,27 @@ def test_a_function_gathers_in_its_backward_what_it_saved(ranks: WorkerPool) -> 
     assert ranks(2).run(train_headless) == [pytest.approx(losses)] * 2
 
 
-def train_twice(rank: int, world_size: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def train_twice(rank: int, world_size: int, destroys: bool) -> tuple[list[float], Any]:
     model = tower()
-    config = settings(3)
-    engine, _, _, _ = deepspeed.initialize(model=model, config=config)
-    steps(engine, rank, 0, 2)
-    before = engine._zero3_consolidated_16bit_state_dict()
-    again, _, _, _ = deepspeed.initialize(model=model, config=config)
-    after = again._zero3_consolidated_16bit_state_dict()
-    assert again is not engine
-    steps(again, rank, 0, 1)
-    return before, after
+    losses = []
+    for _ in range(2):
+        engine, _, _, _ = deepspeed.initialize(model=model, config=settings(3))
+        losses += steps(engine, rank, 0, STEPS)
+        if destroys:
+            engine.destroy()
+            with pytest.raises(EngineError, match="model_wrapped"):
+                engine(batch(0, 0, rank)[0])
+    with deepspeed.zero.GatheredParameters(model.parameters()):
+        return losses, {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def test_a_second_engine_takes_the_model_over(ranks: WorkerPool) -> None:
-    before, after = ranks(2).run(train_twice)[0]
-    assert before.keys() == after.keys()
-    for name, value in before.items():
-        torch.testing.assert_close(after[name], value, rtol=0, atol=0)
+@pytest.mark.parametrize("destroys", [False, True])
+def test_a_second_engine_goes_on_with_the_model(ranks: WorkerPool, destroys: bool) -> None:
+    losses, weights = expected(num_engines=2)
+    found = ranks(2).run(train_twice, destroys)
+    assert [sum(each) / 2 for each in zip(*(losses for losses, _ in found), strict=True)] == pytest.approx(losses)
+    for name, value in weights.items():
+        torch.testing.assert_close(found[1][1][name], value)
 
 
 def keep_graph(rank: int, world_size: int) -> float:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 from shardwise.runtime.torch_private import (
     NO_VALUE_ERRORS,
@@ -202,6 +203,24 @@ def test_pytree_finds_tensors_in_nested_containers_and_puts_them_back() -> None:
     assert [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)] == [torch.zeros(1), torch.ones(1)]
     doubled = pytree.tree_map(lambda leaf: leaf * 2 if isinstance(leaf, Tensor) else leaf, tree)
     assert doubled == {"a": [torch.zeros(1), (torch.full((1,), 2.0), None)], "b": 3}
+
+
+def test_set_data_keeps_hooks_and_lets_others_be_added() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    calls: list[str] = []
+
+    def add(name: str) -> RemovableHandle:
+        return parameter.register_post_accumulate_grad_hook(lambda _: calls.append(name))
+
+    add("removed").remove()
+    kept = add("kept")
+    for device in ("meta", "cpu"):
+        set_data(parameter, torch.ones(3, device=device))
+    parameter.sum().backward()
+    kept.remove()
+    add("new")
+    parameter.sum().backward()
+    assert calls == ["kept", "new"]
 
 
 def test_set_data_keeps_the_object_and_its_references_between_devices() -> None:

@@ -106,6 +106,8 @@ def _engine(
 
 
 def _optimizer(model: nn.Module, given: Any, model_parameters: Any, translation: Translation) -> Optimizer | None:
+    held = getattr(given, "optimizer", None)
+    given = held if isinstance(held, DeepSpeedOptimizer) else given  # Accelerate wraps what `initialize` has returned
     if isinstance(given, DeepSpeedOptimizer):
         given = given.optimizer
     if isinstance(given, Optimizer):
@@ -130,7 +132,7 @@ def _release_earlier(model: nn.Module) -> None:
     reference = model.__dict__.get(ENGINE)
     earlier = reference() if reference is not None else None
     if earlier is not None:
-        earlier.destroy(keep_shards=earlier.zero_optimization_stage() == 3 and earlier.world_size > 1)
+        earlier.destroy()
 
 
 def _mark(model: nn.Module, engine: DeepSpeedEngine) -> None:

@@ -21,6 +21,7 @@ from shardwise.compat.deepspeed.config import Translation
 from shardwise.compat.deepspeed.runtime.zero.offload_config import released_states
 from shardwise.compat.deepspeed.utils import logger
 from shardwise.compat.deepspeed.utils.zero_to_fp32 import write_zero_to_fp32
+from shardwise.config.errors import EngineError
 from shardwise.config.resolve import ConfigError
 from shardwise.construction.shards import ParamShard, mark
 from shardwise.engine.engine import Engine
@@ -143,6 +144,12 @@ class DeepSpeedEngine(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model and return its own output."""
+        if self._is_destroyed:
+            raise EngineError(
+                "engine-destroyed",
+                "the engine is destroyed, as Trainer does at train(); call deepspeed.initialize again, for which "
+                "Trainer needs trainer.model_wrapped = trainer.model first",
+            )
         if self.evaluates_whole and not self.module.training:
             return self.module(*inputs, **kwargs)
         if self._given.get("fp16.enabled") and self._given.get("fp16.auto_cast"):
@@ -223,12 +230,13 @@ class DeepSpeedEngine(nn.Module):
             fix = 'put "shardwise": {"compile": {"enabled": true}} into the JSON'
             logger.warning("engine.compile has no effect, since the engine has started; %s", fix)
 
-    def destroy(self, keep_shards: bool = False) -> None:
-        """Give the model its parameters back; with `keep_shards` a slice of each, as `zero.Init` does."""
+    def destroy(self) -> None:
+        """Give the model its parameters back; under stage 3 each rank keeps a slice of them, as `zero.Init` does."""
         if self._is_destroyed:
             return
         self._is_destroyed = True
         shards: list[tuple[nn.Parameter, ParamShard]] = []
+        keep_shards = self.zero_optimization_stage() == 3 and self.dp_world_size == self.world_size > 1
         if keep_shards:
             comm = world_comm(self.inner.config.run.timeout_s)
             for name, parameter in self.module.named_parameters():
