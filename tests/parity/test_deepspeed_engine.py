@@ -108,6 +108,7 @@ def train(rank: int, world_size: int, stage: int, by_tensor: bool, more: dict[st
     assert engine.global_steps == STEPS
     assert optimizer.param_groups[0]["lr"] == schedule.get_last_lr()[0] == engine.get_lr()[0]
     assert engine.get_global_grad_norm() > 0
+    assert model.cpu() is model  # frameworks move what has trained; shards stay where they are
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     assert shapes == {name: parameter.shape for name, parameter in model.named_parameters()}
     with deepspeed.zero.GatheredParameters(model.parameters()):

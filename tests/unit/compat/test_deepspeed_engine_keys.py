@@ -121,6 +121,20 @@ def test_what_a_load_takes_and_returns(tmp_path: Path) -> None:
     engine.destroy()
 
 
+def test_the_state_of_a_client_may_have_small_tensors(tmp_path: Path) -> None:
+    engine, _ = start()
+    state = {"best": torch.tensor(0.1), "scores": [torch.tensor([1.5, float("inf")], dtype=torch.bfloat16)], "epoch": 3}
+    engine.save_checkpoint(tmp_path, client_state=state)
+    _, found = engine.load_checkpoint(tmp_path)
+    assert found["epoch"] == 3
+    for this, that in ((found["best"], state["best"]), (found["scores"][0], state["scores"][0])):
+        torch.testing.assert_close(this, that, rtol=0, atol=0)
+    for other in (torch.ones(5000), object()):
+        with refused("client-state-not-json", type(other).__name__):
+            engine.save_checkpoint(tmp_path, client_state={"other": other})
+    engine.destroy()
+
+
 def test_helpers_that_scripts_import(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "DeepSpeed"):
         for ranks in (None, [1], [0], [-1]):

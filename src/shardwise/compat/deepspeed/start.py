@@ -142,6 +142,7 @@ def _mark(model: nn.Module, engine: DeepSpeedEngine) -> None:
     is_sharded, num = engine.zero_optimization_stage() == 3, engine.dp_world_size
     if is_sharded:
         model.__dict__["state_dict"] = functools.partial(_placeholders, model)
+        model.__dict__["_apply"] = functools.partial(_moved, model)
     for number, (name, parameter) in enumerate(model.named_parameters()):
         marks: dict[str, Any] = {PLACE: (reference, name)}
         if is_sharded:
@@ -151,6 +152,14 @@ def _mark(model: nn.Module, engine: DeepSpeedEngine) -> None:
                 "partition_numel": functools.partial(int, parameter.numel() // num),
             }
         parameter.__dict__.update(marks)
+
+
+def _moved(model: nn.Module, function: Callable[..., Any], *given: Any, **options: Any) -> nn.Module:
+    """Leave shards where they are: scripts move the whole model at the end, as Lightning does with `model.cpu()`."""
+    engine = model.__dict__[ENGINE]()
+    if engine is not None and not engine.is_destroyed:
+        return model
+    return type(model)._apply(model, function, *given, **options)
 
 
 def _placeholders(model: nn.Module, *given: Any, **options: Any) -> Any:

@@ -28,7 +28,23 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.types import StepResult
 from shardwise.runtime.precision import to_device
 
+_TENSOR: Final = "__tensor__"
+_MOST_ELEMENTS: Final = 4096
 _COUNTERS: Final = ("global_steps", "micro_steps", "global_samples", "skipped_steps")
+
+
+def _in_json(value: Any) -> Any:
+    """Return a small tensor as JSON has it, such as a score in the state of Lightning's callbacks."""
+    if isinstance(value, Tensor) and value.numel() <= _MOST_ELEMENTS:
+        return {_TENSOR: [str(value.dtype).removeprefix("torch."), value.tolist()]}
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+
+
+def _out_of_json(value: dict[str, Any]) -> Any:
+    if value.keys() != {_TENSOR}:
+        return value
+    dtype, values = value[_TENSOR]
+    return torch.tensor(values, dtype=getattr(torch, dtype))
 
 
 class NoSchedule:
@@ -126,7 +142,7 @@ class DeepSpeedEngine(nn.Module):
         self._was_applied = False
         self._is_managed = bool(self._given.get("managed_gradient_accumulation", True))
         self._result: StepResult | None = None
-        self._is_destroyed = False
+        self.is_destroyed = False
         evaluates = inner.config.optimizer.name == "none"
         self.optimizer = None if evaluates else DeepSpeedOptimizer(self)
         self.client_optimizer = inner.optimizer
@@ -144,7 +160,7 @@ class DeepSpeedEngine(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model and return its own output."""
-        if self._is_destroyed:
+        if self.is_destroyed:
             raise EngineError(
                 "engine-destroyed",
                 "the engine is destroyed, as Trainer does at train(); call deepspeed.initialize again, for which "
@@ -232,9 +248,9 @@ class DeepSpeedEngine(nn.Module):
 
     def destroy(self) -> None:
         """Give the model its parameters back; under stage 3 each rank keeps a slice of them, as `zero.Init` does."""
-        if self._is_destroyed:
+        if self.is_destroyed:
             return
-        self._is_destroyed = True
+        self.is_destroyed = True
         shards: list[tuple[nn.Parameter, ParamShard]] = []
         keep_shards = self.zero_optimization_stage() == 3 and self.dp_world_size == self.world_size > 1
         if keep_shards:
@@ -262,16 +278,16 @@ class DeepSpeedEngine(nn.Module):
         """Save into `save_dir/tag`, from which any layout can load; the arguments are those of DeepSpeed.
 
         Raises:
-            CheckpointError: it cannot be written, or `client_state` is no JSON.
+            CheckpointError: it cannot be written, or `client_state` is neither JSON nor small tensors.
         """
         counters = {name: getattr(self, name) for name in _COUNTERS}
-        extra = {"client_state": dict(client_state or {}), "deepspeed": counters}
         try:
-            json.dumps(extra)
+            state = json.loads(json.dumps(dict(client_state or {}), default=_in_json))
         except (TypeError, ValueError) as error:
             raise CheckpointError(
                 "client-state-not-json", f"client_state holds what JSON has no word for ({error}); save it in a file"
             ) from error
+        extra = {"client_state": state, "deepspeed": counters}
         tag = tag or f"global_step{self.global_steps}"
         contents: Contents = "trainable" if exclude_frozen_parameters else "all"
         self.inner.save(save_dir, contents=contents, extra=extra, tag=tag)
@@ -313,7 +329,8 @@ class DeepSpeedEngine(nn.Module):
             state, counters = run.client_state, vars(run)
         else:
             extra = report.extra if isinstance(report.extra, dict) else {}
-            state, counters = extra.get("client_state", {}), extra.get("deepspeed", {})
+            state = json.loads(json.dumps(extra.get("client_state", {})), object_hook=_out_of_json)
+            counters = extra.get("deepspeed", {})
         for name in _COUNTERS if not load_module_only else ():
             setattr(self, name, counters.get(name, getattr(self, name)))
         return str(report.path), state

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.compat.deepspeed.comm import init_distributed
 from shardwise.compat.deepspeed.config import read_config, translate
 from shardwise.construction.context import init
 from shardwise.engine.state_api import gathered
@@ -46,6 +47,8 @@ class Init:
         param = settings.get("precision", {}).get("param")
         self._dtype = dtype if dtype is not None else TORCH_DTYPES.get(param) if param else None
         self._is_on = enabled and settings.get("zero", {}).get("stage", 3) == 3
+        if self._is_on:
+            init_distributed()  # a notebook has no launcher, and loaders ask for the rank
         self._context: AbstractContextManager[None] | None = None
         self._dtype_before = torch.get_default_dtype()
 
