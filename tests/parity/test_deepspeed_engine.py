@@ -230,3 +230,14 @@ def test_a_graph_can_be_used_again(ranks: WorkerPool) -> None:
     sum(loss_of(model(x), target) / 2 for x, target in (batch(0, 0, rank) for rank in range(2))).backward()  # type: ignore[union-attr]
     norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm().item()  # type: ignore[union-attr]
     assert ranks(2).run(keep_graph) == pytest.approx([norm, norm])
+
+
+def start_with_stages(rank: int, world_size: int) -> int:
+    model = tower()
+    model.num_stages = 2  # as vision models have, which are no pipelines
+    engine, _, _, _ = deepspeed.initialize(model=model, config=settings(2, train_micro_batch_size_per_gpu=2))
+    return int(engine.train_batch_size())
+
+
+def test_a_model_with_stages_of_its_own_is_no_pipeline(ranks: WorkerPool) -> None:
+    assert ranks(2).run(start_with_stages) == [8, 8]

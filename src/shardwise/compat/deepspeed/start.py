@@ -63,9 +63,10 @@ def initialize(  # noqa: PLR0913  DeepSpeed's arguments
     source = read_config(given)
     init_distributed()
     # A stage of a pipeline counts as one rank: its ranks see the same samples.
+    num_stages = model.num_stages if isinstance(model, PipelineModule) else 1
     size = getattr(mpu, "get_sequence_parallel_world_size", None)
     sharers = {"sequence_parallel_size": size()} if size is not None else {}
-    translation = translate({**source, **sharers}, dist.get_world_size() // getattr(model, "num_stages", 1))
+    translation = translate({**source, **sharers}, dist.get_world_size() // num_stages)
     _release_earlier(model)
     kind = DeepSpeedEngine
     if isinstance(model, PipelineModule):
@@ -139,19 +140,21 @@ def _mark(model: nn.Module, engine: DeepSpeedEngine) -> None:
     """Note of each parameter where it belongs, and in stage 3 what scripts ask for before they gather it."""
     reference = weakref.ref(engine)
     model.__dict__[ENGINE] = reference
-    is_sharded, num = engine.zero_optimization_stage() == 3, engine.dp_world_size
+    is_sharded = engine.zero_optimization_stage() == 3
     if is_sharded:
         model.__dict__["state_dict"] = functools.partial(_placeholders, model)
         model.__dict__["_apply"] = functools.partial(_moved, model)
     for number, (name, parameter) in enumerate(model.named_parameters()):
-        marks: dict[str, Any] = {PLACE: (reference, name)}
+        parameter.__dict__[PLACE] = reference, name
         if is_sharded:
-            marks |= {"ds_id": number, "ds_numel": parameter.numel(), "ds_status": ZeroParamStatus.NOT_AVAILABLE}
-            marks |= {
-                "ds_active_sub_modules": set(),
-                "partition_numel": functools.partial(int, parameter.numel() // num),
-            }
-        parameter.__dict__.update(marks)
+            own = parameter.numel() // engine.dp_world_size
+            parameter.__dict__.update(
+                ds_id=number,
+                ds_numel=parameter.numel(),
+                ds_status=ZeroParamStatus.NOT_AVAILABLE,
+                ds_active_sub_modules=set(),
+                partition_numel=functools.partial(int, own),
+            )
 
 
 def _moved(model: nn.Module, function: Callable[..., Any], *given: Any, **options: Any) -> nn.Module:
