@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from harness.paths import ROOT
-from scripts.catalogue import trainer_config
-from scripts.run import as_deepspeed, environment
+from scripts.catalogue import trainer_config, write_config
+from scripts.run import as_deepspeed, environment, torchrun
 
 SCRIPT: Final = ROOT / "tests" / "scripts" / "trainer.py"
 GLOBAL_BATCH: Final = 4
@@ -41,13 +41,10 @@ class Run:
             **arguments,
         }
         if zero:
-            config = folder / "deepspeed.json"
-            config.write_text(json.dumps(trainer_config(zero)))
-            given["deepspeed"] = str(config)
+            given["deepspeed"] = write_config(folder, trainer_config(zero))
         (folder / "arguments.json").write_text(json.dumps(given))
         command = [str(SCRIPT), str(folder / "arguments.json"), str(model)]
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
-        command = as_deepspeed([*launch, *command]) if zero else [sys.executable, *command]
+        command = as_deepspeed([*torchrun(num_ranks), *command]) if zero else [sys.executable, *command]
         self.log = (folder / "log").open("w+")
         # Freed blocks go back to the system at once where memory is measured.
         more = {"MALLOC_MMAP_THRESHOLD_": "65536"} if "measure" in arguments else {}

@@ -13,9 +13,9 @@ pytest.importorskip("accelerate")
 
 from harness.local_hub import make_hub
 from harness.paths import ROOT
-from scripts.catalogue import trainer_config
+from scripts.catalogue import trainer_config, write_config
 from scripts.features import CASES, NUM_RANKS
-from scripts.run import as_deepspeed, environment
+from scripts.run import as_deepspeed, environment, torchrun
 
 NEEDS = {"adapters": "peft", "generate": "trl", "references": "trl"}
 NEEDS |= dict.fromkeys(("lightning2", "lightning3"), "lightning")
@@ -31,14 +31,9 @@ def run(case: str, model: Path, folder: Path, zero: str | None = None, num_ranks
     """Run a case of `tests/scripts/features.py`, and return what each rank has found."""
     folder.mkdir()
     command = [str(ROOT / "tests" / "scripts" / "features.py"), case, str(model), str(folder)]
-    launch = [sys.executable]
-    if num_ranks > 1:
-        launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
-    command = [*launch, *command]
+    command = [*(torchrun(num_ranks) if num_ranks > 1 else [sys.executable]), *command]
     if zero:
-        config = folder / "deepspeed.json"
-        config.write_text(json.dumps(trainer_config(zero)))
-        command = as_deepspeed([*command, str(config)])
+        command = as_deepspeed([*command, write_config(folder, trainer_config(zero))])
     ended = subprocess.run(
         command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=PATIENCE_S, check=False
     )

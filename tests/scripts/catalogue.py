@@ -58,9 +58,7 @@ class Job:
         return of_a_rank if self.zero else of_a_rank * NUM_RANKS
 
     def write_config(self, config: Mapping[str, Any]) -> str:
-        path = self.output / "deepspeed.json"
-        path.write_text(json.dumps(config, indent=2))
-        return str(path)
+        return write_config(self.output, config)
 
 
 @dataclass(frozen=True)
@@ -126,6 +124,13 @@ def trainer_arguments(job: Job, model: str, micro_size: int, accumulation: int, 
     if job.zero:
         given["deepspeed"] = job.write_config(trainer_config(job.zero))
     return [f"--{name}={value}" for name, value in given.items()]
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> str:
+    """Write a JSON of DeepSpeed's into a folder, and return its path."""
+    path = folder / "deepspeed.json"
+    path.write_text(json.dumps(config, indent=2))
+    return str(path)
 
 
 def trainer_config(zero: str) -> dict[str, Any]:

@@ -77,10 +77,15 @@ def as_deepspeed(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "shardwise", "run", "--as-deepspeed", "--", *command]
 
 
+def torchrun(num_ranks: int) -> list[str]:
+    """Return what starts a script on ranks of this machine."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
+
+
 def launcher(job: Job, script: Script) -> list[str]:
     """Return what starts the ranks of a job."""
     if "--accelerate" not in script.options:
-        return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={NUM_RANKS}"]
+        return torchrun(NUM_RANKS)
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--use_deepspeed", "--main_process_port=0"]
     config = f"--deepspeed_config_file={job.output / 'deepspeed.json'}"
     return [*launch, f"--num_processes={NUM_RANKS}", "--num_machines=1", "--mixed_precision=no", config]

@@ -177,10 +177,9 @@ class LossAccumulator:
         Raises:
             ConfigError: `mean` is not such a loss.
         """
-        for position, (reference, total) in enumerate(self._open):
-            if reference() is mean and not self._is_plain:
-                del self._open[position]
-                return self.count_in(total)
+        place = self._place_of(mean)
+        if place is not None and not self._is_plain:
+            return self.count_in(self._open.pop(place)[1])
         raise ConfigError(
             "loss-not-from-engine",
             "backward got a tensor that engine(batch) did not return, or the same one twice, so how much counts in it "
@@ -190,7 +189,7 @@ class LossAccumulator:
 
     def knows(self, loss: Tensor) -> bool:
         """Say whether `open` returned this loss, and its backward has not run."""
-        return any(reference() is loss for reference, _ in self._open)
+        return self._place_of(loss) is not None
 
     def add_plain(self, loss: Tensor, scale: float = 1.0) -> None:
         """Add a loss without a count: those of a step add up on a rank, and all ranks weigh the same.
@@ -243,6 +242,9 @@ class LossAccumulator:
         self._open.clear()
         if self._is_plain:
             self._is_plain, self.normaliser = False, 0.0
+
+    def _place_of(self, loss: Tensor) -> int | None:
+        return next((place for place, (reference, _) in enumerate(self._open) if reference() is loss), None)
 
     def _agree_on_normaliser(self, count: Tensor) -> float:
         if self.normaliser == 0.0:

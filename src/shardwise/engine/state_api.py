@@ -28,7 +28,12 @@ def note_engine(context: StepContext) -> Callable[[], None]:
     """Note which engine has the model's parameters, so that `gathered` finds it; return what undoes that."""
     keys = [id(parameter) for parameter in context.model.parameters()]
     _ENGINE_OF.update(dict.fromkeys(keys, context))
-    return lambda: [_ENGINE_OF.pop(key, None) for key in keys].clear()
+
+    def forget() -> None:
+        for key in keys:
+            _ENGINE_OF.pop(key, None)
+
+    return forget
 
 
 @contextmanager

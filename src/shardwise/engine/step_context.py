@@ -315,9 +315,10 @@ class StepContext:
         scale = self.scaler.scale
         to_mean = self._to_mean(count)
         grad_norm = math.sqrt(square_sum) * to_mean if square_sum >= 0 else math.nan
-        overflowed, is_finite = not math.isfinite(grad_norm), math.isfinite(grad_norm) and math.isfinite(loss_sum)
-        skipped = overflowed and math.isfinite(loss_sum) and self.scaler.can_shrink
-        skipped |= not is_finite and self.config.run.on_nonfinite == "skip"
+        overflowed, has_loss = not math.isfinite(grad_norm), math.isfinite(loss_sum)
+        is_finite = has_loss and not overflowed
+        can_skip = self.config.run.on_nonfinite == "skip" or (has_loss and self.scaler.can_shrink)
+        skipped = can_skip and not is_finite
         if not (is_finite or skipped):
             self._fail_nonfinite(loss_sum, grad_norm, has_stepped, forward)
         learning_rate = self.optimizer.param_groups[0]["lr"]

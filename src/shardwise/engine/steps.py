@@ -76,14 +76,19 @@ class RankBatch:
         if context.loss_fn is None:
             given = without_num_items(context.model, given, share.num_targets)
         inputs = to_device(given, context.device, torch_dtype(context.layout.precision.param))
-        sizes = [leaf.shape[0] for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim() > 0]
-        return cls(replace(share, inputs=inputs), sizes[0] if sizes else 0, first_sample, number)
+        return cls(replace(share, inputs=inputs), _num_samples(inputs), first_sample, number)
 
     def loss(self, context: StepContext, output: Any) -> LossSum:
         """Read the loss of this share from the model's output."""
         share = self.share
         cp = context.layout.mesh.cp
         return read_loss(output, share.batch, context.loss_fn, cp, share.loss_weight, share.num_targets)
+
+
+def _num_samples(inputs: Any) -> int:
+    """Return the size of the first tensor's first dim; 0 where there is none."""
+    leaves = pytree.tree_leaves(inputs)
+    return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0), 0)
 
 
 def run_model(context: StepContext, taken: RankBatch, read: Callable[[Any], Result]) -> Result:
@@ -139,8 +144,7 @@ def forward_plain(context: StepContext, args: tuple[Any, ...], kwargs: Mapping[s
     context.check_batch((args, kwargs), is_first_step=context.num_steps == 0)
     if cp > 1:
         share = context.sequences.share(to_device(dict(kwargs), context.device), False)
-    sizes = [leaf.shape[0] for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
-    taken = RankBatch(share, sizes[0] if sizes else 0, context.num_samples, context.num_forwards)
+    taken = RankBatch(share, _num_samples((args, kwargs)), context.num_samples, context.num_forwards)
     context.num_forwards += 1
     context.num_samples += taken.num_samples
     with context.sharding.serving(), _numbers_for(context, taken):

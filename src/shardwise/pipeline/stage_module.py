@@ -300,17 +300,12 @@ class StageForward:
 
     def _like(self, tree: Any) -> Any:
         """Return a value with placeholders in place of its tensors."""
-        return pytree.tree_map(lambda leaf: self._placeholders.like(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+        return pytree.tree_map_only(Tensor, self._placeholders.like, tree)
 
     def _without_device(self, tree: Any) -> Any:
         """Return a value with tensors on the meta device in place of its tensors."""
-        return pytree.tree_map(
-            lambda leaf: (
-                torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
-                if isinstance(leaf, Tensor)
-                else leaf
-            ),
-            tree,
+        return pytree.tree_map_only(
+            Tensor, lambda leaf: torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta"), tree
         )
 
     def _make_placeholder(self, held: Sequence[int]) -> dict[Hashable, nn.Module]:

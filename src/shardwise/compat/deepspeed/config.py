@@ -238,13 +238,14 @@ _OPTIONS: Final[Mapping[str, Any]] = MappingProxyType(
 )
 
 
-def _dtype(value: str) -> str:
+def dtype_of(value: str) -> str:
+    """Return our name of a dtype that the JSON names, or that name where it is unknown."""
     name = value.removeprefix("torch.")
     return _DTYPES.get(name, name)
 
 
 def _wide(value: str) -> str:
-    return "fp32" if _dtype(value) == "fp32" else "param"
+    return "fp32" if dtype_of(value) == "fp32" else "param"
 
 
 _TIERS: Final = MappingProxyType({"none": "device", "cpu": "host", "nvme": "nvme"})
@@ -261,8 +262,8 @@ _READERS: Final[Mapping[str, Callable[[Any], Any]]] = MappingProxyType(
         "bf16.enabled": lambda value: "bf16" if value else None,
         "bf16.check_grad_overflow": lambda value: "skip" if value else "raise",
         "data_types.grad_accum_dtype": _wide,
-        "data_types.param_dtype": _dtype,
-        "data_types.buffer_dtype": lambda value: "keep" if _dtype(value) == "fp32" else "param",
+        "data_types.param_dtype": dtype_of,
+        "data_types.buffer_dtype": lambda value: "keep" if dtype_of(value) == "fp32" else "param",
         "communication_data_type": _wide,
         "gradient_clipping": lambda value: value or None,
         # DeepSpeed keeps parameters of as many elements, too.

@@ -17,7 +17,7 @@ from shardwise.checkpoint.commit import is_of_deepspeed
 from shardwise.checkpoint.deepspeed import read_run_state
 from shardwise.checkpoint.manifest import CheckpointError, Contents
 from shardwise.comm.backends import world_comm
-from shardwise.compat.deepspeed.config import Translation
+from shardwise.compat.deepspeed.config import Translation, dtype_of
 from shardwise.compat.deepspeed.runtime.zero.offload_config import released_states
 from shardwise.compat.deepspeed.utils import logger
 from shardwise.compat.deepspeed.utils.zero_to_fp32 import write_zero_to_fp32
@@ -26,6 +26,7 @@ from shardwise.config.resolve import ConfigError
 from shardwise.construction.shards import ParamShard, mark
 from shardwise.engine.engine import Engine
 from shardwise.engine.types import StepResult
+from shardwise.layout.precision import TORCH_DTYPES
 from shardwise.runtime.precision import to_device
 
 _TENSOR: Final = "__tensor__"
@@ -141,6 +142,8 @@ class DeepSpeedEngine(nn.Module):
         self._num_backwards = 0  # since the last step
         self._was_applied = False
         self._is_managed = bool(self._given.get("managed_gradient_accumulation", True))
+        self._has_autocast = bool(self._given.get("torch_autocast.enabled", False))
+        self._autocast_dtype = TORCH_DTYPES.get(dtype_of(str(self._given.get("torch_autocast.dtype", "bfloat16"))))
         self._result: StepResult | None = None
         self.is_destroyed = False
         evaluates = inner.config.optimizer.name == "none"
@@ -170,15 +173,8 @@ class DeepSpeedEngine(nn.Module):
             return self.module(*inputs, **kwargs)
         if self._given.get("fp16.enabled") and self._given.get("fp16.auto_cast"):
             inputs, kwargs = to_device((inputs, kwargs), self.device, torch.float16)
-        with self._autocast():
+        with torch.autocast(self.device.type, self._autocast_dtype, enabled=self._has_autocast):
             return self.inner.forward(*inputs, **kwargs)
-
-    def _autocast(self) -> Any:
-        dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(
-            str(self._given.get("torch_autocast.dtype", "bfloat16")).removeprefix("torch.")
-        )
-        is_on = bool(self._given.get("torch_autocast.enabled", False))
-        return torch.autocast(self.device.type, dtype, enabled=is_on)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Add the gradients of a scalar, and return it as it was scaled; the arguments are those of DeepSpeed."""

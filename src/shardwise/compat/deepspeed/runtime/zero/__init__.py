@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from enum import Enum
 from typing import Any
 
@@ -49,23 +49,18 @@ class Init:
         self._is_on = enabled and settings.get("zero", {}).get("stage", 3) == 3
         if self._is_on:
             init_distributed()  # a notebook has no launcher, and loaders ask for the rank
-        self._context: AbstractContextManager[None] | None = None
-        self._dtype_before = torch.get_default_dtype()
+        self._open = ExitStack()
 
     def __enter__(self) -> None:
         if not self._is_on:
             return
-        self._dtype_before = torch.get_default_dtype()
-        self._context = init()
-        self._context.__enter__()
+        self._open.enter_context(init())
         if self._dtype is not None:
+            self._open.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(self._dtype)
 
     def __exit__(self, *error: Any) -> None:
-        if self._context is not None:
-            torch.set_default_dtype(self._dtype_before)
-            context, self._context = self._context, None
-            context.__exit__(*error)
+        self._open.__exit__(*error)
 
 
 @contextmanager
