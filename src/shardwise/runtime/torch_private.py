@@ -152,8 +152,9 @@ def set_data(parameter: nn.Parameter, data: Tensor) -> None:
     else:  # `data.data` counts its versions apart, as `parameter.data = data` would
         torch._C._swap_tensor_impl(parameter, nn.Parameter(data.data, requires_grad=parameter.requires_grad))
         # The object has its hooks still, but torch calls those of the tensor: without this later ones are not called.
-        parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
-        parameter._backward_hooks = parameter._backward_hooks
+        with torch._C.DisableTorchFunctionSubclass():  # a class that refuses uses of its values would refuse this one
+            parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+            parameter._backward_hooks = parameter._backward_hooks
 
 
 def written_tensors(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
