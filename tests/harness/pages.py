@@ -173,6 +173,7 @@ from shardwise.schedule.pipelines import ScheduleRows, StagePlacement, _B, _F, _
 from shardwise.schedule.registry import _ONE_STAGE, ScheduleRecipe
 """
         },
+        "index": {0: "import torch\nmicro_batches = torch.arange(16).view(2, 1, 8)"},
         "models": {
             0: _SMALL + _HUGGING_FACE + 'hf_config = AutoConfig.from_pretrained("my-llama")\nMyModel = lambda: model'
         },
