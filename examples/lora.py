@@ -47,7 +47,8 @@ def main() -> None:
     texts = [json.loads(line)["text"] for line in Path(args.data).read_text().splitlines()]
     adapters = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     with shardwise.init():  # each rank keeps its slices as the weights are read
-        model = get_peft_model(AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16), adapters)
+        base = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16)
+    model = get_peft_model(base, adapters)  # the adapters are small: every rank makes them
     config = {
         "zero": {"stage": 3},
         "precision": {"param": "bf16"},

@@ -12,7 +12,7 @@ from typing import Final
 
 from harness.paths import ROOT
 
-PAGES: Final = tuple(sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]))
+PAGES: Final = tuple(sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob(".github/*.md")]))
 _FENCE: Final = re.compile(r"^( *)```(\S*)([^\n]*)\n(.*?)^\1```$", re.M | re.S)
 
 

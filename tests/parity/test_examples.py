@@ -20,7 +20,7 @@ RUNS: Final = {
     "finetune_hf": (2, ("--steps", "4")),
     "from_deepspeed_config": (1, (str(EXAMPLES / "ds_config.json"), "--steps", "2")),
     "long_context": (2, ("--steps", "3")),
-    "lora": (1, ("--steps", "6")),
+    "lora": (2, ("--steps", "6")),
     "one_gpu_giant": (1, ("--steps", "4")),
     "pretrain": (1, ("--steps", "4")),
     "rl_loop": (1, ("--steps", "12")),
