@@ -35,16 +35,22 @@ def run(name: str, folder: Path, num_ranks: int, *arguments: str) -> str:
     if num_ranks > 1:
         start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     own = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
+    process = subprocess.Popen(
         [*start, str(EXAMPLES / f"{name}.py"), "--toy", *arguments],
         cwd=folder,
         env={**os.environ, **own, "PYTHONPATH": str(ROOT / "src")},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=PATIENCE_S,
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
+    try:
+        output, errors = process.communicate(timeout=PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun ends its ranks; a kill would leave them running
+        process.wait()
+        raise
+    assert process.returncode == 0, output[-2000:] + errors[-4000:]
+    return output
 
 
 def losses_of(output: str) -> dict[int, float]:
