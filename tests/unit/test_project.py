@@ -14,6 +14,7 @@ import pytest
 
 import shardwise
 from harness.paths import ROOT
+from lines_of_code import LINES, SIDES, TASKS, count_lines
 
 yaml = pytest.importorskip("yaml")
 GITHUB = ROOT / ".github"
@@ -94,6 +95,13 @@ def test_the_image_copies_what_exists() -> None:
     assert all((ROOT / word).exists() for word in copied)
     pinned = re.findall(r"^torch==([\d.]+)", (ROOT / "requirements.lock").read_text(), re.M)
     assert re.findall(r"^ARG TORCH=([\d.]+)", "\n".join(lines), re.M) == pinned
+
+
+def test_the_lines_of_code_of_the_benchmarks_are_those_of_the_page() -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text().partition("## Lines of code")[2]
+    rows = re.findall(r"^\| .+? \| (\d+) \| (\d+) \|", page, re.M)
+    counted = [[str(count_lines((LINES / f"{task}_{side}.py").read_text())) for side in SIDES] for task in TASKS]
+    assert [list(row) for row in rows[: len(TASKS)]] == counted
 
 
 def test_links_of_llms_txt_lead_to_files() -> None:
