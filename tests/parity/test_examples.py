@@ -76,6 +76,20 @@ def test_an_example_trains(name: str, tmp_path: Path) -> None:
         assert rewards[-1] > 2 * rewards[0]
     else:
         assert losses[num_steps] < losses[1]
+    if name == "lora":
+        check_adapter(tmp_path)
+
+
+def check_adapter(folder: Path) -> None:
+    """Load the adapter onto the base model: it has all of it, and it was trained (PEFT's B begins at 0)."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(folder / "runs" / "toy")
+    adapted = PeftModel.from_pretrained(base, str(folder / "runs" / "adapter"))
+    trained = [each for name, each in adapted.named_parameters() if "lora_B" in name]
+    assert len(trained) == 4
+    assert all(each.any() for each in trained)
 
 
 @pytest.mark.full
