@@ -32,6 +32,7 @@ from shardwise.cli.attention import add_command as add_attention_command
 from shardwise.cli.checkpoint import add_commands as add_checkpoint_commands
 from shardwise.cli.convert import add_command as add_convert_command
 from shardwise.cli.plan import add_command as add_plan_command
+from shardwise.cli.report import add_command as add_report_command
 from shardwise.cli.timeline import add_command as add_timeline_command
 from shardwise.cli.verify import add_command as add_verify_command
 from shardwise.config.errors import with_code
@@ -166,6 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     add_checkpoint_commands(commands)
     add_plan_command(commands, _split, os.environ)
     add_timeline_command(commands, _split)
+    add_report_command(commands, os.environ)
     add_attention_command(commands, _split)
     add_as_deepspeed_commands(commands)
     add_convert_command(commands)

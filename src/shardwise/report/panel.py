@@ -160,6 +160,11 @@ class TerminalPanel:
         return drawn if self.formula_s is None else f"{drawn}, by the formula {formula}"
 
 
+def word_of(action: Action) -> str:
+    """Return the word of an action's kind, and what it sends or receives."""
+    return WORDS[action.kind] + (f" {action.payload.name.lower()}" if action.payload is not None else "")
+
+
 def describe(action: Action) -> str:
     """Describe an action in words.
 
@@ -168,10 +173,9 @@ def describe(action: Action) -> str:
     >>> describe(Action.parse("1SEND_F0"))
     'send activation of stage 1, micro-batch 0'
     """
-    payload = f" {action.payload.name.lower()}" if action.payload is not None else ""
     group = f", {action.group}" if action.group is not None else ""
     micro_batch = f", micro-batch {action.micro_batch}" if action.micro_batch is not None else ""
-    return f"{WORDS[action.kind]}{payload} of stage {action.stage}{group}{micro_batch}"
+    return f"{word_of(action)} of stage {action.stage}{group}{micro_batch}"
 
 
 def typical_s(panel: TerminalPanel) -> float:

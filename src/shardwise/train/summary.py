@@ -64,6 +64,7 @@ class RunOutcome:
         prediction: what the planner predicted for rank 0 before the first step; None where it could not.
         measured: what was measured in its place; None without a prediction.
         host: memory of the host tier; None where all states are stored on the device.
+        page: the run as a page, in its folder; None where it was not written.
     """
 
     folder: Path
@@ -84,6 +85,7 @@ class RunOutcome:
     saved: SavedCheckpoint | None = None
     prediction: PredictedStep | None = None
     measured: MeasuredStep | None = None
+    page: Path | None = None
 
 
 def render_outcome(outcome: RunOutcome) -> RenderableType:
@@ -108,6 +110,8 @@ def _to_copy(outcome: RunOutcome) -> Iterator[tuple[str, str]]:
         yield "to go on", f"shardwise train --resume {shlex.quote(place)}{more}"
         yield "to export", f"shardwise checkpoint export {shlex.quote(str(saved.root))} hf"
     yield "run folder", str(outcome.folder)
+    if outcome.page is not None:
+        yield "report", str(outcome.page)
 
 
 def _rows(outcome: RunOutcome) -> Iterator[tuple[str, RenderableType]]:
