@@ -11,16 +11,19 @@ window; without one, only the first two are measured. A page that is opened does
 from __future__ import annotations
 
 import argparse
+import http.server
 import json
 import math
+import queue
 import random
-import re
 import shutil
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from shardwise.config.resolve import Config
 from shardwise.report import page
@@ -37,7 +40,7 @@ _FACTS = """<script>document.addEventListener("report-ready", () => {
   for (let count = 0; count < 20; count++) for (const panel of panels) panel.draw();
   const drawMs = (performance.now() - began) / 20;
   const facts = {readyMs: window.report.readyMs, drawMs, actions: panels.map((panel) => panel.start.length)};
-  document.body.append(Object.assign(document.createElement("pre"), {id: "facts", textContent: JSON.stringify(facts)}));
+  fetch("/facts", {method: "POST", body: JSON.stringify(facts)});
 });</script></body>"""
 
 
@@ -92,18 +95,40 @@ def _timeline(schedule: Schedule, rank: int, noise: random.Random) -> Iterator[d
         }
 
 
-def load_facts(path: Path) -> dict[str, object] | None:
-    """Open a page in Chromium, and return what it measured of itself; None without a browser."""
+def load_facts(path: Path) -> dict[str, Any] | None:
+    """Open a page in Chromium, and return what it measured of itself in real time; None without a browser."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None:
         return None
-    measured = path.with_suffix(".measured.html")
-    measured.write_text(path.read_text(encoding="utf-8").replace("</body>", _FACTS), encoding="utf-8")
-    argv = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1400,1000", "--timeout=10000"]
-    done = subprocess.run([*argv, "--dump-dom", f"file://{measured.resolve()}"], capture_output=True, check=True)
-    measured.unlink()
-    found = re.search(r'<pre id="facts">(.*?)</pre>', done.stdout.decode())
-    return None if found is None else json.loads(found[1])
+    text = path.read_text(encoding="utf-8").replace("</body>", _FACTS).encode()
+    found: queue.Queue[dict[str, Any]] = queue.Queue()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            self.wfile.write(text)
+
+        def do_POST(self) -> None:
+            found.put(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            """Say nothing of requests."""
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server, tempfile.TemporaryDirectory() as profile:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        argv = [chromium, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
+        argv += ["--window-size=1400,1000", f"http://127.0.0.1:{server.server_port}/"]
+        browser = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            return found.get(timeout=60.0)
+        finally:
+            browser.terminate()
+            browser.wait()
+            server.shutdown()
 
 
 def main() -> None:

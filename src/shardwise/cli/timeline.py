@@ -112,6 +112,12 @@ def _op_times(arguments: argparse.Namespace, recorded: Sequence[TimedAction] | N
     return replace(default, **given)
 
 
+def _source(panels: Sequence[TerminalPanel]) -> page.Source:
+    found = page.source(panels[0].title, "a timeline", "")
+    found["timelines"] = page.timelines(panels)
+    return found
+
+
 def _read_recorded(path: Path) -> tuple[TimedAction, ...]:
     try:
         return read_chrome_trace(read_json(path, "give the trace that a run wrote", max_bytes=_MAX_TRACE_BYTES))
@@ -124,7 +130,7 @@ def _write(arguments: argparse.Namespace, panels: Sequence[TerminalPanel]) -> bo
     same_axis = not arguments.own_axes
     texts: list[tuple[Path | None, Callable[[], str]]] = [
         (arguments.svg, lambda: timeline_svg.draw(panels, same_axis=same_axis)),
-        (arguments.html, lambda: page.draw([page.timelines(panels)], same_axis=same_axis)),
+        (arguments.html, lambda: page.draw([_source(panels)], same_axis=same_axis)),
         (arguments.chrome_trace, lambda: json.dumps(chrome_trace(panels[0].actions))),
     ]
     for path, make in texts:

@@ -109,16 +109,19 @@ def _columns(panel: TerminalPanel, detail: _Detail) -> dict[str, Any]:
             end = max(round((each.end_s - panel.start_s) * ticks_per_s), start)
             lengths.append(end - start)
     every: Sequence[TimedAction] = [each for row in rows for each in row]
+    # Thousands of timed actions share one action, whose word and group need to be looked up once.
+    words = {each: _index(kinds, word_of(each)) for each in {timed.action: None for timed in every}}
+    names = {each: _index(groups, each.group) for each in words}
     return {
         "ranks": packed("i", ranks),
         "counts": packed("i", map(len, rows)),
         "gap": packed("i", gaps),
         "long": packed("i", lengths),
-        "kind": packed("i", (_index(kinds, word_of(each.action)) for each in every)),
+        "kind": packed("i", (words[each.action] for each in every)),
         "stage": packed("i", (each.action.stage for each in every)),
         "chunk": packed("i", (panel.chunk(each) for each in every)),
         "micro_batch": packed("i", (_or_none(each.action.micro_batch) for each in every)),
-        "group": packed("i", (_index(groups, each.action.group) for each in every)),
+        "group": packed("i", (names[each.action] for each in every)),
         "group_names": list(groups),
         "kinds": [_kind(word, panel) for word in kinds],
     }

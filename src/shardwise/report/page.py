@@ -80,7 +80,7 @@ def source(name: str, what: str, why: str) -> Source:
 
 
 def absent(why: str) -> dict[str, Any]:
-    """Return a section that has nothing to show; `why` says where it would come from, or is empty where it has no place."""
+    """Return a section that has nothing to show: `why` says where it would come from; "" leaves the section out."""
     return {"absent": why}
 
 

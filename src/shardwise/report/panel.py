@@ -20,6 +20,7 @@ from shardwise.schedule import (
     ActionKind,
     TimedAction,
     bubble_fraction,
+    busy_s,
     makespan_s,
     rank_bubble_s,
     rank_span_s,
@@ -128,11 +129,8 @@ class TerminalPanel:
     @cached_property
     def idle_fractions(self) -> dict[int, float]:
         """Return each rank's bubble: the share of the makespan in which it computes nothing; `bubble` is the mean."""
-        busy_s = dict.fromkeys(self.rows, 0.0)
-        for each in self.actions:
-            if each.stream == COMPUTE:
-                busy_s[each.rank] += each.duration_s
-        return {rank: 1.0 - busy / self.makespan_s if self.makespan_s > 0 else 0.0 for rank, busy in busy_s.items()}
+        busy = dict.fromkeys(self.rows, 0.0) | busy_s(self.actions)
+        return {rank: 1.0 - each / self.makespan_s if self.makespan_s > 0 else 0.0 for rank, each in busy.items()}
 
     @property
     def bubble(self) -> float:

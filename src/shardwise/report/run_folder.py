@@ -287,11 +287,12 @@ def _recorded(folder: Path) -> tuple[list[TimedAction], str]:
 
 def _timed(line: Mapping[str, Any], known: dict[str, Action]) -> TimedAction:
     text = str(line["action"])
-    action = known.get(text) or known.setdefault(text, Action.parse(text))
+    if text not in known:
+        known[text] = Action.parse(text)
     start_s, end_s = float(line["start_s"]), float(line["end_s"])
     if not -math.inf < start_s <= end_s < math.inf:
         raise ValueError(text)
-    return TimedAction(action, int(line["rank"]), start_s, end_s, str(line["lane"]))
+    return TimedAction(known[text], int(line["rank"]), start_s, end_s, str(line["lane"]))
 
 
 if __name__ == "__main__":

@@ -109,9 +109,9 @@ def _to_copy(outcome: RunOutcome) -> Iterator[tuple[str, str]]:
         more = f" run.steps={2 * outcome.num_steps}" if outcome.num_steps >= outcome.total_steps else ""
         yield "to go on", f"shardwise train --resume {shlex.quote(place)}{more}"
         yield "to export", f"shardwise checkpoint export {shlex.quote(str(saved.root))} hf"
-    yield "run folder", str(outcome.folder)
     if outcome.page is not None:
         yield "report", str(outcome.page)
+    yield "run folder", str(outcome.folder)
 
 
 def _rows(outcome: RunOutcome) -> Iterator[tuple[str, RenderableType]]:

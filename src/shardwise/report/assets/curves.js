@@ -108,7 +108,7 @@ class Curves {
       const heldOut = run.curves.held_out;
       if (metric.key === "loss" && heldOut.step.length) {
         tables.push([Array.from(heldOut.step), numbers(heldOut.value)]);
-        const points = { show: true, size: 7, fill: themeColour("--paper"), stroke: run.colour, width: 1.6 };
+        const points = { show: heldOut.step.length <= 60, size: 7, fill: themeColour("--paper"), stroke: run.colour, width: 1.6 };
         series.push({ stroke: run.colour, width: 1.2, dash: [5, 4], spanGaps: true, points });
         labels.push({ name: `${run.name}, held out`, colour: run.colour, mean: series.length - 1, isDashed: true });
       }

@@ -2,7 +2,8 @@
 "use strict";
 
 async function decode(column) {
-  const packed = Uint8Array.from(atob(column.data), (char) => char.charCodeAt(0));
+  const text = atob(column.data), packed = new Uint8Array(text.length);
+  for (let index = 0; index < text.length; index++) packed[index] = text.charCodeAt(index);
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
   const planes = new Uint8Array(await new Response(stream).arrayBuffer());
   const length = column.length;
@@ -51,7 +52,7 @@ function formatBytes(size) {
 
 // Format seconds in the unit that suits `span`, by default the unit that suits them.
 function formatSeconds(seconds, span = seconds) {
-  const size = Math.abs(span);
+  const size = Number(Math.abs(span).toPrecision(4));
   const [factor, unit] = size >= 1 || size === 0 ? [1, "s"] : size >= 1e-3 ? [1e3, "ms"] : [1e6, "µs"];
   return `${Number((seconds * factor).toPrecision(4))} ${unit}`;
 }

@@ -11,22 +11,25 @@ const CATEGORY_COLOURS = {
 };
 const colourOf = (name) => CATEGORY_COLOURS[name] ?? "#7d8794";
 const sum = (parts) => Object.values(parts).reduce((total, each) => total + each, 0);
-const sentence = (text) => text.charAt(0).toUpperCase() + text.slice(1);
+const prefix = (source) => (SOURCES.length > 1 ? `${source.name}: ` : "");
+const sentence = (text) => (SOURCES.some((source) => text.startsWith(`${source.name}: `)) ? text : text.charAt(0).toUpperCase() + text.slice(1));
 const paragraph = (text, kind = "note") => element("p", { class: kind }, sentence(text));
 
 const REPORT = JSON.parse(document.getElementById("data").textContent);
 const SOURCES = REPORT.sources.map((source, index) => ({ ...source, colour: RUN_COLOURS[index % RUN_COLOURS.length] }));
 
-function section(id, title, ...children) {
-  const made = element("section", { id }, element("h2", {}, title), ...children);
-  document.getElementById("main").append(made);
+// Make the section of a key, with the reason of each source that has nothing there; one with nothing to say stays away.
+function section(key, title) {
+  const empty = emptyStates(key);
+  const made = element("section", { id: key }, element("h2", {}, title), ...empty);
+  if (empty.length || has(key).length) document.getElementById("main").append(made);
   return made;
 }
 
 // Say for each source what a section has not; runs of one reason are named together.
 function emptyStates(key) {
   return SOURCES.filter((source) => "absent" in source[key] && source[key].absent)
-    .map((source) => paragraph(`${SOURCES.length > 1 ? `${source.name}: ` : ""}${source[key].absent}.`, "empty"));
+    .map((source) => paragraph(`${prefix(source)}${source[key].absent}.`, "empty"));
 }
 
 const has = (key) => SOURCES.filter((source) => !("absent" in source[key]));
@@ -55,15 +58,14 @@ function drawHead() {
 
 async function drawCurves() {
   const runs = has("curves");
-  if (!runs.length && !emptyStates("curves").length) return;  // plans alone
-  const place = section("curves", "Training", ...emptyStates("curves"));
+  const place = section("curves", "Training");
   if (!runs.length) return;
   const decoded = await Promise.all(runs.map(async (run) => ({ ...run, curves: await decodeAll(run.curves) })));
   window.report.curves = new Curves(place, decoded);
-  for (const { name, curves } of decoded) {
-    const prefix = SOURCES.length > 1 ? `${name}: ` : "";
-    if (curves.bucket > 1) place.append(paragraph(`${prefix}${curves.num_steps.toLocaleString("en")} steps; a point is the mean of ${curves.bucket}, the band their least and largest value.`));
-    if (curves.num_damaged) place.append(paragraph(`${prefix}${curves.num_damaged} damaged lines of metrics.jsonl were left out.`));
+  for (const run of decoded) {
+    const { curves } = run;
+    if (curves.bucket > 1) place.append(paragraph(`${prefix(run)}${curves.num_steps.toLocaleString("en")} steps; a point is the mean of ${curves.bucket}, the band their least and largest value.`));
+    if (curves.num_damaged) place.append(paragraph(`${prefix(run)}${curves.num_damaged} damaged lines of metrics.jsonl were left out.`));
   }
 }
 
@@ -91,7 +93,7 @@ const listed = (title, parts, format) =>
   [title, ...Object.entries(parts).sort((a, b) => b[1] - a[1]).map(([name, size]) => `${name}: ${format(size)}`)].join("\n");
 
 function drawMemory() {
-  const place = section("memory", "Memory", ...emptyStates("memory"));
+  const place = section("memory", "Memory");
   for (const source of has("memory")) {
     const { rows, limit, notes, when } = source.memory;
     const totals = rows.flatMap((row) => [sum(row.measured ?? {}), sum(row.predicted ?? {})]);
@@ -117,28 +119,30 @@ function drawMemory() {
 }
 
 function drawParts() {
-  const place = section("parts", "Where a step's time goes", ...emptyStates("parts"));
+  const place = section("parts", "Where a step's time goes");
   const rows = has("parts").flatMap((source) => source.parts.rows.map(([kind, parts]) => [SOURCES.length > 1 ? `${source.name}, ${kind}` : kind, parts]));
   if (!rows.length) return;
-  const whole = Math.max(...rows.map(([, parts]) => sum(parts)));
+  const totals = rows.map(([, parts]) => sum(parts));
+  // Steps of very different lengths are compared by their shares.
+  const isShare = Math.max(...totals) > 20 * Math.min(...totals);
   const box = element("div", { class: "ranks" });
   for (const [name, parts] of rows) {
     const total = sum(parts);
-    const made = bar(parts, whole, "measured", () => listed(`${name}: ${formatSeconds(total)}`, parts, (each) => `${formatSeconds(each)}, ${((100 * each) / total).toFixed(1)} %`));
+    const made = bar(parts, isShare ? total : Math.max(...totals), "measured", () => listed(`${name}: ${formatSeconds(total)}`, parts, (each) => `${formatSeconds(each)}, ${((100 * each) / total).toFixed(1)} %`));
     box.append(element("div", { class: "rank" }, element("span", { class: "rank-name" }, name), element("div", { class: "bars" }, made), element("span", { class: "rank-total" }, formatSeconds(total))));
   }
   place.append(box, categoryLegend([...new Set(rows.flatMap(([, parts]) => Object.keys(parts)))]));
 }
 
 async function drawTimelines() {
-  const place = section("timelines", "Timeline", ...emptyStates("timelines"));
+  const place = section("timelines", "Timeline");
   const shown = has("timelines");
   if (!shown.length) return;
   const panels = (await Promise.all(shown.map((source) => decodeAll(source.timelines.panels)))).flatMap((each, index) =>
     each.map((panel) => ({ ...panel, title: SOURCES.length > 1 ? `${shown[index].name} · ${panel.title}` : panel.title })));
   window.report.timelines = new Timelines(place, panels, REPORT.same_axis);
   for (const source of shown) {
-    for (const note of source.timelines.notes) place.append(paragraph(SOURCES.length > 1 ? `${source.name}: ${note}` : note));
+    for (const note of source.timelines.notes) place.append(paragraph(prefix(source) + note));
   }
 }
 
@@ -150,10 +154,10 @@ function table(head, rows) {
 }
 
 function drawWire() {
-  const place = section("wire", "Bytes on the wire", ...emptyStates("wire"));
+  const place = section("wire", "Bytes on the wire");
   const shown = has("wire");
   if (!shown.length) return;
-  const keys = [...new Set(shown.flatMap((source) => source.wire.rows.map(([axis, op]) => `${axis} ${op}`)))].sort();
+  const keys = [...new Set(shown.flatMap((source) => source.wire.rows.filter((row) => row[2] > 0).map(([axis, op]) => `${axis} ${op}`)))].sort();
   const sizes = (key) => shown.map((source) => source.wire.rows.find(([axis, op]) => `${axis} ${op}` === key)?.[2] ?? 0);
   const most = Math.max(1, ...keys.flatMap(sizes));
   const right = (text) => ({ text, class: "right" });
@@ -165,8 +169,8 @@ function drawWire() {
     table(["axis", "operation", ...names], [...rows, ["all", "", ...totals]]));
 }
 
-function drawKeys(id, title, key, pick) {
-  const place = section(id, title, ...emptyStates(key));
+function drawKeys(key, title, pick) {
+  const place = section(key, title);
   const shown = has(key);
   if (!shown.length) return;
   const all = [...new Set(shown.flatMap((source) => Object.keys(source[key].keys)))];
@@ -205,8 +209,8 @@ async function start() {
   drawParts();
   await drawTimelines();
   drawWire();
-  drawKeys("config", "Config", "config", (source, name) => source.config.set.includes(name));
-  drawKeys("environment", "Environment", "environment", () => true);
+  drawKeys("config", "Config", (source, name) => source.config.set.includes(name));
+  drawKeys("environment", "Environment", () => true);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   // Once more after the frame in which the timelines are drawn.
   requestAnimationFrame(() => requestAnimationFrame(() => {

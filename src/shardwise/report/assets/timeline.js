@@ -7,7 +7,8 @@ const AXIS_HEIGHT = 24, LABEL_WIDTH = 112, MARGIN_RIGHT = 12, MAX_HEIGHT = 460, 
 class Timelines {
   // `panels` are decoded; the toolbar serves all of them.
   constructor(container, panels, isSameAxis) {
-    this.isSameAxis = isSameAxis;
+    const spans = panels.map((panel) => panel.makespan_s);
+    this.isSameAxis = isSameAxis && Math.max(...spans) < 20 * Math.min(...spans);
     this.query = "";
     this.hovered = null;
     const longest = Math.max(...panels.map((panel) => panel.makespan_s));
@@ -140,19 +141,22 @@ class TimelinePanel {
     this.listen();
   }
 
-  // Starts and ends in ticks, from gaps and lengths; the first action of each row; the rank of each action.
+  // Starts and ends in ticks, from gaps and lengths; the first action of each row; the rank of each action. An action may
+  // lie within another, so `reach` is the latest end up to each action.
   unpack(data) {
     const num = data.gap.length;
     this.start = new Int32Array(num);
     this.end = new Int32Array(num);
     this.rankOf = new Int32Array(num);
+    this.reach = new Int32Array(num);
     this.rowFirst = new Int32Array(data.counts.length + 1);
     let index = 0;
     for (let row = 0; row < data.counts.length; row++) {
       this.rowFirst[row] = index;
-      for (let at = 0, last = index + data.counts[row]; index < last; index++) {
+      for (let at = 0, reach = 0, last = index + data.counts[row]; index < last; index++) {
         this.start[index] = at + data.gap[index];
         at = this.end[index] = this.start[index] + data.long[index];
+        reach = this.reach[index] = Math.max(reach, at);
         this.rankOf[index] = this.ranks[Math.floor(row / this.streams.length)];
       }
     }
@@ -264,10 +268,11 @@ class TimelinePanel {
     const time = (this.from + ((x - LABEL_WIDTH) / this.width) * (this.to - this.from)) / this.tick;
     const pixel = (this.to - this.from) / this.width / this.tick;
     const first = this.rowFirst[row * this.streams.length + stream], last = this.rowFirst[row * this.streams.length + stream + 1];
+    let found = null;
     for (let index = this.lower(first, last, time - pixel); index < last && this.start[index] <= time + pixel; index++) {
-      if (this.end[index] >= time - pixel) return index;
+      if (this.end[index] >= time - pixel) found = index;  // the last one is drawn over the others
     }
-    return null;
+    return found;
   }
 
   point(event) {
@@ -301,12 +306,12 @@ class TimelinePanel {
     return this.streams.map((_, stream) => (stream === 0 ? [0, main] : thin ? [main + thin * (stream - 1) + 1, thin - 1] : [0, 0]));
   }
 
-  // Return the first index of a row's actions that ends after `time`, in ticks.
+  // Return the first index from which on a row's actions reach beyond `time`, in ticks.
   lower(first, last, time) {
     let low = first, high = last;
     while (low < high) {
       const middle = (low + high) >> 1;
-      if (this.end[middle] <= time) low = middle + 1;
+      if (this.reach[middle] <= time) low = middle + 1;
       else high = middle;
     }
     return low;
@@ -464,7 +469,7 @@ class TimelinePanel {
       if (row % every !== 0 && !isHovered) continue;
       // The hovered name replaces its neighbours.
       if (!isHovered && this.hoverRow !== null && Math.abs(row - this.hoverRow) * this.pitch < 13) continue;
-      const y = AXIS_HEIGHT + row * this.pitch - this.scrollY + height / 2;
+      const y = Math.max(AXIS_HEIGHT + 6, AXIS_HEIGHT + row * this.pitch - this.scrollY + height / 2);
       context.font = `${isHovered ? "600 " : ""}12px system-ui, sans-serif`;
       context.textAlign = "left";
       context.fillStyle = colours.ink;
