@@ -79,7 +79,7 @@ def _steps(num_steps: int, noise: random.Random) -> Iterator[dict[str, object]]:
 
 
 def _timeline(schedule: Schedule, rank: int, noise: random.Random) -> Iterator[dict[str, object]]:
-    """Yield a rank's actions with noisy times, one after another; nobody waits for the other ranks."""
+    """Yield a rank's actions with noisy times, one after another; none waits for another rank."""
     now_s = rank * _PASS_S[ActionKind.FORWARD]
     for action in schedule.ranks[rank]:
         usual_s = _PASS_S[action.kind] if action.kind in COMPUTATIONS else _TRANSFER_S

@@ -175,8 +175,7 @@ def _parser() -> argparse.ArgumentParser:
     config.add_argument("--markdown", action="store_true", help="print the reference page docs/config.md instead")
     config.add_argument("settings", nargs="*", metavar="config.toml | key=value", help="as for train")
     config.set_defaults(run=_config)
-    presets = commands.add_parser("presets", help="list the models that train knows by name")
-    presets.set_defaults(run=_presets)
+    commands.add_parser("presets", help="list the models that train knows by name").set_defaults(run=_presets)
     doctor = commands.add_parser(
         "doctor",
         help="say what this machine can do, what is wrong with it and how to fix that",

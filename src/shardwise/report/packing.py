@@ -27,7 +27,9 @@ from shardwise.schedule import TimedAction
 _WIDTH: Final = 4
 _NONE: Final = -1
 # A timeline is first stored as finely as this many ticks a makespan allow, then more coarsely until it fits.
-_FINE_TICKS, _COARSE_TICKS = 2**24, 2**16
+_FINE_TICKS, _COARSE_TICKS = 2**24, 2**18
+# A recorded action takes at least so many characters in fine ticks; without enough of them, these are not tried.
+_FINE_CHARS: Final = 3
 
 
 def packed(kind: Literal["i", "f"], values: Iterable[float]) -> dict[str, Any]:
@@ -68,6 +70,8 @@ def packed_timeline(panel: TerminalPanel, max_chars: int) -> dict[str, Any]:
         (_Detail(_COARSE_TICKS, has_streams=False, every=2**power) for power in range(1, 20)),
     )
     for detail in details:
+        if detail.num_ticks == _FINE_TICKS and len(panel.actions) * _FINE_CHARS > max_chars:
+            continue
         columns = _columns(panel, detail)
         if num_chars(columns) <= max_chars:
             break

@@ -74,7 +74,13 @@ def write(path: Path, sources: Sequence[Source]) -> None:
 
 
 def source(name: str, what: str, why: str) -> Source:
-    """Return a source of which nothing is known yet: each section says `why`."""
+    """Return a source of which nothing is known yet.
+
+    Args:
+        name: of the run or plan.
+        what: a line about it.
+        why: what each section says until it is replaced; "" leaves it out.
+    """
     sections = ("curves", "memory", "parts", "wire", "timelines", "config", "environment")
     return {"name": name, "what": what, "facts": [], **{each: absent(why) for each in sections}}
 
@@ -85,7 +91,13 @@ def absent(why: str) -> dict[str, Any]:
 
 
 def fact(label: str, value: str, note: str = "") -> dict[str, str]:
-    """Return one figure of the page's head."""
+    """Return one figure of the page's head.
+
+    Args:
+        label: a word for it.
+        value: as it is shown.
+        note: what it is to be compared with, in small print.
+    """
     return {"label": label, "value": value, "note": note}
 
 

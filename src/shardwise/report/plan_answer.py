@@ -61,7 +61,13 @@ def plan_source(name: str, answer: Mapping[str, Any], config: Mapping[str, Any] 
 
 
 def planned_timeline(config: Config | None, times: OpTimes | None, max_bytes: int) -> dict[str, Any]:
-    """Return the section of a plan's timeline, with the planner's times where they are known, else 1 s a pass."""
+    """Return the section of a plan's timeline.
+
+    Args:
+        config: gives the schedule; None where there is none.
+        times: the planner's, of a micro-batch; None takes 1 s a pass.
+        max_bytes: the size of what is returned.
+    """
     if config is None or config.mesh.pp == 1:
         return absent("a schedule is drawn of a config with pipeline stages (mesh.pp > 1)")
     note = "Each rank takes the planner's mean times of a micro-batch; gathers, reductions and steps are not drawn."
@@ -74,7 +80,14 @@ def planned_timeline(config: Config | None, times: OpTimes | None, max_bytes: in
 
 
 def config_source(name: str, config: Config, times: OpTimes | None, max_bytes: int) -> page.Source:
-    """Return what a page shows of a config that has no price, since its cluster is not known."""
+    """Return what a page shows of a config that has no price, since its cluster is not known.
+
+    Args:
+        name: of the config.
+        config: what its file says.
+        times: of a micro-batch; None takes 1 s a pass.
+        max_bytes: the size of what is returned.
+    """
     found = page.source(name, "a config", "its cluster is not known: add --cluster, such as --cluster h100:512")
     found["curves"] = absent("")
     found["timelines"] = planned_timeline(config, times, max_bytes)

@@ -76,9 +76,13 @@ class PlanNote:
 def planned(config: Config, op_times: OpTimes, max_cells: int = MAX_CELLS) -> TerminalPanel:
     """Simulate the schedule of a config with given times; return it with the bubble that its formula gives.
 
+    Args:
+        config: gives the schedule and its sizes.
+        op_times: of a micro-batch on each rank.
+        max_cells: the most forwards that are simulated.
+
     Raises:
-        ConfigError: the number of micro-batches does not follow from the config alone, or the schedule has more than
-            `max_cells` forwards.
+        ConfigError: the number of micro-batches does not follow from the config alone, or there are more forwards.
         ScheduleError: the schedule cannot take these ranks, stages or micro-batches.
     """
     recipe, num_ranks, num_micro_batches = config.pipeline.schedule, config.mesh.pp, num_micro_batches_of(config)

@@ -4,7 +4,7 @@
 const METRICS = [
   { key: "loss", title: "Loss", unit: "nats a token", isWide: true, mayBeLog: true },
   { key: "tokens_per_s", title: "Speed", unit: "tokens/s", fromZero: true },
-  { key: "grad_norm", title: "Gradient norm", unit: "before clipping", mayBeLog: true },
+  { key: "grad_norm", title: "Gradient norm", unit: "", mayBeLog: true },
   { key: "lr", title: "Learning rate", unit: "" },
   { key: "mfu", title: "MFU", unit: "% of the devices' peak", factor: 100, fromZero: true },
 ];
@@ -61,12 +61,12 @@ class Curves {
     const chart = { metric, place, readout, labels };
     const options = {
       width: place.clientWidth - 20,
-      height: metric.isWide ? 270 : 210,
+      height: metric.isWide ? 280 : 220,
       legend: { show: false },
       cursor: { sync: { key: "shardwise" }, drag: { x: true, y: false, dist: 5 }, points: { size: 6 } },
       scales: { x: { time: false }, y: { distr: isLog ? 3 : 1, ...(range && !isLog ? { range } : {}) } },
       series, bands,
-      axes: [this.axis({ values: (plot, ticks) => ticks.map(shortNumber), label: null, size: 28 }),
+      axes: [this.axis({ values: (plot, ticks) => ticks.map(shortNumber), label: "step", labelSize: 16, labelFont: "11px system-ui, sans-serif", labelGap: 0, size: 26 }),
         this.axis({ values: (plot, ticks) => ticks.map((each) => (each === null ? "" : shortNumber(each))), size: 58 })],
       hooks: {
         setCursor: [(plot) => this.read(chart, plot)],

@@ -50,11 +50,12 @@ function formatBytes(size) {
   return `${index === 0 ? Math.round(size) : Number(size.toPrecision(3))} ${units[index]}`;
 }
 
-// Format seconds in the unit that suits `span`, by default the unit that suits them.
-function formatSeconds(seconds, span = seconds) {
+// Format seconds in the unit that suits `span`, by default the unit that suits them; with a `step`, as exactly as it needs.
+function formatSeconds(seconds, span = seconds, step = null) {
   const size = Number(Math.abs(span).toPrecision(4));
   const [factor, unit] = size >= 1 || size === 0 ? [1, "s"] : size >= 1e-3 ? [1e3, "ms"] : [1e6, "µs"];
-  return `${Number((seconds * factor).toPrecision(4))} ${unit}`;
+  if (step === null) return `${Number((seconds * factor).toPrecision(4))} ${unit}`;
+  return `${Number((seconds * factor).toFixed(Math.min(12, Math.max(0, -Math.floor(Math.log10(step * factor))))))} ${unit}`;
 }
 
 const tip = {

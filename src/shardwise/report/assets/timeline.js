@@ -300,7 +300,7 @@ class TimelinePanel {
 
   // Return [top, height] of each stream within a rank's row: computations, then thin rows if they can be seen.
   bands() {
-    const gap = this.pitch >= 12 ? 4 : this.pitch >= 7 ? 1 : 0;
+    const gap = this.pitch >= 18 ? 4 : this.pitch >= 9 ? 2 : this.pitch >= 6 ? 1 : 0;
     const thin = this.streams.length > 1 && this.pitch >= 20 ? 4 : 0;
     const main = this.pitch - gap - thin * (this.streams.length - 1);
     return this.streams.map((_, stream) => (stream === 0 ? [0, main] : thin ? [main + thin * (stream - 1) + 1, thin - 1] : [0, 0]));
@@ -449,7 +449,7 @@ class TimelinePanel {
       context.fillRect(Math.round(x), isLines ? AXIS_HEIGHT : AXIS_HEIGHT - 6, 1, isLines ? this.rowsHeight : 6);
       if (isLines) continue;
       context.fillStyle = this.colours.quiet;
-      const text = formatSeconds(count * step, this.to);
+      const text = formatSeconds(count * step, this.to, step);
       if (x + text.length * 6.2 < LABEL_WIDTH + this.width + MARGIN_RIGHT) context.fillText(text, x + 3, AXIS_HEIGHT - 9);
     }
   }
@@ -483,8 +483,9 @@ class TimelinePanel {
     context.restore();
     context.font = "11px system-ui, sans-serif";
     context.textAlign = "right";
+    context.textBaseline = "alphabetic";
     context.fillStyle = colours.quiet;
-    context.fillText("busy", LABEL_WIDTH - 10, AXIS_HEIGHT - 12);
+    context.fillText("busy", LABEL_WIDTH - 10, AXIS_HEIGHT - 9);
   }
 
   // A thumb at the right says which of the rows are seen.
