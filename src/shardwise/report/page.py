@@ -65,12 +65,17 @@ def write(path: Path, sources: Sequence[Source]) -> None:
     Raises:
         OSError: the disk is full, or the path is no file.
     """
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished = unfinished_path(path, os.getpid())
     try:
         unfinished.write_text(draw(sources), encoding="utf-8")
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def unfinished_path(path: Path, pid: int) -> Path:
+    """Return where a process writes a page until it is whole."""
+    return path.with_name(f".{path.name}.{pid}")
 
 
 def source(name: str, what: str, why: str) -> Source:

@@ -38,7 +38,9 @@ def plan_source(name: str, answer: Mapping[str, Any], config: Mapping[str, Any] 
         parts = _known(price["parts_s"])
         layout = str(price["layout"])
         times = _op_times(price.get("micro_batch_s"))
-        wire = [["data", str(op), float(size)] for op, size in (price.get("sent_bytes") or {}).items() if size]
+        wire = [["data", str(op), size] for op, size in _known(price.get("sent_bytes") or {}).items()]
+        if not math.isfinite(limit):
+            raise ValueError("the device's memory")
     except (IndexError, KeyError, TypeError, ValueError, AttributeError):
         raise ConfigError(
             "no-plan-answer", f"{name} holds no layout; give what shardwise plan --json or --write wrote"

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Final
 
 from shardwise.comm.records import CollectiveCount
-from shardwise.report.run_folder import WIRE_NAME, write_run_page
+from shardwise.report.page import unfinished_path
+from shardwise.report.run_folder import PAGE_NAME, WIRE_NAME, write_run_page
 
 EVERY_S: Final = 30.0
 _LARGEST_SHARE: Final = 0.02
@@ -68,6 +69,7 @@ class RunPage:
         if self._child is not None:
             self._child.kill()
             self._child.wait()
+            unfinished_path(self._folder / PAGE_NAME, self._child.pid).unlink(missing_ok=True)
         try:
             self._write_counts()
             return write_run_page(self._folder)

@@ -7,11 +7,12 @@ async function decode(column) {
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
   const planes = new Uint8Array(await new Response(stream).arrayBuffer());
   const length = column.length;
-  const bytes = new Uint8Array(4 * length);
-  for (let place = 0; place < 4; place++) {
-    for (let index = 0; index < length; index++) bytes[4 * index + place] = planes[place * length + index];
+  const numbers = new Int32Array(length);
+  const second = length, third = 2 * length, fourth = 3 * length;
+  for (let index = 0; index < length; index++) {
+    numbers[index] = planes[index] | (planes[second + index] << 8) | (planes[third + index] << 16) | (planes[fourth + index] << 24);
   }
-  return column.type === "f" ? new Float32Array(bytes.buffer) : new Int32Array(bytes.buffer);
+  return column.type === "f" ? new Float32Array(numbers.buffer) : numbers;
 }
 
 // Decode all columns within a value, at any depth, and leave all else as it is.

@@ -207,6 +207,9 @@ async function start() {
   await drawCurves();
   drawMemory();
   drawParts();
+  // What is drawn so far can be used while the timelines, which are the largest, are decoded.
+  await new Promise(requestAnimationFrame);
+  window.report.usableMs = performance.now();
   await drawTimelines();
   drawWire();
   drawKeys("config", "Config", (source, name) => source.config.set.includes(name));
