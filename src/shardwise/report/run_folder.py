@@ -87,7 +87,7 @@ def run_source(folder: Path, max_bytes: int, max_cells: int = MAX_CELLS) -> page
     steps = _read_steps(folder / METRICS_NAME)
     values, prediction = _read(folder / "config.json"), _read(folder / "prediction.json")
     memory, environment = _read(folder / "memory.json"), _read(folder / "environment.json")
-    config = page.resolved(values)
+    config = page.resolved(values) if values else None
     found = page.source(folder.resolve().name, "run", "")
     found["facts"] = list(_facts(steps, config, memory, prediction))
     found["curves"] = _curves(steps, _SHARE_OF_CURVES * max_bytes)
@@ -220,14 +220,16 @@ def _parts(prediction: Mapping[str, Any]) -> dict[str, Any]:
     rows = [(name, parts) for name, parts in rows if parts]
     if not rows:
         why = "where a step's time goes is compared at a run's end, if the planner knew this machine's speed"
-        return absent(f"{why}; `shardwise doctor --calibrate` measures it")
+        return absent(f"{why}; shardwise doctor --calibrate measures it")
     return {"rows": rows}
 
 
 def _wire(values: Mapping[str, Any]) -> dict[str, Any]:
     axes = values.get("axes")
     if not isinstance(axes, list) or not axes:
-        return absent("rank 0 counts what it sends from its second step on, and one rank alone sends nothing")
+        return absent(
+            "the folder has no wire.json: rank 0 counts from its second step on, and one rank alone sends nothing"
+        )
     known = [each for each in axes if isinstance(each, Mapping) and math.isfinite(_number(each.get("bytes")))]
     rows = [(str(each.get("axis")), str(each.get("op")), _number(each["bytes"])) for each in known]
     return {"rows": rows, "note": "sent by rank 0, a mean over its steps"}

@@ -88,11 +88,13 @@ def test_a_run_that_goes_on_is_shown_up_to_its_last_whole_line(tmp_path):
 def test_a_folder_with_metrics_alone_says_what_is_missing(tmp_path):
     write_steps(tmp_path / "run", 3)
     script = """return Object.fromEntries([...document.querySelectorAll("section")].map((each) =>
-      [each.id, each.querySelectorAll(".empty").length]));"""
+      [each.id, each.querySelectorAll(".empty").length]).concat([["step",
+      document.querySelector(".tile").innerText.split("\\n")[2] ?? ""]]));"""
     found = ask_page(page.draw([run_source(tmp_path / "run", SHARE)]), script, tmp_path)
     assert found == {
         **dict.fromkeys(("memory", "parts", "timelines", "wire", "config", "environment"), 1),
         "curves": 0,
+        "step": "",
     }
 
 

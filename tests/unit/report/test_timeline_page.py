@@ -113,7 +113,7 @@ def test_512_ranks_and_128_micro_batches_can_be_seen_moved_and_searched(tmp_path
     assert found["all"]["names"][0] == 0
     assert found["bottom"]["names"][-1] > 500
     assert found["near"]["labels"] > 0
-    # Three and a half seconds are in sight, and only what is in sight is drawn.
+    # Three and a half seconds are shown, and only what is shown is drawn.
     assert 0 < found["near"]["single"] <= 6 * found["near"]["rows"]
     assert [line.splitlines()[0] for line in found["found"]] == [
         f"{word} of stage 300, micro-batch 64" for word in ("forward", "input gradient", "weight gradient")

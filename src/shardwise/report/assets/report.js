@@ -29,7 +29,7 @@ function section(key, title) {
 // Say for each source what a section has not; runs of one reason are named together.
 function emptyStates(key) {
   return SOURCES.filter((source) => "absent" in source[key] && source[key].absent)
-    .map((source) => paragraph(`${prefix(source)}${source[key].absent}.`, "empty"));
+    .map((source) => paragraph(`${prefix(source)}${source[key].absent.replace(/\.$/, "")}.`, "empty"));
 }
 
 const has = (key) => SOURCES.filter((source) => !("absent" in source[key]));
@@ -129,7 +129,7 @@ function drawParts() {
   for (const [name, parts] of rows) {
     const total = sum(parts);
     const made = bar(parts, isShare ? total : Math.max(...totals), "measured", () => listed(`${name}: ${formatSeconds(total)}`, parts, (each) => `${formatSeconds(each)}, ${((100 * each) / total).toFixed(1)} %`));
-    box.append(element("div", { class: "rank" }, element("span", { class: "rank-name" }, name), element("div", { class: "bars" }, made), element("span", { class: "rank-total" }, formatSeconds(total))));
+    box.append(element("div", { class: "rank" }, element("span", { class: "rank-name", title: name }, name), element("div", { class: "bars" }, made), element("span", { class: "rank-total" }, formatSeconds(total))));
   }
   place.append(box, categoryLegend([...new Set(rows.flatMap(([, parts]) => Object.keys(parts)))]));
 }
