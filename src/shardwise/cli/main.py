@@ -32,6 +32,7 @@ from shardwise.cli.attention import add_command as add_attention_command
 from shardwise.cli.checkpoint import add_commands as add_checkpoint_commands
 from shardwise.cli.convert import add_command as add_convert_command
 from shardwise.cli.plan import add_command as add_plan_command
+from shardwise.cli.report import add_command as add_report_command
 from shardwise.cli.timeline import add_command as add_timeline_command
 from shardwise.cli.verify import add_command as add_verify_command
 from shardwise.config.errors import with_code
@@ -152,6 +153,7 @@ def _parser() -> argparse.ArgumentParser:
     add_checkpoint_commands(commands)
     add_plan_command(commands, _split, os.environ)
     add_timeline_command(commands, _split)
+    add_report_command(commands, os.environ)
     add_attention_command(commands, _split)
     add_as_deepspeed_commands(commands)
     add_convert_command(commands)
@@ -159,8 +161,7 @@ def _parser() -> argparse.ArgumentParser:
     config.add_argument("--markdown", action="store_true", help="print the reference page docs/config.md instead")
     config.add_argument("settings", nargs="*", metavar="config.toml | key=value", help="as for train")
     config.set_defaults(run=_config)
-    presets = commands.add_parser("presets", help="list the models that train knows by name")
-    presets.set_defaults(run=_presets)
+    commands.add_parser("presets", help="list the models that train knows by name").set_defaults(run=_presets)
     doctor = commands.add_parser(
         "doctor",
         help="say what this machine can do, what is wrong with it and how to fix that",

@@ -63,9 +63,10 @@ _NO_BATCH: Final = "no batch is given; say how many sequences a step takes, such
 _NO_MODEL: Final = "no model is given; say which, such as --model llama-70b, or a config; see shardwise presets"
 # The flags that each question uses; a search uses all but those of a dry run.
 _OF_JOB: Final = frozenset({"--model", "--cluster", "--seq", "--margin", "--json"})
+_OF_PAGE: Final = frozenset({"--html"})
 _HEEDS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {
-        "--explain": _OF_JOB | {"--global-batch"},
+        "--explain": _OF_JOB | _OF_PAGE | {"--global-batch"},
         "--fit": _OF_JOB,
         "--refit": frozenset(),
         "--dry-run": frozenset({"--world-size", "--ranks"}),
@@ -105,6 +106,7 @@ def add_command(
     what.add_argument("--top", metavar="N", help="layouts to show (default: 3, with --more 5)")
     what.add_argument("--margin", metavar="SHARE", help="of a device's memory kept free (default: 0.06)")
     what.add_argument("--json", type=Path, metavar="OUT", help="write all of it as JSON; - for the terminal")
+    what.add_argument("--html", type=Path, metavar="FILE", help="write it as a page, as shardwise report does")
     what.add_argument("--write", type=Path, metavar="TOML", help="write the best as a config for shardwise train")
     what.add_argument("--explain", metavar="FILE", help="price one config: ours, DeepSpeed's or Megatron's")
     what.add_argument("--compare", metavar="FILE", help="a config of yours, as for --explain, to show beside the best")
@@ -169,6 +171,7 @@ def _plan(arguments: argparse.Namespace, split: Split, environ: Mapping[str, str
             )
         _refuse_place(arguments.write, "--write", "plan.toml")
         _refuse_place(arguments.json, "--json", "plan.json")
+        _refuse_place(arguments.html, "--html", "plan.html")
         _refuse_taken(arguments.write)
         return _answer(arguments, arguments.model or path, assignments, environ)
     except ConfigError as error:
@@ -229,7 +232,7 @@ def _refuse_unheeded(arguments: argparse.Namespace, question: str) -> None:
         arguments: the command's arguments.
         question: the flag that asks for something other than a search; empty for a search.
     """
-    every = _OF_JOB | _OF_SEARCH | {"--global-batch"} | _HEEDS["--dry-run"]
+    every = _OF_JOB | _OF_PAGE | _OF_SEARCH | {"--global-batch"} | _HEEDS["--dry-run"]
     heeded = _HEEDS.get(question, every - _HEEDS["--dry-run"])
     for flag in sorted(every - heeded):
         if getattr(arguments, flag.removeprefix("--").replace("-", "_")) in (None, False):
@@ -285,7 +288,7 @@ def _here(environ: Mapping[str, str], num_procs: int | None) -> Cluster:
 def _search(arguments: argparse.Namespace, cluster: Cluster, model: str, assignments: Sequence[str]) -> int:
     with Console(stderr=True).status("starting torch") as status:
         from shardwise.planner.explain import reasons_of
-        from shardwise.planner.plan_view import plan_dict, plan_view
+        from shardwise.planner.plan_view import page_dict, plan_dict, plan_view
         from shardwise.planner.pricer import Pricer
         from shardwise.planner.request import ask, read_model
         from shardwise.planner.search import Limits, search
@@ -312,10 +315,13 @@ def _search(arguments: argparse.Namespace, cluster: Cluster, model: str, assignm
         yours=yours,
         notes=(*asked.notes, *note),
     )
+    answer = plan_dict(plan, reasons, yours)
+    if plan.winner is not None:
+        answer["best"][0] |= page_dict(plan.winner, pricer)
     try:
-        _give(arguments, Group(view, *_footer(arguments, plan.winner)), plan_dict(plan, reasons, yours))
+        _give(arguments, Group(view, *_footer(arguments, plan.winner)), answer)
     finally:
-        _write_config(arguments, plan, asked.base)
+        _write_config(arguments, plan, asked.base, pricer)
     return 0 if plan.winner is not None else 1
 
 
@@ -355,9 +361,10 @@ def _yours(pricer: Pricer, own: str | None, model: str | None) -> tuple[Estimate
         return None, (f"{name} itself has no price here: {str(error).removeprefix(f'{name}: ')}",)
 
 
-def _write_config(arguments: argparse.Namespace, plan: SearchResult, base: Any) -> None:
+def _write_config(arguments: argparse.Namespace, plan: SearchResult, base: Any, pricer: Pricer) -> None:
     from shardwise.planner.configs import ALWAYS_WRITTEN, config_of, to_toml
     from shardwise.planner.format import layout_words
+    from shardwise.report.planned import HERE, PlanNote
     from shardwise.runtime.format import format_s
     from shardwise.train.setup import check_job
 
@@ -369,9 +376,12 @@ def _write_config(arguments: argparse.Namespace, plan: SearchResult, base: Any) 
     if arguments.cluster is None:
         config = config.override([f"run.num_procs={cluster.num_gpus}"])
     check_job(config, cluster.num_gpus)
+    strategy = price.strategy
+    times = pricer.time.op_times(strategy)
+    note = PlanNote(arguments.cluster or HERE, strategy.pp, strategy.num_micro_batches, times)
     head = (
         f"{_WRITTEN_BY}: {job.shape.name} on {cluster.num_gpus:,} x {cluster.gpu.name}\n"
-        f"# {layout_words(price.strategy)}; {format_s(price.time.step_s)} a step\n"
+        f"# {layout_words(strategy)}; {format_s(price.time.step_s)} a step\n{note.line}\n"
     )
     always = ALWAYS_WRITTEN if config.model.path is None else ALWAYS_WRITTEN - {"model.preset"}
     _write_text(arguments.write, f"{head}\n{to_toml(config, always)}", "--write")
@@ -391,7 +401,7 @@ def _start_words(path: Path, cluster: Cluster, *, is_here: bool) -> str:
 def _explain(arguments: argparse.Namespace, cluster: Cluster, model: str | None, assignments: Sequence[str]) -> int:
     with Console(stderr=True).status("starting torch"):
         from shardwise.planner.memory_limit import missing_memory
-        from shardwise.planner.plan_view import explain_view, job_dict, price_dict
+        from shardwise.planner.plan_view import explain_view, job_dict, page_dict, price_dict
         from shardwise.planner.pricer import Pricer
         from shardwise.planner.suggestions import suggest
         from shardwise.train.imported_plan import read_explained
@@ -408,7 +418,8 @@ def _explain(arguments: argparse.Namespace, cluster: Cluster, model: str | None,
     view = explain_view(
         price, pricer, is_coloured=is_coloured, margin_share=margin, notes=asked.notes, suggestions=found
     )
-    _give(arguments, view, {"job": job_dict(price.job), **price_dict(price), "cures": list(found)})
+    answer = {"job": job_dict(price.job), **price_dict(price), **page_dict(price, pricer), "cures": list(found)}
+    _give(arguments, view, answer)
     return 0 if missing_memory(price.memory, cluster, 0.0) is None else 1
 
 
@@ -474,6 +485,17 @@ def _give(arguments: argparse.Namespace, view: RenderableType, values: Mapping[s
     finally:
         if path is not None and str(path) != "-":
             _write_text(path, text, "--json")
+        if arguments.html is not None:
+            _write_page(arguments.html, values)
+
+
+def _write_page(path: Path, answer: Mapping[str, Any]) -> None:
+    """Write the page of an answer; one without a layout that fits is none."""
+    from shardwise.report import page
+    from shardwise.report.plan_answer import plan_source
+
+    if answer.get("best", [answer]):
+        _write_text(path, page.draw([plan_source(path.stem, answer, None, page.share_of(1))]), "--html")
 
 
 def _write_text(path: Path, text: str, flag: str) -> None:

@@ -367,6 +367,15 @@ def price_dict(price: Estimate) -> dict[str, Any]:
     }
 
 
+def page_dict(price: Estimate, pricer: Pricer) -> dict[str, Any]:
+    """Return what `shardwise report` shows of a strategy beside its price: times of a micro-batch, and bytes sent."""
+    rank = price.memory.worst.pipeline_rank
+    return {
+        "micro_batch_s": asdict(pricer.time.op_times(price.strategy)),
+        "sent_bytes": pricer.time.compact.on_wire(price.strategy, rank),
+    }
+
+
 # Share of a step from which on a part is mentioned.
 _LARGE_SHARE: Final = 0.15
 _FIXES: Mapping[str, str] = MappingProxyType(

@@ -20,6 +20,7 @@ from shardwise.schedule import (
     ActionKind,
     TimedAction,
     bubble_fraction,
+    busy_s,
     makespan_s,
     rank_bubble_s,
     rank_span_s,
@@ -128,11 +129,8 @@ class TerminalPanel:
     @cached_property
     def idle_fractions(self) -> dict[int, float]:
         """Return each rank's bubble: the share of the makespan in which it computes nothing; `bubble` is the mean."""
-        busy_s = dict.fromkeys(self.rows, 0.0)
-        for each in self.actions:
-            if each.stream == COMPUTE:
-                busy_s[each.rank] += each.duration_s
-        return {rank: 1.0 - busy / self.makespan_s if self.makespan_s > 0 else 0.0 for rank, busy in busy_s.items()}
+        busy = dict.fromkeys(self.rows, 0.0) | busy_s(self.actions)
+        return {rank: 1.0 - each / self.makespan_s if self.makespan_s > 0 else 0.0 for rank, each in busy.items()}
 
     @property
     def bubble(self) -> float:
@@ -160,6 +158,11 @@ class TerminalPanel:
         return drawn if self.formula_s is None else f"{drawn}, by the formula {formula}"
 
 
+def word_of(action: Action) -> str:
+    """Return the word of an action's kind, and what it sends or receives."""
+    return WORDS[action.kind] + (f" {action.payload.name.lower()}" if action.payload is not None else "")
+
+
 def describe(action: Action) -> str:
     """Describe an action in words.
 
@@ -168,10 +171,9 @@ def describe(action: Action) -> str:
     >>> describe(Action.parse("1SEND_F0"))
     'send activation of stage 1, micro-batch 0'
     """
-    payload = f" {action.payload.name.lower()}" if action.payload is not None else ""
     group = f", {action.group}" if action.group is not None else ""
     micro_batch = f", micro-batch {action.micro_batch}" if action.micro_batch is not None else ""
-    return f"{WORDS[action.kind]}{payload} of stage {action.stage}{group}{micro_batch}"
+    return f"{word_of(action)} of stage {action.stage}{group}{micro_batch}"
 
 
 def typical_s(panel: TerminalPanel) -> float:

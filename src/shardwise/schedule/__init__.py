@@ -40,7 +40,7 @@ from shardwise.schedule.pipelines import (
 )
 from shardwise.schedule.placement import StagePlacement
 from shardwise.schedule.registry import RECIPES, ScheduleRecipe, pipeline_rows, pipeline_step, placement_of
-from shardwise.schedule.simulate import Cost, bubble_fraction, makespan_s, rank_bubble_s, rank_span_s, simulate
+from shardwise.schedule.simulate import Cost, bubble_fraction, busy_s, makespan_s, rank_bubble_s, rank_span_s, simulate
 from shardwise.schedule.verify import verify
 
 __all__ = [
@@ -62,6 +62,7 @@ __all__ = [
     "TimedAction",
     "bubble_fraction",
     "bubble_s",
+    "busy_s",
     "data_parallel_step",
     "dependencies",
     "forward_only",

@@ -15,6 +15,7 @@ come from the caller.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from shardwise.schedule.actions import COLLECTIVES, STREAMS, Action, ActionKind, Schedule, ScheduleError, TimedAction
@@ -72,8 +73,18 @@ def bubble_fraction(timed: Sequence[TimedAction], *, stream: str = "compute") ->
     """Return the share of the makespan in which `stream` is idle, a mean over the ranks; 0 for no actions."""
     num_ranks = len({action.rank for action in timed})
     whole_s = num_ranks * makespan_s(timed)
-    busy_s = sum(action.duration_s for action in timed if action.stream == stream)
-    return 1.0 - busy_s / whole_s if whole_s > 0 else 0.0
+    return 1.0 - sum(busy_s(timed, stream=stream).values()) / whole_s if whole_s > 0 else 0.0
+
+
+def busy_s(timed: Sequence[TimedAction], *, stream: str = "compute") -> dict[int, float]:
+    """Return the seconds in which each rank has something in `stream`; what runs inside another action counts once."""
+    busy: dict[int, float] = {}
+    until: dict[int, float] = {}
+    for each in sorted((each for each in timed if each.stream == stream), key=lambda each: each.start_s):
+        start_s = max(each.start_s, until.get(each.rank, -math.inf))
+        busy[each.rank] = busy.get(each.rank, 0.0) + max(0.0, each.end_s - start_s)
+        until[each.rank] = max(each.end_s, start_s)
+    return busy
 
 
 def rank_span_s(timed: Sequence[TimedAction], rank: int, *, stream: str = "compute") -> float:
@@ -87,8 +98,8 @@ def rank_span_s(timed: Sequence[TimedAction], rank: int, *, stream: str = "compu
 
 def rank_bubble_s(timed: Sequence[TimedAction], rank: int, *, stream: str = "compute") -> float:
     """Return the idle seconds of `stream` in the span of `rank` among `timed`: the bubble that `formulas` computes."""
-    busy_s = sum(action.duration_s for action in timed if action.rank == rank and action.stream == stream)
-    return rank_span_s(timed, rank, stream=stream) - busy_s
+    own = [action for action in timed if action.rank == rank]
+    return rank_span_s(own, rank, stream=stream) - busy_s(own, stream=stream).get(rank, 0.0)
 
 
 def _seconds(cost: Cost, rank: int, action: Action) -> float:

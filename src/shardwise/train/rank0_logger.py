@@ -20,6 +20,7 @@ from shardwise.train.loop import Trainer
 from shardwise.train.metrics import MetricsWriter, StepRecord
 from shardwise.train.prediction import PredictedStep, compare
 from shardwise.train.progress import Display, Header, Progress
+from shardwise.train.run_page import RunPage
 from shardwise.train.setup import layout_line, sparse_words
 from shardwise.train.summary import RunEnding, RunOutcome
 
@@ -53,6 +54,7 @@ class RunLogger:
         )
         self._display = Display(console, self._state)
         self._writer = MetricsWriter(folder)
+        self._page = RunPage(folder, trainer.engine.comm.comm_log.counts)
         self._folder = folder
         self._prediction = prediction
         self._step_s: list[float] = []  # of the steps that no meter slowed
@@ -66,6 +68,7 @@ class RunLogger:
     def see(self, record: StepRecord) -> None:
         """Record and show one step."""
         self._writer.write(record)
+        self._page.see_step()
         self._last = record
         self._num_tokens += record.count
         state = self._state.after_step(
@@ -90,6 +93,7 @@ class RunLogger:
 
     def outcome(self, ending: RunEnding, stopped_by: str | None) -> RunOutcome:
         """Collect what `render_outcome` shows at the end of the run."""
+        measured = compare(self._trainer, self._folder, self._prediction, self._step_s)
         eval_loss = self._last.eval_loss if self._last is not None else ending.eval_loss
         elapsed_s = self._state.elapsed_s
         return RunOutcome(
@@ -111,7 +115,8 @@ class RunLogger:
             saved=ending.saved,
             exported=ending.exported,
             prediction=self._prediction,
-            measured=compare(self._trainer, self._folder, self._prediction, self._step_s),
+            measured=measured,
+            page=self._page.finish(),
         )
 
     def _show(self, state: Progress) -> None:

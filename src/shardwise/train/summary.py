@@ -66,6 +66,7 @@ class RunOutcome:
         prediction: what the planner predicted for rank 0 before the first step; None where it could not.
         measured: what was measured in its place; None without a prediction.
         host: memory of the host tier; None where all states are stored on the device.
+        page: the run as a page, in its folder; None where it was not written.
     """
 
     folder: Path
@@ -87,6 +88,7 @@ class RunOutcome:
     exported: Path | None = None
     prediction: PredictedStep | None = None
     measured: MeasuredStep | None = None
+    page: Path | None = None
 
 
 def render_outcome(outcome: RunOutcome) -> RenderableType:
@@ -113,6 +115,8 @@ def _to_copy(outcome: RunOutcome) -> Iterator[tuple[str, str]]:
             yield "to export", f"shardwise checkpoint export {shlex.quote(str(saved.root))} hf"
     if outcome.exported is not None:
         yield "to use", f'AutoModelForCausalLM.from_pretrained("{outcome.exported}")'
+    if outcome.page is not None:
+        yield "report", str(outcome.page)
     yield "run folder", str(outcome.folder)
 
 

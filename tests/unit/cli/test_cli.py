@@ -62,6 +62,7 @@ def test_two_ranks_train_and_leave_every_file(settings, capfd):
         assert "BACKWARD" not in (folder / f"timeline-{rank}.jsonl").read_text()
         assert '"0STEP"' in (folder / f"timeline-{rank}.jsonl").read_text()
     assert (folder / "tokenizer" / "tokenizer_config.json").is_file()
+    assert '"dp_shard","reduce_scatter"' in (folder / "report.html").read_text(), "what rank 0 has sent"
     printed = capfd.readouterr().out
     for part in ("2 ranks", "3/3", "sample", str(folder)):
         assert part in printed, part

@@ -8,9 +8,10 @@ import pytest
 
 from harness.refusals import refused
 from shardwise.cli import main as cli
-from shardwise.cli.timeline import OpTimes, mean_times, num_micro_batches_of
+from shardwise.cli.timeline import OpTimes, mean_times
 from shardwise.config.resolve import Config
 from shardwise.report.chrome_trace import read_chrome_trace
+from shardwise.report.planned import PlanNote, num_micro_batches_of
 from shardwise.schedule import ActionKind, Schedule, simulate
 
 GPIPE = ["mesh.pp=2", "pipeline.schedule=gpipe", "batch.accumulation=2"]
@@ -77,3 +78,19 @@ def test_micro_batches_that_depend_on_the_run_are_asked_for():
     config = Config().override(["batch.global_size=24", "batch.micro_size=2"])
     with refused("micro-batches-unknown", "mesh.dp_shard=N", "batch.accumulation=N"):
         num_micro_batches_of(config)
+
+
+def test_a_plans_own_times_are_drawn_unless_its_pipeline_was_changed(capsys):
+    note = PlanNote("h100:8", 2, 3, OpTimes(0.25, 0.25, 0.5, 0.0))
+    text = f"{note.line}\n[mesh]\npp = 2\n[batch]\naccumulation = 3\n"
+    Path("plan.toml").write_text(text)
+
+    def makespan_s(*settings: str) -> float:
+        assert cli.main(["timeline", "plan.toml", *settings, "--chrome-trace", "plan.json"]) == 0
+        return max(each.end_s for each in read_chrome_trace(json.loads(Path("plan.json").read_text())))
+
+    assert makespan_s() == pytest.approx((3 + 1) * 1.0)
+    assert makespan_s("--forward-s", "1") == pytest.approx((3 + 1) * 1.75)
+    assert makespan_s("batch.accumulation=4") == pytest.approx((4 + 1) * 3.0)
+    Path("plan.toml").write_text(text.replace("0.25", "0.2x"))
+    assert makespan_s() == pytest.approx((3 + 1) * 3.0)

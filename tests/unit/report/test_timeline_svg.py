@@ -1,11 +1,11 @@
-"""The SVG and the page around it."""
+"""The SVG of timelines."""
 
 from collections import Counter
 from xml.etree import ElementTree
 
 import pytest
 
-from shardwise.report import timeline_html, timeline_svg
+from shardwise.report import timeline_svg
 from shardwise.report.palette import fill
 from shardwise.report.panel import TerminalPanel
 from shardwise.schedule import ActionKind, Schedule, data_parallel_step, simulate
@@ -84,22 +84,6 @@ def test_a_title_is_text_whatever_it_holds():
     title = "a < b & 'c' {d}"
     texts = [each.text for each in ElementTree.fromstring(timeline_svg.draw([panel(title)])).iter(f"{SVG}text")]
     assert title in texts
-    assert "a < b" not in timeline_html.draw([panel(title)], title)
-
-
-def test_the_page_holds_the_drawing_and_the_bubble_of_each_rank():
-    page = timeline_html.draw([panel(), TerminalPanel("recorded", simulate(SCHEDULE, cost))], "plan and run")
-    assert timeline_svg.draw([panel(), TerminalPanel("recorded", simulate(SCHEDULE, cost))]) in page
-    assert "<title>plan and run</title>" in page
-    # Both ranks compute for 6 s and 5 s of 9.
-    fractions = panel().idle_fractions
-    for rank in (0, 1):
-        idle = f"{100 * fractions[rank]:.1f} %"
-        assert f"<tr><td>{rank}</td>" in page
-        assert page.count(f"<td>{idle}</td>") >= 2
-    assert f"<td>{100 * panel().bubble:.1f} %</td>" in page
-    assert "<td>2.75 s</td>" in page
-    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
 
 
 def test_many_ranks_and_micro_batches_keep_their_numbers():

@@ -1,0 +1,151 @@
+"""Write a run, a plan, or several of them as one self-contained HTML page of at most 2 MB, without the network.
+
+A source is what the page shows of one run or plan: a dict of sections, as `assets/report.js` reads them. A section that
+has nothing to show says why.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Final
+
+from shardwise.config.resolve import Config, ConfigError
+from shardwise.report.packing import packed_timeline
+from shardwise.report.panel import TerminalPanel
+
+MAX_BYTES: Final = 2_000_000
+"""The size of a page; what would be larger is aggregated."""
+_ASSETS_BYTES: Final = 150_000
+_STYLES: Final = ("uPlot.min.css", "report.css")
+_SCRIPTS: Final = ("uPlot.iife.min.js", "decode.js", "curves.js", "timeline.js", "report.js")
+
+Source = dict[str, Any]
+
+
+def share_of(num_sources: int) -> int:
+    """Return the bytes that each source of a page may take."""
+    return (MAX_BYTES - _ASSETS_BYTES) // max(1, num_sources)
+
+
+def draw(sources: Sequence[Source], *, same_axis: bool = True) -> str:
+    """Return the page.
+
+    Args:
+        sources: runs and plans; the first one gives the title, the others are compared with it.
+        same_axis: draw all timelines on one scale of time, so that lengths can be compared.
+    """
+    assets = files("shardwise.report") / "assets"
+
+    def read(names: Iterable[str]) -> str:
+        return "\n".join((assets / name).read_text(encoding="utf-8") for name in names)
+
+    values = {
+        "written": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "version": _version(),
+        "same_axis": same_axis,
+        "sources": sources,
+    }
+    # A script element ends at the first "</script", in a string too.
+    text = json.dumps(values, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    page = (assets / "page.html").read_text(encoding="utf-8")
+    for mark, part in (("/*STYLES*/", read(_STYLES)), ("/*SCRIPTS*/", read(_SCRIPTS)), ("/*DATA*/", text)):
+        page = page.replace(mark, part, 1)
+    return page
+
+
+def write(path: Path, sources: Sequence[Source]) -> None:
+    """Write the page; who reads the file meanwhile sees the old or the new one, whole.
+
+    Raises:
+        OSError: the disk is full, or the path is no file.
+    """
+    unfinished = unfinished_path(path, os.getpid())
+    try:
+        unfinished.write_text(draw(sources), encoding="utf-8")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def unfinished_path(path: Path, pid: int) -> Path:
+    """Return where a process writes a page until it is whole."""
+    return path.with_name(f".{path.name}.{pid}")
+
+
+def source(name: str, what: str, why: str) -> Source:
+    """Return a source of which nothing is known yet.
+
+    Args:
+        name: of the run or plan.
+        what: a line about it.
+        why: what each section says until it is replaced; "" leaves it out.
+    """
+    sections = ("curves", "memory", "parts", "wire", "timelines", "config", "environment")
+    return {"name": name, "what": what, "facts": [], **{each: absent(why) for each in sections}}
+
+
+def absent(why: str) -> dict[str, Any]:
+    """Return a section that has nothing to show: `why` says where it would come from; "" leaves the section out."""
+    return {"absent": why}
+
+
+def fact(label: str, value: str, note: str = "") -> dict[str, str]:
+    """Return one figure of the page's head.
+
+    Args:
+        label: a word for it.
+        value: as it is shown.
+        note: what it is to be compared with, in small print.
+    """
+    return {"label": label, "value": value, "note": note}
+
+
+def timelines(panels: Sequence[TerminalPanel], notes: Sequence[str] = (), max_bytes: int | None = None) -> Source:
+    """Return the section of timelines, drawn under each other.
+
+    Args:
+        panels: the timelines; together they take at most `max_bytes`.
+        notes: sentences about them, or about those that are missing.
+        max_bytes: None takes the share of one source.
+    """
+    share = (max_bytes or share_of(1)) // max(1, len(panels))
+    return {"panels": [packed_timeline(panel, share) for panel in panels], "notes": list(notes)}
+
+
+def config_section(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section of a config: its keys as text, and which of them are not the defaults."""
+    defaults = flat(Config().model_dump(mode="json"))
+    keys = flat(values)
+    return {"keys": keys, "set": [key for key in keys if keys[key] != defaults.get(key)]}
+
+
+def resolved(values: Mapping[str, Any]) -> Config | None:
+    """Return the config of values that were read from a file; None where they are none."""
+    try:
+        return Config.from_dict(dict(values))
+    except ConfigError:
+        return None
+
+
+def _version() -> str:
+    try:
+        return version("shardwise")
+    except PackageNotFoundError:
+        return ""
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return nested values as text, by dotted key."""
+    found: dict[str, str] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value)
+    return found

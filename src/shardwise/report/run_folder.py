@@ -1,0 +1,301 @@
+"""Read what a page shows of a run from its folder, whatever is there: a run may just have begun, or have been killed.
+
+`python -m shardwise.report.run_folder RUN` writes the page of a run that goes on; `shardwise.train.run_page` starts it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.untrusted_files import UntrustedFileError, read_json
+from shardwise.report import page
+from shardwise.report.chrome_trace import read_chrome_trace
+from shardwise.report.packing import buckets, packed
+from shardwise.report.page import absent, fact
+from shardwise.report.panel import TerminalPanel
+from shardwise.report.planned import MAX_CELLS, planned
+from shardwise.runtime.format import format_bytes, format_clock, format_s
+from shardwise.schedule import Action, ScheduleError, TimedAction
+from shardwise.schedule.op_times import OpTimes, mean_times
+
+METRICS_NAME: Final = "metrics.jsonl"
+WIRE_NAME: Final = "wire.json"
+PAGE_NAME: Final = "report.html"
+_QUICK_CELLS: Final = 5_000
+_METRICS: Final = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu")
+_CHARS_A_VALUE: Final = 5.0
+_MAX_JSON_BYTES: Final = 64 * 2**20
+_SHARE_OF_CURVES: Final = 0.4
+
+
+@dataclass
+class _Steps:
+    """Hold what the lines of a run's metrics say, by column."""
+
+    columns: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in ("step", *_METRICS)})
+    step_s: array[float] = field(default_factory=lambda: array("d"))
+    held_out: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
+    memory: dict[str, float] = field(default_factory=dict)
+    num_damaged: int = 0
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        for name, column in self.columns.items():
+            column.append(_number(line.get(name)))
+        self.step_s.append(_number(line.get("step_s")))
+        if "eval_loss" in line:
+            self.held_out[0].append(_number(line.get("step")))
+            self.held_out[1].append(_number(line["eval_loss"]))
+        self.memory = _sizes(line.get("peak_bytes")) or self.memory
+
+    @property
+    def num(self) -> int:
+        return len(self.step_s)
+
+
+def write_run_page(folder: Path) -> Path:
+    """Write the page of a run into its folder, without a schedule that takes seconds to simulate; return its path.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    path = folder / PAGE_NAME
+    page.write(path, [run_source(folder, page.share_of(1), _QUICK_CELLS)])
+    return path
+
+
+def is_run(folder: Path) -> bool:
+    """Say whether a folder is that of a run."""
+    return (folder / METRICS_NAME).exists() or (folder / "config.json").exists()
+
+
+def run_source(folder: Path, max_bytes: int, max_cells: int = MAX_CELLS) -> page.Source:
+    """Return what a page shows of a run.
+
+    Args:
+        folder: the run's folder; every file of it may be absent or half written.
+        max_bytes: the size of what is returned; longer curves and timelines are aggregated.
+        max_cells: the most forwards of a planned schedule, which takes time to simulate.
+    """
+    steps = _read_steps(folder / METRICS_NAME)
+    values, prediction = _read(folder / "config.json"), _read(folder / "prediction.json")
+    memory, environment = _read(folder / "memory.json"), _read(folder / "environment.json")
+    config = page.resolved(values) if values else None
+    found = page.source(folder.resolve().name, "run", "")
+    found["facts"] = list(_facts(steps, config, memory, prediction))
+    found["curves"] = _curves(steps, _SHARE_OF_CURVES * max_bytes)
+    found["memory"] = _memory(steps, memory, prediction)
+    found["parts"] = _parts(prediction)
+    found["wire"] = _wire(_read(folder / WIRE_NAME))
+    left = max_bytes - len(json.dumps(found))
+    found["timelines"] = _timelines(folder, config, left - left // 8, max_cells)
+    found["config"] = page.config_section(values) if values else absent("the folder has no config.json")
+    found["environment"] = _environment(environment, prediction)
+    return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; empty where there is none, or it is half written."""
+    try:
+        value = read_json(path, "", max_bytes=_MAX_JSON_BYTES)
+    except UntrustedFileError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _read_steps(path: Path) -> _Steps:
+    steps = _Steps()
+    try:
+        file = path.open("rb")
+    except OSError:
+        return steps
+    with file:
+        for line in file:
+            try:
+                value = json.loads(line)
+                steps.add(value)
+            except (ValueError, AttributeError):
+                # The last line of a run that goes on may be half written.
+                steps.num_damaged += line.endswith(b"\n")
+    return steps
+
+
+def _number(value: Any) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number else math.nan
+
+
+def _sizes(value: Any) -> dict[str, float]:
+    """Return the numbers above 0 of what should be a dict of them."""
+    if not isinstance(value, Mapping):
+        return {}
+    return {str(name): number for name, each in value.items() if 0 < (number := _number(each)) < math.inf}
+
+
+def _facts(
+    steps: _Steps, config: Config | None, memory: Mapping[str, Any], prediction: Mapping[str, Any]
+) -> Iterator[dict[str, str]]:
+    """Yield the figures of the page's head."""
+    if not steps.num:
+        yield fact("steps", "none yet")
+        return
+    columns = steps.columns
+    total = f"of {config.run.steps:,}" if config is not None else ""
+    yield fact("step", f"{columns['step'][-1]:,.0f}", total)
+    yield fact("loss", f"{columns['loss'][-1]:.4f}", "of the last step, nats a token")
+    if steps.held_out[0]:
+        yield fact("held-out loss", f"{steps.held_out[1][-1]:.4f}", f"after step {steps.held_out[0][-1]:,.0f}")
+    yield fact("speed", f"{_late_median(columns['tokens_per_s']):,.0f}", "tokens/s, median of the last tenth")
+    if any(map(math.isfinite, columns["mfu"])):
+        yield fact("MFU", f"{100 * _late_median(columns['mfu']):.1f} %", "model FLOPs of the devices' peak")
+    predicted_s = sum(_sizes(_within(prediction, "predicted", "parts")).values())
+    median_s = _late_median(steps.step_s)
+    yield fact("a step", format_s(median_s), f"predicted {format_s(predicted_s)}" if predicted_s else "median")
+    ranks = [sum(each.values()) for each in _ranks_of(memory)] or [sum(steps.memory.values())]
+    limit = _number(memory.get("limit_bytes"))
+    if max(ranks) > 0:
+        yield fact("peak memory", format_bytes(max(ranks)), f"of {format_bytes(limit)}" if limit > 0 else "a rank")
+    yield fact("time", format_clock(sum(filter(math.isfinite, steps.step_s))), "all steps together")
+
+
+def _late_median(column: Sequence[float]) -> float:
+    late = sorted(filter(math.isfinite, column[-max(1, len(column) // 10) :]))
+    return late[len(late) // 2] if late else math.nan
+
+
+def _within(value: Mapping[str, Any], *keys: str) -> Any:
+    found: Any = value
+    for key in keys:
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
+
+
+def _curves(steps: _Steps, max_chars: float) -> dict[str, Any]:
+    if not steps.num:
+        return absent("no step was taken yet, or the folder has no metrics.jsonl; a later page shows them")
+    known = [name for name in _METRICS if any(map(math.isfinite, steps.columns[name]))]
+    most = max_chars / _CHARS_A_VALUE
+    # A bucket of one step is one value, of several it is three.
+    is_whole = steps.num * (len(known) + 1) <= most
+    size = 1 if is_whole else math.ceil(steps.num * (3 * len(known) + 1) / most)
+    return {
+        "num_steps": steps.num,
+        "num_damaged": steps.num_damaged,
+        "bucket": size,
+        "step": buckets(steps.columns["step"], size)["mean"],
+        "metrics": {name: buckets(steps.columns[name], size) for name in known},
+        "held_out": {"step": packed("f", steps.held_out[0]), "value": packed("f", steps.held_out[1])},
+    }
+
+
+def _ranks_of(memory: Mapping[str, Any]) -> list[dict[str, float]]:
+    ranks = memory.get("ranks")
+    return [_sizes(each) for each in ranks] if isinstance(ranks, list) else []
+
+
+def _memory(steps: _Steps, memory: Mapping[str, Any], prediction: Mapping[str, Any]) -> dict[str, Any]:
+    measured = _ranks_of(memory) or ([steps.memory] if steps.memory else [])
+    predicted = _sizes(_within(prediction, "predicted", "peak"))
+    if not measured and not predicted:
+        return absent("no step was measured yet; the memory of a run is measured in its first steps")
+    rows = [{"name": f"rank {rank}", "measured": each} for rank, each in enumerate(measured)]
+    if predicted:
+        rows[:1] = [{"name": "rank 0", "measured": measured[0] if measured else {}, "predicted": predicted}]
+    limit = _number(memory.get("limit_bytes"))
+    notes = [] if predicted else ["no prediction.json, so nothing is predicted"]
+    notes += [] if len(measured) != 1 else ["of rank 0 alone"]
+    at = f", at step {memory['step']}" if memory.get("step") is not None else ""
+    return {"rows": rows, "limit": limit if limit > 0 else None, "notes": notes, "when": f"peak within a step{at}"}
+
+
+def _parts(prediction: Mapping[str, Any]) -> dict[str, Any]:
+    rows = [(name, _sizes(_within(prediction, name, "parts"))) for name in ("predicted", "measured")]
+    rows = [(name, parts) for name, parts in rows if parts]
+    if not rows:
+        why = "where a step's time goes is compared at a run's end, if the planner knew this machine's speed"
+        return absent(f"{why}; shardwise doctor --calibrate measures it")
+    return {"rows": rows}
+
+
+def _wire(values: Mapping[str, Any]) -> dict[str, Any]:
+    axes = values.get("axes")
+    if not isinstance(axes, list) or not axes:
+        return absent(
+            "the folder has no wire.json: rank 0 counts from its second step on, and one rank alone sends nothing"
+        )
+    known = [each for each in axes if isinstance(each, Mapping) and math.isfinite(_number(each.get("bytes")))]
+    rows = [(str(each.get("axis")), str(each.get("op")), _number(each["bytes"])) for each in known]
+    return {"rows": rows, "note": "sent by rank 0, a mean over its steps"}
+
+
+def _environment(values: Mapping[str, Any], prediction: Mapping[str, Any]) -> dict[str, Any]:
+    shown = values or {key: prediction[key] for key in ("versions", "device", "world_size") if key in prediction}
+    if not shown:
+        return absent("the folder has neither environment.json nor prediction.json")
+    return {"keys": page.flat(shown)}
+
+
+def _timelines(folder: Path, config: Config | None, max_bytes: int, max_cells: int) -> dict[str, Any]:
+    panels, notes = [], []
+    recorded, title = _recorded(folder)
+    if recorded and title.startswith("timeline-"):
+        notes.append("Each rank's clock begins at its first action; run.record_timeline=N records step N on one clock.")
+    try:
+        if config is None:
+            notes.append("No plan is drawn, since the folder has no config.json.")
+        elif config.mesh.pp == 1:
+            notes.append("No plan is drawn, since the run has no pipeline stages (mesh.pp = 1).")
+        elif not recorded:
+            notes.append("The plan takes 1 s for each pass, until a step is recorded.")
+        if config is not None and config.mesh.pp > 1:
+            panels.append(planned(config, mean_times(recorded) if recorded else OpTimes(), max_cells))
+    except (ConfigError, ScheduleError) as error:
+        notes.append(f"No plan is drawn: {error}.")
+    if recorded:
+        panels.append(TerminalPanel(f"recorded: {title}", recorded))
+    else:
+        notes.append("A run writes its last step's timeline at its end; run.record_timeline=N writes step N's, too.")
+    if not panels:
+        return absent(" ".join(notes))
+    return page.timelines(panels, notes, max_bytes)
+
+
+def _recorded(folder: Path) -> tuple[list[TimedAction], str]:
+    """Return the timeline of all ranks on one clock where there is one, else of each rank's last step; and its name."""
+    trace = folder / "timeline.json"
+    if trace.is_file():
+        try:
+            return list(read_chrome_trace(_read(trace))), trace.name
+        except ScheduleError:
+            pass
+    found: list[TimedAction] = []
+    known: dict[str, Action] = {}
+    paths = sorted(folder.glob("timeline-*.jsonl"))
+    for path in paths:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                found.append(_timed(json.loads(line), known))
+            except (ValueError, KeyError, TypeError, ScheduleError):
+                continue  # half written
+    return found, paths[0].name if len(paths) == 1 else f"timeline-*.jsonl, the last step of {len(paths)} ranks"
+
+
+def _timed(line: Mapping[str, Any], known: dict[str, Action]) -> TimedAction:
+    text = str(line["action"])
+    if text not in known:
+        known[text] = Action.parse(text)
+    start_s, end_s = float(line["start_s"]), float(line["end_s"])
+    if not -math.inf < start_s <= end_s < math.inf:
+        raise ValueError(text)
+    return TimedAction(known[text], int(line["rank"]), start_s, end_s, str(line["lane"]))
+
+
+if __name__ == "__main__":
+    write_run_page(Path(sys.argv[1]))
