@@ -276,7 +276,9 @@ def _dry_run(arguments: argparse.Namespace) -> int:
     num_ranks = dry_run_size(config, arguments.world_size)
     if resume is not None:
         config = keep_global_batch(config, num_ranks)
-    Terminal().print(render(dry_run(config, num_ranks)))
+    with Console(stderr=True).status("reading the config") as status:
+        run = dry_run(config, num_ranks, announce=status.update)
+    Terminal().print(render(run))
     return 0
 
 

@@ -44,11 +44,11 @@ examples:
   shardwise plan --explain ds.json --model llama-7b --cluster h100:8
   shardwise plan --fit --cluster h100:8 --model llama-70b       the largest model, micro-batch and sequence
 
-a dry run simulates the engine's own ranks; without --ranks one rank of each place in the pipeline: of up to 8 places
-all, of more the first, the second, the middle and the last:
+a dry run simulates the engine's own ranks: rank 0, or those of --ranks:
   shardwise plan --dry-run my.toml --world-size 512
   shardwise plan --dry-run my.toml --world-size 512 mesh.pp=8 mesh.tp=8 pipeline.schedule=zb-h1
-  shardwise plan --dry-run my.toml --ranks worst       all of the rank with the highest peak
+  shardwise plan --dry-run my.toml --ranks stages      one rank of each stage of a pipeline
+  shardwise plan --dry-run my.toml --ranks worst       of these the one with the highest peak, in full
   shardwise plan --dry-run my.toml --ranks 0,1,64      these ranks
 
 exit code: 0, 1 where nothing fits, 2 where the question is wrong, 130 after Ctrl-C
@@ -115,7 +115,7 @@ def add_command(
     dry = parser.add_argument_group("a dry run")
     dry.add_argument("--dry-run", action="store_true", help="simulate the config as it is; start nothing")
     dry.add_argument("--world-size", type=int, metavar="N", help="ranks of the job (default: what the mesh says)")
-    dry.add_argument("--ranks", metavar="0,1,... | worst | stages", help="which ranks to simulate")
+    dry.add_argument("--ranks", metavar="0,1,... | worst | stages", help="which ranks to simulate (default: 0)")
     parser.set_defaults(run=partial(_plan, split=split, environ=environ))
 
 
@@ -527,17 +527,17 @@ def _dry_run(arguments: argparse.Namespace, path: str | None, assignments: Seque
     return 0
 
 
-def parse_ranks(text: str | None) -> list[int] | Choice | None:
+def parse_ranks(text: str | None) -> list[int] | Choice:
     """Return the ranks that `--ranks` asks for.
 
     >>> parse_ranks("0,8, 16"), parse_ranks("worst"), parse_ranks(None)
-    ([0, 8, 16], 'worst', None)
+    ([0, 8, 16], 'worst', [0])
 
     Raises:
         ConfigError: it is something else.
     """
     if text is None:
-        return None
+        return [0]
     if text == "worst":
         return "worst"
     if text == "stages":

@@ -107,7 +107,7 @@ class PipelineRunner:
         context = self._context
         self._check_in_step()
         context.before_model()  # here: after the first stage's forward has begun, a rank would wait in vain
-        execution = self._prepare(self._row, batches, context.losses)
+        execution = self._prepare(self._row_of(len(batches)), batches, context.losses)
         context.batches.extend(batches)
         context.timeline.is_recording = True
         context.status.begin_backward()
@@ -120,6 +120,15 @@ class PipelineRunner:
         if execution.result is None:
             raise RuntimeError("the schedule has no STEP; add one")
         return execution.result
+
+    def _row_of(self, num_batches: int) -> Sequence[Action]:
+        """Return this rank's row of a step; a simulation also takes steps of fewer micro-batches than the config's."""
+        config = self._context.config
+        if num_batches == (config.batch.accumulation or 1):
+            return self._row
+        batch = config.batch.model_copy(update={"accumulation": num_batches})
+        schedule = step_schedule(config.model_copy(update={"batch": batch}), self._context.layout)
+        return schedule.ranks[self._pipeline.index]
 
     def evaluate(self, batches: Sequence[Any], losses: LossAccumulator) -> None:
         """Run the forwards as a schedule says; `losses` is given the losses of `batches`."""

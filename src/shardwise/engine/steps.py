@@ -183,7 +183,7 @@ class SequentialRunner:
         for index, batch in enumerate(batches, 1):
             loss = context.open_loss(batch, self.forward(batch))
             context.step_in_backward.is_armed = index == len(batches)
-            context.backward(loss)
+            context.backward(loss, is_boundary=index == len(batches))
         return context.step(self.forward)
 
     def evaluate(self, batches: Sequence[Any], losses: LossAccumulator) -> None:

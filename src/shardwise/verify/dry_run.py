@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import torch
 from rich.console import Group, RenderableType
@@ -30,10 +30,10 @@ from shardwise.train.console_notes import tiers_line
 from shardwise.train.job_model import JobModel, job_model
 from shardwise.train.setup import check_job, layout_line, sparse_words, wanted_device
 from shardwise.verify.dry_run_tables import rank_tables, ranks_tables
-from shardwise.verify.simulate import Simulation, simulate
+from shardwise.verify.few_micro_batches import RankFigures, rank_figures
+from shardwise.verify.simulate import RankJob, resolved_for
 
 _LABEL_WIDTH = 11
-_MOST_STAGES: Final = 8
 
 Choice = Literal["stages", "worst"]
 """Selects one rank of each place in a pipeline, or the one of them with the highest peak."""
@@ -41,7 +41,7 @@ Choice = Literal["stages", "worst"]
 
 @dataclass(frozen=True)
 class DryRun:
-    """Holds a job and the simulations of some of its ranks; the config is resolved.
+    """Holds a job and what some of its ranks hold and send; the config is resolved.
 
     Attributes:
         partition: the stages of its pipeline; None without one.
@@ -51,7 +51,7 @@ class DryRun:
 
     config: Config
     model: JobModel
-    simulations: tuple[Simulation, ...]
+    ranks: tuple[RankFigures, ...]
     partition: StagePartition | None
     elapsed_s: float
     is_worst: bool = False
@@ -59,13 +59,13 @@ class DryRun:
     @property
     def layout(self) -> Layout:
         """Return the layout of the first rank."""
-        return self.simulations[0].layout
+        return self.ranks[0].layout
 
 
 def dry_run(
     config: Config,
     world_size: int,
-    ranks: Sequence[int] | Choice | None = (0,),
+    ranks: Sequence[int] | Choice = (0,),
     announce: Callable[[str], None] = lambda doing: None,
 ) -> DryRun:
     """Simulate ranks of a job.
@@ -73,9 +73,8 @@ def dry_run(
     Args:
         config: as `job_config` returns it.
         world_size: the job's ranks; this machine need not have as many devices.
-        ranks: ranks of the world, or a `Choice` of them; None for one of each place in a pipeline of up to 8 ranks, or
-            of the first, the second, the middle and the last place of a longer one.
-        announce: called with a few words before each simulation.
+        ranks: ranks of the world, or a `Choice` of them.
+        announce: called with a few words before each simulation, and once it is known how long that takes.
 
     Raises:
         ConfigError: the config is wrong, as for a run, or its optimizer cannot be simulated.
@@ -90,22 +89,17 @@ def dry_run(
         return model.batch((tokens, tokens))
 
     chosen = choose_ranks(layout.mesh, ranks)
-    simulations = []
+    found = []
     for number, rank in enumerate(chosen, 1):
-        announce(f"simulating rank {rank:,} of {world_size:,} ({number} of {len(chosen)})")
-        simulation = simulate(
-            model.skeleton,
-            config,
-            make_batch,
-            loss_fn=model.loss_fn,
-            rank=rank,
-            world_size=world_size,
-        )
-        simulations.append(simulation)
+        place = f"simulating rank {rank:,} of {world_size:,} ({number} of {len(chosen)})"
+        announce(place)
+        made = model.skeleton()
+        job = RankJob(made, resolved_for(made, config, rank, world_size), make_batch, rank, model.loss_fn)
+        found.append(rank_figures(job, lambda doing, place=place: announce(f"{place}: {doing}")))  # type: ignore[misc]
     if ranks == "worst":
-        simulations = [max(simulations, key=lambda each: each.peak.peak_bytes)]
+        found = [max(found, key=lambda each: each.peak_bytes)]
     partition = find_partition(model.skeleton(), config) if layout.pipeline is not None else None
-    return DryRun(config, model, tuple(simulations), partition, time.perf_counter() - start_s, ranks == "worst")
+    return DryRun(config, model, tuple(found), partition, time.perf_counter() - start_s, ranks == "worst")
 
 
 def dry_run_size(config: Config, world_size: int | None) -> int:
@@ -120,16 +114,16 @@ def dry_run_size(config: Config, world_size: int | None) -> int:
     return default_num_ranks(config.run.device)
 
 
-def choose_ranks(mesh: MeshShape, ranks: Sequence[int] | Choice | None) -> list[int]:
+def choose_ranks(mesh: MeshShape, ranks: Sequence[int] | Choice) -> list[int]:
     """Return the ranks to simulate: of each place in a pipeline the first one, which has the least padding.
 
-    >>> choose_ranks(MeshShape(pp=4, dp_shard=2, tp=2), None), choose_ranks(MeshShape(pp=16, tp=8), None)
-    ([0, 4, 8, 12], [0, 8, 64, 120])
+    >>> choose_ranks(MeshShape(pp=4, dp_shard=2, tp=2), "stages")
+    [0, 4, 8, 12]
 
     Raises:
         ConfigError: there is no such rank.
     """
-    if ranks is not None and not isinstance(ranks, str):
+    if not isinstance(ranks, str):
         for rank in ranks:
             if not 0 <= rank < mesh.world_size:
                 raise ConfigError(
@@ -137,10 +131,7 @@ def choose_ranks(mesh: MeshShape, ranks: Sequence[int] | Choice | None) -> list[
                     f"rank {rank} is not in a world of {mesh.world_size}; give 0 to {mesh.world_size - 1}",
                 )
         return list(dict.fromkeys(ranks))
-    places = list(range(mesh.pp))
-    if ranks is None and mesh.pp > _MOST_STAGES:
-        places = [0, 1, mesh.pp // 2, mesh.pp - 1]
-    return [mesh.rank_of(Coordinate(pp=place)) for place in places]
+    return [mesh.rank_of(Coordinate(pp=place)) for place in range(mesh.pp)]
 
 
 def render(run: DryRun) -> RenderableType:
@@ -148,20 +139,29 @@ def render(run: DryRun) -> RenderableType:
     tables: list[RenderableType] = [_header(run)]
     if run.partition is not None:
         tables.append(Text(run.partition.describe()))
-    if len(run.simulations) == 1:
-        tables += rank_tables(run.simulations[0], run.config)
+    if len(run.ranks) == 1:
+        tables += rank_tables(run.ranks[0], run.config)
     else:
-        tables += ranks_tables(run.simulations)
+        tables += ranks_tables(run.ranks)
     tables.append(Text(_footer(run), style="dim"))
     parts = [Padding(table, (1, 1, 0, 1), expand=False) for table in tables]
     return Group(*parts)
 
 
 def _footer(run: DryRun) -> str:
-    ranks = ", ".join(f"{each.rank:,}" for each in run.simulations)
-    many = "ranks" if len(run.simulations) > 1 else "rank"
+    ranks = ", ".join(f"{each.rank:,}" for each in run.ranks)
+    many = "ranks" if len(run.ranks) > 1 else "rank"
     worst = ", of one rank of each stage that with the highest peak," if run.is_worst else ""
-    return f"{many} {ranks}{worst} simulated in {run.elapsed_s:.1f} s; nothing was started and no data read"
+    num_all, few = run.config.batch.accumulation or 1, max(each.num_simulated for each in run.ranks)
+    words = f"{many} {ranks}{worst} simulated in {run.elapsed_s:.1f} s; nothing was started and no data read"
+    if few < num_all:
+        words += (
+            f". {few:,} of {num_all:,} micro-batches were simulated: a rank holds as many at once with them. Calls, what "
+            "is sent and what sent gradients hold are extrapolated, as each micro-batch adds the same"
+        )
+    if run.layout.mesh.pp > len(run.ranks) and not run.is_worst:
+        words += ". shardwise plan --dry-run --ranks stages has a rank of each stage"
+    return words
 
 
 def _header(run: DryRun) -> Table:

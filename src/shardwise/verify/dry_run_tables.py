@@ -12,7 +12,7 @@ from shardwise.config.resolve import Config, Tier
 from shardwise.layout.mesh_shape import SHARD_AXES
 from shardwise.runtime.format import format_bytes, format_count
 from shardwise.runtime.memory_tracker import Category
-from shardwise.verify.simulate import Simulation
+from shardwise.verify.few_micro_batches import RankFigures
 
 _ROLES: Final[Mapping[str, str]] = MappingProxyType(
     {"param": "parameters", "grad": "gradients", "optimizer": "optimizer"}
@@ -28,19 +28,19 @@ _UNITS: Final = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _TEXTS: Final = ("collective", "to", "stages", "in")
 
 
-def rank_tables(simulation: Simulation, config: Config) -> list[Table]:
+def rank_tables(figures: RankFigures, config: Config) -> list[Table]:
     """Return the tables of one rank: memory, tiers and traffic; `config` is resolved."""
-    return [_memory_table(simulation), *_tier_tables(simulation, config), _wire_table(simulation)]
+    return [_memory_table(figures), *_tier_tables(figures, config), _wire_table(figures)]
 
 
-def ranks_tables(simulations: Sequence[Simulation]) -> list[Table]:
+def ranks_tables(ranks: Sequence[RankFigures]) -> list[Table]:
     """Return tables of several ranks, with a row for each."""
-    return [_at_rest_of_ranks(simulations), _peaks_of_ranks(simulations), _wires_of_ranks(simulations)]
+    return [_at_rest_of_ranks(ranks), _peaks_of_ranks(ranks), _wires_of_ranks(ranks)]
 
 
-def _memory_table(simulation: Simulation) -> Table:
-    table = _table(f"rank {simulation.rank:,}'s device", "at rest", "at the peak", min_width=12)
-    at_rest, peak = simulation.at_rest.live_bytes, simulation.peak.peak_live_bytes
+def _memory_table(figures: RankFigures) -> Table:
+    table = _table(f"rank {figures.rank:,}'s device", "at rest", "at the peak", min_width=12)
+    at_rest, peak = figures.at_rest, figures.peak
     for category in Category:
         if at_rest[category] or peak[category]:
             table.add_row(category.value, _bytes(at_rest[category]), _bytes(peak[category]))
@@ -48,9 +48,9 @@ def _memory_table(simulation: Simulation) -> Table:
     return table
 
 
-def _tier_tables(simulation: Simulation, config: Config) -> Iterator[Table]:
+def _tier_tables(figures: RankFigures, config: Config) -> Iterator[Table]:
     """Yield tables of where states are stored and what moves in a step; none where all are stored on the device."""
-    by_tier = _bytes_by_tier(simulation)
+    by_tier = _bytes_by_tier(figures)
     if set(by_tier) == {"device"}:
         return
     at_rest = _table("at rest in", *_ROLES.values(), "total", min_width=12)
@@ -59,30 +59,30 @@ def _tier_tables(simulation: Simulation, config: Config) -> Iterator[Table]:
         at_rest.add_row(_TIER_NAMES[tier], *map(_bytes, row_bytes))
     yield at_rest
     moves = _table("a step moves from", "to", "bytes", min_width=12)
-    for (source, target), num_bytes in simulation.layout.bytes_across(config.batch.accumulation or 1).items():
+    for (source, target), num_bytes in figures.layout.bytes_across(config.batch.accumulation or 1).items():
         moves.add_row(_TIER_NAMES[source], _TIER_NAMES[target], _bytes(num_bytes))
     yield moves
 
 
-def _wire_table(simulation: Simulation) -> Table:
+def _wire_table(figures: RankFigures) -> Table:
     table = _table("a step sends over", "collective", "calls", "bytes", min_width=12)
-    for (axis, op), num_bytes in simulation.wire_bytes.items():
-        table.add_row(axis, _op(op), f"{_num_calls(simulation, axis, op):,}", _bytes(num_bytes))
-    total_bytes = sum(simulation.wire_bytes.values())
-    table.add_row("total", "", f"{len(simulation.calls):,}", _bytes(total_bytes), style="bold")
+    for (axis, op), num_bytes in figures.wire_bytes.items():
+        table.add_row(axis, _op(op), f"{figures.num_calls[axis, op]:,}", _bytes(num_bytes))
+    total_bytes = sum(figures.wire_bytes.values())
+    table.add_row("total", "", f"{sum(figures.num_calls.values()):,}", _bytes(total_bytes), style="bold")
     return table
 
 
-def _at_rest_of_ranks(simulations: Sequence[Simulation]) -> Table:
+def _at_rest_of_ranks(ranks: Sequence[RankFigures]) -> Table:
     """Return a table of stages, parameters and states, with a row for each memory that stores any."""
-    by_tiers = [_bytes_by_tier(each) for each in simulations]
+    by_tiers = [_bytes_by_tier(each) for each in ranks]
     totals = [sum(sum(held.values()) for held in by_tier.values()) for by_tier in by_tiers]
     has_tiers = any(set(by_tier) != {"device"} for by_tier in by_tiers)
     unit, to_unit = _unit(totals)
     table = _table(
         f"at rest, {unit}", "stages", "held", *(["in"] if has_tiers else []), *_SHORT_ROLES.values(), "total"
     )
-    for each, by_tier in zip(simulations, by_tiers, strict=True):
+    for each, by_tier in zip(ranks, by_tiers, strict=True):
         labels = [f"rank {each.rank:,}", _stages(each), format_count(each.layout.numel)]
         for tier, held in by_tier.items():
             cells = [_TIER_NAMES[tier]] if has_tiers else []
@@ -92,43 +92,39 @@ def _at_rest_of_ranks(simulations: Sequence[Simulation]) -> Table:
     return table
 
 
-def _peaks_of_ranks(simulations: Sequence[Simulation]) -> Table:
+def _peaks_of_ranks(ranks: Sequence[RankFigures]) -> Table:
     """Return a table of the device's memory at its peak, by category."""
-    peaks = [each.peak.peak_live_bytes for each in simulations]
+    peaks = [each.peak for each in ranks]
     used = [category for category in Category if any(peak[category] for peak in peaks)]
     rows = [[*(peak[category] for category in used), sum(peak.values())] for peak in peaks]
     unit, to_unit = _unit([row[-1] for row in rows])
     table = _table(f"peak, {unit}", *(_SHORT_CATEGORIES.get(each, each.value) for each in used), "total")
-    for each, row in zip(simulations, rows, strict=True):
+    for each, row in zip(ranks, rows, strict=True):
         table.add_row(f"rank {each.rank:,}", *map(to_unit, row))
     table.add_row("largest", *(to_unit(max(column)) for column in zip(*rows, strict=True)), style="bold")
     return table
 
 
-def _wires_of_ranks(simulations: Sequence[Simulation]) -> Table:
+def _wires_of_ranks(ranks: Sequence[RankFigures]) -> Table:
     """Return a table, by axis and collective, of the least and the most that a rank sends."""
     table = _table("a step sends over", "collective", "calls", "least", "most", "by rank")
-    kinds = dict.fromkeys(kind for each in simulations for kind in each.wire_bytes)
+    kinds = dict.fromkeys(kind for each in ranks for kind in each.wire_bytes)
     for axis, op in sorted(kinds):
-        most = max(simulations, key=lambda each: (each.wire_bytes.get((axis, op), 0), -each.rank))
-        sizes = [each.wire_bytes.get((axis, op), 0) for each in simulations]
-        calls = f"{_num_calls(most, axis, op):,}"
+        most = max(ranks, key=lambda each: (each.wire_bytes.get((axis, op), 0), -each.rank))
+        sizes = [each.wire_bytes.get((axis, op), 0) for each in ranks]
+        calls = f"{most.num_calls[axis, op]:,}"
         table.add_row(axis, _op(op), calls, _bytes(min(sizes)), _bytes(max(sizes)), f"{most.rank:,}")
     return table
 
 
-def _stages(simulation: Simulation) -> str:
-    pipeline = simulation.layout.pipeline
+def _stages(figures: RankFigures) -> str:
+    pipeline = figures.layout.pipeline
     return "-" if pipeline is None else ", ".join(map(str, sorted(pipeline.held)))
 
 
-def _bytes_by_tier(simulation: Simulation) -> Mapping[Tier, Mapping[str, int]]:
-    layout = simulation.layout
-    return layout.bytes_by_tier(layout.mesh.index_along(SHARD_AXES, simulation.rank))
-
-
-def _num_calls(simulation: Simulation, axis: str, op: str) -> int:
-    return sum((call.axis, call.op) == (axis, op) for call in simulation.calls)
+def _bytes_by_tier(figures: RankFigures) -> Mapping[Tier, Mapping[str, int]]:
+    layout = figures.layout
+    return layout.bytes_by_tier(layout.mesh.index_along(SHARD_AXES, figures.rank))
 
 
 def _table(*columns: str, min_width: int = 0) -> Table:

@@ -142,25 +142,76 @@ def simulate(
     """
     start_s = time.perf_counter()
     made = model if isinstance(model, nn.Module) else _make_on_meta(model)
-    config = _resolved(made, config, rank, world_size)
-    memory = MemoryTracker("cpu", limit_bytes=None if device_gib is None else int(device_gib * 2**30))
-    with fake_tensors(), _values_refused():
-        model = _without_memory(made)
-        layout = plan_layout(model, config, rank=rank)
-        steps = [_make_batches(config, make_batch) for _ in range(2)]
-        examples = None if layout.pipeline is None else _what_stages_receive(model, config, layout.pipeline, steps)
-        comm_factory = SimulatedFactory(layout.mesh, rank, _backend(config), examples)
-        with explain_out_of_memory(memory, config, f"on rank {rank} while its engine is made"):
-            engine = Engine(
-                EngineInputs(model, config, layout, memory, comm_factory, loss_fn=loss_fn, optimizer=optimizer)
-            )
+    config = resolved_for(made, config, rank, world_size)
+    job = RankJob(made, config, make_batch, rank, loss_fn, optimizer, device_gib)
+    with fake_tensors(), values_refused():
+        engine, make_step = build_rank(job)
+        num_micro_batches = config.batch.accumulation or 1
         # The first step makes the optimizer's states and learns the order of the blocks.
-        with nullcontext() if device_gib is None else memory.meter():
-            engine.train_step(steps[0])
-        at_rest, host_at_rest = _meter_step(engine, steps[1])
+        with nullcontext() if device_gib is None else engine.memory.meter():
+            engine.train_step(make_step(num_micro_batches))
+        return meter_step(engine, make_step(num_micro_batches), start_s)
+
+
+@dataclass(frozen=True)
+class RankJob:
+    """Holds what one simulated rank trains; fields as the arguments of `simulate`, the config resolved."""
+
+    model: nn.Module
+    config: Config
+    make_batch: Callable[[], Any]
+    rank: int
+    loss_fn: LossFn | None = None
+    optimizer: OptimizerFactory | None = None
+    device_gib: float | None = None
+
+
+def build_rank(job: RankJob) -> tuple[Engine, Callable[[int], list[Any]]]:
+    """Make the engine of a simulated rank, and a function that makes so many micro-batches; call it on fake tensors."""
+    config, memory = (
+        job.config,
+        MemoryTracker("cpu", limit_bytes=None if job.device_gib is None else int(job.device_gib * 2**30)),
+    )
+    model = _without_memory(job.model)
+    layout = plan_layout(model, config, rank=job.rank)
+
+    def make_step(num_micro_batches: int) -> list[Any]:
+        batches = [job.make_batch() for _ in range(num_micro_batches)]
+        return pytree.tree_map(lambda leaf: fake_copy(leaf) if isinstance(leaf, Tensor) else leaf, batches)
+
+    examples = None
+    if layout.pipeline is not None:
+        steps = [make_step(config.batch.accumulation or 1) for _ in range(2)]
+        examples = _what_stages_receive(model, config, layout.pipeline, steps)
+    comm_factory = SimulatedFactory(layout.mesh, job.rank, _backend(config), examples)
+    with explain_out_of_memory(memory, config, f"on rank {job.rank} while its engine is made"):
+        engine = Engine(
+            EngineInputs(model, config, layout, memory, comm_factory, loss_fn=job.loss_fn, optimizer=job.optimizer)
+        )
+    return engine, make_step
+
+
+def meter_step(engine: Engine, batches: Sequence[Any], start_s: float) -> Simulation:
+    """Take a step of a simulated rank's engine, and return what it holds and sends.
+
+    Args:
+        engine: after a step or more.
+        batches: the step's micro-batches; `batch.accumulation` may say another number.
+        start_s: when the simulation began, on `time.perf_counter`.
+    """
+    before_update: list[tuple[MemorySnapshot, MemorySnapshot]] = []
+    engine.step_context.before_update = lambda: before_update.append(
+        (engine.memory.snapshot(), engine.tiers.memory.snapshot())
+    )
+    engine.comm.comm_log.recent = deque()  # without a bound
+    engine.memory.reset_peak()
+    engine.tiers.traffic.reset()
+    with engine.memory.meter(), engine.step_context.failures_explained():
+        engine.runner.train(batches)
+    at_rest, host_at_rest = before_update[0]
     return Simulation(
-        rank=rank,
-        layout=layout,
+        rank=engine.comm.rank,
+        layout=engine.layout,
         at_rest=at_rest,
         peak=engine.memory.snapshot(),
         counter_bytes=_counter_bytes(engine),
@@ -172,7 +223,12 @@ def simulate(
     )
 
 
-def _resolved(model: nn.Module, config: Config | Mapping[str, Any] | None, rank: int, world_size: int) -> Config:
+def resolved_for(model: nn.Module, config: Config | Mapping[str, Any] | None, rank: int, world_size: int) -> Config:
+    """Return the config of one rank's job, resolved.
+
+    Raises:
+        ConfigError: config, model, rank and world size do not fit each other.
+    """
     config = config if isinstance(config, Config) else Config.from_dict(config or {})
     config = with_own_dtype(model, config).resolve(world_size)
     if not 0 <= rank < world_size:
@@ -183,7 +239,12 @@ def _resolved(model: nn.Module, config: Config | Mapping[str, Any] | None, rank:
 
 
 @contextmanager
-def _values_refused() -> Iterator[None]:
+def values_refused() -> Iterator[None]:
+    """Refuse, inside, a model that reads the values of fake tensors.
+
+    Raises:
+        ConfigError: it does.
+    """
     try:
         yield
     except NO_VALUE_ERRORS as error:
@@ -197,25 +258,6 @@ def _values_refused() -> Iterator[None]:
 def _make_on_meta(make_model: Callable[[], nn.Module]) -> nn.Module:
     with torch.device("meta"):
         return make_model()
-
-
-def _make_batches(config: Config, make_batch: Callable[[], Any]) -> list[Any]:
-    batches = [make_batch() for _ in range(config.batch.accumulation or 1)]
-    return pytree.tree_map(lambda leaf: fake_copy(leaf) if isinstance(leaf, Tensor) else leaf, batches)
-
-
-def _meter_step(engine: Engine, batches: Sequence[Any]) -> tuple[MemorySnapshot, MemorySnapshot]:
-    """Take a step, and return what the device and the host hold between its last backward and its update."""
-    before_update: list[tuple[MemorySnapshot, MemorySnapshot]] = []
-    engine.step_context.before_update = lambda: before_update.append(
-        (engine.memory.snapshot(), engine.tiers.memory.snapshot())
-    )
-    engine.comm.comm_log.recent = deque()  # without a bound
-    engine.memory.reset_peak()
-    engine.tiers.traffic.reset()
-    with engine.memory.meter():
-        engine.train_step(batches)
-    return before_update[0]
 
 
 def _what_stages_receive(

@@ -54,20 +54,20 @@ def table(lines: list[str], title: str) -> list[list[str]]:
 
 
 def test_one_rank_of_every_stage_is_shown(capsys):
-    lines = printed(capsys, "plan", "--dry-run", "my.toml")
+    lines = printed(capsys, "plan", "--dry-run", "my.toml", "--ranks", "stages")
     assert [row[:3] for row in table(lines, "stage ")[1:3]] == [
         ["0", "0", "embed..blocks.0"],
         ["1", "1", "blocks.1..head"],
     ]
-    run = dry_run(Config.from_toml("my.toml"), 4, None)
-    assert [each.rank for each in run.simulations] == [0, 2]
+    run = dry_run(Config.from_toml("my.toml"), 4, "stages")
+    assert [each.rank for each in run.ranks] == [0, 2]
     _, *ranks, largest = table(lines, "at rest, ")
-    for row, simulation in zip(ranks, run.simulations, strict=True):
-        held = simulation.layout.bytes_at_rest()
+    for row, figures in zip(ranks, run.ranks, strict=True):
+        held = figures.layout.bytes_at_rest()
         sizes = [f"{num_bytes / 2**10:,.2f}" for num_bytes in (*held.values(), sum(held.values()))]
-        assert (row[:2], row[-4:]) == (["rank", str(simulation.rank)], sizes)
+        assert (row[:2], row[-4:]) == (["rank", str(figures.rank)], sizes)
     assert largest == ["largest", max(row[-1] for row in ranks)]
-    peaks = [sum(each.peak.peak_live_bytes.values()) for each in run.simulations]
+    peaks = [each.peak_bytes for each in run.ranks]
     _, *ranks, largest = table(lines, "peak, ")
     assert [row[-1] for row in ranks] == [f"{peak / 2**10:,.2f}" for peak in peaks]
     assert largest[-1] == f"{max(peaks) / 2**10:,.2f}"
@@ -87,16 +87,14 @@ def test_one_rank_is_shown_as_a_dry_run_of_train_shows_it(capsys):
 def test_the_worst_rank_is_shown_in_detail(capsys):
     lines = printed(capsys, "plan", "--dry-run", "my.toml", "--ranks", "worst", "run.device=cuda")
     run = dry_run(Config.from_toml("my.toml").override(["run.device=cuda"]), 4, "stages")
-    worst = max(run.simulations, key=lambda each: each.peak.peak_bytes)
+    worst = max(run.ranks, key=lambda each: each.peak_bytes)
     assert any(line.strip().startswith(f"rank {worst.rank}'s device") for line in lines)
     assert "of one rank of each stage that with the highest peak" in " ".join(lines)
 
 
 def test_which_ranks_are_simulated():
     long = MeshShape(pp=16, dp_shard=2, tp=4)
-    assert choose_ranks(long, None) == [0, 8, 64, 120]
     assert choose_ranks(long, "stages") == choose_ranks(long, "worst") == list(range(0, 128, 8))
-    assert choose_ranks(MeshShape(pp=8, tp=2), None) == list(range(0, 16, 2))
     assert choose_ranks(long, [5, 3, 5]) == [5, 3]
 
 

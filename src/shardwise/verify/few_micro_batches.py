@@ -1,0 +1,155 @@
+"""Simulates a rank with as few micro-batches as show all that more would: a dry run of hundreds takes seconds.
+
+A step holds most once its pipeline is full, and from then on each further micro-batch does what the one before did.
+So the counts of the schedule say how many micro-batches are needed, and what each one more adds is linear: a message, a
+gather, and the bytes of a sent gradient, which is held until the step ends. `tests/parity/test_few_micro_batches.py`
+compares the figures with those of all micro-batches, byte for byte.
+
+>>> few_micro_batches("1f1b", 8, 1, 128), few_micro_batches("zb-v", 8, 2, 128), few_micro_batches("gpipe", 8, 1, 128)
+(8, 16, 128)
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Any
+
+from shardwise.config.resolve import Config
+from shardwise.layout.layout import Layout
+from shardwise.planner.in_flight import InFlight, InFlightTable, is_remote
+from shardwise.runtime.format import format_s
+from shardwise.runtime.memory_tracker import Category
+from shardwise.runtime.torch_private import fake_tensors
+from shardwise.schedule.registry import placement_of
+from shardwise.verify.simulate import RankJob, Simulation, build_rank, meter_step, values_refused
+
+# Two points of a line, and one that a rank without a pipeline needs: a first micro-batch, a last one and one between.
+_LEAST = 3
+_FIRST = 2
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    """Holds what one rank holds and sends in a step.
+
+    Attributes:
+        rank: of the world.
+        layout: of all ranks.
+        at_rest: bytes of the device between the last backward and the update, by category.
+        peak: bytes of the device at the peak.
+        num_calls, wire_bytes: collectives of a step and what this rank sends by them, by axis and op.
+        num_simulated: the micro-batches that were simulated; the figures are of all.
+    """
+
+    rank: int
+    layout: Layout
+    at_rest: Mapping[Category, int]
+    peak: Mapping[Category, int]
+    num_calls: Mapping[tuple[str, str], int]
+    wire_bytes: Mapping[tuple[str, str], int]
+    num_simulated: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """Return the bytes of the device at the peak, all categories."""
+        return sum(self.peak.values())
+
+
+def few_micro_batches(recipe_name: str, num_ranks: int, virtual_stages: int, num_micro_batches: int) -> int:
+    """Return the fewest micro-batches with which every rank of a pipeline holds as many at once as with all of them.
+
+    Args:
+        recipe_name: as `pipeline.schedule`.
+        num_ranks: of the pipeline; 1 for none.
+        virtual_stages: stages a rank.
+        num_micro_batches: of a step.
+    """
+    if num_ranks == 1:
+        return min(_LEAST, num_micro_batches)
+    table, placement = InFlightTable(), placement_of(recipe_name, num_ranks, virtual_stages)
+    inlets = [
+        sum(is_remote(placement, each, each - 1) for each in placement.stages_of(rank)) for rank in range(num_ranks)
+    ]
+
+    def counts(number: int, rank: int) -> InFlight:
+        return table.of(recipe_name, num_ranks, virtual_stages, number, rank=rank)
+
+    def shows_all(few: int, rank: int) -> bool:
+        return _is_same(counts(few, rank), counts(num_micro_batches, rank), (num_micro_batches - few) * inlets[rank])
+
+    few = min(_LEAST, num_micro_batches)
+    for rank in range(num_ranks):
+        few = next((each for each in range(few, num_micro_batches) if shows_all(each, rank)), num_micro_batches)
+    return few
+
+
+def _is_same(few: InFlight, full: InFlight, num_more_sent: int) -> bool:
+    """Say whether two counts differ in nothing but so many more sent gradients at each moment."""
+    pairs = [
+        pair
+        for moments in zip((*few.backwards, few.between), (*full.backwards, full.between), strict=True)
+        for pair in zip_longest(*moments)
+    ]
+    return all(
+        None not in (one, other) and replace(one, num_sent=one.num_sent + num_more_sent) == other
+        for one, other in pairs
+    )
+
+
+def rank_figures(job: RankJob, announce: Callable[[str], None] = lambda doing: None) -> RankFigures:
+    """Simulate a rank with few micro-batches, and return what it holds and sends with all of them.
+
+    Args:
+        job: the rank's, with all micro-batches in its config.
+        announce: called with a few words, among them how long the longest part may take.
+    """
+    config, start_s = job.config, time.perf_counter()
+    num_all, schedule = config.batch.accumulation or 1, config.pipeline
+    few = few_micro_batches(schedule.schedule, config.mesh.pp, schedule.virtual_stages, num_all)
+    with fake_tensors(), values_refused():
+        engine, make_step = build_rank(replace(job, config=_with_micro_batches(config, few)))
+        engine.runner.train(make_step(1))  # makes the optimizer's states and learns the order of the blocks
+        first_s = time.perf_counter()
+        first = None if few <= _FIRST else meter_step(engine, make_step(_FIRST), start_s)
+        left_s = (time.perf_counter() - first_s) * few / _FIRST
+        words = "" if few == num_all else f" of {num_all:,}"
+        announce(f"rank {job.rank:,}: {few:,}{words} micro-batches, about {format_s(left_s)} more" if first else "")
+        found = meter_step(engine, make_step(few), start_s)
+    return _extrapolated(first or found, found, num_all - few, few)
+
+
+def _extrapolated(first: Simulation, found: Simulation, num_more: int, few: int) -> RankFigures:
+    """Return the figures of `num_more` micro-batches more than `found` has, by what one adds since `first`."""
+
+    def longer(before: Mapping[Any, int], after: Mapping[Any, int]) -> dict[Any, int]:
+        if not num_more:
+            return dict(after)
+        return {key: size + num_more * (size - before.get(key, 0)) // (few - _FIRST) for key, size in after.items()}
+
+    # Of what is at rest only sent gradients grow, and the peak has them too.
+    at_rest = longer(first.at_rest.live_bytes, found.at_rest.live_bytes)
+    peak = found.peak.peak_live_bytes
+    return RankFigures(
+        rank=found.rank,
+        layout=found.layout,
+        at_rest=at_rest,
+        peak={each: size + at_rest[each] - found.at_rest.live_bytes[each] for each, size in peak.items()},
+        num_calls=longer(_num_calls(first), _num_calls(found)),
+        wire_bytes=longer(first.wire_bytes, found.wire_bytes),
+        num_simulated=few,
+    )
+
+
+def _num_calls(simulation: Simulation) -> Counter[tuple[str, str]]:
+    return Counter((call.axis, call.op) for call in simulation.calls)
+
+
+def _with_micro_batches(config: Config, number: int) -> Config:
+    batch = config.batch
+    size = None if batch.global_size is None else batch.global_size // (batch.accumulation or 1) * number
+    changed = batch.model_copy(update={"accumulation": number, "global_size": size})
+    return config.model_copy(update={"batch": changed})
