@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -36,6 +37,7 @@ into the config. Without --cluster the job is planned for this machine, once it 
 --calibrate.
 
 examples:
+  shardwise plan llama-70b h100:512 --tp 8             a model, a cluster and a pin, the batch as usual
   shardwise plan --model llama-70b --cluster h100:512 --global-batch 1024 --seq 8192
   shardwise plan --model config.json --cluster a100-80:8x8 --global-batch 512 --write plan.toml
   shardwise plan --model train_megatron.sh --cluster h200:64    Megatron's flags, as a script, YAML or a string
@@ -56,10 +58,11 @@ exit code: 0, 1 where nothing fits, 2 where the question is wrong, 130 after Ctr
 _WRITTEN_BY: Final = "# Written by `shardwise plan`"
 _MAX_MARGIN: Final = 0.9
 _USUAL_LENGTH: Final = 4096
+# A written config saves this often: what a failure costs at most.
+_SAVED_S: Final = 3600.0
 _LONG_NAME: Final = 80
 # Python refuses to read a number of thousands of digits.
 _MAX_DIGITS: Final = 18
-_NO_BATCH: Final = "no batch is given; say how many sequences a step takes, such as --global-batch 1024"
 _NO_MODEL: Final = "no model is given; say which, such as --model llama-70b, or a config; see shardwise presets"
 # The flags that each question uses; a search uses all but those of a dry run.
 _OF_JOB: Final = frozenset({"--model", "--cluster", "--seq", "--margin", "--json"})
@@ -73,6 +76,20 @@ _HEEDS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     }
 )
 _OF_SEARCH: Final = frozenset({"--compare", "--write", "--top", "--more"})
+
+# Names by which people pin what the planner would choose, and the config's keys that they set.
+_PINS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "--tp": "mesh.tp",
+        "--pp": "mesh.pp",
+        "--cp": "mesh.cp",
+        "--dp": "mesh.dp_shard",
+        "--zero": "zero.stage",
+        "--micro-batch": "batch.micro_size",
+        "--recompute": "recompute.mode",
+    }
+)
+_CLUSTER: Final = re.compile(r"[\w.-]+:\d+(x\d+)?")
 
 Split = Callable[[Sequence[str]], tuple[str | None, list[str]]]
 """Splits a command's settings into its config file, if there is one, and the assignments."""
@@ -95,12 +112,16 @@ def add_command(
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("settings", nargs="*", metavar="config.toml | key=value", help="as for train")
+    words = "config.toml | model | gpu:n | key=value"
+    parser.add_argument("settings", nargs="*", metavar=words, help="as for train, or as for --model and --cluster")
     job = parser.add_argument_group("the job")
     job.add_argument("--model", metavar="NAME | FILE", help="a preset, our config, config.json, or Megatron's flags")
     job.add_argument("--cluster", metavar="GPU:N | FILE", help="such as h100:512, h100:64x8, or a TOML file")
-    job.add_argument("--global-batch", metavar="N", help="sequences of an optimizer step")
+    job.add_argument("--global-batch", metavar="N", help="sequences of a step (default: 64 Ki tokens a GPU, to 4 Mi)")
     job.add_argument("--seq", metavar="N", help="tokens of a sequence (default: the model's longest)")
+    pins = parser.add_argument_group("what is pinned, as by key=value")
+    for flag, key in _PINS.items():
+        pins.add_argument(flag, metavar="N" if flag != "--recompute" else "MODE", help=key)
     what = parser.add_argument_group("the answer")
     what.add_argument("--more", action="store_true", help="all of the answer: where time goes, what each change does")
     what.add_argument("--top", metavar="N", help="layouts to show (default: 3, with --more 5)")
@@ -157,7 +178,7 @@ def _share(text: str | None) -> float:
 def _plan(arguments: argparse.Namespace, split: Split, environ: Mapping[str, str]) -> int:
     try:
         _check_flags(arguments)
-        path, assignments = split(arguments.settings)
+        path, assignments = split(_with_words(arguments))
         if arguments.dry_run:
             return _dry_run(arguments, path, assignments)
         if arguments.refit is not None:
@@ -181,6 +202,18 @@ def _plan(arguments: argparse.Namespace, split: Split, environ: Mapping[str, str
         return 130
 
 
+def _with_words(arguments: argparse.Namespace) -> list[str]:
+    """Return the settings with those of the flags that pin; take a cluster among them for that of `--cluster`."""
+    words = [each for each in arguments.settings if _CLUSTER.fullmatch(each)]
+    if len(words) > 1 or (words and arguments.cluster is not None):
+        both = " and ".join(dict.fromkeys((*words, arguments.cluster or "")))
+        raise ConfigError("two-clusters", f"{both.removesuffix(' and ')} are two clusters; give one of them")
+    arguments.cluster = words[0] if words else arguments.cluster
+    given = {key: getattr(arguments, flag[2:].replace("-", "_")) for flag, key in _PINS.items()}
+    pinned = [f"{key}={value}" for key, value in given.items() if value is not None]
+    return [each for each in arguments.settings if each not in words] + pinned
+
+
 def _answer(
     arguments: argparse.Namespace, model: str | None, assignments: Sequence[str], environ: Mapping[str, str]
 ) -> int:
@@ -195,9 +228,6 @@ def _answer(
         return _explain(arguments, named or _here(environ, num_procs), model, assignments)
     if model is None:
         raise ConfigError("plan-needs-model", _NO_MODEL)
-    is_file = Path(model).suffix or "--" in model or Path(model).exists()
-    if arguments.global_batch is None and arguments.compare is None and not is_file:
-        raise ConfigError("plan-needs-batch", _NO_BATCH)  # only a file may say it
     return _search(arguments, named or _here(environ, num_procs), model, assignments)
 
 
@@ -375,6 +405,8 @@ def _write_config(arguments: argparse.Namespace, plan: SearchResult, base: Any, 
     config = config_of(job, price.strategy, base)
     if arguments.cluster is None:
         config = config.override([f"run.num_procs={cluster.num_gpus}"])
+    if config.checkpoint.every is None:
+        config = config.override([f"checkpoint.every={max(1, round(_SAVED_S / price.time.step_s))}"])
     check_job(config, cluster.num_gpus)
     strategy = price.strategy
     times = pricer.time.op_times(strategy)

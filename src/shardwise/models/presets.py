@@ -126,7 +126,8 @@ def preset(name: str) -> DecoderConfig:
     if name in PRESETS:
         return PRESETS[name]
     close = difflib.get_close_matches(name.lower(), PRESETS, n=1)
-    fix = f"did you mean {close[0]}?" if close else f"presets are {', '.join(PRESETS)}"
+    close = close or [each for each in PRESETS if name and each.endswith(name.lower())]
+    fix = f"did you mean {' or '.join(close)}?" if close else f"presets are {', '.join(PRESETS)}"
     raise ConfigError("unknown-preset", f"{name} is not a preset; {fix}")
 
 

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
@@ -81,6 +81,13 @@ class Reasons:
     misses: str = ""
     suggestions: tuple[str, ...] = ()
     yours: str = ""
+
+    @property
+    def plain(self) -> DefaultChoice | None:
+        """Return the fastest popular layout that fits without other memories; None where none does."""
+        every = [each for each in self.defaults if each.price is not None and each.missing is None]
+        here = [each for each in every if each.price and each.price.strategy.optimizer_tier == "device"]
+        return min(here, key=lambda each: each.price.time.step_s if each.price else 0.0, default=None)
 
 
 def reasons_of(
@@ -188,7 +195,7 @@ def why_not(price: Estimate, missing: MissingMemory, change: Change | None) -> s
 
 
 def defaults(plan: SearchResult, pricing: Pricing) -> Iterator[DefaultChoice]:
-    """Yield the layouts that people would start with, and how each does on this job."""
+    """Yield the layouts that people would start with, recomputing all where they must, and how each does."""
     job = plan.job
     for name, strategies in _default_strategies(job, plan):
         legal = [each for each in strategies if is_legal(job, each)]
@@ -202,20 +209,21 @@ def defaults(plan: SearchResult, pricing: Pricing) -> Iterator[DefaultChoice]:
 
 def _default(name: str, strategies: list[Strategy], plan: SearchResult, pricing: Pricing) -> DefaultChoice:
     job, margin_share = plan.job, plan.limits.margin_share
-    memories = [(each, pricing.memory.estimate(each)) for each in strategies]
-    fitting = [
-        Estimate(job=job, strategy=each, memory=memory, time=pricing.time.estimate(each))
-        for each, memory in memories
-        if missing_memory(memory, job.cluster, margin_share) is None
-    ]
-    if fitting:
-        best = min(fitting, key=lambda each: each.time.step_s)
-        winner = plan.winner
-        if winner is None or best.time.step_s <= winner.time.step_s:
-            sentence = f"{format_s(best.time.step_s)}, nothing is faster"
-        else:
-            sentence = why_slower(best, winner)
-        return DefaultChoice(name=name, price=best, missing=None, sentence=sentence)
+    for recompute in ("none", "full"):  # the memories of the last are those of what misses by least
+        memories = [(each, pricing.memory.estimate(each)) for each in _recomputing(strategies, recompute)]
+        fitting = [
+            Estimate(job=job, strategy=each, memory=memory, time=pricing.time.estimate(each))
+            for each, memory in memories
+            if missing_memory(memory, job.cluster, margin_share) is None
+        ]
+        if fitting:
+            best = min(fitting, key=lambda each: each.time.step_s)
+            winner, words = plan.winner, "with recompute full, " if recompute == "full" else ""
+            if winner is None or best.time.step_s <= winner.time.step_s:
+                sentence = f"{format_s(best.time.step_s)}, nothing is faster"
+            else:
+                sentence = why_slower(best, winner)
+            return DefaultChoice(name=name, price=best, missing=None, sentence=words + sentence)
     strategy, memory = min(memories, key=lambda each: each[1].worst.peak_bytes)
     price = Estimate(job=job, strategy=strategy, memory=memory, time=pricing.time.estimate(strategy))
     missing = missing_memory(memory, job.cluster, margin_share)
@@ -223,6 +231,10 @@ def _default(name: str, strategies: list[Strategy], plan: SearchResult, pricing:
         raise RuntimeError(f"{strategy} fits and does not")
     change = smallest_change(job, strategy, pricing, margin_share)
     return DefaultChoice(name=name, price=price, missing=missing, sentence=why_not(price, missing, change))
+
+
+def _recomputing(strategies: Sequence[Strategy], recompute: Recompute) -> list[Strategy]:
+    return [replace(each, recompute=recompute) for each in strategies]
 
 
 def _default_strategies(job: PlanJob, plan: SearchResult) -> Iterator[tuple[str, list[Strategy]]]:
@@ -237,13 +249,13 @@ def _default_strategies(job: PlanJob, plan: SearchResult) -> Iterator[tuple[str,
         yield "ZeRO-2", _with_batches(job, replace(base, dp_shard=num_gpus, zero_stage=2))
     offloaded = replace(base, dp_shard=num_gpus, zero_stage=3, params_tier="host", **host)  # type: ignore[arg-type]
     yield "ZeRO-3, host offload", _with_batches(job, offloaded)
-    tp = min(8, job.cluster.gpus_per_node)
-    if num_gpus > tp > 1:
-        sizes = [each for each in divisors(num_gpus // tp) if 1 < each <= job.shape.num_layers]
-        split = replace(base, tp=tp, sequence_parallel=True)
-        meshes = [replace(split, pp=pp, dp_shard=num_gpus // tp // pp, zero_stage=1) for pp in sizes]
+    most = min(8, job.cluster.gpus_per_node)
+    if num_gpus > most > 1:
+        split = replace(base, sequence_parallel=True)
+        sizes = [(tp, pp) for tp in divisors(most)[1:] for pp in divisors(num_gpus // tp) if 1 < pp <= job.shape.num_layers]
+        meshes = [replace(split, tp=tp, pp=pp, dp_shard=num_gpus // tp // pp, zero_stage=1) for tp, pp in sizes]
         meshes = [each if each.dp_shard > 1 else replace(each, zero_stage=0) for each in meshes]
-        yield f"Megatron (TP {tp} + PP)", [each for mesh in meshes for each in _with_batches(job, mesh)]
+        yield f"Megatron (TP to {most} + PP)", [each for mesh in meshes for each in _with_batches(job, mesh)]
 
 
 def _with_batches(job: PlanJob, strategy: Strategy) -> list[Strategy]:

@@ -3,11 +3,6 @@
 >>> found = plan("llama-7b", "h100:8", global_batch=64, settings=["mesh.tp=1", "mesh.cp=1", "recompute.mode=full"])
 >>> found.best.config().mesh.tp, len(found.choices)
 (1, 10)
->>> plan("llama-7b", "h100:8")
-Traceback (most recent call last):
-    ...
-shardwise.config.resolve.ConfigError: no batch is given; say how many sequences a step takes, \
-such as --global-batch 1024
 """
 
 from __future__ import annotations
@@ -110,7 +105,7 @@ def plan(
         model: what `--model` takes; or a `ModelShape`, a `DecoderConfig`, a config of Hugging Face's or the dictionary
             of one, or a module that has one of them as its `config`, on meta or anywhere.
         cluster: what `--cluster` takes, such as h100:512; or a `Cluster`.
-        global_batch: sequences of an optimizer step; the model's file's when left out.
+        global_batch: sequences of an optimizer step; when left out the model's file's, or as many as usual.
         seq_len: tokens of a sequence; the model's longest when left out.
         settings: `section.key=value`, which pin what the planner would choose, or go into the config.
         limits: how many are wanted, how much memory is to stay free, when the search ends.

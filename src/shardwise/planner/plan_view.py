@@ -21,7 +21,7 @@ from shardwise.planner.job import PlanJob
 from shardwise.planner.memory_limit import USUAL_MARGIN, missing_memory
 from shardwise.planner.neighbours import CHUNK_TOKENS
 from shardwise.planner.pricer import Pricer
-from shardwise.planner.render import YOURS, blocks, facts, job_rows, price_rows, price_table, stage_table, time_rows
+from shardwise.planner.render import PLAIN, YOURS, blocks, facts, job_rows, price_rows, price_table, stage_table, time_rows
 from shardwise.planner.results import Estimate
 from shardwise.planner.search import SearchResult, cost_per_step
 from shardwise.planner.shape import ModelShape
@@ -68,10 +68,15 @@ def plan_view(
         rows.append(("why", reasons.wins))
         parts.append(facts(rows))
         shown = (winner, *plan.runners_up)[:num_shown]
-        parts.append(price_table(shown, width=width, is_coloured=is_coloured, yours=yours))
+        plain = reasons.plain
+        beside = {} if yours is None else {YOURS: yours}
+        if plain is not None and plain.price is not None and plain.price.time.step_s > winner.time.step_s:
+            beside[PLAIN] = plain.price
+        parts.append(price_table(shown, width=width, is_coloured=is_coloured, beside=beside))
         losers = [(f"{number}", words) for number, words in enumerate(reasons.runners_up[: num_shown - 1], 2)]
         losers = losers if is_whole else losers[1:]  # how the second does is why the first is first
         losers += [] if yours is None else [(YOURS, reasons.yours)]
+        losers += [(PLAIN, f"{plain.name}, {plain.sentence}")] if plain is not None and PLAIN in beside else []
         if losers:
             parts.append(titled("why the others lose", losers))
     if reasons.defaults:
@@ -92,15 +97,8 @@ def default_words(default: DefaultChoice) -> str:
     """
     if default.price is None:
         return default.sentence
-    if default.missing is None:
-        return default.sentence.partition(":")[0]
-    words = f"out of memory by {format_bytes(default.missing.missing_bytes)}"
-    if default.missing.tier != "device":
-        return f"{words} of each node's {default.missing.tier} memory"
-    ranks = default.price.memory.ranks
-    rank = next(each for each in ranks if each.pipeline_rank == default.missing.pipeline_rank)
-    name, size = max(rank.peak.items(), key=lambda each: each[1])
-    return f"{words} ({name} {format_bytes(size)})"
+    words, _, more = default.sentence.partition(":")
+    return words if default.missing is None else f"{words}; {more.rpartition('; ')[2]}"
 
 
 def _trade_words(front: Sequence[Estimate]) -> str:
@@ -308,6 +306,7 @@ def plan_dict(plan: SearchResult, reasons: Reasons, yours: Estimate | None = Non
         "best": [price_dict(price) for price in plan.best],
         "runners_up": [price_dict(price) for price in plan.runners_up],
         "yours": None if yours is None else price_dict(yours),
+        "plain": None if reasons.plain is None or reasons.plain.price is None else price_dict(reasons.plain.price),
         "front": [price_dict(price) for price in plan.front],
         "nearest": None if plan.nearest is None else price_dict(plan.nearest[0]),
         "why": reasons.wins,

@@ -1,9 +1,9 @@
 """Turn what a user asks (a model by name or file, a batch, pins) into a job and a search space.
 
 >>> from shardwise.planner.hardware import parse_cluster
->>> asked = ask(read_model("llama-7b"), parse_cluster("h100:8"), global_batch=64)
->>> asked.job.seq_len, asked.notes
-(4096, ('sequences of 4,096 tokens, the longest that the model is made for; --seq N for another',))
+>>> asked = ask(read_model("meta-llama/Llama-3.1-70B"), parse_cluster("h100:512"))
+>>> asked.job.shape.name, asked.job.seq_len, asked.job.global_batch
+('llama-3-70b', 8192, 512)
 >>> read_model("lama-7b")
 Traceback (most recent call last):
     ...
@@ -13,6 +13,7 @@ shardwise.config.resolve.ConfigError: lama-7b is not a preset; did you mean llam
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Any, Final
 from shardwise.config.resolve import Config, ConfigError, Dtype, is_config, read_toml
 from shardwise.models.decoder import DecoderConfig
 from shardwise.models.presets import PRESETS, preset
-from shardwise.planner.candidates import SearchSpace
+from shardwise.planner.candidates import SearchSpace, divisors
 from shardwise.planner.configs import KEYS, job_of, pins_of, shape_of
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.imports.huggingface import imported_of, is_deepspeed, read_huggingface, read_json
@@ -30,6 +31,7 @@ from shardwise.planner.imports.imported import ImportedJob
 from shardwise.planner.imports.megatron import read_megatron
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.shape import ModelShape
+from shardwise.runtime.format import format_count
 from shardwise.runtime.optimizers import optimizer_kind
 
 # Names that people know our presets by.
@@ -40,12 +42,21 @@ _ALIASES: Mapping[str, str] = MappingProxyType(
         "llama-2-70b": "llama-70b",
         "llama-3.1-8b": "llama-3-8b",
         "llama-3.1-70b": "llama-3-70b",
+        "llama-3.3-70b": "llama-3-70b",
         "llama-3-405b": "llama-405b",
         "llama-3.1-405b": "llama-405b",
         "gpt-3": "gpt-3-175b",
         "gpt3": "gpt-3-175b",
+        "tinyllama-1.1b": "1b",
     }
 )
+# What the hub's names have before and after these.
+_OF_HUB: Final = re.compile(r"^meta-|(-hf|-instruct|-base|-chat|-v\d\.\d)+$")
+# Tokens of a step where no batch is given: so many a GPU, but no more than runs of billions of parameters take, and with
+# thousands of GPUs as many as each still needs.
+_TOKENS_OF_GPU: Final = 2**16
+_TOKENS_OF_STEP: Final = 2**22
+_LEAST_TOKENS_OF_GPU: Final = 2**10
 _SCRIPTS: Final = frozenset({".sh", ".bash", ".yaml", ".yml", ".txt", ".slurm", ".sbatch"})
 # The config's keys of a strategy that one job has one value of, so they are not searched.
 _OF_ALL: Final = frozenset({"precision.param", "precision.reduce", "precision.accumulate", "context.chunk_tokens"})
@@ -93,7 +104,7 @@ def read_model(text: str) -> ModelSource:
     """Return the model that a user means.
 
     Args:
-        text: a preset; the path of our own TOML file, of a Hugging Face `config.json` or its folder, or of a script of
+        text: a preset, or the hub's name of its model; the path of our own TOML file, of a Hugging Face `config.json` or its folder, or of a script of
             Megatron's flags.
 
     Raises:
@@ -112,16 +123,17 @@ def read_model(text: str) -> ModelSource:
         raise ConfigError(
             "folder-no-config", f"the folder {text} has no config.json; give one of Hugging Face's, or a preset"
         )
-    if "/" in text:
+    plain = _OF_HUB.sub("", text.rpartition("/")[2].lower())
+    name = _ALIASES.get(plain, plain)
+    if "/" in text and name not in PRESETS:
         raise ConfigError(
             "model-not-local", f"{text} is no file or folder here, and nothing is downloaded; give its config.json"
         )
-    name = text.lower()
-    if text not in PRESETS and name in _ALIASES:
-        name = _ALIASES[name]
-    decoder = preset(text if text in PRESETS else name)
+    decoder = preset(name if name in PRESETS else text)
     config = Config().override([f"model.preset={name}"])
-    return ModelSource(shape=ModelShape.of_decoder(decoder, name), config=config, longest=decoder.max_seq_len)
+    notes = (f"{text} is planned as the preset {name}; its config.json has its own sizes",) if "/" in text else ()
+    shape = ModelShape.of_decoder(decoder, name)
+    return ModelSource(shape=shape, config=config, longest=decoder.max_seq_len, notes=notes)
 
 
 def model_of(model: object) -> ModelSource:
@@ -212,17 +224,12 @@ def ask(
         model: as `read_model` or `model_of` returns it.
         cluster: the machine; all its GPUs take part.
         seq_len: tokens of a sequence; None takes the file's, or the model's longest.
-        global_batch: sequences of a step; None takes the file's.
+        global_batch: sequences of a step; None takes the file's, or `usual_batch`.
         settings: `section.key=value`; what the planner chooses is pinned, anything else goes into the config.
 
     Raises:
-        ConfigError: something is missing, or a setting is none.
+        ConfigError: no length is known, or a setting is none.
     """
-    batch = global_batch or model.global_batch
-    if batch is None:
-        raise ConfigError(
-            "plan-needs-batch", "no batch is given; say how many sequences a step takes, such as --global-batch 1024"
-        )
     pinned = [each for each in settings if _key(each) in KEYS and _key(each) not in _OF_ALL]
     # Refuses a key that is neither with a suggestion.
     base = model.config.override([each for each in settings if each not in pinned])
@@ -239,6 +246,11 @@ def ask(
             )
         length = model.longest
         notes.append(f"sequences of {length:,} tokens, the longest that the model is made for; --seq N for another")
+    batch = global_batch or model.global_batch
+    if batch is None:
+        batch = usual_batch(cluster.num_gpus, length)
+        words = f"{format_count(batch * length)} tokens, as many as runs of this size take"
+        notes.append(f"a batch of {batch:,} sequences, {words}; --global-batch N for another")
     precision = base.precision
     strategy = Strategy(
         param=precision.param or "fp32",
@@ -248,6 +260,17 @@ def ask(
     )
     job = _job(model.shape, base, cluster, length, batch)
     return PlanRequest(job=job, space=SearchSpace(base=strategy, pins=pins_of(pinned)), base=base, notes=tuple(notes))
+
+
+def usual_batch(num_gpus: int, seq_len: int) -> int:
+    """Return the sequences of a step where nobody says how many, the same number for each GPU where they suffice.
+
+    >>> usual_batch(8, 4096), usual_batch(512, 4096), usual_batch(512, 131_072), usual_batch(16_384, 8192)
+    (128, 1024, 32, 2048)
+    """
+    most = max(_TOKENS_OF_STEP, num_gpus * _LEAST_TOKENS_OF_GPU)
+    batch = max(1, min(most, num_gpus * _TOKENS_OF_GPU) // seq_len)
+    return batch // num_gpus * num_gpus or max(each for each in divisors(num_gpus) if each <= batch)
 
 
 def _key(assignment: str) -> str:

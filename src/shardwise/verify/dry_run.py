@@ -156,8 +156,8 @@ def _footer(run: DryRun) -> str:
     words = f"{many} {ranks}{worst} simulated in {run.elapsed_s:.1f} s; nothing was started and no data read"
     if few < num_all:
         words += (
-            f". {few:,} of {num_all:,} micro-batches were simulated: a rank holds as many at once with them. Calls, what "
-            "is sent and what sent gradients hold are extrapolated, as each micro-batch adds the same"
+            f". {few:,} of {num_all:,} micro-batches were simulated: a rank holds as many at once with them. Calls, "
+            "what is sent and what sent gradients hold are extrapolated, as each micro-batch adds the same"
         )
     if run.layout.mesh.pp > len(run.ranks) and not run.is_worst:
         words += ". shardwise plan --dry-run --ranks stages has a rank of each stage"
