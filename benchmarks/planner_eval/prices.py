@@ -26,7 +26,10 @@ from shardwise.planner.hardware import GIB
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.model_states import estimate_model_states
 from shardwise.planner.pipeline_time import PipelineTimes
-from shardwise.planner.results import Convention, Estimate, RankMemory
+from shardwise.planner.results import Estimate, RankMemory
+
+Convention = Literal["all-keys", "causal", "hardware"]
+"""How FLOPs are counted: all keys, half of them, or with what is computed twice."""
 
 MemoryKind = Literal["states", "activations", "states+activations", "allocated", "reserved", "device"]
 """What a figure of memory counts: stored states, activations or both, tensors of the peak, what the allocator holds

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
@@ -23,7 +23,7 @@ from shardwise.planner.suggestions import smallest_change, suggest, would_fit
 from shardwise.planner.tie_break import extras_words, num_extras
 from shardwise.runtime.format import format_bytes, format_s
 
-_PART_WORDS: Final[Mapping[str, str]] = MappingProxyType(
+PART_WORDS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "compute": "compute",
         "recompute": "recomputation",
@@ -85,9 +85,9 @@ class Reasons:
     @property
     def plain(self) -> DefaultChoice | None:
         """Return the fastest popular layout that fits without other memories; None where none does."""
-        every = [each for each in self.defaults if each.price is not None and each.missing is None]
-        here = [each for each in every if each.price and each.price.strategy.optimizer_tier == "device"]
-        return min(here, key=lambda each: each.price.time.step_s if each.price else 0.0, default=None)
+        fitting = [(each.price, each) for each in self.defaults if each.price is not None and each.missing is None]
+        here = [(price.time.step_s, each) for price, each in fitting if price.strategy.optimizer_tier == "device"]
+        return min(here, key=lambda each: each[0], default=(0.0, None))[1]
 
 
 def reasons_of(
@@ -176,7 +176,7 @@ def parts_words(differences: Mapping[str, float]) -> str:
     largest = abs(ordered[0][1]) if ordered else 0.0
     shown = [(part, seconds) for part, seconds in ordered if abs(seconds) > _LEAST_SHARE * largest][:4]
     return ", ".join(
-        f"{format_s(abs(seconds))} {'less' if seconds < 0 else 'more'} {_PART_WORDS[part]}" for part, seconds in shown
+        f"{format_s(abs(seconds))} {'less' if seconds < 0 else 'more'} {PART_WORDS[part]}" for part, seconds in shown
     )
 
 
@@ -210,7 +210,8 @@ def defaults(plan: SearchResult, pricing: Pricing) -> Iterator[DefaultChoice]:
 def _default(name: str, strategies: list[Strategy], plan: SearchResult, pricing: Pricing) -> DefaultChoice:
     job, margin_share = plan.job, plan.limits.margin_share
     for recompute in ("none", "full"):  # the memories of the last are those of what misses by least
-        memories = [(each, pricing.memory.estimate(each)) for each in _recomputing(strategies, recompute)]
+        tried = [replace(each, recompute=recompute) for each in strategies]
+        memories = [(each, pricing.memory.estimate(each)) for each in tried]
         fitting = [
             Estimate(job=job, strategy=each, memory=memory, time=pricing.time.estimate(each))
             for each, memory in memories
@@ -227,14 +228,9 @@ def _default(name: str, strategies: list[Strategy], plan: SearchResult, pricing:
     strategy, memory = min(memories, key=lambda each: each[1].worst.peak_bytes)
     price = Estimate(job=job, strategy=strategy, memory=memory, time=pricing.time.estimate(strategy))
     missing = missing_memory(memory, job.cluster, margin_share)
-    if missing is None:
-        raise RuntimeError(f"{strategy} fits and does not")
+    assert missing is not None, "what fits has been returned"
     change = smallest_change(job, strategy, pricing, margin_share)
     return DefaultChoice(name=name, price=price, missing=missing, sentence=why_not(price, missing, change))
-
-
-def _recomputing(strategies: Sequence[Strategy], recompute: Recompute) -> list[Strategy]:
-    return [replace(each, recompute=recompute) for each in strategies]
 
 
 def _default_strategies(job: PlanJob, plan: SearchResult) -> Iterator[tuple[str, list[Strategy]]]:
@@ -252,7 +248,8 @@ def _default_strategies(job: PlanJob, plan: SearchResult) -> Iterator[tuple[str,
     most = min(8, job.cluster.gpus_per_node)
     if num_gpus > most > 1:
         split = replace(base, sequence_parallel=True)
-        sizes = [(tp, pp) for tp in divisors(most)[1:] for pp in divisors(num_gpus // tp) if 1 < pp <= job.shape.num_layers]
+        sizes = [(tp, pp) for tp in divisors(most)[1:] for pp in divisors(num_gpus // tp)[1:]]
+        sizes = [(tp, pp) for tp, pp in sizes if pp <= job.shape.num_layers]
         meshes = [replace(split, tp=tp, pp=pp, dp_shard=num_gpus // tp // pp, zero_stage=1) for tp, pp in sizes]
         meshes = [each if each.dp_shard > 1 else replace(each, zero_stage=0) for each in meshes]
         yield f"Megatron (TP to {most} + PP)", [each for mesh in meshes for each in _with_batches(job, mesh)]

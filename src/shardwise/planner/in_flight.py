@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from operator import ge
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -59,10 +58,6 @@ class InFlightCounts:
     def counts(self) -> tuple[int, ...]:
         """Return all that stages keep, `whole` first."""
         return self.whole + self.deferred
-
-    def covers(self, other: InFlightCounts) -> bool:
-        """Say whether it keeps no less of any stage than `other`."""
-        return all(map(ge, self.counts, other.counts))
 
 
 @dataclass(frozen=True)
@@ -156,7 +151,7 @@ class InFlightTable:
             return self._of(row._replace(num_micro_batches=num), most_sent)
         actions = pipeline_rows(name, num_ranks, num, virtual_stages).of(rank)
         return _with_rounds(
-            _counts_of(actions, placement, rank, most_sent), (num_micro_batches - num) * _num_inlets(placement, rank)
+            _counts_of(actions, placement, rank, most_sent), (num_micro_batches - num) * num_inlets(placement, rank)
         )
 
     def reductions(
@@ -235,7 +230,7 @@ def is_remote(placement: StagePlacement, stage: int, neighbour: int) -> bool:
     return 0 <= neighbour < placement.num_stages and placement.rank_of(stage) != placement.rank_of(neighbour)
 
 
-def _num_inlets(placement: StagePlacement, rank: int) -> int:
+def num_inlets(placement: StagePlacement, rank: int) -> int:
     """Count the stages of a rank that get what another rank has computed."""
     return sum(is_remote(placement, stage, stage - 1) for stage in placement.stages_of(rank))
 

@@ -47,10 +47,7 @@ def held_on_node(memory: MemoryEstimate, cluster: Cluster, tier: Tier) -> float:
 def missing_on_node(memory: MemoryEstimate, cluster: Cluster, margin_share: float) -> float:
     """Return the bytes that all memories of a node lack together: how far a strategy is from fitting.
 
-    Args:
-        memory: of the ranks.
-        cluster: its nodes' ranks share host memory and disks.
-        margin_share: share of a device's memory that is to stay free.
+    The arguments are those of `missing_memory`.
     """
     device = max(0.0, memory.worst.peak_bytes - usable_bytes(cluster, margin_share)) * cluster.gpus_per_node
     host = max(0.0, held_on_node(memory, cluster, "host") - cluster.host.memory_bytes)

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from shardwise.planner.compact_layout import CompactLayout
 from shardwise.planner.compute_time import ComputeTimeModel
-from shardwise.planner.explain import DefaultChoice, Reasons
+from shardwise.planner.explain import PART_WORDS, DefaultChoice, Reasons
 from shardwise.planner.fit import Fit
 from shardwise.planner.format import layout_words
 from shardwise.planner.hardware import GIB, Cluster, cluster_words
@@ -21,7 +21,18 @@ from shardwise.planner.job import PlanJob
 from shardwise.planner.memory_limit import USUAL_MARGIN, missing_memory
 from shardwise.planner.neighbours import CHUNK_TOKENS
 from shardwise.planner.pricer import Pricer
-from shardwise.planner.render import PLAIN, YOURS, blocks, facts, job_rows, price_rows, price_table, stage_table, time_rows
+from shardwise.planner.render import (
+    PLAIN,
+    YOURS,
+    bare_table,
+    blocks,
+    facts,
+    job_rows,
+    price_rows,
+    price_table,
+    stage_table,
+    time_rows,
+)
 from shardwise.planner.results import Estimate
 from shardwise.planner.search import SearchResult, cost_per_step
 from shardwise.planner.shape import ModelShape
@@ -90,15 +101,11 @@ def plan_view(
 
 
 def default_words(default: DefaultChoice) -> str:
-    """Say in a few words how a popular strategy does.
-
-    >>> default_words(DefaultChoice(name="DDP", price=None, missing=None, sentence="cannot run: heads do not divide"))
-    'cannot run: heads do not divide'
-    """
+    """Say in a few words how a popular strategy does, and what would make it fit."""
     if default.price is None:
         return default.sentence
-    words, _, more = default.sentence.partition(":")
-    return words if default.missing is None else f"{words}; {more.rpartition('; ')[2]}"
+    words, _, fix = default.sentence.rpartition("; ") if default.missing is not None else (default.sentence, "", "")
+    return f"{words.partition(':')[0]}; {fix}" if fix else words.partition(":")[0]
 
 
 def _trade_words(front: Sequence[Estimate]) -> str:
@@ -131,11 +138,7 @@ def titled(title: str, rows: Sequence[tuple[str, str]]) -> RenderableType:
 
 def _changes_table(winner: Estimate, reasons: Reasons) -> Table:
     """Show what one change of the winner does to time and memory."""
-    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
-    table.add_column("one thing changed", overflow="fold")
-    table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("memory", justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    table = bare_table("one thing changed", "step", "memory", " ", texts=("one thing changed",))
     for change in reasons.changes[:_MOST_CHANGES]:
         slower = change.price.time.step_s / winner.time.step_s - 1
         more = change.price.memory.worst.peak_bytes - winner.memory.worst.peak_bytes
@@ -158,11 +161,7 @@ def _no_winner(plan: SearchResult, reasons: Reasons, is_coloured: bool) -> Itera
 
 def _front_table(plan: SearchResult) -> Table:
     """Show step time against free memory: what each further GiB costs in time."""
-    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim", title=None)
-    table.add_column("more memory free", justify="right", no_wrap=True)
-    table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("slower", justify="right", no_wrap=True)
-    table.add_column("layout", overflow="fold")
+    table = bare_table("more memory free", "step", "slower", "layout", texts=("layout",))
     best = plan.front[0]
     for price in _spread(plan.front, _MOST_FRONT):
         slower = price.time.step_s / best.time.step_s - 1
@@ -238,12 +237,8 @@ def fit_view(fits: Sequence[Fit], cluster: Cluster, seq_len: int, shape: ModelSh
         seq_len: tokens of a sequence of the largest model.
         shape: the model whose micro-batch and sequence were also found; None where there is none.
     """
-    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
-    table.add_column("over all ranks" if cluster.gpu.is_cpu else "over all GPUs", no_wrap=True)
-    table.add_column(f"largest at {seq_len:,} tokens", no_wrap=True)
-    if shape is not None:
-        table.add_column("micro-batch", justify="right")
-        table.add_column("sequence", justify="right")
+    texts = ("over all ranks" if cluster.gpu.is_cpu else "over all GPUs", f"largest at {seq_len:,} tokens")
+    table = bare_table(*texts, *(() if shape is None else ("micro-batch", "sequence")), texts=texts)
     for each in fits:
         model = "-"
         if each.shape is not None:
@@ -266,14 +261,7 @@ def fit_view(fits: Sequence[Fit], cluster: Cluster, seq_len: int, shape: ModelSh
 
 
 def fit_dict(fits: Sequence[Fit], cluster: Cluster, seq_len: int, shape: ModelShape | None = None) -> dict[str, Any]:
-    """Return the largest that a cluster holds, by setup, as JSON takes it.
-
-    Args:
-        fits: what each setup holds.
-        cluster: the machine.
-        seq_len: tokens of a sequence of the largest model.
-        shape: the model whose micro-batch and sequence were also found; None where there is none.
-    """
+    """Return the largest that a cluster holds, by setup, as JSON takes it; the arguments are those of `fit_view`."""
     return {
         "gpu": cluster.gpu.name,
         "num_gpus": cluster.num_gpus,
@@ -294,13 +282,7 @@ def fit_dict(fits: Sequence[Fit], cluster: Cluster, seq_len: int, shape: ModelSh
 
 
 def plan_dict(plan: SearchResult, reasons: Reasons, yours: Estimate | None = None) -> dict[str, Any]:
-    """Return all of a plan as JSON takes it.
-
-    Args:
-        plan: what the search found.
-        reasons: the explanations of it.
-        yours: the price of the user's own strategy; None where there is none.
-    """
+    """Return all of a plan as JSON takes it; the arguments are those of `plan_view`."""
     return {
         "job": job_dict(plan.job),
         "best": [price_dict(price) for price in plan.best],
@@ -388,26 +370,12 @@ _FIXES: Mapping[str, str] = MappingProxyType(
         "recompute": "try recompute.mode=selective, or a larger recompute.every",
     }
 )
-_WHAT: Mapping[str, str] = MappingProxyType(
-    {
-        "tensor": "collectives of tensor parallelism that nothing hides",
-        "context": "exchange of keys and values that nothing hides",
-        "experts": "exchange of tokens between experts",
-        "bubble": "waiting in the pipeline",
-        "data": "gathers and reductions that nothing hides",
-        "offload": "moves between memories that nothing hides",
-        "recompute": "computing activations again",
-    }
-)
 
 
 def cautions(price: Estimate, compute: ComputeTimeModel, margin_share: float) -> Iterator[str]:
-    """Yield what may go wrong or is slow, one line each.
+    """Yield what may go wrong or is slow with a strategy of this `price`, one line each.
 
-    Args:
-        price: of the strategy.
-        compute: the compute times of its job.
-        margin_share: share of a device's memory that should stay free.
+    `compute` has the times of its job; `margin_share` is what should stay free of a device's memory.
     """
     job, strategy = price.job, price.strategy
     missing = missing_memory(price.memory, job.cluster, margin_share)
@@ -426,4 +394,4 @@ def cautions(price: Estimate, compute: ComputeTimeModel, margin_share: float) ->
     for part, fix in _FIXES.items():
         share = price.time.parts.get(part, 0.0) / price.time.step_s
         if share >= _LARGE_SHARE:
-            yield f"{100 * share:.0f} % of a step is {_WHAT[part]}; {fix}"
+            yield f"{100 * share:.0f} % of a step is {PART_WORDS[part]}; {fix}"

@@ -205,8 +205,7 @@ def price_table(
         is_coloured: whether the terminal shows colours.
         beside: prices of others, by name.
     """
-    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim", expand=False)
-    table.add_column("#", justify="right", style="dim")
+    table = bare_table("#")
     table.add_column("layout", overflow="fold", min_width=24)
     unit, unit_name = memory_unit([price.memory.worst for price in prices])
     for name in ("step", f"tok/s/{device_word(prices[0].job)}", "MFU %", unit_name):
@@ -222,6 +221,15 @@ def price_table(
                 memory_bar(price.memory.worst, price.job.cluster.gpu.memory_bytes, 24, is_coloured=is_coloured)
             )
         table.add_row(*cells)
+    return table
+
+
+def bare_table(*columns: str, texts: Sequence[str] = ()) -> Table:
+    """Return a table without lines: columns of texts are on the left and fold, those of numbers on the right."""
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
+    for name in columns:
+        is_text = name in texts
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
     return table
 
 

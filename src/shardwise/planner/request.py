@@ -40,23 +40,14 @@ _ALIASES: Mapping[str, str] = MappingProxyType(
         "llama-2-7b": "llama-7b",
         "llama-2-13b": "llama-13b",
         "llama-2-70b": "llama-70b",
-        "llama-3.1-8b": "llama-3-8b",
-        "llama-3.1-70b": "llama-3-70b",
-        "llama-3.3-70b": "llama-3-70b",
         "llama-3-405b": "llama-405b",
-        "llama-3.1-405b": "llama-405b",
         "gpt-3": "gpt-3-175b",
         "gpt3": "gpt-3-175b",
         "tinyllama-1.1b": "1b",
     }
 )
 # What the hub's names have before and after these.
-_OF_HUB: Final = re.compile(r"^meta-|(-hf|-instruct|-base|-chat|-v\d\.\d)+$")
-# Tokens of a step where no batch is given: so many a GPU, but no more than runs of billions of parameters take, and with
-# thousands of GPUs as many as each still needs.
-_TOKENS_OF_GPU: Final = 2**16
-_TOKENS_OF_STEP: Final = 2**22
-_LEAST_TOKENS_OF_GPU: Final = 2**10
+_OF_HUB: Final = re.compile(r"^meta-|(?<=llama-3)\.\d|(-hf|-instruct|-base|-chat|-v\d\.\d)+$")
 _SCRIPTS: Final = frozenset({".sh", ".bash", ".yaml", ".yml", ".txt", ".slurm", ".sbatch"})
 # The config's keys of a strategy that one job has one value of, so they are not searched.
 _OF_ALL: Final = frozenset({"precision.param", "precision.reduce", "precision.accumulate", "context.chunk_tokens"})
@@ -104,8 +95,8 @@ def read_model(text: str) -> ModelSource:
     """Return the model that a user means.
 
     Args:
-        text: a preset, or the hub's name of its model; the path of our own TOML file, of a Hugging Face `config.json` or its folder, or of a script of
-            Megatron's flags.
+        text: a preset, or the hub's name of its model; the path of our own TOML file, of a Hugging Face `config.json`
+            or its folder, or of a script of Megatron's flags.
 
     Raises:
         ConfigError: there is no such model, or its file is wrong.
@@ -263,13 +254,13 @@ def ask(
 
 
 def usual_batch(num_gpus: int, seq_len: int) -> int:
-    """Return the sequences of a step where nobody says how many, the same number for each GPU where they suffice.
+    """Return the sequences of a step where none are given, the same number for each GPU where they suffice.
 
     >>> usual_batch(8, 4096), usual_batch(512, 4096), usual_batch(512, 131_072), usual_batch(16_384, 8192)
     (128, 1024, 32, 2048)
     """
-    most = max(_TOKENS_OF_STEP, num_gpus * _LEAST_TOKENS_OF_GPU)
-    batch = max(1, min(most, num_gpus * _TOKENS_OF_GPU) // seq_len)
+    most = max(2**22, num_gpus * 2**10)  # tokens: what large runs take, and with thousands of GPUs enough for each
+    batch = max(1, min(most, num_gpus * 2**16) // seq_len)
     return batch // num_gpus * num_gpus or max(each for each in divisors(num_gpus) if each <= batch)
 
 

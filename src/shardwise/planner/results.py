@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final
 
 from shardwise.config.resolve import Tier
 from shardwise.planner.job import PlanJob, Strategy
@@ -93,10 +93,6 @@ class TimeEstimate:
     high_s: float
     parts: Mapping[str, float]
     bubble_rate: float | None = None
-
-
-Convention = Literal["all-keys", "causal", "hardware"]
-"""How FLOPs are counted: all keys, half of them, or with what is computed twice."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,14 +66,9 @@ def would_fit(change: Change) -> str:
 
 
 def made_to_fit(job: PlanJob, strategy: Strategy, pricing: Pricing, margin_share: float) -> Change | None:
-    """Return a strategy with the savings that it needs to fit, the cheapest first; None where all together are not
-    enough.
+    """Return a strategy with the savings that it needs to fit, the cheapest first; None where all are not enough.
 
-    Args:
-        job: the job.
-        strategy: a strategy that does not fit.
-        pricing: prices the strategies of the job.
-        margin_share: share of a device's memory that is to stay free.
+    The arguments are those of `smallest_change`.
     """
 
     def fits(savings: Sequence[Saving]) -> bool:
@@ -152,11 +147,7 @@ def more_gpus(
 ) -> int | None:
     """Return the GPUs on which a strategy fits, sharded over all data ranks; None where 64 times as many are too few.
 
-    Args:
-        job: the job, on fewer GPUs.
-        strategy: a strategy that does not fit there.
-        pricing_of: makes the pricing of another job.
-        margin_share: share of a device's memory that is to stay free.
+    The arguments are those of `shorter`.
     """
     factor = 2
     while factor <= _MOST_MORE_GPUS:

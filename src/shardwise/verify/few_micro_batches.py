@@ -20,7 +20,7 @@ from typing import Any
 
 from shardwise.config.resolve import Config
 from shardwise.layout.layout import Layout
-from shardwise.planner.in_flight import InFlight, InFlightTable, is_remote
+from shardwise.planner.in_flight import InFlight, InFlightTable, num_inlets
 from shardwise.runtime.format import format_s
 from shardwise.runtime.memory_tracker import Category
 from shardwise.runtime.torch_private import fake_tensors
@@ -71,15 +71,13 @@ def few_micro_batches(recipe_name: str, num_ranks: int, virtual_stages: int, num
     if num_ranks == 1:
         return min(_LEAST, num_micro_batches)
     table, placement = InFlightTable(), placement_of(recipe_name, num_ranks, virtual_stages)
-    inlets = [
-        sum(is_remote(placement, each, each - 1) for each in placement.stages_of(rank)) for rank in range(num_ranks)
-    ]
 
     def counts(number: int, rank: int) -> InFlight:
         return table.of(recipe_name, num_ranks, virtual_stages, number, rank=rank)
 
     def shows_all(few: int, rank: int) -> bool:
-        return _is_same(counts(few, rank), counts(num_micro_batches, rank), (num_micro_batches - few) * inlets[rank])
+        num_more_sent = (num_micro_batches - few) * num_inlets(placement, rank)
+        return _is_same(counts(few, rank), counts(num_micro_batches, rank), num_more_sent)
 
     few = min(_LEAST, num_micro_batches)
     for rank in range(num_ranks):

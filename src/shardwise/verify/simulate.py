@@ -224,7 +224,7 @@ def meter_step(engine: Engine, batches: Sequence[Any], start_s: float) -> Simula
 
 
 def resolved_for(model: nn.Module, config: Config | Mapping[str, Any] | None, rank: int, world_size: int) -> Config:
-    """Return the config of one rank's job, resolved.
+    """Return the config of one rank's job, resolved for `world_size` ranks.
 
     Raises:
         ConfigError: config, model, rank and world size do not fit each other.

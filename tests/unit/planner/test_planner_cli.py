@@ -358,7 +358,6 @@ def test_the_written_config_is_toml_from_the_first_line(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "25m", "--cluster", "h100:8"], "no batch is given"),
         (["--model", "25n", "--cluster", "h100:8", "--global-batch", "8"], "did you mean 25m?"),
         (["--model", "none.json", "--cluster", "h100:8"], "cannot read none.json"),
         (["--model", ".", "--cluster", "h100:8", "--global-batch", "8"], "the folder . has no config.json"),
@@ -387,7 +386,6 @@ def test_the_written_config_is_toml_from_the_first_line(capsys):
         ([*SMALL, "--write", "/dev/full"], "--write /dev/full cannot be written: No space left on device"),
         ([], "no model is given; say which, such as --model llama-70b"),
         (["mesh.tp=2"], "no model is given"),
-        (["--model", "25m"], "no batch is given"),
         (["--explain", "x.toml", "--top", "3"], "--top is of a search, and --explain makes none"),
         (["--fit", "--cluster", "h100:8", "--global-batch", "8"], "--global-batch says nothing to --fit"),
         (["--fit", "--cluster", "h100:8", "mesh.tp=2"], "mesh.tp=2 pins nothing of --fit"),
@@ -401,3 +399,29 @@ def test_each_mistake_is_one_line(arguments, message, capsys):
     assert message in error
     assert error.startswith("shardwise: ")
     assert error.count("\n") == 1
+
+
+def test_a_model_and_a_cluster_are_enough(capsys):
+    text = printed(capsys, "25m", "h100:4", "--seq", "512", "--tp", "2", "--json", "plan.json")
+    plan = json.loads(Path("plan.json").read_text())
+    assert plan["job"]["global_batch"] == 512
+    assert "a batch of 512 sequences, 262 k tokens" in text
+    assert {each["strategy"]["tp"] for each in plan["best"]} == {2}
+
+
+def test_a_written_config_saves_once_an_hour(capsys):
+    printed(capsys, *SMALL, "--write", "plan.toml", "--json", "plan.json")
+    step_s = json.loads(Path("plan.json").read_text())["best"][0]["step_s"]
+    every = Config.from_toml("plan.toml").checkpoint.every
+    assert every is not None
+    assert every * step_s == pytest.approx(3600, rel=0.01)
+    printed(capsys, *SMALL, "checkpoint.every=7", "--write", "plan.toml")
+    assert Config.from_toml("plan.toml").checkpoint.every == 7
+
+
+def test_the_plain_layout_stands_beside_the_best(capsys):
+    text = printed(capsys, "llama-7b", "h100:64", "--global-batch", "64", "--seq", "32768", "--json", "plan.json")
+    plan = json.loads(Path("plan.json").read_text())
+    assert plan["plain"]["step_s"] > plan["best"][0]["step_s"]
+    assert plan["plain"]["strategy"]["schedule"] == "1f1b"
+    assert " plain " in text

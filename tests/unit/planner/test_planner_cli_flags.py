@@ -16,7 +16,9 @@ from shardwise.cli.plan import _check_flags as check_flags
 from shardwise.cli.plan import _positive as positive
 from shardwise.cli.plan import _share as share
 from shardwise.cli.plan import _start_words as start_words
+from shardwise.cli.plan import _with_words as with_words
 from shardwise.cli.plan import add_command, parse_ranks
+from shardwise.planner.configs import KEYS, pins_of
 from shardwise.planner.hardware import parse_cluster
 
 QUESTIONS = {"": [], "--explain": ["--explain", "x"], "--fit": ["--fit"], "--refit": ["--refit", "x"]}
@@ -91,10 +93,29 @@ def test_margins_are_shares() -> None:
 
 def test_ranks_are_numbers_or_words() -> None:
     found = [parse_ranks(text) for text in (None, "worst", "stages", "0", "0,8, 16")]
-    assert found == [None, "worst", "stages", [0], [0, 8, 16]]
+    assert found == [[0], "worst", "stages", [0], [0, 8, 16]]
     for text in ("", "0,", "0,-1", "\u00b2", "first"):
         with refused("ranks-to-simulate", f"--ranks {text}"):
             parse_ranks(text)
+
+
+def test_flags_that_people_guess_pin_what_keys_do() -> None:
+    values = {"--tp": "8", "--pp": "2,4", "--cp": "1", "--dp": "4", "--zero": "3", "--micro-batch": "2"}
+    words = [word for flag, value in values.items() for word in (flag, value)]
+    keys = ("mesh.tp", "mesh.pp", "mesh.cp", "mesh.dp_shard", "zero.stage", "batch.micro_size")
+    found = with_words(arguments_of(*words, "--recompute", "full", "optimizer.name=lion"))
+    expected = {f"{key}={value}" for key, value in zip(keys, values.values(), strict=True)}
+    assert set(found) == {*expected, "recompute.mode=full", "optimizer.name=lion"}
+    assert set(pins_of(sorted(expected))) == {KEYS[key] for key in keys}
+
+
+def test_a_cluster_may_stand_beside_the_model() -> None:
+    arguments = arguments_of("llama-70b", "h100:64x8", "zero.stage=3")
+    assert with_words(arguments) == ["llama-70b", "zero.stage=3"]
+    assert arguments.cluster == "h100:64x8"
+    for words in (("h100:8", "a100-80:8"), ("h100:8", "--cluster", "a100-80:8")):
+        with refused("two-clusters", "h100:8", "a100-80:8"):
+            with_words(arguments_of(*words))
 
 
 def test_a_config_is_started_on_each_node() -> None:

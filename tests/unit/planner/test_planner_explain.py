@@ -168,10 +168,30 @@ def test_reasons_of_a_plan() -> None:
     assert fsdp.missing is None
     assert "20.0 ms more exposed gathers and reductions" in fsdp.sentence
     assert "1.20 s more exposed offload" in by_name["ZeRO-3, host offload"].sentence
-    assert "more exposed tensor exchange" in by_name["Megatron (TP 8 + PP)"].sentence
+    assert "more exposed tensor exchange" in by_name["Megatron (TP to 8 + PP)"].sentence
     assert len(reasons.runners_up) == len(plan.runners_up)
     assert reasons.wins
     assert reasons.suggestions == ()
+
+
+def test_popular_layouts_recompute_where_they_must_and_the_fastest_is_the_plain_one() -> None:
+    """A sample of 48 GiB beside states of 8 does not fit on 40 GiB, its recomputed one does."""
+    small = replace(JOB, cluster=replace(CLUSTER, gpu=replace(CLUSTER.gpu, memory_bytes=40 * GIB)))
+    prices = Prices()
+    plan = search(small, SearchSpace(pins={"recompute": ("full",)}), Limits(num_best=4), pricer=prices)
+    reasons = reasons_of(plan, prices, lambda job: Prices())
+    fsdp = next(each for each in reasons.defaults if each.name.startswith("FSDP"))
+    assert fsdp.price is not None
+    assert fsdp.missing is None
+    assert fsdp.price.strategy.recompute == "full"
+    assert fsdp.sentence.startswith("with recompute full, ")
+    plain = reasons.plain
+    assert plain is not None
+    assert plain.price is not None
+    fitting = [each.price for each in reasons.defaults if each.missing is None and each.price is not None]
+    on_device = [each for each in fitting if each.strategy.optimizer_tier == "device"]
+    assert plain.price.time.step_s == min(each.time.step_s for each in on_device)
+    assert len(on_device) < len(fitting)
 
 
 def test_where_nothing_fits_it_is_said_what_would_do() -> None:
@@ -252,10 +272,10 @@ def test_of_a_default_the_fastest_micro_batch_counts_and_of_what_does_not_fit_th
     assert ddp.price is not None
     assert ddp.price.strategy.micro_size == 4  # larger ones compute faster
     assert ddp.sentence.endswith("nothing is faster")
-    # One sample on each of 2 stages of 8 ranks: no data ranks are left to share states with.
-    megatron = by_name["Megatron (TP 8 + PP)"]
+    megatron = by_name["Megatron (TP to 8 + PP)"]
     assert megatron.price is not None
-    assert (megatron.price.strategy.pp, megatron.price.strategy.zero_stage) == (2, 0)
+    # Each further rank of a tensor or a pipeline axis costs more than it brings, in `Time`.
+    assert (megatron.price.strategy.tp, megatron.price.strategy.pp, megatron.price.strategy.zero_stage) == (2, 2, 1)
 
 
 def test_neighbours_carry_nothing_that_they_have_no_use_for() -> None:

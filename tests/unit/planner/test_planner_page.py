@@ -9,6 +9,7 @@ import runpy
 import pytest
 
 from harness.paths import ROOT
+from shardwise.planner.render import VALIDATION
 
 MAKE = ROOT / "docs" / "images" / "make.py"
 
@@ -27,6 +28,14 @@ def test_the_picture_of_a_plan_is_todays_answer() -> None:
     numbers = [[float(each.replace(",", "")) for each in words if not each[0].isalpha()] for words in (kept, made)]
     # Differences of times move more than the times.
     assert numbers[0] == pytest.approx(numbers[1], rel=0.1, abs=0.1), fix
+
+
+def test_the_number_beside_a_step_is_that_of_the_rows_nothing_is_fitted_to() -> None:
+    page = (ROOT / "docs" / "planner-accuracy.md").read_text()
+    held_out = page[page.index("## Rows that were held out") :]
+    found = re.search(r"time +n +(\d+) +mean +([\d.]+)%", held_out)
+    assert found is not None
+    assert f"{found[2]} % off on average of {found[1]} published runs" in VALIDATION
 
 
 def test_the_planners_page_shows_what_the_picture_does() -> None:

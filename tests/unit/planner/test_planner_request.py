@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.refusals import refused
 from shardwise.config.resolve import Config
 from shardwise.models.presets import preset
 from shardwise.planner.fit import CHUNK_TOKENS, family_shape, fit, largest, setups
@@ -18,7 +19,7 @@ from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.memory import MemoryModel
 from shardwise.planner.memory_limit import missing_memory
 from shardwise.planner.profile import Profile
-from shardwise.planner.request import ModelSource, ask, read_model, usual_dtype
+from shardwise.planner.request import ModelSource, ask, read_model, usual_batch, usual_dtype
 from shardwise.planner.shape import ModelShape
 from shardwise.planner.step_time import SHARES, interval_s, kind_of
 
@@ -54,6 +55,44 @@ def test_what_is_given_goes_before_what_a_file_says(tmp_path: Path) -> None:
     assert read_model(str(path)).is_split
     path.write_text(FILE.replace("seq_len = 512", 'tokenizer = "bytes"'))
     assert read_model(str(path)).seq_len is None
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("meta-llama/Llama-3.1-70B", "llama-3-70b"),
+        ("meta-llama/Llama-3.3-70B-Instruct", "llama-3-70b"),
+        ("meta-llama/Meta-Llama-3-8B", "llama-3-8b"),
+        ("meta-llama/Llama-2-7b-chat-hf", "llama-7b"),
+        ("meta-llama/Llama-3.1-405B", "llama-405b"),
+        ("mistralai/Mistral-7B-Instruct-v0.2", "mistral-7b"),
+        ("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "1b"),
+    ],
+)
+def test_the_hubs_name_of_a_model_is_that_of_a_preset(text: str, name: str) -> None:
+    found = read_model(text)
+    assert found.shape == ModelShape.of_decoder(preset(name), name)
+    (note,) = found.notes
+    assert f"preset {name}" in note
+    assert read_model(name).notes == ()
+
+
+def test_what_no_preset_is_like_is_refused_with_the_nearest_names() -> None:
+    with refused("model-not-local", "Qwen/Qwen2.5-7B"):
+        read_model("Qwen/Qwen2.5-7B")
+    with refused("unknown-preset", "70b", "llama-70b or llama-3-70b"):
+        read_model("70b")
+
+
+@pytest.mark.parametrize("num_gpus", [1, 6, 8, 96, 512, 16_384])
+@pytest.mark.parametrize("seq_len", [512, 5000, 8192, 131_072])
+def test_the_usual_batch_grows_with_the_gpus_and_divides_among_them(num_gpus: int, seq_len: int) -> None:
+    batch = usual_batch(num_gpus, seq_len)
+    assert batch % num_gpus == 0 or num_gpus % batch == 0
+    assert batch == 1 or batch * seq_len <= 2**24
+    asked = ask(read_model("llama-7b"), replace(NODE, num_gpus=num_gpus), seq_len=seq_len)
+    assert asked.job.global_batch == batch
+    assert any(f"{batch:,} sequences" in note and "--global-batch" in note for note in asked.notes)
 
 
 def test_a_batch_alone_splits_nothing() -> None:

@@ -9,16 +9,18 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
+from shardwise.config.resolve import Tier
 from shardwise.planner.compute_time import ComputeTimeModel
-from shardwise.planner.explain import DefaultChoice, Reasons
+from shardwise.planner.explain import DefaultChoice, Reasons, why_not
 from shardwise.planner.format import batch_words, layout_words
 from shardwise.planner.hardware import Cluster, GpuSpec, Host
 from shardwise.planner.job import PlanJob, Strategy
-from shardwise.planner.memory_limit import MissingMemory, missing_memory
+from shardwise.planner.memory_limit import MissingMemory
 from shardwise.planner.neighbours import Change
 from shardwise.planner.plan_view import cautions, default_words, plan_dict, plan_view, price_dict
 from shardwise.planner.render import (
     cost_words,
+    limit_words,
     memory_bar,
     memory_words,
     price_table,
@@ -159,13 +161,13 @@ def test_the_rank_that_lacks_is_named_in_a_pipeline_alone() -> None:
 @pytest.mark.parametrize(
     ("part", "words"),
     [
-        ("tensor", "collectives of tensor parallelism that nothing hides; try a smaller mesh.tp, or"),
-        ("context", "exchange of keys and values that nothing hides; try a smaller mesh.cp, or"),
-        ("experts", "exchange of tokens between experts; keep the ranks"),
-        ("bubble", "waiting in the pipeline; try more micro-batches"),
-        ("data", "gathers and reductions that nothing hides; try a smaller mesh.dp_shard"),
-        ("offload", "moves between memories that nothing hides; try to keep"),
-        ("recompute", "computing activations again; try recompute.mode=selective"),
+        ("tensor", "exposed tensor exchange; try a smaller mesh.tp, or"),
+        ("context", "exposed context exchange; try a smaller mesh.cp, or"),
+        ("experts", "exposed experts' exchange; keep the ranks"),
+        ("bubble", "bubble; try more micro-batches"),
+        ("data", "exposed gathers and reductions; try a smaller mesh.dp_shard"),
+        ("offload", "exposed offload; try to keep"),
+        ("recompute", "recomputation; try recompute.mode=selective"),
     ],
 )
 def test_a_large_part_of_a_step_is_cautioned(part: str, words: str) -> None:
@@ -195,14 +197,23 @@ def test_kernels_that_are_shorter_than_their_launches_are_cautioned() -> None:
         assert ("shorter than the host takes to launch them" in said) is is_said
 
 
-def test_a_default_that_does_not_fit_names_what_takes_most() -> None:
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_the_short_answer_says_what_makes_a_default_fit(tier: Tier) -> None:
     price = price_of({"params": 1.0}, {"params": 20.0, "logits": 70.0}, strategy=Strategy(pp=2))
-    missing = missing_memory(price.memory, CLUSTER, 0.0)
-    assert missing == MissingMemory("device", 10 * GIB, 1)
-    default = DefaultChoice(name="DDP", price=price, missing=missing, sentence="")
-    assert default_words(default) == "out of memory by 10.0 GiB (logits 70.0 GiB)"
-    on_host = replace(default, missing=MissingMemory("host", 3 * GIB, 0))
-    assert default_words(on_host).startswith("out of memory by 3.00 GiB of each node's host memory")
+    missing = MissingMemory(tier, 10 * GIB, 1)
+    default = DefaultChoice(name="DDP", price=price, missing=missing, sentence=why_not(price, missing, None))
+    place = "on pipeline rank 1" if tier == "device" else "of each node's host memory"
+    assert default_words(default) == f"out of memory by 10.0 GiB {place}; nothing less of it fits"
+    slower = replace(default, missing=None, sentence="1.00 s (9.0 %) slower: 1.00 s more bubble")
+    assert default_words(slower) == "1.00 s (9.0 %) slower"
+    assert default_words(replace(default, price=None, sentence="cannot be run: heads")) == "cannot be run: heads"
+
+
+def test_what_limits_a_step_is_said_with_its_share() -> None:
+    price = price_of({}, compute=6.9, tensor=1.0, data=1.0, bubble=0.6, recompute=0.3, offload=0.2)
+    assert limit_words(price) == "compute, 69 % of a step; links 20 %, pipeline 6 %, memory 5 %"
+    assert limit_words(price_of({}, compute=1.0, offload=3.0)) == "memory, 75 % of a step; compute 25 %"
+    assert limit_words(price_of({}, compute=1.0)) == "compute, 100 % of a step"
 
 
 def plan_of(*prices: Estimate, **facts: Any) -> SearchResult:
