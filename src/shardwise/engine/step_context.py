@@ -267,6 +267,7 @@ class StepContext:
     def end_backward(self) -> None:
         """Note that the backward is over, and that gradients from now on are none of the engine's."""
         self.status.end_backward()
+        self.timeline.clock.switch("outside")
         self.sharding.expect_no_gradients()
         self.sharding.watch_gradients()
 
@@ -277,6 +278,7 @@ class StepContext:
             is_boundary: whether it is the last before the step; None where `batch.accumulation` tells.
         """
         self.status.begin_backward()
+        self.timeline.clock.switch("backward")
         self.sharding.watch_gradients(False)
         self.timeline.micro_batch = self.num_backwards
         self.num_backwards += 1
@@ -306,6 +308,7 @@ class StepContext:
             EngineError: there was no backward.
             NonFiniteLossError: loss or gradients are not finite.
         """
+        self.timeline.clock.switch("step")
         if self.before_update is not None:
             self.before_update()
         self._check_gradients()
