@@ -243,10 +243,12 @@ class StepContext:
         if isinstance(batches, Mapping | Tensor):
             batches = [batches]
         if len(batches) != expected:
+            got, fix = f"{len(batches)}", f"give {expected} or set batch.accumulation={len(batches)}"
+            if expected == 1 and isinstance(batches, tuple):
+                got, fix = f"a tuple of {len(batches)}", "give [batch] where it is one micro-batch"
             raise ConfigError(
                 "micro-batch-count",
-                f"train_step takes a list of batch.accumulation={expected} micro-batches and got {len(batches)}; "
-                f"give {expected} or set batch.accumulation={len(batches)}",
+                f"train_step takes a list of batch.accumulation={expected} micro-batches and got {got}; {fix}",
             )
         return batches
 

@@ -60,8 +60,9 @@ def curve(points: Sequence[Point], width: int, height: int, marks: Sequence[Poin
         return []
     values = [value for _, value in (*points, *marks)]
     low, high = min(values), max(values)
-    if high - low < 1e-4 * abs(high):  # a line amid the picture
-        low, high = low - 1e-4 * abs(high) - 1e-9, high + 1e-4 * abs(high) + 1e-9
+    if high - low < 1e-3 * abs(high):  # a line amid the picture
+        margin = 0.01 * abs(high) + 1e-9
+        low, high = low - margin, high + margin
     digits = min(6, max(2, 1 + math.ceil(-math.log10(high - low))))
     labels = {row: f"{high - (high - low) * row / (height - 1):.{digits}f}" for row in _labelled(height)}
     left = max(map(len, labels.values()))
@@ -72,7 +73,8 @@ def curve(points: Sequence[Point], width: int, height: int, marks: Sequence[Poin
     def row_of(value: float, num_rows: int) -> int:
         return min(num_rows - 1, max(0, round((high - value) / (high - low) * (num_rows - 1))))
 
-    cells = _dots([((step - first) / per_dot, row_of(value, 4 * height)) for step, value in points], num_columns, height)
+    dots = [((step - first) / per_dot, row_of(value, 4 * height)) for step, value in points]
+    cells = _dots(dots, num_columns, height)
     rows = [[(chr(_BLANK + cell) if cell else " ") for cell in row] for row in cells]
     for step, value in marks:
         column = min(num_columns - 1, int((step - first) / per_dot / 2))

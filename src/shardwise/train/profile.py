@@ -10,6 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from shardwise.engine.engine import Engine
+from shardwise.zero.param_group import ParamState
 
 PROFILE_NAME: Final = "profile"
 
@@ -68,4 +69,6 @@ class ProfileWindow:
 
     def _settle(self) -> None:
         """Wait for the collectives that a step leaves under way; one that outlives a profile corrupts its memory."""
-        self._engine.step_context.states()
+        for group in self._engine.step_context.states().sharding.groups:
+            if group.state is ParamState.UNSHARDING:
+                group.wait()

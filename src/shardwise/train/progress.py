@@ -239,7 +239,7 @@ def _figures(state: Progress, width: int) -> Table:
 def _slow(state: Progress) -> Iterator[RenderableType]:
     if state.slow is not None:
         grid = _grid()
-        grid.add_row(WORDS["slow"], Text(state.slow.brief, style="yellow", no_wrap=True, overflow="ellipsis"))
+        grid.add_row(WORDS["slow"], Text(state.slow.brief, style="yellow"))
         yield grid
 
 
@@ -256,7 +256,7 @@ def _numbers(state: Progress) -> Iterator[tuple[str, Text]]:
 
 
 def _curve(state: Progress, width: int, height: int) -> list[RenderableType]:
-    lines = curve(state.losses, width, height, state.eval_losses)
+    lines = curve(state.losses, width, height, state.eval_losses) if state.num_taken > 1 else []
     held_out = f", {MARK} {WORDS['eval_loss']}" if state.eval_losses else ""
     title = Text(f"{WORDS['loss']}, smoothed over about 10 steps{held_out}", style="dim")
     return [title, *lines] if lines else []

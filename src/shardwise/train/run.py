@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -201,21 +201,17 @@ def run_rank(
         if resumed is not None:
             log.info("resumed from %s at step %d", resumed.path, resumed.step)
         notes = [measure_disk(trainer.engine, env.rank), *(resumed.notes if resumed is not None else ())]
-        observer = prediction = None
+        observer = None
         if env.rank == 0:
-            sinks = SinkSet.of(config.run.sinks, folder)
-            sinks.start(trainer.config.model_dump(mode="json"), RunInfo(folder.name, folder))
-            for note in filter(None, [*notes, plan_note(trainer), *sinks.failures]):
-                _say(console, note)
-            trainer.data.tokenizer.save(folder / "tokenizer", config.data.tokenizer)
+            sinks = _start_sinks(trainer, folder, [*notes, plan_note(trainer)], console)
             prediction = predict(trainer, folder, env.cache)
             observer = StepLogger(first_state(trainer, resumed), console, sinks, trainer.mfu, stop.__bool__)
         ending = _train(trainer, checkpoints, folder, observer, stop, console)
         write_timeline(folder / f"timeline-{env.rank}.jsonl", trainer.engine.timeline)
         if observer is not None:
             stopped_by = _stopped_by(stop, env) if trainer.was_stopped else None
-            outcome = outcome_of(trainer, observer, folder, prediction, ending, stopped_by)
-            console.print(render_outcome(outcome), crop=False)
+            said = outcome_of(trainer, observer, folder, prediction, ending, stopped_by)
+            console.print(render_outcome(said), crop=False)
         if ending.failure is not None:
             raise ending.failure
     except KeyboardInterrupt:
@@ -288,6 +284,16 @@ def _train(
     if trainer.was_stopped:  # the last line of a log, which the local launcher quotes if it stopped no rank itself
         log.info("stopped after step %d, as rank %d was asked to", trainer.engine.num_steps, trainer.asking_rank)
     return replace(ending, saved=saved, failure=failure, pipeline=measured_note(trainer))
+
+
+def _start_sinks(trainer: Trainer, folder: Path, notes: Sequence[str], console: Console) -> SinkSet:
+    """Start the sinks of rank 0, keep the tokenizer, and print what is to be known before the first step."""
+    sinks = SinkSet.of(trainer.config.run.sinks, folder)
+    sinks.start(trainer.config.model_dump(mode="json"), RunInfo(folder.name, folder))
+    for note in filter(None, [*notes, *sinks.failures]):
+        _say(console, note)
+    trainer.data.tokenizer.save(folder / "tokenizer", trainer.config.data.tokenizer)
+    return sinks
 
 
 def _log_step(record: StepRecord) -> None:

@@ -63,12 +63,13 @@ class RunOutcome:
         peak: memory of the last step in which it was measured.
         pipeline: as in `RunEnding`.
         dropped_sinks: a line for each sink that failed.
+        loss_unit: follows a loss.
         prediction: what the planner predicted for rank 0 before the first step; None where it could not.
         measured: what was measured in its place; None without a prediction.
         host: memory of the host tier; None where all states are stored on the device.
     """
 
-    folder: Path
+    folder: Path | None
     num_steps: int
     num_taken: int
     total_steps: int
@@ -85,6 +86,7 @@ class RunOutcome:
     sample: Sample | None = None
     saved: SavedCheckpoint | None = None
     dropped_sinks: Sequence[str] = ()
+    loss_unit: str = " nats a token"
     prediction: PredictedStep | None = None
     measured: MeasuredStep | None = None
 
@@ -106,11 +108,12 @@ def _to_copy(outcome: RunOutcome) -> Iterator[tuple[str, str]]:
     saved = outcome.saved
     if saved is not None:
         # The folder of a run is shorter than that of its checkpoints, and does as well.
-        place = str(outcome.folder if saved.root.parent == outcome.folder else saved.root)
+        place = str(saved.root.parent if saved.root.parent == outcome.folder else saved.root)
         more = f" run.steps={2 * outcome.num_steps}" if outcome.num_steps >= outcome.total_steps else ""
         yield "to go on", f"shardwise train --resume {shlex.quote(place)}{more}"
         yield "to export", f"shardwise checkpoint export {shlex.quote(str(saved.root))} hf"
-    yield "run folder", str(outcome.folder)
+    if outcome.folder is not None:
+        yield "run folder", str(outcome.folder)
 
 
 def _rows(outcome: RunOutcome) -> Iterator[tuple[str, RenderableType]]:
@@ -120,22 +123,23 @@ def _rows(outcome: RunOutcome) -> Iterator[tuple[str, RenderableType]]:
     elif outcome.num_taken == 0:
         yield "steps", f"all {outcome.num_steps} were taken before; a larger run.steps takes more"
     if outcome.eval_loss is not None:
-        yield WORDS["eval_loss"], Text.assemble((f"{outcome.eval_loss:.4f}", "bold"), " nats a token")
+        yield WORDS["eval_loss"], Text.assemble((f"{outcome.eval_loss:.4f}", "bold"), outcome.loss_unit)
         if outcome.unigram_loss is not None:
             yield "to compare", f"{outcome.unigram_loss:.3f} for token frequencies alone, on the same tokens"
     elif outcome.train_loss is not None:
-        yield WORDS["loss"], f"{outcome.train_loss:.4f} nats a token in the last step"
+        yield WORDS["loss"], f"{outcome.train_loss:.4f}{outcome.loss_unit} in the last step"
     if outcome.num_taken:
         steps = f"{outcome.num_taken} steps in {format_clock(outcome.elapsed_s)}"
         yield WORDS["tokens_per_s"], f"{outcome.tokens_per_s:,.0f} on average, {steps}"
         if outcome.pipeline:
             yield "pipeline", outcome.pipeline
-        yield "at rest", _at_rest_table(outcome.at_rest)
+        if outcome.at_rest:
+            yield "at rest", _at_rest_table(outcome.at_rest)
     if outcome.prediction is not None and outcome.measured is not None and outcome.measured.peak:
         yield WORDS["peak_bytes"], _beside(_peak_rows(outcome.prediction, outcome.measured))
     elif outcome.peak is not None:
         yield WORDS["peak_bytes"], _peak_text(outcome.peak)
-    if outcome.prediction is not None and outcome.measured is not None:
+    if outcome.prediction is not None and outcome.measured is not None and outcome.folder is not None:
         if outcome.prediction.parts and outcome.measured.parts:
             yield "a step", _beside(_time_rows(outcome.prediction, outcome.measured))
         if words := _planner_words(outcome.prediction, outcome.measured, outcome.folder.parent):

@@ -19,8 +19,8 @@ from shardwise.config.resolve import Config
 from shardwise.launch.environment import lone_rank
 from shardwise.launch.signals import StopFlag
 from shardwise.train import run
-from shardwise.train.metrics import MetricsWriter
 from shardwise.train.prepare import prepare_data
+from shardwise.train.rank0_logger import StepLogger
 from shardwise.train.setup import resolve_job
 
 
@@ -48,25 +48,25 @@ def train(tmp_path):
 
 
 def fail_with(monkeypatch, error: BaseException) -> None:
-    def write(self, record):
+    def see(self, record, facts):
         raise error
 
-    monkeypatch.setattr(MetricsWriter, "write", write)
+    monkeypatch.setattr(StepLogger, "see", see)
 
 
 def test_the_summary_sets_every_figure_beside_another(train, capsys):
     code, shown = train()
     assert code == 0
-    for part in ("eval loss", "for token frequencies alone, on the same tokens", "predicted", "measured", "prompt"):
+    for part in ("held-out loss", "for token frequencies alone, on the same tokens", "predicted", "measured", "prompt"):
         assert part in shown
-    assert len(re.findall(r"^step [123]/3 .* [1-9][\d,]* tokens/s", shown, re.MULTILINE)) == 3
+    assert len(re.findall(r"^step [123]/3 .* tokens/s [1-9][\d,]* ", shown, re.MULTILINE)) == 3
     assert shown.rstrip().endswith("/run"), "the last line is the path of the run's folder"
     assert capsys.readouterr().err == ""
 
 
 def test_the_summary_sets_the_planners_peak_beside_the_measured_one(train, tmp_path):
     _, shown = train()
-    peak = shown[shown.index(" peak ") : shown.index(" checkpoints ")]
+    peak = shown[shown.index(" peak memory    on rank") : shown.index(" checkpoints ")]
     assert re.search(r"on rank 0 +predicted +measured", peak)
     assert re.search(r"activations +[1-9][\d.]* [KM]iB +[1-9][\d.]* [KM]iB", peak)
     assert "shardwise doctor" in peak, "what the planner lacks for times"
@@ -108,7 +108,7 @@ def test_a_signal_ends_it_after_the_step(train):
     code, shown = train(stop)
     assert code == 128 + signal.SIGTERM
     assert "at step 1 of 3 by SIGTERM" in shown
-    assert "eval loss" not in shown
+    assert "held-out loss" not in shown
     assert "nats a token in the last step" in shown
 
 
