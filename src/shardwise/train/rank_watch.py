@@ -176,7 +176,7 @@ class RankWatch:
                 extras = [json.loads(text) for text in self._exchange(extra, "slow step")]
                 slow = explain_slow(step, longest_s, usual_s, extras)
                 if self._engine.comm.rank in (0, slow.rank):
-                    log.warning("%s", slow)
+                    log.info("%s", slow)
         self._recent_s.append(longest_s)
         self._recent_parts.append(parts)
         return slow
