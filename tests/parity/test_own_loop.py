@@ -1,4 +1,4 @@
-"""A loop of the user's own: its rows depend on no layout, its files are those of `shardwise train`, slow ranks named."""
+"""A loop of the user's own: rows that no layout changes, the files of `shardwise train`, slow ranks by name."""
 
 import gzip
 import io
