@@ -80,9 +80,9 @@ def test_any_number_of_ranks_sees_the_same_global_batches(ranks):
 def test_a_run_goes_on_in_the_midst_of_a_pass_on_another_number_of_ranks(ranks):
     (whole,) = ranks(1).run(read_rows, 8, None, {}, 0)
     begun = ranks(2).run(read_rows, 2, None, {}, 0)
-    (rest,) = ranks(1).run(read_rows, 3, begun[0][1], {}, 0)
-    again = ranks(4).run(read_rows, 3, rest[1], {}, 0)
-    assert global_batches(begun) + global_batches([rest]) + global_batches(again) == global_batches([whole])
+    (middle,) = ranks(1).run(read_rows, 3, begun[0][1], {}, 0)
+    again = ranks(4).run(read_rows, 3, middle[1], {}, 0)
+    assert global_batches(begun) + global_batches([middle]) + global_batches(again) == global_batches([whole])
     assert again[0][1] == whole[1]
 
 
