@@ -375,7 +375,7 @@ def test_a_full_disk_at_the_end_hides_nothing_of_what_was_learned(train, tmp_pat
     fail_to_write(monkeypatch)
     code, shown, records = train()
     assert code == 1
-    assert "eval loss" in shown
+    assert "held-out loss" in shown
     assert "--resume" not in shown
     assert math.isfinite(records[-1]["eval_loss"])
     err = capsys.readouterr().err
