@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from shardwise.tensor.autoplan.propose import propose_plan
     from shardwise.tensor.plan_layout import plan_layout
     from shardwise.tensor.prove_plan import prove_plan
+    from shardwise.train.data_loader import data_loader
+    from shardwise.train.own_loop import progress
     from shardwise.train.recording import save_timeline
     from shardwise.verify.simulate import Simulation, simulate
 
@@ -63,6 +65,7 @@ __all__ = [
     "backward",
     "block_sparse_attention",
     "build_layout",
+    "data_loader",
     "estimate_model_states",
     "gathered",
     "init",
@@ -70,6 +73,7 @@ __all__ = [
     "measure_units",
     "plan",
     "plan_layout",
+    "progress",
     "propose_plan",
     "prove_plan",
     "save_timeline",
@@ -99,6 +103,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "backward": "engine.multi_backward",
     "block_sparse_attention": "attention.api",
     "build_layout": "layout.layout",
+    "data_loader": "train.data_loader",
     "estimate_model_states": "planner.model_states",
     "gathered": "engine.state_api",
     "init": "construction.context",
@@ -106,6 +111,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "measure_units": "pipeline.profile_units",
     "plan": "planner.plan",
     "plan_layout": "tensor.plan_layout",
+    "progress": "train.own_loop",
     "propose_plan": "tensor.autoplan.propose",
     "prove_plan": "tensor.prove_plan",
     "save_timeline": "train.recording",

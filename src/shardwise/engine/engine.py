@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor, nn
 
@@ -15,9 +15,10 @@ from shardwise.config.resolve import Dtype
 from shardwise.engine.build import EngineInputs, build, release
 from shardwise.engine.checkpoint_api import Checkpoints
 from shardwise.engine.hf_api import Names, export_weights, import_weights
+from shardwise.engine.other_names import attribute_of
 from shardwise.engine.state_api import gathered_groups, offload
 from shardwise.engine.steps import evaluate, forward_plain
-from shardwise.engine.types import EvalResult, Scheduler, StepResult
+from shardwise.engine.types import EvalResult, Folder, Scheduler, StepResult
 from shardwise.layout.layout import Layout
 from shardwise.zero import state_access as access
 from shardwise.zero.memory_release import ReleaseTarget, Target
@@ -213,12 +214,7 @@ class Engine:
         return access.states_of(self.step_context.usable_states(), name)
 
     def offload(
-        self,
-        include: Sequence[str] | None = None,
-        to: Target = "host",
-        *,
-        path: str | Path | None = None,
-        pin_memory: bool = True,
+        self, include: Sequence[str] | None = None, to: Target = "host", *, path: Folder = None, pin_memory: bool = True
     ) -> Mapping[str, int]:
         """Free memory between phases, as for generation: move states away until `reload`. All ranks call it.
 
@@ -252,12 +248,7 @@ class Engine:
 
     @contextmanager
     def offloaded(
-        self,
-        include: Sequence[str] | None = None,
-        to: Target = "host",
-        *,
-        path: str | Path | None = None,
-        pin_memory: bool = True,
+        self, include: Sequence[str] | None = None, to: Target = "host", *, path: Folder = None, pin_memory: bool = True
     ) -> Iterator[Mapping[str, int]]:
         """Call `offload` for the context, and `reload` at its end.
 
@@ -391,6 +382,11 @@ class Engine:
             if keep_values:
                 self.reload()
             release(self._cleanup, self.tiers, self.step_context.sharding, keep_values)
+
+    if not TYPE_CHECKING:  # or a checker would take any name for one of the engine's
+
+        def __getattr__(self, name: str) -> Any:
+            return attribute_of(self, name)
 
     def __enter__(self) -> Self:
         return self

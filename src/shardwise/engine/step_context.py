@@ -243,10 +243,12 @@ class StepContext:
         if isinstance(batches, Mapping | Tensor):
             batches = [batches]
         if len(batches) != expected:
+            got, fix = f"{len(batches)}", f"give {expected} or set batch.accumulation={len(batches)}"
+            if expected == 1 and isinstance(batches, tuple):
+                got, fix = f"a tuple of {len(batches)}", "give [batch] where it is one micro-batch"
             raise ConfigError(
                 "micro-batch-count",
-                f"train_step takes a list of batch.accumulation={expected} micro-batches and got {len(batches)}; "
-                f"give {expected} or set batch.accumulation={len(batches)}",
+                f"train_step takes a list of batch.accumulation={expected} micro-batches and got {got}; {fix}",
             )
         return batches
 
@@ -267,6 +269,7 @@ class StepContext:
     def end_backward(self) -> None:
         """Note that the backward is over, and that gradients from now on are none of the engine's."""
         self.status.end_backward()
+        self.timeline.clock.switch("outside")
         self.sharding.expect_no_gradients()
         self.sharding.watch_gradients()
 
@@ -277,6 +280,7 @@ class StepContext:
             is_boundary: whether it is the last before the step; None where `batch.accumulation` tells.
         """
         self.status.begin_backward()
+        self.timeline.clock.switch("backward")
         self.sharding.watch_gradients(False)
         self.timeline.micro_batch = self.num_backwards
         self.num_backwards += 1
@@ -306,6 +310,7 @@ class StepContext:
             EngineError: there was no backward.
             NonFiniteLossError: loss or gradients are not finite.
         """
+        self.timeline.clock.switch("step")
         if self.before_update is not None:
             self.before_update()
         self._check_gradients()

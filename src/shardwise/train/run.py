@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -44,12 +44,16 @@ from shardwise.runtime.format import format_bytes
 from shardwise.train.checkpoints import RunCheckpoints, checkpoint_root, make_root
 from shardwise.train.console_notes import measure_disk, measured_note, plan_note
 from shardwise.train.loop import Trainer, build_trainer
-from shardwise.train.metrics import write_timeline
+from shardwise.train.metrics import StepRecord, write_timeline
 from shardwise.train.prediction import predict
 from shardwise.train.prepare import PreparedData, open_data
-from shardwise.train.rank0_logger import RunLogger
+from shardwise.train.profile import ProfileWindow
+from shardwise.train.rank0_logger import StepLogger, first_state, outcome_of
+from shardwise.train.rank_watch import RankWatch, note_command
 from shardwise.train.recording import save_timeline
+from shardwise.train.run_page import RunPage
 from shardwise.train.setup import CONFIG_NAME, create_folder, device_kind, prepare_job_data, resolve_job, with_steps
+from shardwise.train.sinks import RunInfo, SinkSet
 from shardwise.train.summary import RunEnding, render_outcome
 
 # A rank that is asked to stop bounds its step itself (`StopFlag.armed`); its save may take long.
@@ -103,6 +107,7 @@ def start(config: Config, console: Console, resume: Path | None = None) -> int:
     make_root(config, resume)
     data = _prepare(resolved, console)
     folder = create_folder(with_steps(resolved, data), time.localtime())
+    note_command(folder)
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
     _say(console, f"run folder {folder}, starting {ranks}")
     argv = ["-m", "shardwise.cli", "train", "--prepared", str(folder), str(data.path)]
@@ -201,15 +206,16 @@ def run_rank(
         notes = [measure_disk(trainer.engine, env.rank), *(resumed.notes if resumed is not None else ())]
         observer = None
         if env.rank == 0:
-            for note in filter(None, [*notes, plan_note(trainer)]):
-                _say(console, note)
-            trainer.data.tokenizer.save(folder / "tokenizer", config.data.tokenizer or config.model.path)
-            observer = RunLogger(trainer, folder, console, stop, resumed, predict(trainer, folder, env.cache))
+            sinks = _start_sinks(trainer, folder, [*notes, plan_note(trainer)], console)
+            prediction = predict(trainer, folder, env.cache)
+            page = RunPage(folder, trainer.engine.comm.comm_log.counts)
+            observer = StepLogger(first_state(trainer, resumed), console, sinks, trainer.mfu, stop.__bool__, page)
         ending = _train(trainer, checkpoints, folder, observer, stop, console)
         write_timeline(folder / f"timeline-{env.rank}.jsonl", trainer.engine.timeline)
         if observer is not None:
             stopped_by = _stopped_by(stop, env) if trainer.was_stopped else None
-            console.print(render_outcome(observer.outcome(ending, stopped_by)), crop=False)
+            said = outcome_of(trainer, observer, folder, prediction, ending, stopped_by)
+            console.print(render_outcome(said), crop=False)
         if ending.failure is not None:
             raise ending.failure
     except KeyboardInterrupt:
@@ -231,7 +237,7 @@ def _train(
     trainer: Trainer,
     checkpoints: RunCheckpoints,
     folder: Path,
-    observer: RunLogger | None,
+    observer: StepLogger | None,
     stop: StopFlag,
     console: Console,
 ) -> RunEnding:
@@ -239,12 +245,16 @@ def _train(
     announce = observer.announce if observer is not None else log.info
     failure: CheckpointError | None = None
     armed = ExitStack()
+    watch = RankWatch(trainer.engine, folder)
+    window = ProfileWindow(trainer.config.run.profile_steps, folder, trainer.engine)
+    window.between(trainer.engine.num_steps)
 
     def save(step: int) -> None:
         nonlocal failure
         if step == trainer.first_step + 1:
             # Until then there is nothing to save, and a first step may take as long as it likes.
             armed.enter_context(stop.armed(trainer.config.run.timeout_s))
+        window.between(step)
         if step == trainer.config.run.record_timeline:
             save_timeline(trainer.engine, folder / "timeline.json")
         if not checkpoints.is_due(step):
@@ -264,13 +274,11 @@ def _train(
 
     with armed, closing(observer) if observer is not None else nullcontext():
         for record in trainer.steps(stop.__bool__, announce, save):
+            facts = watch.see(record.step, record.step_s, record.peak_bytes)
             if observer is not None:
-                observer.see(record)
-            if record.skipped:
-                log.warning("step %d: fp16 overflow, skipped", record.step)
-            if record.peak_bytes is not None:
-                peak = format_bytes(sum(record.peak_bytes.values()))
-                log.info("step %d: loss %.4f, %.3f s, peak %s", record.step, record.loss, record.step_s, peak)
+                observer.see(record, facts)
+            _log_step(record)
+        window.close()
         ending = RunEnding() if trainer.was_stopped else _evaluate_and_sample(trainer, announce)
         try:
             with stop.saving():
@@ -284,6 +292,25 @@ def _train(
         with stop.saving():
             exported = trainer.model.export(trainer.engine, folder / EXPORT_NAME)
     return replace(ending, saved=saved, failure=failure, exported=exported, pipeline=measured_note(trainer))
+
+
+def _start_sinks(trainer: Trainer, folder: Path, notes: Sequence[str], console: Console) -> SinkSet:
+    """Start the sinks of rank 0, keep the tokenizer, and print what is to be known before the first step."""
+    sinks = SinkSet.of(trainer.config.run.sinks, folder)
+    sinks.start(trainer.config.model_dump(mode="json"), RunInfo(folder.name, folder))
+    for note in filter(None, [*notes, *sinks.failures]):
+        _say(console, note)
+    config = trainer.config
+    trainer.data.tokenizer.save(folder / "tokenizer", config.data.tokenizer or config.model.path)
+    return sinks
+
+
+def _log_step(record: StepRecord) -> None:
+    if record.skipped:
+        log.warning("step %d: fp16 overflow, skipped", record.step)
+    if record.peak_bytes is not None:
+        peak = format_bytes(sum(record.peak_bytes.values()))
+        log.info("step %d: loss %.4f, %.3f s, peak %s", record.step, record.loss, record.step_s, peak)
 
 
 def _evaluate_and_sample(trainer: Trainer, announce: Callable[[str], None]) -> RunEnding:
