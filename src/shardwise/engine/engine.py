@@ -18,6 +18,7 @@ from shardwise.engine.hf_api import Names, export_weights, import_weights
 from shardwise.engine.state_api import gathered_groups, offload
 from shardwise.engine.steps import evaluate, forward_plain
 from shardwise.engine.types import EvalResult, Scheduler, StepResult
+from shardwise.launch.signals import watch_signals
 from shardwise.layout.layout import Layout
 from shardwise.zero import state_access as access
 from shardwise.zero.memory_release import ReleaseTarget, Target
@@ -65,6 +66,21 @@ class Engine:
     @scheduler.setter
     def scheduler(self, scheduler: Scheduler) -> None:
         self.step_context.scheduler = scheduler
+
+    @property
+    def preempted(self) -> bool:
+        """Say whether any rank was asked to stop before the last step or evaluation ended, the same on all ranks.
+
+        Save then, and end with an exit code other than 0, so that the launcher starts the job again.
+        """
+        return self.step_context.asking[0] > 0
+
+    def watch_preemption(self, signals: Sequence[str] = ("SIGTERM", "SIGUSR1")) -> None:
+        """Let signals to this rank make `preempted` true on all ranks, and no longer end the process.
+
+        Call it on the main thread of all ranks. A second signal, after two seconds, interrupts as Ctrl-C does.
+        """
+        self.step_context.should_stop = watch_signals(signals).__bool__
 
     @property
     def timeline(self) -> tuple[Any, ...]:

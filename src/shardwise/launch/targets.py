@@ -246,6 +246,7 @@ def _ray(job: LaunchJob) -> str:
     command = start[:-1] + (meeting if job.num_nodes > 1 else "") + "]"
     return f'''"""Starts {job.name} by Ray Train: one worker on each node runs torchrun."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -256,6 +257,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig, get_context
 from ray.train.torch import TorchConfig, TorchTrainer
 
 PROGRAM = {json.dumps(job.program)}
+FOLDER = os.getcwd()  # Ray Train gives workers another one
 
 
 def run_node() -> None:
@@ -265,7 +267,7 @@ def run_node() -> None:
     dist.broadcast_object_list(place)  # every node takes the first one's
     address, port = place
     command = {command}
-    subprocess.run([sys.executable, "-m", "torch.distributed.run", *command, *PROGRAM], check=True)
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", *command, *PROGRAM], cwd=FOLDER, check=True)
 
 
 trainer = TorchTrainer(

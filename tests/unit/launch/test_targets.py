@@ -17,7 +17,10 @@ from shardwise.launch.targets import TARGETS, to_yaml
 
 SCHEMAS = json.loads((DATA / "cluster_schemas.json").read_text())
 SCALARS = st.integers(-5, 5) | st.text(st.characters(min_codepoint=32, max_codepoint=126) | st.just("\n"), max_size=12)
-VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab:-", max_size=4), inner, max_size=3))  # fmt: skip
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab:-", max_size=4), inner, max_size=3),
+)
 PROGRAM = ["--", "train.py", "--lr", "1e-3", "a b", "yes"]
 
 
