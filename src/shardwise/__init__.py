@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from shardwise.tensor.plan_layout import plan_layout
     from shardwise.tensor.prove_plan import prove_plan
     from shardwise.train.recording import save_timeline
+    from shardwise.train.stream import stream_loader
     from shardwise.verify.simulate import Simulation, simulate
 
 __version__: Final = "0.1.0"
@@ -76,6 +77,7 @@ __all__ = [
     "simulate",
     "sparse_sdpa",
     "sparse_sdpa_module",
+    "stream_loader",
 ]
 
 _MODULES: Final[Mapping[str, str]] = {
@@ -112,6 +114,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "simulate": "verify.simulate",
     "sparse_sdpa": "attention.sdpa_patch",
     "sparse_sdpa_module": "attention.sdpa_patch",
+    "stream_loader": "train.stream",
 }
 
 

@@ -177,6 +177,17 @@ def test_slurm_queues_nothing_again_that_ended_or_was_cancelled(
     assert Path("scontrol.log").exists() == ((state, ending) == ("RUNNING", "exit 1"))
 
 
+def test_ray_trains_on_two_of_its_nodes(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray.train.torch")
+    assert main(["launch", "--on", "ray", "--nodes", "2", "--gpus", "1", "-o", "job.py", "--", "train.py"]) == 0
+    cluster = "ray.init(num_cpus=2, num_gpus=2, include_dashboard=False)\ntrainer = "
+    Path("job.py").write_text(Path("job.py").read_text().replace("trainer = ", cluster))
+    job = start(environ, sys.executable, "job.py")
+    written = finish(job, 2 * PATIENCE_S)
+    assert job.returncode == 0, written
+    assert [line.split()[2] for line in Path("steps-1").read_text().splitlines()] == ["2"] * 5
+
+
 def children_of(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 

@@ -80,7 +80,8 @@ def test_one_of_two_ranks_is_signalled_at_any_moment(num_times: int, ranks: Work
         assert (victim, taken, loaded) == (second[0], *second[2:])
         assert taken == loaded
         lags.append(taken - (first, second)[victim][1])
-    assert {0, 1} >= {lag - 1 for lag in lags}, "the step under way is ended, or one more where it had agreed already"
+    # An evaluation agrees too; a step that had agreed before the signal is followed by one more.
+    assert {0, 1, 2} >= set(lags)
     assert {victim for victim, *_ in by_rank[0]} == {0, 1}
 
 

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
+from shardwise.checkpoint.data_position import DataLoaderState
 from shardwise.checkpoint.load import LoadReport
 from shardwise.checkpoint.manifest import Contents
 from shardwise.config.resolve import Dtype
@@ -296,6 +297,7 @@ class Engine:
         keep_last: int | None = None,
         keep_every: int | None = None,
         tag: str = "",
+        data: DataLoaderState | None = None,
     ) -> None:
         """Save into `path/step-<steps taken>`, from which any layout can load. All ranks call it, between steps.
 
@@ -310,12 +312,13 @@ class Engine:
             keep_last: how many of the newest stay, besides those of `keep_every`; None for all.
             keep_every: checkpoints whose step is a multiple of this always stay.
             tag: save into `path/<tag>` instead, and replace what is there; it excludes `keep_last` and `keep_every`.
+            data: a loader with `state_dict`: each data rank's is saved.
 
         Raises:
             CheckpointError: on every rank: it exists or cannot be written, or a parameter was moved or written outside.
             EngineError: gradients are accumulated, which a checkpoint does not keep.
         """
-        self.checkpoints.save(path, contents, extra, wait, keep_last, keep_every, tag)
+        self.checkpoints.save(path, contents, extra, wait, keep_last, keep_every, tag, data)
 
     def finish_saves(self) -> Path | None:
         """Wait until the save under way is written, and return the newest checkpoint of this engine, if there is one.
@@ -325,7 +328,15 @@ class Engine:
         """
         return self.checkpoints.saver.wait()
 
-    def load(self, path: str | Path, *, strict: bool = True, weights_only: bool = False, tag: str = "") -> LoadReport:
+    def load(
+        self,
+        path: str | Path,
+        *,
+        strict: bool = True,
+        weights_only: bool = False,
+        tag: str = "",
+        data: DataLoaderState | None = None,
+    ) -> LoadReport:
         """Load a checkpoint that any layout saved: its world size, stage, tensor parallelism, precision may differ.
 
         DeepSpeed's are read too. All ranks call it. Gradients are dropped. After a failure of the host or of NVMe the
@@ -336,12 +347,14 @@ class Engine:
             strict: everything must fit; otherwise what fits is loaded, and the report says what was skipped.
             weights_only: take parameters and buffers; optimizer, schedule and number of steps stay as they are.
             tag: the name of the checkpoint's folder in `path`; empty for the newest.
+            data: a loader with `load_state_dict`, which goes on where that of the saved run was. With another number of
+                data ranks it must count the samples of all of them, as Shardwise's own loaders do.
 
         Raises:
             CheckpointError: it does not fit the model; nothing has been changed.
             DamagedError: no checkpoint there is whole; it names each with its damage. The engine needs another load.
         """
-        return self.checkpoints.load(Path(path, tag), strict, weights_only)
+        return self.checkpoints.load(Path(path, tag), strict, weights_only, data)
 
     def import_weights(self, folder: str | Path, *, names: Names | None = None, strict: bool = True) -> LoadReport:
         """Read a Hugging Face folder straight into the shards: only its parameters and persistent buffers.
