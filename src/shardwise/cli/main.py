@@ -50,6 +50,7 @@ keys are section.key; `shardwise config` prints each with its meaning. Sections:
 examples:
   shardwise train                                     the tiny preset on Python's own source, about two minutes
   shardwise train --data book.txt run.steps=1000      a text file, a folder or JSONL
+  shardwise train --model llama --data chats.jsonl    fine-tunes a Hugging Face folder; --lora trains adapters
   shardwise train zero.stage=3 batch.global_size=64   any key of `shardwise config`
   shardwise train my.toml optimizer.lr=1e-3           a file, and what differs from it
   shardwise train runs/a/config.json                  what a run had, once more
@@ -149,13 +150,16 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     train = commands.add_parser(
         "train",
-        help="train a decoder on text",
-        description="Train a decoder on text, on every GPU there is or on two CPU processes.",
+        help="train a decoder on text, or fine-tune a Hugging Face model",
+        description="Train a decoder on text, or fine-tune a Hugging Face model on text or chats; on every GPU there "
+        "is, or on two CPU processes.",
         epilog=_TRAIN_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     train.add_argument("settings", nargs="*", metavar="config.toml | key=value", help="a TOML file, and keys to set")
-    train.add_argument("--data", metavar="PATH", help="a text file, a folder or JSONL (data.path)")
+    train.add_argument("--model", metavar="FOLDER", help="a Hugging Face folder to fine-tune (model.path)")
+    train.add_argument("--lora", metavar="RANK", nargs="?", type=int, const=16, help="train adapters (lora.rank)")
+    train.add_argument("--data", metavar="PATH", help="text, JSONL, Parquet, or a folder of these (data.path)")
     train.add_argument("--dry-run", action="store_true", help="say what a rank would hold and send; start nothing")
     train.add_argument("--world-size", type=int, metavar="N", help="ranks of the dry run; none is started")
     train.add_argument(
@@ -248,11 +252,13 @@ def _job(arguments: argparse.Namespace, console: Console | None) -> tuple[Config
     from shardwise.train.setup import job_config
 
     path, assignments = _split(arguments.settings)
+    for key, value in (("model.path", arguments.model), ("lora.rank", arguments.lora), ("data.path", arguments.data)):
+        assignments += [] if value is None else [f"{key}={json.dumps(value)}"]
     if arguments.resume is None:
-        return job_config(path, assignments, arguments.data), None
+        return job_config(path, assignments), None
     from shardwise.train.resume import auto_place, resumed_job
 
-    config, source = resumed_job(path, assignments, arguments.data, arguments.resume)
+    config, source = resumed_job(path, assignments, arguments.resume)
     if source is None and console is not None:
         line = f"no checkpoint in {auto_place(config)} yet; the run starts afresh"
         console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -35,6 +35,7 @@ from shardwise.config.sections import (
     ContextConfig,
     DataConfig,
     Dtype,
+    LoraConfig,
     MeshConfig,
     ModelConfig,
     OptimizerConfig,
@@ -77,6 +78,7 @@ __all__ = [
     "ContextConfig",
     "DataConfig",
     "Dtype",
+    "LoraConfig",
     "MeshConfig",
     "ModelConfig",
     "OptimizerConfig",
@@ -127,6 +129,7 @@ class Config(Section):
     """
 
     model: ModelConfig = ModelConfig()
+    lora: LoraConfig = LoraConfig()
     data: DataConfig = DataConfig()
     batch: BatchConfig = BatchConfig()
     mesh: MeshConfig = MeshConfig()

@@ -52,12 +52,18 @@ Indices = Annotated[tuple[NotNegative, ...], Field(strict=False)]
 
 
 class ModelConfig(Section):
-    """Chooses the model of `shardwise train`: a preset, and what differs from it. The library API ignores this."""
+    """Chooses the model of `shardwise train`: a Hugging Face folder, or a preset and what differs from it.
 
+    The library API ignores this.
+    """
+
+    path: str | None = None
+    """A Hugging Face folder (weights, tokenizer) of a causal model, or its name on the Hub; it is fine-tuned, and the
+    other keys of this section do not count."""
     preset: str = "tiny"
     """Name of a model of `shardwise presets`; "tiny" trains in two minutes on two cores."""
     num_layers: Layers | None = None
-    """Blocks; the preset's where it is not given, as for all keys of this section."""
+    """Blocks; the preset's where it is not given, as for the keys after it."""
     hidden_size: Width | None = None
     """Width of the residual stream."""
     num_heads: Width | None = None
@@ -72,13 +78,29 @@ class ModelConfig(Section):
     """Whether the output head shares the embedding's weight."""
 
 
+class LoraConfig(Section):
+    """Trains small matrices beside the linear layers of a Hugging Face model in place of its weights (LoRA of PEFT)."""
+
+    rank: NotNegative = 0
+    """Rank of the matrices; 0 trains all weights. 16 suits most fine-tuning."""
+    alpha: Positive | None = None
+    """Their product counts alpha / rank times; twice the rank where it is not given."""
+    dropout: BelowOne = 0.0
+    """Share of the adapters' inputs that is dropped."""
+    targets: Names = ("all-linear",)
+    """Names, or ends of names, of the layers; "all-linear" takes all but the head."""
+
+
 class DataConfig(Section):
-    """Names the text to train on: a file, a folder or JSONL; without a path, the source of Python's library."""
+    """Names the data to train on: text, or chats for a Hugging Face model."""
 
     path: str | None = None
-    """A text file, a folder of text files or a JSONL file; without it, the source of Python's standard library."""
+    """A text file, JSONL, Parquet, or a folder of these; without it, the source of Python's standard library. Records
+    have `text`, `messages` (or `conversations`), or `prompt` and `completion`."""
     text_key: str = "text"
-    """The key of a JSONL record that holds its text."""
+    """The key of a record that holds its text."""
+    train_on: Literal["completions", "all"] = "completions"
+    """Which tokens of chats count in the loss: the assistant's, or all."""
     seq_len: Tokens = 256
     """Tokens of a sample; 256 is short, so that a first run is quick."""
     val_fraction: Fraction = 0.05
@@ -342,6 +364,9 @@ class CheckpointConfig(Section):
     """Newest checkpoints that stay, 0 for all; `load` falls back to an older one where the newest is damaged."""
     keep_every: Positive | None = None
     """Checkpoints whose step is a multiple of this stay, too."""
+    export: bool = True
+    """Whether a run of model.path ends with a Hugging Face folder, `model` in the run's folder; with LoRA it has the
+    adapter alone."""
     background: bool = True
     """Whether training goes on while files are written; on, since a save then holds it up only for a copy in memory."""
 
@@ -351,6 +376,8 @@ class RunConfig(Section):
 
     steps: Positive = 200
     """Optimizer steps."""
+    epochs: PositiveFloat | None = None
+    """Passes over the training data; where it is given, the steps follow from it."""
     seed: NotNegative = 0
     """Seed of initial weights, data order and dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

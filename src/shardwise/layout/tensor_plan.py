@@ -113,6 +113,7 @@ class TensorPlan:
         regions: where one mapping of the inputs serves several column layers.
         stacks: for sequence parallelism; none where the plan does not know any.
         partial: parameters that every rank holds whole but uses on its own part of the heads or features.
+        after_rows: modules in regions that every rank holds whole and uses on the output of a row layer.
         attributes: (module, attribute, value on every rank), such as a number of heads that the model's code reads;
             where the value is a part, each rank has its first index.
         dropouts: on tensors that are split over ranks.
@@ -123,6 +124,7 @@ class TensorPlan:
     regions: tuple[SharedInput, ...] = ()
     stacks: tuple[SequenceStack, ...] = ()
     partial: tuple[str, ...] = ()
+    after_rows: tuple[str, ...] = ()
     attributes: tuple[tuple[str, str, int | FusedPart], ...] = ()
     dropouts: tuple[SplitDropout, ...] = ()
     notes: tuple[str, ...] = ()
@@ -270,7 +272,8 @@ def _is_on_part_of_sequence(plan: TensorPlan, module: str, is_row: bool) -> bool
     """Say whether a module applies its replicated parameters to this rank's part of the sequence only."""
     is_inside = any(is_within(module, stack.modules) for stack in plan.stacks)
     # A row layer adds its bias after the region that it ends.
-    return is_inside and (is_row or not is_within(module, [region.module for region in plan.regions]))
+    is_after_row = is_row or module in plan.after_rows
+    return is_inside and (is_after_row or not is_within(module, [region.module for region in plan.regions]))
 
 
 def is_within(module: str, roots: Iterable[str]) -> bool:

@@ -145,11 +145,16 @@ def decoder_config(
         attention: the config's section; None for the preset's, which is dense.
 
     Raises:
-        ConfigError: an unknown preset, heads that do not divide the hidden size, a shape or an attention that
-            `DecoderConfig` refuses, or a vocabulary smaller than the tokenizer's.
+        ConfigError: a Hugging Face model, an unknown preset, heads that do not divide the hidden size, a shape or an
+            attention that `DecoderConfig` refuses, or a vocabulary smaller than the tokenizer's.
     """
+    if model.path is not None:
+        raise ConfigError(
+            "not-our-decoder",
+            f"model.path={model.path} is a Hugging Face model, and this takes presets; leave model.path out",
+        )
     shape = preset(model.preset)
-    given = model.model_dump(exclude={"preset"}) | {"max_seq_len": max_seq_len, "attention": attention}
+    given = model.model_dump(exclude={"preset", "path"}) | {"max_seq_len": max_seq_len, "attention": attention}
     changes = {key: value for key, value in given.items() if value is not None}
     if "hidden_size" in changes or "num_heads" in changes:
         hidden = changes.get("hidden_size", shape.hidden_size)

@@ -17,6 +17,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -24,6 +25,7 @@ from shardwise.config.resolve import Config, ConfigError, ModelConfig
 from shardwise.models.decoder import DecoderConfig
 from shardwise.models.presets import PRESETS, decoder_config
 from shardwise.planner.hardware import Cluster
+from shardwise.planner.imports.huggingface import read_huggingface
 from shardwise.planner.job import SHARDWISE, PlanJob, Strategy
 from shardwise.planner.shape import ModelShape
 
@@ -74,7 +76,7 @@ ALWAYS_WRITTEN: Final = frozenset(
 )
 """Keys that a planned config always has, even at their defaults: `shardwise train` has its own defaults for some."""
 
-_SHAPE_KEYS: Final = tuple(key for key in ModelConfig.model_fields if key not in ("preset", "tie_embeddings"))
+_SHAPE_KEYS: Final = tuple(key for key in ModelConfig.model_fields if key not in ("path", "preset", "tie_embeddings"))
 _LAST_UNIT: Final = "head"
 
 
@@ -97,7 +99,7 @@ def strategy_of(config: Config, world_size: int) -> Strategy:
         values["heads_over"] = None
     cut = resolved.pipeline.cut
     if cut is not None and resolved.mesh.pp > 1:
-        num_layers = decoder_config(resolved.model).num_layers
+        num_layers = shape_of(resolved).num_layers
         values["stage_layers"] = _layers_between(cut, num_layers)
     return Strategy(**values)
 
@@ -113,8 +115,7 @@ def job_of(config: Config, cluster: Cluster) -> PlanJob:
         ConfigError: the model or the batch is none.
     """
     resolved = config.resolve(cluster.num_gpus)
-    decoder = decoder_config(resolved.model, max_seq_len=resolved.data.seq_len, attention=resolved.attention)
-    shape = ModelShape.of_decoder(decoder, name=resolved.model.preset)
+    shape = shape_of(resolved)
     window = _window(resolved)
     traits = replace(
         SHARDWISE,
@@ -133,6 +134,21 @@ def job_of(config: Config, cluster: Cluster) -> PlanJob:
     )
 
 
+def shape_of(config: Config) -> ModelShape:
+    """Return the shape of a config's model.
+
+    Raises:
+        ConfigError: there is none, or its folder has no config.json that gives the sizes.
+    """
+    if config.model.path is not None:
+        found = read_huggingface(Path(config.model.path).expanduser() / "config.json").shape
+        if found is None:
+            raise ConfigError("model-not-named", f"model.path={config.model.path} names no model; give its folder")
+        return found
+    decoder = decoder_config(config.model, max_seq_len=config.data.seq_len, attention=config.attention)
+    return ModelShape.of_decoder(decoder, name=config.model.preset)
+
+
 def config_of(job: PlanJob, strategy: Strategy, base: Config | None = None) -> Config:
     """Return the config by which `shardwise train` runs a strategy.
 
@@ -147,7 +163,8 @@ def config_of(job: PlanJob, strategy: Strategy, base: Config | None = None) -> C
     _refuse_foreign(strategy)
     base = Config() if base is None else base
     values = base.model_dump()
-    values["model"] = model_section(job.shape, base.model).model_dump()
+    if base.model.path is None:
+        values["model"] = model_section(job.shape, base.model).model_dump()
     values["data"]["seq_len"] = job.seq_len
     for key, field in KEYS.items():
         section, _, leaf = key.partition(".")

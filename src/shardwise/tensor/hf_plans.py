@@ -531,6 +531,7 @@ def _moved(plan: TensorPlan, prefix: str) -> TensorPlan:
             for each in plan.stacks
         ),
         partial=tuple(prefix + name for name in plan.partial),
+        after_rows=tuple(prefix + name for name in plan.after_rows),
         attributes=tuple((prefix + name, attribute, value) for name, attribute, value in plan.attributes),
         dropouts=tuple(replace(each, module=prefix + each.module) for each in plan.dropouts),
         notes=plan.notes,

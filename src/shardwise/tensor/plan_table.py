@@ -22,6 +22,7 @@ from shardwise.layout.tensor_plan import (
     is_within,
 )
 from shardwise.layout.tp_sharding import FusedPart, check_divides
+from shardwise.tensor.adapters import with_adapters
 from shardwise.tensor.autoplan.kinds import is_linear, is_lookup, is_transposed
 
 # Attributes by which attention modules know their numbers of heads, and the features of all of them.
@@ -78,7 +79,7 @@ class PlanBuilder:
 
     def plan(self) -> TensorPlan:
         """Return the plan of all splits collected so far."""
-        return TensorPlan(
+        plan = TensorPlan(
             layers=tuple(self.layers.values()),
             regions=tuple(self.regions),
             stacks=tuple(self.stacks),
@@ -87,6 +88,7 @@ class PlanBuilder:
             dropouts=tuple(self.dropouts),
             notes=tuple(self.notes),
         )
+        return with_adapters(plan, self.modules)
 
     def layer(self, name: str, style: StyleRule, *parts: FusedPart) -> None:
         """Split one module.
@@ -472,6 +474,7 @@ def _module_names(plan: TensorPlan) -> Iterable[str]:
         yield from (item.module for item in items)
     for stack in plan.stacks:
         yield from (stack.first, stack.last, *stack.modules)
+    yield from plan.after_rows
     for name, _, _ in plan.attributes:
         yield name
 
@@ -495,9 +498,10 @@ def _check_regions(plan: TensorPlan, params: Iterable[str]) -> None:
                 "tp-nested-regions",
                 f"region {region} is in region {outer}, so its gradients would be summed twice; keep one of them",
             )
+    named = split.union(plan.after_rows)
     for name in params:
         module = name.rpartition(".")[0]
-        if module not in split and name not in plan.partial and is_within(module, regions):
+        if module not in named and name not in plan.partial and is_within(module, regions):
             raise ConfigError(
                 "tp-whole-in-region",
                 f"{name} is in a region of the tensor-parallel plan, where ranks work on parts, but the plan neither "

@@ -16,7 +16,6 @@ from shardwise.config.resolve import Config, Tier
 from shardwise.engine.engine import Engine
 from shardwise.layout.layout import Layout
 from shardwise.layout.stage_partition import find_partition
-from shardwise.models import Decoder
 from shardwise.offload.disk_bench import USEFUL_BYTES_PER_S, SwapSpeed, measure_swap, passes_s, step_s
 from shardwise.offload.nvme import SwapError
 from shardwise.runtime.format import format_bytes, format_s
@@ -101,8 +100,7 @@ def plan_note(trainer: Trainer) -> str:
     config = trainer.config
     if config.mesh.pp == 1:
         return ""
-    model = Decoder(trainer.decoder.config, device="meta")
-    return f"{find_partition(model, config).describe()}\n{schedule_line(config)}"
+    return f"{find_partition(trainer.model.skeleton(), config).describe()}\n{schedule_line(config)}"
 
 
 def schedule_line(config: Config) -> str:

@@ -1,4 +1,4 @@
-"""Reads the text to train on: a file, a folder, JSONL, or the source of Python's own standard library.
+"""Reads the data to train on: text, records of text or chats, or the source of Python's own standard library.
 
 `open_corpus` lists files and reads none; `read_pieces` streams their text, a piece at a time, whatever the
 size of a file. Tokens are made elsewhere (`tokenizer`, `prepare`).
@@ -19,12 +19,14 @@ import os
 import stat
 import sys
 import sysconfig
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from shardwise.config.resolve import ConfigError, DataConfig
+from shardwise.train.chat import is_chat
 
 PIECE_CHARS = 1 << 18
 STDLIB_BYTES = 12_000_000
@@ -34,6 +36,8 @@ _STDLIB_EXCLUDED = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
 )
 _JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson"})
+_PARQUET_SUFFIX = ".parquet"
+_ROWS_AT_ONCE = 1000
 
 
 @dataclass(frozen=True)
@@ -50,15 +54,25 @@ class TextFile:
     def is_jsonl(self) -> bool:
         return self.path.suffix.lower() in _JSONL_SUFFIXES
 
+    @property
+    def is_parquet(self) -> bool:
+        return self.path.suffix.lower() == _PARQUET_SUFFIX
+
 
 @dataclass(frozen=True)
 class Corpus:
-    """Lists the files to read, in order; with `skip_binary`, files that are not UTF-8 text are skipped, not refused."""
+    """Lists the files to read, in order.
+
+    Attributes:
+        skip_binary: files that are not UTF-8 text are skipped, not refused.
+        takes_chats: records may be chats, which a model's chat template writes out.
+    """
 
     label: str
     files: tuple[TextFile, ...]
     text_key: str
     skip_binary: bool
+    takes_chats: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -78,10 +92,15 @@ class Corpus:
 
 
 class CorpusChunk(NamedTuple):
-    """Holds a document, or a part of one that is longer than PIECE_CHARS; a part ends at a line end where it can."""
+    """Holds a document, or a part of one that is longer than PIECE_CHARS; a part ends at a line end where it can.
+
+    A chat is a document without text, whole, with its place for messages.
+    """
 
     text: str
     ends_document: bool
+    chat: Mapping[str, Any] | None = None
+    where: str = ""
 
 
 @dataclass
@@ -94,12 +113,13 @@ class CorpusCounts:
     num_skipped: int = 0
 
 
-def open_corpus(data: DataConfig, exclude: Collection[Path] = ()) -> Corpus:
+def open_corpus(data: DataConfig, exclude: Collection[Path] = (), takes_chats: bool = False) -> Corpus:
     """List the files of `data.path`, or of the standard library without one; nothing is read.
 
     Args:
         data: the section of the config.
         exclude: folders below `data.path` to leave out, such as the token cache.
+        takes_chats: as in `Corpus`.
 
     Raises:
         ConfigError: the path is missing, unreadable, empty or neither a file nor a folder.
@@ -136,21 +156,21 @@ def open_corpus(data: DataConfig, exclude: Collection[Path] = ()) -> Corpus:
         raise ConfigError(
             "data-not-a-file", f"data.path={data.path} is neither a file nor a folder; write the text to a file first"
         )
-    return Corpus(label=data.path, files=tuple(files), text_key=data.text_key, skip_binary=stat.S_ISDIR(mode))
+    return Corpus(data.path, tuple(files), data.text_key, stat.S_ISDIR(mode), takes_chats)
 
 
 def read_pieces(corpus: Corpus, tally: CorpusCounts) -> Iterator[CorpusChunk]:
     """Stream the corpus in order and count in `tally`; empty documents are dropped.
 
     Raises:
-        ConfigError: a file cannot be read, a single file is not UTF-8 text, a JSONL line is no object with
-            the key, or the whole corpus holds no text.
+        ConfigError: a file cannot be read, a single file is not UTF-8 text, a record is no object with the key, nor a
+            chat where the corpus takes chats, or the whole corpus holds no text.
     """
     for file in corpus.files:
         try:
             for document in _documents(file, corpus, tally):
-                for piece in _cut(document):
-                    tally.num_text_bytes += len(piece.text.encode())
+                for piece in [document] if isinstance(document, CorpusChunk) else _cut(document):
+                    tally.num_text_bytes += len((piece.text or json.dumps(piece.chat, default=str)).encode())
                     tally.num_documents += piece.ends_document
                     yield piece
         except OSError as error:
@@ -167,7 +187,7 @@ def read_pieces(corpus: Corpus, tally: CorpusCounts) -> Iterator[CorpusChunk]:
 def sample_texts(corpus: Corpus, num_bytes: int) -> Iterator[str]:
     """Yield about `num_bytes` of the corpus in pieces spread evenly over it; all of it where it is smaller."""
     tally, num_taken, num_all = CorpusCounts(), 0, corpus.num_bytes
-    for text, _ in read_pieces(corpus, tally):
+    for text, *_ in read_pieces(corpus, tally):
         if num_taken * num_all < num_bytes * tally.num_read_bytes:
             num_taken += len(text.encode())
             yield text
@@ -217,10 +237,21 @@ def _text_file(path: Path, name: str) -> TextFile:
     return TextFile(path, name, status.st_size, mtime_ns=status.st_mtime_ns, ctime_ns=status.st_ctime_ns)
 
 
-def _documents(file: TextFile, corpus: Corpus, tally: CorpusCounts) -> Iterator[Iterable[str]]:
-    """Yield the documents of a file, each as blocks of text: one for a text file, one for every line of JSONL."""
-    if file.is_jsonl:
-        yield from _jsonl_documents(file, corpus.text_key, tally)
+def _documents(file: TextFile, corpus: Corpus, tally: CorpusCounts) -> Iterator[Iterable[str] | CorpusChunk]:
+    """Yield the documents of a file: blocks of text, one for a text file; or for each record a text or a chat."""
+    if file.is_jsonl or file.is_parquet:
+        records = _jsonl_records(file, tally) if file.is_jsonl else _parquet_records(file, tally)
+        for record, where in records:
+            if corpus.text_key in record or not is_chat(record):
+                yield [_text_of(record, where, corpus.text_key)]
+            elif corpus.takes_chats:
+                yield CorpusChunk("", ends_document=True, chat=record, where=where)
+            else:
+                raise ConfigError(
+                    "chats-need-model",
+                    f"{where} is a chat, which a preset has no template for; give model.path a Hugging Face folder, or "
+                    "set data.text_key",
+                )
         return
     try:
         for _ in _text_blocks(file.path, CorpusCounts()):
@@ -248,15 +279,34 @@ def _text_blocks(path: Path, tally: CorpusCounts) -> Iterator[str]:
     yield decoder.decode(b"", final=True)
 
 
-def _jsonl_documents(file: TextFile, text_key: str, tally: CorpusCounts) -> Iterator[Iterable[str]]:
+def _jsonl_records(file: TextFile, tally: CorpusCounts) -> Iterator[tuple[Mapping[str, Any], str]]:
     with file.path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             tally.num_read_bytes += len(line)
             if line.strip():
-                yield [_text_of_line(line, f"{file.name} line {number}", text_key)]
+                where = f"{file.name} line {number}"
+                yield _parse_line(line, where), where
 
 
-def _text_of_line(line: bytes, where: str, text_key: str) -> str:
+def _parquet_records(file: TextFile, tally: CorpusCounts) -> Iterator[tuple[Mapping[str, Any], str]]:
+    if find_spec("pyarrow") is None:
+        raise ConfigError("extra-missing", f"{file.name} needs pyarrow to be read; pip install 'shardwise[data]'")
+    from pyarrow import ArrowException, parquet
+
+    try:
+        table = parquet.ParquetFile(file.path)
+        num_before = 0
+        for rows in table.iter_batches(_ROWS_AT_ONCE):
+            tally.num_read_bytes += file.num_bytes * rows.num_rows // max(1, table.metadata.num_rows)
+            for number, row in enumerate(rows.to_pylist(), start=num_before + 1):
+                yield {key: value for key, value in row.items() if value is not None}, f"{file.name} row {number}"
+            num_before += rows.num_rows
+    except ArrowException as error:
+        line = str(error).partition("\n")[0]
+        raise ConfigError("not-parquet", f"{file.name} is not Parquet ({line}); write it again") from None
+
+
+def _parse_line(line: bytes, where: str) -> Mapping[str, Any]:
     try:
         record = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -268,6 +318,10 @@ def _text_of_line(line: bytes, where: str, text_key: str) -> str:
             "jsonl-not-object",
             f"{where} is a JSON {type(record).__name__}, not an object; write one JSON object on each line",
         )
+    return record
+
+
+def _text_of(record: Mapping[str, Any], where: str, text_key: str) -> str:
     if text_key not in record:
         keys = ", ".join(list(record)[:8]) or "none"
         raise ConfigError(

@@ -1,9 +1,11 @@
-"""Reads token shards as fixed-length sequences, in an order that every rank computes without communication.
+"""Reads token shards as sequences of one length, in an order that every rank computes without communication.
 
 A token shard is a folder: `tokens.bin` (all tokens of all documents, uint16 or uint32), `tokens.crc` (a CRC-32 for
 each 64 KiB of it), `documents.bin` (uint64, where each document starts), `tokenizer.json` and `index.json`
-(`ShardIndex`), which holds hashes of the others. Tokens are checked when they are first read. Which sequence a sample
-is depends on (seed, sample index) alone, so a run can go on at another world size. `prepare` writes token shards.
+(`ShardIndex`), which holds hashes of the others. A shard of chats has `counts.bin` too: a byte for each token, 1 where
+it counts in the loss; its sequences are whole chats, packed. Tokens are checked when they are first read. Which
+sequence a sample is depends on (seed, sample index) alone, so a run can go on at another world size. `prepare` writes
+token shards.
 
 >>> [sample_order(seed=0, index=index, num_sequences=5) for index in range(10)]  # two epochs
 [2, 0, 4, 3, 1, 2, 0, 4, 1, 3]
@@ -11,6 +13,7 @@ is depends on (seed, sample index) alone, so a run can go on at another world si
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import json
 import math
@@ -27,10 +30,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shardwise.config.resolve import BatchConfig, ConfigError
 from shardwise.config.untrusted_files import open_regular, read_json
+from shardwise.models.decoder import IGNORED_TARGET
 
-SHARD_FORMAT: Final = 2
+SHARD_FORMAT: Final = 3
 INDEX_NAME, TOKENS_NAME, CHECKSUMS_NAME = "index.json", "tokens.bin", "tokens.crc"
-DOCUMENTS_NAME, TOKENIZER_NAME = "documents.bin", "tokenizer.json"
+DOCUMENTS_NAME, TOKENIZER_NAME, COUNTS_NAME = "documents.bin", "tokenizer.json", "counts.bin"
 _OWN_HASH = "index_hash"
 _CHUNK_BYTES = 1 << 16
 _ROUNDS = 12
@@ -46,6 +50,7 @@ class ShardIndex(BaseModel):
         num_bytes: bytes of UTF-8 text that the tokens stand for.
         tokens_hash: blake2b of `tokens.bin`, which names the data in checkpoints.
         hashes: blake2b of each other file of the shard, by name.
+        has_chats: whether the documents are chats, and there is a `counts.bin`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -60,7 +65,8 @@ class ShardIndex(BaseModel):
     num_skipped: NotNegative
     tokens_hash: str
     hashes: dict[str, str]
-    format: Literal[2] = SHARD_FORMAT
+    has_chats: bool = False
+    format: Literal[3] = SHARD_FORMAT
 
     def to_json(self) -> str:
         """Write the fields, and a hash of them that `read_index` compares."""
@@ -103,7 +109,8 @@ def read_index(path: Path, checks_documents: bool = True) -> ShardIndex:
         index = ShardIndex.model_validate(fields)
         if index._hash() != own_hash:
             raise ValueError(f"{INDEX_NAME} does not have its own checksum")
-        if set(index.hashes) != {CHECKSUMS_NAME, DOCUMENTS_NAME, TOKENIZER_NAME}:
+        counts = {COUNTS_NAME} if index.has_chats else set()
+        if set(index.hashes) != {CHECKSUMS_NAME, DOCUMENTS_NAME, TOKENIZER_NAME} | counts:
             raise ValueError(f"{INDEX_NAME} lists other files")
         _check_size(path / TOKENS_NAME, index.num_tokens * np.dtype(index.dtype).itemsize)
         _check_size(path / DOCUMENTS_NAME, index.num_documents * 8)
@@ -162,6 +169,15 @@ class TokenDataset:
     def num_tokens(self) -> int:
         return len(self._range)
 
+    @property
+    def stop(self) -> int:
+        """Return the end of the range, in tokens of the shard."""
+        return self._range.stop
+
+    def read_at(self, start: int, stop: int) -> NDArray[Any]:
+        """Return tokens [start, stop) of the shard, which the range must hold, checked as by `read`."""
+        return self.read(start - self._range.start, stop - self._range.start)
+
     def num_sequences(self, seq_len: int) -> int:
         """Return how many whole sequences of `seq_len` tokens there are; the targets, one token on, count too."""
         return max(0, (self.num_tokens - 1) // seq_len)
@@ -187,6 +203,99 @@ class TokenDataset:
                     raise damaged(self.path, f"{where} hold token {chunk.max()} of {self.index.vocab_size}")
                 self._is_checked[number] = True
         return self._shard[wanted.start : wanted.stop]
+
+
+class PackedDataset:
+    """Reads a range of a shard of chats: each sequence is as many whole chats as fit, and padding.
+
+    The longest chats are packed first, each where the least space stays (best-fit decreasing). A chat that is longer
+    than a sequence loses its end. Positions begin again with each chat and with the padding, by which transformers'
+    attention keeps them apart.
+
+    Args:
+        tokens: the range; its tokens are checked as it reads them.
+        counts: uint8 [tokens of the shard], 1 where a token counts.
+        starts: first tokens of the range's chats, rising.
+        seq_len: tokens of a sequence.
+
+    Attributes:
+        num_cut: chats that lost their end.
+    """
+
+    def __init__(self, tokens: TokenDataset, counts: NDArray[Any], starts: NDArray[Any], seq_len: int) -> None:
+        self._tokens, self._counts, self._seq_len = tokens, counts, seq_len
+        lengths = np.diff(np.append(starts, tokens.stop))
+        self.num_cut = int((lengths > seq_len).sum())
+        self._starts = starts.astype(np.int64)
+        self._lengths = np.minimum(lengths, seq_len).astype(np.int64)
+        self._rows = pack(self._lengths, seq_len)
+
+    @property
+    def index(self) -> ShardIndex:
+        return self._tokens.index
+
+    @property
+    def num_tokens(self) -> int:
+        return self._tokens.num_tokens
+
+    def num_sequences(self, seq_len: int) -> int:
+        """Return how many sequences there are; `seq_len` is the one that they were packed for."""
+        return len(self._rows)
+
+    def sample(self, index: int, seq_len: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """Return the tokens, targets and positions of a sequence, each int64 [seq_len]."""
+        tokens = np.full(seq_len, self.index.eot_id, dtype=np.int64)
+        targets = np.full(seq_len, IGNORED_TARGET, dtype=np.int64)
+        positions = np.empty(seq_len, dtype=np.int64)
+        place = 0
+        for chat in self._rows[index]:
+            start, length = self._starts[chat], self._lengths[chat]
+            own = slice(place, place + length)
+            tokens[own] = self._tokens.read_at(start, start + length)
+            counts = self._counts[start + 1 : start + length]
+            # What a position predicts is the token after it, in the same chat.
+            targets[place : place + length - 1] = np.where(counts, tokens[place + 1 : place + length], IGNORED_TARGET)
+            positions[own] = np.arange(length)
+            place += length
+        positions[place:] = np.arange(seq_len - place)
+        return tokens, targets, positions
+
+    def prompt(self, index: int) -> NDArray[Any]:
+        """Return the first chat of a sequence up to the first token that counts; half of it where none does."""
+        chat = self._rows[index][0]
+        start, length = self._starts[chat], self._lengths[chat]
+        counts = self._counts[start : start + length]
+        end = int(counts.argmax()) or int(length) // 2
+        return self._tokens.read_at(start, start + max(1, end))
+
+
+def pack(lengths: NDArray[Any], seq_len: int) -> list[list[int]]:
+    """Return which documents share a sequence, by best-fit decreasing; none is longer than `seq_len`.
+
+    >>> pack(np.array([3, 6, 5, 2, 1]), seq_len=8)
+    [[1, 3], [2, 0], [4]]
+    """
+    rows: list[list[int]] = []
+    by_space: dict[int, list[int]] = {}
+    spaces: list[int] = []  # the keys of `by_space`, rising
+    for document in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[document])
+        place = bisect.bisect_left(spaces, length)
+        if place == len(spaces):
+            row, space = len(rows), seq_len
+            rows.append([])
+        else:
+            space = spaces[place]
+            row = by_space[space].pop(0)
+            if not by_space[space]:
+                del by_space[space], spaces[place]
+        rows[row].append(document)
+        if left := space - length:
+            if left not in by_space:
+                by_space[left] = []
+                bisect.insort(spaces, left)
+            by_space[left].append(row)
+    return rows
 
 
 def sample_order(seed: int, index: int, num_sequences: int) -> int:
@@ -248,7 +357,7 @@ def sample_positions(batch: BatchConfig, data_rank: int, num_data_ranks: int) ->
 
 
 def batches_for_step(
-    dataset: TokenDataset,
+    dataset: TokenDataset | PackedDataset,
     first: int,
     batch: BatchConfig,
     *,
@@ -256,7 +365,7 @@ def batches_for_step(
     num_data_ranks: int,
     seed: int,
     seq_len: int,
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+) -> list[tuple[torch.Tensor, ...]]:
     """Return this data rank's micro-batches of one optimizer step: one (tokens, targets) for each accumulation.
 
     Args:
@@ -269,7 +378,8 @@ def batches_for_step(
         seq_len: tokens a sequence.
 
     Returns:
-        A list of (tokens [micro_size, seq_len], targets [micro_size, seq_len]), int64 on the CPU.
+        A list of (tokens, targets), and of packed chats (tokens, targets, positions), each int64 [micro_size, seq_len]
+        on the CPU.
 
     Raises:
         ConfigError: the sequence is longer than the data, or the batch does not fit the ranks.
@@ -285,8 +395,8 @@ def batches_for_step(
     batches = []
     for positions in shares:
         numbers = [sample_order(seed, first + position, num_sequences) for position in positions]
-        tokens, targets = zip(*(dataset.sample(number, seq_len) for number in numbers), strict=True)
-        batches.append((_stack(tokens), _stack(targets)))
+        columns = zip(*(dataset.sample(number, seq_len) for number in numbers), strict=True)
+        batches.append(tuple(_stack(column) for column in columns))
     return batches
 
 

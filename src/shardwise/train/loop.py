@@ -25,13 +25,11 @@ from numpy.typing import NDArray
 from shardwise.checkpoint.manifest import CheckpointError
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.engine.engine import Engine
-from shardwise.engine.initialize import initialize
 from shardwise.engine.types import StepResult
-from shardwise.models import Decoder, decoder_config, flops_per_token, generate, lm_loss
 from shardwise.planner.hardware import known_gpu
-from shardwise.runtime.keyed_rng import keyed_generator
 from shardwise.runtime.memory_tracker import Category, MemorySnapshot, first_line, is_out_of_memory
-from shardwise.train.dataset import TokenDataset, batches_for_step, sample_order
+from shardwise.train.dataset import PackedDataset, TokenDataset, batches_for_step, sample_order
+from shardwise.train.job_model import JobModel, job_model
 from shardwise.train.metrics import StepRecord
 from shardwise.train.prepare import PreparedData
 
@@ -40,7 +38,6 @@ NUM_FIRST_METERED = 2
 METER_EVERY = 50
 PROMPT_TOKENS = 24
 BASELINE_TOKENS = 1 << 27
-_TEMPERATURE, _TOP_K = 0.8, 40
 
 
 @dataclass(frozen=True)
@@ -67,16 +64,18 @@ class Trainer:
     """Trains a model on its data, from the first step to the last.
 
     Args:
-        engine: the engine of a decoder; its config is resolved.
+        engine: the model's engine; its config is resolved.
         data: the data, opened on this rank.
+        model: what the engine trains.
 
     Attributes:
         peak: the memory of the last step that was metered.
     """
 
-    def __init__(self, engine: Engine, data: PreparedData) -> None:
+    def __init__(self, engine: Engine, data: PreparedData, model: JobModel) -> None:
         self.engine = engine
         self.data = data
+        self.model = model
         self.peak: MemorySnapshot | None = None
         self._rank = engine.comm.rank
         self._was_stopped = False
@@ -86,13 +85,6 @@ class Trainer:
     def config(self) -> Config:
         """Return the engine's config, which is resolved."""
         return self.engine.config
-
-    @property
-    def decoder(self) -> Decoder:
-        """Return the model inside the engine."""
-        model = self.engine.model
-        assert isinstance(model, Decoder), f"a Trainer trains a Decoder, not a {type(model).__name__}"
-        return model
 
     @property
     def was_stopped(self) -> bool:
@@ -163,28 +155,28 @@ class Trainer:
         )
         return self.engine.eval_step(list(batches)).loss
 
-    def unigram_loss(self) -> float:
-        """Return the loss that token frequencies alone reach on the tokens of `evaluate`."""
+    def unigram_loss(self) -> float | None:
+        """Return the loss that token frequencies alone reach on the tokens of `evaluate`; None for chats."""
         val, seq_len = self.data.val, self.config.data.seq_len
+        if not isinstance(val, TokenDataset) or not isinstance(self.data.train, TokenDataset):
+            return None
         order = [self._held_out_sequence(position) for position in range(self._num_eval_sequences())]
         targets = np.concatenate([val.sample(index, seq_len)[1] for index in order])
         return unigram_loss(self.data.train.read(0, BASELINE_TOKENS), targets, self.data.vocab_size)
 
     def sample(self) -> Sample:
-        """Let the model continue held-out text by `run.sample_tokens` tokens; all ranks write the same."""
-        run, device, seq_len = self.config.run, self.engine.device, self.config.data.seq_len
-        prompt_ids = self.data.val.sample(self._held_out_sequence(0), seq_len)[0][:PROMPT_TOKENS].astype(np.int64)
-        generator = keyed_generator(run.seed, "sample", device=device)
+        """Let the model continue held-out text, or answer a held-out chat, by `run.sample_tokens` tokens.
+
+        All ranks write the same.
+        """
+        val, number = self.data.val, self._held_out_sequence(0)
+        if isinstance(val, TokenDataset):
+            prompt_ids = val.sample(number, self.config.data.seq_len)[0][:PROMPT_TOKENS].astype(np.int64)
+        else:
+            prompt_ids = val.prompt(number).astype(np.int64)
+        prompt = torch.from_numpy(prompt_ids).to(self.engine.device).unsqueeze(0)  # [1, S]
         with self.engine.gathered() as model:
-            tokens = generate(
-                model,
-                torch.from_numpy(prompt_ids).to(device).unsqueeze(0),  # [1, S]
-                run.sample_tokens,
-                max_seq_len=seq_len,
-                temperature=_TEMPERATURE,
-                top_k=_TOP_K,
-                generator=generator,
-            )
+            tokens = self.model.generate(model, prompt, self.config.run.sample_tokens, self.config)
         ids = tokens[0].tolist()
         tokenizer = self.data.tokenizer
         return Sample(tokenizer.decode(ids[: len(prompt_ids)]), tokenizer.decode(ids[len(prompt_ids) :]))
@@ -217,7 +209,7 @@ class Trainer:
         if self.engine.device.type != "cuda" or self.config.precision.param not in ("bf16", "fp16"):
             return None
         peak = peak_flops(torch.cuda.get_device_name(self.engine.device))
-        flops = flops_per_token(self.decoder.config, self.config.data.seq_len) * tokens_per_s
+        flops = self.model.flops_per_token(self.config.data.seq_len) * tokens_per_s
         return None if peak is None else flops / (peak * self.engine.comm.world_size)
 
     def _take_step(self) -> StepRecord:
@@ -240,9 +232,9 @@ class Trainer:
         """Return the samples that the run has taken after so many steps."""
         return self._num_samples_before + (num_steps - self._first_step) * self._global_size()
 
-    def _batches(self, dataset: TokenDataset, first: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _batches(self, dataset: TokenDataset | PackedDataset, first: int) -> list[Any]:
         mesh = self.engine.layout.mesh
-        return batches_for_step(
+        batches = batches_for_step(
             dataset,
             first,
             self.config.batch,
@@ -251,6 +243,7 @@ class Trainer:
             seed=self.config.run.seed,
             seq_len=self.config.data.seq_len,
         )
+        return [self.model.batch(columns) for columns in batches]
 
     def _global_size(self) -> int:
         size = self.config.batch.global_size
@@ -268,7 +261,7 @@ class Trainer:
 
 
 def build_trainer(config: Config, data: PreparedData) -> Trainer:
-    """Build the config's model, draw its weights by parameter name, and shard it.
+    """Build the config's model, draw its weights by parameter name or read them, and shard it.
 
     Args:
         config: the config, for as many ranks as the process group has.
@@ -281,10 +274,9 @@ def build_trainer(config: Config, data: PreparedData) -> Trainer:
     torch.manual_seed(config.run.seed)  # checkpoints hold the generators' states: equal runs have equal ones
     random.seed(config.run.seed)
     np.random.seed(config.run.seed % 2**32)
-    shape = decoder_config(config.model, config.data.seq_len, data.vocab_size, config.attention)
+    model = job_model(config).for_tokens(data.vocab_size)
     try:
-        model = Decoder(shape, device="meta")  # the engine draws the weights, each rank its own
-        engine = initialize(model, config, loss_fn=lambda logits, batch: lm_loss(logits, batch[1]))
+        engine = model.initialize(config)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -292,7 +284,7 @@ def build_trainer(config: Config, data: PreparedData) -> Trainer:
             f"out of memory before the first step, while the states were made: {first_line(error)}; "
             "use a smaller model, zero.stage=3 over more ranks, or optimizer.name=sgd"
         ) from error
-    return Trainer(engine, data)
+    return Trainer(engine, data, model)
 
 
 def peak_flops(device_name: str) -> float | None:

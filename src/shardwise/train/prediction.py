@@ -25,7 +25,6 @@ from shardwise.planner.pricer import Pricer
 from shardwise.planner.profile import find_profile
 from shardwise.planner.profiled_cluster import cluster_of
 from shardwise.planner.recalibrate import PARTS, PREDICTION_NAME, by_part
-from shardwise.planner.shape import ModelShape
 from shardwise.runtime.memory_tracker import Category
 from shardwise.schedule.actions import COMPUTATIONS, ActionKind, TimedAction
 from shardwise.train.loop import Trainer
@@ -200,9 +199,9 @@ def planned_cluster(trainer: Trainer, cache: Path | None) -> tuple[Cluster, str]
 
 def _priced(trainer: Trainer, cluster: Cluster, note: str) -> PredictedStep:
     config = trainer.config
-    shape = replace(ModelShape.of_decoder(trainer.decoder.config), name=config.model.preset)
     job = job_of(config, cluster)
-    job = replace(job, shape=replace(shape, window=job.shape.window))
+    if config.model.path is None:  # its vocabulary is the tokenizer's
+        job = replace(job, shape=replace(job.shape, vocab_size=trainer.model.vocab_size))
     price = Pricer(job).price(strategy_of(config, cluster.num_gpus))
     memory, layout = price.memory.ranks[0], trainer.engine.layout
     at_rest = layout.bytes_at_rest()
@@ -251,7 +250,7 @@ def _write(trainer: Trainer, folder: Path, prediction: PredictedStep, measured: 
         "versions": {"shardwise": _version(), "torch": torch.__version__},
         "device": torch.cuda.get_device_name(trainer.engine.device) if trainer.engine.device.type == "cuda" else CPU,
         "world_size": trainer.engine.comm.world_size,
-        "vocab_size": trainer.decoder.config.vocab_size,
+        "vocab_size": trainer.model.vocab_size,
         "config": config.model_dump(mode="json"),
         "predicted": dataclasses.asdict(prediction),
         "measured": None if measured is None else dataclasses.asdict(measured),

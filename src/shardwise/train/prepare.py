@@ -16,24 +16,28 @@ import shutil
 import time
 import uuid
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.config.errors import system_code
 from shardwise.config.resolve import Config, ConfigError
-from shardwise.models.presets import decoder_config
+from shardwise.train.chat import ChatEncoder
 from shardwise.train.corpus import Corpus, CorpusChunk, CorpusCounts, open_corpus, read_pieces, sample_texts
 from shardwise.train.dataset import (
     CHECKSUMS_NAME,
+    COUNTS_NAME,
     DOCUMENTS_NAME,
     INDEX_NAME,
     SHARD_FORMAT,
     TOKENIZER_NAME,
     TOKENS_NAME,
+    PackedDataset,
     ShardIndex,
     TokenDataset,
     damaged,
@@ -42,6 +46,7 @@ from shardwise.train.dataset import (
     split_point,
     write_checksums,
 )
+from shardwise.train.job_model import JobModel, job_model
 from shardwise.train.tokenizer import SAMPLE_BYTES, Tokenizer, load_tokenizer, make_tokenizer, tokenizer_fingerprint
 
 BATCH_CHARS = 1 << 20
@@ -59,8 +64,8 @@ class PreparedData:
 
     path: Path
     source: str
-    train: TokenDataset
-    val: TokenDataset
+    train: TokenDataset | PackedDataset
+    val: TokenDataset | PackedDataset
     tokenizer: Tokenizer
     vocab_size: int
     num_bytes: int
@@ -71,6 +76,15 @@ class PreparedData:
     def num_tokens(self) -> int:
         """Return the tokens of both splits."""
         return self.train.num_tokens + self.val.num_tokens
+
+    @property
+    def words(self) -> str:
+        """Return what the data are in a few words."""
+        kind = "chats" if isinstance(self.train, PackedDataset) else "documents"
+        text = f"{self.source}: {self.num_documents:,} {kind}, {self.num_tokens:,} tokens of {self.vocab_size:,} kinds"
+        splits = [each for each in (self.train, self.val) if isinstance(each, PackedDataset)]
+        num_cut = sum(each.num_cut for each in splits)
+        return f"{text}; {num_cut:,} longer than data.seq_len lose their end" if num_cut else text
 
 
 def prepare_data(config: Config, cache_dir: str | Path, progress: Progress | None = None) -> PreparedData:
@@ -92,20 +106,19 @@ def prepare_data(config: Config, cache_dir: str | Path, progress: Progress | Non
             f"data.val_fraction={data.val_fraction} leaves nothing to train on; use less than 1, such as 0.05",
         )
     cache = Path(data.cache_dir or cache_dir).expanduser().absolute()
-    corpus = open_corpus(data, exclude=(cache, Path(config.run.dir)))
-    vocab_size = decoder_config(config.model).vocab_size
-    decided_by = [
-        SHARD_FORMAT,
-        corpus.fingerprint(),
-        tokenizer_fingerprint(data.tokenizer, vocab_size),
-        data.val_fraction,
-    ]
+    model = job_model(config)
+    chats = _chat_encoder(config, model)
+    corpus = open_corpus(data, exclude=(cache, Path(config.run.dir)), takes_chats=chats is not None)
+    decided_by = [SHARD_FORMAT, corpus.fingerprint(), _tokenizer_fingerprint(config, model, chats), data.val_fraction]
     path = cache / hashlib.blake2b(repr(decided_by).encode(), digest_size=_KEY_BYTES).hexdigest()
     if not _is_whole(path):
-        tokenizer = make_tokenizer(data.tokenizer, vocab_size, sample_texts(corpus, SAMPLE_BYTES))
-        decoder_config(config.model, vocab_size=tokenizer.vocab_size)  # refuses before the work, not after it
+        if chats is not None:
+            tokenizer = Tokenizer.of_transformers(chats.tokenizer, model.name)
+        else:
+            tokenizer = make_tokenizer(data.tokenizer, model.vocab_size, sample_texts(corpus, SAMPLE_BYTES))
+        model.for_tokens(tokenizer.vocab_size)  # refuses before the work, not after it
         try:
-            _build(path, corpus, tokenizer, data.val_fraction, progress)
+            _build(path, corpus, _Encoder(tokenizer, chats), data.val_fraction, progress)
         except OSError as error:
             raise ConfigError(
                 system_code(error, "folder-not-writable"),
@@ -124,29 +137,77 @@ def open_data(path: str | Path, config: Config, checks_documents: bool = True) -
         checks_documents: as for `read_index`.
 
     Raises:
-        ConfigError: the shard is missing or not whole, too short for `data.seq_len`, or its tokenizer has
-            more tokens than `model.vocab_size`.
+        ConfigError: the shard is missing or not whole, too short for `data.seq_len`, or its tokenizer has more tokens
+            than the model.
     """
     path = Path(path)
     index = read_index(path, checks_documents)
-    tokenizer = load_tokenizer(path / TOKENIZER_NAME)
-    if (index.vocab_size, index.eot_id) != (tokenizer.vocab_size, tokenizer.eot_id):
+    tokenizer = load_tokenizer(path / TOKENIZER_NAME, index.eot_id)
+    if index.vocab_size != tokenizer.vocab_size or not 0 <= index.eot_id < index.vocab_size:
         raise damaged(path, f"{INDEX_NAME} is of a vocabulary of {index.vocab_size}, {TOKENIZER_NAME} of another")
-    decoder_config(config.model, vocab_size=index.vocab_size)  # refuses a model too small for the tokens
+    job_model(config).for_tokens(index.vocab_size)  # refuses a model too small for the tokens
     starts = np.memmap(path / DOCUMENTS_NAME, dtype=np.uint64, mode="r")
     val_fraction, seq_len = config.data.val_fraction, config.data.seq_len
-    cut = split_point(starts, index.num_tokens, val_fraction=val_fraction, seq_len=seq_len)
+    splits: tuple[TokenDataset | PackedDataset, TokenDataset | PackedDataset]
+    if index.has_chats:
+        splits = _packed_splits(path, index, starts, config)
+    else:
+        cut = split_point(starts, index.num_tokens, val_fraction=val_fraction, seq_len=seq_len)
+        splits = TokenDataset(path, stop=cut, index=index), TokenDataset(path, start=cut, index=index)
     return PreparedData(
         path=path,
         source=index.source,
-        train=TokenDataset(path, stop=cut, index=index),
-        val=TokenDataset(path, start=cut, index=index),
+        train=splits[0],
+        val=splits[1],
         tokenizer=tokenizer,
         vocab_size=index.vocab_size,
         num_bytes=index.num_bytes,
         num_documents=index.num_documents,
         num_skipped=index.num_skipped,
     )
+
+
+def _packed_splits(
+    path: Path, index: ShardIndex, starts: NDArray, config: Config
+) -> tuple[PackedDataset, PackedDataset]:
+    """Split whole chats, at least one for each side; those to hold out are the last."""
+    if len(starts) < 2:
+        raise ConfigError(
+            "data-too-short", f"data.path={config.data.path} holds one chat, and one is held out; give more"
+        )
+    wanted = np.searchsorted(starts, round((1 - config.data.val_fraction) * index.num_tokens))
+    number = min(max(1, int(wanted)), len(starts) - 1)
+    cut, seq_len = int(starts[number]), config.data.seq_len
+    counts = np.memmap(path / COUNTS_NAME, dtype=np.uint8, mode="r")
+    train = PackedDataset(TokenDataset(path, stop=cut, index=index), counts, starts[:number], seq_len)
+    return train, PackedDataset(TokenDataset(path, start=cut, index=index), counts, starts[number:], seq_len)
+
+
+def _chat_encoder(config: Config, model: JobModel) -> ChatEncoder | None:
+    """Return what encodes chats; None for a preset, which has no chat template."""
+    if config.model.path is None:
+        return None
+    from shardwise.train.huggingface_model import model_folder, open_tokenizer
+
+    tokenizer = open_tokenizer(config, model_folder(config.model.path))
+    return ChatEncoder(tokenizer, config.data.train_on, model.name)
+
+
+def _tokenizer_fingerprint(config: Config, model: JobModel, chats: ChatEncoder | None) -> str:
+    """Return what decides the tokens besides the corpus."""
+    if chats is None:
+        return tokenizer_fingerprint(config.data.tokenizer, model.vocab_size)
+    theirs, own = chats.tokenizer, Tokenizer.of_transformers(chats.tokenizer, model.name)
+    parts = [own.to_json(), str(theirs.chat_template), chats.train_on, str((own.bos_id, own.eot_id))]
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True)
+class _Encoder:
+    """Encodes documents: texts by the tokenizer, chats by theirs."""
+
+    tokenizer: Tokenizer
+    chats: ChatEncoder | None
 
 
 def _is_whole(path: Path) -> bool:
@@ -157,16 +218,18 @@ def _is_whole(path: Path) -> bool:
     return True
 
 
-def _build(path: Path, corpus: Corpus, tokenizer: Tokenizer, val_fraction: float, progress: Progress | None) -> None:
+def _build(path: Path, corpus: Corpus, encoder: _Encoder, val_fraction: float, progress: Progress | None) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(path.parent)
     folder = _temporary(path)
     folder.mkdir()
+    tokenizer = encoder.tokenizer
     try:
         dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
         tally = CorpusCounts()
-        encoded = _encode(corpus, tokenizer, dtype, tally, progress)
-        num_tokens = _write_tokens(folder, encoded, val_fraction)
+        encoded = _encode(corpus, encoder, dtype, tally, progress)
+        num_tokens, has_chats = _write_tokens(folder, encoded, val_fraction)
+        names = (CHECKSUMS_NAME, DOCUMENTS_NAME, TOKENIZER_NAME, *((COUNTS_NAME,) if has_chats else ()))
         write_checksums(folder)
         (folder / TOKENIZER_NAME).write_text(tokenizer.to_json(), encoding="utf-8")
         index = ShardIndex(
@@ -179,25 +242,42 @@ def _build(path: Path, corpus: Corpus, tokenizer: Tokenizer, val_fraction: float
             num_bytes=tally.num_text_bytes,
             num_skipped=tally.num_skipped,
             tokens_hash=hash_file(folder / TOKENS_NAME),
-            hashes={name: hash_file(folder / name) for name in (CHECKSUMS_NAME, DOCUMENTS_NAME, TOKENIZER_NAME)},
+            hashes={name: hash_file(folder / name) for name in names},
+            has_chats=has_chats,
         )
         (folder / INDEX_NAME).write_text(index.to_json(), encoding="utf-8")
-        for name in (TOKENS_NAME, CHECKSUMS_NAME, DOCUMENTS_NAME, TOKENIZER_NAME, INDEX_NAME, "."):
+        for name in (TOKENS_NAME, *names, INDEX_NAME, "."):
             _sync(folder / name)
         _publish(folder, path)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+class _Encoded(NamedTuple):
+    """Holds the token ids of a piece, which tokens count where it is a chat, and whether its document ends."""
+
+    ids: NDArray
+    counts: NDArray | None
+    ends_document: bool
+
+
 def _encode(
-    corpus: Corpus, tokenizer: Tokenizer, dtype: np.dtype, tally: CorpusCounts, progress: Progress | None
-) -> Iterator[tuple[NDArray, bool]]:
-    """Yield the token ids of every piece, and whether it is its document's last one, which gets the end of text."""
-    num_all = corpus.num_bytes
+    corpus: Corpus, encoder: _Encoder, dtype: np.dtype, tally: CorpusCounts, progress: Progress | None
+) -> Iterator[_Encoded]:
+    """Yield the tokens of every piece; a document's last one gets the end of text, and its first what begins one."""
+    num_all, tokenizer, at_start = corpus.num_bytes, encoder.tokenizer, True
     for pieces in _in_batches(read_pieces(corpus, tally)):
-        for piece, ids in zip(pieces, tokenizer.encode_batch([piece.text for piece in pieces]), strict=True):
-            ids = np.append(ids, tokenizer.eot_id) if piece.ends_document else ids
-            yield ids.astype(dtype), piece.ends_document
+        texts = iter(tokenizer.encode_batch([piece.text for piece in pieces if piece.chat is None]))
+        for piece in pieces:
+            if piece.chat is not None and encoder.chats is not None:
+                ids, counts = encoder.chats.encode(piece.chat, piece.where)
+                yield _Encoded(ids.astype(dtype), counts, ends_document=True)
+                continue
+            begin = [tokenizer.bos_id] if at_start and tokenizer.bos_id is not None else []
+            end = [tokenizer.eot_id] if piece.ends_document else []
+            ids = np.concatenate([np.array(begin, np.uint32), next(texts), np.array(end, np.uint32)])
+            yield _Encoded(ids.astype(dtype), None, piece.ends_document)
+            at_start = piece.ends_document
         if progress is not None:
             progress(tally.num_read_bytes, num_all)
 
@@ -215,30 +295,64 @@ def _in_batches(pieces: Iterator[CorpusChunk]) -> Iterator[list[CorpusChunk]]:
         yield batch
 
 
-def _write_tokens(folder: Path, encoded: Iterator[tuple[NDArray, bool]], val_fraction: float) -> int:
-    """Write the token and document files, the documents to hold out last, and return the number of tokens.
+def _write_tokens(folder: Path, encoded: Iterable[_Encoded], val_fraction: float) -> tuple[int, bool]:
+    """Write the files of tokens, documents and counts, the documents to hold out last.
 
     A document is held out when less than `val_fraction` of the tokens before it is: that spreads the held-out
     ones over the whole corpus in one pass, and favours neither short nor long ones.
+
+    Returns:
+        the number of tokens, and whether the documents are chats.
+
+    Raises:
+        ConfigError: some are chats, and others texts.
     """
     num_tokens, starts = [0, 0], (array("Q"), array("Q"))
     held_out, at_start = 0, True
-    kept_path, held_out_path = folder / TOKENS_NAME, folder / "held_out.bin"
-    with kept_path.open("wb") as kept_file, held_out_path.open("w+b") as held_out_file:
-        for ids, ends_document in encoded:
+    has_chats: bool | None = None
+    with ExitStack() as files:
+        all_ids, all_counts = (files.enter_context(_Halves(folder / name)) for name in (TOKENS_NAME, COUNTS_NAME))
+        for ids, counts, ends_document in encoded:
+            if has_chats not in (None, counts is not None):
+                raise ConfigError(
+                    "chats-beside-text", "some of the data are chats and some texts; give them to runs of their own"
+                )
+            has_chats = counts is not None
             if at_start:
                 held_out = int(num_tokens[1] < val_fraction * sum(num_tokens))
                 starts[held_out].append(num_tokens[held_out])
-            (kept_file, held_out_file)[held_out].write(ids.tobytes())
+            all_ids.write(held_out, ids)
+            if counts is not None:
+                all_counts.write(held_out, counts)
             num_tokens[held_out] += len(ids)
             at_start = ends_document
-        held_out_file.seek(0)
-        shutil.copyfileobj(held_out_file, kept_file)
-    held_out_path.unlink()
+    if not has_chats:
+        (folder / COUNTS_NAME).unlink()
     held_out_starts = np.array(starts[1], dtype=np.uint64) + np.uint64(num_tokens[0])
     all_starts = np.concatenate([np.array(starts[0], dtype=np.uint64), held_out_starts])
     (folder / DOCUMENTS_NAME).write_bytes(all_starts.tobytes())
-    return sum(num_tokens)
+    return sum(num_tokens), bool(has_chats)
+
+
+class _Halves:
+    """Writes a file whose held-out half is known only at its end: that goes to a file of its own until then."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._second = path, path.with_suffix(".held_out")
+
+    def __enter__(self) -> Self:
+        self._files = self._path.open("wb"), self._second.open("w+b")
+        return self
+
+    def write(self, half: int, values: NDArray) -> None:
+        """Append to the first half, or with 1 to the second."""
+        self._files[half].write(values.tobytes())
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        with self._files[0] as kept, self._files[1] as held_out:
+            held_out.seek(0)
+            shutil.copyfileobj(held_out, kept)
+        self._second.unlink()
 
 
 def _sync(path: Path) -> None:

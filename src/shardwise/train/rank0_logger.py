@@ -13,7 +13,6 @@ from rich.console import Console
 
 from shardwise.config.resolve import batch_equation
 from shardwise.launch.signals import StopFlag
-from shardwise.models import num_params
 from shardwise.runtime.format import format_count
 from shardwise.train.checkpoints import Resumed
 from shardwise.train.console_notes import tiers_line
@@ -110,6 +109,7 @@ class RunLogger:
             unigram_loss=self._trainer.unigram_loss() if eval_loss is not None else None,
             sample=ending.sample,
             saved=ending.saved,
+            exported=ending.exported,
             prediction=self._prediction,
             measured=compare(self._trainer, self._folder, self._prediction, self._step_s),
         )
@@ -121,15 +121,14 @@ class RunLogger:
 
 
 def _header(trainer: Trainer, resumed: Resumed | None) -> Header:
-    config, shape, engine = trainer.config, trainer.decoder.config, trainer.engine
+    config, engine = trainer.config, trainer.engine
     is_half = config.precision.param in ("bf16", "fp16")
     device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "CPU"
     mesh = engine.layout.mesh
     layout = layout_line(config, mesh)
     equation = batch_equation(config.batch, mesh.num_data_ranks, mesh.pp > 1)
     return Header(
-        model=f"{config.model.preset}, {format_count(num_params(shape))} parameters, "
-        f"{shape.num_layers} layers of {shape.hidden_size}{sparse_words(config, shape.num_heads)}",
+        model=f"{trainer.model.words}{sparse_words(config, trainer.model.num_heads)}",
         layout=f"{layout}, {device}, {config.precision.param}{' with fp32 master' if is_half else ''}",
         batch=f"{equation}, {config.data.seq_len} tokens each",
         data=f"{trainer.data.source}, {format_count(trainer.data.num_tokens)} tokens",

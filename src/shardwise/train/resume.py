@@ -28,6 +28,7 @@ from shardwise.config.untrusted_files import UntrustedFileError, read_json
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.tp_sharding import nearest_legal
 from shardwise.models import decoder_config
+from shardwise.train.job_model import model_name
 from shardwise.train.setup import CONFIG_NAME, RUN_NAME, job_config
 
 AUTO: Final = "auto"
@@ -39,15 +40,12 @@ _NOT_TAKEN_OVER: Final = frozenset(
 )  # fmt: skip
 
 
-def resumed_job(
-    path: str | Path | None, assignments: Sequence[str], data_path: str | None, resume: str
-) -> tuple[Config, Path | None]:
+def resumed_job(path: str | Path | None, assignments: Sequence[str], resume: str) -> tuple[Config, Path | None]:
     """Return the config of a run that goes on from a checkpoint, and where that is; None where there is none.
 
     Args:
-        path: a TOML file, or None; it and the next two are as for `job_config`.
+        path: a TOML file, or None; it and the next are as for `job_config`.
         assignments: the user's `section.key=value`.
-        data_path: `data.path`, given by itself.
         resume: a checkpoint, a folder of checkpoints, or a run's folder; or "auto": the newest in `checkpoint.path`,
             or without one, that of the newest run of this name in `run.dir` that has saved; where there is none, the
             run starts afresh.
@@ -56,7 +54,7 @@ def resumed_job(
         ConfigError: a key or a value is wrong, there is no checkpoint where `resume` says, none there is whole, or the
             checkpoint has another model.
     """
-    config = job_config(path, assignments, data_path)
+    config = job_config(path, assignments)
     source = _newest_root(config) if resume == AUTO else _root_of(Path(resume).expanduser())
     if source is None:
         return config, None
@@ -72,10 +70,10 @@ def resumed_job(
         raise ConfigError(error.code, f"--resume {resume}: {error}{fix}") from None
     _refuse_unless_of_a_run(newest, manifest)
     saved = manifest.config
-    config = job_config(path, assignments, data_path, base=_taken_over(saved))
+    config = job_config(path, assignments, base=_taken_over(saved))
     if config.mesh.pp != saved["mesh"]["pp"]:  # for which schedule and cut were chosen
         without = {section: keys for section, keys in saved.items() if section != "pipeline"}
-        config = job_config(path, assignments, data_path, base=_taken_over(without))
+        config = job_config(path, assignments, base=_taken_over(without))
     _refuse_another_model(newest, manifest, config)
     in_file = read_toml(path) if path is not None else {}
     batch = _resumed_batch(Config.from_dict(in_file).override(assignments).batch, manifest.config["batch"])
@@ -88,7 +86,7 @@ def auto_place(config: Config) -> str:
     """Say in words where `--resume auto` looks."""
     if config.checkpoint.path is not None:
         return config.checkpoint.path
-    return f"{config.run.dir} of a run named {config.run.name or config.model.preset}"
+    return f"{config.run.dir} of a run named {config.run.name or model_name(config)}"
 
 
 def keep_global_batch(config: Config, world_size: int) -> Config:
@@ -174,7 +172,7 @@ def _newest_root(config: Config) -> Path | None:
         if config.checkpoint.path is not None:
             root = Path(config.checkpoint.path).expanduser()
             return root if step_folders(root) else None
-        name = config.run.name or config.model.preset
+        name = config.run.name or model_name(config)
         runs = _runs(Path(config.run.dir).expanduser())
         roots = (_saved_to(run) for run in runs if _name_of(run) == name)
         return next((root for root in roots if step_folders(root)), None)
@@ -193,7 +191,8 @@ def _name_of(run: Path) -> str:
     """Return the name that a run was given, or that of its model."""
     try:
         config = _config_of(run)
-        return str(config["run"]["name"] or config["model"]["preset"])
+        path = config["model"].get("path")
+        return str(config["run"]["name"] or (config["model"]["preset"] if path is None else Path(path).name))
     except (KeyError, TypeError):
         return ""
 
@@ -232,7 +231,7 @@ def _refuse_unless_of_a_run(newest: Path, manifest: Manifest) -> None:
 
 def _refuse_another_model(newest: Path, manifest: Manifest, config: Config) -> None:
     saved, given = Config.from_dict({"model": manifest.config["model"]}).model, config.model
-    if decoder_config(saved) == decoder_config(given):
+    if saved.path == given.path and (given.path is not None or decoder_config(saved) == decoder_config(given)):
         return
     now = given.model_dump()
     keys = [(f"model.{key}", value, now[key]) for key, value in saved.model_dump().items() if value != now[key]]

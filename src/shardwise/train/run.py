@@ -49,7 +49,7 @@ from shardwise.train.prediction import predict
 from shardwise.train.prepare import PreparedData, open_data
 from shardwise.train.rank0_logger import RunLogger
 from shardwise.train.recording import save_timeline
-from shardwise.train.setup import CONFIG_NAME, create_folder, device_kind, prepare_job_data, resolve_job
+from shardwise.train.setup import CONFIG_NAME, create_folder, device_kind, prepare_job_data, resolve_job, with_steps
 from shardwise.train.summary import RunEnding, render_outcome
 
 # A rank that is asked to stop bounds its step itself (`StopFlag.armed`); its save may take long.
@@ -61,6 +61,8 @@ _STOPPED_BY: Final[Mapping[int, str]] = MappingProxyType(
     {128 + signal.SIGINT: "Ctrl-C", 128 + signal.SIGTERM: "SIGTERM", 128 + signal.SIGHUP: "SIGHUP"}
 )
 _FAILED = "failed"
+# The Hugging Face folder in a run's folder.
+EXPORT_NAME: Final = "model"
 _PLACE_KEY = "shardwise/place"
 # The messages of these errors are enough; for any other error the log gets the traceback.
 _EXPECTED = (
@@ -100,7 +102,7 @@ def start(config: Config, console: Console, resume: Path | None = None) -> int:
     resolved = resolve_job(config, num_ranks, num_local_ranks=num_ranks)
     make_root(config, resume)
     data = _prepare(resolved, console)
-    folder = create_folder(resolved, time.localtime())
+    folder = create_folder(with_steps(resolved, data), time.localtime())
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
     _say(console, f"run folder {folder}, starting {ranks}")
     argv = ["-m", "shardwise.cli", "train", "--prepared", str(folder), str(data.path)]
@@ -201,7 +203,7 @@ def run_rank(
         if env.rank == 0:
             for note in filter(None, [*notes, plan_note(trainer)]):
                 _say(console, note)
-            trainer.data.tokenizer.save(folder / "tokenizer", config.data.tokenizer)
+            trainer.data.tokenizer.save(folder / "tokenizer", config.data.tokenizer or config.model.path)
             observer = RunLogger(trainer, folder, console, stop, resumed, predict(trainer, folder, env.cache))
         ending = _train(trainer, checkpoints, folder, observer, stop, console)
         write_timeline(folder / f"timeline-{env.rank}.jsonl", trainer.engine.timeline)
@@ -279,7 +281,11 @@ def _train(
         num_asked, rank = trainer.engine.step_context.asking
         who = f"rank {rank} was" if num_asked == 1 else f"{num_asked} ranks were"
         log.info("stopped after step %d, as %s asked to", trainer.engine.num_steps, who)
-    return replace(ending, saved=saved, failure=failure, pipeline=measured_note(trainer))
+    exported = None
+    if trainer.config.checkpoint.export and not trainer.was_stopped and failure is None:
+        with stop.saving():
+            exported = trainer.model.export(trainer.engine, folder / EXPORT_NAME)
+    return replace(ending, saved=saved, failure=failure, exported=exported, pipeline=measured_note(trainer))
 
 
 def _evaluate_and_sample(trainer: Trainer, announce: Callable[[str], None]) -> RunEnding:
@@ -321,7 +327,7 @@ def _prepare(config: Config, console: Console) -> PreparedData:
 
         data = prepare_job_data(config, show)
     took_s = time.monotonic() - start_s
-    _say(console, f"{data.source}: {data.num_tokens:,} tokens of {data.vocab_size:,} kinds, {took_s:.1f} s")
+    _say(console, f"{data.words}, {took_s:.1f} s")
     return data
 
 
@@ -341,7 +347,8 @@ def _agree_on_place(
         try:
             with _signs_of_life(store):
                 make_root(config, resume)
-                shard_path = _prepare(config, console).path
+                data = _prepare(config, console)
+                config, shard_path = with_steps(config, data), data.path
                 folder = create_folder(config, time.localtime()).absolute()
         except Exception:
             store.set(_PLACE_KEY, _FAILED)
@@ -356,7 +363,7 @@ def _agree_on_place(
             "rank-0-failed", f"rank {env.rank} ends because rank 0 could not prepare the run; see what rank 0 says"
         )
     config_text, folder_text, shard_text, past = json.loads(word)
-    if past is not None or resume is not None:
+    if past is not None or resume is not None or config.run.epochs is not None:
         config = Config.from_json(config_text)
     return config, Path(folder_text), Path(shard_text), None if past is None else Path(past)
 

@@ -11,6 +11,7 @@ It finds a user's mistakes before any process starts. `run` and `loop` are what 
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import resource
@@ -32,12 +33,12 @@ from shardwise.engine.initialize import check_tiers
 from shardwise.layout.layout import TIERS, Layout
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.tp_sharding import check_length
-from shardwise.models import Decoder, decoder_config
 from shardwise.offload.nvme import SwapError, SwapFolder
 from shardwise.runtime.format import format_bytes
 from shardwise.runtime.optimizers import optimizer_kind
 from shardwise.runtime.recompute import check_backend
 from shardwise.tensor.plan_layout import plan_layout
+from shardwise.train.job_model import job_model, model_name
 from shardwise.train.prepare import PreparedData, Progress, prepare_data
 
 CONFIG_NAME = "config.json"
@@ -65,6 +66,9 @@ _TINY_ON: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     }
 )
 _WARMUP_SHARE = 0.05
+# What the field fine-tunes with; LoRA's matrices begin at zero and take larger steps (Hu et al. 2021, appendix D).
+_TUNING_LR, _LORA_LR = 1e-5, 2e-4
+_TUNING_SEQ_LEN = 1024
 _MIN_FILES = 64
 _MAX_FILES = 4096
 # A step that reads the training data more often than this is a mistake in a number.
@@ -74,7 +78,6 @@ _MAX_PASSES_A_STEP = 100
 def job_config(
     path: str | Path | None,
     assignments: Sequence[str],
-    data_path: str | None = None,
     base: Mapping[str, Any] | None = None,
 ) -> Config:
     """Return a run's config; later ones win: the job's defaults, `base`, the user's file, the user's assignments.
@@ -82,7 +85,6 @@ def job_config(
     Args:
         path: a TOML file, or None.
         assignments: `section.key=value`, as `Config.override` takes them.
-        data_path: `data.path`, given by itself.
         base: sections of a saved run's config.
 
     Raises:
@@ -91,16 +93,14 @@ def job_config(
     values = {section: dict(keys) for section, keys in (base or {}).items()}
     for key, value in _leaves(read_toml(path) if path is not None else {}):
         set_key(values, key, value)
-    given = {
-        *(key for key, _ in _leaves(values)),
-        *(assignment.partition("=")[0].strip() for assignment in assignments),
-    }
+    assigned = {assignment.partition("=")[0].strip() for assignment in assignments}
+    if "run.steps" in assigned and "run.epochs" not in assigned:  # those of the file, or the saved run, would win
+        values.get("run", {}).pop("epochs", None)
+    given = assigned.union(key for key, _ in _leaves(values))
     config = Config.from_dict(values).override(assignments)
     merged = config.model_dump()
     for key, value in _job_defaults(config, given).items():
         set_key(merged, key, value)
-    if data_path is not None:
-        merged["data"]["path"] = data_path
     return Config.from_dict(merged)
 
 
@@ -138,11 +138,11 @@ def check_job(config: Config, world_size: int) -> tuple[Config, Layout]:
     if name is not None and Path(name).name != name:
         raise ConfigError("run-name", f"run.name={name} is not the name of a folder; leave out the slashes")
     optimizer_kind(config.optimizer.name)  # says why not; none is built here, which takes a second
-    shape = decoder_config(config.model, max_seq_len=config.data.seq_len, attention=config.attention)
+    job = job_model(config)
     if resolved.tensor.sequence_parallel:
         fix = "or set tensor.sequence_parallel=false"
         check_length(config.data.seq_len, resolved.mesh.tp, "data.seq_len=", fix, resolved.mesh.cp)
-    model = Decoder(shape, device="meta")
+    model = job.skeleton()
     layout = plan_layout(model, resolved)
     check_split(model, resolved, config.data.seq_len)
     return resolved, layout
@@ -153,7 +153,8 @@ def _refuse_unknown_homes(config: Config) -> None:
     data = config.data
     paths = {
         "run.dir": config.run.dir, "checkpoint.path": config.checkpoint.path,
-        "data.path": data.path, "data.tokenizer": data.tokenizer, "data.cache_dir": data.cache_dir,
+        "model.path": config.model.path, "data.path": data.path, "data.tokenizer": data.tokenizer,
+        "data.cache_dir": data.cache_dir,
     }  # fmt: skip
     for key, value in paths.items():
         if value is not None and value.startswith("~") and os.path.expanduser(value) == value:
@@ -201,9 +202,9 @@ def _refuse_if_larger(needed_bytes: int, held_bytes: int, what: str, layout: Lay
     if needed_bytes > held_bytes:
         raise ConfigError(
             "states-exceed-memory",
-            f"model.preset={config.model.preset} needs {format_bytes(needed_bytes)} for its states under "
+            f"the model {model_name(config)} needs {format_bytes(needed_bytes)} for its states under "
             f"zero.stage={config.zero.stage} over {layout.mesh.world_size} ranks, but {what} has "
-            f"{format_bytes(held_bytes)}; use a smaller preset, zero.stage=3, more ranks, or another tier for states",
+            f"{format_bytes(held_bytes)}; use a smaller model, zero.stage=3, more ranks, or another tier for states",
         )
 
 
@@ -295,8 +296,17 @@ def prepare_job_data(config: Config, progress: Progress | None = None) -> Prepar
             f"batch.global_size={global_size:,} would read the {num_sequences:,} sequences of the training data "
             f"{global_size // num_sequences:,} times in each step; use {num_sequences:,} or less, or give more data",
         )
-    decoder_config(config.model, max_seq_len=config.data.seq_len, vocab_size=data.vocab_size)
     return data
+
+
+def with_steps(config: Config, data: PreparedData) -> Config:
+    """Return the config with the steps that its epochs take, and a warm-up of a share of them where it has none."""
+    run, scheduler, global_size = config.run, config.scheduler, config.batch.global_size or 1
+    if run.epochs is None:
+        return config
+    num_steps = max(1, math.ceil(run.epochs * data.train.num_sequences(config.data.seq_len) / global_size))
+    warmup_steps = scheduler.warmup_steps or max(1, round(_WARMUP_SHARE * num_steps))
+    return config.override([f"run.steps={num_steps}", f"scheduler.warmup_steps={warmup_steps}"])
 
 
 def create_folder(config: Config, now: time.struct_time) -> Path:
@@ -313,7 +323,7 @@ def create_folder(config: Config, now: time.struct_time) -> Path:
         root.mkdir(parents=True, exist_ok=True)
         runs = (RUN_NAME.fullmatch(each.name) for each in root.iterdir())
         start = max([time.strftime("%Y%m%d-%H%M%S", now), *(run[1] for run in runs if run)])
-        folder = _create_first_free(root / f"{start}-{config.run.name or config.model.preset}")
+        folder = _create_first_free(root / f"{start}-{config.run.name or model_name(config)}")
         (folder / CONFIG_NAME).write_text(config.to_json() + "\n", encoding="utf-8")
     except OSError as error:
         if folder is not None:
@@ -342,13 +352,25 @@ def _job_defaults(config: Config, given: set[str]) -> dict[str, Any]:
     kind = wanted_device(config)
     hardware = "cpu with bf16" if kind == "cpu" and has_fast_bf16() else kind
     defaults: dict[str, Any] = {**_DEFAULTS, "precision.param": "fp32" if hardware == "cpu" else "bf16"}
-    if config.model.preset == "tiny":
+    if config.model.path is not None:
+        defaults |= _tuning_defaults(config)
+        if "run.steps" in given:
+            del defaults["run.epochs"]
+    elif config.model.preset == "tiny":
         defaults |= {**_TINY_DEFAULTS, **_TINY_ON[hardware]}
     num_steps = config.run.steps if "run.steps" in given else defaults.get("run.steps", config.run.steps)
-    defaults["scheduler.warmup_steps"] = max(1, round(_WARMUP_SHARE * num_steps))
+    if "run.epochs" not in given and "run.epochs" not in defaults:
+        defaults["scheduler.warmup_steps"] = max(1, round(_WARMUP_SHARE * num_steps))
     if "batch.global_size" in given:
         del defaults["batch.micro_size"]  # it might contradict what the user gave
     return {key: value for key, value in defaults.items() if key not in given}
+
+
+def _tuning_defaults(config: Config) -> dict[str, Any]:
+    """Return what suits a model that knows its language already: a lower rate, longer samples, an epoch."""
+    longest = job_model(config).longest or _TUNING_SEQ_LEN
+    defaults = {"batch.micro_size": 1, "optimizer.lr": _LORA_LR if config.lora.rank else _TUNING_LR}
+    return defaults | {"data.seq_len": min(longest, _TUNING_SEQ_LEN), "run.epochs": 1.0, "optimizer.weight_decay": 0.0}
 
 
 def has_fast_bf16() -> bool:

@@ -36,6 +36,7 @@ class RunEnding:
         sample: the text that the model wrote; None where it wrote none.
         saved: the checkpoints; None on other ranks than 0, and where nothing was saved.
         failure: the error of the last save; None where it succeeded.
+        exported: the Hugging Face folder; None where none was written.
         pipeline: a line about the pipeline's bubble; empty without a pipeline.
     """
 
@@ -43,6 +44,7 @@ class RunEnding:
     sample: Sample | None = None
     saved: SavedCheckpoint | None = None
     failure: CheckpointError | None = None
+    exported: Path | None = None
     pipeline: str = ""
 
 
@@ -82,6 +84,7 @@ class RunOutcome:
     unigram_loss: float | None = None
     sample: Sample | None = None
     saved: SavedCheckpoint | None = None
+    exported: Path | None = None
     prediction: PredictedStep | None = None
     measured: MeasuredStep | None = None
 
@@ -106,7 +109,10 @@ def _to_copy(outcome: RunOutcome) -> Iterator[tuple[str, str]]:
         place = str(outcome.folder if saved.root.parent == outcome.folder else saved.root)
         more = f" run.steps={2 * outcome.num_steps}" if outcome.num_steps >= outcome.total_steps else ""
         yield "to go on", f"shardwise train --resume {shlex.quote(place)}{more}"
-        yield "to export", f"shardwise checkpoint export {shlex.quote(str(saved.root))} hf"
+        if outcome.exported is None:
+            yield "to export", f"shardwise checkpoint export {shlex.quote(str(saved.root))} hf"
+    if outcome.exported is not None:
+        yield "to use", f'AutoModelForCausalLM.from_pretrained("{outcome.exported}")'
     yield "run folder", str(outcome.folder)
 
 

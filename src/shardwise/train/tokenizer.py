@@ -19,6 +19,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -38,11 +39,18 @@ _KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Holds a `tokenizers.Tokenizer`, the id that ends a document, and the vocabulary's size (largest id + 1)."""
+    """Holds a `tokenizers.Tokenizer`.
+
+    Attributes:
+        eot_id: the id that ends a document.
+        vocab_size: the largest id + 1.
+        bos_id: the id that begins a document; None where none does.
+    """
 
     backend: tokenizers.Tokenizer = field(repr=False)
     eot_id: int
     vocab_size: int
+    bos_id: int | None = None
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer, source: str) -> Tokenizer:
@@ -56,6 +64,25 @@ class Tokenizer:
             f"data.tokenizer={source} has no token that ends a text ({', '.join(_KNOWN_ENDS)}); "
             f"add {END_OF_TEXT} to it",
         )
+
+    @classmethod
+    def of_transformers(cls, tokenizer: Any, source: str) -> Tokenizer:
+        """Wrap a tokenizer of transformers, with the tokens that it begins and ends a text with.
+
+        Raises:
+            ConfigError: it is not one of the `tokenizers` library, or has no token that ends a text.
+        """
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None or tokenizer.eos_token_id is None:
+            what = "is not of the tokenizers library" if backend is None else "has no token that ends a text"
+            raise ConfigError("not-a-tokenizer", f"the tokenizer of {source} {what}; give another as data.tokenizer")
+        begin = tokenizer.bos_token_id
+        has_begin = begin is not None and tokenizer("a")["input_ids"][:1] == [begin]
+        size = max(tokenizer.get_vocab().values()) + 1
+        own = tokenizers.Tokenizer.from_str(backend.to_str())
+        own.no_truncation()
+        own.no_padding()
+        return cls(own, tokenizer.eos_token_id, size, begin if has_begin else None)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`, with nothing added; a literal end-of-text token in it becomes that token."""
@@ -162,8 +189,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return Tokenizer.of(backend, "a trained one")
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Read a tokenizer.json, or the one in a folder; raise ConfigError where there is none or it is not one."""
+def load_tokenizer(path: str | Path, eot_id: int | None = None) -> Tokenizer:
+    """Read a tokenizer.json, or the one in a folder; raise ConfigError where there is none or it is not one.
+
+    Args:
+        path: of the file or the folder.
+        eot_id: the id that ends a document; None looks for a token that is known to.
+    """
     text = _read(path)
     try:
         backend = tokenizers.Tokenizer.from_buffer(text)
@@ -173,6 +205,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         ) from None
     backend.no_truncation()
     backend.no_padding()
+    if eot_id is not None:
+        return Tokenizer(backend, eot_id, max(backend.get_vocab().values()) + 1)
     return Tokenizer.of(backend, str(path))
 
 

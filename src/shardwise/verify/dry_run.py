@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 from rich.console import Group, RenderableType
@@ -24,10 +24,10 @@ from shardwise.layout.mesh_shape import Coordinate, MeshShape
 from shardwise.layout.pipeline_layout import PipelineLayout
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.layout.stage_partition import StagePartition, find_partition
-from shardwise.models import Decoder, DecoderConfig, decoder_config, lm_loss, num_params
-from shardwise.runtime.format import format_bytes, format_count
+from shardwise.runtime.format import format_bytes
 from shardwise.schedule import ScheduleError, bubble_s
 from shardwise.train.console_notes import tiers_line
+from shardwise.train.job_model import JobModel, job_model
 from shardwise.train.setup import check_job, layout_line, sparse_words, wanted_device
 from shardwise.verify.dry_run_tables import rank_tables, ranks_tables
 from shardwise.verify.simulate import Simulation, simulate
@@ -50,7 +50,7 @@ class DryRun:
     """
 
     config: Config
-    shape: DecoderConfig
+    model: JobModel
     simulations: tuple[Simulation, ...]
     partition: StagePartition | None
     elapsed_s: float
@@ -83,29 +83,29 @@ def dry_run(
     start_s = time.perf_counter()
     config, layout = check_job(config, world_size)
     config = config.model_copy(update={"run": config.run.model_copy(update={"device": wanted_device(config)})})
-    shape = decoder_config(config.model, max_seq_len=config.data.seq_len, attention=config.attention)
+    model = job_model(config)
 
-    def make_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    def make_batch() -> Any:
         tokens = torch.zeros(config.batch.micro_size or 1, config.data.seq_len, dtype=torch.int64)  # [B, S]
-        return tokens, tokens
+        return model.batch((tokens, tokens))
 
     chosen = choose_ranks(layout.mesh, ranks)
     simulations = []
     for number, rank in enumerate(chosen, 1):
         announce(f"simulating rank {rank:,} of {world_size:,} ({number} of {len(chosen)})")
         simulation = simulate(
-            lambda: Decoder(shape),
+            model.skeleton,
             config,
             make_batch,
-            loss_fn=lambda logits, batch: lm_loss(logits, batch[1]),
+            loss_fn=model.loss_fn,
             rank=rank,
             world_size=world_size,
         )
         simulations.append(simulation)
     if ranks == "worst":
         simulations = [max(simulations, key=lambda each: each.peak.peak_bytes)]
-    partition = find_partition(Decoder(shape, device="meta"), config) if layout.pipeline is not None else None
-    return DryRun(config, shape, tuple(simulations), partition, time.perf_counter() - start_s, ranks == "worst")
+    partition = find_partition(model.skeleton(), config) if layout.pipeline is not None else None
+    return DryRun(config, model, tuple(simulations), partition, time.perf_counter() - start_s, ranks == "worst")
 
 
 def dry_run_size(config: Config, world_size: int | None) -> int:
@@ -174,9 +174,8 @@ def _header(run: DryRun) -> Table:
 
 def _header_lines(run: DryRun) -> Iterator[tuple[str, str]]:
     config, mesh = run.config, run.layout.mesh
-    params, layers = format_count(num_params(run.shape)), f"{run.shape.num_layers} layers of {run.shape.hidden_size:,}"
-    sparse = sparse_words(config, run.shape.num_heads)
-    yield "model", f"{config.model.preset}, {params} parameters, {layers}{sparse}, {run.shape.vocab_size:,} tokens"
+    sparse = sparse_words(config, run.model.num_heads)
+    yield "model", f"{run.model.words}{sparse}, {run.model.vocab_size:,} tokens"
     recompute = "nothing" if config.recompute.mode == "none" else config.recompute.mode
     yield "layout", f"{layout_line(config, mesh)}, {config.precision.param}, recompute {recompute}"
     if run.layout.pipeline is not None:
@@ -202,7 +201,7 @@ def _checkpoint_bytes(run: DryRun) -> int:
     saved = [
         state for state in layout.states if state.role == "optimizer" or (state.name == "param" and not has_master)
     ]
-    return num_params(run.shape) * sum(DTYPE_BYTES[state.dtype] for state in saved)
+    return run.model.num_params * sum(DTYPE_BYTES[state.dtype] for state in saved)
 
 
 def _pipeline_line(config: Config, pipeline: PipelineLayout) -> str:

@@ -183,7 +183,7 @@ def test_the_users_file_and_settings_go_over_the_defaults(tmp_path, monkeypatch)
     plain = job.job_config(None, [])
     assert plain.precision.param == "bf16"
     (tmp_path / "my.toml").write_text("[optimizer]\nlr = 0.1\n[run]\nsteps = 1000\n[batch]\nglobal_size = 6\n")
-    mine = job.job_config(tmp_path / "my.toml", ["optimizer.lr=0.2", "precision.param=fp32"], "some.txt")
+    mine = job.job_config(tmp_path / "my.toml", ["optimizer.lr=0.2", "precision.param=fp32", "data.path=some.txt"])
     assert (mine.optimizer.lr, mine.run.steps, mine.precision.param, mine.data.path) == (0.2, 1000, "fp32", "some.txt")
     assert mine.batch.micro_size is None, "a default must not contradict what the user gave"
     assert mine.scheduler.warmup_steps == 50, "a share of the user's steps"

@@ -52,7 +52,7 @@ def write_run(name: str, *steps: int, run_name: str | None = None) -> Path:
 
 
 def resumed(resume, *assignments: str, path: Path | None = None) -> tuple[Config, Path | None]:
-    return resumed_job(path, assignments, None, str(resume))
+    return resumed_job(path, assignments, str(resume))
 
 
 def tear(folder: Path) -> None:

@@ -1,0 +1,158 @@
+"""Turns a chat into token ids, and says which of them count in the loss: the assistant's, or all.
+
+A record has `messages` (of `role` and `content`), `conversations` (ShareGPT's, of `from` and `value`), or `prompt` and
+`completion`, each a text or messages. The model's own chat template writes it out. A template that marks the
+assistant's words (`{% generation %}`) says itself which tokens those are. For any other, they follow from what the
+template writes with and without each answer; where it rewrites earlier turns, as Qwen3's does with thoughts, the last
+answer alone counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.config.resolve import ConfigError
+
+_ROLES: Final = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+_ASSISTANT: Final = "assistant"
+
+Messages = list[dict[str, Any]]
+
+
+def is_chat(record: Mapping[str, Any]) -> bool:
+    """Say whether a record is a chat: it has `messages`, `conversations`, or `prompt` and `completion`."""
+    return "messages" in record or "conversations" in record or {"prompt", "completion"} <= record.keys()
+
+
+@dataclass(frozen=True)
+class ChatEncoder:
+    """Encodes chats by a tokenizer of transformers.
+
+    Attributes:
+        tokenizer: with a chat template, where the chats are messages.
+        train_on: which tokens count.
+        name: of the tokenizer, for messages.
+    """
+
+    tokenizer: Any
+    train_on: Literal["completions", "all"]
+    name: str
+
+    def encode(self, record: Mapping[str, Any], where: str) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:
+        """Return the token ids of a record, and 1 for each that counts in the loss.
+
+        Args:
+            record: as `is_chat` describes it.
+            where: the record's place, for messages.
+
+        Raises:
+            ConfigError: it is no such record, it has no answer, or there is no chat template for it.
+        """
+        prompt, completion = record.get("prompt"), record.get("completion")
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return self._encode_text(prompt, completion)
+        messages, num_before = _messages_of(record, where)
+        if self.tokenizer.chat_template is None:
+            raise ConfigError(
+                "no-chat-template",
+                f"{where} is a chat, and the tokenizer of {self.name} has no chat template; give one that has as "
+                "data.tokenizer, or records with prompt and completion as text",
+            )
+        return self._encode_messages(messages, num_before, where)
+
+    def _encode_text(self, prompt: str, completion: str) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:
+        before = self.tokenizer(prompt)["input_ids"]
+        end = self.tokenizer.eos_token_id
+        if before and before[-1] == end:  # some tokenizers close each text
+            before = before[:-1]
+        after = [*self.tokenizer(completion, add_special_tokens=False)["input_ids"], end]
+        return _arrays([*before, *after], [self.train_on == "all"] * len(before) + [True] * len(after))
+
+    def _encode_messages(
+        self, messages: Messages, num_before: int, where: str
+    ) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:
+        if self.train_on == "completions" and "{% generation" in self.tokenizer.chat_template.replace("{%-", "{%"):
+            answer = self.tokenizer.apply_chat_template(
+                messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            )
+            return _arrays(answer["input_ids"], answer["assistant_masks"])
+        text = self._write(messages, where)
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        if self.train_on == "all":
+            return _arrays(encoded["input_ids"], [True] * len(encoded["input_ids"]))
+        spans = self._spans(messages, num_before, text, where)
+        counts = [any(start <= begin < end for start, end in spans) for begin, _ in encoded["offset_mapping"]]
+        return _arrays(encoded["input_ids"], counts)
+
+    def _spans(self, messages: Messages, num_before: int, text: str, where: str) -> list[tuple[int, int]]:
+        """Return where in the text the answers are, with what the template writes to close them."""
+        answers = [place for place in range(num_before, len(messages)) if messages[place]["role"] == _ASSISTANT]
+        if not answers:
+            raise ConfigError(
+                "chat-without-answer",
+                f"{where} has no message of the assistant to learn from; leave it out, or set data.train_on=all",
+            )
+        spans = []
+        for place in answers:
+            before = self._write(messages[:place], where, begins_answer=True)
+            through = text if place == len(messages) - 1 else self._write(messages[: place + 1], where)
+            if text.startswith(before) and text.startswith(through) and len(before) < len(through):
+                spans.append((len(before), len(through)))
+        if not spans:
+            raise ConfigError(
+                "chat-template-rewrites",
+                f"{where}: the chat template of {self.name} does not write an answer after its prompt, so it is not "
+                "known which tokens are the assistant's; mark them in it ({% generation %}), or set data.train_on=all",
+            )
+        return spans
+
+    def _write(self, messages: Messages, where: str, begins_answer: bool = False) -> str:
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=begins_answer
+            )
+        except Exception as error:  # templates raise what they like
+            line = str(error).strip().partition("\n")[0]
+            raise ConfigError(
+                "chat-template-refuses",
+                f"{where}: the chat template of {self.name} refuses it: {line}; mend the record",
+            ) from None
+        return text
+
+
+def _messages_of(record: Mapping[str, Any], where: str) -> tuple[Messages, int]:
+    """Return a record's messages, and how many of them are a prompt."""
+    if "messages" in record or "conversations" in record:
+        found = record.get("messages", record.get("conversations"))
+        parts: tuple[Any, ...] = (found,)
+    else:
+        parts = (record["prompt"], record["completion"])
+    both: list[Messages] = []
+    for part in parts:
+        is_good = isinstance(part, list) and all(isinstance(each, Mapping) for each in part) and part
+        messages = [_message(each) for each in part] if is_good else []
+        if not is_good or not all(messages):
+            raise ConfigError(
+                "chat-messages",
+                f"{where} has no messages: give a list of objects with role (system, user, assistant, tool) and "
+                "content",
+            )
+        both.append(messages)
+    return [each for part in both for each in part], len(both[0]) if len(both) == 2 else 0
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message in the words of chat templates; an empty one where it is none."""
+    if "role" in message:
+        return {**message}
+    role = _ROLES.get(str(message.get("from")))
+    return {"role": role, "content": message["value"]} if role is not None and "value" in message else {}
+
+
+def _arrays(ids: Sequence[int], counts: Sequence[Any]) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:
+    return np.array(ids, dtype=np.uint32), np.array(counts, dtype=np.uint8)

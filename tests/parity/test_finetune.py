@@ -1,0 +1,102 @@
+"""`shardwise train --model` trains a Hugging Face folder as the same loop in plain transformers, in every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.hf_folders import FAMILIES, make_folder, write_chats
+from harness.pool import WorkerPool
+from shardwise.config.resolve import Config
+from shardwise.train.dataset import sample_order
+from shardwise.train.huggingface_model import HuggingFaceModel
+from shardwise.train.loop import build_trainer
+from shardwise.train.prepare import PreparedData, open_data, prepare_data
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "zero 3": {"zero": {"stage": 3}, "batch": {"accumulation": 1}},
+    "tp 2": {"mesh": {"tp": 2}, "zero": {"stage": 0}, "batch": {"accumulation": 2}},
+    "pp 2": {"mesh": {"pp": 2}, "zero": {"stage": 1}, "batch": {"accumulation": 2}},
+}
+NUM_STEPS, GLOBAL_SIZE, SEQ_LEN = 4, 2, 64
+PROMPT = [1, 40, 41, 42]
+
+
+def config_of(folder: Path, chats: Path, tmp_path: Path, rank: int, layout: dict[str, Any]) -> Config:
+    values: dict[str, dict[str, Any]] = {
+        "model": {"path": str(folder)},
+        "lora": {"rank": rank},
+        "data": {"path": str(chats), "seq_len": SEQ_LEN, "cache_dir": str(tmp_path / "cache")},
+        "batch": {"micro_size": 1},
+        "precision": {"param": "fp32"},
+        "optimizer": {"lr": 1e-2, "weight_decay": 0.0},
+        "scheduler": {"name": "constant"},
+        "run": {"steps": NUM_STEPS, "device": "cpu", "eval_batches": 1, "sample_tokens": 0},
+    }
+    return Config.from_dict({name: values.get(name, {}) | layout.get(name, {}) for name in {**values, **layout}})
+
+
+def train(rank: int, world_size: int, values: str, shard: Path, folder: Path) -> tuple[list[float], float | None]:
+    config = Config.from_json(values)
+    trainer = build_trainer(config, open_data(shard, config))
+    records = list(trainer.steps(lambda: False, lambda doing: None))
+    trainer.model.export(trainer.engine, folder)
+    trainer.engine.close()
+    return [record.loss for record in records], records[-1].eval_loss
+
+
+def train_plainly(config: Config, data: PreparedData) -> tuple[list[float], Any]:
+    """What the same loop in transformers, torch and peft does with the same rows."""
+    theirs = HuggingFaceModel.open(config)
+    torch.manual_seed(config.run.seed)
+    base = transformers.AutoModelForCausalLM.from_pretrained(theirs.folder, dtype=torch.float32, use_cache=False)
+    model: Any = theirs._adapted(base)
+    own = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(own, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
+    losses = []
+    for step in range(NUM_STEPS):
+        numbers = [
+            sample_order(config.run.seed, step * GLOBAL_SIZE + place, data.train.num_sequences(SEQ_LEN))
+            for place in range(GLOBAL_SIZE)
+        ]
+        columns = zip(*(data.train.sample(number, SEQ_LEN) for number in numbers), strict=True)
+        batch = theirs.batch([torch.stack([torch.from_numpy(row) for row in column]) for column in columns])
+        count = int((batch["labels"][:, 1:] != -100).sum())
+        loss = model(**batch, num_items_in_batch=count).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(own, 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model
+
+
+def answer(model: Any) -> list[int]:
+    found = model.generate(input_ids=torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False, use_cache=True)
+    return found[0].tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("lora", [0, 4], ids=["plain", "lora"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.quick(6)
+def test_a_folder_trains_as_in_transformers_and_is_exported(
+    ranks: WorkerPool, tmp_path: Path, family: str, layout: str, lora: int
+) -> None:
+    folder, chats = make_folder(family, tmp_path / family), write_chats(tmp_path / "chats.jsonl")
+    config = config_of(folder, chats, tmp_path, lora, LAYOUTS[layout]).resolve(2)
+    data = prepare_data(config, tmp_path)
+    losses, model = train_plainly(config, data)
+    for found, eval_loss in ranks(2).run(train, config.to_json(), data.path, tmp_path / "out"):
+        assert found == pytest.approx(losses, rel=2e-5)
+        assert eval_loss is not None
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert answer(exported) == answer(model)
+    assert exported.config.use_cache
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").chat_template is not None
