@@ -73,11 +73,11 @@ def read_state(loader: DataLoaderState, mesh: MeshShape) -> tuple[Tensor, dict[s
     return torch.frombuffer(bytearray(text), dtype=torch.uint8), asdict(kind)
 
 
-def restore(loader: DataLoaderState, folder: Path, manifest: Manifest, mesh: MeshShape, rank: int) -> None:
+def restore(loader: DataLoaderState | None, folder: Path, manifest: Manifest, mesh: MeshShape, rank: int) -> None:
     """Let a loader go on where a checkpoint says.
 
     Args:
-        loader: of this rank.
+        loader: of this rank; None where the user gave none.
         folder: of the checkpoint.
         manifest: of the checkpoint.
         mesh: of this run.
@@ -86,6 +86,8 @@ def restore(loader: DataLoaderState, folder: Path, manifest: Manifest, mesh: Mes
     Raises:
         CheckpointError: the checkpoint has no position, or one of each of another number of data ranks.
     """
+    if loader is None:
+        return
     try:
         kind = PositionKind(**manifest.trajectory["data"])
     except (KeyError, TypeError):

@@ -271,8 +271,7 @@ class Checkpoints:
         def make_plan(_: Progress) -> str:
             nonlocal plan
             plan = self._plan_load(describe_stored(folder), targets, str(folder), strict, weights_only)
-            if data is not None:  # before the states: a loader may refuse, and then none of them has changed
-                data_position.restore(data, folder, plan.manifest, context.layout.mesh, context.comm.rank)
+            data_position.restore(data, folder, plan.manifest, context.layout.mesh, context.comm.rank)  # it may refuse
             return ""
 
         self.ranks.run(make_plan, "the end of a load")
@@ -300,8 +299,8 @@ class Checkpoints:
             context.num_steps = loaded.manifest.step
             self._restore_trajectory(loaded)
         context.status.end_load(loaded.with_states)
-        manifest, result = loaded.manifest, loaded.match
-        return LoadReport(folder, manifest.step, result.missing, loaded.skipped, (), manifest.extra, num_bytes)
+        saved = loaded.manifest
+        return LoadReport(folder, saved.step, loaded.match.missing, loaded.skipped, (), saved.extra, num_bytes)
 
     def _plan_load(
         self, manifest: Manifest, targets: Sequence[StateShard], where: str, strict: bool, weights_only: bool

@@ -59,7 +59,13 @@ def remote_line(command: Sequence[str], exports: Mapping[str, str], folder: str,
 
 
 def ssh_command(host: str, line: str, port: int | None = None) -> list[str]:
-    """Return the command that runs a line on a host."""
+    """Return the command that runs a line on a host.
+
+    Args:
+        host: as ssh takes it.
+        line: for its shell.
+        port: of ssh; None for its own.
+    """
     return [*_SSH, *(["-p", str(port)] if port else []), host, line]
 
 

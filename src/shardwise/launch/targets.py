@@ -1,4 +1,4 @@
-"""This module writes what starts a program's ranks on one machine, on hosts, on a cluster: texts around torchrun.
+"""This module makes the texts that start a program's ranks on one machine, on hosts or on a cluster, by torchrun.
 
 >>> job = LaunchJob(("train.py", "--lr", "1e-3"), num_nodes=2, num_ranks_per_node=8, name="train")
 >>> print(shlex.join(torchrun(job, c10d("n1:29500", "train"))))
@@ -98,7 +98,13 @@ def c10d(endpoint: str, run_id: str) -> list[str]:
 
 
 def static(node_rank: str, address: str, port: int) -> list[str]:
-    """Let nodes meet that know their rank; what restarts them is outside, such as Kubernetes."""
+    """Let nodes meet that know their rank; what restarts them is outside, such as Kubernetes.
+
+    Args:
+        node_rank: of the node that runs the command.
+        address: of the node of rank 0.
+        port: on that node.
+    """
     return ["--node-rank", node_rank, "--master-addr", address, "--master-port", str(port)]
 
 

@@ -1,4 +1,4 @@
-"""Feeds an engine from a stream, which has no rows by number: each rank takes its samples of every global batch.
+"""This module makes an engine's micro-batches of a stream: each rank takes its samples of every global batch.
 
     loader = shardwise.stream_loader(engine, stream)
     for batches in loader:
