@@ -9,7 +9,7 @@ import torch
 
 from shardwise.config.resolve import Config
 from shardwise.engine.types import EvalResult
-from shardwise.train import loop
+from shardwise.train import job_model, loop
 from shardwise.train.loop import METER_EVERY, Trainer, build_trainer, peak_flops, unigram_loss
 from shardwise.train.prepare import open_data, prepare_data
 
@@ -66,7 +66,7 @@ def test_memory_is_measured_in_sampled_steps(values, tmp_path, monkeypatch):
     assert [record.step for record in records if record.peak_bytes] == [1, 2, 3, 6]
     assert METER_EVERY >= 50, "a meter slows the steps it is on in"
     peak = records[1].peak_bytes
-    assert peak["optimizer"] > 8 * sum(parameter.numel() for parameter in trainer.decoder.parameters())
+    assert peak["optimizer"] > 8 * sum(parameter.numel() for parameter in trainer.engine.model.parameters())
     assert peak["activations"] > 4 * 16 * 257 * 4, "the logits alone take more"
     assert sum(peak.values()) > sum(records[1].memory_bytes.values())
     assert trainer.peak is not None
@@ -193,7 +193,7 @@ def test_states_too_large_for_the_memory_are_said_before_the_first_step(values, 
     def fail(*arguments, **options):
         torch.empty(2**56, dtype=torch.uint8)
 
-    monkeypatch.setattr(loop, "initialize", fail)
+    monkeypatch.setattr(job_model, "initialize", fail)
     with pytest.raises(torch.OutOfMemoryError, match=r"^out of memory before the first step.*; use a smaller model"):
         make_trainer(values, tmp_path)
 

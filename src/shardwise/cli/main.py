@@ -22,7 +22,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from rich.console import Console
 
@@ -148,25 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = _Parser(prog="shardwise", description=description)
     parser.add_argument("--version", action="version", version=f"shardwise {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    train = commands.add_parser(
-        "train",
-        help="train a decoder on text, or fine-tune a Hugging Face model",
-        description="Train a decoder on text, or fine-tune a Hugging Face model on text or chats; on every GPU there "
-        "is, or on two CPU processes.",
-        epilog=_TRAIN_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    train.add_argument("settings", nargs="*", metavar="config.toml | key=value", help="a TOML file, and keys to set")
-    train.add_argument("--model", metavar="FOLDER", help="a Hugging Face folder to fine-tune (model.path)")
-    train.add_argument("--lora", metavar="RANK", nargs="?", type=int, const=16, help="train adapters (lora.rank)")
-    train.add_argument("--data", metavar="PATH", help="text, JSONL, Parquet, or a folder of these (data.path)")
-    train.add_argument("--dry-run", action="store_true", help="say what a rank would hold and send; start nothing")
-    train.add_argument("--world-size", type=int, metavar="N", help="ranks of the dry run; none is started")
-    train.add_argument(
-        "--resume", metavar="auto | PATH", help="go on from the newest whole checkpoint of this run, or of a folder"
-    )
-    train.add_argument("--prepared", nargs=2, type=Path, help=argparse.SUPPRESS)
-    train.set_defaults(run=_train)
+    _add_train_command(commands)
     add_verify_command(commands, _split, os.environ)
     add_checkpoint_commands(commands)
     add_plan_command(commands, _split, os.environ)
@@ -207,6 +189,28 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--be-calibrator", nargs=4, help=argparse.SUPPRESS)
     doctor.set_defaults(run=_doctor)
     return parser
+
+
+def _add_train_command(commands: Any) -> None:
+    train = commands.add_parser(
+        "train",
+        help="train a decoder on text, or fine-tune a Hugging Face model",
+        description="Train a decoder on text, or fine-tune a Hugging Face model on text or chats; on every GPU there "
+        "is, or on two CPU processes.",
+        epilog=_TRAIN_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    train.add_argument("settings", nargs="*", metavar="config.toml | key=value", help="a TOML file, and keys to set")
+    train.add_argument("--model", metavar="FOLDER", help="a Hugging Face folder to fine-tune (model.path)")
+    train.add_argument("--lora", metavar="RANK", nargs="?", type=int, const=16, help="train adapters (lora.rank)")
+    train.add_argument("--data", metavar="PATH", help="text, JSONL, Parquet, or a folder of these (data.path)")
+    train.add_argument("--dry-run", action="store_true", help="say what a rank would hold and send; start nothing")
+    train.add_argument("--world-size", type=int, metavar="N", help="ranks of the dry run; none is started")
+    train.add_argument(
+        "--resume", metavar="auto | PATH", help="go on from the newest whole checkpoint of this run, or of a folder"
+    )
+    train.add_argument("--prepared", nargs=2, type=Path, help=argparse.SUPPRESS)
+    train.set_defaults(run=_train)
 
 
 def _train(arguments: argparse.Namespace) -> int:

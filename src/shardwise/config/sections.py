@@ -58,8 +58,8 @@ class ModelConfig(Section):
     """
 
     path: str | None = None
-    """A Hugging Face folder (weights, tokenizer) of a causal model, or its name on the Hub; it is fine-tuned, and the
-    other keys of this section do not count."""
+    """A Hugging Face folder (weights, tokenizer) of a causal model, or its name on the Hub. Training goes on
+    from its weights, and the other keys of this section do not count."""
     preset: str = "tiny"
     """Name of a model of `shardwise presets`; "tiny" trains in two minutes on two cores."""
     num_layers: Layers | None = None

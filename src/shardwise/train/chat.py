@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -18,7 +19,9 @@ from numpy.typing import NDArray
 
 from shardwise.config.resolve import ConfigError
 
-_ROLES: Final = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+_ROLES: Final[Mapping[str, str]] = MappingProxyType(
+    {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+)
 _ASSISTANT: Final = "assistant"
 
 Messages = list[dict[str, Any]]
@@ -31,10 +34,10 @@ def is_chat(record: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class ChatEncoder:
-    """Encodes chats by a tokenizer of transformers.
+    """Writes chats out by a chat template and reads their tokens.
 
     Attributes:
-        tokenizer: with a chat template, where the chats are messages.
+        tokenizer: of transformers, with a chat template, where the chats are messages.
         train_on: which tokens count.
         name: of the tokenizer, for messages.
     """

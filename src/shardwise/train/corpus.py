@@ -92,15 +92,17 @@ class Corpus:
 
 
 class CorpusChunk(NamedTuple):
-    """Holds a document, or a part of one that is longer than PIECE_CHARS; a part ends at a line end where it can.
-
-    A chat is a document without text, whole, with its place for messages.
-    """
+    """Holds a document, or a part of one that is longer than PIECE_CHARS; a part ends at a line end where it can."""
 
     text: str
     ends_document: bool
-    chat: Mapping[str, Any] | None = None
-    where: str = ""
+
+
+class CorpusChat(NamedTuple):
+    """Holds a chat, which a chat template is to write out, and its place for messages."""
+
+    record: Mapping[str, Any]
+    where: str
 
 
 @dataclass
@@ -159,7 +161,7 @@ def open_corpus(data: DataConfig, exclude: Collection[Path] = (), takes_chats: b
     return Corpus(data.path, tuple(files), data.text_key, stat.S_ISDIR(mode), takes_chats)
 
 
-def read_pieces(corpus: Corpus, tally: CorpusCounts) -> Iterator[CorpusChunk]:
+def read_pieces(corpus: Corpus, tally: CorpusCounts) -> Iterator[CorpusChunk | CorpusChat]:
     """Stream the corpus in order and count in `tally`; empty documents are dropped.
 
     Raises:
@@ -169,8 +171,13 @@ def read_pieces(corpus: Corpus, tally: CorpusCounts) -> Iterator[CorpusChunk]:
     for file in corpus.files:
         try:
             for document in _documents(file, corpus, tally):
-                for piece in [document] if isinstance(document, CorpusChunk) else _cut(document):
-                    tally.num_text_bytes += len((piece.text or json.dumps(piece.chat, default=str)).encode())
+                if isinstance(document, CorpusChat):
+                    tally.num_text_bytes += len(json.dumps(document.record, default=str))
+                    tally.num_documents += 1
+                    yield document
+                    continue
+                for piece in _cut(document):
+                    tally.num_text_bytes += len(piece.text.encode())
                     tally.num_documents += piece.ends_document
                     yield piece
         except OSError as error:
@@ -187,7 +194,8 @@ def read_pieces(corpus: Corpus, tally: CorpusCounts) -> Iterator[CorpusChunk]:
 def sample_texts(corpus: Corpus, num_bytes: int) -> Iterator[str]:
     """Yield about `num_bytes` of the corpus in pieces spread evenly over it; all of it where it is smaller."""
     tally, num_taken, num_all = CorpusCounts(), 0, corpus.num_bytes
-    for text, *_ in read_pieces(corpus, tally):
+    for piece in read_pieces(corpus, tally):
+        text = piece.text if isinstance(piece, CorpusChunk) else ""
         if num_taken * num_all < num_bytes * tally.num_read_bytes:
             num_taken += len(text.encode())
             yield text
@@ -237,7 +245,7 @@ def _text_file(path: Path, name: str) -> TextFile:
     return TextFile(path, name, status.st_size, mtime_ns=status.st_mtime_ns, ctime_ns=status.st_ctime_ns)
 
 
-def _documents(file: TextFile, corpus: Corpus, tally: CorpusCounts) -> Iterator[Iterable[str] | CorpusChunk]:
+def _documents(file: TextFile, corpus: Corpus, tally: CorpusCounts) -> Iterator[Iterable[str] | CorpusChat]:
     """Yield the documents of a file: blocks of text, one for a text file; or for each record a text or a chat."""
     if file.is_jsonl or file.is_parquet:
         records = _jsonl_records(file, tally) if file.is_jsonl else _parquet_records(file, tally)
@@ -245,7 +253,7 @@ def _documents(file: TextFile, corpus: Corpus, tally: CorpusCounts) -> Iterator[
             if corpus.text_key in record or not is_chat(record):
                 yield [_text_of(record, where, corpus.text_key)]
             elif corpus.takes_chats:
-                yield CorpusChunk("", ends_document=True, chat=record, where=where)
+                yield CorpusChat(record, where)
             else:
                 raise ConfigError(
                     "chats-need-model",

@@ -1,4 +1,4 @@
-"""Fine-tunes a causal model of transformers from its folder: weights, tokenizer and chat template.
+"""Trains a causal model of transformers from its folder: weights, tokenizer and chat template.
 
 None of several ranks ever holds the whole model: each keeps its slices while the folder is read. With LoRA the folder's
 weights are frozen and PEFT's adapters train.
@@ -97,7 +97,7 @@ class HuggingFaceModel:
         """Return the model, whose embedding stays as it is; refuse a tokenizer that has more tokens."""
         if vocab_size > self.vocab_size:
             raise ConfigError(
-                "vocabulary-too-small",
+                "tokenizer-exceeds-model",
                 f"the tokenizer has {vocab_size:,} tokens and the embedding of {self.name} {self.vocab_size:,}; give "
                 "the model's own tokenizer, or resize its embedding first",
             )
@@ -143,7 +143,14 @@ class HuggingFaceModel:
         return batch | ({"position_ids": positions[0]} if positions else {})
 
     def generate(self, model: nn.Module, prompt: Tensor, num_tokens: int, config: Config) -> Tensor:
-        """Continue the prompt int64 [1, S] by transformers' own sampling, on every rank in the same way."""
+        """Return the prompt and what transformers' own sampling adds, on every rank the same.
+
+        Args:
+            model: with whole parameters.
+            prompt: int64 [1, S].
+            num_tokens: at most so many are added.
+            config: whose seed the sample has.
+        """
         with _generators_from(config.run.seed, prompt.device):
             tokens: Tensor = model.generate(  # type: ignore[operator]
                 input_ids=prompt,
@@ -247,7 +254,8 @@ def open_tokenizer(config: Config, folder: Path) -> Any:
     except (OSError, ValueError, KeyError) as error:
         line = str(error).strip().partition("\n")[0]
         raise ConfigError(
-            "no-tokenizer", f"{source} has no tokenizer that transformers loads: {line}; give one as data.tokenizer"
+            "model-without-tokenizer",
+            f"{source} has no tokenizer that transformers loads: {line}; give one as data.tokenizer",
         ) from None
 
 

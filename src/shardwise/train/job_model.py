@@ -74,7 +74,14 @@ class JobModel(Protocol):
         """Return what computes the sum and the count of a micro-batch's loss; None where the model itself does."""
 
     def generate(self, model: nn.Module, prompt: Tensor, num_tokens: int, config: Config) -> Tensor:
-        """Continue the prompt int64 [1, S] on every rank in the same way."""
+        """Return the prompt and what the model adds, on every rank the same.
+
+        Args:
+            model: with whole parameters.
+            prompt: int64 [1, S].
+            num_tokens: so many are added, or fewer where the text ends.
+            config: whose seed the sample has.
+        """
 
     def export(self, engine: Engine, folder: Path) -> Path | None:
         """Write a folder for other tools, with the tokenizer; all ranks call it. A preset's run writes none (None)."""
@@ -159,6 +166,7 @@ class DecoderModel:
         return lambda logits, batch: lm_loss(logits, batch[1])
 
     def generate(self, model: nn.Module, prompt: Tensor, num_tokens: int, config: Config) -> Tensor:
+        """Return the prompt and what is sampled, as `JobModel.generate`; `model`, `num_tokens`, `config` as there."""
         return generate(
             model,
             prompt,

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from shardwise.config.errors import system_code
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.train.chat import ChatEncoder
-from shardwise.train.corpus import Corpus, CorpusChunk, CorpusCounts, open_corpus, read_pieces, sample_texts
+from shardwise.train.corpus import Corpus, CorpusChat, CorpusChunk, CorpusCounts, open_corpus, read_pieces, sample_texts
 from shardwise.train.dataset import (
     CHECKSUMS_NAME,
     COUNTS_NAME,
@@ -51,6 +51,8 @@ from shardwise.train.megatron_data import MegatronCorpus, open_megatron
 from shardwise.train.tokenizer import SAMPLE_BYTES, Tokenizer, load_tokenizer, make_tokenizer, tokenizer_fingerprint
 
 BATCH_CHARS = 1 << 20
+# A guess, by which progress is shown as often for chats as for text.
+_CHAT_CHARS = 1000
 ABANDONED_AFTER_S = 3600.0
 _KEY_BYTES = 12
 _HEX = "[0-9a-f]"
@@ -277,10 +279,11 @@ def _encode(
             yield _Encoded(ids.astype(dtype), None, ends_document=True)
         return
     for pieces in _in_batches(read_pieces(corpus, tally)):
-        texts = iter(tokenizer.encode_batch([piece.text for piece in pieces if piece.chat is None]))
+        texts = iter(tokenizer.encode_batch([piece.text for piece in pieces if isinstance(piece, CorpusChunk)]))
         for piece in pieces:
-            if piece.chat is not None and encoder.chats is not None:
-                ids, counts = encoder.chats.encode(piece.chat, piece.where)
+            if isinstance(piece, CorpusChat):
+                assert encoder.chats is not None, "a corpus yields chats only where it takes them"
+                ids, counts = encoder.chats.encode(piece.record, piece.where)
                 yield _Encoded(ids.astype(dtype), counts, ends_document=True)
                 continue
             begin = [tokenizer.bos_id] if at_start and tokenizer.bos_id is not None else []
@@ -292,12 +295,12 @@ def _encode(
             progress(tally.num_read_bytes, num_all)
 
 
-def _in_batches(pieces: Iterator[CorpusChunk]) -> Iterator[list[CorpusChunk]]:
-    batch: list[CorpusChunk] = []
+def _in_batches(pieces: Iterator[CorpusChunk | CorpusChat]) -> Iterator[list[CorpusChunk | CorpusChat]]:
+    batch: list[CorpusChunk | CorpusChat] = []
     num_chars = 0
     for piece in pieces:
         batch.append(piece)
-        num_chars += len(piece.text)
+        num_chars += len(piece.text) if isinstance(piece, CorpusChunk) else _CHAT_CHARS
         if num_chars >= BATCH_CHARS:
             yield batch
             batch, num_chars = [], 0

@@ -200,9 +200,12 @@ def _refuse_too_large(layout: Layout, config: Config, num_local_ranks: int) -> N
 
 def _refuse_if_larger(needed_bytes: int, held_bytes: int, what: str, layout: Layout, config: Config) -> None:
     if needed_bytes > held_bytes:
+        key, value = next(
+            ("model." + key, value) for key in ("path", "preset") if (value := getattr(config.model, key))
+        )
         raise ConfigError(
             "states-exceed-memory",
-            f"the model {model_name(config)} needs {format_bytes(needed_bytes)} for its states under "
+            f"{key}={value} needs {format_bytes(needed_bytes)} for its states under "
             f"zero.stage={config.zero.stage} over {layout.mesh.world_size} ranks, but {what} has "
             f"{format_bytes(held_bytes)}; use a smaller model, zero.stage=3, more ranks, or another tier for states",
         )

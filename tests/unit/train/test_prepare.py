@@ -257,7 +257,7 @@ def test_tokens_outside_of_the_vocabulary_are_refused_where_all_checksums_are_ri
     config = config.override(["data.tokenizer=bytes"])
     path = prepare_data(config, tmp_path / "cache").path
     index = dataset.read_index(path)
-    for change in ({"vocab_size": 258}, {"vocab_size": 100}, {"eot_id": 7}):
+    for change in ({"vocab_size": 258}, {"vocab_size": 100}, {"eot_id": 300}):
         (path / "index.json").write_text(index.model_copy(update=change).to_json())
         with refused("token-shard-damaged", "index.json"):
             open_data(path, config)
