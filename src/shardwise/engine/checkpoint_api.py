@@ -264,9 +264,8 @@ class Checkpoints:
         context = self._context
         plan: LoadPlan | None = None
         num_bytes = 0
-        parameters = list(held.held_parameters(context.states()))
         buffers = saved_buffers(context)
-        targets = [*parameters, *(each.state_shard for each in buffers)]
+        targets = [*held.held_parameters(context.states()), *(each.state_shard for each in buffers)]
 
         def make_plan(_: Progress) -> str:
             nonlocal plan
