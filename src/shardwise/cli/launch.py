@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -63,6 +64,8 @@ def _launch(arguments: argparse.Namespace) -> int:
         elif not arguments.submit:
             print(text, end="")
         return _submit(target, job, text) if arguments.submit else 0
+    except KeyboardInterrupt:
+        return 130
     except ConfigError as error:
         return refuse(error)
     except OSError as error:
@@ -148,12 +151,14 @@ def _submit(target: str, job: LaunchJob, text: str) -> int:
     if target == "ssh":
         return run_by_ssh(lines_of_hosts(job))
     command = TARGETS[target].start
+    # The text names torchrun: this interpreter's is the one that sees this library.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     suffix = {"slurm": ".sh", "ray": ".py"}.get(target, ".yaml")
     with tempfile.NamedTemporaryFile("w", prefix=f"{job.name}-", suffix=suffix, encoding="utf-8") as file:
         file.write(text)
         file.flush()
         try:
-            return subprocess.run([*command, file.name], check=False).returncode
+            return subprocess.run([*command, file.name], check=False, env={**os.environ, "PATH": path}).returncode
         except FileNotFoundError:
             raise ConfigError(
                 "submitter-not-found", f"--on {target} is started by {command[0]}, which is not on PATH; install it"
