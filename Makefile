@@ -11,7 +11,7 @@ INDEX ?= https://pypi.org/simple
 # Three processes take the tests file by file, on two cores too, as many tests wait. ARGS="-n0" runs all in one.
 PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help train test test-full docs-check lint types imports check check-locks check-wheel lock clean
+.PHONY: help train test test-full docs-check site lint types imports check check-locks check-wheel lock clean
 
 help:
 	@echo "make train      set up and train the default model on this machine (ARGS=\"zero.stage=3\" to change it)"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-full  the tests, with every combination"
 	@echo "make check      lint, types, import rules"
 	@echo "make docs-check every block of code of the pages runs, or is read as it would be"
+	@echo "make site       the docs as a site, in site/"
 	@echo "make check-locks  the locks resolve on each platform and Python, from the public index alone"
 	@echo "make check-wheel      the wheel builds, installs in an empty environment, and trains there"
 	@echo "make lock       resolve both locks anew from the public index"
@@ -34,6 +35,13 @@ test-full: $(READY_DEV)
 
 docs-check: $(READY_DEV)
 	$(BIN)/python -m pytest -n0 tests/unit/test_docs.py tests/unit/attention/test_attention_docs.py $(ARGS)
+
+# The site reads the sources and imports none of them, so its environment has no torch.
+site:
+	@$(PYTHON) -m venv .venv-site
+	@$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > .venv-site/requirements.txt
+	@.venv-site/bin/pip install --quiet --disable-pip-version-check -r .venv-site/requirements.txt
+	.venv-site/bin/python -m mkdocs build --strict
 
 check: lint types imports
 
@@ -73,4 +81,4 @@ lock:
 	rm -rf .venv-lock
 
 clean:
-	rm -rf $(VENV) .venv-lock .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-lock .venv-site site .pytest_cache .mypy_cache .ruff_cache .hypothesis

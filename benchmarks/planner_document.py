@@ -84,7 +84,8 @@ def document(
         _fenced(
             "## Core rows: all, and each sweep of layouts",
             "`constant_efficiency` is the simplest planner: the median FLOPs of the same runs by device, dtype and\n"
-            "recomputation. It has seen the answers; ours has seen them through three constants a family. For a\n"
+            "recomputation. These medians are of the very runs that it predicts. Our planner knows those runs only by\n"
+            "three constants of each device family, which were fitted to them. For a\n"
             "sweep, tau is Kendall's tau of the order of layouts, and regret is how much slower the layout that was\n"
             "ranked first is than the best. Bubbles are compared where a source gives a pipeline's rate.",
             table(core),

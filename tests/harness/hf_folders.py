@@ -41,7 +41,7 @@ def make_tokenizer(template: str | None = TEMPLATE) -> Any:
     return tokenizer
 
 
-def make_folder(family: str, folder: Path, template: str | None = TEMPLATE) -> Path:
+def make_folder(family: str, folder: Path, template: str | None = TEMPLATE, seed: int = 0) -> Path:
     """A model of two layers with random weights, and its tokenizer."""
     import transformers
 
@@ -61,7 +61,7 @@ def make_folder(family: str, folder: Path, template: str | None = TEMPLATE) -> P
         eos_token_id=tokenizer.eos_token_id,
         **more,
     )
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -12,7 +12,7 @@ from typing import Final
 
 from harness.paths import ROOT
 
-PAGES: Final = tuple(sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]))
+PAGES: Final = tuple(sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob(".github/*.md")]))
 _FENCE: Final = re.compile(r"^( *)```(\S*)([^\n]*)\n(.*?)^\1```$", re.M | re.S)
 
 
@@ -192,6 +192,7 @@ from shardwise.schedule.pipelines import ScheduleRows, StagePlacement, _B, _F, _
 from shardwise.schedule.registry import _ONE_STAGE, ScheduleRecipe
 """
         },
+        "index": {0: "import torch\nmicro_batches = torch.arange(16).view(2, 1, 8)"},
         "models": {
             0: _SMALL + _HUGGING_FACE + 'hf_config = AutoConfig.from_pretrained("my-llama")\nMyModel = lambda: model'
         },

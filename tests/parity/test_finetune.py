@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,8 @@ import torch
 
 from harness.hf_folders import FAMILIES, make_folder, write_chats
 from harness.pool import WorkerPool
+from shardwise.checkpoint.commit import read_manifest
+from shardwise.checkpoint.convert import import_folder
 from shardwise.config.resolve import Config
 from shardwise.train.dataset import sample_order
 from shardwise.train.huggingface_model import HuggingFaceModel
@@ -17,7 +22,7 @@ from shardwise.train.loop import build_trainer
 from shardwise.train.prepare import PreparedData, open_data, prepare_data
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("peft")
+peft = pytest.importorskip("peft")
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "zero 3": {"zero": {"stage": 3}, "batch": {"accumulation": 1}},
@@ -100,3 +105,51 @@ def test_a_folder_trains_as_in_transformers_and_is_exported(
     assert answer(exported) == answer(model)
     assert exported.config.use_cache
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").chat_template is not None
+
+
+def run_command(*arguments: object) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "shardwise.cli", "train", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def losses_of(run: Path) -> dict[int, float]:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {record["step"]: record["loss"] for record in records}
+
+
+def test_a_run_with_adapters_goes_on_from_their_checkpoint_on_another_number_of_ranks(tmp_path: Path) -> None:
+    folder, chats = make_folder("llama", tmp_path / "llama"), write_chats(tmp_path / "chats.jsonl")
+    common = ["run.device=cpu", f"run.dir={tmp_path}", f"data.cache_dir={tmp_path}/cache", "precision.param=fp32"]
+    common += ["run.num_threads=1", "run.steps=6", "run.sample_tokens=4"]
+    job = ["--model", folder, "--data", chats, "--lora", "zero.stage=3", "checkpoint.every=3", *common]
+    run_command(*job, "run.num_procs=2", "run.name=whole")
+    (whole,) = tmp_path.glob("*-whole")
+    saved = whole / "checkpoints" / "step-00000003"
+    text = run_command("--resume", saved, *common, "run.num_procs=1", "run.name=again")
+    (again,) = tmp_path.glob("*-again")
+    assert losses_of(again) == pytest.approx({step: losses_of(whole)[step] for step in (4, 5, 6)}, rel=1e-6)
+    assert str(again / "model") in text
+    stored = [tensor.name for tensor in read_manifest(saved).tensors]
+    assert stored  # the frozen weights are the folder's
+    assert not [name for name in stored if name.endswith("weight") and "lora_" not in name]
+    for run in (whole, again):
+        peft.AutoPeftModelForCausalLM.from_pretrained(run / "model")
+
+
+def test_a_run_starts_from_the_weights_of_a_checkpoint(tmp_path: Path) -> None:
+    folder, chats = make_folder("llama", tmp_path / "llama"), write_chats(tmp_path / "chats.jsonl")
+    import_folder(folder, tmp_path / "imported", 1)
+    config = config_of(folder, chats, tmp_path, 0, {})
+    data = prepare_data(config, tmp_path)
+    expected = build_trainer(config.resolve(1), data).evaluate()
+    make_folder("llama", tmp_path / "llama", seed=1)
+    trainer = build_trainer(config.resolve(1), data)
+    assert trainer.evaluate() != pytest.approx(expected, rel=1e-4)
+    started = config.override([f"model.weights={tmp_path / 'imported'}"]).resolve(1)
+    assert build_trainer(started, data).evaluate() == pytest.approx(expected)

@@ -202,7 +202,7 @@ def _add_train_command(commands: Any) -> None:
     )
     train.add_argument("settings", nargs="*", metavar="config.toml | key=value", help="a TOML file, and keys to set")
     train.add_argument("--model", metavar="FOLDER", help="a Hugging Face folder to fine-tune (model.path)")
-    train.add_argument("--lora", metavar="RANK", nargs="?", type=int, const=16, help="train adapters (lora.rank)")
+    train.add_argument("--lora", action="store_const", const=16, help="train adapters of rank 16 (lora.rank)")
     train.add_argument("--data", metavar="PATH", help="text, JSONL, Parquet, or a folder of these (data.path)")
     train.add_argument("--dry-run", action="store_true", help="say what a rank would hold and send; start nothing")
     train.add_argument("--world-size", type=int, metavar="N", help="ranks of the dry run; none is started")
@@ -256,8 +256,8 @@ def _job(arguments: argparse.Namespace, console: Console | None) -> tuple[Config
     from shardwise.train.setup import job_config
 
     path, assignments = _split(arguments.settings)
-    for key, value in (("model.path", arguments.model), ("lora.rank", arguments.lora), ("data.path", arguments.data)):
-        assignments += [] if value is None else [f"{key}={json.dumps(value)}"]
+    flags = {"model.path": arguments.model, "lora.rank": arguments.lora, "data.path": arguments.data}
+    assignments = [f"{key}={json.dumps(value)}" for key, value in flags.items() if value is not None] + assignments
     if arguments.resume is None:
         return job_config(path, assignments), None
     from shardwise.train.resume import auto_place, resumed_job

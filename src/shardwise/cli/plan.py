@@ -375,7 +375,8 @@ def _write_config(arguments: argparse.Namespace, plan: SearchResult, base: Any) 
         f"{_WRITTEN_BY}: {job.shape.name} on {cluster.num_gpus:,} x {cluster.gpu.name}\n"
         f"# {layout_words(price.strategy)}; {format_s(price.time.step_s)} a step\n"
     )
-    _write_text(arguments.write, f"{head}\n{to_toml(config, ALWAYS_WRITTEN)}", "--write")
+    always = ALWAYS_WRITTEN if config.model.path is None else ALWAYS_WRITTEN - {"model.preset"}
+    _write_text(arguments.write, f"{head}\n{to_toml(config, always)}", "--write")
     line = f"wrote {arguments.write}; {_start_words(arguments.write, cluster, is_here=arguments.cluster is None)}"
     Console(stderr=True).print(line, markup=False, highlight=False, soft_wrap=True)
 

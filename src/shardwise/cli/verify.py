@@ -116,10 +116,11 @@ def _job(arguments: argparse.Namespace, split: Split) -> VerifyJob:
     from shardwise.verify.job import make_job
 
     config = job_config(*split(arguments.settings))
+    model = arguments.model or config.model.path
     return make_job(
         config,
         arguments.world_size,
-        huggingface=None if arguments.model is None else read_model(arguments.model),
+        huggingface=None if model is None else read_model(Path(model).expanduser()),
         num_steps=arguments.steps,
         most_processes=arguments.processes,
     )

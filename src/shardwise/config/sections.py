@@ -59,7 +59,9 @@ class ModelConfig(Section):
 
     path: str | None = None
     """A Hugging Face folder (weights, tokenizer) of a causal model, or its name on the Hub. Training goes on
-    from its weights, and the other keys of this section do not count."""
+    from its weights; presets and their keys do not count then."""
+    weights: str | None = None
+    """A checkpoint of the same model whose weights the run starts from, such as `shardwise checkpoint import` makes."""
     preset: str = "tiny"
     """Name of a model of `shardwise presets`; "tiny" trains in two minutes on two cores."""
     num_layers: Layers | None = None

@@ -400,7 +400,7 @@ class StepContext:
         is_asked = self.should_stop()
         return float(is_asked), float(is_asked * self.comm.rank)
 
-    def take_asking(self, summed: list[float]) -> list[float]:
+    def take_asking(self, summed: Sequence[float]) -> list[float]:
         """Take the sum of `own_asking` from the end of a vector, and return the others."""
         *others, num_asked, rank_sum = summed
         self.asking = int(num_asked), int(rank_sum)

@@ -211,6 +211,5 @@ def evaluate(
     finally:
         for module in training:
             module.training = True
-    none = torch.zeros(0, dtype=torch.float64, device=context.device)
-    loss_sum, count = context.take_asking(losses.sum_with(none, "evaluation", context.own_asking()))
+    loss_sum, count = context.take_asking(losses.sum_over_ranks("evaluation", context.own_asking()))
     return EvalResult(loss_sum / (count or 1.0), count)

@@ -154,7 +154,10 @@ def decoder_config(
             f"model.path={model.path} is a Hugging Face model, and this takes presets; leave model.path out",
         )
     shape = preset(model.preset)
-    given = model.model_dump(exclude={"preset", "path"}) | {"max_seq_len": max_seq_len, "attention": attention}
+    given = model.model_dump(exclude={"preset", "path", "weights"}) | {
+        "max_seq_len": max_seq_len,
+        "attention": attention,
+    }
     changes = {key: value for key, value in given.items() if value is not None}
     if "hidden_size" in changes or "num_heads" in changes:
         hidden = changes.get("hidden_size", shape.hidden_size)

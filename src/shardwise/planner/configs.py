@@ -76,7 +76,9 @@ ALWAYS_WRITTEN: Final = frozenset(
 )
 """Keys that a planned config always has, even at their defaults: `shardwise train` has its own defaults for some."""
 
-_SHAPE_KEYS: Final = tuple(key for key in ModelConfig.model_fields if key not in ("path", "preset", "tie_embeddings"))
+_SHAPE_KEYS: Final = tuple(
+    key for key in ModelConfig.model_fields if key not in ("path", "weights", "preset", "tie_embeddings")
+)
 _LAST_UNIT: Final = "head"
 
 

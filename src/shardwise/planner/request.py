@@ -12,6 +12,7 @@ shardwise.config.resolve.ConfigError: lama-7b is not a preset; did you mean llam
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,9 +21,9 @@ from typing import Any, Final
 
 from shardwise.config.resolve import Config, ConfigError, Dtype, is_config, read_toml
 from shardwise.models.decoder import DecoderConfig
-from shardwise.models.presets import PRESETS, decoder_config, preset
+from shardwise.models.presets import PRESETS, preset
 from shardwise.planner.candidates import SearchSpace
-from shardwise.planner.configs import KEYS, job_of, pins_of
+from shardwise.planner.configs import KEYS, job_of, pins_of, shape_of
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.imports.huggingface import imported_of, is_deepspeed, read_huggingface, read_json
 from shardwise.planner.imports.imported import ImportedJob
@@ -159,7 +160,10 @@ def _of_json(path: Path) -> ModelSource:
             "after --model",
         )
     imported = read_huggingface(path)
-    return of_imported(replace(imported, seq_len=None), imported.seq_len)
+    source = of_imported(replace(imported, seq_len=None), imported.seq_len)
+    if any(path.parent.glob("*.safetensors")):  # which shardwise train can fine-tune
+        source = replace(source, config=Config().override([f"model.path={json.dumps(str(path.parent))}"]))
+    return source
 
 
 def of_imported(imported: ImportedJob, longest: int | None = None) -> ModelSource:
@@ -183,14 +187,14 @@ def of_imported(imported: ImportedJob, longest: int | None = None) -> ModelSourc
 def _of_toml(path: Path) -> ModelSource:
     values, config = read_toml(path), Config.from_toml(path)
     given = frozenset(f"{section}.{key}" for section, keys in values.items() for key in keys)
-    decoder = decoder_config(config.model, max_seq_len=config.data.seq_len, attention=config.attention)
+    longest = None if config.model.path is not None else preset(config.model.preset).max_seq_len
     return ModelSource(
-        shape=ModelShape.of_decoder(decoder, config.model.preset),
+        shape=shape_of(config),
         config=config,
         given=given,
         seq_len=config.data.seq_len if "data.seq_len" in given else None,
         global_batch=config.batch.global_size,
-        longest=None if "data.seq_len" in given else preset(config.model.preset).max_seq_len,
+        longest=None if "data.seq_len" in given else longest,
     )
 
 

@@ -115,6 +115,7 @@ class RunCheckpoints:
         self._saved_step = step
         self._trainer.engine.save(
             self.root,
+            contents="trainable" if self._trainer.config.lora.rank else "all",  # model.path has the frozen weights
             extra=self._trainer.position(),
             wait=self.waits(step),
             keep_last=config.keep_last or None,

@@ -123,11 +123,14 @@ class HuggingFaceModel:
         return initialize(self._adapted(model), config)
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Return 6 FLOPs a parameter outside of the embedding, and those of causal attention (PaLM, 2204.02311, B)."""
+        """Return 6 FLOPs a parameter outside of the embedding, and those of causal attention (PaLM, 2204.02311, B).
+
+        A frozen parameter takes 4: it has no gradient of its own.
+        """
         text = self._text
         attention = 6 * text.num_hidden_layers * seq_len * text.hidden_size
         num_looked_up = 0 if getattr(text, "tie_word_embeddings", False) else self.vocab_size * text.hidden_size
-        return float(6 * (self.num_params - num_looked_up) + attention)
+        return float((4 if self.config.lora.rank else 6) * (self.num_params - num_looked_up) + attention)
 
     @property
     def loss_fn(self) -> None:

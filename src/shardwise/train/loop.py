@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -269,6 +270,7 @@ def build_trainer(config: Config, data: PreparedData) -> Trainer:
 
     Raises:
         ConfigError: model, data and world do not fit each other.
+        CheckpointError: the checkpoint of `model.weights` does not fit, or cannot be read.
         torch.OutOfMemoryError: the states do not fit.
     """
     torch.manual_seed(config.run.seed)  # checkpoints hold the generators' states: equal runs have equal ones
@@ -277,6 +279,8 @@ def build_trainer(config: Config, data: PreparedData) -> Trainer:
     model = job_model(config).for_tokens(data.vocab_size)
     try:
         engine = model.initialize(config)
+        if config.model.weights is not None:
+            engine.load(Path(config.model.weights).expanduser(), weights_only=True)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise

@@ -217,7 +217,7 @@ def _config_of(run: Path) -> Any:
 
 def _refuse_unless_of_a_run(newest: Path, manifest: Manifest) -> None:
     extra = manifest.extra if isinstance(manifest.extra, Mapping) else {}
-    if manifest.contents != "all":
+    if manifest.contents == "weights":
         raise ConfigError(
             "checkpoint-not-all",
             f"{newest} has {manifest.contents} only, so a run cannot go on from it; give one with all",

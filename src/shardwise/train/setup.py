@@ -154,7 +154,7 @@ def _refuse_unknown_homes(config: Config) -> None:
     paths = {
         "run.dir": config.run.dir, "checkpoint.path": config.checkpoint.path,
         "model.path": config.model.path, "data.path": data.path, "data.tokenizer": data.tokenizer,
-        "data.cache_dir": data.cache_dir,
+        "data.cache_dir": data.cache_dir, "model.weights": config.model.weights,
     }  # fmt: skip
     for key, value in paths.items():
         if value is not None and value.startswith("~") and os.path.expanduser(value) == value:
@@ -200,12 +200,11 @@ def _refuse_too_large(layout: Layout, config: Config, num_local_ranks: int) -> N
 
 def _refuse_if_larger(needed_bytes: int, held_bytes: int, what: str, layout: Layout, config: Config) -> None:
     if needed_bytes > held_bytes:
-        key, value = next(
-            ("model." + key, value) for key in ("path", "preset") if (value := getattr(config.model, key))
-        )
+        model = config.model
+        named = f"model.preset={model.preset}" if model.path is None else f"model.path={model.path}"
         raise ConfigError(
             "states-exceed-memory",
-            f"{key}={value} needs {format_bytes(needed_bytes)} for its states under "
+            f"{named} needs {format_bytes(needed_bytes)} for its states under "
             f"zero.stage={config.zero.stage} over {layout.mesh.world_size} ranks, but {what} has "
             f"{format_bytes(held_bytes)}; use a smaller model, zero.stage=3, more ranks, or another tier for states",
         )

@@ -12,11 +12,14 @@ from hypothesis import strategies as st
 
 from harness.hf_folders import TEMPLATE, make_folder, make_tokenizer, write_chats
 from harness.refusals import refused
+from shardwise.cli.main import main
 from shardwise.config.resolve import Config
+from shardwise.planner.configs import job_of
+from shardwise.planner.hardware import parse_cluster
 from shardwise.train.chat import ChatEncoder
 from shardwise.train.dataset import PackedDataset, pack
 from shardwise.train.prepare import prepare_data
-from shardwise.train.setup import job_config, with_steps
+from shardwise.train.setup import check_job, job_config, with_steps
 
 pytest.importorskip("transformers")
 
@@ -149,6 +152,18 @@ def test_epochs_give_the_steps(tmp_path: Path) -> None:
     steps = with_steps(config, data).run.steps
     assert steps == -(-3 * data.train.num_sequences(config.data.seq_len) // 2)
     assert with_steps(job_config(None, [*settings, "run.steps=7"]).resolve(1), data).run.steps == 7
+
+
+def test_a_plan_of_a_folder_trains_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: object) -> None:
+    folder = make_folder("llama", tmp_path / "llama")
+    cluster = ["--cluster", "h100:2", "--global-batch", "4"]
+    assert main(["plan", "--model", str(folder), *cluster, "--write", str(tmp_path / "my.toml")]) == 0
+    config = Config.from_toml(tmp_path / "my.toml")
+    assert config.model.path == str(folder)
+    resolved, layout = check_job(config, 2)
+    assert sum(param.numel for group in layout.groups for param in group.params) > 0
+    assert resolved.data.seq_len == 64
+    assert job_of(config, parse_cluster("h100:2")).shape.hidden_size == 32
 
 
 def test_text_gets_the_models_first_and_last_token(tmp_path: Path) -> None:
