@@ -300,13 +300,13 @@ def _shell(words: Sequence[str]) -> str:
 def to_yaml(value: Mapping[str, Any]) -> str:
     """Write dicts, lists, texts and whole numbers as YAML.
 
-    >>> print(to_yaml({"run": "a\\nb\\n", "of": [{"x": 1, "y": "no"}], "nothing": []}), end="")
+    >>> print(to_yaml({"run": "a\\nb\\n", "of": [{"x": 1, "z": "no"}], "nothing": []}), end="")
     run: |
       a
       b
     of:
       - x: 1
-        y: "no"
+        z: "no"
     nothing: []
     """
     return "\n".join(_yaml_lines(value)) + "\n"
