@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from shardwise.train.data_loader import data_loader
     from shardwise.train.own_loop import progress
     from shardwise.train.recording import save_timeline
+    from shardwise.train.stream import stream_loader
     from shardwise.verify.simulate import Simulation, simulate
 
 __version__: Final = "0.1.0"
@@ -80,6 +81,7 @@ __all__ = [
     "simulate",
     "sparse_sdpa",
     "sparse_sdpa_module",
+    "stream_loader",
 ]
 
 _MODULES: Final[Mapping[str, str]] = {
@@ -118,6 +120,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "simulate": "verify.simulate",
     "sparse_sdpa": "attention.sdpa_patch",
     "sparse_sdpa_module": "attention.sdpa_patch",
+    "stream_loader": "train.stream",
 }
 
 

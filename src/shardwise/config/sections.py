@@ -101,7 +101,8 @@ class DataConfig(Section):
 
     path: str | None = None
     """A text file, JSONL, Parquet, or a folder of these; without it, the source of Python's standard library. Records
-    have `text`, `messages` (or `conversations`), or `prompt` and `completion`."""
+    have `text`, `messages` (or `conversations`), or `prompt` and `completion`. Or the path of
+    Megatron-LM's `.bin` and `.idx`."""
     text_key: str = "text"
     """The key of a record that holds its text."""
     train_on: Literal["completions", "all"] = "completions"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor, nn
 
+from shardwise.checkpoint.data_position import DataLoaderState
 from shardwise.checkpoint.load import LoadReport
 from shardwise.checkpoint.manifest import Contents
 from shardwise.config.resolve import Dtype
@@ -19,6 +20,7 @@ from shardwise.engine.other_names import attribute_of
 from shardwise.engine.state_api import gathered_groups, offload
 from shardwise.engine.steps import evaluate, forward_plain
 from shardwise.engine.types import EvalResult, Folder, Scheduler, StepResult
+from shardwise.launch.signals import watch_signals
 from shardwise.layout.layout import Layout
 from shardwise.zero import state_access as access
 from shardwise.zero.memory_release import ReleaseTarget, Target
@@ -66,6 +68,21 @@ class Engine:
     @scheduler.setter
     def scheduler(self, scheduler: Scheduler) -> None:
         self.step_context.scheduler = scheduler
+
+    @property
+    def preempted(self) -> bool:
+        """Say whether any rank was asked to stop before the last step or evaluation ended, the same on all ranks.
+
+        Save then, and end with an exit code other than 0, so that the launcher starts the job again.
+        """
+        return self.step_context.asking[0] > 0
+
+    def watch_preemption(self, signals: Sequence[str] = ("SIGTERM", "SIGUSR1")) -> None:
+        """Let signals to this rank make `preempted` true on all ranks, and no longer end the process.
+
+        Call it on the main thread of all ranks. A second signal, after two seconds, interrupts as Ctrl-C does.
+        """
+        self.step_context.should_stop = watch_signals(signals).__bool__
 
     @property
     def timeline(self) -> tuple[Any, ...]:
@@ -271,6 +288,7 @@ class Engine:
         keep_last: int | None = None,
         keep_every: int | None = None,
         tag: str = "",
+        data: DataLoaderState | None = None,
     ) -> None:
         """Save into `path/step-<steps taken>`, from which any layout can load. All ranks call it, between steps.
 
@@ -285,12 +303,13 @@ class Engine:
             keep_last: how many of the newest stay, besides those of `keep_every`; None for all.
             keep_every: checkpoints whose step is a multiple of this always stay.
             tag: save into `path/<tag>` instead, and replace what is there; it excludes `keep_last` and `keep_every`.
+            data: a loader with `state_dict`: each data rank's is saved.
 
         Raises:
             CheckpointError: on every rank: it exists or cannot be written, or a parameter was moved or written outside.
             EngineError: gradients are accumulated, which a checkpoint does not keep.
         """
-        self.checkpoints.save(path, contents, extra, wait, keep_last, keep_every, tag)
+        self.checkpoints.save(path, contents, extra, wait, keep_last, keep_every, tag, data)
 
     def finish_saves(self) -> Path | None:
         """Wait until the save under way is written, and return the newest checkpoint of this engine, if there is one.
@@ -300,7 +319,15 @@ class Engine:
         """
         return self.checkpoints.saver.wait()
 
-    def load(self, path: str | Path, *, strict: bool = True, weights_only: bool = False, tag: str = "") -> LoadReport:
+    def load(
+        self,
+        path: str | Path,
+        *,
+        strict: bool = True,
+        weights_only: bool = False,
+        tag: str = "",
+        data: DataLoaderState | None = None,
+    ) -> LoadReport:
         """Load a checkpoint that any layout saved: its world size, stage, tensor parallelism, precision may differ.
 
         DeepSpeed's are read too. All ranks call it. Gradients are dropped. After a failure of the host or of NVMe the
@@ -311,12 +338,14 @@ class Engine:
             strict: everything must fit; otherwise what fits is loaded, and the report says what was skipped.
             weights_only: take parameters and buffers; optimizer, schedule and number of steps stay as they are.
             tag: the name of the checkpoint's folder in `path`; empty for the newest.
+            data: a loader with `load_state_dict`, which goes on where that of the saved run was. With another number of
+                data ranks it must count the samples of all of them, as Shardwise's own loaders do.
 
         Raises:
             CheckpointError: it does not fit the model; nothing has been changed.
             DamagedError: no checkpoint there is whole; it names each with its damage. The engine needs another load.
         """
-        return self.checkpoints.load(Path(path, tag), strict, weights_only)
+        return self.checkpoints.load(Path(path, tag), strict, weights_only, data)
 
     def import_weights(self, folder: str | Path, *, names: Names | None = None, strict: bool = True) -> LoadReport:
         """Read a Hugging Face folder straight into the shards: only its parameters and persistent buffers.

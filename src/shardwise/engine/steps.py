@@ -225,5 +225,5 @@ def evaluate(
     finally:
         for module in training:
             module.training = True
-    loss_sum, count = losses.sum_over_ranks("evaluation")
+    loss_sum, count = context.take_asking(losses.sum_over_ranks("evaluation", context.own_asking()))
     return EvalResult(loss_sum / (count or 1.0), count)

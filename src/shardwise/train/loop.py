@@ -71,7 +71,6 @@ class Trainer:
 
     Attributes:
         peak: the memory of the last step that was metered.
-        asking_rank: the highest rank that was asked to stop; None if none was.
     """
 
     def __init__(self, engine: Engine, data: PreparedData, model: JobModel) -> None:
@@ -79,7 +78,6 @@ class Trainer:
         self.data = data
         self.model = model
         self.peak: MemorySnapshot | None = None
-        self.asking_rank: int | None = None
         self._rank = engine.comm.rank
         self._was_stopped = False
         self._first_step = self._num_samples_before = 0
@@ -108,7 +106,7 @@ class Trainer:
         """Take the steps that are left and yield a record of each, until the last one or until some rank should stop.
 
         Args:
-            should_stop: called on every rank after each step.
+            should_stop: called on every rank in each step and evaluation.
             announce: called with a few words on work other than steps.
             after_step: called on every rank with the number of a step that was taken, before anything is evaluated.
 
@@ -117,10 +115,10 @@ class Trainer:
             torch.OutOfMemoryError: as the engine's methods.
         """
         run = self.config.run
+        self.engine.step_context.should_stop = should_stop
         while self.engine.num_steps < run.steps and not self._was_stopped:
             record = self._take_step()
-            self.asking_rank = self._find_asking_rank(should_stop())
-            self._was_stopped = self.asking_rank is not None and record.step < run.steps
+            self._was_stopped = self.engine.preempted and record.step < run.steps
             after_step(record.step)
             is_due = record.step == run.steps or (run.eval_every is not None and record.step % run.eval_every == 0)
             eval_loss = None
@@ -247,13 +245,6 @@ class Trainer:
             seq_len=self.config.data.seq_len,
         )
         return [self.model.batch(columns) for columns in batches]
-
-    def _find_asking_rank(self, is_asked: bool) -> int | None:
-        """Return the highest rank that was asked to stop, the same on all ranks; None where none was."""
-        own = self._rank + 1 if is_asked else 0
-        value = torch.tensor([float(own)], dtype=torch.float64, device=self.engine.device)
-        (highest,) = self.engine.comm.max_scalars(value, "stop")
-        return int(highest) - 1 if highest else None
 
     def _global_size(self) -> int:
         size = self.config.batch.global_size

@@ -286,7 +286,9 @@ def _train(
         except CheckpointError as error:
             saved, failure = None, failure or error
     if trainer.was_stopped:  # the last line of a log, which the local launcher quotes if it stopped no rank itself
-        log.info("stopped after step %d, as rank %d was asked to", trainer.engine.num_steps, trainer.asking_rank)
+        num_asked, rank = trainer.engine.step_context.asking
+        who = f"rank {rank} was" if num_asked == 1 else f"{num_asked} ranks were"
+        log.info("stopped after step %d, as %s asked to", trainer.engine.num_steps, who)
     exported = None
     if trainer.config.checkpoint.export and not trainer.was_stopped and failure is None:
         with stop.saving():
