@@ -41,7 +41,7 @@ from shardwise.offload.nvme import SwapError
 from shardwise.offload.worker import HostWorkError
 from shardwise.runtime.clock import AwakeClock
 from shardwise.runtime.format import format_bytes
-from shardwise.train.checkpoints import RunCheckpoints, checkpoint_root, make_root
+from shardwise.train.checkpoints import Resumed, RunCheckpoints, checkpoint_root, make_root
 from shardwise.train.console_notes import measure_disk, measured_note, plan_note
 from shardwise.train.loop import Trainer, build_trainer
 from shardwise.train.metrics import StepRecord, write_timeline
@@ -201,15 +201,14 @@ def run_rank(
         log.info("%s", trainer.engine.layout.mesh)
         checkpoints = RunCheckpoints(trainer, checkpoint_root(config, folder))
         resumed = None if resume is None else checkpoints.resume(resume)
+        notes = [measure_disk(trainer.engine, env.rank)]
         if resumed is not None:
             log.info("resumed from %s at step %d", resumed.path, resumed.step)
-        notes = [measure_disk(trainer.engine, env.rank), *(resumed.notes if resumed is not None else ())]
+            notes += resumed.notes
         observer = None
         if env.rank == 0:
-            sinks = _start_sinks(trainer, folder, [*notes, plan_note(trainer)], console)
             prediction = predict(trainer, folder, env.cache)
-            page = RunPage(folder, trainer.engine.comm.comm_log.counts)
-            observer = StepLogger(first_state(trainer, resumed), console, sinks, trainer.mfu, stop.__bool__, page)
+            observer = _observer(trainer, folder, notes, resumed, console, stop)
         ending = _train(trainer, checkpoints, folder, observer, stop, console)
         write_timeline(folder / f"timeline-{env.rank}.jsonl", trainer.engine.timeline)
         if observer is not None:
@@ -285,10 +284,8 @@ def _train(
                 saved = checkpoints.finish()
         except CheckpointError as error:
             saved, failure = None, failure or error
-    if trainer.was_stopped:  # the last line of a log, which the local launcher quotes if it stopped no rank itself
-        num_asked, rank = trainer.engine.step_context.asking
-        who = f"rank {rank} was" if num_asked == 1 else f"{num_asked} ranks were"
-        log.info("stopped after step %d, as %s asked to", trainer.engine.num_steps, who)
+    if trainer.was_stopped:
+        _log_who_stopped(trainer)
     exported = None
     if trainer.config.checkpoint.export and not trainer.was_stopped and failure is None:
         with stop.saving():
@@ -296,15 +293,25 @@ def _train(
     return replace(ending, saved=saved, failure=failure, exported=exported, pipeline=measured_note(trainer))
 
 
-def _start_sinks(trainer: Trainer, folder: Path, notes: Sequence[str], console: Console) -> SinkSet:
-    """Start the sinks of rank 0, keep the tokenizer, and print what is to be known before the first step."""
-    sinks = SinkSet.of(trainer.config.run.sinks, folder)
-    sinks.start(trainer.config.model_dump(mode="json"), RunInfo(folder.name, folder))
-    for note in filter(None, [*notes, *sinks.failures]):
-        _say(console, note)
+def _observer(
+    trainer: Trainer, folder: Path, notes: Sequence[str], resumed: Resumed | None, console: Console, stop: StopFlag
+) -> StepLogger:
+    """Start what shows and records the run on rank 0, and print what is to be known before the first step."""
     config = trainer.config
+    sinks = SinkSet.of(config.run.sinks, folder)
+    sinks.start(config.model_dump(mode="json"), RunInfo(folder.name, folder))
+    for note in filter(None, [*notes, plan_note(trainer), *sinks.failures]):
+        _say(console, note)
     trainer.data.tokenizer.save(folder / "tokenizer", config.data.tokenizer or config.model.path)
-    return sinks
+    page = RunPage(folder, trainer.engine.comm.comm_log.counts)
+    return StepLogger(first_state(trainer, resumed), console, sinks, trainer.mfu, stop.__bool__, page)
+
+
+def _log_who_stopped(trainer: Trainer) -> None:
+    """Write the last line of the log, which the local launcher quotes if it stopped no rank itself."""
+    num_asked, rank = trainer.engine.step_context.asking
+    who = f"rank {rank} was" if num_asked == 1 else f"{num_asked} ranks were"
+    log.info("stopped after step %d, as %s asked to", trainer.engine.num_steps, who)
 
 
 def _log_step(record: StepRecord) -> None:
