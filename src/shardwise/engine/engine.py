@@ -71,16 +71,13 @@ class Engine:
 
     @property
     def preempted(self) -> bool:
-        """Say whether any rank was asked to stop before the last step or evaluation ended, the same on all ranks.
-
-        Save then, and end with an exit code other than 0, so that the launcher starts the job again.
-        """
+        """Say whether any rank was asked to stop before the last step or evaluation ended, the same on all ranks."""
         return self.step_context.asking[0] > 0
 
     def watch_preemption(self, signals: Sequence[str] = ("SIGTERM", "SIGUSR1")) -> None:
-        """Let signals to this rank make `preempted` true on all ranks, and no longer end the process.
+        """Let signals to this rank make `preempted` true on all ranks; a second one, two seconds on, still interrupts.
 
-        Call it on the main thread of all ranks. A second signal, after two seconds, interrupts as Ctrl-C does.
+        Call it on the main thread of all ranks. Once `preempted`, save and end with an exit code other than 0.
         """
         self.step_context.should_stop = watch_signals(signals).__bool__
 
@@ -92,9 +89,8 @@ class Engine:
     def __call__(self, *batch: Any, **inputs: Any) -> Any:
         """Run the model forward and return the mean loss of a batch, a 0-d tensor, for `backward`.
 
-        With a `loss_fn`, a tuple or list is (inputs, what only the loss needs, ...); otherwise the batch is the inputs.
-        Inputs that are a dict go to the model as keyword arguments, a tuple or list as positional ones. Anything but
-        one batch is for `forward`.
+        With a `loss_fn`, a tuple or list is (inputs, what only the loss needs, ...). A dict of inputs goes to the model
+        as keyword arguments, a tuple or list as positional ones. Anything but one batch is for `forward`.
         """
         if inputs or len(batch) != 1:
             return self.forward(*batch, **inputs)
