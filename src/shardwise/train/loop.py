@@ -26,12 +26,11 @@ from numpy.typing import NDArray
 from shardwise.checkpoint.manifest import CheckpointError
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.engine.engine import Engine
-from shardwise.engine.types import StepResult
 from shardwise.planner.hardware import known_gpu
 from shardwise.runtime.memory_tracker import Category, MemorySnapshot, first_line, is_out_of_memory
 from shardwise.train.dataset import PackedDataset, TokenDataset, batches_for_step, sample_order
 from shardwise.train.job_model import JobModel, job_model
-from shardwise.train.metrics import StepRecord
+from shardwise.train.metrics import StepRecord, record_of
 from shardwise.train.prepare import PreparedData
 
 # The first two: the first may be the one that runs out of memory, the second holds the optimizer's states too.
@@ -227,7 +226,7 @@ class Trainer:
         snapshot = memory.snapshot()
         if is_metered:
             self.peak = snapshot
-        return _record(result, step_s, snapshot, is_metered)
+        return record_of(result, step_s, snapshot, is_metered)
 
     def _num_samples(self, num_steps: int) -> int:
         """Return the samples that the run has taken after so many steps."""
@@ -299,23 +298,6 @@ def peak_flops(device_name: str) -> float | None:
     """
     device = known_gpu(device_name)
     return None if device is None else device.peak_flops_per_s.get("bf16", device.peak_flops_per_s["fp16"])
-
-
-def _record(result: StepResult, step_s: float, snapshot: MemorySnapshot, is_metered: bool) -> StepRecord:
-    return StepRecord(
-        step=result.step,
-        loss=result.loss,
-        count=result.count,
-        grad_norm=result.grad_norm,
-        lr=result.lr,
-        skipped=result.skipped,
-        step_s=step_s,
-        tokens_per_s=result.count / step_s,
-        memory_bytes={category.value: num_bytes for category, num_bytes in snapshot.live_bytes.items()},
-        peak_bytes={category.value: num_bytes for category, num_bytes in snapshot.peak_live_bytes.items()}
-        if is_metered
-        else None,
-    )
 
 
 _CHUNK_TOKENS = 1 << 22

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+from shardwise.engine.types import StepResult
+from shardwise.runtime.memory_tracker import MemorySnapshot
 from shardwise.schedule.actions import TimedAction
 
 # What people read for each name of a file.
@@ -66,6 +68,30 @@ class StepRecord:
     eval_loss: float | None = None
     mfu: float | None = None
     slow: Mapping[str, Any] | None = None
+
+
+def record_of(result: StepResult, step_s: float, snapshot: MemorySnapshot, is_metered: bool) -> StepRecord:
+    """Return the record of a step.
+
+    Args:
+        result: of the engine.
+        step_s: seconds of the whole step.
+        snapshot: of the memory after the step.
+        is_metered: whether the peak in the snapshot is the step's.
+    """
+    peak = {category.value: num_bytes for category, num_bytes in snapshot.peak_live_bytes.items()}
+    return StepRecord(
+        step=result.step,
+        loss=result.loss,
+        count=result.count,
+        grad_norm=result.grad_norm,
+        lr=result.lr,
+        skipped=result.skipped,
+        step_s=step_s,
+        tokens_per_s=result.count / step_s,
+        memory_bytes={category.value: num_bytes for category, num_bytes in snapshot.live_bytes.items()},
+        peak_bytes=peak if is_metered else None,
+    )
 
 
 def to_json_line(record: StepRecord) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -25,7 +26,7 @@ from shardwise.engine.types import StepResult
 from shardwise.runtime.format import format_count
 from shardwise.train.console_notes import tiers_line
 from shardwise.train.loop import METER_EVERY, NUM_FIRST_METERED, peak_flops
-from shardwise.train.metrics import StepRecord
+from shardwise.train.metrics import record_of
 from shardwise.train.profile import ProfileWindow
 from shardwise.train.progress import Header, Progress
 from shardwise.train.rank0_logger import StepLogger
@@ -119,21 +120,7 @@ class OwnRun:
         engine = self._engine
         step_s = max(1e-9, engine.step_context.timeline.clock.closed_s - self._start_s)
         self._meter.close()
-        snapshot = engine.memory.snapshot()
-        peak = {name.value: num_bytes for name, num_bytes in snapshot.peak_live_bytes.items()}
-        record = StepRecord(
-            step=result.step,
-            loss=result.loss,
-            count=result.count,
-            grad_norm=result.grad_norm,
-            lr=result.lr,
-            skipped=result.skipped,
-            step_s=step_s,
-            tokens_per_s=result.count / step_s,
-            memory_bytes={name.value: num_bytes for name, num_bytes in snapshot.live_bytes.items()},
-            peak_bytes=peak if self._is_metered else None,
-            eval_loss=eval_loss,
-        )
+        record = replace(record_of(result, step_s, engine.memory.snapshot(), self._is_metered), eval_loss=eval_loss)
         facts = self._watch.see(record.step, step_s, record.peak_bytes)
         if self._logger is not None:
             self._logger.see(record, facts)
