@@ -287,9 +287,8 @@ def _train(
     if trainer.was_stopped:
         _log_who_stopped(trainer)
     exported = None
-    if trainer.config.checkpoint.export and not trainer.was_stopped and failure is None:
-        with stop.saving():
-            exported = trainer.model.export(trainer.engine, folder / EXPORT_NAME)
+    if failure is None:
+        exported, failure = _export(trainer, folder / EXPORT_NAME, stop)
     return replace(ending, saved=saved, failure=failure, exported=exported, pipeline=measured_note(trainer))
 
 
@@ -305,6 +304,17 @@ def _observer(
     trainer.data.tokenizer.save(folder / "tokenizer", config.data.tokenizer or config.model.path)
     page = RunPage(folder, trainer.engine.comm.comm_log.counts)
     return StepLogger(first_state(trainer, resumed), console, sinks, trainer.mfu, stop.__bool__, page)
+
+
+def _export(trainer: Trainer, folder: Path, stop: StopFlag) -> tuple[Path | None, CheckpointError | None]:
+    """Write the Hugging Face folder, if the run is to have one; return it, or why it could not be written."""
+    if not trainer.config.checkpoint.export or trainer.was_stopped:
+        return None, None
+    try:
+        with stop.saving():
+            return trainer.model.export(trainer.engine, folder), None
+    except CheckpointError as error:
+        return None, error
 
 
 def _log_who_stopped(trainer: Trainer) -> None:
