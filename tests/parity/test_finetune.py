@@ -27,6 +27,7 @@ peft = pytest.importorskip("peft")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "zero 3": {"zero": {"stage": 3}, "batch": {"accumulation": 1}},
     "tp 2": {"mesh": {"tp": 2}, "zero": {"stage": 0}, "batch": {"accumulation": 2}},
+    "cp 2": {"mesh": {"cp": 2}, "zero": {"stage": 3}, "batch": {"accumulation": 2}},
     "pp 2": {"mesh": {"pp": 2}, "zero": {"stage": 1}, "batch": {"accumulation": 2}},
 }
 NUM_STEPS, GLOBAL_SIZE, SEQ_LEN = 4, 2, 64
@@ -94,6 +95,8 @@ def answer(model: Any) -> list[int]:
 def test_a_folder_trains_as_in_transformers_and_is_exported(
     ranks: WorkerPool, tmp_path: Path, family: str, layout: str, lora: int
 ) -> None:
+    if (family, layout) == ("gemma3", "cp 2"):
+        pytest.skip("its window is refused under cp; see docs/models.md")
     folder, chats = make_folder(family, tmp_path / family), write_chats(tmp_path / "chats.jsonl")
     config = config_of(folder, chats, tmp_path, lora, LAYOUTS[layout]).resolve(2)
     data = prepare_data(config, tmp_path)
