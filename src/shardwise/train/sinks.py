@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Protocol, TextIO
@@ -148,9 +149,7 @@ SINKS: Final[Mapping[str, Callable[[], Sink]]] = MappingProxyType(
     {"jsonl": JsonlSink, "tensorboard": TensorBoardSink, "wandb": WandbSink, "mlflow": MlflowSink}
 )
 _NEEDS_FOLDER: Final = ("jsonl", "tensorboard")
-_INSTALL: Final[Mapping[str, str]] = MappingProxyType(
-    {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny"}
-)
+_INSTALL: Final[Mapping[str, str]] = MappingProxyType({"wandb": "wandb", "mlflow": "mlflow-skinny"})
 
 
 class SinkSet:
@@ -166,8 +165,14 @@ class SinkSet:
 
     @classmethod
     def of(cls, names: Sequence[str], folder: Path | None) -> SinkSet:
-        """Make the sinks of some names; without a folder those that write files there are left out."""
+        """Make the sinks of some names; without a folder those that write files there are left out.
+
+        TensorBoard is on by default and no dependency, so where it is not installed the log alone says so.
+        """
         names = [name for name in names if folder is not None or name not in _NEEDS_FOLDER]
+        if "tensorboard" in names and find_spec("tensorboard") is None:
+            names.remove("tensorboard")
+            log.warning("no TensorBoard events: pip install tensorboard for them")
         return cls({name: SINKS[name]() for name in names})
 
     @property
