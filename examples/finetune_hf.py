@@ -9,32 +9,17 @@ The same command again goes on from the last checkpoint, on any number of GPUs. 
 
 import argparse
 import json
-from collections.abc import Iterator
-from itertools import count, islice
 from pathlib import Path
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DataCollatorForLanguageModeling
 
 import shardwise
 
 
-def loader_of(engine: shardwise.Engine, texts: list[str], tokenizer) -> DataLoader:
-    """Return the micro-batches that this rank reads in an epoch."""
-    mesh = engine.layout.mesh
-    dataset = [tokenizer(text + tokenizer.eos_token, truncation=True, max_length=2048) for text in texts]
-    # Ranks that share samples (mesh.tp, pp, cp) have the same data index.
-    sampler = DistributedSampler(dataset, mesh.num_data_ranks, mesh.data_index(torch.distributed.get_rank()))
-    collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
-    return DataLoader(dataset, engine.config.batch.micro_size, sampler=sampler, collate_fn=collate)
-
-
-def micro_batches(loader: DataLoader) -> Iterator[dict]:
-    """Yield one epoch after another, each in an order of its own."""
-    for epoch in count():
-        loader.sampler.set_epoch(epoch)
-        yield from loader
+def rows_of(texts: list[str], tokenizer) -> list[dict]:
+    """Return the tokens of each text."""
+    return [tokenizer(text + tokenizer.eos_token, truncation=True, max_length=2048) for text in texts]
 
 
 def main() -> None:
@@ -65,17 +50,18 @@ def main() -> None:
     }
     engine = shardwise.initialize(model, config, weights=args.model)
     say = print if torch.distributed.get_rank() == 0 else lambda *_: None
-    checkpoints, held_out = args.out / "checkpoints", texts[::20]
+    checkpoints, collate = args.out / "checkpoints", DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    # Each rank gets its rows of the global batch, in an order that depends on no number of ranks.
+    loader = shardwise.data_loader(engine, rows_of(texts[20:], tokenizer), collate_fn=collate)
+    held_out = shardwise.data_loader(engine, rows_of(texts[:20], tokenizer), collate_fn=collate, shuffle=False)
     if any(checkpoints.glob("step-*")):
-        say("goes on from step", engine.load(checkpoints).step)
-    data = micro_batches(loader_of(engine, [text for i, text in enumerate(texts) if i % 20], tokenizer))
-    steps = zip(*[data] * engine.config.batch.accumulation, strict=False)  # as many micro-batches as a step takes
-    for batches in islice(steps, engine.num_steps, args.steps):
-        result = engine.train_step(batches)
-        say(f"step {result.step}: loss {result.loss:.4f}, lr {result.lr:.2e}, norm {result.grad_norm:.2f}")
-        if result.step % 10 == 0:
-            engine.save(checkpoints, wait=False, keep_last=2)  # training goes on while it is written
-    say("held-out loss", engine.eval_step(list(loader_of(engine, held_out, tokenizer))).loss)
+        say("goes on from step", engine.load(checkpoints, data=loader).step)
+    with shardwise.progress(engine, args.steps, args.out) as run:
+        for batches in run.steps(loader):
+            run.log(engine.train_step(batches))
+            if engine.num_steps % 10 == 0:
+                engine.save(checkpoints, wait=False, keep_last=2, data=loader)  # training goes on while it is written
+    say("held-out loss", engine.eval_step(next(iter(held_out))).loss)
     engine.export_weights(args.out / f"model-{engine.num_steps}", tokenizer=tokenizer)  # from_pretrained loads it
     with engine.gathered() as whole:
         prompt = tokenizer("3 + 4 =", return_tensors="pt", return_token_type_ids=False).to(engine.device)

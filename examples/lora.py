@@ -13,20 +13,9 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, get_peft_model
-from torch.utils.data import DataLoader, DistributedSampler
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForLanguageModeling
 
 import shardwise
-
-
-def loader_of(engine: shardwise.Engine, texts: list[str], tokenizer) -> DataLoader:
-    """Return the micro-batches that this rank reads in an epoch."""
-    mesh = engine.layout.mesh
-    dataset = [tokenizer(text + tokenizer.eos_token, truncation=True, max_length=2048) for text in texts]
-    # Ranks that share samples (mesh.tp, pp, cp) have the same data index.
-    sampler = DistributedSampler(dataset, mesh.num_data_ranks, mesh.data_index(torch.distributed.get_rank()))
-    collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
-    return DataLoader(dataset, engine.config.batch.micro_size, sampler=sampler, collate_fn=collate)
 
 
 def main() -> None:
@@ -60,8 +49,10 @@ def main() -> None:
     say = print if torch.distributed.get_rank() == 0 else lambda *_: None
     trainable = sum(each.numel() for each in model.parameters() if each.requires_grad)
     say(f"trains {trainable:,} of {sum(each.numel() for each in model.parameters()):,} parameters")
-    for batch in islice(loader_of(engine, texts, tokenizer), args.steps):
-        result = engine.train_step(batch)
+    rows = [tokenizer(text + tokenizer.eos_token, truncation=True, max_length=2048) for text in texts]
+    collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    for batches in islice(shardwise.data_loader(engine, rows, collate_fn=collate), args.steps):
+        result = engine.train_step(batches)
         say(f"step {result.step}: loss {result.loss:.4f}")
     # The adapters alone are gathered, on rank 0; all ranks take part.
     trained = [name for name, each in model.named_parameters() if each.requires_grad]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console, RenderableType
@@ -21,6 +22,7 @@ from shardwise.planner.request import ask, read_model
 from shardwise.planner.search import search
 from shardwise.train.imported_plan import named_batch, strategy_for
 from shardwise.train.progress import Header, Progress, render
+from shardwise.train.rank_watch import RanksMemory
 
 WIDTH = 100
 HERE = Path(__file__).parent
@@ -52,9 +54,11 @@ def train_picture(run: Path) -> str:
     for record in records[: len(records) * 3 // 4]:
         fields = ("step", "loss", "lr", "grad_norm", "step_s", "tokens_per_s")
         state = state.after_step(**{name: record[name] for name in fields})
-        if record.get("peak_bytes"):
-            state = state.with_memory({name: size for name, size in record["peak_bytes"].items() if size})
-    return _picture(render(state, WIDTH), "shardwise train")
+        if record.get("eval_loss"):
+            state = state.with_eval_loss(record["eval_loss"])
+    kept = json.loads((run / "memory.json").read_text())
+    state = replace(state, memory=RanksMemory(kept["step"], kept["limit_bytes"], tuple(kept["ranks"])))
+    return _picture(render(state, WIDTH, height=30), "shardwise train")
 
 
 def _picture(view: RenderableType, title: str) -> str:

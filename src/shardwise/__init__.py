@@ -37,7 +37,10 @@ if TYPE_CHECKING:
     from shardwise.tensor.autoplan.propose import propose_plan
     from shardwise.tensor.plan_layout import plan_layout
     from shardwise.tensor.prove_plan import prove_plan
+    from shardwise.train.data_loader import data_loader
+    from shardwise.train.own_loop import progress
     from shardwise.train.recording import save_timeline
+    from shardwise.train.stream import stream_loader
     from shardwise.verify.simulate import Simulation, simulate
 
 __version__: Final = "0.1.0"
@@ -63,6 +66,7 @@ __all__ = [
     "backward",
     "block_sparse_attention",
     "build_layout",
+    "data_loader",
     "estimate_model_states",
     "gathered",
     "init",
@@ -70,12 +74,14 @@ __all__ = [
     "measure_units",
     "plan",
     "plan_layout",
+    "progress",
     "propose_plan",
     "prove_plan",
     "save_timeline",
     "simulate",
     "sparse_sdpa",
     "sparse_sdpa_module",
+    "stream_loader",
 ]
 
 _MODULES: Final[Mapping[str, str]] = {
@@ -99,6 +105,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "backward": "engine.multi_backward",
     "block_sparse_attention": "attention.api",
     "build_layout": "layout.layout",
+    "data_loader": "train.data_loader",
     "estimate_model_states": "planner.model_states",
     "gathered": "engine.state_api",
     "init": "construction.context",
@@ -106,12 +113,14 @@ _MODULES: Final[Mapping[str, str]] = {
     "measure_units": "pipeline.profile_units",
     "plan": "planner.plan",
     "plan_layout": "tensor.plan_layout",
+    "progress": "train.own_loop",
     "propose_plan": "tensor.autoplan.propose",
     "prove_plan": "tensor.prove_plan",
     "save_timeline": "train.recording",
     "simulate": "verify.simulate",
     "sparse_sdpa": "attention.sdpa_patch",
     "sparse_sdpa_module": "attention.sdpa_patch",
+    "stream_loader": "train.stream",
 }
 
 

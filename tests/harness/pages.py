@@ -90,6 +90,16 @@ _ENGINE: Final = """
 engine = shardwise.initialize(model, config, loss_fn=loss_fn)
 engine.train_step([torch.randn(2, 16)])
 """
+# What docs/clusters.md trains on; its loop watches signals of this process, which get their handlers back after it.
+_CLUSTER: Final = """
+import signal
+
+handlers = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)}
+stream = [torch.randn(16) for _ in range(8)]
+config = {"zero": {"stage": 3}, "batch": {"global_size": 2, "micro_size": 2}}
+with shardwise.initialize(model, config, loss_fn=loss_fn) as sized:
+    loader = shardwise.stream_loader(sized, stream)
+"""
 _HUGGING_FACE: Final = """
 from transformers import AutoConfig, AutoModelForCausalLM
 """
@@ -166,6 +176,15 @@ input_ids = torch.tensor([[2, 3, 4]])
 PRELUDES: Final[Mapping[str, Mapping[int, str]]] = MappingProxyType(
     {
         "checkpoints": {0: _SMALL + _ENGINE, 1: _HUGGING_FACE, 2: _OTHER_NAMES},
+        "clusters": {
+            0: _SMALL + _CLUSTER,
+            1: """
+for each, handler in handlers.items():
+    signal.signal(each, handler)
+engine = shardwise.initialize(model, config, loss_fn=loss_fn)
+engine.save("shared/job7", data=loader)
+""",
+        },
         "elastic": {0: _SMALL + "number = 8"},
         "extending": {
             0: """

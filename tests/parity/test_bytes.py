@@ -142,7 +142,7 @@ def test_bytes_on_the_wire(ranks: WorkerPool, options: dict[str, Any]) -> None:
         table = [2 * N * R, N * R + N * P, m * N * R + N * P, gathers * P + m * N * R]
         expected = Fraction(n - 1, n) * table[options["stage"]]
         # One vector of the step: loss, count, squared norm, and a flag a parameter.
-        step_scalars = Fraction(n - 1, n) * 2 * 8 * (3 + measured.num_trainable)
+        step_scalars = Fraction(n - 1, n) * 2 * 8 * (5 + measured.num_trainable)
         assert measured.wire_bytes == expected + step_scalars
         assert sum(measured.layout.bytes_on_wire(m).values()) == expected
         assert measured.counted_wire_bytes == int(expected) + int(step_scalars)
@@ -167,7 +167,7 @@ def test_bytes_of_hybrid_sharding(ranks: WorkerPool, stage: int, accumulation: i
         over_shards = Fraction(n - 1, n) * [0, N * P + N * P, m * N * P + N * P, gathers * P + m * N * P][stage]
         over_replicas = Fraction(r - 1, r) * 2 * P * (N // n)
         expected = Fraction(r * n - 1, r * n) * 2 * P * N if stage == 0 else over_shards + over_replicas
-        step_scalars = Fraction(r * n - 1, r * n) * 2 * 8 * (3 + measured.num_trainable)
+        step_scalars = Fraction(r * n - 1, r * n) * 2 * 8 * (5 + measured.num_trainable)
         assert measured.wire_bytes == expected + step_scalars
         assert sum(measured.layout.bytes_on_wire(m).values()) == expected
 
@@ -185,7 +185,7 @@ def test_frozen_parameters_may_stay_whole(ranks: WorkerPool, is_replicated: bool
         assert at_rest["grad"] == 4 * trained // 2
         assert measured.tracked_bytes == measured.at_rest_bytes - LOSS_SUM_BYTES
         wire = measured.layout.bytes_on_wire(1)
-        assert measured.wire_bytes == sum(wire.values()) + Fraction(1, 2) * 2 * 8 * (3 + measured.num_trainable)
+        assert measured.wire_bytes == sum(wire.values()) + Fraction(1, 2) * 2 * 8 * (5 + measured.num_trainable)
         assert wire["reduce_scatter"] == 2 * trained // 2
         gathered = [group for group in groups if group.trainable or not is_replicated]
         once = [group for group in gathered if group.unit in ("root", "blocks.2")]
@@ -213,7 +213,7 @@ def test_small_parameters_follow_stage_2(ranks: WorkerPool, num_ranks: int, accu
         assert measured.tracked_bytes == measured.at_rest_bytes - LOSS_SUM_BYTES
         root, *_, last = (group.padded_numel for group in large)
         expected = Fraction(n - 1, n) * P * (2 * m * L - m * (root + last) + W + m * (L + W))
-        assert measured.wire_bytes == expected + Fraction(n - 1, n) * 2 * 8 * (3 + measured.num_trainable)
+        assert measured.wire_bytes == expected + Fraction(n - 1, n) * 2 * 8 * (5 + measured.num_trainable)
         assert sum(measured.layout.bytes_on_wire(m).values()) == expected
 
 

@@ -20,6 +20,7 @@ from shardwise.train.dataset import sample_order
 from shardwise.train.huggingface_model import HuggingFaceModel
 from shardwise.train.loop import build_trainer
 from shardwise.train.prepare import PreparedData, open_data, prepare_data
+from shardwise.train.setup import check_job
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -27,6 +28,7 @@ peft = pytest.importorskip("peft")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "zero 3": {"zero": {"stage": 3}, "batch": {"accumulation": 1}},
     "tp 2": {"mesh": {"tp": 2}, "zero": {"stage": 0}, "batch": {"accumulation": 2}},
+    "cp 2": {"mesh": {"cp": 2}, "zero": {"stage": 3}, "batch": {"accumulation": 2}},
     "pp 2": {"mesh": {"pp": 2}, "zero": {"stage": 1}, "batch": {"accumulation": 2}},
 }
 NUM_STEPS, GLOBAL_SIZE, SEQ_LEN = 4, 2, 64
@@ -94,8 +96,10 @@ def answer(model: Any) -> list[int]:
 def test_a_folder_trains_as_in_transformers_and_is_exported(
     ranks: WorkerPool, tmp_path: Path, family: str, layout: str, lora: int
 ) -> None:
+    if (family, layout) == ("gemma3", "cp 2"):
+        pytest.skip("its window is refused under cp; see docs/models.md")
     folder, chats = make_folder(family, tmp_path / family), write_chats(tmp_path / "chats.jsonl")
-    config = config_of(folder, chats, tmp_path, lora, LAYOUTS[layout]).resolve(2)
+    config, _ = check_job(config_of(folder, chats, tmp_path, lora, LAYOUTS[layout]), 2)  # as before a run starts
     data = prepare_data(config, tmp_path)
     losses, model = train_plainly(config, data)
     for found, eval_loss in ranks(2).run(train, config.to_json(), data.path, tmp_path / "out"):

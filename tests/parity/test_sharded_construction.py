@@ -141,12 +141,14 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "mixed": Mixed,
     "decoder": lambda: Decoder(SHAPE),
     "double-inside": lambda: Initialised().double(),
+    "moved-inside": lambda: Initialised().to("cpu"),  # as PEFT moves adapters to their layer's device
     "in-bf16": lambda: Decoder(SHAPE, dtype=torch.bfloat16),
 }
 CASTS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "double": nn.Module.double,
     "bf16": nn.Module.bfloat16,
     "copy": copy.deepcopy,
+    "moved": lambda module: module.to(device="cpu", dtype=torch.float64),
 }
 
 

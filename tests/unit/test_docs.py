@@ -184,3 +184,9 @@ def test_a_function_named_after_its_file_is_in_it() -> None:
     for path, name in pairs:
         words = re.findall(r"\w+", (ROOT / "src" / "shardwise" / path).read_text())
         assert name.split(".")[-1] in words, f"`{path}` has no `{name}`"
+
+
+def test_the_script_of_own_loops_is_as_long_as_it_says() -> None:
+    page = ROOT / "docs" / "own-loops.md"
+    script = next(block for block in blocks_of(page) if block.language == "python")
+    assert re.findall(r"has (\d+) lines", page.read_text()) == [str(len(script.text.splitlines()))]

@@ -31,6 +31,7 @@ from shardwise.cli.as_deepspeed import add_commands as add_as_deepspeed_commands
 from shardwise.cli.attention import add_command as add_attention_command
 from shardwise.cli.checkpoint import add_commands as add_checkpoint_commands
 from shardwise.cli.convert import add_command as add_convert_command
+from shardwise.cli.launch import add_command as add_launch_command
 from shardwise.cli.plan import add_command as add_plan_command
 from shardwise.cli.report import add_command as add_report_command
 from shardwise.cli.timeline import add_command as add_timeline_command
@@ -157,6 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     add_attention_command(commands, _split)
     add_as_deepspeed_commands(commands)
     add_convert_command(commands)
+    add_launch_command(commands)
     config = commands.add_parser("config", help="print every key with its meaning and default, as TOML")
     config.add_argument("--markdown", action="store_true", help="print the reference page docs/config.md instead")
     config.add_argument("settings", nargs="*", metavar="config.toml | key=value", help="as for train")

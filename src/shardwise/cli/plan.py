@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +22,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from shardwise.config.resolve import Config, ConfigError, is_config
+from shardwise.launch.targets import PORT, LaunchJob, c10d, torchrun
 from shardwise.report.console import Terminal, refuse
 
 if TYPE_CHECKING:
@@ -425,9 +427,12 @@ def _start_words(path: Path, cluster: Cluster, *, is_here: bool) -> str:
     """Say how the config is started."""
     if is_here:
         return f"start it by shardwise train {path}"
-    num_nodes = cluster.num_gpus // cluster.gpus_per_node
-    nodes = f"--nnodes {num_nodes} " if num_nodes > 1 else ""
-    return f"start it by torchrun {nodes}--nproc-per-node {cluster.gpus_per_node} -m shardwise train {path}"
+    num_nodes, num_ranks = cluster.num_gpus // cluster.gpus_per_node, cluster.gpus_per_node
+    job = LaunchJob(("-m", "shardwise", "train", str(path)), num_nodes, num_ranks, "job")
+    line = shlex.join(torchrun(job, c10d(f"NODE0:{PORT}", path.stem)))
+    if num_nodes == 1:
+        return f"start it by {line}"
+    return f"start it on each node, the first of which is NODE0, by {line}; shardwise launch writes it for clusters"
 
 
 def _explain(arguments: argparse.Namespace, cluster: Cluster, model: str | None, assignments: Sequence[str]) -> int:

@@ -220,11 +220,15 @@ class LossAccumulator:
         """
         return self._comms.all.sum_scalars(self._before(values), name, known)
 
-    def sum_over_ranks(self, name: str) -> tuple[float, float]:
-        """Return the loss's sum and count over the ranks."""
+    def sum_over_ranks(self, name: str, known: Sequence[float] = ()) -> tuple[float, ...]:
+        """Return the loss's sum and count over the ranks, and those of numbers of the host.
+
+        Args:
+            name: for counts and messages.
+            known: numbers of the host.
+        """
         values = torch.zeros(0, dtype=torch.float64, device=self._comms.all.device)
-        loss_sum, count = self.sum_with(values, name)
-        return loss_sum, count
+        return tuple(self.sum_with(values, name, known))
 
     def start_sum(self, name: str) -> Callable[[], list[float]]:
         """Start `sum_over_ranks`; return the function that waits for it."""

@@ -175,6 +175,7 @@ class CommLog:
         enqueued: collectives on the device, each with the event after it; oldest first, kept if there is a watchdog.
         check: compares a call with those of its group before it starts.
         explain: says why a call does not end, where the ranks can be asked.
+        waited_s: seconds that the host has been in collectives.
         has_failed: a collective has failed, and the connections between the ranks with it.
     """
 
@@ -189,6 +190,7 @@ class CommLog:
     enqueued: deque[tuple[Collective, Event]] = field(default_factory=lambda: deque(maxlen=_MAX_ENQUEUED))
     check: Callable[[Collective], None] | None = None
     explain: Callable[[Collective], str | None] | None = None
+    waited_s: float = 0.0
     has_failed: bool = False
 
     @property
@@ -277,6 +279,7 @@ class CommLog:
         inside, self.inside = self.inside, None
         if inside is not None:
             self.left = CollectiveEvent(inside.call, time.monotonic(), inside.thread)
+            self.waited_s += self.left.at_s - inside.at_s
 
     @contextmanager
     def running(self, call: Collective) -> Iterator[None]:

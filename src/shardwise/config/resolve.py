@@ -64,6 +64,7 @@ from shardwise.config.validate import (
     wrong_chunks,
     wrong_context,
     wrong_pipeline,
+    wrong_run,
     wrong_schedule_size,
     wrong_tiers,
 )
@@ -213,6 +214,7 @@ class Config(Section):
             *wrong_context(self.context, self.mesh),
             *wrong_attention(self.attention),
             *wrong_chunks(self.context, self.pipeline, self.compile),
+            *wrong_run(self.run),
         ):
             raise ConfigError(code, message)
         mesh = _resolve_mesh(self.mesh, world_size)

@@ -22,6 +22,7 @@ MAX_PIPELINE_CELLS: Final = 400_000
 
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
 Tier = Literal["device", "host", "nvme"]
+SinkName = Literal["jsonl", "tensorboard", "wandb", "mlflow"]
 
 
 class Section(BaseModel):
@@ -47,6 +48,8 @@ TimeoutSeconds = Annotated[float, Field(ge=0.1, le=1e7)]
 Betas = Annotated[tuple[BelowOne, BelowOne], Field(strict=False)]
 Names = Annotated[tuple[str, ...], Field(strict=False)]
 Cores = Annotated[tuple[NotNegative, ...], Field(strict=False, min_length=1)]
+SinkNames = Annotated[tuple[SinkName, ...], Field(strict=False)]
+Window = Annotated[tuple[Positive, Positive], Field(strict=False)]
 Blocks = Annotated[tuple[Positive, ...], Field(strict=False)]
 Indices = Annotated[tuple[NotNegative, ...], Field(strict=False)]
 
@@ -98,7 +101,8 @@ class DataConfig(Section):
 
     path: str | None = None
     """A text file, JSONL, Parquet, or a folder of these; without it, the source of Python's standard library. Records
-    have `text`, `messages` (or `conversations`), or `prompt` and `completion`."""
+    have `text`, `messages` (or `conversations`), or `prompt` and `completion`. Or the path of
+    Megatron-LM's `.bin` and `.idx`."""
     text_key: str = "text"
     """The key of a record that holds its text."""
     train_on: Literal["completions", "all"] = "completions"
@@ -411,3 +415,8 @@ class RunConfig(Section):
     """Whether each collective is compared over the ranks before it starts; slow, for debugging."""
     record_timeline: Positive | None = None
     """The step whose pipeline timeline is written into the run's folder."""
+    sinks: SinkNames = ("jsonl", "tensorboard")
+    """Where the numbers of each step go: "jsonl" and "tensorboard" into the run's folder, "wandb" and "mlflow" where
+    their own environment says. One that fails is named at the end, and the run goes on."""
+    profile_steps: Window | None = None
+    """First and last step that torch.profiler records, such as [10, 13]: a trace for each rank in the run's folder."""

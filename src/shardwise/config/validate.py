@@ -24,6 +24,7 @@ from shardwise.config.sections import (
     MeshConfig,
     PipelineConfig,
     RecomputeConfig,
+    RunConfig,
     TiersConfig,
     ZeroConfig,
 )
@@ -259,4 +260,15 @@ def wrong_attention(attention: AttentionConfig) -> Iterator[tuple[str, str]]:
         yield (
             "attention-key-of-kind",
             f"attention.{key}={value} {rule}; set attention.kind={kinds[0]} or leave the key out",
+        )
+
+
+def wrong_run(run: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield a code and a message for each setting of a run that cannot be."""
+    first, last = run.profile_steps or (1, 1)
+    if first > last:
+        yield (
+            "profile-window-empty",
+            f"run.profile_steps=[{first}, {last}] ends before it begins; give the first and the last step, such as "
+            f"[{last}, {first}]",
         )

@@ -76,6 +76,8 @@ class ShardedParameter(nn.Parameter):
             return args[0]  # for `state_dict()`, of which loaders want names and shapes; its values are still refused
         if func in _WHERE and isinstance(values := values_of(args[0]), ParamShard):
             args = (values.local,)  # much code leaves tensors alone that are on meta, or moves others there
+        elif func is Tensor.to and isinstance(values_of(args[0]), ParamShard):
+            args, kwargs = _on_meta(args, kwargs or {})
         elif func not in READABLE and func not in _ON_META:
             _prepare(pytree.tree_leaves((args, kwargs)))
         with plain_torch_functions():
@@ -166,6 +168,15 @@ def _prepare(used: Sequence[Any]) -> None:
             mark(each, KeyedValues(values.seed, other_use(each)))
     if slices:
         (USE_INSIDE_INIT.get() or refuse)([*slices, *(each for each in used if type(each) is nn.Parameter)])
+
+
+def _on_meta(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments of `Tensor.to` without a device: dtypes alone count until an engine takes the slices."""
+
+    def stay(value: Any) -> Any:
+        return torch.device("meta") if isinstance(value, torch.device | str) else value
+
+    return [args[0], *map(stay, args[1:])], {name: stay(value) for name, value in kwargs.items()}
 
 
 def _replace_data(parameter: ShardedParameter, data: Tensor) -> None:

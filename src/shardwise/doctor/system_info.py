@@ -26,7 +26,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardwise.launch.cpu_affinity import cgroup_folders, quota_cores, usable_cores
+from shardwise.launch.cpu_affinity import quota_cores, usable_cores
+from shardwise.launch.host_memory import cgroup_limit_bytes
 from shardwise.launch.local import ALLOC_CONF_NAMES
 from shardwise.runtime.memory_tracker import first_line
 from shardwise.train.setup import has_fast_bf16
@@ -237,8 +238,6 @@ def _reach_each_other(num_gpus: int) -> bool | None:
 
 RESOLVE_TIMEOUT_S = 2.0
 _ROOT = Path("/")
-# cgroup v1 writes "no limit" as a number near 2**63.
-_NO_LIMIT_BYTES = 2**60
 
 
 @dataclass(frozen=True)
@@ -309,7 +308,7 @@ def read_memory(root: Path = _ROOT) -> MemoryInfo:
     return MemoryInfo(
         total_bytes=total_bytes,
         available_bytes=kib["MemAvailable"] * 1024 if "MemAvailable" in kib else None,
-        limit_bytes=_limit_bytes(root),
+        limit_bytes=cgroup_limit_bytes(root),
         swap_used_bytes=(kib["SwapTotal"] - kib["SwapFree"]) * 1024 if {"SwapTotal", "SwapFree"} <= set(kib) else None,
         shm_bytes=shm[0] if shm else None,
         shm_free_bytes=shm[1] if shm else None,
@@ -349,13 +348,6 @@ def open_files_limit() -> int | None:
     """Return how many files and sockets a process may hold open; None for any number."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return None if soft == resource.RLIM_INFINITY else soft
-
-
-def _limit_bytes(root: Path) -> int | None:
-    names = ("memory.max", "memory.limit_in_bytes")
-    texts = (_text(folder / name) or "" for folder in cgroup_folders(root, "memory") for name in names)
-    limits = [int(text) for text in texts if text.isdigit()]
-    return min((limit for limit in limits if limit < _NO_LIMIT_BYTES), default=None)
 
 
 def _filesystem(path: Path, root: Path) -> str | None:

@@ -89,8 +89,9 @@ def build(inputs: EngineInputs) -> tuple[StepContext, StepRunner, ExitStack]:
         optimizer_plan = plan_optimizer(inputs.optimizer, config.optimizer, model)
         optimizer_plan.groups_of(layout)  # refused before ranks meet
         comms = connect(comm_factory, layout.mesh, config, device, streams, pool, layout.ties)
-        timeline = Timeline(comm_factory.rank)
-        watchdog = watch(comm_factory.store, comms.all.comm_log, timeline, config.run)
+        timeline, comm_log = Timeline(comm_factory.rank), comms.all.comm_log
+        timeline.clock.waited_s = lambda: comm_log.waited_s
+        watchdog = watch(comm_factory.store, comm_log, timeline, config.run)
         if watchdog is not None:
             cleanup.callback(watchdog.close)
         cleanup.callback(pool.trim)

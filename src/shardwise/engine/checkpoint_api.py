@@ -29,10 +29,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from shardwise.checkpoint import data_position
 from shardwise.checkpoint import training_state as trajectory
 from shardwise.checkpoint.async_saver import Saver, SaveRequest
 from shardwise.checkpoint.commit import candidates, check_tag, read_manifest, step_name, steps_to_delete
 from shardwise.checkpoint.coordination import StoreBarrier
+from shardwise.checkpoint.data_position import DataLoaderState
 from shardwise.checkpoint.hf.config_files import describe
 from shardwise.checkpoint.load import LoadPlan, LoadReport, own_tensors, plan_load, rank_name
 from shardwise.checkpoint.manifest import CheckpointError, Contents, DamagedError, Manifest
@@ -146,6 +148,7 @@ class Checkpoints:
         keep_last: int | None,
         keep_every: int | None,
         tag: str = "",
+        data: DataLoaderState | None = None,
     ) -> None:
         """Save a checkpoint; the arguments are those of `Engine.save`."""
         context = self._context
@@ -155,20 +158,27 @@ class Checkpoints:
         saved: list[StateShard | ScalarState] = []
         buffers: list[SavedBuffer] = []
         manifest = Manifest(context.num_steps, (), {})
+        position: list[StateShard] = []
 
         def prepare(_: Progress) -> str:
             nonlocal manifest, buffers
             _check_choices(contents, keep_last, keep_every)
+            if data is not None and contents == "weights":
+                raise CheckpointError("position-of-weights", "weights alone have no data position; drop data=...")
             check_tag(tag, keep_last is keep_every is None)
             context.sharding.check_model()
             manifest = self._manifest(contents, extra)
+            if data is not None:
+                text, kind = data_position.read_state(data, context.layout.mesh)
+                manifest = replace(manifest, trajectory={**manifest.trajectory, "data": kind})
+                position.extend(self._position(text, kind["is_global"]))
             buffers = saved_buffers(context) if contents != "trainable" else []
             saved.extend(self._saved(contents, buffers))
             is_compared = context.comm.world_size > 1 and contents == "all"
             return json.dumps(digests(buffers) if is_compared else {})
 
         written_digests = json.loads(self.ranks.run(prepare, "the save of a checkpoint", _joined))
-        saved += self._own(contents, buffers, written_digests)
+        saved += [*self._own(contents, buffers, written_digests), *position]
         state_shards = tuple(each for each in saved if isinstance(each, StateShard))
         written = {state_shard.name for state_shard in state_shards if state_shard.written}
         numbers = tuple(each for each in saved if isinstance(each, ScalarState) and each.name in written)
@@ -178,7 +188,9 @@ class Checkpoints:
         self.saver.start(request, wait)
         self._passed_over.discard(own)  # the checkpoint there is whole from now on
 
-    def load(self, path: str | Path, strict: bool, weights_only: bool) -> LoadReport:
+    def load(
+        self, path: str | Path, strict: bool, weights_only: bool, data: DataLoaderState | None = None
+    ) -> LoadReport:
         """Load a checkpoint; the arguments are those of `Engine.load`."""
         context = self._context
         self.begin_load()
@@ -189,7 +201,7 @@ class Checkpoints:
         damaged: list[str] = []
         for folder in (Path(path) / name for name in names):
             try:
-                report = self.load_folder(folder, read_manifest, strict, weights_only)
+                report = self.load_folder(folder, read_manifest, strict, weights_only, data)
             except DamagedError as error:
                 damaged.append(str(error))
                 log.warning("%s", error)
@@ -229,7 +241,12 @@ class Checkpoints:
             )
 
     def load_folder(
-        self, folder: Path, describe_stored: Callable[[Path], Manifest], strict: bool, weights_only: bool
+        self,
+        folder: Path,
+        describe_stored: Callable[[Path], Manifest],
+        strict: bool,
+        weights_only: bool,
+        data: DataLoaderState | None = None,
     ) -> LoadReport:
         """Load one folder on all ranks.
 
@@ -238,6 +255,7 @@ class Checkpoints:
             describe_stored: makes a manifest of what the folder has.
             strict: as in `Engine.load`.
             weights_only: as in `Engine.load`.
+            data: as in `Engine.load`.
 
         Raises:
             CheckpointError: it does not fit; nothing has been changed.
@@ -246,13 +264,13 @@ class Checkpoints:
         context = self._context
         plan: LoadPlan | None = None
         num_bytes = 0
-        parameters = list(held.held_parameters(context.states()))
         buffers = saved_buffers(context)
-        targets = [*parameters, *(each.state_shard for each in buffers)]
+        targets = [*held.held_parameters(context.states()), *(each.state_shard for each in buffers)]
 
         def make_plan(_: Progress) -> str:
             nonlocal plan
             plan = self._plan_load(describe_stored(folder), targets, str(folder), strict, weights_only)
+            data_position.restore(data, folder, plan.manifest, context.layout.mesh, context.comm.rank)  # it may refuse
             return ""
 
         self.ranks.run(make_plan, "the end of a load")
@@ -280,8 +298,8 @@ class Checkpoints:
             context.num_steps = loaded.manifest.step
             self._restore_trajectory(loaded)
         context.status.end_load(loaded.with_states)
-        manifest, result = loaded.manifest, loaded.match
-        return LoadReport(folder, manifest.step, result.missing, loaded.skipped, (), manifest.extra, num_bytes)
+        saved = loaded.manifest
+        return LoadReport(folder, saved.step, loaded.match.missing, loaded.skipped, (), saved.extra, num_bytes)
 
     def _plan_load(
         self, manifest: Manifest, targets: Sequence[StateShard], where: str, strict: bool, weights_only: bool
@@ -340,6 +358,12 @@ class Checkpoints:
             yield whole(rank_name(rank, _GENERATOR + name), state, kind="rank", is_written=True)
         for each in differing(buffers, written_digests) if contents == "all" else ():
             yield whole(rank_name(rank, _BUFFER + each.state_shard.name), each.buffer, kind="rank", is_written=True)
+
+    def _position(self, text: Tensor, is_global: bool) -> Iterator[StateShard]:
+        """Yield this rank's position in the data, if it is the first of those that read the same data."""
+        rank, mesh = self._context.comm.rank, self._context.layout.mesh
+        if rank == 0 or (rank in mesh.ranks_along(DATA_AXES, 0) and not is_global):
+            yield whole(rank_name(rank, data_position.NAME), text, kind="rank", is_written=True)
 
     def _read_own(self, folder: Path, plan: LoadPlan, buffers: Sequence[SavedBuffer]) -> None:
         """Restore generators where the world size is that of the save, and the buffers of this rank's data rank.

@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor, nn
 
+from shardwise.checkpoint.data_position import DataLoaderState
 from shardwise.checkpoint.load import LoadReport
 from shardwise.checkpoint.manifest import Contents
 from shardwise.config.resolve import Dtype
 from shardwise.engine.build import EngineInputs, build, release
 from shardwise.engine.checkpoint_api import Checkpoints
 from shardwise.engine.hf_api import Names, export_weights, import_weights
+from shardwise.engine.other_names import attribute_of
 from shardwise.engine.state_api import gathered_groups, offload
 from shardwise.engine.steps import evaluate, forward_plain
-from shardwise.engine.types import EvalResult, Scheduler, StepResult
+from shardwise.engine.types import EvalResult, Folder, Scheduler, StepResult
+from shardwise.launch.signals import watch_signals
 from shardwise.layout.layout import Layout
 from shardwise.zero import state_access as access
 from shardwise.zero.memory_release import ReleaseTarget, Target
@@ -67,6 +70,18 @@ class Engine:
         self.step_context.scheduler = scheduler
 
     @property
+    def preempted(self) -> bool:
+        """Say whether any rank was asked to stop before the last step or evaluation ended, the same on all ranks."""
+        return self.step_context.asking[0] > 0
+
+    def watch_preemption(self, signals: Sequence[str] = ("SIGTERM", "SIGUSR1")) -> None:
+        """Let signals to this rank make `preempted` true on all ranks; a second one, two seconds on, still interrupts.
+
+        Call it on the main thread of all ranks. Once `preempted`, save and end with an exit code other than 0.
+        """
+        self.step_context.should_stop = watch_signals(signals).__bool__
+
+    @property
     def timeline(self) -> tuple[Any, ...]:
         """Return the timed actions of this rank's last step."""
         return self.step_context.timeline.last_step
@@ -74,9 +89,8 @@ class Engine:
     def __call__(self, *batch: Any, **inputs: Any) -> Any:
         """Run the model forward and return the mean loss of a batch, a 0-d tensor, for `backward`.
 
-        With a `loss_fn`, a tuple or list is (inputs, what only the loss needs, ...); otherwise the batch is the inputs.
-        Inputs that are a dict go to the model as keyword arguments, a tuple or list as positional ones. Anything but
-        one batch is for `forward`.
+        With a `loss_fn`, a tuple or list is (inputs, what only the loss needs, ...). A dict of inputs goes to the model
+        as keyword arguments, a tuple or list as positional ones. Anything but one batch is for `forward`.
         """
         if inputs or len(batch) != 1:
             return self.forward(*batch, **inputs)
@@ -213,12 +227,7 @@ class Engine:
         return access.states_of(self.step_context.usable_states(), name)
 
     def offload(
-        self,
-        include: Sequence[str] | None = None,
-        to: Target = "host",
-        *,
-        path: str | Path | None = None,
-        pin_memory: bool = True,
+        self, include: Sequence[str] | None = None, to: Target = "host", *, path: Folder = None, pin_memory: bool = True
     ) -> Mapping[str, int]:
         """Free memory between phases, as for generation: move states away until `reload`. All ranks call it.
 
@@ -252,12 +261,7 @@ class Engine:
 
     @contextmanager
     def offloaded(
-        self,
-        include: Sequence[str] | None = None,
-        to: Target = "host",
-        *,
-        path: str | Path | None = None,
-        pin_memory: bool = True,
+        self, include: Sequence[str] | None = None, to: Target = "host", *, path: Folder = None, pin_memory: bool = True
     ) -> Iterator[Mapping[str, int]]:
         """Call `offload` for the context, and `reload` at its end.
 
@@ -280,6 +284,7 @@ class Engine:
         keep_last: int | None = None,
         keep_every: int | None = None,
         tag: str = "",
+        data: DataLoaderState | None = None,
     ) -> None:
         """Save into `path/step-<steps taken>`, from which any layout can load. All ranks call it, between steps.
 
@@ -294,12 +299,13 @@ class Engine:
             keep_last: how many of the newest stay, besides those of `keep_every`; None for all.
             keep_every: checkpoints whose step is a multiple of this always stay.
             tag: save into `path/<tag>` instead, and replace what is there; it excludes `keep_last` and `keep_every`.
+            data: a loader with `state_dict`: each data rank's is saved.
 
         Raises:
             CheckpointError: on every rank: it exists or cannot be written, or a parameter was moved or written outside.
             EngineError: gradients are accumulated, which a checkpoint does not keep.
         """
-        self.checkpoints.save(path, contents, extra, wait, keep_last, keep_every, tag)
+        self.checkpoints.save(path, contents, extra, wait, keep_last, keep_every, tag, data)
 
     def finish_saves(self) -> Path | None:
         """Wait until the save under way is written, and return the newest checkpoint of this engine, if there is one.
@@ -309,7 +315,15 @@ class Engine:
         """
         return self.checkpoints.saver.wait()
 
-    def load(self, path: str | Path, *, strict: bool = True, weights_only: bool = False, tag: str = "") -> LoadReport:
+    def load(
+        self,
+        path: str | Path,
+        *,
+        strict: bool = True,
+        weights_only: bool = False,
+        tag: str = "",
+        data: DataLoaderState | None = None,
+    ) -> LoadReport:
         """Load a checkpoint that any layout saved: its world size, stage, tensor parallelism, precision may differ.
 
         DeepSpeed's are read too. All ranks call it. Gradients are dropped. After a failure of the host or of NVMe the
@@ -320,12 +334,14 @@ class Engine:
             strict: everything must fit; otherwise what fits is loaded, and the report says what was skipped.
             weights_only: take parameters and buffers; optimizer, schedule and number of steps stay as they are.
             tag: the name of the checkpoint's folder in `path`; empty for the newest.
+            data: a loader with `load_state_dict`, which goes on where that of the saved run was. With another number of
+                data ranks it must count the samples of all of them, as Shardwise's own loaders do.
 
         Raises:
             CheckpointError: it does not fit the model; nothing has been changed.
             DamagedError: no checkpoint there is whole; it names each with its damage. The engine needs another load.
         """
-        return self.checkpoints.load(Path(path, tag), strict, weights_only)
+        return self.checkpoints.load(Path(path, tag), strict, weights_only, data)
 
     def import_weights(self, folder: str | Path, *, names: Names | None = None, strict: bool = True) -> LoadReport:
         """Read a Hugging Face folder straight into the shards: only its parameters and persistent buffers.
@@ -391,6 +407,11 @@ class Engine:
             if keep_values:
                 self.reload()
             release(self._cleanup, self.tiers, self.step_context.sharding, keep_values)
+
+    if not TYPE_CHECKING:  # or a checker would take any name for one of the engine's
+
+        def __getattr__(self, name: str) -> Any:
+            return attribute_of(self, name)
 
     def __enter__(self) -> Self:
         return self

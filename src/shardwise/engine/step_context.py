@@ -82,6 +82,8 @@ class StepContext:
     own_backward_scale: float = 1.0  # of the gradient of a backward that the user called on a tensor
     is_loss_known: bool = True  # False after a backward in this step that the user called on a tensor
     before_update: Callable[[], None] | None = None  # called after the last backward of a step, such as to measure
+    should_stop: Callable[[], bool] = bool  # says whether this rank was asked to stop
+    asking: tuple[int, int] = (0, 0)  # how many ranks were, at the last agreement, and the sum of their numbers
 
     @property
     def device(self) -> torch.device:
@@ -243,10 +245,12 @@ class StepContext:
         if isinstance(batches, Mapping | Tensor):
             batches = [batches]
         if len(batches) != expected:
+            got, fix = f"{len(batches)}", f"give {expected} or set batch.accumulation={len(batches)}"
+            if expected == 1 and isinstance(batches, tuple):
+                got, fix = f"a tuple of {len(batches)}", "give [batch] where it is one micro-batch"
             raise ConfigError(
                 "micro-batch-count",
-                f"train_step takes a list of batch.accumulation={expected} micro-batches and got {len(batches)}; "
-                f"give {expected} or set batch.accumulation={len(batches)}",
+                f"train_step takes a list of batch.accumulation={expected} micro-batches and got {got}; {fix}",
             )
         return batches
 
@@ -267,6 +271,7 @@ class StepContext:
     def end_backward(self) -> None:
         """Note that the backward is over, and that gradients from now on are none of the engine's."""
         self.status.end_backward()
+        self.timeline.clock.switch("outside")
         self.sharding.expect_no_gradients()
         self.sharding.watch_gradients()
 
@@ -277,6 +282,7 @@ class StepContext:
             is_boundary: whether it is the last before the step; None where `batch.accumulation` tells.
         """
         self.status.begin_backward()
+        self.timeline.clock.switch("backward")
         self.sharding.watch_gradients(False)
         self.timeline.micro_batch = self.num_backwards
         self.num_backwards += 1
@@ -306,6 +312,7 @@ class StepContext:
             EngineError: there was no backward.
             NonFiniteLossError: loss or gradients are not finite.
         """
+        self.timeline.clock.switch("step")
         if self.before_update is not None:
             self.before_update()
         self._check_gradients()
@@ -386,12 +393,23 @@ class StepContext:
         flags = [was_used.get(name, False) for name in names]
         stepped = [self.sharded.has_stepped_in_backward] if self.step_in_backward.is_allowed else []
         scale = [self.losses.normaliser * self.losses.is_first] if self.layout.pipeline is not None else []
-        summed = self.losses.sum_with(own, "step", [*flags, *stepped, *scale])
+        summed = self.take_asking(self.losses.sum_with(own, "step", [*flags, *stepped, *scale, *self.own_asking()]))
         if scale:  # ranks without a loss do not know it, and simulated ranks do not send it
             self.losses.normaliser = summed.pop() or self.losses.normaliser
         loss_sum, count, square_sum, *counts = summed
         used = {name: number > 0 for name, number in zip(names, counts, strict=False)}
         return loss_sum, count, square_sum, used, bool(stepped) and counts[-1] > 0
+
+    def own_asking(self) -> tuple[float, float]:
+        """Return what this rank adds to a sum over the ranks, so that all of them know who was asked to stop."""
+        is_asked = self.should_stop()
+        return float(is_asked), float(is_asked * self.comm.rank)
+
+    def take_asking(self, summed: Sequence[float]) -> list[float]:
+        """Take the sum of `own_asking` from the end of a vector, and return the others."""
+        *others, num_asked, rank_sum = summed
+        self.asking = int(num_asked), int(rank_sum)
+        return others
 
     def _end_step(self) -> None:
         self.num_backwards = self.num_forwards = self.num_samples = 0

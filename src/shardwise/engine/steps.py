@@ -5,8 +5,8 @@ An engine has one runner for its lifetime. All take a step in the same way: forw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self, TypeVar
 
@@ -147,11 +147,24 @@ def forward_plain(context: StepContext, args: tuple[Any, ...], kwargs: Mapping[s
     taken = RankBatch(share, _num_samples((args, kwargs)), context.num_samples, context.num_forwards)
     context.num_forwards += 1
     context.num_samples += taken.num_samples
-    with context.sharding.serving(), _numbers_for(context, taken):
+    with _forward_phase(context), context.sharding.serving(), _numbers_for(context, taken):
         output = context.model(*args, **share.inputs)
     if share.loss_weight is not None and getattr(output, "loss", None) is not None:
         output.loss = output.loss * share.loss_weight * cp
     return output
+
+
+@contextmanager
+def _forward_phase(context: StepContext) -> Iterator[None]:
+    """Count the seconds inside as those of a step's forward; an evaluation's are of no step."""
+    if not torch.is_grad_enabled():
+        yield
+        return
+    context.timeline.clock.switch("forward")
+    try:
+        yield
+    finally:
+        context.timeline.clock.switch("other")
 
 
 class SequentialRunner:
@@ -172,10 +185,11 @@ class SequentialRunner:
         context = self._context
         context.status.check(params_suffice=not torch.is_grad_enabled())
         context.timeline.micro_batch = context.num_backwards
-        taken = RankBatch.of(context, batch, context.num_samples, context.num_forwards)
-        context.num_forwards += 1
-        context.num_samples += taken.num_samples
-        return run_model(context, taken, lambda output: taken.loss(context, output))
+        with _forward_phase(context):
+            taken = RankBatch.of(context, batch, context.num_samples, context.num_forwards)
+            context.num_forwards += 1
+            context.num_samples += taken.num_samples
+            return run_model(context, taken, lambda output: taken.loss(context, output))
 
     def train(self, batches: Sequence[Any]) -> StepResult:
         """Take a step; during the last backward parameters may be stepped as soon as their gradients are final."""
@@ -211,5 +225,5 @@ def evaluate(
     finally:
         for module in training:
             module.training = True
-    loss_sum, count = losses.sum_over_ranks("evaluation")
+    loss_sum, count = context.take_asking(losses.sum_over_ranks("evaluation", context.own_asking()))
     return EvalResult(loss_sum / (count or 1.0), count)

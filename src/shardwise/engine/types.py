@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
+
+Folder = str | Path | None
 
 
 class Scheduler(Protocol):

@@ -6,26 +6,21 @@ import argparse
 import os
 import re
 import shlex
-import signal
-import subprocess
 import sys
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 from shardwise.config.errors import with_code
 from shardwise.config.resolve import ConfigError
+from shardwise.launch import hosts
 from shardwise.launch.as_deepspeed import deepspeed_environment
 from shardwise.launch.local import default_num_ranks
 
 ENV_FILE_NAME: Final = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 """The file in the home or the current folder whose lines NAME=value are exported on every node."""
 
-_EXPORTED: Final = ("MLFLOW", "NCCL", "PYTHON", "MV2", "UCX")
 _DEVICES: Final = "CUDA_VISIBLE_DEVICES"
-_POLL_S: Final = 0.2
-_GRACE_S: Final = 10.0
 
 Slots = Mapping[str, Sequence[int]]
 """Holds the devices of each host that take a rank each, in the order of the ranks."""
@@ -99,7 +94,7 @@ def _slots(options: argparse.Namespace) -> Slots:
         )
     hostfile = Path(options.hostfile)
     if hostfile.is_file():
-        pool = read_hostfile(hostfile.read_text().splitlines())
+        pool = hosts.read_hostfile(hostfile.read_text().splitlines())
     else:
         if options.num_nodes > 1:
             raise ConfigError(
@@ -114,27 +109,6 @@ def _slots(options: argparse.Namespace) -> Slots:
     if options.num_gpus > 0:
         slots = {host: list(range(options.num_gpus)) for host in slots}
     return slots
-
-
-def read_hostfile(lines: Iterable[str]) -> dict[str, int]:
-    """Return the number of slots of each host; a line is `HOST slots=N`, a comment or empty.
-
-    >>> read_hostfile(["# two machines", "worker-0 slots=4", "worker-1 slots=2"])
-    {'worker-0': 4, 'worker-1': 2}
-    """
-    pool: dict[str, int] = {}
-    for line in filter(None, (each.strip() for each in lines if not each.lstrip().startswith("#"))):
-        match = re.match(r"(\S+)\s+slots=(\d+)", line, re.ASCII)
-        if match is None:
-            raise ConfigError("hostfile-line", f"the hostfile's line {line!r} is not HOST slots=N; correct it")
-        if match[1] in pool:
-            raise ConfigError(
-                "hostfile-host-twice", f"the hostfile has {match[1]} twice; give it one line with all slots"
-            )
-        pool[match[1]] = int(match[2])
-    if not pool:
-        raise ConfigError("hostfile-empty", "the hostfile names no host; write lines HOST slots=N")
-    return pool
 
 
 def select_slots(pool: Mapping[str, int], include: str = "", exclude: str = "") -> dict[str, list[int]]:
@@ -205,56 +179,24 @@ def remote_line(command: Sequence[str], devices: Sequence[int], options: argpars
         options: those of the program `deepspeed`.
     """
     environ = {**os.environ, **deepspeed_environment(os.environ)}
-    exported = {name: value for name, value in environ.items() if name.startswith(_EXPORTED)}
+    exported = {name: value for name, value in environ.items() if name.startswith(hosts.EXPORTED)}
     exported["PYTHONPATH"] = os.pathsep.join([os.getcwd(), exported["PYTHONPATH"]])
     for file in (Path.home() / ENV_FILE_NAME, Path(ENV_FILE_NAME)):
         if file.is_file():
             lines = file.read_text().splitlines()
             exported.update((name, value) for name, is_set, value in (each.partition("=") for each in lines) if is_set)
     exported[_DEVICES] = _joined(devices)
-    parts = [f". {shlex.quote(options.venv_script)}"] if options.venv_script else []
-    parts += [f"export {name}={shlex.quote(value)}" for name, value in exported.items()]
-    return " && ".join([f"cd {shlex.quote(os.getcwd())}", *parts, f"exec {shlex.join(command)}"])
+    first = [f". {shlex.quote(options.venv_script)}"] if options.venv_script else []
+    return hosts.remote_line(command, exported, os.getcwd(), first)
 
 
 def _run_by_ssh(options: argparse.Namespace, slots: Slots) -> int:
-    # With a terminal the remote ranks get a hang-up when this end goes.
-    ssh = [
-        "ssh",
-        "-tt",
-        "-o",
-        "PasswordAuthentication=no",
-        *(["-p", str(options.ssh_port)] if options.ssh_port else []),
-    ]
-    first = next(iter(slots))
-    address = options.master_addr
-    if not address:
-        found = subprocess.run([*ssh, first, "hostname", "-I"], stdout=subprocess.PIPE, text=True, check=False)
-        if found.returncode or not found.stdout.split():
-            raise ConfigError(
-                "host-unreachable", f"ssh {first} hostname -I gave no address; set up ssh keys, or --master_addr"
-            )
-        address = found.stdout.split()[0]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    running = []
-    try:
-        for node_rank, (host, devices) in enumerate(slots.items()):
-            line = remote_line(torchrun(options, slots, node_rank, address), devices, options)
-            running.append(subprocess.Popen([*ssh, host, line], stdin=subprocess.DEVNULL))
-        codes: list[int | None] = [None]
-        while None in codes and not any(codes):
-            time.sleep(_POLL_S)
-            codes = [each.poll() for each in running]
-        return next((abs(code) for code in codes if code), 0)
-    finally:
-        for each in running:
-            each.terminate()
-        deadline = time.monotonic() + _GRACE_S
-        for each in running:
-            try:
-                each.wait(max(deadline - time.monotonic(), 0))
-            except subprocess.TimeoutExpired:  # torchrun hears nothing while it waits for the other hosts' end
-                each.kill()
+    address = options.master_addr or hosts.find_address(next(iter(slots)), options.ssh_port)
+    lines = {
+        host: remote_line(torchrun(options, slots, node_rank, address), devices, options)
+        for node_rank, (host, devices) in enumerate(slots.items())
+    }
+    return hosts.run_by_ssh(lines, options.ssh_port)
 
 
 def _joined(devices: Sequence[int]) -> str:

@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 
+from shardwise.config.resolve import ConfigError
 from shardwise.launch.environment import LAUNCHER_FD, LAUNCHER_PATIENCE_S
 from shardwise.runtime.clock import StopDetector
 
@@ -129,13 +130,31 @@ def _end(signum: int, why: str) -> None:
 
 
 def install_stop_signal() -> StopFlag:
-    """Return a flag that Ctrl-C and SIGTERM set while it is `armed`; until then they kill. Call it on the main thread.
+    """Return a flag that Ctrl-C, SIGTERM and SIGUSR1 set while it is `armed`; until then they kill.
+
+    Call it on the main thread.
 
     A signal that this process ignores (a background job's SIGINT) stays ignored.
     """
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own would print where it was
-    return StopFlag(in_steps=(signal.SIGTERM, signal.SIGINT))
+    return StopFlag(in_steps=(signal.SIGTERM, signal.SIGUSR1, signal.SIGINT))
+
+
+def watch_signals(names: Sequence[str]) -> StopFlag:
+    """Return a flag that signals set from now on. Call it on the main thread.
+
+    Raises:
+        ConfigError: a name is no signal's, or this is another thread, where Python installs no handler.
+    """
+    known = signal.Signals.__members__
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError("signal-unknown", f"{unknown[0]} is no signal here; give names such as SIGTERM, SIGUSR1")
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigError("signals-off-main", "signals are watched on the main thread only; call it there")
+    stop = StopFlag()
+    stop.listen([known[name] for name in names])
+    return stop
 
 
 def exit_with_parent(environ: Mapping[str, str]) -> None:

@@ -331,13 +331,33 @@ def memory_bar(rank: RankMemory, capacity_bytes: float, width: int, *, is_colour
         width: of the whole bar, in characters.
         is_coloured: whether categories differ by colour and not by sign.
     """
-    peak = rank.peak_bytes
-    bar = _bar([(name, rank.peak.get(name, 0.0)) for name in MEMORY_CATEGORIES], MEMORY_MARKS, is_coloured)
-    if peak <= capacity_bytes:
-        filled = _filled(bar, width * peak / capacity_bytes)
+    sizes = {name: rank.peak.get(name, 0.0) for name in MEMORY_CATEGORIES}
+    return bar_of(sizes, MEMORY_MARKS, capacity_bytes, width, is_coloured=is_coloured)
+
+
+def bar_of(
+    sizes: Mapping[str, float],
+    marks: Mapping[str, tuple[str, str]],
+    capacity: float,
+    width: int,
+    *,
+    is_coloured: bool = False,
+) -> Text:
+    """Draw parts in a container; what exceeds it comes after a `|`.
+
+    Args:
+        sizes: of the parts, by name.
+        marks: sign and colour of each part, by name.
+        capacity: of the container, in the unit of the sizes.
+        width: of the whole bar, in characters.
+        is_coloured: whether parts differ by colour and not by sign.
+    """
+    bar, whole = _bar(list(sizes.items()), marks, is_coloured), sum(sizes.values())
+    if whole <= capacity:
+        filled = _filled(bar, width * whole / capacity)
         return filled.append(_FREE * (width - len(filled)), style="dim")
     filled = _filled(bar, width - 1)
-    edge = round((width - 1) * capacity_bytes / peak)
+    edge = round((width - 1) * capacity / whole)
     return Text.assemble(filled[:edge], (_EDGE, "bold red"), filled[edge:])
 
 

@@ -19,10 +19,27 @@ order.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Final, Literal
 
 from shardwise.schedule.actions import COMPUTATIONS, STREAMS, Action, ActionKind, TimedAction
+
+# What the host does in a step; "outside" is all between the steps, and between a backward and the next forward.
+Phase = Literal["forward", "backward", "step", "other", "outside"]
+WAIT: Final = "wait"
+
+_PHASE_OF: Final[Mapping[ActionKind, Phase]] = MappingProxyType(
+    {
+        ActionKind.FORWARD: "forward",
+        ActionKind.RECOMPUTE: "backward",
+        ActionKind.BACKWARD: "backward",
+        ActionKind.BACKWARD_INPUT: "backward",
+        ActionKind.BACKWARD_WEIGHT: "backward",
+        ActionKind.STEP: "step",
+    }
+)
 
 _Entry = tuple[ActionKind, int, str | None, float, float]  # kind, micro-batch, group, start, end
 
@@ -39,14 +56,54 @@ class _Performed:
         self.end_s = time.perf_counter()
 
 
+class StepClock:
+    """Adds up the host's seconds of a step by phase, apart from those in which it waited for other ranks.
+
+    It costs two readings of a clock a phase. On CUDA the host enqueues work and waits for the device at the end of a
+    step, so there the phases are those of the host.
+
+    Attributes:
+        waited_s: returns the seconds that the host has waited for other ranks so far.
+        parts_s: seconds of the last step by phase, and as "wait"; what is outside of it has none.
+        closed_s: when the last step ended, by `time.perf_counter`.
+    """
+
+    def __init__(self) -> None:
+        self.waited_s: Callable[[], float] = float  # 0.0, where there are no other ranks
+        self.parts_s: Mapping[str, float] = {}
+        self.closed_s = self._since_s = time.perf_counter()
+        self._phase: Phase = "outside"
+        self._waited_before_s = 0.0
+        self._open: dict[str, float] = {}
+
+    def switch(self, phase: Phase) -> None:
+        """End the phase under way and begin another."""
+        now_s, waited_s = time.perf_counter(), self.waited_s()
+        if self._phase != "outside":
+            waited_in_it_s = waited_s - self._waited_before_s
+            for name, seconds in ((self._phase, now_s - self._since_s - waited_in_it_s), (WAIT, waited_in_it_s)):
+                self._open[name] = self._open.get(name, 0.0) + seconds
+        self._phase, self._since_s, self._waited_before_s = phase, now_s, waited_s
+
+    def close_step(self) -> None:
+        """Keep the sums as those of the last step."""
+        self.switch("outside")
+        self.closed_s = self._since_s
+        self.parts_s, self._open = self._open, {}
+
+
 class Timeline:
     """Collects the actions of one step; `close_step` keeps them as the last step and starts the next.
 
     Args:
         rank: of this process in the world.
+
+    Attributes:
+        clock: the seconds of a step by phase.
     """
 
     def __init__(self, rank: int) -> None:
+        self.clock = StepClock()
         self.micro_batch = 0
         self.is_recording = True
         self.is_scheduled = False
@@ -89,9 +146,11 @@ class Timeline:
         if action.micro_batch is not None:
             self.micro_batch = action.micro_batch
         self._open.append(current)
+        self.clock.switch(_PHASE_OF.get(action.kind, "other"))
         try:
             yield
         finally:
+            self.clock.switch("other")
             if not current.is_left_open:
                 current.end()
             self._current = None
@@ -125,6 +184,7 @@ class Timeline:
         """
         if self._current is not None:
             return
+        self.clock.close_step()
         self._closed, self._open = self._open, []
         self.micro_batch = 0
 

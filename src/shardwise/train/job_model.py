@@ -5,7 +5,7 @@ own.
 
 >>> model = job_model(Config.from_dict({"model": {"preset": "25m"}}))
 >>> model.name, model.vocab_size, model.words
-('25m', 8192, '25m, 25.3M parameters, 6 layers of 512')
+('25m', 8192, '25m, 24.6 M parameters, 6 layers of 512')
 """
 
 from __future__ import annotations

@@ -26,12 +26,11 @@ from numpy.typing import NDArray
 from shardwise.checkpoint.manifest import CheckpointError
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.engine.engine import Engine
-from shardwise.engine.types import StepResult
 from shardwise.planner.hardware import known_gpu
 from shardwise.runtime.memory_tracker import Category, MemorySnapshot, first_line, is_out_of_memory
 from shardwise.train.dataset import PackedDataset, TokenDataset, batches_for_step, sample_order
 from shardwise.train.job_model import JobModel, job_model
-from shardwise.train.metrics import StepRecord
+from shardwise.train.metrics import StepRecord, record_of
 from shardwise.train.prepare import PreparedData
 
 # The first two: the first may be the one that runs out of memory, the second holds the optimizer's states too.
@@ -71,7 +70,6 @@ class Trainer:
 
     Attributes:
         peak: the memory of the last step that was metered.
-        asking_rank: the highest rank that was asked to stop; None if none was.
     """
 
     def __init__(self, engine: Engine, data: PreparedData, model: JobModel) -> None:
@@ -79,7 +77,6 @@ class Trainer:
         self.data = data
         self.model = model
         self.peak: MemorySnapshot | None = None
-        self.asking_rank: int | None = None
         self._rank = engine.comm.rank
         self._was_stopped = False
         self._first_step = self._num_samples_before = 0
@@ -108,7 +105,7 @@ class Trainer:
         """Take the steps that are left and yield a record of each, until the last one or until some rank should stop.
 
         Args:
-            should_stop: called on every rank after each step.
+            should_stop: called on every rank in each step and evaluation.
             announce: called with a few words on work other than steps.
             after_step: called on every rank with the number of a step that was taken, before anything is evaluated.
 
@@ -117,10 +114,10 @@ class Trainer:
             torch.OutOfMemoryError: as the engine's methods.
         """
         run = self.config.run
+        self.engine.step_context.should_stop = should_stop
         while self.engine.num_steps < run.steps and not self._was_stopped:
             record = self._take_step()
-            self.asking_rank = self._find_asking_rank(should_stop())
-            self._was_stopped = self.asking_rank is not None and record.step < run.steps
+            self._was_stopped = self.engine.preempted and record.step < run.steps
             after_step(record.step)
             is_due = record.step == run.steps or (run.eval_every is not None and record.step % run.eval_every == 0)
             eval_loss = None
@@ -229,7 +226,7 @@ class Trainer:
         snapshot = memory.snapshot()
         if is_metered:
             self.peak = snapshot
-        return _record(result, step_s, snapshot, is_metered)
+        return record_of(result, step_s, snapshot, is_metered)
 
     def _num_samples(self, num_steps: int) -> int:
         """Return the samples that the run has taken after so many steps."""
@@ -247,13 +244,6 @@ class Trainer:
             seq_len=self.config.data.seq_len,
         )
         return [self.model.batch(columns) for columns in batches]
-
-    def _find_asking_rank(self, is_asked: bool) -> int | None:
-        """Return the highest rank that was asked to stop, the same on all ranks; None where none was."""
-        own = self._rank + 1 if is_asked else 0
-        value = torch.tensor([float(own)], dtype=torch.float64, device=self.engine.device)
-        (highest,) = self.engine.comm.max_scalars(value, "stop")
-        return int(highest) - 1 if highest else None
 
     def _global_size(self) -> int:
         size = self.config.batch.global_size
@@ -308,23 +298,6 @@ def peak_flops(device_name: str) -> float | None:
     """
     device = known_gpu(device_name)
     return None if device is None else device.peak_flops_per_s.get("bf16", device.peak_flops_per_s["fp16"])
-
-
-def _record(result: StepResult, step_s: float, snapshot: MemorySnapshot, is_metered: bool) -> StepRecord:
-    return StepRecord(
-        step=result.step,
-        loss=result.loss,
-        count=result.count,
-        grad_norm=result.grad_norm,
-        lr=result.lr,
-        skipped=result.skipped,
-        step_s=step_s,
-        tokens_per_s=result.count / step_s,
-        memory_bytes={category.value: num_bytes for category, num_bytes in snapshot.live_bytes.items()},
-        peak_bytes={category.value: num_bytes for category, num_bytes in snapshot.peak_live_bytes.items()}
-        if is_metered
-        else None,
-    )
 
 
 _CHUNK_TOKENS = 1 << 22

@@ -1,7 +1,6 @@
-"""Writes a run's numbers to files: a line of JSON a step, TensorBoard events, and the last step's timeline.
+"""Defines the numbers that are kept of each step, and the one name that each has: in files, on screens, in sinks.
 
-The display is in `progress`. A line is given to the system before the next step begins, so a run that is killed keeps
-every step it took.
+`sinks` writes them, `progress` and `summary` show them.
 
 >>> record = StepRecord(step=1, loss=8.25, count=4096, grad_norm=2.0, lr=1e-4, skipped=False, step_s=0.5,
 ...                     tokens_per_s=8192.0, memory_bytes={"parameters": 1024})
@@ -12,20 +11,30 @@ every step it took.
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from types import MappingProxyType
+from typing import Any, Final
 
+from shardwise.engine.types import StepResult
+from shardwise.runtime.memory_tracker import MemorySnapshot
 from shardwise.schedule.actions import TimedAction
 
-METRICS_NAME = "metrics.jsonl"
-TENSORBOARD_NAME = "tensorboard"
-
-log = logging.getLogger(__name__)
+# What people read for each name of a file.
+WORDS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "loss": "loss",
+        "eval_loss": "held-out loss",
+        "lr": "lr",
+        "grad_norm": "grad norm",
+        "tokens_per_s": "tokens/s",
+        "mfu": "MFU",
+        "peak_bytes": "peak memory",
+        "slow": "slow step",
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +47,12 @@ class StepRecord:
         grad_norm: the global gradient norm before clipping.
         skipped: whether an fp16 overflow left the parameters as they were.
         step_s: seconds of the whole step, reading the batch included.
-        tokens_per_s: tokens a second of all ranks together.
+        tokens_per_s: tokens a second of all ranks together, in this step alone.
         memory_bytes: bytes live on rank 0 after the step, by category.
         peak_bytes: bytes at the highest total within the step, by category; None where it was not measured.
         eval_loss: loss on held-out data after this step; None where it was not evaluated.
+        mfu: share of the devices' peak FLOP/s in this step; None where it is not known.
+        slow: of a step that took long, which `rank` the others waited for and in which `part`; else None.
     """
 
     step: int
@@ -55,6 +66,32 @@ class StepRecord:
     memory_bytes: Mapping[str, int]
     peak_bytes: Mapping[str, int] | None = None
     eval_loss: float | None = None
+    mfu: float | None = None
+    slow: Mapping[str, Any] | None = None
+
+
+def record_of(result: StepResult, step_s: float, snapshot: MemorySnapshot, is_metered: bool) -> StepRecord:
+    """Return the record of a step.
+
+    Args:
+        result: of the engine.
+        step_s: seconds of the whole step.
+        snapshot: of the memory after the step.
+        is_metered: whether the peak in the snapshot is the step's.
+    """
+    peak = {category.value: num_bytes for category, num_bytes in snapshot.peak_live_bytes.items()}
+    return StepRecord(
+        step=result.step,
+        loss=result.loss,
+        count=result.count,
+        grad_norm=result.grad_norm,
+        lr=result.lr,
+        skipped=result.skipped,
+        step_s=step_s,
+        tokens_per_s=result.count / step_s,
+        memory_bytes={category.value: num_bytes for category, num_bytes in snapshot.live_bytes.items()},
+        peak_bytes=peak if is_metered else None,
+    )
 
 
 def to_json_line(record: StepRecord) -> str:
@@ -67,71 +104,30 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class MetricsWriter:
-    """Writes `metrics.jsonl` and the folder `tensorboard` of a run, from its first step to its end.
+def scalars(record: StepRecord) -> dict[str, float]:
+    """Return the record's numbers by the names that they have everywhere, for sinks that take a number a name.
 
-    Args:
-        folder: the run's folder; it holds neither yet.
+    >>> record = StepRecord(step=1, loss=8.25, count=4096, grad_norm=2.0, lr=1e-4, skipped=False, step_s=0.5,
+    ...                     tokens_per_s=8192.0, memory_bytes={"parameters": 1024}, peak_bytes={"parameters": 2048})
+    >>> [name for name in scalars(record) if name.endswith(("parameters", "total"))]
+    ['memory_bytes/parameters', 'peak_bytes/parameters', 'peak_bytes/total']
     """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._lines = (folder / METRICS_NAME).open("x", encoding="utf-8")
-        self._events: Any = None
-        self._has_events = True
-
-    def write(self, record: StepRecord) -> None:
-        """Write one step.
-
-        Raises:
-            OSError: the disk is full.
-        """
-        self._lines.write(to_json_line(record) + "\n")
-        self._lines.flush()
-        if self._events is None and self._has_events:
-            self._events = self._open_events()
-        if self._events is not None:
-            for tag, value in _scalars(record):
-                self._events.add_scalar(tag, value, record.step)
-
-    def close(self) -> None:
-        """Flush both; a second call does nothing."""
-        self._lines.close()
-        if self._events is not None:
-            events, self._events = self._events, None
-            events.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _open_events(self) -> Any:
-        # Imported after the first step, so that no step waits for it; a run without tensorboard still has its lines.
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            self._has_events = False
-            log.warning("no TensorBoard events: %s; install tensorboard for them", error)
-            return None
-        return SummaryWriter(str(self._folder / TENSORBOARD_NAME), flush_secs=10)
-
-
-def _scalars(record: StepRecord) -> Iterable[tuple[str, float]]:
-    yield "train/loss", record.loss
-    yield "train/grad_norm", record.grad_norm
-    yield "train/lr", record.lr
-    yield "speed/tokens_per_s", record.tokens_per_s
-    yield "speed/step_s", record.step_s
-    if record.eval_loss is not None:
-        yield "train/eval_loss", record.eval_loss
-    for category, num_bytes in record.memory_bytes.items():
-        yield f"memory_bytes/{category}", num_bytes
+    found: dict[str, float] = {
+        "loss": record.loss,
+        "grad_norm": record.grad_norm,
+        "lr": record.lr,
+        "tokens_per_s": record.tokens_per_s,
+        "step_s": record.step_s,
+    }
+    found |= {f"memory_bytes/{category}": num_bytes for category, num_bytes in record.memory_bytes.items()}
     if record.peak_bytes is not None:
-        yield "memory_bytes/peak", sum(record.peak_bytes.values())
+        found |= {f"peak_bytes/{category}": num_bytes for category, num_bytes in record.peak_bytes.items()}
+        found["peak_bytes/total"] = sum(record.peak_bytes.values())
+    if record.eval_loss is not None:
+        found["eval_loss"] = record.eval_loss
+    if record.mfu is not None:
+        found["mfu"] = record.mfu
+    return found
 
 
 def write_timeline(path: Path, actions: Iterable[TimedAction]) -> None:

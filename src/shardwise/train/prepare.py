@@ -47,6 +47,7 @@ from shardwise.train.dataset import (
     write_checksums,
 )
 from shardwise.train.job_model import JobModel, job_model
+from shardwise.train.megatron_data import MegatronCorpus, open_megatron
 from shardwise.train.tokenizer import SAMPLE_BYTES, Tokenizer, load_tokenizer, make_tokenizer, tokenizer_fingerprint
 
 BATCH_CHARS = 1 << 20
@@ -110,14 +111,17 @@ def prepare_data(config: Config, cache_dir: str | Path, progress: Progress | Non
     cache = Path(data.cache_dir or cache_dir).expanduser().absolute()
     model = job_model(config)
     chats = _chat_encoder(config, model)
-    corpus = open_corpus(data, exclude=(cache, Path(config.run.dir)), takes_chats=chats is not None)
+    corpus = open_megatron(data, data.tokenizer is not None or chats is not None) or open_corpus(
+        data, exclude=(cache, Path(config.run.dir)), takes_chats=chats is not None
+    )
     decided_by = [SHARD_FORMAT, corpus.fingerprint(), _tokenizer_fingerprint(config, model, chats), data.val_fraction]
     path = cache / hashlib.blake2b(repr(decided_by).encode(), digest_size=_KEY_BYTES).hexdigest()
     if not _is_whole(path):
         if chats is not None:
             tokenizer = Tokenizer.of_transformers(chats.tokenizer, model.name)
         else:
-            tokenizer = make_tokenizer(data.tokenizer, model.vocab_size, sample_texts(corpus, SAMPLE_BYTES))
+            texts = () if isinstance(corpus, MegatronCorpus) else sample_texts(corpus, SAMPLE_BYTES)
+            tokenizer = make_tokenizer(data.tokenizer, model.vocab_size, texts)
         model.for_tokens(tokenizer.vocab_size)  # refuses before the work, not after it
         try:
             _build(path, corpus, _Encoder(tokenizer, chats), data.val_fraction, progress)
@@ -220,7 +224,9 @@ def _is_whole(path: Path) -> bool:
     return True
 
 
-def _build(path: Path, corpus: Corpus, encoder: _Encoder, val_fraction: float, progress: Progress | None) -> None:
+def _build(
+    path: Path, corpus: Corpus | MegatronCorpus, encoder: _Encoder, val_fraction: float, progress: Progress | None
+) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(path.parent)
     folder = _temporary(path)
@@ -264,10 +270,14 @@ class _Encoded(NamedTuple):
 
 
 def _encode(
-    corpus: Corpus, encoder: _Encoder, dtype: np.dtype, tally: CorpusCounts, progress: Progress | None
+    corpus: Corpus | MegatronCorpus, encoder: _Encoder, dtype: np.dtype, tally: CorpusCounts, progress: Progress | None
 ) -> Iterator[_Encoded]:
     """Yield the tokens of every piece; a document's last one gets the end of text, and its first what begins one."""
     num_all, tokenizer, at_start = corpus.num_bytes, encoder.tokenizer, True
+    if isinstance(corpus, MegatronCorpus):
+        for tally.num_documents, ids in enumerate(corpus.documents(tokenizer.vocab_size), 1):
+            yield _Encoded(ids.astype(dtype), None, ends_document=True)
+        return
     for pieces in _in_batches(read_pieces(corpus, tally)):
         texts = iter(tokenizer.encode_batch([piece.text for piece in pieces if isinstance(piece, CorpusChunk)]))
         for piece in pieces:

@@ -1,44 +1,64 @@
 """Shows a run while it trains: a frozen state, its picture, and the live display that draws it.
 
-The picture is a pure function of the state and a width, so it can be tested and put into a document without a run.
-`metrics` keeps a run's numbers, and `summary` shows its end.
+The picture is a pure function of the state and a size, so it can be tested and put into a document without a run.
+`metrics` names a run's numbers, and `summary` shows its end. Speed and the loss curve are smoothed, and say so.
 
 >>> header = Header(model="tiny, 6.0 M parameters", layout="ZeRO-2 over 2 ranks", batch="8 samples", data="a text")
 >>> state = Progress(header, total_steps=400).after_step(
 ...     step=1, loss=8.3, lr=1e-4, grad_norm=2.0, step_s=0.5, tokens_per_s=8192.0)
 >>> plain_line(state)
-'step 1/400  loss 8.3000  lr 1.00e-04  grad norm 2.00  8,192 tokens/s  eta 3:20'
+'step 1/400  loss 8.3000  lr 1.00e-04  grad norm 2.00  tokens/s 8,192 (smoothed)  eta 3:20'
 """
 
 from __future__ import annotations
 
+import io
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from types import MappingProxyType
+from typing import Final, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.planner.render import bar_of
 from shardwise.runtime.format import format_bytes, format_clock
+from shardwise.runtime.memory_tracker import Category
+from shardwise.train.curve import MARK, Point, curve, with_point
+from shardwise.train.metrics import WORDS
+from shardwise.train.rank_watch import RanksMemory, SlowStep
 
-SPARK_POINTS = 40
-_SPARK_LEVELS = "▁▂▃▄▅▆▇█"
+CURVE_POINTS = 240
 _SMOOTHING = 0.9
 _WIDE = 110
-_MAX_WIDTH = 132
-_LABEL_WIDTH = 11
-_FIGURES_WIDTH = 62
+_PAIRED = 70
+_MAX_WIDTH = 140
+_LABEL_WIDTH = 13
+_FIGURES_WIDTH = 70
+_MIN_ROWS, _MAX_ROWS, _WIDE_ROWS = 3, 10, 7
 _NUM_PLAIN_LINES = 20
 _REFRESH_S = 0.25
+# The colours of `shardwise plan` for the same things.
+_MARKS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
+    {
+        Category.PARAMETERS.value: ("p", "blue"),
+        Category.GRADIENTS.value: ("g", "green"),
+        Category.OPTIMIZER.value: ("o", "magenta"),
+        Category.GATHERED.value: ("u", "bright_blue"),
+        Category.BUCKETS.value: ("b", "bright_green"),
+        Category.ACTIVATIONS.value: ("a", "yellow"),
+        Category.OTHER.value: ("x", "white"),
+    }
+)
 
 
 @dataclass(frozen=True)
 class Header:
-    """Holds the lines that do not change during a run.
+    """Holds the lines that do not change during a run; empty ones are left out.
 
     `resumed` is empty where the run started afresh, `tiers` where all states are stored on the device.
     """
@@ -46,7 +66,7 @@ class Header:
     model: str
     layout: str
     batch: str
-    data: str
+    data: str = ""
     resumed: str = ""
     tiers: str = ""
 
@@ -60,11 +80,12 @@ class Progress:
         first_step: how many steps were taken before this run.
         loss: the last step's loss, as it is recorded.
         trend: the loss smoothed over about ten steps.
-        losses: the trend at even intervals of this run so far, at most SPARK_POINTS.
+        losses: steps, and the trend after each; at even intervals, about CURVE_POINTS at most.
+        eval_losses: steps, and the loss on held-out data after each.
         tokens_per_s: tokens a second of all ranks together, smoothed.
-        mfu: share of the devices' peak FLOP/s; None where that is not known.
-        peak_step: the step in which the memory was measured.
-        peak_bytes: bytes on rank 0 by category at the highest total within that step; None before it was measured.
+        mfu: share of the devices' peak FLOP/s at that speed; None where that is not known.
+        memory: of all ranks at their peaks; None before it was measured.
+        slow: the last step that took long; None where there was none.
         activity: the work in progress that is not a step; empty during steps.
     """
 
@@ -74,14 +95,15 @@ class Progress:
     first_step: int = 0
     loss: float = math.nan
     trend: float = math.nan
-    losses: tuple[float, ...] = ()
+    losses: tuple[Point, ...] = ()
+    eval_losses: tuple[Point, ...] = ()
     lr: float = 0.0
     grad_norm: float = math.nan
     step_s: float = 0.0
     tokens_per_s: float = 0.0
     mfu: float | None = None
-    peak_step: int = 0
-    peak_bytes: Mapping[str, int] | None = None
+    memory: RanksMemory | None = None
+    slow: SlowStep | None = None
     elapsed_s: float = 0.0
     activity: str = ""
 
@@ -108,16 +130,15 @@ class Progress:
             step_s: seconds that it took.
             tokens_per_s: tokens a second of all ranks together.
         """
-        number, num_steps = step - self.first_step, self.total_steps - self.first_step
+        number = step - self.first_step
         # A loss that an fp16 overflow left infinite would stay in the average for ever.
         trend = _smoothed(self.trend, loss, number) if math.isfinite(loss) else self.trend
-        point = (number - 1) * SPARK_POINTS // max(num_steps, SPARK_POINTS)
         return replace(
             self,
             step=step,
             loss=loss,
             trend=trend,
-            losses=(*self.losses[:point], trend),
+            losses=with_point(self.losses, (step, trend), self.first_step, CURVE_POINTS),
             lr=lr,
             grad_norm=grad_norm,
             step_s=_smoothed(self.step_s, step_s, number),
@@ -126,9 +147,9 @@ class Progress:
             activity="",
         )
 
-    def with_memory(self, peak_bytes: Mapping[str, int]) -> Self:
-        """Return the state with the peak memory of the step just taken."""
-        return replace(self, peak_step=self.step, peak_bytes=peak_bytes)
+    def with_eval_loss(self, eval_loss: float) -> Self:
+        """Return the state with the loss on held-out data after the step just taken."""
+        return replace(self, eval_losses=(*self.eval_losses[-CURVE_POINTS:], (self.step, eval_loss)))
 
 
 def _smoothed(average: float, value: float, number: int) -> float:
@@ -137,23 +158,33 @@ def _smoothed(average: float, value: float, number: int) -> float:
     return value if weight == 0.0 or math.isnan(average) else weight * average + (1.0 - weight) * value
 
 
-def render(state: Progress, width: int) -> RenderableType:
+def render(state: Progress, width: int, height: int = 24, *, is_coloured: bool = True) -> RenderableType:
     """Draw a state.
 
     Args:
         state: the run's state.
-        width: columns there are; from 110 on, the memory is drawn beside the figures.
+        width: columns there are; from 110 on, the curve is drawn beside the figures.
+        height: lines there are; a higher terminal has a higher curve.
+        is_coloured: whether the terminal shows colours.
     """
     is_wide = width >= _WIDE
     width = min(width, _MAX_WIDTH) - 2
-    memory = _memory_table(state, width - _FIGURES_WIDTH if is_wide else width)
-    body: list[RenderableType] = [_figures(state), "", memory]
+    inner = _FIGURES_WIDTH if is_wide else width
+    top: list[RenderableType] = [_header(state.header), "", _bar_line(state, width), ""]
+    figures: list[RenderableType] = [_figures(state, inner), *_slow(state), ""]
+    memory = list(_memory(state, inner, is_coloured))
     if is_wide:
-        columns = Table.grid()
-        columns.add_column(width=_FIGURES_WIDTH)
-        columns.add_row(_figures(state), memory)
-        body = [columns]
-    return Padding(Group(_header(state.header), "", _bar_line(state, width), "", *body), (0, 1), expand=False)
+        body = Table.grid()
+        body.add_column(width=_FIGURES_WIDTH + 2)
+        body.add_row(Group(*figures, *memory), Group(*_curve(state, width - _FIGURES_WIDTH - 2, _WIDE_ROWS)))
+        parts = [*top, body]
+    else:
+        measure = Console(width=width, file=io.StringIO())
+        num_lines = len(measure.render_lines(Group(*top, *figures, *memory), pad=False))
+        # The cursor needs a line, and so do the curve's title and its steps.
+        rows = min(_MAX_ROWS, height - num_lines - 3)
+        parts = [*top, *figures, *(_curve(state, width, rows) if rows >= _MIN_ROWS else ()), *memory]
+    return Padding(Group(*parts), (0, 1), expand=False)
 
 
 def _grid() -> Table:
@@ -165,14 +196,17 @@ def _grid() -> Table:
 
 def _header(header: Header) -> Table:
     grid = _grid()
-    grid.add_row("model", Text(header.model, style="bold"))
-    grid.add_row("layout", Text(header.layout))
-    if header.tiers:
-        grid.add_row("at rest", Text(header.tiers))
-    grid.add_row("batch", Text(header.batch))
-    grid.add_row("data", Text(header.data))
-    if header.resumed:
-        grid.add_row("resumed", Text(header.resumed))
+    rows = (
+        ("model", Text(header.model, style="bold")),
+        ("layout", Text(header.layout)),
+        ("at rest", Text(header.tiers)),
+        ("batch", Text(header.batch)),
+        ("data", Text(header.data)),
+        ("resumed", Text(header.resumed)),
+    )
+    for label, value in rows:
+        if value:
+            grid.add_row(label, value)
     return grid
 
 
@@ -187,50 +221,85 @@ def _bar_line(state: Progress, width: int) -> Text:
     return Text.assemble((left, "bold"), ("━" * done, "cyan"), ("─" * (bar - done), "bright_black"), right)
 
 
-def _figures(state: Progress) -> Table:
+def _figures(state: Progress, width: int) -> Table:
+    """Show the numbers, two in a line where there is space."""
+    cells = [(WORDS[name], value) for name, value in _numbers(state)]
     grid = _grid()
-    if state.num_taken == 0:
-        for label in ("loss", "lr", "grad norm", "speed"):
-            grid.add_row(label, "")
-        return grid
-    mfu = "" if state.mfu is None else f", {state.mfu:.0%} of peak (MFU)"
-    grid.add_row("loss", Text.assemble((f"{state.loss:.4f}  ", "bold"), (sparkline(state.losses), "cyan")))
-    grid.add_row("lr", f"{state.lr:.2e}")
-    grid.add_row("grad norm", f"{state.grad_norm:.2f}")
-    grid.add_row("speed", f"{state.tokens_per_s:,.0f} tokens/s{mfu}")
+    if width < _PAIRED:
+        for label, value in cells:
+            grid.add_row(label, value)
+    else:
+        grid.add_column(width=19)
+        grid.add_column(style="dim", width=_LABEL_WIDTH)
+        for (label, value), (other_label, other_value) in zip(cells[::2], cells[1::2], strict=True):
+            grid.add_row(label, value, other_label, other_value)
     return grid
 
 
-def _memory_table(state: Progress, width: int) -> Table:
+def _slow(state: Progress) -> Iterator[RenderableType]:
+    if state.slow is not None:
+        grid = _grid()
+        grid.add_row(WORDS["slow"], Text(state.slow.brief, style="yellow"))
+        yield grid
+
+
+def _numbers(state: Progress) -> Iterator[tuple[str, Text]]:
+    """Yield the names and values of the last step's numbers, an even number of them."""
+    is_begun = state.num_taken > 0
+    eval_step, eval_loss = state.eval_losses[-1] if state.eval_losses else (0, math.nan)
+    yield "loss", Text(f"{state.loss:.4f}" if is_begun else "", style="bold")
+    yield "eval_loss", Text(f"{eval_loss:.4f}, step {eval_step}" if eval_step else "")
+    yield "lr", Text(f"{state.lr:.2e}" if is_begun else "")
+    yield "grad_norm", Text(f"{state.grad_norm:.2f}" if is_begun else "")
+    yield "tokens_per_s", Text(f"{state.tokens_per_s:,.0f}, smoothed" if is_begun else "")
+    yield "mfu", Text("not known" if state.mfu is None else f"{state.mfu:.0%}, smoothed") if is_begun else Text("")
+
+
+def _curve(state: Progress, width: int, height: int) -> list[RenderableType]:
+    lines = curve(state.losses, width, height, state.eval_losses) if state.num_taken > 1 else []
+    held_out = f", {MARK} {WORDS['eval_loss']}" if state.eval_losses else ""
+    title = Text(f"{WORDS['loss']}, smoothed over about 10 steps{held_out}", style="dim")
+    return [title, *lines] if lines else []
+
+
+def _memory(state: Progress, width: int, is_coloured: bool) -> Iterator[RenderableType]:
+    """Yield how near the fullest rank is to the end of its memory, and what fills it."""
     grid = _grid()
-    if state.peak_bytes is None:
-        grid.add_row("memory", Text("measured in the first steps", style="dim"))
-        return grid
-    grid.add_column(no_wrap=True)
-    grid.add_column(justify="right", no_wrap=True)
-    by_size = sorted(((num_bytes, name) for name, num_bytes in state.peak_bytes.items() if num_bytes), reverse=True)
-    total_bytes, largest_bytes = sum(num_bytes for num_bytes, _ in by_size), by_size[0][0] if by_size else 1
-    bar_width = max(1, width - _LABEL_WIDTH - 2 - 2 - len("1000.00 MiB"))
-    title = f"at the peak of step {state.peak_step}, rank 0" if bar_width > 30 else f"peak, step {state.peak_step}"
-    grid.add_row("memory", title, Text(format_bytes(total_bytes), style="bold"))
-    for num_bytes, name in by_size:
-        bar = "█" * max(1, round(bar_width * num_bytes / largest_bytes))
-        grid.add_row(name, Text(bar, style="cyan"), format_bytes(num_bytes))
-    return grid
+    memory = state.memory
+    if memory is None:
+        grid.add_row(WORDS["peak_bytes"], Text("measured in the first steps", style="dim"))
+        yield grid
+        return
+    held = {name: size for name, size in memory.ranks[memory.fullest].items() if size}
+    whole_bytes = memory.total_bytes(memory.fullest)
+    words = Text(format_bytes(whole_bytes), style="bold")
+    if memory.share is not None and memory.limit_bytes is not None:
+        style = "bold red" if memory.share > 0.95 else "bold yellow" if memory.share > 0.85 else ""
+        words.append(f" of {format_bytes(memory.limit_bytes)} ({memory.share:.0%})", style=style)
+    num_ranks = len(memory.ranks)
+    words.append(f", step {memory.step}" + (f", rank {memory.fullest} of {num_ranks}" if num_ranks > 1 else ""))
+    bar_width = max(8, width - _LABEL_WIDTH - 2)
+    bar = bar_of(held, _MARKS, memory.limit_bytes or whole_bytes, bar_width, is_coloured=is_coloured)
+    signs = {name: ("■" if is_coloured else sign, colour) for name, (sign, colour) in _MARKS.items()}
+    by_size = sorted(held, key=lambda name: -held[name])
+    legend = [Text.assemble(signs[name], f" {name} {format_bytes(held[name])}") for name in by_size]
+    grid.add_row(WORDS["peak_bytes"], words)
+    grid.add_row("", bar)
+    for line in _packed(legend, bar_width):
+        grid.add_row("", line)
+    yield grid
 
 
-def sparkline(values: Sequence[float]) -> str:
-    """Draw values as a row of bars, scaled from the lowest to the highest.
-
-    >>> sparkline([4.0, 3.0, 2.0, 1.0])
-    '█▆▃▁'
-    """
-    finite = [value for value in values if math.isfinite(value)]
-    if not finite:
-        return ""
-    low, span = min(finite), max(finite) - min(finite)
-    top = len(_SPARK_LEVELS) - 1
-    return "".join(_SPARK_LEVELS[round(top * (value - low) / span) if span else 0] for value in finite)
+def _packed(items: Sequence[Text], width: int) -> Iterator[Text]:
+    """Put as many items into each line as it holds; lines break between them only."""
+    line = Text()
+    for item in items:
+        if line and len(line) + 2 + len(item) > width:
+            yield line
+            line = Text()
+        line = Text("  ").join([line, item]) if line else item
+    if line:
+        yield line
 
 
 def plain_line(state: Progress) -> str:
@@ -240,12 +309,15 @@ def plain_line(state: Progress) -> str:
         f"loss {state.loss:.4f}",
         f"lr {state.lr:.2e}",
         f"grad norm {state.grad_norm:.2f}",
-        f"{state.tokens_per_s:,.0f} tokens/s",
+        f"{WORDS['tokens_per_s']} {state.tokens_per_s:,.0f} (smoothed)",
     ]
+    if state.eval_losses and state.eval_losses[-1][0] == state.step:
+        parts.insert(2, f"{WORDS['eval_loss']} {state.eval_losses[-1][1]:.4f}")
     if state.mfu is not None:
-        parts.append(f"MFU {state.mfu:.0%}")
-    if state.peak_bytes is not None:
-        parts.append(f"peak {format_bytes(sum(state.peak_bytes.values()))}")
+        parts.append(f"{WORDS['mfu']} {state.mfu:.0%}")
+    if (memory := state.memory) is not None:
+        share = "" if memory.share is None else f" ({memory.share:.0%})"
+        parts.append(f"{WORDS['peak_bytes']} {format_bytes(memory.total_bytes(memory.fullest))}{share}")
     return "  ".join([*parts, f"eta {format_clock(state.eta_s)}"])
 
 
@@ -271,7 +343,7 @@ class Display:
             header = state.header
             tiers = [f"at rest: {header.tiers}"] if header.tiers else []
             resumed = [f"resumed {header.resumed}"] if header.resumed else []
-            for line in (header.model, header.layout, *tiers, header.batch, header.data, *resumed):
+            for line in filter(None, (header.model, header.layout, *tiers, header.batch, header.data, *resumed)):
                 self._print(line)
         else:
             self._draw()
@@ -287,6 +359,8 @@ class Display:
             self._print(state.activity)
         elif is_last or state.num_taken == 1 or state.step % max(1, state.total_steps // _NUM_PLAIN_LINES) == 0:
             self._print(plain_line(state))
+        if self._is_plain and state.slow is not None and state.slow.step == state.step and not state.activity:
+            self._print(str(state.slow))
 
     def close(self) -> None:
         """Draw the last state without its activity; the picture stays on the terminal."""
@@ -298,7 +372,8 @@ class Display:
         self._drawn_at_s = time.monotonic()
         size = (self._console.width, self._console.height)
         with self._console.capture() as capture:
-            self._console.print(render(self._state, self._console.width))
+            is_coloured = self._console.color_system is not None
+            self._console.print(render(self._state, *size, is_coloured=is_coloured))
         # Lines that scrolled out at the top cannot be drawn again.
         lines = capture.get().splitlines()[: max(1, self._console.height - 1)]
         # A terminal that was resized has wrapped the old lines differently, so the picture starts again below them.

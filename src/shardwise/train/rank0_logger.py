@@ -1,10 +1,11 @@
-"""Shows the steps of rank 0, records them, and collects the run's outcome at the end.
+"""Shows the steps of rank 0, gives them to the sinks, and collects the run's outcome at the end.
 
-The other ranks have no logger. `progress` and `summary` draw the pictures, `metrics` writes the files.
+The other ranks have no logger. `progress` and `summary` draw the pictures, `sinks` writes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,66 +13,84 @@ import torch
 from rich.console import Console
 
 from shardwise.config.resolve import batch_equation
-from shardwise.launch.signals import StopFlag
 from shardwise.runtime.format import format_count
 from shardwise.train.checkpoints import Resumed
 from shardwise.train.console_notes import tiers_line
 from shardwise.train.loop import Trainer
-from shardwise.train.metrics import MetricsWriter, StepRecord
+from shardwise.train.metrics import StepRecord
 from shardwise.train.prediction import PredictedStep, compare
 from shardwise.train.progress import Display, Header, Progress
+from shardwise.train.rank_watch import StepFacts
 from shardwise.train.run_page import RunPage
 from shardwise.train.setup import layout_line, sparse_words
+from shardwise.train.sinks import SinkSet
 from shardwise.train.summary import RunEnding, RunOutcome
 
 
-class RunLogger:
+class StepLogger:
     """Shows and records the steps of rank 0.
 
     Args:
-        trainer: the trainer that takes the steps.
-        folder: the run's folder.
+        state: the run's state before its first step.
         console: the console that shows the steps.
-        stop: once it is set, nothing more is drawn, since other messages follow on the terminal.
-        resumed: the checkpoint that the run goes on from; None where it starts afresh.
-        prediction: what the planner predicted for the run; None where it could not.
+        sinks: that take the steps; they are started.
+        mfu: returns the share of the devices' peak FLOP/s at a number of tokens a second; None where it is not known.
+        is_stopped: once it is true nothing more is drawn, since other messages follow on the terminal.
+        page: is kept up to date; None writes none.
+
+    Attributes:
+        state: of the run now.
+        step_s: seconds of the steps that no meter slowed.
+        eval_loss: on held-out data after the last step; None where it was not evaluated there.
     """
 
     def __init__(
         self,
-        trainer: Trainer,
-        folder: Path,
+        state: Progress,
         console: Console,
-        stop: StopFlag,
-        resumed: Resumed | None = None,
-        prediction: PredictedStep | None = None,
+        sinks: SinkSet,
+        mfu: Callable[[float], float | None] = lambda tokens_per_s: None,
+        is_stopped: Callable[[], bool] = lambda: False,
+        page: RunPage | None = None,
     ) -> None:
-        self._trainer = trainer
-        self._stop = stop
-        first_step = trainer.first_step
-        self._state = Progress(
-            _header(trainer, resumed), trainer.config.run.steps, step=first_step, first_step=first_step
-        )
-        self._display = Display(console, self._state)
-        self._writer = MetricsWriter(folder)
-        self._page = RunPage(folder, trainer.engine.comm.comm_log.counts)
-        self._folder = folder
-        self._prediction = prediction
-        self._step_s: list[float] = []  # of the steps that no meter slowed
+        self.state = state
+        self.step_s: list[float] = []
+        self.eval_loss: float | None = None
         self._num_tokens = 0.0
-        self._last: StepRecord | None = None
+        self._sinks = sinks
+        self._mfu = mfu
+        self._is_stopped = is_stopped
+        self._page = page
+        self._display = Display(console, state)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Return the tokens a second over all steps."""
+        return self._num_tokens / self.state.elapsed_s if self.state.elapsed_s else 0.0
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Return a line for each sink that was dropped."""
+        return self._sinks.failures
 
     def announce(self, activity: str) -> None:
         """Show work that is not a step, such as an evaluation."""
-        self._show(replace(self._state, activity=activity))
+        self._show(replace(self.state, activity=activity))
 
-    def see(self, record: StepRecord) -> None:
-        """Record and show one step."""
-        self._writer.write(record)
-        self._page.see_step()
-        self._last = record
+    def see(self, record: StepRecord, facts: StepFacts) -> None:
+        """Record and show one step.
+
+        Args:
+            record: the step.
+            facts: what all ranks together found.
+        """
+        slow = None if facts.slow is None else facts.slow.to_dict()
+        self._sinks.write(replace(record, mfu=self._mfu(record.tokens_per_s), slow=slow))
+        if self._page is not None:
+            self._page.see_step()
+        self.eval_loss = record.eval_loss
         self._num_tokens += record.count
-        state = self._state.after_step(
+        state = self.state.after_step(
             step=record.step,
             loss=record.loss,
             lr=record.lr,
@@ -80,49 +99,83 @@ class RunLogger:
             tokens_per_s=record.tokens_per_s,
         )
         if record.peak_bytes is None:
-            self._step_s.append(record.step_s)
-        else:
-            state = state.with_memory(record.peak_bytes)
-        self._show(replace(state, mfu=self._trainer.mfu(state.tokens_per_s)))
+            self.step_s.append(record.step_s)
+        if record.eval_loss is not None:
+            state = state.with_eval_loss(record.eval_loss)
+        memory, last_slow = facts.memory or state.memory, facts.slow or state.slow
+        self._show(replace(state, mfu=self._mfu(state.tokens_per_s), memory=memory, slow=last_slow))
 
     def close(self) -> None:
-        """Flush the metrics and draw the last picture, which stays on the terminal."""
-        self._writer.close()
-        if not self._stop:
+        """Draw the last picture, which stays on the terminal, and close the sinks."""
+        if not self._is_stopped():
             self._display.close()
+        self._sinks.close()
 
-    def outcome(self, ending: RunEnding, stopped_by: str | None) -> RunOutcome:
-        """Collect what `render_outcome` shows at the end of the run."""
-        measured = compare(self._trainer, self._folder, self._prediction, self._step_s)
-        eval_loss = self._last.eval_loss if self._last is not None else ending.eval_loss
-        elapsed_s = self._state.elapsed_s
-        return RunOutcome(
-            folder=self._folder,
-            num_steps=self._state.step,
-            num_taken=self._state.num_taken,
-            total_steps=self._state.total_steps,
-            elapsed_s=elapsed_s,
-            tokens_per_s=self._num_tokens / elapsed_s if elapsed_s else 0.0,
-            at_rest=self._trainer.at_rest(),
-            peak=self._trainer.peak,
-            host=self._trainer.host,
-            stopped_by=stopped_by,
-            pipeline=ending.pipeline,
-            train_loss=self._state.loss if self._state.num_taken else None,
-            eval_loss=eval_loss,
-            unigram_loss=self._trainer.unigram_loss() if eval_loss is not None else None,
-            sample=ending.sample,
-            saved=ending.saved,
-            exported=ending.exported,
-            prediction=self._prediction,
-            measured=measured,
-            page=self._page.finish(),
-        )
+    def finish_page(self) -> Path | None:
+        """Write the last page, and return its path; None where there is none."""
+        return None if self._page is None else self._page.finish()
 
     def _show(self, state: Progress) -> None:
-        self._state = state
-        if not self._stop:
+        self.state = state
+        if not self._is_stopped():
             self._display.show(state)
+
+
+def first_state(trainer: Trainer, resumed: Resumed | None) -> Progress:
+    """Return the state of a run before its first step.
+
+    Args:
+        trainer: of the run.
+        resumed: the checkpoint that the run goes on from; None where it starts afresh.
+    """
+    first_step = trainer.first_step
+    return Progress(_header(trainer, resumed), trainer.config.run.steps, step=first_step, first_step=first_step)
+
+
+def outcome_of(
+    trainer: Trainer,
+    logger: StepLogger,
+    folder: Path,
+    prediction: PredictedStep | None,
+    ending: RunEnding,
+    stopped_by: str | None,
+) -> RunOutcome:
+    """Collect what `render_outcome` shows at the end of the run.
+
+    Args:
+        trainer: of the run.
+        logger: that has seen its steps; it is closed.
+        folder: of the run.
+        prediction: what the planner predicted for the run; None where it could not.
+        ending: what the run did after its last step.
+        stopped_by: as in `RunOutcome`.
+    """
+    state = logger.state
+    eval_loss = logger.eval_loss if state.num_taken else ending.eval_loss
+    measured = compare(trainer, folder, prediction, logger.step_s)  # which the page shows
+    return RunOutcome(
+        folder=folder,
+        num_steps=state.step,
+        num_taken=state.num_taken,
+        total_steps=state.total_steps,
+        elapsed_s=state.elapsed_s,
+        tokens_per_s=logger.tokens_per_s,
+        at_rest=trainer.at_rest(),
+        peak=trainer.peak,
+        host=trainer.host,
+        stopped_by=stopped_by,
+        pipeline=ending.pipeline,
+        train_loss=state.loss if state.num_taken else None,
+        eval_loss=eval_loss,
+        unigram_loss=trainer.unigram_loss() if eval_loss is not None else None,
+        sample=ending.sample,
+        saved=ending.saved,
+        exported=ending.exported,
+        dropped_sinks=logger.failures,
+        prediction=prediction,
+        measured=measured,
+        page=logger.finish_page(),
+    )
 
 
 def _header(trainer: Trainer, resumed: Resumed | None) -> Header:

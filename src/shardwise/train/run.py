@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -41,15 +41,19 @@ from shardwise.offload.nvme import SwapError
 from shardwise.offload.worker import HostWorkError
 from shardwise.runtime.clock import AwakeClock
 from shardwise.runtime.format import format_bytes
-from shardwise.train.checkpoints import RunCheckpoints, checkpoint_root, make_root
+from shardwise.train.checkpoints import Resumed, RunCheckpoints, checkpoint_root, make_root
 from shardwise.train.console_notes import measure_disk, measured_note, plan_note
 from shardwise.train.loop import Trainer, build_trainer
-from shardwise.train.metrics import write_timeline
+from shardwise.train.metrics import StepRecord, write_timeline
 from shardwise.train.prediction import predict
 from shardwise.train.prepare import PreparedData, open_data
-from shardwise.train.rank0_logger import RunLogger
+from shardwise.train.profile import ProfileWindow
+from shardwise.train.rank0_logger import StepLogger, first_state, outcome_of
+from shardwise.train.rank_watch import RankWatch, note_command
 from shardwise.train.recording import save_timeline
+from shardwise.train.run_page import RunPage
 from shardwise.train.setup import CONFIG_NAME, create_folder, device_kind, prepare_job_data, resolve_job, with_steps
+from shardwise.train.sinks import RunInfo, SinkSet
 from shardwise.train.summary import RunEnding, render_outcome
 
 # A rank that is asked to stop bounds its step itself (`StopFlag.armed`); its save may take long.
@@ -103,6 +107,7 @@ def start(config: Config, console: Console, resume: Path | None = None) -> int:
     make_root(config, resume)
     data = _prepare(resolved, console)
     folder = create_folder(with_steps(resolved, data), time.localtime())
+    note_command(folder)
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
     _say(console, f"run folder {folder}, starting {ranks}")
     argv = ["-m", "shardwise.cli", "train", "--prepared", str(folder), str(data.path)]
@@ -196,20 +201,20 @@ def run_rank(
         log.info("%s", trainer.engine.layout.mesh)
         checkpoints = RunCheckpoints(trainer, checkpoint_root(config, folder))
         resumed = None if resume is None else checkpoints.resume(resume)
+        notes = [measure_disk(trainer.engine, env.rank)]
         if resumed is not None:
             log.info("resumed from %s at step %d", resumed.path, resumed.step)
-        notes = [measure_disk(trainer.engine, env.rank), *(resumed.notes if resumed is not None else ())]
+            notes += resumed.notes
         observer = None
         if env.rank == 0:
-            for note in filter(None, [*notes, plan_note(trainer)]):
-                _say(console, note)
-            trainer.data.tokenizer.save(folder / "tokenizer", config.data.tokenizer or config.model.path)
-            observer = RunLogger(trainer, folder, console, stop, resumed, predict(trainer, folder, env.cache))
+            prediction = predict(trainer, folder, env.cache)
+            observer = _observer(trainer, folder, notes, resumed, console, stop)
         ending = _train(trainer, checkpoints, folder, observer, stop, console)
         write_timeline(folder / f"timeline-{env.rank}.jsonl", trainer.engine.timeline)
         if observer is not None:
             stopped_by = _stopped_by(stop, env) if trainer.was_stopped else None
-            console.print(render_outcome(observer.outcome(ending, stopped_by)), crop=False)
+            said = outcome_of(trainer, observer, folder, prediction, ending, stopped_by)
+            console.print(render_outcome(said), crop=False)
         if ending.failure is not None:
             raise ending.failure
     except KeyboardInterrupt:
@@ -231,7 +236,7 @@ def _train(
     trainer: Trainer,
     checkpoints: RunCheckpoints,
     folder: Path,
-    observer: RunLogger | None,
+    observer: StepLogger | None,
     stop: StopFlag,
     console: Console,
 ) -> RunEnding:
@@ -239,12 +244,16 @@ def _train(
     announce = observer.announce if observer is not None else log.info
     failure: CheckpointError | None = None
     armed = ExitStack()
+    watch = RankWatch(trainer.engine, folder)
+    window = ProfileWindow(trainer.config.run.profile_steps, folder, trainer.engine)
+    window.between(trainer.engine.num_steps)
 
     def save(step: int) -> None:
         nonlocal failure
         if step == trainer.first_step + 1:
             # Until then there is nothing to save, and a first step may take as long as it likes.
             armed.enter_context(stop.armed(trainer.config.run.timeout_s))
+        window.between(step)
         if step == trainer.config.run.record_timeline:
             save_timeline(trainer.engine, folder / "timeline.json")
         if not checkpoints.is_due(step):
@@ -264,26 +273,63 @@ def _train(
 
     with armed, closing(observer) if observer is not None else nullcontext():
         for record in trainer.steps(stop.__bool__, announce, save):
+            facts = watch.see(record.step, record.step_s, record.peak_bytes)
             if observer is not None:
-                observer.see(record)
-            if record.skipped:
-                log.warning("step %d: fp16 overflow, skipped", record.step)
-            if record.peak_bytes is not None:
-                peak = format_bytes(sum(record.peak_bytes.values()))
-                log.info("step %d: loss %.4f, %.3f s, peak %s", record.step, record.loss, record.step_s, peak)
+                observer.see(record, facts)
+            _log_step(record)
+        window.close()
         ending = RunEnding() if trainer.was_stopped else _evaluate_and_sample(trainer, announce)
         try:
             with stop.saving():
                 saved = checkpoints.finish()
         except CheckpointError as error:
             saved, failure = None, failure or error
-    if trainer.was_stopped:  # the last line of a log, which the local launcher quotes if it stopped no rank itself
-        log.info("stopped after step %d, as rank %d was asked to", trainer.engine.num_steps, trainer.asking_rank)
+    if trainer.was_stopped:
+        _log_who_stopped(trainer)
     exported = None
-    if trainer.config.checkpoint.export and not trainer.was_stopped and failure is None:
-        with stop.saving():
-            exported = trainer.model.export(trainer.engine, folder / EXPORT_NAME)
+    if failure is None:
+        exported, failure = _export(trainer, folder / EXPORT_NAME, stop)
     return replace(ending, saved=saved, failure=failure, exported=exported, pipeline=measured_note(trainer))
+
+
+def _observer(
+    trainer: Trainer, folder: Path, notes: Sequence[str], resumed: Resumed | None, console: Console, stop: StopFlag
+) -> StepLogger:
+    """Start what shows and records the run on rank 0, and print what is to be known before the first step."""
+    config = trainer.config
+    sinks = SinkSet.of(config.run.sinks, folder)
+    sinks.start(config.model_dump(mode="json"), RunInfo(folder.name, folder))
+    for note in filter(None, [*notes, plan_note(trainer), *sinks.failures]):
+        _say(console, note)
+    trainer.data.tokenizer.save(folder / "tokenizer", config.data.tokenizer or config.model.path)
+    page = RunPage(folder, trainer.engine.comm.comm_log.counts)
+    return StepLogger(first_state(trainer, resumed), console, sinks, trainer.mfu, stop.__bool__, page)
+
+
+def _export(trainer: Trainer, folder: Path, stop: StopFlag) -> tuple[Path | None, CheckpointError | None]:
+    """Write the Hugging Face folder, if the run is to have one; return it, or why it could not be written."""
+    if not trainer.config.checkpoint.export or trainer.was_stopped:
+        return None, None
+    try:
+        with stop.saving():
+            return trainer.model.export(trainer.engine, folder), None
+    except CheckpointError as error:
+        return None, error
+
+
+def _log_who_stopped(trainer: Trainer) -> None:
+    """Write the last line of the log, which the local launcher quotes if it stopped no rank itself."""
+    num_asked, rank = trainer.engine.step_context.asking
+    who = f"rank {rank} was" if num_asked == 1 else f"{num_asked} ranks were"
+    log.info("stopped after step %d, as %s asked to", trainer.engine.num_steps, who)
+
+
+def _log_step(record: StepRecord) -> None:
+    if record.skipped:
+        log.warning("step %d: fp16 overflow, skipped", record.step)
+    if record.peak_bytes is not None:
+        peak = format_bytes(sum(record.peak_bytes.values()))
+        log.info("step %d: loss %.4f, %.3f s, peak %s", record.step, record.loss, record.step_s, peak)
 
 
 def _evaluate_and_sample(trainer: Trainer, announce: Callable[[str], None]) -> RunEnding:

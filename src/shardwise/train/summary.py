@@ -20,6 +20,7 @@ from shardwise.runtime.format import format_bytes, format_clock, format_s
 from shardwise.runtime.memory_tracker import MemorySnapshot
 from shardwise.train.checkpoints import SavedCheckpoint
 from shardwise.train.loop import Sample, StoredBytes
+from shardwise.train.metrics import WORDS
 from shardwise.train.prediction import MeasuredStep, PredictedStep
 
 _LABEL_WIDTH = 13
@@ -63,13 +64,15 @@ class RunOutcome:
         tokens_per_s: tokens a second of all ranks, over all steps of this run.
         peak: memory of the last step in which it was measured.
         pipeline: as in `RunEnding`.
+        dropped_sinks: a line for each sink that failed.
+        loss_unit: follows a loss.
         prediction: what the planner predicted for rank 0 before the first step; None where it could not.
         measured: what was measured in its place; None without a prediction.
         host: memory of the host tier; None where all states are stored on the device.
         page: the run as a page, in its folder; None where it was not written.
     """
 
-    folder: Path
+    folder: Path | None
     num_steps: int
     num_taken: int
     total_steps: int
@@ -86,6 +89,8 @@ class RunOutcome:
     sample: Sample | None = None
     saved: SavedCheckpoint | None = None
     exported: Path | None = None
+    dropped_sinks: Sequence[str] = ()
+    loss_unit: str = " nats a token"
     prediction: PredictedStep | None = None
     measured: MeasuredStep | None = None
     page: Path | None = None
@@ -108,7 +113,7 @@ def _to_copy(outcome: RunOutcome) -> Iterator[tuple[str, str]]:
     saved = outcome.saved
     if saved is not None:
         # The folder of a run is shorter than that of its checkpoints, and does as well.
-        place = str(outcome.folder if saved.root.parent == outcome.folder else saved.root)
+        place = str(saved.root.parent if saved.root.parent == outcome.folder else saved.root)
         more = f" run.steps={2 * outcome.num_steps}" if outcome.num_steps >= outcome.total_steps else ""
         yield "to go on", f"shardwise train --resume {shlex.quote(place)}{more}"
         if outcome.exported is None:
@@ -117,7 +122,8 @@ def _to_copy(outcome: RunOutcome) -> Iterator[tuple[str, str]]:
         yield "to use", f'AutoModelForCausalLM.from_pretrained("{outcome.exported}")'
     if outcome.page is not None:
         yield "report", str(outcome.page)
-    yield "run folder", str(outcome.folder)
+    if outcome.folder is not None:
+        yield "run folder", str(outcome.folder)
 
 
 def _rows(outcome: RunOutcome) -> Iterator[tuple[str, RenderableType]]:
@@ -127,22 +133,23 @@ def _rows(outcome: RunOutcome) -> Iterator[tuple[str, RenderableType]]:
     elif outcome.num_taken == 0:
         yield "steps", f"all {outcome.num_steps} were taken before; a larger run.steps takes more"
     if outcome.eval_loss is not None:
-        yield "eval loss", Text.assemble((f"{outcome.eval_loss:.4f}", "bold"), " nats a token of held-out text")
+        yield WORDS["eval_loss"], Text.assemble((f"{outcome.eval_loss:.4f}", "bold"), outcome.loss_unit)
         if outcome.unigram_loss is not None:
             yield "to compare", f"{outcome.unigram_loss:.3f} for token frequencies alone, on the same tokens"
     elif outcome.train_loss is not None:
-        yield "loss", f"{outcome.train_loss:.4f} nats a token in the last step"
+        yield WORDS["loss"], f"{outcome.train_loss:.4f}{outcome.loss_unit} in the last step"
     if outcome.num_taken:
         steps = f"{outcome.num_taken} steps in {format_clock(outcome.elapsed_s)}"
-        yield "speed", f"{outcome.tokens_per_s:,.0f} tokens/s, {steps}"
+        yield WORDS["tokens_per_s"], f"{outcome.tokens_per_s:,.0f} on average, {steps}"
         if outcome.pipeline:
             yield "pipeline", outcome.pipeline
-        yield "at rest", _at_rest_table(outcome.at_rest)
+        if outcome.at_rest:
+            yield "at rest", _at_rest_table(outcome.at_rest)
     if outcome.prediction is not None and outcome.measured is not None and outcome.measured.peak:
-        yield "peak", _beside(_peak_rows(outcome.prediction, outcome.measured))
+        yield WORDS["peak_bytes"], _beside(_peak_rows(outcome.prediction, outcome.measured))
     elif outcome.peak is not None:
-        yield "peak", _peak_text(outcome.peak)
-    if outcome.prediction is not None and outcome.measured is not None:
+        yield WORDS["peak_bytes"], _peak_text(outcome.peak)
+    if outcome.prediction is not None and outcome.measured is not None and outcome.folder is not None:
         if outcome.prediction.parts and outcome.measured.parts:
             yield "a step", _beside(_time_rows(outcome.prediction, outcome.measured))
         if words := _planner_words(outcome.prediction, outcome.measured, outcome.folder.parent):
@@ -153,6 +160,8 @@ def _rows(outcome: RunOutcome) -> Iterator[tuple[str, RenderableType]]:
         saved = outcome.saved
         others = f", {saved.num_checkpoints} kept" if saved.num_checkpoints > 1 else ""
         yield "checkpoints", f"{saved.newest.name}, {format_bytes(saved.num_bytes)}{others}"
+    for line in outcome.dropped_sinks:
+        yield "not recorded", Text(line, style="yellow")
     if outcome.sample is not None:
         yield "", ""
         yield "prompt", Text(outcome.sample.prompt)

@@ -154,7 +154,9 @@ def _footer(run: DryRun) -> str:
     worst = ", of one rank of each stage that with the highest peak," if run.is_worst else ""
     num_all, few = run.config.batch.accumulation or 1, max(each.num_simulated for each in run.ranks)
     words = f"{many} {ranks}{worst} simulated in {run.elapsed_s:.1f} s; nothing was started and no data read"
-    if few < num_all:
+    if few < num_all and run.layout.pipeline is None:
+        words += f". {few:,} of {num_all:,} micro-batches were simulated: each further one does what the one before did"
+    elif few < num_all:
         words += (
             f". {few:,} of {num_all:,} micro-batches were simulated: a rank holds as many at once with them. Calls, "
             "what is sent and what sent gradients hold are extrapolated, as each micro-batch adds the same"

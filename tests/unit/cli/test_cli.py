@@ -111,7 +111,7 @@ def test_ranks_of_another_launcher_join(settings):
     process = start_train([*settings, "run.sample_tokens=0"], **place)
     out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, err
-    assert "eval loss" in out
+    assert "held-out loss" in out
     assert "prompt" not in out
     assert "step 2: loss" in (run_folder() / "rank-0.log").read_text()
 

@@ -497,3 +497,11 @@ PIPELINES = {
 def test_pipelines_that_cannot_be_are_refused(assignments: str, refusal: tuple[str, ...]) -> None:
     with refused(*refusal):
         Config().override(assignments.split()).resolve(2)
+
+
+def test_a_profile_begins_before_it_ends():
+    assert Config.from_dict({"run": {"profile_steps": [3, 3]}}).resolve(1).run.profile_steps == (3, 3)
+    with refused("profile-window-empty", "run.profile_steps=[13, 10]", "[10, 13]"):
+        Config.from_dict({"run": {"profile_steps": [13, 10]}}).resolve(1)
+    with pytest.raises(ConfigError):
+        Config.from_dict({"run": {"sinks": ["comet"]}})

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from harness.paths import SOURCE
 from shardwise.config.resolve import ConfigError
 from shardwise.launch.as_deepspeed import deepspeed_environment
-from shardwise.launch.deepspeed import main, read_hostfile, select_slots
+from shardwise.launch.deepspeed import main, select_slots
+from shardwise.launch.hosts import read_hostfile
 
 HOSTS = st.text("abcxyz0189-.", min_size=1, max_size=8)
 POOLS = st.dictionaries(HOSTS, st.integers(1, 5), min_size=1, max_size=4)

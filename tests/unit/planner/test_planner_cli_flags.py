@@ -121,11 +121,12 @@ def test_a_cluster_may_stand_beside_the_model() -> None:
 def test_a_config_is_started_on_each_node() -> None:
     path = Path("plan.toml")
     two = parse_cluster("h100:2x8")
-    torchrun = "start it by torchrun"
-    launched = "-m shardwise train plan.toml"
-    assert start_words(path, two, is_here=False) == f"{torchrun} --nnodes 2 --nproc-per-node 8 {launched}"
+    words = start_words(path, two, is_here=False)
+    for part in ("--nnodes 2", "--nproc-per-node 8", "--rdzv-endpoint NODE0:", "-m shardwise train plan.toml"):
+        assert part in words
     one = replace(two, num_gpus=8)
-    assert start_words(path, one, is_here=False) == f"{torchrun} --nproc-per-node 8 {launched}"
+    line = "torchrun --standalone --nproc-per-node 8 -m shardwise train plan.toml"
+    assert start_words(path, one, is_here=False) == f"start it by {line}"
     assert start_words(path, one, is_here=True) == "start it by shardwise train plan.toml"
 
 

@@ -1,15 +1,12 @@
-"""What a run leaves: every step is on the disk at once, in JSON that any reader takes, and as events."""
+"""The numbers of a step: in JSON that any reader takes, and by one name each."""
 
 import json
-import logging
 import math
-import sys
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from shardwise.schedule.actions import Action, ActionKind, TimedAction
-from shardwise.train.metrics import MetricsWriter, StepRecord, to_json_line, write_timeline
+from shardwise.train.metrics import WORDS, StepRecord, scalars, to_json_line, write_timeline
 
 
 def make_record(step: int, **changes) -> StepRecord:
@@ -24,19 +21,6 @@ def make_record(step: int, **changes) -> StepRecord:
         "memory_bytes": {"parameters": 1024, "activations": 0},
     }
     return StepRecord(step=step, **(values | changes))
-
-
-def read_lines(folder) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_a_step_is_on_disk_before_the_next(tmp_path):
-    writer = MetricsWriter(tmp_path)
-    for step in (1, 2):
-        writer.write(make_record(step))
-        assert [line["step"] for line in read_lines(tmp_path)] == list(range(1, step + 1))
-    writer.close()
-    writer.close()
 
 
 def test_a_line_says_what_is_known(tmp_path):
@@ -56,38 +40,16 @@ def test_an_overflow_stays_json():
     assert record["grad_norm"] is None
 
 
-def test_earlier_metrics_are_never_overwritten(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("kept\n")
-    with pytest.raises(FileExistsError):
-        MetricsWriter(tmp_path)
-    assert (tmp_path / "metrics.jsonl").read_text() == "kept\n"
-
-
-def test_tensorboard_reads_the_same_numbers(tmp_path):
-    writer = MetricsWriter(tmp_path)
-    writer.write(make_record(1))
-    writer.write(make_record(2, peak_bytes={"parameters": 1024, "activations": 512}, eval_loss=6.5))
-    writer.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 7.0), (2, 6.0)]
-    assert [event.value for event in events.Scalars("memory_bytes/peak")] == [1536]
-    assert [(event.step, event.value) for event in events.Scalars("train/eval_loss")] == [(2, 6.5)]
-    assert {"train/grad_norm", "train/lr", "speed/tokens_per_s", "memory_bytes/parameters"} <= set(
-        events.Tags()["scalars"]
-    )
-
-
-def test_without_tensorboard_there_are_still_lines(tmp_path, monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    writer = MetricsWriter(tmp_path)
-    with caplog.at_level(logging.WARNING):
-        writer.write(make_record(1))
-        writer.write(make_record(2))
-    writer.close()
-    assert len(read_lines(tmp_path)) == 2
-    assert [record.levelname for record in caplog.records] == ["WARNING"], "said once, not at every step"
-    assert not (tmp_path / "tensorboard").exists()
+def test_every_number_has_its_name_of_the_file():
+    record = make_record(2, peak_bytes={"parameters": 1024, "activations": 512}, eval_loss=6.5, mfu=0.4)
+    names, line = scalars(record), json.loads(to_json_line(record))
+    assert names["peak_bytes/total"] == 1536
+    for name, value in names.items():
+        key, _, category = name.partition("/")
+        assert category == "total" or value == (line[key][category] if category else line[key])
+    assert {"eval_loss", "mfu"} <= set(names)
+    assert not {"eval_loss", "mfu", "peak_bytes/total"} & set(scalars(make_record(1)))
+    assert WORDS["eval_loss"] == "held-out loss"
 
 
 def test_the_timeline_keeps_actions_in_their_text_form(tmp_path):

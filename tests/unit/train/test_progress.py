@@ -4,13 +4,16 @@ import io
 import math
 import re
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
 from shardwise.train import progress
-from shardwise.train.progress import SPARK_POINTS, Display, Header, Progress, plain_line, render, sparkline
+from shardwise.train.curve import MARK, curve
+from shardwise.train.progress import CURVE_POINTS, Display, Header, Progress, plain_line, render
+from shardwise.train.rank_watch import RanksMemory, SlowStep
 
 HEADER = Header(
     model="tiny, 6.0 M parameters, 4 layers of 320",
@@ -19,6 +22,9 @@ HEADER = Header(
     data="the source of Python 3.11's standard library, 2.8 M tokens",
 )
 ALL_CATEGORIES = ("parameters", "gradients", "optimizer", "gathered", "buckets", "activations", "other")
+
+
+SLOW = SlowStep(57, 1.23, 0.4, 8, rank=3, part="data", extra_s=0.8)
 
 
 @pytest.fixture(autouse=True)
@@ -37,9 +43,20 @@ def after(num_steps: int, total_steps: int = 400, **changes) -> Progress:
     return state
 
 
-def picture(state: Progress, width: int) -> list[str]:
+def with_memory(state: Progress, *ranks: dict[str, int], limit_bytes: int | None = 16 * 2**20) -> Progress:
+    return replace(state, memory=RanksMemory(state.step, limit_bytes, ranks))
+
+
+def filled(num_ranks: int, limit_bytes: int | None = 64 * 2**30) -> RanksMemory:
+    """All categories, the last rank fullest."""
+    sizes = {name: 2**30 * (index + 1) for index, name in enumerate(ALL_CATEGORIES)}
+    ranks = tuple({name: size + rank for name, size in sizes.items()} for rank in range(num_ranks))
+    return RanksMemory(2, limit_bytes, ranks)
+
+
+def picture(state: Progress, width: int, height: int = 24, is_coloured: bool = True) -> list[str]:
     console = Console(file=io.StringIO(), width=width, record=True)
-    console.print(render(state, width))
+    console.print(render(state, width, height, is_coloured=is_coloured))
     return console.export_text().splitlines()
 
 
@@ -48,7 +65,7 @@ def picture(state: Progress, width: int) -> list[str]:
 def test_it_fits_the_terminal(width, num_steps):
     state = after(num_steps)
     if num_steps:
-        state = state.with_memory({name: 2**30 * (index + 1) for index, name in enumerate(ALL_CATEGORIES)})
+        state = replace(state, memory=filled(2), slow=SLOW).with_eval_loss(7.5)
     lines = picture(state, width)
     assert max(map(cell_len, lines)) <= width
     if width >= 80:
@@ -63,26 +80,80 @@ def test_states_off_the_device_take_a_line(width):
     assert away.tiers in " ".join(" ".join(lines).split())
 
 
+def falling(num_steps: int, total_steps: int = 400) -> Progress:
+    """A run whose loss falls, evaluated every 50 steps."""
+    state = Progress(HEADER, total_steps)
+    for step in range(1, num_steps + 1):
+        values = {"loss": 2 + 6 * 0.99**step, "lr": 1e-3, "grad_norm": 1.25, "step_s": 0.5, "tokens_per_s": 8192.0}
+        state = state.after_step(step=step, **values)
+        state = state.with_eval_loss(state.loss + 0.3) if step % 50 == 0 else state
+    return state
+
+
 def test_what_a_run_looks_like(snapshots):
-    """Before its first step, under way, and where it went on from a checkpoint; then as a log has it."""
-    late = after(100).with_memory({"activations": 3 * 2**20, "parameters": 2**20})
-    late, resumed = replace(late, mfu=0.41, activity="evaluating"), resumed_after(1)
-    pictures = [*picture(after(0), 80), "", *picture(late, 120), "", *picture(resumed, 80), ""]
+    """Before its first step, under way at three widths, without colours, and gone on; then as a log has it."""
+    late = replace(with_memory(falling(250), {"activations": 3 * 2**20, "parameters": 2**20}, {"parameters": 2**20}))
+    resumed = resumed_after(1)
+    wide = replace(late, mfu=0.41, activity="evaluating", slow=SLOW)
+    pictures = [
+        *picture(after(0), 80),
+        "",
+        *picture(late, 80),
+        "",
+        *picture(late, 100, 30),
+        "",
+        *picture(wide, 140),
+        "",
+    ]
+    pictures += [*picture(replace(late, memory=filled(2)), 80, is_coloured=False), "", *picture(resumed, 80), ""]
     lines = [line.rstrip() for line in (*pictures, plain_line(late), plain_line(resumed))]
     snapshots.check("train-progress", "\n".join(lines) + "\n")
 
 
 def test_it_says_what_the_state_says():
-    state = after(100).with_memory({"activations": 3 * 2**20, "parameters": 2**20, "gathered": 0})
-    text = "\n".join(picture(state, 80))
-    for part in ("step 100/400", "8.0000", "1.00e-03", "1.25", "8,192 tokens/s", "0:50 gone, 2:30 to go"):
+    few = {"activations": 2**20, "parameters": 2**20, "gathered": 0}
+    state = with_memory(after(100), few, {"activations": 3 * 2**20, "parameters": 2**20}).with_eval_loss(7.25)
+    text = "\n".join(picture(replace(state, slow=SLOW), 80, is_coloured=False))
+    for part in ("step 100/400", "8.0000", "1.00e-03", "1.25", "8,192, smoothed", "0:50 gone, 2:30 to go"):
         assert part in text
     assert HEADER.model in text
-    assert "4.00 MiB" in text, "the peak is the sum over the categories"
+    assert re.search(r"held-out loss +7\.2500, step 100", text)
+    assert re.search(r"peak memory +4\.00 MiB of 16\.0 MiB \(25%\), step 100, rank 1 of 2", text)
     assert "gathered" not in text, "what holds nothing takes no line"
-    bars = [line.count("█") for line in text.splitlines() if "█" in line and "MiB" in line]
-    assert len(bars) == 2
-    assert bars[0] == pytest.approx(3 * bars[1], abs=2)
+    (bar,) = re.findall(r"a+p+·+|p+a+·+", text)
+    assert bar.count("a") == pytest.approx(3 * bar.count("p"), abs=2)
+    assert len(bar) == pytest.approx(4 * (bar.count("a") + bar.count("p")), abs=3), "a quarter of the memory"
+    assert "rank 3, 800 ms longer in data" in text
+
+
+def test_memory_without_a_limit_is_shown_without_a_share():
+    text = "\n".join(picture(replace(after(3), memory=filled(1, limit_bytes=None)), 80))
+    assert "28.0 GiB, step 2" in text
+    assert "%" not in text
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (80, 40), (100, 30), (140, 24)])
+def test_a_curve_has_several_rows_and_its_axes(width, height):
+    lines = picture(with_memory(falling(400), {"parameters": 2**20}), width, height)
+    rows = [line for line in lines if re.search("[┤│]", line)]
+    assert 3 <= len(rows) <= 10
+    assert "7.94 ┤" in rows[0], "the highest value of the trend"
+    assert re.search(r"2\.\d\d ┤", rows[-1])
+    assert any(re.search(r"└ step 1 ─+ 400", line) for line in lines)
+    assert sum(line.count(MARK) for line in rows) == 8
+    assert any("smoothed over about 10 steps" in line for line in lines)
+    dots = [max((at for at, char in enumerate(line) if "⠀" < char <= "⣿"), default=-1) for line in rows]
+    assert dots == sorted(dots), "it falls from left to right"
+    if height > 24:
+        assert len(rows) > 4
+
+
+def test_a_curve_of_one_value_or_none():
+    assert curve([], 40, 5) == []
+    assert curve([(1, math.nan)], 40, 5) == []
+    (*rows, axis) = [line.plain for line in curve([(1, 3.0), (2, 3.0)], 40, 5)]
+    assert "step 1" in axis
+    assert len([row for row in rows if re.search("[⠀-⣿]", row)]) == 1, "a level line"
 
 
 def test_the_bar_is_as_long_as_the_run_is_old():
@@ -99,19 +170,16 @@ def test_the_trend_is_smoothed_and_survives_an_overflow():
     assert steady.trend == pytest.approx(7.9)
     overflow = steady.after_step(step=22, loss=math.inf, lr=0, grad_norm=0, step_s=1, tokens_per_s=1)
     assert overflow.trend == steady.trend
-    assert math.isfinite(sum(overflow.losses))
+    assert math.isfinite(sum(loss for _, loss in overflow.losses))
 
 
-@pytest.mark.parametrize(("total_steps", "points"), [(3, 3), (SPARK_POINTS, SPARK_POINTS), (1000, SPARK_POINTS)])
-def test_the_sparkline_spans_the_run(total_steps, points):
-    assert len(after(total_steps, total_steps).losses) == points
-    assert len(after(total_steps // 2 + 1, total_steps).losses) == pytest.approx(points / 2, abs=1)
-
-
-def test_a_sparkline_goes_from_low_to_high():
-    assert sparkline([]) == ""
-    assert sparkline([2.0, 2.0]) == "▁▁"
-    assert sparkline([1.0, math.nan, 8.0]) == "▁█"
+@pytest.mark.parametrize("num_steps", [3, CURVE_POINTS, 1000])
+def test_the_points_of_the_curve_span_the_run_evenly(num_steps):
+    steps = [step for step, _ in after(num_steps, num_steps).losses]
+    assert steps[0] == 1
+    assert steps[-1] == num_steps
+    assert min(num_steps, CURVE_POINTS // 2) <= len(steps) <= CURVE_POINTS + 1
+    assert len({after - before for before, after in pairwise(steps[:-1])}) == 1
 
 
 def make_display(monkeypatch, **options) -> tuple[Display, io.StringIO, list[float]]:
@@ -167,13 +235,12 @@ def test_a_resumed_run_starts_where_it_goes_on_with_the_speed_it_has():
     state = resumed_after(1)
     assert (state.step_s, state.tokens_per_s, state.loss) == (0.5, 8192.0, 8.0)
     assert "0:00 gone, 2:30 to go" in "\n".join(picture(state, 80))
-    assert len(resumed_after(300).losses) == SPARK_POINTS
-    assert len(resumed_after(150).losses) == SPARK_POINTS // 2, "even intervals, from where this run began"
+    assert resumed_after(300).losses[0][0] == 101, "from where this run began"
 
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_resumed_run_fits_the_terminal(width):
-    state = resumed_after(5).with_memory({name: 2**30 * (index + 1) for index, name in enumerate(ALL_CATEGORIES)})
+    state = replace(resumed_after(5), memory=filled(2), slow=SLOW)
     lines = picture(state, width)
     assert max(map(cell_len, lines)) <= width
     assert len(lines) <= 23

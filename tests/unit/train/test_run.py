@@ -18,10 +18,11 @@ from harness.waiting import wait_until
 from shardwise.config.resolve import Config
 from shardwise.launch.environment import lone_rank
 from shardwise.launch.signals import StopFlag
-from shardwise.train import run
-from shardwise.train.metrics import MetricsWriter
+from shardwise.train import run, sinks
 from shardwise.train.prepare import prepare_data
+from shardwise.train.rank0_logger import StepLogger
 from shardwise.train.setup import resolve_job
+from shardwise.train.sinks import JsonlSink
 
 
 @pytest.fixture
@@ -48,29 +49,53 @@ def train(tmp_path):
 
 
 def fail_with(monkeypatch, error: BaseException) -> None:
-    def write(self, record):
+    def see(self, record, facts):
         raise error
 
-    monkeypatch.setattr(MetricsWriter, "write", write)
+    monkeypatch.setattr(StepLogger, "see", see)
 
 
 def test_the_summary_sets_every_figure_beside_another(train, capsys):
     code, shown = train()
     assert code == 0
-    for part in ("eval loss", "for token frequencies alone, on the same tokens", "predicted", "measured", "prompt"):
+    for part in ("held-out loss", "for token frequencies alone, on the same tokens", "predicted", "measured", "prompt"):
         assert part in shown
-    assert len(re.findall(r"^step [123]/3 .* [1-9][\d,]* tokens/s", shown, re.MULTILINE)) == 3
+    assert len(re.findall(r"^step [123]/3 .* tokens/s [1-9][\d,]* ", shown, re.MULTILINE)) == 3
     assert shown.rstrip().endswith("/run"), "the last line is the path of the run's folder"
     assert capsys.readouterr().err == ""
 
 
 def test_the_summary_sets_the_planners_peak_beside_the_measured_one(train, tmp_path):
     _, shown = train()
-    peak = shown[shown.index(" peak ") : shown.index(" checkpoints ")]
+    peak = shown[shown.index(" peak memory    on rank") : shown.index(" checkpoints ")]
     assert re.search(r"on rank 0 +predicted +measured", peak)
     assert re.search(r"activations +[1-9][\d.]* [KM]iB +[1-9][\d.]* [KM]iB", peak)
     assert "shardwise doctor" in peak, "what the planner lacks for times"
     assert json.loads((tmp_path / "run" / "prediction.json").read_text())["measured"]["step_s"] > 0
+
+
+class Failing(JsonlSink):
+    def write(self, record):
+        raise ConnectionError("no network")
+
+
+def test_a_sink_that_fails_stops_nothing_and_is_named_at_the_end(train, tmp_path, monkeypatch):
+    monkeypatch.setattr(sinks, "SINKS", {**sinks.SINKS, "wandb": Failing})
+    code, shown = train(sinks=["tensorboard", "wandb"])
+    assert code == 0
+    assert "step 3/3" in shown
+    assert re.search(r"not recorded +wandb: dropped in step 1: ConnectionError: no network", shown)
+    assert list((tmp_path / "run" / "tensorboard").iterdir()), "the others go on"
+
+
+def test_a_run_keeps_the_memory_of_its_ranks_where_it_ran_and_the_steps_it_profiles(train, tmp_path):
+    train(steps=4, profile_steps=[2, 3])
+    memory = json.loads((tmp_path / "run" / "memory.json").read_text())
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[1])
+    assert (memory["step"], memory["ranks"]) == (2, [last["peak_bytes"]])
+    environment = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert {"versions", "device", "world_size", "hosts", "command"} == set(environment)
+    assert (tmp_path / "run" / "profile" / "rank-0.pt.trace.json.gz").stat().st_size < 2**20
 
 
 def test_a_run_that_ends_before_it_has_an_engine_leaves_no_swap_file(train, tmp_path, monkeypatch):
@@ -108,7 +133,7 @@ def test_a_signal_ends_it_after_the_step(train):
     code, shown = train(stop)
     assert code == 128 + signal.SIGTERM
     assert "at step 1 of 3 by SIGTERM" in shown
-    assert "eval loss" not in shown
+    assert "held-out loss" not in shown
     assert "nats a token in the last step" in shown
 
 

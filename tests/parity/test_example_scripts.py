@@ -55,7 +55,7 @@ def run(name: str, folder: Path, num_ranks: int, *arguments: str) -> str:
 
 def losses_of(output: str) -> dict[int, float]:
     """Return the loss of each step that a script printed."""
-    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+):.*?loss (-?[\d.]+)", output)}
+    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+)(?:/\d+ |:).*?loss (-?[\d.]+)", output)}
 
 
 def test_every_script_is_run() -> None:

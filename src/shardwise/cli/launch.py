@@ -1,0 +1,165 @@
+"""Runs the command `launch`: it prints, writes or starts what starts a program's ranks here or on a cluster."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from shardwise.config.resolve import ConfigError
+from shardwise.launch.hosts import EXPORTED, read_hostfile, run_by_ssh
+from shardwise.launch.local import default_num_ranks
+from shardwise.launch.targets import PORT, TARGETS, LaunchJob, lines_of_hosts, text_for
+from shardwise.report.console import refuse
+
+_EXAMPLES = """\
+COMMAND is what Python gets, or shardwise train:
+
+  shardwise launch --hosts n1,n2 --gpus 8 -- train.py --lr 1e-4               one line of ssh for each host
+  shardwise launch --hosts n1,n2 --gpus 8 --submit -- train.py --lr 1e-4      starts it
+  shardwise launch --on slurm --nodes 4 --gpus 8 -o job.sh -- shardwise train my.toml --resume auto
+  shardwise launch --on jobset --nodes 4 --gpus 8 --image ghcr.io/me/train:1 -- -m my.module
+  shardwise launch --on sky --nodes 2 --gpus H100:8 -- train.py
+"""
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `launch` to the commands of `shardwise`."""
+    parser = commands.add_parser(
+        "launch",
+        help="write what starts ranks on hosts, Slurm, Kubernetes, SkyPilot or Ray",
+        description="Write what starts a program's ranks by torchrun; --submit starts it.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--on", choices=tuple(TARGETS), help="where (default: ssh with hosts, else local)")
+    add("--nodes", type=int, metavar="N", help="machines (default: those of the hosts, else 1)")
+    add("--gpus", metavar="[NAME:]N", help="GPUs of a node, a rank each")
+    add("--hosts", metavar="A,B", help="machines to reach by ssh; the ranks meet at the first")
+    add("--hostfile", type=Path, metavar="FILE", help="the same as lines HOST slots=N")
+    add("--max-restarts", type=int, default=0, metavar="N", help="start the ranks again after a failure")
+    add("--name", help="of the job (default: after the program)")
+    add("--image", help="of the container, on Kubernetes and SkyPilot")
+    add("--time", metavar="D-HH:MM:SS", help="limit of Slurm's job")
+    add("--port", type=int, default=PORT, help=f"where the ranks meet ({PORT})")
+    add("-o", "--output", type=Path, metavar="FILE", help="write the text into a file")
+    add("--submit", action="store_true", help="start it")
+    add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="a script or -m module, and its arguments")
+    parser.set_defaults(run=_launch)
+
+
+def _launch(arguments: argparse.Namespace) -> int:
+    try:
+        job = _job(arguments)
+        target = arguments.on or ("ssh" if job.hosts else "local")
+        text = text_for(target, job)
+        if arguments.output is not None:
+            arguments.output.write_text(text, encoding="utf-8")
+        elif not arguments.submit:
+            print(text, end="")
+        return _submit(target, job, text) if arguments.submit else 0
+    except KeyboardInterrupt:
+        return 130
+    except ConfigError as error:
+        return refuse(error)
+    except OSError as error:
+        return refuse(ConfigError("file-not-usable", f"{error.filename}: {error.strerror}; give another path"))
+
+
+def _job(arguments: argparse.Namespace) -> LaunchJob:
+    program = program_of(arguments.command)
+    match = re.fullmatch(r"(?:([\w.-]+):)?([1-9]\d{0,3})", arguments.gpus or "1", re.ASCII)
+    if match is None:
+        raise ConfigError("gpus-of-a-node", f"--gpus {arguments.gpus} is not N or NAME:N; write --gpus 8 or H100:8")
+    hosts = _hosts(arguments, int(match[2]))
+    if arguments.on not in (None, "ssh") and hosts:
+        raise ConfigError("hosts-of-ssh", f"hosts are of --on ssh, which --on {arguments.on} is not; drop one")
+    num_nodes = len(hosts) or arguments.nodes or 1
+    for flag, number, least in (("nodes", arguments.nodes, 1), ("max-restarts", arguments.max_restarts, 0)):
+        if number is not None and number < least:
+            raise ConfigError("launch-number", f"--{flag} {number} is below {least}; give at least {least}")
+    if hosts and arguments.nodes not in (None, num_nodes):
+        raise ConfigError("nodes-are-hosts", f"--nodes {arguments.nodes} and {num_nodes} hosts; drop --nodes")
+    if arguments.gpus is None and not arguments.hostfile and arguments.on not in (None, "local"):
+        raise ConfigError("gpus-of-a-node", f"--on {arguments.on} needs the GPUs of a node; add --gpus 8")
+    is_here = arguments.gpus is None and not hosts
+    return LaunchJob(
+        program,
+        num_nodes,
+        default_num_ranks("auto") if is_here else int(match[2]),
+        arguments.name or _name_of(program),
+        match[1],
+        hosts,
+        arguments.max_restarts,
+        arguments.image,
+        arguments.time,
+        arguments.port,
+        os.getcwd(),
+        {name: value for name, value in os.environ.items() if name.startswith(EXPORTED)},
+    )
+
+
+def _hosts(arguments: argparse.Namespace, num_ranks: int) -> Mapping[str, int]:
+    if arguments.hosts and arguments.hostfile:
+        raise ConfigError("hosts-and-hostfile", "--hosts and --hostfile both name hosts; drop one")
+    if arguments.hostfile is not None:
+        found = read_hostfile(arguments.hostfile.read_text(encoding="utf-8").splitlines())
+        return dict.fromkeys(found, num_ranks) if arguments.gpus else found
+    names = [name for name in (arguments.hosts or "").split(",") if name]
+    if names and arguments.gpus is None:
+        raise ConfigError("gpus-of-a-node", "--hosts needs the GPUs of a host; add --gpus 8, or use a --hostfile")
+    if len(set(names)) < len(names):
+        raise ConfigError("host-twice", f"--hosts {arguments.hosts} has a host twice; name each once")
+    return dict.fromkeys(names, num_ranks)
+
+
+def program_of(command: Sequence[str]) -> tuple[str, ...]:
+    """Return what Python gets of a command line.
+
+    >>> program_of(["--", "shardwise", "train", "my.toml"])
+    ('-m', 'shardwise', 'train', 'my.toml')
+    >>> program_of(["python", "train.py"])
+    ('train.py',)
+    """
+    words = list(command[command[:1] == ["--"] :])
+    if words and re.fullmatch(r"python[\d.]*", Path(words[0]).name):
+        del words[0]
+    if words[:1] == ["shardwise"]:
+        words[:0] = ["-m"]
+    if not words:
+        raise ConfigError("no-program", "no program was given; write shardwise launch ... -- train.py")
+    if words[0] != "-m" and not words[0].endswith(".py"):
+        raise ConfigError(
+            "program-not-python", f"{words[0]} is no script of Python; write -- train.py, -m module or shardwise train"
+        )
+    return tuple(words)
+
+
+def _name_of(program: Sequence[str]) -> str:
+    words = [word for word in program if not word.startswith("-")]
+    name = re.sub(r"[^a-z0-9]+", "-", Path(words[0]).stem.lower()) if words else ""
+    return name.strip("-0123456789")[:40].strip("-") or "train"
+
+
+def _submit(target: str, job: LaunchJob, text: str) -> int:
+    if target == "ssh":
+        return run_by_ssh(lines_of_hosts(job))
+    command = TARGETS[target].start
+    # The text names torchrun: this interpreter's is the one that sees this library.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    suffix = {"slurm": ".sh", "ray": ".py"}.get(target, ".yaml")
+    with tempfile.NamedTemporaryFile("w", prefix=f"{job.name}-", suffix=suffix, encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        try:
+            return subprocess.run([*command, file.name], check=False, env={**os.environ, "PATH": path}).returncode
+        except FileNotFoundError:
+            raise ConfigError(
+                "submitter-not-found", f"--on {target} is started by {command[0]}, which is not on PATH; install it"
+            ) from None

@@ -1,0 +1,117 @@
+"""This module runs a command line on each of several hosts by ssh, and reads files that list hosts.
+
+>>> read_hostfile(["# two machines", "worker-0 slots=4", "worker-1 slots=2"])
+{'worker-0': 4, 'worker-1': 2}
+>>> remote_line(["python", "train.py", "a b"], {"NCCL_DEBUG": "INFO"}, "/home/me")
+"cd /home/me && export NCCL_DEBUG=INFO && exec python train.py 'a b'"
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+from shardwise.config.resolve import ConfigError
+
+EXPORTED: Final = ("MLFLOW", "NCCL", "PYTHON", "MV2", "UCX")
+"""What the names of those variables begin with that every host gets."""
+
+# With a terminal the remote ranks get a hang-up when this end goes; a host that is cut off ends its ssh in 90 s.
+_SSH: Final = ("ssh", "-tt", "-o", "PasswordAuthentication=no", "-o", "ServerAliveInterval=30")
+_POLL_S: Final = 0.2
+_GRACE_S: Final = 10.0
+
+
+def read_hostfile(lines: Iterable[str]) -> dict[str, int]:
+    """Return the number of slots of each host; a line is `HOST slots=N`, a comment or empty."""
+    pool: dict[str, int] = {}
+    for line in filter(None, (each.strip() for each in lines if not each.lstrip().startswith("#"))):
+        match = re.match(r"(\S+)\s+slots=(\d+)", line, re.ASCII)
+        if match is None:
+            raise ConfigError("hostfile-line", f"the hostfile's line {line!r} is not HOST slots=N; correct it")
+        if match[1] in pool:
+            raise ConfigError(
+                "hostfile-host-twice", f"the hostfile has {match[1]} twice; give it one line with all slots"
+            )
+        pool[match[1]] = int(match[2])
+    if not pool:
+        raise ConfigError("hostfile-empty", "the hostfile names no host; write lines HOST slots=N")
+    return pool
+
+
+def remote_line(command: Sequence[str], exports: Mapping[str, str], folder: str, first: Sequence[str] = ()) -> str:
+    """Return what the shell of a host runs: it goes to a folder and becomes a command.
+
+    Args:
+        command: the program and its arguments.
+        exports: variables to set.
+        folder: where the command runs.
+        first: shell commands before it.
+    """
+    set_all = (f"export {name}={shlex.quote(value)}" for name, value in exports.items())
+    return " && ".join([f"cd {shlex.quote(folder)}", *first, *set_all, f"exec {shlex.join(command)}"])
+
+
+def ssh_command(host: str, line: str, port: int | None = None) -> list[str]:
+    """Return the command that runs a line on a host.
+
+    Args:
+        host: as ssh takes it.
+        line: for its shell.
+        port: of ssh; None for its own.
+    """
+    return [*_SSH, *(["-p", str(port)] if port else []), host, line]
+
+
+def find_address(host: str, port: int | None = None) -> str:
+    """Ask a host for its first address.
+
+    Raises:
+        ConfigError: it cannot be reached.
+    """
+    found = subprocess.run(ssh_command(host, "hostname -I", port), stdout=subprocess.PIPE, text=True, check=False)
+    if found.returncode or not found.stdout.split():
+        raise ConfigError(
+            "host-unreachable", f"ssh {host} hostname -I gave no address; set up ssh keys, or --master_addr"
+        )
+    return found.stdout.split()[0]
+
+
+def run_by_ssh(lines: Mapping[str, str], port: int | None = None) -> int:
+    """Run a line on each host, and end all once one of them fails; return 0 or the exit code of the first that failed.
+
+    Call it on the main thread: SIGTERM ends the hosts' commands too.
+
+    Args:
+        lines: by host.
+        port: of ssh; None for its own.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    running: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        for host, line in lines.items():
+            running[host] = subprocess.Popen(ssh_command(host, line, port), stdin=subprocess.DEVNULL)
+        codes: dict[str, int | None] = dict.fromkeys(running)
+        while None in codes.values() and not any(codes.values()):
+            time.sleep(_POLL_S)
+            codes = {host: each.poll() for host, each in running.items()}
+        failed = {host: code for host, code in codes.items() if code}
+        for host, code in failed.items():
+            lost = "; it cannot be reached, or was cut off" if code == 255 else ""
+            print(f"shardwise: host {host} ended with exit code {code}{lost}", file=sys.stderr)
+        return next((abs(code) for code in failed.values()), 0)
+    finally:
+        for each in running.values():
+            each.terminate()
+        deadline = time.monotonic() + _GRACE_S
+        for each in running.values():
+            try:
+                each.wait(max(deadline - time.monotonic(), 0))
+            except subprocess.TimeoutExpired:  # torchrun hears nothing while it waits for the other hosts' end
+                each.kill()

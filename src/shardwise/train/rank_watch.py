@@ -1,0 +1,290 @@
+"""Gathers what only all ranks together know of a run: whose memory is fullest, and which rank the others waited for.
+
+Every rank makes a `RankWatch` and calls it after each step. What it finds is a value; rank 0 also keeps `memory.json`
+and `environment.json` in the run's folder.
+
+>>> memory = RanksMemory(step=2, limit_bytes=100, ranks=({"parameters": 30}, {"parameters": 30, "activations": 50}))
+>>> memory.fullest, memory.share
+(1, 0.8)
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import socket
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+import torch
+
+from shardwise.engine.engine import Engine
+from shardwise.launch.cpu_affinity import machine_name
+from shardwise.launch.host_memory import usable_bytes
+from shardwise.runtime.format import format_s
+from shardwise.runtime.timeline import WAIT
+from shardwise.zero.state_access import exchange_texts
+
+MEMORY_NAME: Final = "memory.json"
+ENVIRONMENT_NAME: Final = "environment.json"
+SLOW_FACTOR: Final = 2.0
+LEAST_EXCESS_S: Final = 0.1  # short steps scatter by more than their length
+_NUM_RECENT: Final = 20
+_NUM_BEFORE: Final = 5
+# What a share of the lost time explains it.
+_EXPLAINS: Final = 0.5
+_VERSIONS: Final = ("shardwise", "torch", "numpy", "transformers", "accelerate", "peft", "datasets")
+
+log = logging.getLogger("shardwise")
+
+
+@dataclass(frozen=True)
+class RanksMemory:
+    """Holds the memory of all ranks at their peaks within one step.
+
+    Attributes:
+        step: its number.
+        limit_bytes: what the device of a rank has, or its share of the host's memory; None where it is not known.
+        ranks: bytes by category of each rank.
+    """
+
+    step: int
+    limit_bytes: int | None
+    ranks: tuple[Mapping[str, int], ...]
+
+    @property
+    def fullest(self) -> int:
+        """Return the rank that holds most."""
+        return max(range(len(self.ranks)), key=self.total_bytes)
+
+    @property
+    def share(self) -> float | None:
+        """Return how much of its limit the fullest rank holds."""
+        return None if not self.limit_bytes else self.total_bytes(self.fullest) / self.limit_bytes
+
+    def total_bytes(self, rank: int) -> int:
+        """Return all that one rank holds."""
+        return sum(self.ranks[rank].values())
+
+
+@dataclass(frozen=True)
+class SlowStep:
+    """Says which rank the others waited for in a step that took long, and in which part of it.
+
+    Attributes:
+        step: its number.
+        step_s: seconds that it took on the slowest rank.
+        median_s: of the steps before.
+        num_ranks: of the run.
+        rank: that the others waited for; None where all of them were slow, or the communication was.
+        part: "data", "forward", "backward", "step", "other", or "communication".
+        extra_s: seconds that the part took longer than it does as a rule.
+    """
+
+    step: int
+    step_s: float
+    median_s: float
+    num_ranks: int
+    rank: int | None
+    part: str
+    extra_s: float
+
+    def __str__(self) -> str:
+        took = f"step {self.step} took {format_s(self.step_s)}, {self.step_s / self.median_s:.1f} x the median"
+        if self.rank is not None and self.num_ranks > 1:
+            return f"{took}: waited for rank {self.rank}, {format_s(self.extra_s)} longer in {self.part}"
+        who = "" if self.num_ranks == 1 else "all ranks "
+        return f"{took}: {who}{format_s(self.extra_s)} longer in {self.part}"
+
+    @property
+    def brief(self) -> str:
+        """Return the same in few words, for a line of a display."""
+        who = f"rank {self.rank}, " if self.rank is not None and self.num_ranks > 1 else ""
+        times = f"{format_s(self.step_s)}, {self.step_s / self.median_s:.1f} x median"
+        return f"step {self.step}: {times}; {who}{format_s(self.extra_s)} longer in {self.part}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what a line of metrics keeps of it."""
+        return {"rank": self.rank, "part": self.part, "extra_s": self.extra_s, "median_s": self.median_s}
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """Holds what `RankWatch.see` found; None where there is nothing to say."""
+
+    memory: RanksMemory | None = None
+    slow: SlowStep | None = None
+
+
+class RankWatch:
+    """Compares the ranks after each step; every rank makes it, and calls it after the same steps.
+
+    Args:
+        engine: of this rank.
+        folder: of the run, in which rank 0 writes; None writes nothing.
+    """
+
+    def __init__(self, engine: Engine, folder: Path | None = None) -> None:
+        self._engine = engine
+        self._folder = folder if engine.comm.rank == 0 else None
+        self._recent_s: deque[float] = deque(maxlen=_NUM_RECENT)
+        self._recent_parts: deque[Mapping[str, float]] = deque(maxlen=_NUM_RECENT)
+        hosts = [json.loads(text) for text in self._exchange([machine_name(), socket.gethostname()], "hosts")]
+        num_local = sum(host[0] == hosts[engine.comm.rank][0] for host in hosts)
+        self._limit_bytes = device_limit_bytes(engine.device, num_local)
+        if self._folder is not None:
+            values = _environment(engine, [name for _, name in hosts])
+            self._write(ENVIRONMENT_NAME, values | _noted(self._folder))
+
+    def see(self, step: int, step_s: float, peak_bytes: Mapping[str, int] | None) -> StepFacts:
+        """Compare the ranks after a step.
+
+        Args:
+            step: its number.
+            step_s: seconds that it took on this rank.
+            peak_bytes: this rank's memory by category; None where the step was not metered, which slows it.
+        """
+        if peak_bytes is not None:
+            return StepFacts(memory=self._gather_memory(step, peak_bytes))
+        return StepFacts(slow=self._find_slow(step, step_s))
+
+    def _gather_memory(self, step: int, peak_bytes: Mapping[str, int]) -> RanksMemory:
+        found = [json.loads(text) for text in self._exchange([dict(peak_bytes), self._limit_bytes], "memory")]
+        limits = [limit for _, limit in found if limit is not None]
+        memory = RanksMemory(step, min(limits, default=None), tuple(held for held, _ in found))
+        values = {"step": step, "limit_bytes": memory.limit_bytes, "ranks": list(memory.ranks)}
+        self._write(MEMORY_NAME, values)
+        return memory
+
+    def _find_slow(self, step: int, step_s: float) -> SlowStep | None:
+        """Agree on how long the step took, so that all ranks decide equally, and compare them where that was long."""
+        own = torch.tensor([step_s], dtype=torch.float64, device=self._engine.device)
+        (longest_s,) = self._engine.comm.max_scalars(own, "time of the step")
+        parts = parts_of_step(self._engine, step_s)
+        slow = None
+        if len(self._recent_s) >= _NUM_BEFORE:
+            usual_s = median(self._recent_s)
+            if longest_s > SLOW_FACTOR * usual_s and longest_s - usual_s > LEAST_EXCESS_S:
+                extra = {name: seconds - self._usual_s(name) for name, seconds in parts.items()}
+                extras = [json.loads(text) for text in self._exchange(extra, "slow step")]
+                slow = explain_slow(step, longest_s, usual_s, extras)
+                if self._engine.comm.rank in (0, slow.rank):
+                    log.info("%s", slow)
+        self._recent_s.append(longest_s)
+        self._recent_parts.append(parts)
+        return slow
+
+    def _usual_s(self, part: str) -> float:
+        return median(parts.get(part, 0.0) for parts in self._recent_parts)
+
+    def _exchange(self, value: Any, name: str) -> list[str]:
+        """Return the JSON of every rank's value, of this rank alone where the others are simulated."""
+        comm, text = self._engine.comm, json.dumps(value)
+        return [text] * comm.world_size if comm.is_simulated else exchange_texts(comm, text, name)
+
+    def _write(self, name: str, values: Mapping[str, Any]) -> None:
+        """Write a file whole or not at all; a run goes on without it."""
+        if self._folder is None:
+            return
+        path = self._folder / name
+        unfinished = path.with_suffix(".json.new")
+        try:
+            unfinished.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+            unfinished.replace(path)
+        except OSError as error:
+            log.warning("%s is not written: %s", path, error.strerror)
+
+
+def parts_of_step(engine: Engine, step_s: float) -> dict[str, float]:
+    """Return the seconds of this rank's last step by part; what comes before and between its passes is "data".
+
+    Args:
+        engine: after a step.
+        step_s: seconds of the whole step.
+    """
+    parts = dict(engine.step_context.timeline.clock.parts_s)
+    return parts | {"data": max(0.0, step_s - sum(parts.values()))}
+
+
+def explain_slow(step: int, step_s: float, median_s: float, extras: Sequence[Mapping[str, float]]) -> SlowStep:
+    """Say whom the others waited for: the rank whose own work took longest beyond what it takes as a rule.
+
+    >>> usual = {"data": 0.0, "forward": 0.01, "wait": 0.8}
+    >>> explain_slow(57, 1.2, 0.4, [usual, {"data": 0.8, "forward": 0.0, "wait": -0.1}]).rank
+    1
+    >>> print(explain_slow(57, 1.2, 0.4, [usual, usual]))
+    step 57 took 1.20 s, 3.0 x the median: all ranks 800 ms longer in communication
+
+    Args:
+        step: its number.
+        step_s: seconds that it took.
+        median_s: of the steps before.
+        extras: of each rank, seconds by part beyond the median of that part.
+    """
+    work = [{name: extra_s for name, extra_s in extra.items() if name != WAIT} for extra in extras]
+    sums = [sum(parts.values()) for parts in work]
+    rank = max(range(len(sums)), key=sums.__getitem__)
+    if sums[rank] < _EXPLAINS * (step_s - median_s):
+        waits = min(extra.get(WAIT, 0.0) for extra in extras)
+        return SlowStep(step, step_s, median_s, len(extras), None, "communication", max(waits, 0.0))
+    part = max(work[rank], key=work[rank].__getitem__)
+    is_everywhere = len(extras) > 1 and min(sums) > _EXPLAINS * sums[rank]
+    return SlowStep(step, step_s, median_s, len(extras), None if is_everywhere else rank, part, work[rank][part])
+
+
+def device_limit_bytes(device: torch.device, num_local_ranks: int) -> int | None:
+    """Return the memory that one rank may fill: a GPU's, or its share of the host's.
+
+    Args:
+        device: on which the rank computes.
+        num_local_ranks: the ranks that share the host.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return usable_bytes() // num_local_ranks if device.type == "cpu" else None
+
+
+def note_command(folder: Path) -> None:
+    """Keep the command of this process for the ranks that it starts, whose own command says little.
+
+    Args:
+        folder: of the run.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    (folder / ENVIRONMENT_NAME).write_text(json.dumps({"command": sys.argv}) + "\n", encoding="utf-8")
+
+
+def _noted(folder: Path) -> dict[str, Any]:
+    """Return what `note_command` has kept."""
+    try:
+        return {"command": json.loads((folder / ENVIRONMENT_NAME).read_text(encoding="utf-8"))["command"]}
+    except (OSError, ValueError, KeyError):
+        return {}
+
+
+def _environment(engine: Engine, hosts: Sequence[str]) -> dict[str, Any]:
+    device = engine.device
+    versions = {"python": platform.python_version()} | {name: _version(name) for name in _VERSIONS}
+    return {
+        "versions": {name: each for name, each in versions.items() if each is not None},
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "world_size": engine.comm.world_size,
+        "hosts": list(dict.fromkeys(hosts)),
+        "command": list(sys.argv),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,110 @@
+"""Tokens that Megatron-LM's preprocessing wrote are trained on as they are; the writer here follows its format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness.refusals import refused
+from shardwise.config.resolve import Config
+from shardwise.config.sections import DataConfig
+from shardwise.train.megatron_data import open_megatron
+from shardwise.train.prepare import prepare_data
+
+CODES = {np.uint8: 1, np.int8: 2, np.int16: 3, np.int32: 4, np.int64: 5, np.uint16: 8}
+
+
+def write(prefix: Path, documents: list[list[list[int]]], dtype: type[np.integer] = np.uint16) -> None:
+    """Write documents of sequences as the format says, number after number."""
+    sequences = [sequence for document in documents for sequence in document]
+    size = np.dtype(dtype).itemsize
+    with prefix.with_name(prefix.name + ".bin").open("wb") as file:
+        for sequence in sequences:
+            file.write(np.array(sequence, dtype=dtype).tobytes())
+    with prefix.with_name(prefix.name + ".idx").open("wb") as file:
+        file.write(b"MMIDIDX\x00\x00")
+        file.write((1).to_bytes(8, "little"))
+        file.write(CODES[dtype].to_bytes(1, "little"))
+        file.write(len(sequences).to_bytes(8, "little"))
+        file.write((len(documents) + 1).to_bytes(8, "little"))
+        for sequence in sequences:
+            file.write(len(sequence).to_bytes(4, "little"))
+        at = 0
+        for sequence in sequences:
+            file.write(at.to_bytes(8, "little"))
+            at += size * len(sequence)
+        bound = 0
+        for document in [[], *documents]:
+            bound += len(document)
+            file.write(bound.to_bytes(8, "little"))
+
+
+def documents(num: int) -> list[list[list[int]]]:
+    draw = np.random.default_rng(0)
+    return [
+        [draw.integers(0, 100, draw.integers(1, 30)).tolist() for _ in range(draw.integers(1, 3))] for _ in range(num)
+    ]
+
+
+def config(tmp_path: Path, path: str, **data: object) -> Config:
+    return Config.from_dict(
+        {"data": {"path": path, "tokenizer": "bytes", "seq_len": 16, "cache_dir": str(tmp_path / "cache"), **data}}
+    )
+
+
+@pytest.mark.parametrize("dtype", CODES)
+@pytest.mark.parametrize("end", ["", ".bin", ".idx"])
+def test_documents_are_those_that_were_written(dtype: type[np.integer], end: str, tmp_path: Path) -> None:
+    written = [*documents(20), [], [[1, 2]]]
+    write(tmp_path / "corpus_text_document", written, dtype)
+    corpus = open_megatron(DataConfig(path=f"{tmp_path}/corpus_text_document{end}"), has_tokenizer=True)
+    assert corpus is not None
+    wanted = [[token for sequence in document for token in sequence] for document in written if document]
+    assert [document.tolist() for document in corpus.documents(257)] == wanted
+    assert corpus.num_bytes == sum(map(len, wanted)) * np.dtype(dtype).itemsize
+
+
+def test_a_run_gets_every_token_once(tmp_path: Path) -> None:
+    written = documents(60)
+    write(tmp_path / "corpus", written)
+    data = prepare_data(config(tmp_path, f"{tmp_path}/corpus"), tmp_path)
+    found = np.concatenate([split.read(0, split.num_tokens) for split in (data.train, data.val)])  # type: ignore[union-attr]
+    wanted = [token for document in written for sequence in document for token in sequence]
+    assert sorted(found.tolist()) == sorted(wanted)
+    assert (data.num_tokens, data.num_documents, data.vocab_size) == (len(wanted), 60, 257)
+    assert data.val.num_tokens > 0
+    again = prepare_data(config(tmp_path, f"{tmp_path}/corpus.bin"), tmp_path)
+    assert again.path == data.path
+    write(tmp_path / "corpus", written[::-1])
+    assert prepare_data(config(tmp_path, f"{tmp_path}/corpus"), tmp_path).path != data.path
+
+
+def test_refusals(tmp_path: Path) -> None:
+    write(tmp_path / "corpus", documents(40))
+    path, index = f"{tmp_path}/corpus", tmp_path / "corpus.idx"
+    with refused("megatron-without-tokenizer", "data.tokenizer"):
+        prepare_data(config(tmp_path, path, tokenizer=None), tmp_path)
+    whole = index.read_bytes()
+    for damaged in (
+        b"",
+        whole[:30],
+        b"X" + whole[1:],
+        whole[:17] + b"\x06" + whole[18:],
+        whole[:-1],
+        whole[:-8] + b"\xff" * 8,
+    ):
+        index.write_bytes(damaged)
+        with refused("megatron-index", "corpus.idx"):
+            prepare_data(config(tmp_path, path), tmp_path)
+    index.write_bytes(whole)
+    (tmp_path / "corpus.bin").write_bytes((tmp_path / "corpus.bin").read_bytes()[:-2])
+    with refused("megatron-index", "corpus.idx"):
+        prepare_data(config(tmp_path, path), tmp_path)
+    write(tmp_path / "corpus", [*documents(40), [[300, 1]]])
+    with refused("megatron-token-range", "300", "257"):
+        prepare_data(config(tmp_path, path), tmp_path)
+    index.unlink()
+    with refused("data-missing", "corpus"):
+        prepare_data(config(tmp_path, path), tmp_path)
