@@ -47,11 +47,12 @@ def compare_pipeline(schedule: str, num_micro_batches: int, rank: int, overrides
 @pytest.mark.parametrize("schedule", sorted(RECIPES))
 def test_a_pipeline_holds_most_once_it_is_full(schedule: str, rank: int) -> None:
     figures = compare_pipeline(schedule, 13, rank, {})
-    assert figures.num_simulated == {"naive": 3, "1f1b": 4, "zb-h1": 4, "zb-h2": 7, "zb-v": 8}.get(schedule, 13)
+    least = {"naive": 3, "1f1b": 5 - rank // 2, "zb-h1": 5, "zb-h2": 8, "zb-v": 9 - (rank > 0)}.get(schedule, 13)
+    assert figures.num_simulated == max(3, least)
 
 
 def test_rounds_of_an_interleaved_schedule_repeat() -> None:
-    assert compare_pipeline("interleaved", 16, 2, {}).num_simulated == 8
+    assert compare_pipeline("interleaved", 16, 2, {}).num_simulated == 9
 
 
 @pytest.mark.parametrize(
@@ -65,9 +66,9 @@ def test_rounds_of_an_interleaved_schedule_repeat() -> None:
         {"zero": {"stage": 2}, "tiers": {"grads": "host", "optimizer": "host"}},
     ],
 )
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
-def test_what_a_pipeline_is_combined_with_repeats_too(schedule: str, overrides: Overrides) -> None:
-    assert compare_pipeline(schedule, 11, 2, overrides).num_simulated < 11
+@pytest.mark.parametrize(("schedule", "rank"), [("1f1b", 2), ("1f1b", 4), ("1f1b", 6), ("zb-v", 2)])
+def test_what_a_pipeline_is_combined_with_repeats_too(schedule: str, rank: int, overrides: Overrides) -> None:
+    assert compare_pipeline(schedule, 10, rank, overrides).num_simulated < 10
 
 
 @pytest.mark.parametrize(

@@ -152,13 +152,14 @@ def _footer(run: DryRun) -> str:
     ranks = ", ".join(f"{each.rank:,}" for each in run.ranks)
     many = "ranks" if len(run.ranks) > 1 else "rank"
     worst = ", of one rank of each stage that with the highest peak," if run.is_worst else ""
-    num_all, few = run.config.batch.accumulation or 1, max(each.num_simulated for each in run.ranks)
+    num_all, numbers = run.config.batch.accumulation or 1, sorted({each.num_simulated for each in run.ranks})
+    few = " to ".join(f"{each:,}" for each in dict.fromkeys((numbers[0], numbers[-1])))
     words = f"{many} {ranks}{worst} simulated in {run.elapsed_s:.1f} s; nothing was started and no data read"
-    if few < num_all and run.layout.pipeline is None:
-        words += f". {few:,} of {num_all:,} micro-batches were simulated: each further one does what the one before did"
-    elif few < num_all:
+    if numbers[0] < num_all and run.layout.pipeline is None:
+        words += f". {few} of {num_all:,} micro-batches were simulated: each further one does what the one before did"
+    elif numbers[0] < num_all:
         words += (
-            f". {few:,} of {num_all:,} micro-batches were simulated: a rank holds as many at once with them. Calls, "
+            f". {few} of {num_all:,} micro-batches were simulated: a rank holds as many at once with them. Calls, "
             "what is sent and what sent gradients hold are extrapolated, as each micro-batch adds the same"
         )
     if run.layout.mesh.pp > len(run.ranks) and not run.is_worst:

@@ -6,7 +6,7 @@ gather, and the bytes of a sent gradient, which is held until the step ends. `te
 compares the figures with those of all micro-batches, byte for byte.
 
 >>> few_micro_batches("1f1b", 8, 1, 128), few_micro_batches("zb-v", 8, 2, 128), few_micro_batches("gpipe", 8, 1, 128)
-(8, 16, 128)
+(9, 17, 128)
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 from shardwise.config.resolve import Config
 from shardwise.layout.layout import Layout
+from shardwise.layout.mesh_shape import MeshShape
 from shardwise.planner.in_flight import InFlight, InFlightTable, num_inlets
 from shardwise.runtime.format import format_s
 from shardwise.runtime.memory_tracker import Category
@@ -59,30 +60,30 @@ class RankFigures:
         return sum(self.peak.values())
 
 
-def few_micro_batches(recipe_name: str, num_ranks: int, virtual_stages: int, num_micro_batches: int) -> int:
-    """Return the fewest micro-batches with which every rank of a pipeline holds as many at once as with all of them.
+def few_micro_batches(
+    recipe_name: str, num_ranks: int, virtual_stages: int, num_micro_batches: int, *, rank: int = 0
+) -> int:
+    """Return the fewest micro-batches with which a rank of a pipeline holds as many at once as with all of them.
 
     Args:
         recipe_name: as `pipeline.schedule`.
         num_ranks: of the pipeline; 1 for none.
         virtual_stages: stages a rank.
         num_micro_batches: of a step.
+        rank: its place in the pipeline.
     """
     if num_ranks == 1:
         return min(_LEAST, num_micro_batches)
     table, placement = InFlightTable(), placement_of(recipe_name, num_ranks, virtual_stages)
+    inlets = num_inlets(placement, rank)
 
-    def counts(number: int, rank: int) -> InFlight:
+    def counts(number: int) -> InFlight:
         return table.of(recipe_name, num_ranks, virtual_stages, number, rank=rank)
 
-    def shows_all(few: int, rank: int) -> bool:
-        num_more_sent = (num_micro_batches - few) * num_inlets(placement, rank)
-        return _is_same(counts(few, rank), counts(num_micro_batches, rank), num_more_sent)
-
-    few = min(_LEAST, num_micro_batches)
-    for rank in range(num_ranks):
-        few = next((each for each in range(few, num_micro_batches) if shows_all(each, rank)), num_micro_batches)
-    return few
+    full, tried = counts(num_micro_batches), range(_LEAST - 1, num_micro_batches)
+    shown = (each for each in tried if _is_same(counts(each), full, (num_micro_batches - each) * inlets))
+    # One more, which begins as another ends: what arrives for it is there beside what is sent.
+    return next(shown, num_micro_batches - 1) + 1
 
 
 def _is_same(few: InFlight, full: InFlight, num_more_sent: int) -> bool:
@@ -107,7 +108,9 @@ def rank_figures(job: RankJob, announce: Callable[[str], None] = lambda doing: N
     """
     config, start_s = job.config, time.perf_counter()
     num_all, schedule = config.batch.accumulation or 1, config.pipeline
-    few = few_micro_batches(schedule.schedule, config.mesh.pp, schedule.virtual_stages, num_all)
+    with_pipeline = schedule.schedule, config.mesh.pp, schedule.virtual_stages
+    place = MeshShape.from_config(config.mesh).coordinate(job.rank).pp
+    few = few_micro_batches(*with_pipeline, num_all, rank=place)
     with fake_tensors(), values_refused():
         engine, make_step = build_rank(replace(job, config=_with_micro_batches(config, few)))
         engine.runner.train(make_step(1))  # makes the optimizer's states and learns the order of the blocks
