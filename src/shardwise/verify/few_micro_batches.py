@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from typing import Any
 
 from shardwise.config.resolve import Config
@@ -30,7 +30,7 @@ from shardwise.verify.simulate import RankJob, Simulation, build_rank, meter_ste
 
 # Two points of a line, and one that a rank without a pipeline needs: a first micro-batch, a last one and one between.
 _LEAST = 3
-_FIRST = 2
+_SHORT = 2
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ def few_micro_batches(
 
     full, tried = counts(num_micro_batches), range(_LEAST - 1, num_micro_batches)
     shown = (each for each in tried if _is_same(counts(each), full, (num_micro_batches - each) * inlets))
-    # One more, which begins as another ends: what arrives for it is there beside what is sent.
-    return next(shown, num_micro_batches - 1) + 1
+    # The second of these: then one micro-batch begins as another ends, with what arrives and what is sent.
+    return next(islice(shown, 1, None), num_micro_batches)
 
 
 def _is_same(few: InFlight, full: InFlight, num_more_sent: int) -> bool:
@@ -113,14 +113,18 @@ def rank_figures(job: RankJob, announce: Callable[[str], None] = lambda doing: N
     few = few_micro_batches(*with_pipeline, num_all, rank=place)
     with fake_tensors(), values_refused():
         engine, make_step = build_rank(replace(job, config=_with_micro_batches(config, few)))
-        engine.runner.train(make_step(1))  # makes the optimizer's states and learns the order of the blocks
+        # The first step makes the optimizer's states and learns the order of the blocks. Where a pipeline reduces after
+        # each backward, a step of another length leaves other buckets, so the step that counts follows one like it.
+        pipeline, short = engine.layout.pipeline, min(_SHORT, few)
+        reduces_each = engine.layout.stage.reduce_each_backward and pipeline is not None and not pipeline.gathers_once
+        lengths = (few, few, short) if reduces_each else (1, short, few)
         first_s = time.perf_counter()
-        first = None if few <= _FIRST else meter_step(engine, make_step(_FIRST), start_s)
-        left_s = (time.perf_counter() - first_s) * few / _FIRST
+        engine.runner.train(make_step(lengths[0]))
+        left_s = (time.perf_counter() - first_s) * sum(lengths[1:]) / lengths[0]
         words = "" if few == num_all else f" of {num_all:,}"
-        announce(f"rank {job.rank:,}: {few:,}{words} micro-batches, about {format_s(left_s)} more" if first else "")
-        found = meter_step(engine, make_step(few), start_s)
-    return _extrapolated(first or found, found, num_all - few, few)
+        announce(f"{few:,}{words} micro-batches, about {format_s(left_s)} more")
+        steps = {number: meter_step(engine, make_step(number), start_s) for number in lengths[1:]}
+    return _extrapolated(steps[short], steps[few], num_all - few, few)
 
 
 def _extrapolated(first: Simulation, found: Simulation, num_more: int, few: int) -> RankFigures:
@@ -129,16 +133,18 @@ def _extrapolated(first: Simulation, found: Simulation, num_more: int, few: int)
     def longer(before: Mapping[Any, int], after: Mapping[Any, int]) -> dict[Any, int]:
         if not num_more:
             return dict(after)
-        return {key: size + num_more * (size - before.get(key, 0)) // (few - _FIRST) for key, size in after.items()}
+        return {key: size + num_more * (size - before.get(key, 0)) // (few - _SHORT) for key, size in after.items()}
 
     # Of what is at rest only sent gradients grow, and the peak has them too.
-    at_rest = longer(first.at_rest.live_bytes, found.at_rest.live_bytes)
+    kept = found.at_rest.live_bytes
+    sent = {Category.ACTIVATIONS: first.at_rest.live_bytes[Category.ACTIVATIONS]}
+    at_rest = longer({**kept, **sent}, kept)
     peak = found.peak.peak_live_bytes
     return RankFigures(
         rank=found.rank,
         layout=found.layout,
         at_rest=at_rest,
-        peak={each: size + at_rest[each] - found.at_rest.live_bytes[each] for each, size in peak.items()},
+        peak={each: size + at_rest[each] - kept[each] for each, size in peak.items()},
         num_calls=longer(_num_calls(first), _num_calls(found)),
         wire_bytes=longer(first.wire_bytes, found.wire_bytes),
         num_simulated=few,
