@@ -1,7 +1,8 @@
 """Simulate a schedule: an action starts when its stream is free and all that it follows has ended.
 
 The simulator gives a schedule its times; it does not check one (`verify` does), and it knows no hardware: costs
-come from the caller.
+come from the caller. It is the only one: drawings take its actions, the planner its `PipelineSpan`s. Of many
+micro-batches `PipelineSimulator` runs a few: what repeats itself is counted, and the answer is that of all of them.
 
 >>> from shardwise.schedule.actions import ActionKind
 >>> from shardwise.schedule.generators import data_parallel_step
@@ -11,18 +12,110 @@ come from the caller.
 9.0
 >>> round(bubble_fraction(timed), 3)  # nothing is computed in 3 of the 9 seconds
 0.333
+>>> span = PipelineSimulator().span("1f1b", 4, 1, 1000, [OpTimes()] * 4)
+>>> span.step_s, span.busy_s[0]
+(3009.0, 3000.0)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice, repeat
+from types import MappingProxyType
+from typing import Final
 
-from shardwise.schedule.actions import COLLECTIVES, STREAMS, Action, ActionKind, Schedule, ScheduleError, TimedAction
-from shardwise.schedule.dependencies import Position, dependencies, execution_order
+from shardwise.config.resolve import ConfigError
+from shardwise.schedule.actions import (
+    COLLECTIVES,
+    COMPUTATIONS,
+    STREAMS,
+    Action,
+    ActionKind,
+    Schedule,
+    ScheduleError,
+    TimedAction,
+)
+from shardwise.schedule.dependencies import dependencies, execution_order
+from shardwise.schedule.registry import pipeline_rows, pipeline_step, placement_of
 
 Cost = Callable[[int, Action], float]
 """Returns the seconds of an action on a rank; those of a transfer belong to SEND, whose end its RECEIVE follows."""
+
+_Computation = tuple[ActionKind, int, int]
+_Key = tuple[str, int, int, int]
+_KINDS: Final = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
+_INDEX_OF_KIND: Final = MappingProxyType({kind: index for index, kind in enumerate(_KINDS)})
+
+_NUM_ROUNDS: Final = 4
+"""Rounds of p micro-batches that are simulated first: it is full after two, one repeats itself, one drains it."""
+
+_SAME: Final = 1e-9
+"""Two rounds take equally long within this share: rounding is far below it."""
+
+
+@dataclass(frozen=True)
+class OpTimes:
+    """Hold the seconds of one micro-batch, on a rank with all its stages together or on one stage, and of a transfer of
+    its result to another rank.
+    """
+
+    forward_s: float = 1.0
+    backward_input_s: float = 1.0
+    backward_weight_s: float = 1.0
+    transfer_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """Return the seconds of the whole micro-batch, without transfers."""
+        return self.forward_s + self.backward_input_s + self.backward_weight_s
+
+    def of(self, kind: ActionKind) -> float:
+        """Return the seconds of an action's kind; other kinds than computations and SEND take 0."""
+        if kind is ActionKind.FORWARD:
+            return self.forward_s
+        if kind is ActionKind.BACKWARD:
+            return self.backward_input_s + self.backward_weight_s
+        if kind is ActionKind.BACKWARD_INPUT:
+            return self.backward_input_s
+        if kind is ActionKind.BACKWARD_WEIGHT:
+            return self.backward_weight_s
+        return self.transfer_s if kind is ActionKind.SEND else 0.0
+
+    def split(self, num_stages: int) -> OpTimes:
+        """Return the times of one of a rank's `num_stages` equal stages."""
+        shares = (each / num_stages for each in (self.forward_s, self.backward_input_s, self.backward_weight_s))
+        return OpTimes(*shares, transfer_s=self.transfer_s)
+
+    def cost(self, num_stages: int) -> Cost:
+        """Return the cost function for `simulate` of ranks with `num_stages` equal stages; other kinds cost 0."""
+        stage = self.split(num_stages)
+        seconds = {kind: stage.of(kind) for kind in ActionKind}
+        return lambda rank, action: seconds[action.kind]
+
+
+def mean_times(actions: Sequence[TimedAction]) -> OpTimes:
+    """Return the mean times of a recorded run; a backward that was not split counts half for each gradient.
+
+    >>> forward, backward = (Action.parse(text) for text in ("0F0", "0B0"))
+    >>> mean_times([TimedAction(forward, 0, 0.0, 1.0, "compute"), TimedAction(backward, 0, 1.0, 4.0, "compute")])
+    OpTimes(forward_s=1.0, backward_input_s=1.5, backward_weight_s=1.5, transfer_s=0.0)
+    """
+    computations = [each for each in actions if each.action.kind in COMPUTATIONS]
+    num_passes = len({(each.rank, each.action.micro_batch) for each in computations})
+
+    def mean_s(kind: ActionKind) -> float:
+        return sum(each.duration_s for each in computations if each.action.kind is kind) / max(1, num_passes)
+
+    half_s = mean_s(ActionKind.BACKWARD) / 2
+    return OpTimes(
+        forward_s=mean_s(ActionKind.FORWARD),
+        # Recomputation is part of the backward.
+        backward_input_s=half_s + mean_s(ActionKind.BACKWARD_INPUT) + mean_s(ActionKind.RECOMPUTE),
+        backward_weight_s=half_s + mean_s(ActionKind.BACKWARD_WEIGHT),
+    )
 
 
 def simulate(
@@ -46,19 +139,306 @@ def simulate(
     order, blocked = execution_order(schedule, follows, meeting_kinds=meeting_kinds)
     if blocked:
         rank, index = min(blocked)
-        action = schedule.ranks[rank][index]
-        raise ScheduleError(
-            "dependency-circle", f"{action} on rank {rank} never starts; it waits in a circle, verify() shows which"
-        )
-    times: dict[Position, tuple[float, float]] = {}
-    for meeting in order:
-        start_s = max((times[before][1] for member in meeting for before in follows[member]), default=0.0)
-        end_s = start_s + max(_seconds(cost, rank, schedule.ranks[rank][index]) for rank, index in meeting)
-        times.update(dict.fromkeys(meeting, (start_s, end_s)))
+        raise _circle(schedule.ranks[rank][index], rank)
+    number_of = {position: number for number, meeting in enumerate(order) for position in meeting}
+    before = [[number_of[other] for position in meeting for other in follows[position]] for meeting in order]
+    seconds = [max(_seconds(cost, rank, schedule.ranks[rank][index]) for rank, index in meeting) for meeting in order]
+    starts, ends = _run(before, repeat(()), seconds, repeat(0.0))
     return tuple(
-        TimedAction(action, rank, *times[rank, index], stream=streams[action.kind])
+        TimedAction(action, rank, starts[number], ends[number], stream=streams[action.kind])
         for rank, row in enumerate(schedule.ranks)
         for index, action in enumerate(row)
+        for number in (number_of[rank, index],)
+    )
+
+
+def _run(
+    before: Iterable[Sequence[int]],
+    arrivals: Iterable[Sequence[int]],
+    seconds: Iterable[float],
+    lags_s: Iterable[float],
+) -> tuple[list[float], list[float]]:
+    """Return the starts and the ends of what is numbered in an order in which each comes after all that it follows.
+
+    Args:
+        before: for each, the numbers of those that it follows.
+        arrivals: the same for those whose results come from another rank.
+        seconds: of each.
+        lags_s: for each, the seconds for which its arrivals are on their way.
+    """
+    starts: list[float] = []
+    ends: list[float] = []
+    for own, others, duration_s, lag_s in zip(before, arrivals, seconds, lags_s, strict=False):
+        start_s = 0.0
+        for number in own:
+            if ends[number] > start_s:
+                start_s = ends[number]
+        for number in others:
+            if ends[number] + lag_s > start_s:
+                start_s = ends[number] + lag_s
+        starts.append(start_s)
+        ends.append(start_s + duration_s)
+    return starts, ends
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineSpan:
+    """Hold the time that the computations of a step take.
+
+    Attributes:
+        step_s: from the first start on any rank to the last end on any.
+        rank_spans_s: from each rank's first start to its last end.
+        busy_s: how long each rank computes.
+    """
+
+    step_s: float
+    rank_spans_s: tuple[float, ...]
+    busy_s: tuple[float, ...]
+
+    @property
+    def bubble_rate(self) -> float:
+        """Return the mean share of the longest rank's span in which a rank computes nothing.
+
+        Where all stages are equal it is that of Qi et al. 2023 (arXiv 2401.10241), section 2.3.
+        """
+        return 1.0 - sum(self.busy_s) / len(self.busy_s) / max(self.rank_spans_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Repeat:
+    """Say where a rank repeats itself: rounds of `length` computations, the last of which is over before `end`."""
+
+    end: int
+    length: int
+
+
+class _Program:
+    """Hold the computations of a pipeline in an order in which each comes after all that it follows.
+
+    What computes a micro-batch follows what makes its input, as `dependencies` says for one micro-batch, and what is
+    before it on its rank.
+    """
+
+    def __init__(self, rows: Sequence[Sequence[_Computation]], sources: Mapping[int, int]) -> None:
+        """Merge the rows: walk each as far as what it waits for is already in the program.
+
+        Args:
+            rows: of each rank; the micro-batches of a kind and stage ascend.
+            sources: of a slot (see `_slot`), the one on another rank whose result it needs.
+        """
+        self.rows = rows
+        self.slots: list[int] = []
+        self.before: list[tuple[int, ...]] = []
+        self.arrivals: list[tuple[int, ...]] = []
+        self.numbers: list[list[int]] = [[] for _ in rows]
+        made: dict[int, list[int]] = defaultdict(list)
+        waiting: dict[tuple[int, int], int] = {}
+        ready = list(range(len(rows)))
+        while ready:
+            rank = ready.pop()
+            row, numbers = rows[rank], self.numbers[rank]
+            for kind, stage, micro_batch in islice(row, len(numbers), None):
+                slot = stage * len(_KINDS) + _INDEX_OF_KIND[kind]
+                source = sources.get(slot)
+                if source is None:
+                    self.arrivals.append(())
+                elif micro_batch < len(made[source]):
+                    self.arrivals.append((made[source][micro_batch],))
+                else:
+                    waiting[source, micro_batch] = rank
+                    break
+                number = len(self.slots)
+                self.slots.append(slot)
+                self.before.append((numbers[-1],) if numbers else ())
+                numbers.append(number)
+                made[slot].append(number)
+                if (slot, micro_batch) in waiting:
+                    ready.append(waiting.pop((slot, micro_batch)))
+        for rank, (row, numbers) in enumerate(zip(rows, self.numbers, strict=True)):
+            if len(numbers) < len(row):
+                raise _circle(Action(*row[len(numbers)]), rank)
+
+    def run(self, stages: Sequence[OpTimes]) -> tuple[list[float], list[list[float]]]:
+        """Return the first start of each rank, and the ends of its computations."""
+        table = [stage.of(kind) for stage in stages for kind in _KINDS]
+        lags_s: Iterable[float] = repeat(0.0)
+        if any(stage.transfer_s for stage in stages):
+            sent_s = [stage.transfer_s for stage in stages for _ in _KINDS]
+            lags_s = [sent_s[self.slots[others[0]]] if others else 0.0 for others in self.arrivals]
+        starts, ends = _run(self.before, self.arrivals, [table[slot] for slot in self.slots], lags_s)
+        return [starts[row[0]] for row in self.numbers], [[ends[number] for number in row] for row in self.numbers]
+
+
+def _slot(action: Action) -> int:
+    """Return the index of a computation's kind and stage in a table of times."""
+    return action.stage * len(_KINDS) + _INDEX_OF_KIND[action.kind]
+
+
+def _sources(one: Schedule) -> dict[int, int]:
+    """Return for each slot of a schedule of one micro-batch the slot on another rank whose result it needs."""
+    return {
+        _slot(one.ranks[rank][index]): _slot(one.ranks[other_rank][other_index])
+        for (rank, index), followed in dependencies(one).items()
+        for other_rank, other_index in followed
+        if other_rank != rank
+    }
+
+
+def _repeats(program: _Program, longer: Sequence[Sequence[_Computation]], num_more: int) -> tuple[list[_Repeat], int]:
+    """Find what a schedule with `num_more` micro-batches more does, once more than the program.
+
+    Args:
+        program: of the schedule.
+        longer: the rows of the other.
+        num_more: micro-batches of a round.
+
+    Returns:
+        For each rank where its rounds end, and how many rounds reach as far back as any dependency of the last of them
+        and of what comes after. Where all of those take equally long, each further one does, by induction, and
+        what follows comes later by as much. Without such rounds it is empty.
+    """
+
+    def later(row: Sequence[_Computation]) -> list[_Computation]:
+        return [(kind, stage, micro_batch + num_more) for kind, stage, micro_batch in row]
+
+    repeats = []
+    for row, long_row in zip(program.rows, longer, strict=True):
+        pairs = enumerate(zip(row, long_row, strict=False))
+        end = next((index for index, (one, other) in pairs if one != other), len(row))
+        length = len(long_row) - len(row)
+        if end < length or later(row[end - length :]) != long_row[end:]:
+            return [], 0
+        repeats.append(_Repeat(end, length))
+    num = _num_reached(program, repeats)
+    for row, (end, length) in zip(program.rows, ((each.end, each.length) for each in repeats), strict=True):
+        first = end - (num + 1) * length
+        if num == 0 or first < 0 or later(row[first : end - length]) != row[first + length : end]:
+            return [], 0
+    return repeats, num
+
+
+def _num_reached(program: _Program, repeats: Sequence[_Repeat]) -> int:
+    """Return how many rounds back the last round, and what comes after it, depends on others; 0 where what comes
+    before its end depends on what comes after.
+    """
+    place_of = {number: (rank, index) for rank, row in enumerate(program.numbers) for index, number in enumerate(row)}
+    num = 1
+    for row, here in zip(program.numbers, repeats, strict=True):
+        for index, number in enumerate(row):
+            for other in program.arrivals[number]:
+                other_rank, other_index = place_of[other]
+                there = repeats[other_rank]
+                if index < here.end and other_index >= there.end:
+                    return 0
+                if index >= here.end - here.length:
+                    num = max(num, math.ceil((there.end - other_index) / there.length))
+    return num
+
+
+def _added_s(ends: Sequence[Sequence[float]], repeats: Sequence[_Repeat], num: int) -> float | None:
+    """Return the seconds by which one round more delays what follows; None where rounds do not take equally long."""
+    added: list[float] = []
+    for row, each in zip(ends, repeats, strict=False):
+        first = each.end - (num + 1) * each.length
+        pairs = zip(row[first : each.end - each.length], row[first + each.length : each.end], strict=True)
+        added += (later_s - end_s for end_s, later_s in pairs)
+    return max(added) if added and math.isclose(min(added), max(added), rel_tol=_SAME) else None
+
+
+def _circle(action: Action, rank: int) -> ScheduleError:
+    return ScheduleError(
+        "dependency-circle", f"{action} on rank {rank} never starts; it waits in a circle, verify() shows which"
+    )
+
+
+class PipelineSimulator:
+    """Simulate pipelines; keep the programs of the schedules that were asked for, and the answers."""
+
+    def __init__(self) -> None:
+        self._programs: dict[_Key, _Program] = {}
+        self._repeats: dict[_Key, tuple[list[_Repeat], int]] = {}
+        self._spans: dict[tuple[object, ...], PipelineSpan] = {}
+
+    def span(
+        self,
+        recipe_name: str,
+        num_ranks: int,
+        virtual_stages: int,
+        num_micro_batches: int,
+        stages: Sequence[OpTimes],
+    ) -> PipelineSpan:
+        """Time the schedule of that name; its cost does not grow with the micro-batches once they repeat themselves.
+
+        Args:
+            recipe_name: as `pipeline.schedule`.
+            num_ranks: of the pipeline.
+            virtual_stages: stages a rank.
+            num_micro_batches: of a step.
+            stages: times of the stages of all ranks, in the order of the model. What a stage sends to another rank
+                takes no rank's time, and is assumed to arrive before the next of the same channel is sent.
+
+        Raises:
+            ConfigError: no such schedule, or another number of stages than it has.
+            ScheduleError: a count below 1.
+        """
+        placement = placement_of(recipe_name, num_ranks, virtual_stages)
+        if len(stages) != placement.num_stages:
+            raise ConfigError(
+                "stage-times-count",
+                f"times of {len(stages)} stages for {placement.num_stages}; give one for each stage",
+            )
+        key = (recipe_name, num_ranks, virtual_stages, num_micro_batches, tuple(stages))
+        if key not in self._spans:
+            work_s = [sum(stages[stage].total_s for stage in placement.stages_of(rank)) for rank in range(num_ranks)]
+            first, last = self._simulated(recipe_name, num_ranks, virtual_stages, num_micro_batches, stages)
+            self._spans[key] = _span(first, last, [num_micro_batches * each for each in work_s])
+        return self._spans[key]
+
+    def _simulated(
+        self,
+        recipe_name: str,
+        num_ranks: int,
+        virtual_stages: int,
+        num_micro_batches: int,
+        stages: Sequence[OpTimes],
+    ) -> tuple[list[float], list[float]]:
+        """Return the first starts and the last ends of the ranks."""
+        num_rounds, last_round = _NUM_ROUNDS, num_micro_batches // num_ranks
+        while num_rounds < last_round:
+            num_simulated = num_micro_batches - (last_round - num_rounds) * num_ranks
+            program, repeats, num = self._repeating(recipe_name, num_ranks, num_simulated, virtual_stages)
+            if repeats:
+                first, ends = program.run(stages)
+                added_s = _added_s(ends, repeats, num)
+                if added_s is not None:
+                    more_s = (last_round - num_rounds) * added_s
+                    return first, [row[-1] + more_s for row in ends]
+            num_rounds *= 2
+        first, ends = self._program(recipe_name, num_ranks, num_micro_batches, virtual_stages).run(stages)
+        return first, [row[-1] for row in ends]
+
+    def _program(self, *key: *_Key) -> _Program:
+        if key not in self._programs:
+            name, num_ranks, _, virtual_stages = key
+            rows = pipeline_rows(*key)
+            sources = _sources(pipeline_step(name, num_ranks, 1, virtual_stages))
+            self._programs[key] = _Program([rows.of(rank) for rank in range(num_ranks)], sources)
+        return self._programs[key]
+
+    def _repeating(self, *key: *_Key) -> tuple[_Program, list[_Repeat], int]:
+        """Return a program and what more micro-batches would repeat, as `_repeats` does."""
+        if key not in self._repeats:
+            program, (name, num_ranks, num_micro_batches, virtual_stages) = self._program(*key), key
+            longer = pipeline_rows(name, num_ranks, num_micro_batches + num_ranks, virtual_stages)
+            self._repeats[key] = _repeats(program, [longer.of(rank) for rank in range(num_ranks)], num_ranks)
+        return self._program(*key), *self._repeats[key]
+
+
+def _span(first: Sequence[float], last: Sequence[float], busy: Sequence[float]) -> PipelineSpan:
+    return PipelineSpan(
+        step_s=max(last) - min(first),
+        rank_spans_s=tuple(end_s - start_s for start_s, end_s in zip(first, last, strict=True)),
+        busy_s=tuple(busy),
     )
 
 

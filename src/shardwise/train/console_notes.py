@@ -20,7 +20,7 @@ from shardwise.offload.disk_bench import USEFUL_BYTES_PER_S, SwapSpeed, measure_
 from shardwise.offload.nvme import SwapError
 from shardwise.runtime.format import format_bytes, format_s
 from shardwise.schedule import ScheduleError, TimedAction, bubble_s, placement_of, rank_bubble_s, rank_span_s
-from shardwise.schedule.op_times import OpTimes, mean_times
+from shardwise.schedule.simulate import OpTimes, mean_times
 from shardwise.train.loop import Trainer
 from shardwise.train.recording import gather_timeline
 

@@ -30,7 +30,6 @@ from shardwise.planner.memory import MemoryModel
 from shardwise.planner.memory_bound import MemoryBound
 from shardwise.planner.memory_limit import missing_memory
 from shardwise.planner.neighbours import neighbours
-from shardwise.planner.pipeline_time import PipelineTimes, StageTimes
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.results import Estimate, MemoryEstimate, RankMemory, TimeEstimate
 from shardwise.planner.search import (
@@ -47,6 +46,7 @@ from shardwise.planner.search import (
 from shardwise.planner.shape import ModelShape
 from shardwise.planner.step_time import TimeModel
 from shardwise.planner.tie_break import num_extras, simplest
+from shardwise.schedule.simulate import OpTimes, PipelineSimulator
 from shardwise.train.setup import check_job
 
 SHAPE = ModelShape(
@@ -328,9 +328,9 @@ def test_no_schedule_waits_less_than_its_bound(
     schedule: tuple[str, int], pp: int, num_micro_batches: int, backward_s: float, weight_s: float
 ) -> None:
     name, virtual_stages = schedule
-    stage = StageTimes(forward_s=1.0, backward_input_s=backward_s, backward_weight_s=weight_s)
+    stage = OpTimes(forward_s=1.0, backward_input_s=backward_s, backward_weight_s=weight_s)
     stages = [stage] * (pp * virtual_stages)
-    span = PipelineTimes().span(name, pp, virtual_stages, num_micro_batches, stages)
+    span = PipelineSimulator().span(name, pp, virtual_stages, num_micro_batches, stages)
     share = bubble_share(name, pp, num_micro_batches, virtual_stages)
     assert span.step_s >= (1 + share) * span.busy_s[0] * (1 - 1e-9)
 

@@ -14,7 +14,7 @@ from shardwise.schedule import (
     zero_bubble_h2,
     zero_bubble_searched,
 )
-from shardwise.schedule.op_times import OpTimes
+from shardwise.schedule.simulate import OpTimes
 
 SECONDS = st.floats(min_value=0.1, max_value=2.0)
 
