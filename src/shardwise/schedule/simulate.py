@@ -46,11 +46,15 @@ Cost = Callable[[int, Action], float]
 
 _Computation = tuple[ActionKind, int, int]
 _Key = tuple[str, int, int, int]
+"""The arguments of `pipeline_rows`."""
 _KINDS: Final = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
 _INDEX_OF_KIND: Final = MappingProxyType({kind: index for index, kind in enumerate(_KINDS)})
 
 _NUM_ROUNDS: Final = 4
 """Rounds of p micro-batches that are simulated first: it is full after two, one repeats itself, one drains it."""
+
+_NUM_EQUAL: Final = 2
+"""Rounds that must take equally long: no rank is further ahead of another, since less than 2p are in flight."""
 
 _SAME: Final = 1e-9
 """Two rounds take equally long within this share: rounding is far below it."""
@@ -204,14 +208,6 @@ class PipelineSpan:
         return 1.0 - sum(self.busy_s) / len(self.busy_s) / max(self.rank_spans_s)
 
 
-@dataclass(frozen=True, slots=True)
-class _Repeat:
-    """Say where a rank repeats itself: rounds of `length` computations, the last of which is over before `end`."""
-
-    end: int
-    length: int
-
-
 class _Program:
     """Hold the computations of a pipeline in an order in which each comes after all that it follows.
 
@@ -284,65 +280,34 @@ def _sources(one: Schedule) -> dict[int, int]:
     }
 
 
-def _repeats(program: _Program, longer: Sequence[Sequence[_Computation]], num_more: int) -> tuple[list[_Repeat], int]:
-    """Find what a schedule with `num_more` micro-batches more does, once more than the program.
+def _rounds_end(row: Sequence[_Computation], longer: Sequence[_Computation], num_more: int) -> tuple[int, int] | None:
+    """Return where a rank's equal rounds end, and the computations of one; None where it has none.
 
     Args:
-        program: of the schedule.
-        longer: the rows of the other.
+        row: of the rank.
+        longer: the same with `num_more` micro-batches more, a round.
         num_more: micro-batches of a round.
-
-    Returns:
-        For each rank where its rounds end, and how many rounds reach as far back as any dependency of the last of them
-        and of what comes after. Where all of those take equally long, each further one does, by induction, and
-        what follows comes later by as much. Without such rounds it is empty.
     """
-
-    def later(row: Sequence[_Computation]) -> list[_Computation]:
-        return [(kind, stage, micro_batch + num_more) for kind, stage, micro_batch in row]
-
-    repeats = []
-    for row, long_row in zip(program.rows, longer, strict=True):
-        pairs = enumerate(zip(row, long_row, strict=False))
-        end = next((index for index, (one, other) in pairs if one != other), len(row))
-        length = len(long_row) - len(row)
-        if end < length or later(row[end - length :]) != long_row[end:]:
-            return [], 0
-        repeats.append(_Repeat(end, length))
-    num = _num_reached(program, repeats)
-    for row, (end, length) in zip(program.rows, ((each.end, each.length) for each in repeats), strict=True):
-        first = end - (num + 1) * length
-        if num == 0 or first < 0 or later(row[first : end - length]) != row[first + length : end]:
-            return [], 0
-    return repeats, num
+    pairs = enumerate(zip(row, longer, strict=False))
+    end = next((index for index, (one, other) in pairs if one != other), len(row))
+    length = len(longer) - len(row)
+    first = end - (_NUM_EQUAL + 1) * length
+    later = [(kind, stage, micro_batch + num_more) for kind, stage, micro_batch in row[max(first, 0) :]]
+    return (end, length) if first >= 0 and later == longer[first + length :] else None
 
 
-def _num_reached(program: _Program, repeats: Sequence[_Repeat]) -> int:
-    """Return how many rounds back the last round, and what comes after it, depends on others; 0 where what comes
-    before its end depends on what comes after.
+def _added_s(ends: Sequence[Sequence[float]], rounds: Sequence[tuple[int, int]]) -> float | None:
+    """Return the seconds by which one round more delays what follows; None where rounds do not take equally long.
+
+    The equal ones reach back as far as what any later computation waits for, so each further round takes as long, by
+    induction, and what comes after all of them ends later by as much.
     """
-    place_of = {number: (rank, index) for rank, row in enumerate(program.numbers) for index, number in enumerate(row)}
-    num = 1
-    for row, here in zip(program.numbers, repeats, strict=True):
-        for index, number in enumerate(row):
-            for other in program.arrivals[number]:
-                other_rank, other_index = place_of[other]
-                there = repeats[other_rank]
-                if index < here.end and other_index >= there.end:
-                    return 0
-                if index >= here.end - here.length:
-                    num = max(num, math.ceil((there.end - other_index) / there.length))
-    return num
-
-
-def _added_s(ends: Sequence[Sequence[float]], repeats: Sequence[_Repeat], num: int) -> float | None:
-    """Return the seconds by which one round more delays what follows; None where rounds do not take equally long."""
     added: list[float] = []
-    for row, each in zip(ends, repeats, strict=False):
-        first = each.end - (num + 1) * each.length
-        pairs = zip(row[first : each.end - each.length], row[first + each.length : each.end], strict=True)
+    for row, (end, length) in zip(ends, rounds, strict=True):
+        first = end - (_NUM_EQUAL + 1) * length
+        pairs = zip(row[first : end - length], row[first + length : end], strict=True)
         added += (later_s - end_s for end_s, later_s in pairs)
-    return max(added) if added and math.isclose(min(added), max(added), rel_tol=_SAME) else None
+    return max(added) if math.isclose(min(added), max(added), rel_tol=_SAME) else None
 
 
 def _circle(action: Action, rank: int) -> ScheduleError:
@@ -356,7 +321,7 @@ class PipelineSimulator:
 
     def __init__(self) -> None:
         self._programs: dict[_Key, _Program] = {}
-        self._repeats: dict[_Key, tuple[list[_Repeat], int]] = {}
+        self._rounds: dict[_Key, list[tuple[int, int]]] = {}
         self._spans: dict[tuple[object, ...], PipelineSpan] = {}
 
     def span(
@@ -406,32 +371,38 @@ class PipelineSimulator:
         num_rounds, last_round = _NUM_ROUNDS, num_micro_batches // num_ranks
         while num_rounds < last_round:
             num_simulated = num_micro_batches - (last_round - num_rounds) * num_ranks
-            program, repeats, num = self._repeating(recipe_name, num_ranks, num_simulated, virtual_stages)
-            if repeats:
-                first, ends = program.run(stages)
-                added_s = _added_s(ends, repeats, num)
+            key = (recipe_name, num_ranks, num_simulated, virtual_stages)
+            if rounds := self._rounds_of(key):
+                first, ends = self._program(key).run(stages)
+                added_s = _added_s(ends, rounds)
                 if added_s is not None:
                     more_s = (last_round - num_rounds) * added_s
                     return first, [row[-1] + more_s for row in ends]
             num_rounds *= 2
-        first, ends = self._program(recipe_name, num_ranks, num_micro_batches, virtual_stages).run(stages)
+        first, ends = self._program((recipe_name, num_ranks, num_micro_batches, virtual_stages)).run(stages)
         return first, [row[-1] for row in ends]
 
-    def _program(self, *key: *_Key) -> _Program:
+    def _program(self, key: _Key) -> _Program:
         if key not in self._programs:
             name, num_ranks, _, virtual_stages = key
-            rows = pipeline_rows(*key)
             sources = _sources(pipeline_step(name, num_ranks, 1, virtual_stages))
-            self._programs[key] = _Program([rows.of(rank) for rank in range(num_ranks)], sources)
+            self._programs[key] = _Program(_rows(key), sources)
         return self._programs[key]
 
-    def _repeating(self, *key: *_Key) -> tuple[_Program, list[_Repeat], int]:
-        """Return a program and what more micro-batches would repeat, as `_repeats` does."""
-        if key not in self._repeats:
-            program, (name, num_ranks, num_micro_batches, virtual_stages) = self._program(*key), key
-            longer = pipeline_rows(name, num_ranks, num_micro_batches + num_ranks, virtual_stages)
-            self._repeats[key] = _repeats(program, [longer.of(rank) for rank in range(num_ranks)], num_ranks)
-        return self._program(*key), *self._repeats[key]
+    def _rounds_of(self, key: _Key) -> list[tuple[int, int]]:
+        """Return `_rounds_end` of each rank; nothing where a round more is not one more of them on each."""
+        if key not in self._rounds:
+            name, num_ranks, num_micro_batches, virtual_stages = key
+            longer = _rows((name, num_ranks, num_micro_batches + num_ranks, virtual_stages))
+            pairs = zip(self._program(key).rows, longer, strict=True)
+            found = [_rounds_end(row, long_row, num_ranks) for row, long_row in pairs]
+            self._rounds[key] = [each for each in found if each] if all(found) else []
+        return self._rounds[key]
+
+
+def _rows(key: _Key) -> list[list[_Computation]]:
+    rows = pipeline_rows(*key)
+    return [rows.of(rank) for rank in range(rows.placement.num_ranks)]
 
 
 def _span(first: Sequence[float], last: Sequence[float], busy: Sequence[float]) -> PipelineSpan:

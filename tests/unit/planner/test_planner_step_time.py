@@ -199,16 +199,9 @@ def test_a_pipeline_takes_what_its_stages_and_their_schedule_take() -> None:
     block, first, last = units(s)
     stages = [block.times(num) for num in layers]
     stages = [stages[0].plus(first), *stages[1:3], stages[3].plus(last)]
-    timed = [
-        OpTimes(
-            forward_s=each.forward_s,
-            backward_input_s=each.backward_input_s,
-            backward_weight_s=each.backward_weight_s,
-        )
-        for each in stages
-    ]
     transfer_s = MODEL.communication.transfer_s(s)
-    span = PipelineSimulator().span("1f1b", 4, 1, 16, timed, transfer_s)
+    timed = [OpTimes(each.forward_s, each.backward_input_s, each.backward_weight_s, transfer_s) for each in stages]
+    span = PipelineSimulator().span("1f1b", 4, 1, 16, timed)
     found, quick = MODEL.estimate(s), MODEL.estimate(s, is_quick=True)
     busiest_s = 16 * max(each.total_s for each in timed)
     for time in (found, quick):
