@@ -38,6 +38,7 @@ from shardwise.planner.neighbours import more_on_device, neighbours
 from shardwise.planner.pricer import Pricer, Pricing
 from shardwise.planner.results import Estimate, MemoryEstimate
 from shardwise.planner.tie_break import TIE_SHARE, num_extras, simplest
+from shardwise.schedule.formulas import least_bubble_share
 
 _FAR: Final[Mapping[str, int]] = MappingProxyType({"device": 0, "host": 1, "nvme": 2})
 _MOST_STEPS: Final = 6
@@ -227,7 +228,7 @@ class _Search:
             placement = PlacementCandidate(stage, candidate.num_data_ranks, "batch", *["device"] * 4)
             inner_s = self.pricer.time.busy_s(strategy_at(candidate, placement, self.space.base))
             self._inner_s[candidate.inner] = inner_s
-        return inner_s * (1 + bubble_share(*pipeline_of(candidate)))
+        return inner_s * (1 + least_bubble_share(*pipeline_of(candidate)))
 
     def _known_placements(
         self, candidate: ParallelismCandidate
@@ -452,39 +453,6 @@ def recomputes_less(known: ParallelismCandidate, candidate: ParallelismCandidate
 def moves_less(known: tuple[str, ...], tiers: tuple[str, ...]) -> bool:
     """Say whether a known placement stores nothing further away."""
     return known != tiers and all(_FAR[one] <= _FAR[other] for one, other in zip(known, tiers, strict=True))
-
-
-# Forward, and gradients of inputs and of weights, do not take exactly the same time.
-_OF_THIRDS: Final = 0.9
-
-
-def bubble_share(schedule: str, pp: int, num_micro_batches: int, virtual_stages: int) -> float:
-    """Return the least bubble of a pipeline as a share of what its ranks compute.
-
-    With p ranks, m micro-batches and v stages a rank: (p - 1) / (m v) by Narayanan et al. 2021 (arXiv 2104.04473),
-    section 2.2, a third of it for zero-bubble H1 and nothing for H2 and V, were F = B = W (Qi et al. 2023, arXiv
-    2401.10241, sections 2.3 and 6). With few micro-batches the first rank waits for the first of them to come back,
-    p (F + B) or with W, and has the other backwards to do after it; for V, half of them.
-
-    >>> bubble_share("interleaved", 4, 8, 3), bubble_share("zb-h2", 4, 8, 1)
-    (0.125, 0.0)
-    >>> bubble_share("interleaved", 4, 1, 3), round(bubble_share("zb-h2", 4, 1, 1), 3)
-    (3.0, 1.8)
-
-    Args:
-        schedule: as `pipeline.schedule`.
-        pp: ranks of the pipeline.
-        num_micro_batches: of a step.
-        virtual_stages: stages a rank.
-    """
-    p, m = pp, num_micro_batches
-    if schedule == "zb-v":
-        return _OF_THIRDS * max(0.0, 2 * p - 2 * m - 0.5) / (3 * m)
-    if schedule.startswith("zb-"):
-        # Less than the third, since W may be longer than the others.
-        filled = (p - 1) / (4 * m) if schedule == "zb-h1" else 0.0
-        return max(filled, _OF_THIRDS * (2 * p - m - 1) / (3 * m))
-    return max((p - 1) / (m * virtual_stages), (p - m) / m)
 
 
 def pipeline_of(candidate: ParallelismCandidate) -> tuple[str, int, int, int]:

@@ -189,16 +189,14 @@ class TimeModel:
 def quick_bubble_s(s: Strategy, stages: Sequence[OpTimes]) -> float | None:
     """Return the bubble of equal ranks; None with so few micro-batches that only the schedule itself shows it.
 
-    The part of W that is longer than F fills no more of the bubble; in H2, the part that is longer than half of F + B.
-    In ZB-V a B that is shorter than F waits until F would end.
+    In ZB-V a B that is shorter than F waits until F would end, and the part of W that is longer fills no more.
     """
     forward_s, backward_s, weight_s = (
         sum(each) / s.pp
         for each in zip(*((t.forward_s, t.backward_input_s, t.backward_weight_s) for t in stages), strict=True)
     )
-    if s.schedule.startswith("zb-"):
-        backward_s = max(backward_s, forward_s) if s.schedule == "zb-v" else backward_s
-        weight_s = min(weight_s, forward_s, (forward_s + backward_s) / 2 if s.schedule == "zb-h2" else forward_s)
+    if s.schedule == "zb-v":
+        backward_s, weight_s = max(backward_s, forward_s), min(weight_s, forward_s)
     try:
         return bubble_s(s.schedule, s.pp, s.num_micro_batches, s.virtual_stages, forward_s, backward_s, weight_s)
     except ScheduleError:

@@ -24,7 +24,7 @@ from shardwise.schedule.actions import (
 )
 from shardwise.schedule.auto_schedule import zero_bubble_searched
 from shardwise.schedule.dependencies import Position, dependencies
-from shardwise.schedule.formulas import bubble_s, max_in_flight
+from shardwise.schedule.formulas import bubble_s, bubble_share, max_in_flight
 from shardwise.schedule.generators import data_parallel_step, forward_only
 from shardwise.schedule.in_flight import num_deferred, num_in_flight, peak_held_bytes
 from shardwise.schedule.lower import Gather, insert_gathers, insert_offload, insert_transfers, lower
@@ -62,6 +62,7 @@ __all__ = [
     "TimedAction",
     "bubble_fraction",
     "bubble_s",
+    "bubble_share",
     "busy_s",
     "data_parallel_step",
     "dependencies",

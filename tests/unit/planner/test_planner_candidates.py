@@ -23,8 +23,8 @@ from shardwise.planner.compact_layout import CompactLayout
 from shardwise.planner.configs import config_of
 from shardwise.planner.hardware import Cluster, find_gpu
 from shardwise.planner.job import PlanJob, Strategy
-from shardwise.planner.search import bubble_share
 from shardwise.planner.shape import ModelShape
+from shardwise.schedule.formulas import least_bubble_share
 from shardwise.schedule.simulate import OpTimes, PipelineSimulator
 from shardwise.train.setup import check_job
 
@@ -149,7 +149,7 @@ def test_the_bound_of_1f1b_and_of_interleaved_is_what_they_wait(
     stages = [OpTimes(forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0)] * (pp * virtual_stages)
     span = PipelineSimulator().span(name, pp, virtual_stages, num_micro_batches, stages)
     waits = span.step_s / span.busy_s[0] - 1
-    assert bubble_share(name, pp, num_micro_batches, virtual_stages) == pytest.approx(waits)
+    assert least_bubble_share(name, pp, num_micro_batches, virtual_stages) == pytest.approx(waits)
 
 
 @pytest.mark.parametrize(
@@ -166,4 +166,4 @@ def test_the_bound_of_zero_bubble_schedules_is_most_of_what_they_wait(name: str,
     stages = [OpTimes(forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0)] * (pp * virtual_stages)
     span = PipelineSimulator().span(name, pp, virtual_stages, num_micro_batches, stages)
     waits = span.step_s / span.busy_s[0] - 1
-    assert bubble_share(name, pp, num_micro_batches, virtual_stages) > 0.5 * waits
+    assert least_bubble_share(name, pp, num_micro_batches, virtual_stages) > 0.5 * waits
