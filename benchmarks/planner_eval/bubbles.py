@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-from shardwise.schedule.auto_schedule import zero_bubble_searched
+from planner_eval.searched_schedule import zero_bubble_searched
 from shardwise.schedule.lower import insert_transfers
 from shardwise.schedule.registry import placement_of
 from shardwise.schedule.simulate import OpTimes, PipelineSimulator, rank_span_s, simulate

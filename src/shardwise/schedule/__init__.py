@@ -22,7 +22,6 @@ from shardwise.schedule.actions import (
     ScheduleError,
     TimedAction,
 )
-from shardwise.schedule.auto_schedule import zero_bubble_searched
 from shardwise.schedule.dependencies import Position, dependencies
 from shardwise.schedule.formulas import bubble_s, bubble_share, max_in_flight
 from shardwise.schedule.generators import data_parallel_step, forward_only
@@ -90,6 +89,5 @@ __all__ = [
     "verify",
     "zero_bubble_h1",
     "zero_bubble_h2",
-    "zero_bubble_searched",
     "zero_bubble_v",
 ]

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.refusals import refused
+from planner_eval.searched_schedule import zero_bubble_searched
 from shardwise.schedule import (
     Schedule,
     peak_held_bytes,
@@ -12,7 +13,6 @@ from shardwise.schedule import (
     simulate,
     verify,
     zero_bubble_h2,
-    zero_bubble_searched,
 )
 from shardwise.schedule.simulate import OpTimes
 
