@@ -27,13 +27,13 @@ from shardwise.planner.configs import KEYS, config_of, strategy_of
 from shardwise.planner.hardware import Cluster, find_gpu
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.memory import MemoryModel
-from shardwise.planner.memory_bound import MemoryBound
 from shardwise.planner.memory_limit import missing_memory
 from shardwise.planner.neighbours import neighbours
 from shardwise.planner.pricer import Pricer
-from shardwise.planner.results import Estimate, MemoryEstimate, RankMemory, TimeEstimate
+from shardwise.planner.results import Estimate, MemoryEstimate, RankMemory, TimeEstimate, num_extras, simplest
 from shardwise.planner.search import (
     Limits,
+    MemoryBound,
     holds_more,
     moves_less,
     pareto,
@@ -44,7 +44,6 @@ from shardwise.planner.search import (
 )
 from shardwise.planner.shape import ModelShape
 from shardwise.planner.step_time import TimeModel
-from shardwise.planner.tie_break import num_extras, simplest
 from shardwise.schedule.formulas import least_bubble_share
 from shardwise.schedule.simulate import OpTimes, PipelineSimulator
 from shardwise.train.setup import check_job
