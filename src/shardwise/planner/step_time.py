@@ -35,7 +35,7 @@ from shardwise.planner.results import TIME_PARTS, TimeEstimate
 from shardwise.planner.stages import StageLayouts
 from shardwise.schedule.actions import ScheduleError
 from shardwise.schedule.formulas import bubble_s
-from shardwise.schedule.simulate import OpTimes, PipelineSimulator
+from shardwise.schedule.simulate import OpTimes, PipelineSimulator, PipelineSpan
 
 _NO_TIME: Final = PassTimes()
 
@@ -163,8 +163,9 @@ class TimeModel:
         bubble = quick_bubble_s(s, times) if is_quick else None
         if bubble is not None:
             span_s = max(busy) + bubble + 2 * (len(stages) - 1) * transfer_s
-            return span_s, 1 - sum(busy) / len(busy) / span_s
-        span = self.pipelines.span(s.schedule, s.pp, s.virtual_stages, s.num_micro_batches, times)
+            span = PipelineSpan(step_s=span_s, rank_spans_s=(span_s,), busy_s=tuple(busy))
+        else:
+            span = self.pipelines.span(s.schedule, s.pp, s.virtual_stages, s.num_micro_batches, times)
         return span.step_s, span.bubble_rate
 
     def _step_s(self, s: Strategy, pipeline_rank: int) -> float:

@@ -90,8 +90,12 @@ class OpTimes:
 
     def split(self, num_stages: int) -> OpTimes:
         """Return the times of one of a rank's `num_stages` equal stages."""
-        shares = (each / num_stages for each in (self.forward_s, self.backward_input_s, self.backward_weight_s))
-        return OpTimes(*shares, transfer_s=self.transfer_s)
+        return OpTimes(
+            self.forward_s / num_stages,
+            self.backward_input_s / num_stages,
+            self.backward_weight_s / num_stages,
+            self.transfer_s,
+        )
 
     def cost(self, num_stages: int) -> Cost:
         """Return the cost function for `simulate` of ranks with `num_stages` equal stages; other kinds cost 0."""
