@@ -23,9 +23,15 @@ from shardwise.schedule.actions import (
     TimedAction,
 )
 from shardwise.schedule.dependencies import Position, dependencies
-from shardwise.schedule.formulas import bubble_s, bubble_share, max_in_flight
+from shardwise.schedule.formulas import (
+    bubble_s,
+    bubble_share,
+    max_in_flight,
+    num_deferred,
+    num_in_flight,
+    peak_held_bytes,
+)
 from shardwise.schedule.generators import data_parallel_step, forward_only
-from shardwise.schedule.in_flight import num_deferred, num_in_flight, peak_held_bytes
 from shardwise.schedule.lower import Gather, insert_gathers, insert_offload, insert_transfers, lower
 from shardwise.schedule.pipelines import (
     gpipe,

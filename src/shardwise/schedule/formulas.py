@@ -3,6 +3,11 @@
 Those of the pipeline schedules hold for equal stages and free transfers, and some only for enough micro-batches or for
 some costs. Where one does not hold, a ScheduleError says so, and `simulate` gives the numbers of the schedule itself.
 
+A stage activation is what a stage keeps of one micro-batch for its backward. It is *in flight* from FORWARD
+until BACKWARD or BACKWARD_INPUT has ended. What BACKWARD_INPUT leaves for the gradients of the weights is
+*deferred* until BACKWARD_WEIGHT has ended. A forward without a backward, as in an evaluation, holds its activation
+only while it runs.
+
 Symbols: p ranks, m micro-batches, v stages a rank, i a rank from 0; F, B and W are the seconds that a rank takes
 for one micro-batch's forward, gradient of the input and gradient of the weights, all its stages together.
 
@@ -16,13 +21,17 @@ for one micro-batch's forward, gradient of the input and gradient of the weights
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Final, TypeVar
 
-from shardwise.schedule.actions import ScheduleError
+from shardwise.schedule.actions import Action, ActionKind, Schedule, ScheduleError
 from shardwise.schedule.pipelines import interleaved_rounds
 from shardwise.schedule.registry import placement_of
 from shardwise.schedule.simulate import OpTimes
+
+_ENDS_IN_FLIGHT = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
+_SPLIT = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
 
 Number = TypeVar("Number", int, float)
 
@@ -196,6 +205,55 @@ def _of_name(recipe_name: str, known: Mapping[str, Number]) -> Number:
     if recipe_name not in known:
         raise ScheduleError("no-closed-form", f"schedule {recipe_name} has no closed form; add it to formulas.py")
     return known[recipe_name]
+
+
+def num_in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """Return for each rank the most stage activations in flight at once."""
+    return tuple(int(peak) for peak in peak_held_bytes(schedule, 1, 0))
+
+
+def num_deferred(schedule: Schedule) -> tuple[int, ...]:
+    """Return for each rank the most (stage, micro-batch) pairs at once whose BACKWARD_WEIGHT is still to come."""
+    return tuple(int(peak) for peak in peak_held_bytes(schedule, 0, 1))
+
+
+def peak_held_bytes(schedule: Schedule, in_flight_bytes: float, deferred_bytes: float) -> tuple[float, ...]:
+    """Return for each rank the most bytes held at once.
+
+    Args:
+        schedule: with its computations; other actions hold nothing.
+        in_flight_bytes: bytes of a stage activation in flight, M_B of Qi et al. 2023 (arXiv 2401.10241), section 2.3.
+        deferred_bytes: bytes kept for a deferred gradient of weights, M_W there.
+    """
+    return tuple(max(held_along(row, in_flight_bytes, deferred_bytes), default=0) for row in schedule.ranks)
+
+
+def held_along(row: Sequence[Action], in_flight_bytes: float, deferred_bytes: float) -> list[float]:
+    """Return the bytes held during each action of a row.
+
+    Where a row names a stage's groups, the stage holds from its first group's forward to its last group's backward.
+
+    Args:
+        row: of a rank.
+        in_flight_bytes: of a stage activation in flight, as in `peak_held_bytes`.
+        deferred_bytes: of a deferred gradient of weights, as there.
+    """
+    first: dict[tuple[int, int | None], int] = {}
+    last: dict[tuple[ActionKind, int, int | None], int] = {}
+    for index, action in enumerate(row):
+        if action.kind is ActionKind.FORWARD:
+            first.setdefault((action.stage, action.micro_batch), index)
+        last[action.kind, action.stage, action.micro_batch] = index
+    # What is held during action k is the sum of the changes up to k.
+    changes: list[float] = [0] * (len(row) + 1)
+    for key, start in first.items():
+        end = max(last.get((kind, *key), start) for kind in _ENDS_IN_FLIGHT)
+        changes[start] += in_flight_bytes
+        changes[end + 1] -= in_flight_bytes
+        begin, finish = (last.get((kind, *key), end) for kind in _SPLIT)
+        changes[begin + 1] += deferred_bytes
+        changes[finish + 1] -= deferred_bytes
+    return list(accumulate(changes[:-1]))
 
 
 def training_flops_per_token(

@@ -72,7 +72,7 @@ def test_a_pipeline_takes_as_long_as_the_simulation_of_its_whole_schedule(
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("num_micro_batches", [60, 83])
 @pytest.mark.parametrize("transfer_s", [0.0, 0.09])
-def test_a_slow_end_and_a_rest_of_micro_batches_change_nothing(
+def test_a_slow_end_and_rounds_that_are_not_full_change_nothing(
     name: str, virtual_stages: int, num_ranks: int, num_micro_batches: int, transfer_s: float
 ) -> None:
     num_stages = placement_of(name, num_ranks, virtual_stages).num_stages
