@@ -51,7 +51,7 @@ _KINDS: Final = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_IN
 _INDEX_OF_KIND: Final = MappingProxyType({kind: index for index, kind in enumerate(_KINDS)})
 
 _NUM_ROUNDS: Final = 4
-"""Rounds of p micro-batches that are simulated first: it is full after two, one repeats itself, one drains it."""
+"""Rounds of p micro-batches that are simulated first: two fill the pipeline, one repeats itself, one drains it."""
 
 _NUM_EQUAL: Final = 2
 """Rounds that must take equally long: no rank is further ahead of another, since less than 2p are in flight."""
@@ -226,7 +226,6 @@ class _Program:
             rows: of each rank; the micro-batches of a kind and stage ascend.
             sources: of a slot (see `_slot`), the one on another rank whose result it needs.
         """
-        self.rows = rows
         self.slots: list[int] = []
         self.before: list[tuple[int, ...]] = []
         self.arrivals: list[tuple[int, ...]] = []
@@ -398,7 +397,7 @@ class PipelineSimulator:
         if key not in self._rounds:
             name, num_ranks, num_micro_batches, virtual_stages = key
             longer = _rows((name, num_ranks, num_micro_batches + num_ranks, virtual_stages))
-            pairs = zip(self._program(key).rows, longer, strict=True)
+            pairs = zip(_rows(key), longer, strict=True)
             found = [_rounds_end(row, long_row, num_ranks) for row, long_row in pairs]
             self._rounds[key] = [each for each in found if each] if all(found) else []
         return self._rounds[key]
