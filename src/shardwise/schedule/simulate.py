@@ -38,7 +38,7 @@ from shardwise.schedule.actions import (
     ScheduleError,
     TimedAction,
 )
-from shardwise.schedule.dependencies import dependencies, execution_order
+from shardwise.schedule.dependencies import Position, dependencies, execution_order
 from shardwise.schedule.registry import pipeline_rows, pipeline_step, placement_of
 
 Cost = Callable[[int, Action], float]
@@ -148,45 +148,16 @@ def simulate(
     if blocked:
         rank, index = min(blocked)
         raise _circle(schedule.ranks[rank][index], rank)
-    number_of = {position: number for number, meeting in enumerate(order) for position in meeting}
-    before = [[number_of[other] for position in meeting for other in follows[position]] for meeting in order]
-    seconds = [max(_seconds(cost, rank, schedule.ranks[rank][index]) for rank, index in meeting) for meeting in order]
-    starts, ends = _run(before, repeat(()), seconds, repeat(0.0))
+    times: dict[Position, tuple[float, float]] = {}
+    for meeting in order:
+        start_s = max((times[before][1] for member in meeting for before in follows[member]), default=0.0)
+        end_s = start_s + max(_seconds(cost, rank, schedule.ranks[rank][index]) for rank, index in meeting)
+        times.update(dict.fromkeys(meeting, (start_s, end_s)))
     return tuple(
-        TimedAction(action, rank, starts[number], ends[number], stream=streams[action.kind])
+        TimedAction(action, rank, *times[rank, index], stream=streams[action.kind])
         for rank, row in enumerate(schedule.ranks)
         for index, action in enumerate(row)
-        for number in (number_of[rank, index],)
     )
-
-
-def _run(
-    before: Iterable[Sequence[int]],
-    arrivals: Iterable[Sequence[int]],
-    seconds: Iterable[float],
-    lags_s: Iterable[float],
-) -> tuple[list[float], list[float]]:
-    """Return the starts and the ends of what is numbered in an order in which each comes after all that it follows.
-
-    Args:
-        before: for each, the numbers of those that it follows.
-        arrivals: the same for those whose results come from another rank.
-        seconds: of each.
-        lags_s: for each, the seconds for which its arrivals are on their way.
-    """
-    starts: list[float] = []
-    ends: list[float] = []
-    for own, others, duration_s, lag_s in zip(before, arrivals, seconds, lags_s, strict=False):
-        start_s = 0.0
-        for number in own:
-            if ends[number] > start_s:
-                start_s = ends[number]
-        for number in others:
-            if ends[number] + lag_s > start_s:
-                start_s = ends[number] + lag_s
-        starts.append(start_s)
-        ends.append(start_s + duration_s)
-    return starts, ends
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,7 +187,7 @@ class _Program:
     """Hold the computations of a pipeline in an order in which each comes after all that it follows.
 
     What computes a micro-batch follows what makes its input, as `dependencies` says for one micro-batch, and what is
-    before it on its rank.
+    before it on its rank. There are numbers only, since garbage collection looks through all other objects.
     """
 
     def __init__(self, rows: Sequence[Sequence[_Computation]], sources: Mapping[int, int]) -> None:
@@ -227,8 +198,8 @@ class _Program:
             sources: of a slot (see `_slot`), the one on another rank whose result it needs.
         """
         self.slots: list[int] = []
-        self.before: list[tuple[int, ...]] = []
-        self.arrivals: list[tuple[int, ...]] = []
+        self.before: list[int] = []  # the one before on its rank; -1 is none
+        self.arrivals: list[int] = []  # the one on another rank whose result it needs
         self.numbers: list[list[int]] = [[] for _ in rows]
         made: dict[int, list[int]] = defaultdict(list)
         waiting: dict[tuple[int, int], int] = {}
@@ -240,15 +211,15 @@ class _Program:
                 slot = stage * len(_KINDS) + _INDEX_OF_KIND[kind]
                 source = sources.get(slot)
                 if source is None:
-                    self.arrivals.append(())
+                    self.arrivals.append(-1)
                 elif micro_batch < len(made[source]):
-                    self.arrivals.append((made[source][micro_batch],))
+                    self.arrivals.append(made[source][micro_batch])
                 else:
                     waiting[source, micro_batch] = rank
                     break
                 number = len(self.slots)
                 self.slots.append(slot)
-                self.before.append((numbers[-1],) if numbers else ())
+                self.before.append(numbers[-1] if numbers else -1)
                 numbers.append(number)
                 made[slot].append(number)
                 if (slot, micro_batch) in waiting:
@@ -263,9 +234,16 @@ class _Program:
         lags_s: Iterable[float] = repeat(0.0)
         if any(stage.transfer_s for stage in stages):
             sent_s = [stage.transfer_s for stage in stages for _ in _KINDS]
-            lags_s = [sent_s[self.slots[others[0]]] if others else 0.0 for others in self.arrivals]
-        starts, ends = _run(self.before, self.arrivals, [table[slot] for slot in self.slots], lags_s)
-        return [starts[row[0]] for row in self.numbers], [[ends[number] for number in row] for row in self.numbers]
+            lags_s = [sent_s[self.slots[other]] if other >= 0 else 0.0 for other in self.arrivals]
+        seconds = [table[slot] for slot in self.slots]
+        ends = [0.0] * (len(seconds) + 1)  # at -1, that of none
+        for number, (own, other, duration_s, lag_s) in enumerate(
+            zip(self.before, self.arrivals, seconds, lags_s, strict=False)
+        ):
+            start_s, arrival_s = ends[own], ends[other] + lag_s
+            ends[number] = (arrival_s if arrival_s > start_s else start_s) + duration_s
+        firsts = [ends[row[0]] - seconds[row[0]] for row in self.numbers]
+        return firsts, [[ends[number] for number in row] for row in self.numbers]
 
 
 def _slot(action: Action) -> int:
