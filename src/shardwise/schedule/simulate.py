@@ -246,35 +246,34 @@ class _Program:
         return firsts, [[ends[number] for number in row] for row in self.numbers]
 
 
-def _slot(action: Action) -> int:
+def _slot(kind: ActionKind, stage: int) -> int:
     """Return the index of a computation's kind and stage in a table of times."""
-    return action.stage * len(_KINDS) + _INDEX_OF_KIND[action.kind]
+    return stage * len(_KINDS) + _INDEX_OF_KIND[kind]
 
 
 def _sources(one: Schedule) -> dict[int, int]:
     """Return for each slot of a schedule of one micro-batch the slot on another rank whose result it needs."""
+    slots = [[_slot(action.kind, action.stage) for action in row] for row in one.ranks]
     return {
-        _slot(one.ranks[rank][index]): _slot(one.ranks[other_rank][other_index])
+        slots[rank][index]: slots[other_rank][other_index]
         for (rank, index), followed in dependencies(one).items()
         for other_rank, other_index in followed
         if other_rank != rank
     }
 
 
-def _rounds_end(row: Sequence[_Computation], longer: Sequence[_Computation], num_more: int) -> tuple[int, int] | None:
+def _rounds_end(row: Sequence[int], longer: Sequence[int]) -> tuple[int, int] | None:
     """Return where a rank's equal rounds end, and the computations of one; None where it has none.
 
     Args:
-        row: of the rank.
-        longer: the same with `num_more` micro-batches more, a round.
-        num_more: micro-batches of a round.
+        row: the slots of the rank's computations, whose micro-batches ascend.
+        longer: the same with the micro-batches of a round more.
     """
     pairs = enumerate(zip(row, longer, strict=False))
     end = next((index for index, (one, other) in pairs if one != other), len(row))
     length = len(longer) - len(row)
     first = end - (_NUM_EQUAL + 1) * length
-    later = [(kind, stage, micro_batch + num_more) for kind, stage, micro_batch in row[max(first, 0) :]]
-    return (end, length) if first >= 0 and later == longer[first + length :] else None
+    return (end, length) if first >= 0 and row[first:] == longer[first + length :] else None
 
 
 def _added_s(ends: Sequence[Sequence[float]], rounds: Sequence[tuple[int, int]]) -> float | None:
@@ -350,10 +349,13 @@ class PipelineSimulator:
     ) -> tuple[list[float], list[float]]:
         """Return the first starts and the last ends of the ranks."""
         num_rounds, last_round = _NUM_ROUNDS, num_micro_batches // num_ranks
+        rounds: list[tuple[int, int]] = []
         while num_rounds < last_round:
             num_simulated = num_micro_batches - (last_round - num_rounds) * num_ranks
             key = (recipe_name, num_ranks, num_simulated, virtual_stages)
-            if rounds := self._rounds_of(key):
+            # Where there were some, there are twice as many now.
+            more = [(end + num_rounds // 2 * length, length) for end, length in rounds]
+            if rounds := more or self._rounds_of(key):
                 first, ends = self._program(key).run(stages)
                 added_s = _added_s(ends, rounds)
                 if added_s is not None:
@@ -375,8 +377,10 @@ class PipelineSimulator:
         if key not in self._rounds:
             name, num_ranks, num_micro_batches, virtual_stages = key
             longer = _rows((name, num_ranks, num_micro_batches + num_ranks, virtual_stages))
-            pairs = zip(_rows(key), longer, strict=True)
-            found = [_rounds_end(row, long_row, num_ranks) for row, long_row in pairs]
+            program = self._program(key)
+            rows = [[program.slots[number] for number in numbers] for numbers in program.numbers]
+            long_rows = [[_slot(kind, stage) for kind, stage, _ in row] for row in longer]
+            found = [_rounds_end(row, long_row) for row, long_row in zip(rows, long_rows, strict=True)]
             self._rounds[key] = [each for each in found if each] if all(found) else []
         return self._rounds[key]
 
