@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardwise.layout.activation_bytes import FP32_BYTES
 from shardwise.layout.layout import Layout
+from shardwise.layout.mesh_shape import RING_BYTES
 from shardwise.layout.param_groups import ROOT
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.layout.zero_stages import Placement
@@ -123,34 +124,54 @@ class BufferTable:
         self,
         strategy: Strategy,
         folds: RankLayerCounts,
+        sums_bytes: Sequence[float] = (),
         reductions: Sequence[tuple[int, bool]] = (),
+        backward_bytes: Sequence[float] = (),
     ) -> list[Buffers]:
         """Return the buffers of each stage of a rank, the last first.
 
         Args:
             strategy: how the job is split.
             folds: the rank's folded groups.
+            sums_bytes: bytes of the buffers that a tensor-parallel sum needs at once.
             reductions: where each micro-batch is reduced, as `InFlightTable.reductions` returns it.
+            backward_bytes: bytes of the buffers that such a sum needs while gradients come.
         """
         rules = _Rules.of(self.job, strategy, folds.layout)
         scratch_bytes = rules.scratch_bytes(folds)
         if strategy.pp == 1:
             units = _Units.of(folds, self._block_numel(folds))
-            key: tuple[object, ...] = (rules, scratch_bytes, units)
+            key: tuple[object, ...] = (rules, sums_bytes, scratch_bytes, backward_bytes, units)
             if key not in self._known:
-                self._known[key] = [_unpipelined(rules, units, scratch_bytes)]
+                self._known[key] = [_unpipelined(rules, units, sums_bytes, backward_bytes, scratch_bytes)]
             return self._known[key]
+        stages, ahead = folds.reduced_numels, tuple(sums_bytes) if _sums_ahead(folds) else ()
+        tables = _table_buffers(strategy, folds) if rules.is_on_host else ()
         if not rules.is_sharded or rules.is_once:
             reductions = ()
-        key = (rules, scratch_bytes, folds.reduced_numels, reductions)
+        key = (rules, sums_bytes, scratch_bytes, stages, ahead, tables, reductions, backward_bytes)
         if key not in self._known:
-            each = _Walk(rules).pipelined(folds.reduced_numels, reductions)
+            walk = _Walk(rules, backward_bytes)
+            walk.touch(sums_bytes)
+            each = walk.pipelined(stages, ahead, tables, reductions)
             self._known[key] = [replace(one, scratch=scratch_bytes) for one in each]
         return self._known[key]
 
     def _block_numel(self, folds: RankLayerCounts) -> int:
         """Return the elements of a block that one reduction moves: those of the largest."""
         return max(block_numels(folds.folds), default=0)
+
+
+def _sums_ahead(folds: RankLayerCounts) -> bool:
+    """Say whether forwards of a pipeline rank sum over the tensor-parallel group: a head alone does not."""
+    pipeline, has_blocks = folds.layout.pipeline, any(fold.group.unit != ROOT for fold in folds.folds)
+    return has_blocks or (pipeline is not None and 0 in pipeline.held)
+
+
+def _table_buffers(strategy: Strategy, folds: RankLayerCounts) -> tuple[int, ...]:
+    """Return the bytes of each buffer in which small sums of a step arrive from another rank, one after the other."""
+    shared = shared_bytes(strategy, folds) if strategy.tp == 2 else 0
+    return tuple(num_bytes for num_bytes in (shared, tied_bytes(folds)) if 0 < num_bytes < RING_BYTES)
 
 
 @dataclass(frozen=True)
@@ -173,8 +194,11 @@ class _Units:
         )
 
 
-def _unpipelined(rules: _Rules, units: _Units, scratch_bytes: int) -> Buffers:
-    walk = _Walk(rules)
+def _unpipelined(
+    rules: _Rules, units: _Units, sums_bytes: Sequence[float], backward_bytes: Sequence[float], scratch_bytes: int
+) -> Buffers:
+    walk = _Walk(rules, backward_bytes)
+    walk.touch(sums_bytes)
     idle = walk.num_bytes
     of_root = walk.bucket(units.root)
     with_root = walk.num_bytes
@@ -182,6 +206,7 @@ def _unpipelined(rules: _Rules, units: _Units, scratch_bytes: int) -> Buffers:
     for _ in range(min(units.num_blocks, NUM_TELLING)):
         opening.append(walk.num_bytes)
         bucket = walk.bucket(units.block)
+        walk.run_backward()
         filling.append(walk.num_bytes)
         walk.reduce(units.block, bucket, len(filling))
         reducing.append(walk.num_bytes)
@@ -306,8 +331,9 @@ class _Rules:
 class _Walk:
     """Walk through a step, and take and return buffers as the engine does."""
 
-    def __init__(self, rules: _Rules) -> None:
+    def __init__(self, rules: _Rules, backward_bytes: Sequence[float]) -> None:
         self._rules = rules
+        self._backward_bytes = backward_bytes
         self._pool: BufferPool | _Counted = _own_pool() if rules.has_own_pool else _Counted()
         self._under_way: deque[int] = deque()  # groups, in the order of their reductions
         self._sent: dict[int, list[Tensor]] = {}  # what a group's reduction holds within the shard group
@@ -318,6 +344,15 @@ class _Walk:
     def num_bytes(self) -> float:
         """Return the bytes that the pool holds now."""
         return float(self._pool.reserved_bytes)
+
+    def touch(self, buffers_bytes: Sequence[float]) -> None:
+        """Take buffers of these sizes at once and return them."""
+        self._release([self._take(int(num_bytes), 1) for num_bytes in buffers_bytes if num_bytes])
+
+    def run_backward(self) -> None:
+        """Take and return the buffers of sums in a block's backward, while its buckets are full."""
+        if self._backward_bytes:
+            self.touch(self._backward_bytes)
 
     def bucket(self, numel: int) -> Tensor | None:
         """Take the bucket for a backward's gradients where they are stored as shards; None where it needs none."""
@@ -376,18 +411,25 @@ class _Walk:
     def pipelined(
         self,
         stages: Sequence[Sequence[tuple[int, int]]],
+        sums_bytes: Sequence[float],
+        tables_bytes: Sequence[float],
         reductions: Sequence[tuple[int, bool]],
     ) -> list[Buffers]:
         """Return the buffers of each stage in a pipeline's second step, whose pool keeps what the first step made.
 
         Args:
             stages: for each stage, elements of its groups and how many there are of each.
+            sums_bytes: bytes of the buffers that a sum in forwards needs at once.
+            tables_bytes: bytes of the buffers that sums of the step need, one after the other.
             reductions: the order in which stages get gradients and are reduced, where that is not once.
         """
         order = reductions or [(stage, is_reduced) for is_reduced in (False, True) for stage in range(len(stages))]
         for _ in self._step(stages, order):
             pass
         self.finish()
+        for num_bytes in tables_bytes:
+            self.touch((num_bytes,))
+        self.touch(sums_bytes)
         idle = self.num_bytes
         before, full, last = [idle] * len(stages), [idle] * len(stages), idle
         for stage, opened, filled, reduced in self._step(stages, order):
@@ -423,6 +465,7 @@ class _Walk:
                 if stage not in buckets:
                     opened[stage] = self.num_bytes
                     buckets[stage] = [self.bucket(numel) for numel in groups[stage]]
+                self.run_backward()
                 continue
             own = buckets.pop(stage, None) or [self.bucket(numel) for numel in groups[stage]]
             filled = highest = self.num_bytes
@@ -452,6 +495,48 @@ class _Walk:
             self._pool.release(buffer)
 
 
+def sums_of(strategy: Strategy, whole_bytes: float, folds: RankLayerCounts) -> tuple[float, ...]:
+    """Return the bytes of each buffer that tensor-parallel sums on a CPU have at once.
+
+    Sources: `shardwise.comm.collectives` and `tensor.collectives`. Two ranks exchange what they have: a sum in place
+    receives into a second buffer, and a large fp32 tensor goes round in a ring. More ranks widen narrow tensors, send
+    them as they were, and receive all parts of a slice.
+
+    Args:
+        strategy: its tensor-parallel size and dtype.
+        whole_bytes: bytes of the residual stream, its sequences unsplit.
+        folds: the rank's groups: blocks sum in place; embedding and head do not, and they sum whole sequences.
+    """
+    s, size = strategy, DTYPE_BYTES[strategy.param]
+    has_blocks = any(fold.group.unit != ROOT for fold in folds.folds)
+    has_ends = any(fold.group.unit == ROOT for fold in folds.folds)
+    if s.tp == 2:
+        is_exchanged = has_blocks and not s.sequence_parallel and (whole_bytes < RING_BYTES or size < FP32_BYTES)
+        return (whole_bytes,) if is_exchanged else ()
+    if s.tp > 1 and size < FP32_BYTES and (has_ends or not s.sequence_parallel):
+        return (whole_bytes / size * FP32_BYTES, whole_bytes, whole_bytes)
+    return (whole_bytes,) if s.tp > 1 and s.sequence_parallel and has_blocks else ()
+
+
+def sums_in_backward(strategy: Strategy, whole_bytes: float, folds: RankLayerCounts) -> tuple[float, ...]:
+    """Return those buffers of `sums_of` that backwards of blocks need while their gradients come.
+
+    Gradients of the blocks' inputs are summed outside their own storage, which two ranks do without a buffer. A product
+    that is recomputed is summed in place before gradients of its block come, but a pipeline has those of other
+    micro-batches by then.
+
+    Args:
+        strategy: its tensor-parallel and pipeline sizes, and its recomputation.
+        whole_bytes: bytes of the residual stream, its sequences unsplit.
+        folds: the rank's groups.
+    """
+    s = strategy
+    if s.tp == 2 and (s.pp == 1 or s.recompute != "full"):
+        return ()
+    of_blocks = tuple(fold for fold in folds.folds if fold.group.unit != ROOT)
+    return sums_of(s, whole_bytes, replace(folds, folds=of_blocks))
+
+
 def tied_bytes(folds: RankLayerCounts) -> int:
     """Return the bytes of the table in which a step sums gradients that two pipeline ranks share.
 
@@ -461,3 +546,17 @@ def tied_bytes(folds: RankLayerCounts) -> int:
     shared = [fold.group for fold in folds.folds if len(folds.layout.holders(fold.group)) == 2]
     is_replicated = folds.layout.stage.optimizer is Placement.REPLICATE
     return FP32_BYTES * sum(group.padded_numel if is_replicated else group.shard_numel for group in shared)
+
+
+def shared_bytes(strategy: Strategy, folds: RankLayerCounts) -> int:
+    """Return the bytes of the table in which a step sums gradients of norms that saw parts of sequences."""
+    if not strategy.sequence_parallel:
+        return 0
+    is_replicated = folds.layout.stage.optimizer is Placement.REPLICATE
+    numels = [
+        fold.count * param.numel // (1 if is_replicated else fold.group.num_shards)
+        for fold in folds.folds
+        for param in fold.group.params
+        if len(param.shape) == 1
+    ]
+    return FP32_BYTES * sum(numels)

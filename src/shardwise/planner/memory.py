@@ -33,6 +33,8 @@ from shardwise.planner.buffer_memory import (
     Buffers,
     BufferTable,
     GatheredUnits,
+    sums_in_backward,
+    sums_of,
     tied_bytes,
 )
 from shardwise.planner.compact_layout import CompactLayout, RankLayerCounts
@@ -328,10 +330,16 @@ class MemoryModel:
 
     def _buffers(self, strategy: Strategy, rank: int) -> list[Buffers]:
         """Return the buffers of each stage of a pipeline rank, in their order."""
-        s, reductions = strategy, tuple[tuple[int, bool], ...]()
+        s, whole_bytes = strategy, 0.0
+        if s.tp > 1 and self.job.cluster.gpu.is_cpu:
+            whole_bytes = self._block(s, has_experts=False).stream * (s.tp if s.sequence_parallel else 1)
+        reductions: tuple[tuple[int, bool], ...] = ()
         if s.pp > 1 and s.gather == "micro-batch":
             reductions = self._counts.reductions(s.schedule, s.pp, s.virtual_stages, s.num_micro_batches, rank=rank)
-        return self._buffer_table.of(s, self.compact.rank(s, rank), reductions)[::-1]
+        folds = self.compact.rank(s, rank)
+        sums = sums_of(s, whole_bytes, folds) if whole_bytes else ()
+        again = sums_in_backward(s, whole_bytes, folds) if whole_bytes else ()
+        return self._buffer_table.of(s, folds, sums, reductions, again)[::-1]
 
     def _largest_weight(self, strategy: Strategy, stage: StageBytes) -> float:
         """Return the bytes of the gradient of a stage's largest weight, before it is added to where it is stored."""

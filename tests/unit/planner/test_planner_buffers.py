@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from harness.engine_memory import job_of
 from shardwise.models import DecoderConfig
-from shardwise.planner.buffer_memory import BufferTable, GatheredUnits, tied_bytes
+from shardwise.planner.buffer_memory import BufferTable, GatheredUnits, sums_of, tied_bytes
 from shardwise.planner.compact_layout import CompactLayout, RankLayerCounts
 from shardwise.planner.job import Strategy
 from shardwise.runtime.buffer_pool import BufferPool
@@ -120,6 +121,40 @@ def test_where_each_micro_batch_is_reduced_all_buckets_of_a_stage_wait_for_it() 
         idle = hand.pool.reserved_bytes if step == 0 else idle
     (found,) = BufferTable(JOB).of(strategy, folds, reductions=((0, False), (0, True)) * NUM_ROUNDS)
     assert (found.idle, found.last) == (idle, hand.highest)
+
+
+def test_a_sum_leaves_its_buffers_in_the_pool() -> None:
+    strategy = Strategy(dp_shard=2, zero_stage=2)
+    folds, hand = folds_of(strategy), Hand()
+    together = [hand.take(size, torch.uint8) for size in (40_000, 20_000, 20_000)]
+    hand.start(*together)
+    hand.finish()
+    (found,) = BufferTable(JOB).of(strategy, folds, (40_000, 20_000, 20_000))
+    assert found.idle == hand.pool.reserved_bytes
+
+
+@pytest.mark.parametrize(
+    ("strategy", "whole_bytes", "place", "expected"),
+    [
+        (Strategy(), 4096, "all", ()),
+        (Strategy(tp=2), 4096, "blocks", (4096,)),
+        (Strategy(tp=2), 4096, "ends", ()),
+        (Strategy(tp=2, param="fp32"), 2**20 - 4, "all", (2**20 - 4,)),
+        (Strategy(tp=2, param="fp32"), 2**20, "all", ()),
+        (Strategy(tp=2), 2**21, "all", (2**21,)),
+        (Strategy(tp=2, sequence_parallel=True), 4096, "all", ()),
+        (Strategy(tp=4), 4096, "blocks", (8192, 4096, 4096)),
+        (Strategy(tp=4, param="fp32"), 4096, "all", ()),
+        (Strategy(tp=4, sequence_parallel=True), 4096, "blocks", (4096,)),
+        (Strategy(tp=4, sequence_parallel=True), 4096, "ends", (8192, 4096, 4096)),
+        (Strategy(tp=4, sequence_parallel=True, param="fp32"), 4096, "ends", ()),
+    ],
+)
+def test_buffers_of_sums_are_by_ranks_size_width_and_what_is_summed(strategy, whole_bytes, place, expected) -> None:
+    whole = folds_of(strategy)
+    is_wanted = {"all": lambda unit: True, "blocks": lambda unit: unit != "root", "ends": lambda unit: unit == "root"}
+    folds = replace(whole, folds=tuple(fold for fold in whole.folds if is_wanted[place](fold.group.unit)))
+    assert sums_of(strategy, whole_bytes, folds) == expected
 
 
 def test_a_table_that_two_ranks_share_is_summed_in_fp32() -> None:
