@@ -30,8 +30,8 @@ from planner_scores import Scored, by, scores
 from planner_spread import spread_lines
 from planner_unseen import unseen_section
 from shardwise.config.resolve import ConfigError
-from shardwise.planner.pipeline_time import PipelineTimes
 from shardwise.planner.results import TIME_PARTS
+from shardwise.schedule.simulate import PipelineSimulator
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -78,7 +78,7 @@ def read_left_out(path: Path | None) -> dict[str, Any]:
 
 def scored_rows(rows: Sequence[dict[str, Any]]) -> list[Scored]:
     """Each row with its case and prediction, or why it has none."""
-    pipelines = PipelineTimes()
+    pipelines = PipelineSimulator()
     return [_scored(row, pipelines) for row in named(map(tidied, rows))]
 
 
@@ -96,7 +96,7 @@ def named(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         yield row | {"id": name}
 
 
-def _scored(row: dict[str, Any], pipelines: PipelineTimes) -> Scored:
+def _scored(row: dict[str, Any], pipelines: PipelineSimulator) -> Scored:
     case = Case(id=row["id"], group=str(row.get("group", "")), tier=str(row.get("tier", "")), quantity="end_to_end")
     try:
         case = read_case(row)

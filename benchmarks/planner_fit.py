@@ -30,7 +30,7 @@ from planner_eval.models import PublishedLayout, PublishedTimeModel
 from planner_scores import Scored, errors
 from shardwise.planner.compact_layout import CompactLayout
 from shardwise.planner.hardware import FittedConstants
-from shardwise.planner.pipeline_time import PipelineTimes
+from shardwise.schedule.simulate import PipelineSimulator
 
 CATALOGUE = Path(__file__).parents[1] / "src/shardwise/planner/catalogue.toml"
 FAMILIES: Mapping[str, str] = {
@@ -56,7 +56,7 @@ class Sample:
     measured_s: float
     weight: float
     compact: CompactLayout
-    pipelines: PipelineTimes
+    pipelines: PipelineSimulator
 
     def ratio(self, fitted: FittedConstants) -> float:
         """Predicted by measured time."""
@@ -80,7 +80,7 @@ def samples(rows: Sequence[Scored]) -> dict[str, list[Sample]]:
     usable = [each for each in rows if each.time_ratio is not None]
     counts = Counter(each.case.group for each in usable)
     found: dict[str, list[Sample]] = {}
-    pipelines = PipelineTimes()
+    pipelines = PipelineSimulator()
     for each in usable:
         if each.case.job is None or each.prediction.price is None:
             continue

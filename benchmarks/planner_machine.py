@@ -40,9 +40,9 @@ from shardwise.doctor.calibrate import calibrate
 from shardwise.models import Decoder
 from shardwise.models.presets import decoder_config
 from shardwise.planner.configs import job_of, strategy_of
+from shardwise.planner.hardware import cluster_of
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.profile import Profile, find_profile, write_profile
-from shardwise.planner.profiled_cluster import cluster_of
 from shardwise.planner.results import Estimate
 from shardwise.runtime.memory_tracker import Category
 from step_time import machine, names, parser_of

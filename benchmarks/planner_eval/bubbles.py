@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-from shardwise.planner.pipeline_time import PipelineTimes, StageTimes, span_of
-from shardwise.schedule.auto_schedule import zero_bubble_searched
-from shardwise.schedule.op_times import OpTimes
+from planner_eval.searched_schedule import zero_bubble_searched
+from shardwise.schedule.lower import insert_transfers
 from shardwise.schedule.registry import placement_of
+from shardwise.schedule.simulate import OpTimes, PipelineSimulator, rank_span_s, simulate
 
 SEARCHED: Final[Mapping[str, tuple[str, int]]] = MappingProxyType({"zb-1p": ("zb-h1", 1), "zb-2p": ("zb-h2", 2)})
 """Schedules that are searched for their times: the recipe whose memory they keep to, and how many times p that is."""
@@ -47,22 +47,16 @@ def bubble_rate(
     """
     of_recipe, times_p = SEARCHED.get(recipe_name, (recipe_name, 0))
     placement = placement_of(of_recipe, num_ranks, virtual_stages)
-    num_virtual = placement.stages_per_rank
-    stage = StageTimes(
-        forward_s=times.forward_s / num_virtual,
-        backward_input_s=times.backward_input_s / num_virtual,
-        backward_weight_s=times.backward_weight_s / num_virtual,
-    )
-    stages = [stage] * placement.num_stages
-    span = PipelineTimes().span(
-        of_recipe, num_ranks, virtual_stages, num_micro_batches, stages, transfer_s=times.transfer_s
-    )
+    stages = [times.split(placement.stages_per_rank)] * placement.num_stages
+    span = PipelineSimulator().span(of_recipe, num_ranks, virtual_stages, num_micro_batches, stages)
     if not times_p:
         return span.bubble_rate
     searched = zero_bubble_searched(
         num_ranks, num_micro_batches, times, max_held=times_p * num_ranks, deferred_share=deferred_share
     )
-    return min(span.bubble_rate, span_of(searched, stages, times.transfer_s).bubble_rate)
+    timed = simulate(insert_transfers(searched), times.cost(1))
+    span_s = max(rank_span_s(timed, rank) for rank in range(num_ranks))
+    return min(span.bubble_rate, 1 - num_micro_batches * times.total_s / span_s)
 
 
 def deferred_share(hidden_size: int, num_heads: int, seq_len: int) -> float:

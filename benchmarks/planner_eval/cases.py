@@ -29,7 +29,7 @@ from shardwise.config.resolve import ConfigError
 from shardwise.planner.hardware import Cluster, GpuSpec, in_nodes_of, usual_node
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.shape import Experts, ModelShape
-from shardwise.schedule.op_times import OpTimes
+from shardwise.schedule.simulate import OpTimes
 
 Row = Mapping[str, Any]
 

@@ -25,8 +25,8 @@ from shardwise.planner.candidates import RECOMPUTES
 from shardwise.planner.hardware import GIB
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.model_states import estimate_model_states
-from shardwise.planner.pipeline_time import PipelineTimes
 from shardwise.planner.results import Estimate, RankMemory
+from shardwise.schedule.simulate import PipelineSimulator
 
 Convention = Literal["all-keys", "causal", "hardware"]
 """How FLOPs are counted: all keys, half of them, or with what is computed twice."""
@@ -146,7 +146,7 @@ def memory_gib(rank: RankMemory, kind: MemoryKind, cached_logits_share: float = 
     return (rank.peak_bytes - rank.bytes_of(*left_out) + cached) / GIB
 
 
-def settled(case: Case, pipelines: PipelineTimes | None = None) -> Estimate | None:
+def settled(case: Case, pipelines: PipelineSimulator | None = None) -> Estimate | None:
     """Return the price of a case's run; what the row leaves out is chosen to recompute least and fit.
 
     Of several micro-batch sizes the fastest counts, as those who ran it will have looked for that. Where nothing fits,
@@ -205,7 +205,7 @@ def predict(
     convention: Convention | None = None,
     memory_kind: MemoryKind | None = None,
     of_first_rank: bool = False,
-    pipelines: PipelineTimes | None = None,
+    pipelines: PipelineSimulator | None = None,
 ) -> Prediction:
     """Predict a case's run; only the model's states, or only the bubble, where no more is known.
 
@@ -262,7 +262,7 @@ def _bubble_rate(case: Case, price: Estimate) -> float | None:
     )
 
 
-def predict_row(row: Mapping[str, Any], case: Case, pipelines: PipelineTimes | None = None) -> Prediction:
+def predict_row(row: Mapping[str, Any], case: Case, pipelines: PipelineSimulator | None = None) -> Prediction:
     """Predict a case's run in the conventions that its row names, beside its inputs or among its outputs.
 
     Args:

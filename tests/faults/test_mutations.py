@@ -47,7 +47,7 @@ from shardwise.report import timeline_svg, timeline_text
 from shardwise.report.chrome_trace import chrome_trace
 from shardwise.report.panel import TerminalPanel
 from shardwise.schedule import Action, ScheduleError, TimedAction
-from shardwise.schedule.op_times import mean_times
+from shardwise.schedule.simulate import mean_times
 from shardwise.train.imported_plan import read_deepspeed
 from shardwise.train.prepare import open_data, prepare_data
 from shardwise.train.tokenizer import END_OF_TEXT, NUM_BYTE_TOKENS

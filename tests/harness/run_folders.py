@@ -8,7 +8,7 @@ from typing import Any
 
 from shardwise.config.resolve import Config
 from shardwise.schedule import insert_transfers, pipeline_step, simulate
-from shardwise.schedule.op_times import OpTimes
+from shardwise.schedule.simulate import OpTimes
 from shardwise.train.metrics import StepRecord, to_json_line, write_timeline
 
 PREDICTED = {"parameters": 1000, "optimizer": 3000}

@@ -11,9 +11,8 @@ import torch
 
 from shardwise.config.resolve import ConfigError
 from shardwise.launch.local import default_num_ranks
-from shardwise.planner.hardware import CPU, Cluster, known_gpu
+from shardwise.planner.hardware import CPU, Cluster, cluster_of, known_gpu
 from shardwise.planner.profile import find_profile
-from shardwise.planner.profiled_cluster import cluster_of
 
 
 def this_machine(folder: Path, num_ranks: int | None = None) -> Cluster:

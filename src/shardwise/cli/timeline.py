@@ -22,7 +22,7 @@ from shardwise.report.console import Terminal, refuse
 from shardwise.report.panel import TerminalPanel
 from shardwise.report.planned import PlanNote, planned
 from shardwise.schedule import ScheduleError, TimedAction
-from shardwise.schedule.op_times import OpTimes, mean_times
+from shardwise.schedule.simulate import OpTimes, mean_times
 
 _EXAMPLES = """\
 Times are those of one micro-batch on one rank, all its stages together; a backward that is not split takes those of

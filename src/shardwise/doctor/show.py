@@ -21,8 +21,8 @@ from shardwise.doctor.checks import Finding, num_train_ranks
 from shardwise.doctor.measure import CollectiveSpeed, CopySpeed, DiskSpeed, MatmulSpeed, Measurements
 from shardwise.doctor.system_info import SwapInfo, SystemInfo
 from shardwise.offload.disk_bench import SwapSpeed
+from shardwise.planner.hardware import reached_flops_per_s
 from shardwise.planner.profile import Profile
-from shardwise.planner.profiled_cluster import reached_flops_per_s
 from shardwise.runtime.format import format_bytes, format_rate, format_s
 
 _LABEL_WIDTH = 10

@@ -34,6 +34,7 @@ from shardwise.config.resolve import AttentionConfig, ConfigError
 from shardwise.layout.tensor_plan import LayerSplit, SequenceStack, SharedInput, TensorPlan
 from shardwise.layout.tp_sharding import FusedPart, check_divides
 from shardwise.models.decoder_attention import Attend, attend_of, attention_density
+from shardwise.schedule.formulas import training_flops_per_token
 
 IGNORED_TARGET = -100
 INIT_STD = 0.02
@@ -424,16 +425,15 @@ def num_params(config: DecoderConfig) -> int:
 
 
 def flops_per_token(config: DecoderConfig, seq_len: int) -> int:
-    """Return the model FLOPs of forward and backward for one token: 6 N + 12 L H D S (PaLM, arXiv 2204.02311, app. B).
+    """Return the model FLOPs of forward and backward for one token, as `training_flops_per_token` counts them.
 
-    N are the parameters of matrix products: the head counts and the embedding does not. Dense attention counts in
-    full, as in the paper, although the causal mask saves half of it; block-sparse attention counts the
-    pairs of tokens that are visible, exactly. Recomputation does not count.
+    Dense attention counts in full, although the causal mask saves half of it; block-sparse attention counts the
+    pairs of tokens that are visible, exactly.
     """
     matmul_params = config.num_layers * _block_matmul_params(config) + config.vocab_size * config.hidden_size
-    scores = config.num_layers * config.num_heads * seq_len  # a token's, over all layers
-    density = attention_density(config.attention, config.num_heads, seq_len)
-    return 6 * matmul_params + round(12 * config.head_dim * scores * density)
+    num_keys = seq_len * attention_density(config.attention, config.num_heads, seq_len)
+    width = config.num_layers * config.num_heads * config.head_dim
+    return round(training_flops_per_token(matmul_params, width, num_keys))
 
 
 def _block_matmul_params(config: DecoderConfig) -> int:

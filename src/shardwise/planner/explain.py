@@ -17,10 +17,9 @@ from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.memory_limit import MissingMemory, missing_memory
 from shardwise.planner.neighbours import Change, price_changes
 from shardwise.planner.pricer import Pricer, Pricing
-from shardwise.planner.results import TIME_PARTS, Estimate, RankMemory
+from shardwise.planner.results import TIME_PARTS, Estimate, RankMemory, extras_words, num_extras
 from shardwise.planner.search import SearchResult
 from shardwise.planner.suggestions import smallest_change, suggest, would_fit
-from shardwise.planner.tie_break import extras_words, num_extras
 from shardwise.runtime.format import format_bytes, format_s
 
 PART_WORDS: Final[Mapping[str, str]] = MappingProxyType(

@@ -21,8 +21,8 @@ from typing import Final, TypeVar
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.config.untrusted_files import read_json
 from shardwise.planner.configs import job_of, strategy_of
+from shardwise.planner.hardware import cluster_of
 from shardwise.planner.profile import AttentionTime, BlockTime, HeadTime, Profile
-from shardwise.planner.profiled_cluster import cluster_of
 from shardwise.planner.step_time import TimeModel
 
 PREDICTION_NAME: Final = "prediction.json"

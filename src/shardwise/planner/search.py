@@ -22,6 +22,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from shardwise.config.resolve import ConfigError
+from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.planner.candidates import (
     ParallelismCandidate,
     PlacementCandidate,
@@ -32,12 +33,11 @@ from shardwise.planner.candidates import (
     why_none,
 )
 from shardwise.planner.job import PlanJob, Strategy
-from shardwise.planner.memory_bound import MemoryBound
 from shardwise.planner.memory_limit import USUAL_MARGIN, MissingMemory, missing_memory, missing_on_node, usable_bytes
 from shardwise.planner.neighbours import more_on_device, neighbours
 from shardwise.planner.pricer import Pricer, Pricing
-from shardwise.planner.results import Estimate, MemoryEstimate
-from shardwise.planner.tie_break import TIE_SHARE, num_extras, simplest
+from shardwise.planner.results import TIE_SHARE, Estimate, MemoryEstimate, num_extras, simplest
+from shardwise.schedule.formulas import least_bubble_share
 
 _FAR: Final[Mapping[str, int]] = MappingProxyType({"device": 0, "host": 1, "nvme": 2})
 _MOST_STEPS: Final = 6
@@ -227,7 +227,7 @@ class _Search:
             placement = PlacementCandidate(stage, candidate.num_data_ranks, "batch", *["device"] * 4)
             inner_s = self.pricer.time.busy_s(strategy_at(candidate, placement, self.space.base))
             self._inner_s[candidate.inner] = inner_s
-        return inner_s * (1 + bubble_share(*pipeline_of(candidate)))
+        return inner_s * (1 + least_bubble_share(*pipeline_of(candidate)))
 
     def _known_placements(
         self, candidate: ParallelismCandidate
@@ -454,39 +454,6 @@ def moves_less(known: tuple[str, ...], tiers: tuple[str, ...]) -> bool:
     return known != tiers and all(_FAR[one] <= _FAR[other] for one, other in zip(known, tiers, strict=True))
 
 
-# Forward, and gradients of inputs and of weights, do not take exactly the same time.
-_OF_THIRDS: Final = 0.9
-
-
-def bubble_share(schedule: str, pp: int, num_micro_batches: int, virtual_stages: int) -> float:
-    """Return the least bubble of a pipeline as a share of what its ranks compute.
-
-    With p ranks, m micro-batches and v stages a rank: (p - 1) / (m v) by Narayanan et al. 2021 (arXiv 2104.04473),
-    section 2.2, a third of it for zero-bubble H1 and nothing for H2 and V, were F = B = W (Qi et al. 2023, arXiv
-    2401.10241, sections 2.3 and 6). With few micro-batches the first rank waits for the first of them to come back,
-    p (F + B) or with W, and has the other backwards to do after it; for V, half of them.
-
-    >>> bubble_share("interleaved", 4, 8, 3), bubble_share("zb-h2", 4, 8, 1)
-    (0.125, 0.0)
-    >>> bubble_share("interleaved", 4, 1, 3), round(bubble_share("zb-h2", 4, 1, 1), 3)
-    (3.0, 1.8)
-
-    Args:
-        schedule: as `pipeline.schedule`.
-        pp: ranks of the pipeline.
-        num_micro_batches: of a step.
-        virtual_stages: stages a rank.
-    """
-    p, m = pp, num_micro_batches
-    if schedule == "zb-v":
-        return _OF_THIRDS * max(0.0, 2 * p - 2 * m - 0.5) / (3 * m)
-    if schedule.startswith("zb-"):
-        # Less than the third, since W may be longer than the others.
-        filled = (p - 1) / (4 * m) if schedule == "zb-h1" else 0.0
-        return max(filled, _OF_THIRDS * (2 * p - m - 1) / (3 * m))
-    return max((p - 1) / (m * virtual_stages), (p - m) / m)
-
-
 def pipeline_of(candidate: ParallelismCandidate) -> tuple[str, int, int, int]:
     """Return the schedule, pipeline ranks, micro-batches and virtual stages of a candidate."""
     return candidate.schedule, candidate.pp, candidate.num_micro_batches, candidate.virtual_stages
@@ -516,3 +483,56 @@ def cost_per_step(price: Estimate) -> float | None:
     if not cluster.gpu.price_per_hour:
         return None
     return cluster.gpu.price_per_hour * cluster.num_gpus * price.time.step_s / 3600
+
+
+class MemoryBound:
+    """Give the least bytes that candidates hold on the device.
+
+    Args:
+        job: the model and its batch.
+        base: its precision, chunk of tokens and expert ranks are taken.
+    """
+
+    def __init__(self, job: PlanJob, base: Strategy) -> None:
+        self.job, self.base = job, base
+        self._num_params = job.shape.num_params
+
+    def params_of_rank(self, candidate: ParallelismCandidate) -> float:
+        """Return the mean parameters of a pipeline rank, which is no more than the fullest rank has."""
+        return self._num_params / (candidate.tp * candidate.pp * self.base.ep)
+
+    def param_bytes(self, candidate: ParallelismCandidate, placement: PlacementCandidate) -> float:
+        """Return the least bytes of one parameter's states that are stored on the device."""
+        base = self.base
+        param_bytes = DTYPE_BYTES[base.param]
+        grad_bytes = param_bytes if base.accumulate == "param" else max(4, param_bytes)
+        states = 2 if self.job.optimizer.startswith("adam") else 0
+        optimizer_bytes = max(4, param_bytes) * (states + (param_bytes < 4))
+        shards = placement.dp_shard * candidate.cp
+        sharded_grads = 3 if candidate.pp > 1 else 2
+        states_of = (
+            (placement.params_tier, param_bytes, 3),
+            (placement.grads_tier, grad_bytes, sharded_grads),
+            (placement.optimizer_tier, optimizer_bytes, 1),
+        )
+        return sum(
+            size / (shards if placement.zero_stage >= stage else 1)
+            for tier, size, stage in states_of
+            if tier == "device"
+        )
+
+    def activation_bytes(self, candidate: ParallelismCandidate) -> float:
+        """Return the bytes of the first pipeline rank that every way of writing a block keeps for its backward."""
+        shape, base = self.job.shape, self.base
+        hidden, dtype_bytes = shape.hidden_size, DTYPE_BYTES[base.param]
+        ffn = 0 if base.chunk_tokens is not None or shape.experts is not None else shape.ffn_size
+        inputs = hidden / (candidate.tp if candidate.sequence_parallel else 1)
+        kept = {"none": (3 * hidden + 2 * ffn) / candidate.tp, "selective": (hidden + ffn) / candidate.tp}
+        if candidate.recompute == "full":
+            again = 1 / candidate.recompute_every
+            elements = inputs * again + kept["none"] * (1 - again)
+        else:
+            elements = kept[candidate.recompute]
+        num_layers = max(0.0, shape.num_layers / candidate.pp - (2 if candidate.pp > 1 else 0))
+        tokens = self.job.seq_len * candidate.micro_size / candidate.cp
+        return dtype_bytes * elements * num_layers * tokens * min(candidate.num_micro_batches, candidate.pp)

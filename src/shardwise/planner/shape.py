@@ -17,6 +17,7 @@ from typing import Literal
 from shardwise.config.resolve import ConfigError
 from shardwise.config.sections import MAX_LAYERS
 from shardwise.models.decoder import DecoderConfig
+from shardwise.schedule.formulas import training_flops_per_token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,15 +134,13 @@ class ModelShape:
         return total
 
     def flops_per_token(self, seq_len: int, *, is_causal_halved: bool = False) -> float:
-        """Return the FLOPs of forward and backward that the model needs for one token, nothing computed twice.
-
-        They are 6 N + 12 L a d s with every key counted (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), or with
-        half of the second term, since keys after a query do not count.
+        """Return the FLOPs of forward and backward for one token, as `training_flops_per_token` counts them.
 
         Args:
             seq_len: tokens of a sequence.
-            is_causal_halved: whether half of the attention's matrix products are left out.
+            is_causal_halved: whether half of the attention's matrix products are left out, since keys after a query
+                do not count.
         """
         keys = seq_len if self.window is None else min(seq_len, 2 * self.window)
-        scores = 12.0 * self.num_layers * self.num_heads * self.head_dim * keys
-        return 6.0 * self.num_matmul_params + (scores / 2 if is_causal_halved else scores)
+        width = self.num_layers * self.num_heads * self.head_dim
+        return training_flops_per_token(self.num_matmul_params, width, keys / 2 if is_causal_halved else keys)

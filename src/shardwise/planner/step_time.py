@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Final, Literal
@@ -31,12 +31,11 @@ from shardwise.planner.hardware import FittedConstants
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.memory_traffic import PassTimes
 from shardwise.planner.offload_time import OffloadTimeModel
-from shardwise.planner.pipeline_time import PipelineTimes, StageTimes
 from shardwise.planner.results import TIME_PARTS, TimeEstimate
 from shardwise.planner.stages import StageLayouts
 from shardwise.schedule.actions import ScheduleError
 from shardwise.schedule.formulas import bubble_s
-from shardwise.schedule.op_times import OpTimes
+from shardwise.schedule.simulate import OpTimes, PipelineSimulator, PipelineSpan
 
 _NO_TIME: Final = PassTimes()
 
@@ -54,8 +53,8 @@ class _Stage:
     backward_weight_s: float
 
     @cached_property
-    def times(self) -> StageTimes:
-        return StageTimes(
+    def times(self) -> OpTimes:
+        return OpTimes(
             forward_s=sum(self.forward.values()),
             backward_input_s=sum(self.backward_input.values()),
             backward_weight_s=self.backward_weight_s,
@@ -78,7 +77,7 @@ class TimeModel:
         self.compute = ComputeTimeModel(job)
         self.communication = CommTimeModel(job, self.compact)
         self.offload = OffloadTimeModel(job, self.compact)
-        self.pipelines = PipelineTimes()
+        self.pipelines = PipelineSimulator()
 
     def estimate(self, strategy: Strategy, *, is_quick: bool = False) -> TimeEstimate:
         """Estimate the time of one optimizer step.
@@ -160,12 +159,13 @@ class TimeModel:
         if s.pp == 1:
             return busy[0], None
         transfer_s = self.communication.transfer_s(s)
-        times = [stage.times for stage in stages]
+        times = [replace(stage.times, transfer_s=transfer_s) for stage in stages]
         bubble = quick_bubble_s(s, times) if is_quick else None
         if bubble is not None:
             span_s = max(busy) + bubble + 2 * (len(stages) - 1) * transfer_s
-            return span_s, 1 - sum(busy) / len(busy) / span_s
-        span = self.pipelines.span(s.schedule, s.pp, s.virtual_stages, s.num_micro_batches, times, transfer_s)
+            span = PipelineSpan(step_s=span_s, rank_spans_s=(span_s,), busy_s=tuple(busy))
+        else:
+            span = self.pipelines.span(s.schedule, s.pp, s.virtual_stages, s.num_micro_batches, times)
         return span.step_s, span.bubble_rate
 
     def _step_s(self, s: Strategy, pipeline_rank: int) -> float:
@@ -187,19 +187,17 @@ class TimeModel:
         return step_s * STRAGGLING * math.sqrt(2 * math.log(num_nodes))
 
 
-def quick_bubble_s(s: Strategy, stages: Sequence[StageTimes]) -> float | None:
+def quick_bubble_s(s: Strategy, stages: Sequence[OpTimes]) -> float | None:
     """Return the bubble of equal ranks; None with so few micro-batches that only the schedule itself shows it.
 
-    The part of W that is longer than F fills no more of the bubble; in H2, the part that is longer than half of F + B.
-    In ZB-V a B that is shorter than F waits until F would end.
+    In ZB-V a B that is shorter than F waits until F would end, and the part of W that is longer fills no more.
     """
     forward_s, backward_s, weight_s = (
         sum(each) / s.pp
         for each in zip(*((t.forward_s, t.backward_input_s, t.backward_weight_s) for t in stages), strict=True)
     )
-    if s.schedule.startswith("zb-"):
-        backward_s = max(backward_s, forward_s) if s.schedule == "zb-v" else backward_s
-        weight_s = min(weight_s, forward_s, (forward_s + backward_s) / 2 if s.schedule == "zb-h2" else forward_s)
+    if s.schedule == "zb-v":
+        backward_s, weight_s = max(backward_s, forward_s), min(weight_s, forward_s)
     try:
         return bubble_s(s.schedule, s.pp, s.num_micro_batches, s.virtual_stages, forward_s, backward_s, weight_s)
     except ScheduleError:

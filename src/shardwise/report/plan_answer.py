@@ -12,7 +12,7 @@ from shardwise.report.page import absent, fact
 from shardwise.report.planned import planned
 from shardwise.runtime.format import format_bytes, format_s
 from shardwise.schedule import ScheduleError
-from shardwise.schedule.op_times import OpTimes
+from shardwise.schedule.simulate import OpTimes
 
 _GIB = 2**30
 

@@ -15,7 +15,7 @@ from shardwise.config.resolve import Config, ConfigError, resolve_batch
 from shardwise.config.validate import wrong_schedule_size
 from shardwise.report.panel import TerminalPanel
 from shardwise.schedule import ScheduleError, bubble_s, insert_transfers, pipeline_step, placement_of, simulate
-from shardwise.schedule.op_times import OpTimes
+from shardwise.schedule.simulate import OpTimes
 
 MAX_CELLS: Final = 70_000
 """The most forwards of a schedule that is drawn: a larger one takes minutes to simulate."""

@@ -24,7 +24,7 @@ from shardwise.report.panel import TerminalPanel
 from shardwise.report.planned import MAX_CELLS, planned
 from shardwise.runtime.format import format_bytes, format_clock, format_s
 from shardwise.schedule import Action, ScheduleError, TimedAction
-from shardwise.schedule.op_times import OpTimes, mean_times
+from shardwise.schedule.simulate import OpTimes, mean_times
 
 METRICS_NAME: Final = "metrics.jsonl"
 WIRE_NAME: Final = "wire.json"

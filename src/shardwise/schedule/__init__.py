@@ -22,11 +22,16 @@ from shardwise.schedule.actions import (
     ScheduleError,
     TimedAction,
 )
-from shardwise.schedule.auto_schedule import zero_bubble_searched
 from shardwise.schedule.dependencies import Position, dependencies
-from shardwise.schedule.formulas import bubble_s, max_in_flight
+from shardwise.schedule.formulas import (
+    bubble_s,
+    bubble_share,
+    max_in_flight,
+    num_deferred,
+    num_in_flight,
+    peak_held_bytes,
+)
 from shardwise.schedule.generators import data_parallel_step, forward_only
-from shardwise.schedule.in_flight import num_deferred, num_in_flight, peak_held_bytes
 from shardwise.schedule.lower import Gather, insert_gathers, insert_offload, insert_transfers, lower
 from shardwise.schedule.pipelines import (
     gpipe,
@@ -62,6 +67,7 @@ __all__ = [
     "TimedAction",
     "bubble_fraction",
     "bubble_s",
+    "bubble_share",
     "busy_s",
     "data_parallel_step",
     "dependencies",
@@ -89,6 +95,5 @@ __all__ = [
     "verify",
     "zero_bubble_h1",
     "zero_bubble_h2",
-    "zero_bubble_searched",
     "zero_bubble_v",
 ]

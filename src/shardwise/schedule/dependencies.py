@@ -88,6 +88,7 @@ _NEEDS: Mapping[ActionKind, tuple[ActionKind, ...]] = {
     ActionKind.BACKWARD_INPUT: (ActionKind.FORWARD, ActionKind.RECOMPUTE),
     ActionKind.BACKWARD_WEIGHT: (ActionKind.BACKWARD_INPUT,),
 }
+_NEEDED = frozenset(each for needed in _NEEDS.values() for each in needed)
 _MAKES: Mapping[ActionKind, Payload] = {
     ActionKind.FORWARD: Payload.ACTIVATION,
     ActionKind.BACKWARD: Payload.GRADIENT,
@@ -105,16 +106,16 @@ def dependencies(
     channelled = {streams[kind] for kind in TRANSFERS} - {streams[kind] for kind in ActionKind if kind not in TRANSFERS}
     follows: dict[Position, tuple[Position, ...]] = {}
     for rank, row in enumerate(schedule.ranks):
-        groups = stage_groups(row)
+        groups = places.groups[rank]
         queues = [
             (stream, places.partner(rank, action)) if (stream := streams[action.kind]) in channelled else stream
             for action in row
         ]
-        positions = [(rank, index) for index in range(len(row))]
-        for position, action, earlier in zip(positions, row, _within_row(row, queues), strict=True):
-            before = {positions[other] for other in earlier}
-            before.update(places.data_of(position, action, touched(action, groups)))
-            follows[position] = tuple(sorted(before))
+        for index, (action, earlier) in enumerate(zip(row, _within_row(row, queues, groups), strict=True)):
+            position = rank, index
+            before = [(rank, other) for other in earlier]
+            before += places.data_of(position, action, touched(action, groups))
+            follows[position] = tuple(sorted(set(before))) if len(before) > 1 else tuple(before)
     return follows
 
 
@@ -133,26 +134,28 @@ def touched(action: Action, groups: Mapping[int, tuple[str | None, ...]]) -> tup
     return groups[action.stage] if action.group is None else (action.group,)
 
 
-def _within_row(row: Sequence[Action], queues: Sequence[Hashable]) -> Iterator[set[int]]:
+def _within_row(
+    row: Sequence[Action], queues: Sequence[Hashable], groups: Mapping[int, tuple[str | None, ...]]
+) -> Iterator[list[int]]:
     """Yield for each index of a row the earlier indices of rules 1 to 3; `queues` has each action's for rule 1."""
-    groups = stage_groups(row)
     present = {action.kind for action in row}
     follows = {kind: tuple(each for each in _FOLLOWS.get(kind, ()) if each in present) for kind in present}
+    follows_any = {kind: tuple(each for each in _FOLLOWS_ANY.get(kind, ()) if each in present) for kind in present}
     followed = {each for kinds in follows.values() for each in kinds}
     last_in_queue: dict[Hashable, int] = {}
     last_of_kind: dict[ActionKind, int] = {}
     last_on_group: dict[tuple[ActionKind, int, str | None], int] = {}
     for index, action in enumerate(row):
-        kind, stage = action.kind, action.stage
-        about = touched(action, groups)
-        wanted = [last_on_group.get((each, stage, group)) for each in follows[kind] for group in about]
-        wanted += [last_of_kind.get(each) for each in _FOLLOWS_ANY.get(kind, ())]
-        wanted.append(last_in_queue.get(queues[index]))
-        yield {earlier for earlier in wanted if earlier is not None}
-        last_in_queue[queues[index]] = index
-        last_of_kind[kind] = index
+        kind, queue = action.kind, queues[index]
+        wanted = [last_in_queue[queue]] if queue in last_in_queue else []
+        if follows[kind]:
+            keys = ((each, action.stage, group) for each in follows[kind] for group in touched(action, groups))
+            wanted += [last_on_group[key] for key in keys if key in last_on_group]
+        wanted += [last_of_kind[each] for each in follows_any[kind] if each in last_of_kind]
+        yield wanted
+        last_in_queue[queue] = last_of_kind[kind] = index
         if kind in followed:
-            last_on_group.update(((kind, stage, group), index) for group in about)
+            last_on_group.update(((kind, action.stage, group), index) for group in touched(action, groups))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,37 +163,38 @@ class ActionPlaces:
     """Record where the data of each micro-batch is made and moved.
 
     `holders`: the ranks that compute a stage. `computed`: the index of a computation of (rank, kind, stage,
-    micro-batch, group). `flow`: first and last index of what makes or moves a payload on (rank, stage,
-    micro-batch); its kind is None for the computations that make it.
+    micro-batch, group), where another needs it. `flow`: first and last index of what makes or moves a payload on
+    (rank, stage, micro-batch); its kind is None for the computations that make it. `groups`: those of each rank's
+    stages.
     """
 
     holders: dict[int, list[int]]
     computed: dict[tuple[int, ActionKind, int, int | None, str | None], int]
     flow: dict[_FlowKey, tuple[int, int]]
+    groups: list[dict[int, tuple[str | None, ...]]]
 
     @classmethod
     def of(cls, schedule: Schedule) -> ActionPlaces:
-        places = cls({}, {}, {})
+        places = cls({}, {}, {}, [stage_groups(row) for row in schedule.ranks])
         for rank, row in enumerate(schedule.ranks):
-            groups = stage_groups(row)
             for index, action in enumerate(row):
-                places._add(rank, index, action, touched(action, groups))
+                places._add(rank, index, action)
         return places
 
-    def _add(self, rank: int, index: int, action: Action, groups: Collection[str | None]) -> None:
+    def _add(self, rank: int, index: int, action: Action) -> None:
         kind, stage, micro_batch = action.kind, action.stage, action.micro_batch
-        payload = action.payload
+        payload, mover = action.payload, kind if kind in TRANSFERS else None
         if kind in COMPUTATIONS:
             ranks = self.holders.setdefault(stage, [])
             if rank not in ranks[-1:]:
                 ranks.append(rank)
-            for group in groups:
-                self.computed.setdefault((rank, kind, stage, micro_batch, group), index)
+            if kind in _NEEDED:
+                for group in touched(action, self.groups[rank]):
+                    self.computed.setdefault((rank, kind, stage, micro_batch, group), index)
             payload = _MAKES.get(kind)
         if payload is not None:
-            key = (rank, None if kind in COMPUTATIONS else kind, payload, stage, micro_batch)
-            first, _ = self.flow.get(key, (index, index))
-            self.flow[key] = (first, index)
+            key = (rank, mover, payload, stage, micro_batch)
+            self.flow[key] = (self.flow[key][0] if key in self.flow else index, index)
 
     def peer(self, rank: int, stage: int, other_stage: int) -> int | None:
         """Return the rank that has `other_stage` in the replica in which `rank` has `stage`; None without one."""
@@ -202,31 +206,30 @@ class ActionPlaces:
         """Return the rank at the other end of a SEND or RECEIVE; None where no rank has that stage."""
         return self.peer(rank, transfer.stage, other_end(transfer))
 
-    def data_of(self, position: Position, action: Action, groups: Collection[str | None]) -> Iterator[Position]:
-        """Yield the positions that rule 4 names for the action at `position`, which is about `groups`."""
+    def data_of(self, position: Position, action: Action, groups: Collection[str | None]) -> list[Position]:
+        """Return the positions that rule 4 names for the action at `position`, which is about `groups`."""
         rank, index = position
         kind, stage, micro_batch = action.kind, action.stage, action.micro_batch
-        keys = ((rank, need, stage, micro_batch, group) for need in _NEEDS.get(kind, ()) for group in groups)
-        yield from ((rank, self.computed[key]) for key in keys if key in self.computed)
+        keys = [(rank, need, stage, micro_batch, group) for need in _NEEDS.get(kind, ()) for group in groups]
+        found = [(rank, self.computed[key]) for key in keys if key in self.computed]
         if kind is ActionKind.SEND and action.payload is not None:
-            yield from self._last((rank, None, action.payload, stage, micro_batch))
+            found += self._last((rank, None, action.payload, stage, micro_batch))
         elif kind is ActionKind.RECEIVE and action.payload is not None:
-            yield from self._from_neighbour(ActionKind.SEND, rank, action.payload, stage, micro_batch)
+            found += self._from_neighbour(ActionKind.SEND, rank, action.payload, stage, micro_batch)
         elif kind in _MAKES and index == self.flow[rank, None, _MAKES[kind], stage, micro_batch][0]:
-            received = tuple(self._last((rank, ActionKind.RECEIVE, _MAKES[kind], stage, micro_batch)))
-            yield from received or self._from_neighbour(None, rank, _MAKES[kind], stage, micro_batch)
+            received = self._last((rank, ActionKind.RECEIVE, _MAKES[kind], stage, micro_batch))
+            found += received or self._from_neighbour(None, rank, _MAKES[kind], stage, micro_batch)
+        return found
 
     def _from_neighbour(
         self, kind: ActionKind | None, rank: int, payload: Payload, stage: int, micro_batch: int | None
-    ) -> Iterator[Position]:
+    ) -> list[Position]:
         neighbour = stage + source_of(payload)
         peer = self.peer(rank, stage, neighbour)
-        if peer is not None:
-            yield from self._last((peer, kind, payload, neighbour, micro_batch))
+        return [] if peer is None else self._last((peer, kind, payload, neighbour, micro_batch))
 
-    def _last(self, key: _FlowKey) -> Iterator[Position]:
-        if key in self.flow:
-            yield key[0], self.flow[key][1]
+    def _last(self, key: _FlowKey) -> list[Position]:
+        return [(key[0], self.flow[key][1])] if key in self.flow else []
 
 
 def source_of(payload: Payload) -> int:
@@ -260,11 +263,9 @@ def execution_order(
         The meetings in order, and for each position that can never start those that it waits for (a deadlock).
     """
     meetings, number_of = _meetings(schedule, meeting_kinds)
+    waits_for = [{number_of[before] for member in members for before in follows[member]} for members in meetings]
     users: list[list[int]] = [[] for _ in meetings]
-    waits_for: list[set[int]] = []
-    for number, members in enumerate(meetings):
-        needed = {number_of[before] for member in members for before in follows[member]}
-        waits_for.append(needed)
+    for number, needed in enumerate(waits_for):
         for other in needed:
             users[other].append(number)
     num_open = [len(needed) for needed in waits_for]
@@ -290,19 +291,19 @@ def execution_order(
 
 def _meetings(schedule: Schedule, meeting_kinds: Collection[ActionKind]) -> tuple[list[Meeting], dict[Position, int]]:
     """Return the meetings, and for each position the number of its meeting."""
-    members: list[list[Position]] = []
+    meetings: list[Meeting] = []
     number_of: dict[Position, int] = {}
     of_occurrence: dict[tuple[Action, int], int] = {}
     for rank, row in enumerate(schedule.ranks):
         occurrence: Counter[Action] = Counter()
         for index, action in enumerate(row):
-            position = rank, index
-            number = len(members)
+            position, number = (rank, index), len(meetings)
             if action.kind in meeting_kinds:
                 number = of_occurrence.setdefault((action, occurrence[action]), number)
                 occurrence[action] += 1
-            if number == len(members):
-                members.append([])
-            members[number].append(position)
+            if number == len(meetings):
+                meetings.append((position,))
+            else:
+                meetings[number] += (position,)
             number_of[position] = number
-    return [tuple(each) for each in members], number_of
+    return meetings, number_of

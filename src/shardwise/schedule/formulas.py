@@ -1,7 +1,12 @@
-"""Compute the bubble and the memory of the pipeline schedules by closed forms, with their sources.
+"""Compute bubbles, micro-batches in flight and FLOPs by closed forms, with their sources.
 
-They hold for equal stages and free transfers, and some only for enough micro-batches or for some costs. Where one
-does not hold, a ScheduleError says so, and `simulate` gives the numbers of the schedule itself.
+Those of the pipeline schedules hold for equal stages and free transfers, and some only for enough micro-batches or for
+some costs. Where one does not hold, a ScheduleError says so, and `simulate` gives the numbers of the schedule itself.
+
+A stage activation is what a stage keeps of one micro-batch for its backward. It is *in flight* from FORWARD
+until BACKWARD or BACKWARD_INPUT has ended. What BACKWARD_INPUT leaves for the gradients of the weights is
+*deferred* until BACKWARD_WEIGHT has ended. A forward without a backward, as in an evaluation, holds its activation
+only while it runs.
 
 Symbols: p ranks, m micro-batches, v stages a rank, i a rank from 0; F, B and W are the seconds that a rank takes
 for one micro-batch's forward, gradient of the input and gradient of the weights, all its stages together.
@@ -16,14 +21,22 @@ for one micro-batch's forward, gradient of the input and gradient of the weights
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Final, TypeVar
 
-from shardwise.schedule.actions import ScheduleError
+from shardwise.schedule.actions import Action, ActionKind, Schedule, ScheduleError
 from shardwise.schedule.pipelines import interleaved_rounds
 from shardwise.schedule.registry import placement_of
+from shardwise.schedule.simulate import OpTimes
+
+_ENDS_IN_FLIGHT = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
+_SPLIT = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
 
 Number = TypeVar("Number", int, float)
+
+# Forward, and gradients of inputs and of weights, do not take exactly the same time.
+_OF_THIRDS: Final = 0.9
 
 
 def bubble_s(
@@ -44,13 +57,14 @@ def bubble_s(
         gpipe        (p - 1)(F + B + W) / v   m >= p; any m where v = 1
         1f1b         (p - 1)(F + B + W)       any m
         interleaved  (p - 1)(F + B + W) / v   m >= p
-        zb-h1        (p - 1)(F + B - W)       m >= p and W <= F
-        zb-h2        (p - 1)(F + B - 2W)      m >= 2p - 1, W <= F and 2W <= F + B
+        zb-h1        (p - 1)(F + B - W)       m >= p
+        zb-h2        (p - 1)(F + B - 2W)      m >= 2p - 1
         zb-v         (p - 1)(B - W)           m >= 2p - 1 and W <= F <= B
 
+    What W is longer than F, in H2 also than half of F + B, fills no more of the bubble and does not count.
     Sources: Narayanan et al. 2021 (arXiv 2104.04473), sections 2.2.1 and 2.2.2, for gpipe, 1f1b and interleaved;
     Qi et al. 2023 (arXiv 2401.10241), section 2.3 for H1 and H2 and section 6 for ZB-V, which gives 0 for
-    F = B = W; ZB-V's other values are counted from its schedule.
+    F = B = W; the values for other costs are counted from the schedules.
 
     Args:
         recipe_name: a name of `RECIPES`.
@@ -71,20 +85,78 @@ def bubble_s(
     if m < least:
         raise ScheduleError("no-closed-form", f"num_micro_batches={m} is below {least}, {unknown}")
     costs = f"F={forward} s, B={backward} s, W={weight} s"
-    if recipe_name in ("zb-h1", "zb-h2") and weight > forward:
-        raise ScheduleError("no-closed-form", f"{costs} with W > F, {unknown}")
-    if recipe_name == "zb-h2" and 2 * weight > forward + backward:
-        raise ScheduleError("no-closed-form", f"{costs} with 2W > F + B, {unknown}")
     if recipe_name == "zb-v" and not weight <= forward <= backward:
         raise ScheduleError("no-closed-form", f"{costs} without W <= F <= B, {unknown}")
     whole = forward + backward + weight
     known = {
         "naive": m * (p - 1) * whole,
-        "zb-h1": (p - 1) * (whole - 2 * weight),
-        "zb-h2": (p - 1) * (whole - 3 * weight),
+        "zb-h1": (p - 1) * (forward + backward - min(weight, forward)),
+        "zb-h2": (p - 1) * (forward + backward - min(2 * weight, 2 * forward, forward + backward)),
         "zb-v": (p - 1) * (backward - weight),
     }
     return _of_name(recipe_name, {**dict.fromkeys(("gpipe", "1f1b", "interleaved"), (p - 1) * whole / v), **known})
+
+
+def bubble_share(
+    recipe_name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int, times: OpTimes
+) -> float | None:
+    """Return `bubble_s` as a share of the longest span of a rank; None where there is no closed form or no time.
+
+    >>> bubble_share("1f1b", 4, 9, 1, OpTimes())
+    0.25
+
+    Args:
+        recipe_name: a name of `RECIPES`.
+        num_ranks: p.
+        num_micro_batches: m.
+        virtual_stages: stages a rank, as `pipeline.virtual_stages`.
+        times: of a micro-batch on each rank, of which the transfer is free.
+
+    Raises what `placement_of` raises.
+    """
+    try:
+        idle_s = bubble_s(
+            recipe_name,
+            num_ranks,
+            num_micro_batches,
+            virtual_stages,
+            times.forward_s,
+            times.backward_input_s,
+            times.backward_weight_s,
+        )
+    except ScheduleError:
+        return None
+    span_s = idle_s + num_micro_batches * times.total_s
+    return idle_s / span_s if span_s > 0 else None
+
+
+def least_bubble_share(recipe_name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int) -> float:
+    """Return a lower bound of the bubble as a share of what a rank computes, for any times of equal stages.
+
+    With p ranks, m micro-batches and v stages a rank: (p - 1) / (m v) by Narayanan et al. 2021 (arXiv 2104.04473),
+    section 2.2, a third of it for zero-bubble H1 and nothing for H2 and V, were F = B = W (Qi et al. 2023, arXiv
+    2401.10241, sections 2.3 and 6). With few micro-batches the first rank waits for the first of them to come back,
+    p (F + B) or with W, and has the other backwards to do after it; for V, half of them.
+
+    >>> least_bubble_share("interleaved", 4, 8, 3), least_bubble_share("zb-h2", 4, 8, 1)
+    (0.125, 0.0)
+    >>> least_bubble_share("interleaved", 4, 1, 3), round(least_bubble_share("zb-h2", 4, 1, 1), 3)
+    (3.0, 1.8)
+
+    Args:
+        recipe_name: a name of `RECIPES`.
+        num_ranks: p.
+        num_micro_batches: m.
+        virtual_stages: v.
+    """
+    p, m = num_ranks, num_micro_batches
+    if recipe_name == "zb-v":
+        return _OF_THIRDS * max(0.0, 2 * p - 2 * m - 0.5) / (3 * m)
+    if recipe_name.startswith("zb-"):
+        # Less than the third, since W may be longer than the others.
+        filled = (p - 1) / (4 * m) if recipe_name == "zb-h1" else 0.0
+        return max(filled, _OF_THIRDS * (2 * p - m - 1) / (3 * m))
+    return max((p - 1) / (m * virtual_stages), (p - m) / m)
 
 
 def max_in_flight(recipe_name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int, rank: int) -> int:
@@ -133,3 +205,72 @@ def _of_name(recipe_name: str, known: Mapping[str, Number]) -> Number:
     if recipe_name not in known:
         raise ScheduleError("no-closed-form", f"schedule {recipe_name} has no closed form; add it to formulas.py")
     return known[recipe_name]
+
+
+def num_in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """Return for each rank the most stage activations in flight at once."""
+    return tuple(int(peak) for peak in peak_held_bytes(schedule, 1, 0))
+
+
+def num_deferred(schedule: Schedule) -> tuple[int, ...]:
+    """Return for each rank the most (stage, micro-batch) pairs at once whose BACKWARD_WEIGHT is still to come."""
+    return tuple(int(peak) for peak in peak_held_bytes(schedule, 0, 1))
+
+
+def peak_held_bytes(schedule: Schedule, in_flight_bytes: float, deferred_bytes: float) -> tuple[float, ...]:
+    """Return for each rank the most bytes held at once.
+
+    Args:
+        schedule: with its computations; other actions hold nothing.
+        in_flight_bytes: bytes of a stage activation in flight, M_B of Qi et al. 2023 (arXiv 2401.10241), section 2.3.
+        deferred_bytes: bytes kept for a deferred gradient of weights, M_W there.
+    """
+    return tuple(max(held_along(row, in_flight_bytes, deferred_bytes), default=0) for row in schedule.ranks)
+
+
+def held_along(row: Sequence[Action], in_flight_bytes: float, deferred_bytes: float) -> list[float]:
+    """Return the bytes held during each action of a row.
+
+    Where a row names a stage's groups, the stage holds from its first group's forward to its last group's backward.
+
+    Args:
+        row: of a rank.
+        in_flight_bytes: of a stage activation in flight, as in `peak_held_bytes`.
+        deferred_bytes: of a deferred gradient of weights, as there.
+    """
+    first: dict[tuple[int, int | None], int] = {}
+    last: dict[tuple[ActionKind, int, int | None], int] = {}
+    for index, action in enumerate(row):
+        if action.kind is ActionKind.FORWARD:
+            first.setdefault((action.stage, action.micro_batch), index)
+        last[action.kind, action.stage, action.micro_batch] = index
+    # What is held during action k is the sum of the changes up to k.
+    changes: list[float] = [0] * (len(row) + 1)
+    for key, start in first.items():
+        end = max(last.get((kind, *key), start) for kind in _ENDS_IN_FLIGHT)
+        changes[start] += in_flight_bytes
+        changes[end + 1] -= in_flight_bytes
+        begin, finish = (last.get((kind, *key), end) for kind in _SPLIT)
+        changes[begin + 1] += deferred_bytes
+        changes[finish + 1] -= deferred_bytes
+    return list(accumulate(changes[:-1]))
+
+
+def training_flops_per_token(
+    num_matmul_params: float, attention_width: float, num_keys: float, *, trains: bool = True
+) -> float:
+    """Return the model FLOPs of forward and backward for one token, nothing computed twice.
+
+    They are 6 N + 12 L H D S: Chowdhery et al. 2022 (PaLM, arXiv 2204.02311), appendix B. A matrix that is not trained
+    has no gradient of its own, which leaves 4 N.
+
+    >>> training_flops_per_token(8e9, 32 * 4096, 8192) / 1e9
+    60.884901888
+
+    Args:
+        num_matmul_params: N, elements of the matrices that multiply a token: the head's are, an embedding's are not.
+        attention_width: L H D, layers times heads times elements of a head.
+        num_keys: S, keys that a token attends to, a mean; the paper counts all, a causal mask leaves half.
+        trains: whether the matrices are trained.
+    """
+    return (6.0 if trains else 4.0) * num_matmul_params + 12.0 * attention_width * num_keys

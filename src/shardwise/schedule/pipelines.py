@@ -21,7 +21,6 @@ rank 1: 1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import starmap
@@ -54,12 +53,13 @@ class ScheduleRows:
 
     def of(self, rank: int) -> list[tuple[ActionKind, int, int]]:
         """Return (kind, stage, micro-batch) of each computation of a rank, up to the last micro-batch."""
-        num_before: Counter[tuple[ActionKind, int]] = Counter()
-        row = []
+        num_before: dict[tuple[ActionKind, int], int] = {}
+        row, most = [], self.num_micro_batches
         for key in self.pattern(rank):
-            number = num_before[key]
-            if number < self.num_micro_batches:
-                row.append((*key, number))
+            number = num_before.get(key, 0)
+            if number < most:
+                kind, stage = key
+                row.append((kind, stage, number))
                 num_before[key] = number + 1
         return row
 

@@ -8,7 +8,7 @@ keep these rules:
   the groups of a stage form a chain, run in one order forward and in its reverse backward;
 - the parameters and gradients of each (rank, stage, group) change only as `parameters` and `gradients` allow, and
   end in a legal state;
-- transfers are complete, and both ends of a channel have them in one order (`channels`);
+- transfers are complete, and both ends of a channel have them in one order (`_transfers`);
 - the replicas of a stage issue the same collectives in the same order;
 - issued in order, where a computation delays everything that is written after it, every row reaches its end. SEND and
   RECEIVE delay nothing: a RECEIVE posts, a SEND is complete when its RECEIVE is posted and those before it on its
@@ -34,9 +34,16 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import chain, pairwise, zip_longest
 
-from shardwise.schedule import channels, in_flight
-from shardwise.schedule.actions import COLLECTIVES, COMPUTATIONS, STREAMS, Action, ActionKind, Schedule, ScheduleError
-from shardwise.schedule.channels import Flaw
+from shardwise.schedule.actions import (
+    COLLECTIVES,
+    COMPUTATIONS,
+    STREAMS,
+    TRANSFERS,
+    Action,
+    ActionKind,
+    Schedule,
+    ScheduleError,
+)
 from shardwise.schedule.dependencies import (
     USERS,
     ActionPlaces,
@@ -44,16 +51,23 @@ from shardwise.schedule.dependencies import (
     Position,
     dependencies,
     execution_order,
+    other_end,
+    source_of,
     stage_groups,
     touched,
 )
 from shardwise.schedule.drawing import drawn
+from shardwise.schedule.formulas import held_along
 
 _BACKWARDS = frozenset({ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT})
 _TRAINS = _BACKWARDS | {ActionKind.REDUCE, ActionKind.STEP}
 _SPLIT = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
 _NUM_NAMED = 8  # actions of a deadlock that are written out
 _CodeAndText = tuple[str, str]
+_Found = dict[tuple[int, Action], int]  # rank and transfer -> index
+
+Flaw = tuple[str, str, tuple[Position, ...]]
+"""A flaw has a code, a line with value, rule and fix, and the positions concerned."""
 
 
 def verify(
@@ -72,13 +86,13 @@ def verify(
     flaws: Iterator[Flaw] = chain(
         _computations(schedule),
         _stages(schedule, places),
-        channels.flaws(schedule, places),
+        _transfers(schedule, places),
         _collectives(schedule, places),
         _rows(schedule, follows),
         _chains(schedule),
         *(misuses(schedule, machine) for machine in machines),
         _deadlock(schedule, follows),
-        () if max_in_flight is None else in_flight.flaws(schedule, max_in_flight),
+        () if max_in_flight is None else _over_limit(schedule, max_in_flight),
     )
     for code, text, positions in flaws:
         raise ScheduleError(code, "\n".join([text, *drawn(schedule, positions, follows)]))
@@ -153,6 +167,107 @@ def _stages(schedule: Schedule, places: ActionPlaces) -> Iterator[Flaw]:
             action = schedule.ranks[rank][index]
             text = f"{action} on rank {rank} needs gradients of stage {stage}, which has no backward; add it"
             yield "stage-without-backward", text, ((rank, index),)
+
+
+def _transfers(schedule: Schedule, places: ActionPlaces) -> Iterator[Flaw]:
+    """Yield each transfer without maker, partner or user, each missing one, and each channel that is out of order.
+
+    Each ordered pair of ranks is one channel: the n-th RECEIVE takes what the n-th SEND gave, whatever their names.
+    Both directions between two ranks, and channels of other pairs, are independent of each other.
+    """
+    found: _Found = {}
+    for rank, row in enumerate(schedule.ranks):
+        for index, action in enumerate(row):
+            if action.kind in TRANSFERS and found.setdefault((rank, action), index) != index:
+                text = f"{action} on rank {rank} is there twice; a payload is sent once, drop one"
+                yield "transfer-repeated", text, ((rank, found[rank, action]), (rank, index))
+    if found:
+        yield from _unmatched(found, places)
+        yield from _left_out(schedule, found, places)
+        yield from _disorder(schedule, found, places)
+
+
+def _unmatched(found: _Found, places: ActionPlaces) -> Iterator[Flaw]:
+    for (rank, action), index in found.items():
+        here = ((rank, index),)
+        stage = other_end(action)
+        peer = places.partner(rank, action)
+        if peer is None:
+            yield (
+                "transfer-without-partner",
+                f"{action} on rank {rank} has no partner; no rank computes stage {stage}, drop it",
+                here,
+            )
+        elif peer == rank:
+            yield (
+                "transfer-within-rank",
+                f"{action} on rank {rank} stays on its rank; there stages hand over directly, drop it",
+                here,
+            )
+        elif (peer, partner := _other_side(action, stage)) not in found:
+            yield (
+                "transfer-unmatched",
+                f"{action} on rank {rank} is unmatched; add {partner} on rank {peer}, or drop it",
+                here,
+            )
+        elif (rank, None, action.payload, action.stage, action.micro_batch) not in places.flow:
+            text = "sends what nothing computes" if action.kind is ActionKind.SEND else "receives what nothing uses"
+            yield (
+                "transfer-without-computation",
+                f"{action} on rank {rank} {text}; add the computation, or drop both ends",
+                here,
+            )
+
+
+def _other_side(transfer: Action, stage: int) -> Action:
+    kind = ActionKind.RECEIVE if transfer.kind is ActionKind.SEND else ActionKind.SEND
+    return Action(kind, stage, transfer.micro_batch, payload=transfer.payload)
+
+
+def _left_out(schedule: Schedule, found: _Found, places: ActionPlaces) -> Iterator[Flaw]:
+    """Yield each use of a payload that another rank makes and no RECEIVE brings."""
+    for (rank, kind, payload, stage, micro_batch), (index, _) in places.flow.items():
+        source = stage + source_of(payload)
+        peer = None if kind is not None else places.peer(rank, stage, source)
+        if peer is None or peer == rank or (peer, None, payload, source, micro_batch) not in places.flow:
+            continue
+        receive = Action(ActionKind.RECEIVE, stage, micro_batch, payload=payload)
+        if (rank, receive) not in found:
+            send = Action(ActionKind.SEND, source, micro_batch, payload=payload)
+            text = f"{schedule.ranks[rank][index]} on rank {rank} uses what nothing brings from rank {peer}"
+            yield "receive-missing", f"{text}; add {send} there and {receive} here", ((rank, index),)
+
+
+def _disorder(schedule: Schedule, found: _Found, places: ActionPlaces) -> Iterator[Flaw]:
+    """Yield each pair of transfers that the two ends of a channel have in different orders."""
+    ends: dict[tuple[int, int], tuple[list[int], list[int]]] = {}  # sender, receiver -> indices there
+    for (rank, action), index in found.items():
+        peer = places.partner(rank, action)
+        if peer is not None:
+            sends = action.kind is ActionKind.SEND
+            channel = ends.setdefault((rank, peer) if sends else (peer, rank), ([], []))
+            channel[0 if sends else 1].append(index)
+    for (sender, receiver), channel in ends.items():
+        for sent_at, received_at in zip(*channel, strict=True):
+            send, receive = schedule.ranks[sender][sent_at], schedule.ranks[receiver][received_at]
+            given = other_end(send), send.micro_batch, send.payload
+            if given != (receive.stage, receive.micro_batch, receive.payload):
+                text = f"{receive} on rank {receiver} takes what {send} on rank {sender} gives"
+                rule = "a channel delivers in order, align the two"
+                yield "channel-out-of-order", f"{text}; {rule}", ((receiver, received_at), (sender, sent_at))
+
+
+def _over_limit(schedule: Schedule, limits: Sequence[int]) -> Iterator[Flaw]:
+    """Yield where a rank first has more in flight than its limit; raise ScheduleError unless each rank has a limit."""
+    if len(limits) != len(schedule.ranks):
+        text = f"max_in_flight={list(limits)} bounds {len(limits)} ranks of {len(schedule.ranks)}"
+        raise ScheduleError("activation-bounds", f"{text}; give one bound for each rank")
+    for rank, (row, limit) in enumerate(zip(schedule.ranks, limits, strict=True)):
+        for index, held in enumerate(held_along(row, 1, 0)):
+            if held > limit:
+                text = f"{row[index]} on rank {rank} puts {int(held)} stage activations in flight, against {limit}"
+                yield "activations-over-limit", f"{text} allowed; move it after a backward", ((rank, index),)
+                break
 
 
 def _collectives(schedule: Schedule, places: ActionPlaces) -> Iterator[Flaw]:

@@ -19,8 +19,8 @@ from shardwise.layout.stage_partition import find_partition
 from shardwise.offload.disk_bench import USEFUL_BYTES_PER_S, SwapSpeed, measure_swap, passes_s, step_s
 from shardwise.offload.nvme import SwapError
 from shardwise.runtime.format import format_bytes, format_s
-from shardwise.schedule import ScheduleError, TimedAction, bubble_s, placement_of, rank_bubble_s, rank_span_s
-from shardwise.schedule.op_times import OpTimes, mean_times
+from shardwise.schedule import TimedAction, bubble_share, placement_of, rank_bubble_s, rank_span_s
+from shardwise.schedule.simulate import OpTimes, mean_times
 from shardwise.train.loop import Trainer
 from shardwise.train.recording import gather_timeline
 
@@ -142,16 +142,8 @@ def measured_share(actions: Sequence[TimedAction]) -> float:
 
 def _formula_share(config: Config, times: OpTimes) -> float | None:
     """Return the formula's bubble as a share of a rank's span; None where there is no formula."""
-    costs_s = times.forward_s, times.backward_input_s, times.backward_weight_s
     num_micro_batches = config.batch.accumulation or 1
-    try:
-        bubble = bubble_s(
-            config.pipeline.schedule, config.mesh.pp, num_micro_batches, _stages_per_rank(config), *costs_s
-        )
-    except ScheduleError:
-        return None
-    whole_s = bubble + num_micro_batches * sum(costs_s)
-    return bubble / whole_s if whole_s > 0 else None
+    return bubble_share(config.pipeline.schedule, config.mesh.pp, num_micro_batches, _stages_per_rank(config), times)
 
 
 def _stages_per_rank(config: Config) -> int:

@@ -23,6 +23,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.initialize import initialize
 from shardwise.models.decoder import IGNORED_TARGET
 from shardwise.runtime.format import format_count
+from shardwise.schedule.formulas import training_flops_per_token
 from shardwise.train.job_model import TEMPERATURE, TOP_K
 
 
@@ -123,14 +124,11 @@ class HuggingFaceModel:
         return initialize(self._adapted(model), config)
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Return 6 FLOPs a parameter outside of the embedding, and those of causal attention (PaLM, 2204.02311, B).
-
-        A frozen parameter takes 4: it has no gradient of its own.
-        """
+        """Return the model FLOPs of forward and backward for one token, with causal attention."""
         text = self._text
-        attention = 6 * text.num_hidden_layers * seq_len * text.hidden_size
         num_looked_up = 0 if getattr(text, "tie_word_embeddings", False) else self.vocab_size * text.hidden_size
-        return float((4 if self.config.lora.rank else 6) * (self.num_params - num_looked_up) + attention)
+        num_params, width = self.num_params - num_looked_up, text.num_hidden_layers * text.hidden_size
+        return training_flops_per_token(num_params, width, seq_len / 2, trains=not self.config.lora.rank)
 
     @property
     def loss_fn(self) -> None:

@@ -20,10 +20,9 @@ from typing import Any, Final
 import torch
 
 from shardwise.planner.configs import job_of, strategy_of
-from shardwise.planner.hardware import CPU, Cluster, GpuSpec, known_gpu
+from shardwise.planner.hardware import CPU, Cluster, GpuSpec, cluster_of, known_gpu
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.profile import find_profile
-from shardwise.planner.profiled_cluster import cluster_of
 from shardwise.planner.recalibrate import PARTS, PREDICTION_NAME, by_part
 from shardwise.runtime.memory_tracker import Category
 from shardwise.schedule.actions import COMPUTATIONS, ActionKind, TimedAction

@@ -25,7 +25,8 @@ from shardwise.layout.pipeline_layout import PipelineLayout
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.layout.stage_partition import StagePartition, find_partition
 from shardwise.runtime.format import format_bytes
-from shardwise.schedule import ScheduleError, bubble_s
+from shardwise.schedule import bubble_share
+from shardwise.schedule.simulate import OpTimes
 from shardwise.train.console_notes import tiers_line
 from shardwise.train.job_model import JobModel, job_model
 from shardwise.train.setup import check_job, layout_line, sparse_words, wanted_device
@@ -213,8 +214,9 @@ def _pipeline_line(config: Config, pipeline: PipelineLayout) -> str:
     num_micro_batches, num_per_rank = config.batch.accumulation or 1, placement.stages_per_rank
     stages = f" x {num_per_rank} stages" if num_per_rank > 1 else ""
     line = f"{schedule} over {placement.num_ranks} ranks{stages}, {num_micro_batches} micro-batches; "
-    try:
-        idle_s = bubble_s(schedule, placement.num_ranks, num_micro_batches, config.pipeline.virtual_stages, 1, 1, 1)
-    except ScheduleError:
-        return line + "the bubble has no closed form: see shardwise timeline"
-    return line + f"bubble {idle_s / (3 * num_micro_batches + idle_s):.1%} by the formula"
+    share = bubble_share(schedule, placement.num_ranks, num_micro_batches, config.pipeline.virtual_stages, OpTimes())
+    return line + (
+        "the bubble has no closed form: see shardwise timeline"
+        if share is None
+        else f"bubble {share:.1%} by the formula"
+    )

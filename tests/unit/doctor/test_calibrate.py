@@ -22,8 +22,8 @@ from shardwise.doctor.calibrate import OPS, SIZES_BYTES, calibrate, profile_of
 from shardwise.doctor.kernel_bench import RankTimer
 from shardwise.doctor.show import render_profile
 from shardwise.models.decoder import DecoderBlock, DecoderConfig
+from shardwise.planner.hardware import cluster_of
 from shardwise.planner.profile import Profile
-from shardwise.planner.profiled_cluster import cluster_of
 
 SIZES = kernels.BenchSizes(
     shapes=((32, 96, 2), (64, 128, 4)), seq_lens=(8, 16), vocab_sizes=(128,), dtypes=(torch.float32,)

@@ -9,7 +9,7 @@ from harness.paths import DATA
 from planner_eval.bubbles import bubble_rate, deferred_share
 from planner_eval.cases import read_case
 from planner_eval.prices import predict
-from shardwise.schedule.op_times import OpTimes
+from shardwise.schedule.simulate import OpTimes
 
 CASES = DATA / "planner_cases.json"
 POINTS = 0.005

@@ -23,9 +23,9 @@ from shardwise.planner.compact_layout import CompactLayout
 from shardwise.planner.configs import config_of
 from shardwise.planner.hardware import Cluster, find_gpu
 from shardwise.planner.job import PlanJob, Strategy
-from shardwise.planner.pipeline_time import PipelineTimes, StageTimes
-from shardwise.planner.search import bubble_share
 from shardwise.planner.shape import ModelShape
+from shardwise.schedule.formulas import least_bubble_share
+from shardwise.schedule.simulate import OpTimes, PipelineSimulator
 from shardwise.train.setup import check_job
 
 SHAPE = ModelShape(
@@ -146,10 +146,10 @@ def test_the_bound_of_1f1b_and_of_interleaved_is_what_they_wait(
     pp: int, num_micro_batches: int, virtual_stages: int
 ) -> None:
     name = "1f1b" if virtual_stages == 1 else "interleaved"
-    stages = [StageTimes(forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0)] * (pp * virtual_stages)
-    span = PipelineTimes().span(name, pp, virtual_stages, num_micro_batches, stages)
+    stages = [OpTimes(forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0)] * (pp * virtual_stages)
+    span = PipelineSimulator().span(name, pp, virtual_stages, num_micro_batches, stages)
     waits = span.step_s / span.busy_s[0] - 1
-    assert bubble_share(name, pp, num_micro_batches, virtual_stages) == pytest.approx(waits)
+    assert least_bubble_share(name, pp, num_micro_batches, virtual_stages) == pytest.approx(waits)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_the_bound_of_1f1b_and_of_interleaved_is_what_they_wait(
 )
 def test_the_bound_of_zero_bubble_schedules_is_most_of_what_they_wait(name: str, num_micro_batches: int) -> None:
     pp, virtual_stages = 4, 2 if name == "zb-v" else 1
-    stages = [StageTimes(forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0)] * (pp * virtual_stages)
-    span = PipelineTimes().span(name, pp, virtual_stages, num_micro_batches, stages)
+    stages = [OpTimes(forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0)] * (pp * virtual_stages)
+    span = PipelineSimulator().span(name, pp, virtual_stages, num_micro_batches, stages)
     waits = span.step_s / span.busy_s[0] - 1
-    assert bubble_share(name, pp, num_micro_batches, virtual_stages) > 0.5 * waits
+    assert least_bubble_share(name, pp, num_micro_batches, virtual_stages) > 0.5 * waits

@@ -22,8 +22,8 @@ from planner_eval.prices import (
     settled,
 )
 from shardwise.planner.job import PlanJob, Strategy
-from shardwise.planner.pipeline_time import PipelineTimes
 from shardwise.planner.results import Estimate, MemoryEstimate, RankMemory, TimeEstimate
+from shardwise.schedule.simulate import PipelineSimulator
 
 GIB = 2**30
 GPT = {"layers": 4, "hidden": 64, "heads": 4, "ffn": 256, "ffn_type": "gelu_mlp", "vocab": 1000, "seq": 128}
@@ -156,7 +156,7 @@ def test_figures_are_of_the_priced_step_in_the_runs_own_batch(made: MadeUp) -> N
 
 
 def test_known_schedules_are_shared(made: MadeUp) -> None:
-    pipelines = PipelineTimes()
+    pipelines = PipelineSimulator()
     settled(case_of(), pipelines)
     assert made.time.pipelines is pipelines
 

@@ -13,11 +13,10 @@ from shardwise.planner.hardware import Cluster, Host, find_gpu
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.memory_limit import MissingMemory, missing_memory, usable_bytes
 from shardwise.planner.neighbours import neighbours, price_changes
-from shardwise.planner.results import Estimate, MemoryEstimate, RankMemory, TimeEstimate
+from shardwise.planner.results import Estimate, MemoryEstimate, RankMemory, TimeEstimate, num_extras, simplest
 from shardwise.planner.search import Limits, cost_per_step, search
 from shardwise.planner.shape import ModelShape
 from shardwise.planner.suggestions import smallest_change
-from shardwise.planner.tie_break import num_extras, simplest
 
 GIB = 2**30
 CLUSTER = Cluster(

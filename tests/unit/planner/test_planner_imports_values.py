@@ -9,8 +9,7 @@ import pytest
 from harness.refusals import refused
 from shardwise.planner.imports.huggingface import imported_of, is_deepspeed
 from shardwise.planner.imports.imported import ImportedJob
-from shardwise.planner.imports.megatron import read_megatron
-from shardwise.planner.imports.megatron_args import flags_in, yaml_flags
+from shardwise.planner.imports.megatron import flags_in, read_megatron, yaml_flags
 from shardwise.planner.shape import Experts, ModelShape
 
 SIZES = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 1000}
@@ -283,9 +282,7 @@ def test_what_megatron_does_otherwise_is_noted(more: str, words: str | None) -> 
         ),
         ("run --a ${A:-7} --b ${B-8} --c ${C:-}", {"a": "7", "b": "8", "c": True}),
         ("A=9\nrun --a ${A:-7}", {"a": "9"}),
-        ("run --a $((2 * 3 / 4)) --b $((7)) --c $((8 - 1))", {"a": "1", "b": "7", "c": "$((8"}),  # no differences
-        ("run --a $((8 * 0)) --b $((8 / 0))", {"a": "0", "b": "$((8"}),
-        ("run --a $((-8)) --b $((8 / (2))) --c $(( ))", {"a": "$((-8", "b": "$((8", "c": "$"}),
+        ("run --a $((7)) --b 2", {"a": "$((7", "b": "2"}),  # nothing is calculated
         ('ARGS="\n  --a 1\n  --b # no\n"', {"a": "1", "b": True}),
     ],
 )

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from shardwise.planner.in_flight import InFlight, InFlightCounts, InFlightTable
 from shardwise.schedule import registry
 from shardwise.schedule.actions import ActionKind
-from shardwise.schedule.formulas import max_in_flight
-from shardwise.schedule.in_flight import peak_held_bytes
+from shardwise.schedule.formulas import max_in_flight, peak_held_bytes
 from shardwise.schedule.registry import pipeline_step, placement_of
 
 VIRTUAL = {"naive": 1, "gpipe": 2, "1f1b": 1, "interleaved": 3, "zb-h1": 1, "zb-h2": 1, "zb-v": 2}

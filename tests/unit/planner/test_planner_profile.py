@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from harness.profiles import PROFILE as MEASURED
 from harness.refusals import refused
-from shardwise.planner.hardware import find_gpu
+from shardwise.planner.hardware import cluster_of, find_gpu
 from shardwise.planner.profile import CollectiveTime, MatmulTime, Profile, find_profile, profile_path, write_profile
-from shardwise.planner.profiled_cluster import cluster_of
 
 PROFILE = replace(
     MEASURED,

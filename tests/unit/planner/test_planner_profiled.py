@@ -13,9 +13,9 @@ from harness.profiles import BLOCKS, PROFILE, SHAPES
 from shardwise.planner.calibration import LogInterpolator
 from shardwise.planner.comm_time import CommTimeModel
 from shardwise.planner.compute_time import ComputeTimeModel
+from shardwise.planner.hardware import cluster_of
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.profile import Profile
-from shardwise.planner.profiled_cluster import cluster_of
 from shardwise.planner.shape import Experts, ModelShape
 
 

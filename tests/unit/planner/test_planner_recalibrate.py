@@ -11,6 +11,7 @@ from harness.refusals import refused
 from shardwise.cli import main as cli
 from shardwise.config.resolve import Config
 from shardwise.planner.configs import job_of, strategy_of
+from shardwise.planner.hardware import cluster_of
 from shardwise.planner.profile import (
     AttentionTime,
     BlockTime,
@@ -21,7 +22,6 @@ from shardwise.planner.profile import (
     find_profile,
     write_profile,
 )
-from shardwise.planner.profiled_cluster import cluster_of
 from shardwise.planner.recalibrate import PREDICTION_NAME, StoredRun, by_part, read_runs, refit, scaled
 from shardwise.planner.step_time import TimeModel
 

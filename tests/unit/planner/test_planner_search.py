@@ -27,15 +27,13 @@ from shardwise.planner.configs import KEYS, config_of, strategy_of
 from shardwise.planner.hardware import Cluster, find_gpu
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.memory import MemoryModel
-from shardwise.planner.memory_bound import MemoryBound
 from shardwise.planner.memory_limit import missing_memory
 from shardwise.planner.neighbours import neighbours
-from shardwise.planner.pipeline_time import PipelineTimes, StageTimes
 from shardwise.planner.pricer import Pricer
-from shardwise.planner.results import Estimate, MemoryEstimate, RankMemory, TimeEstimate
+from shardwise.planner.results import Estimate, MemoryEstimate, RankMemory, TimeEstimate, num_extras, simplest
 from shardwise.planner.search import (
     Limits,
-    bubble_share,
+    MemoryBound,
     holds_more,
     moves_less,
     pareto,
@@ -46,7 +44,8 @@ from shardwise.planner.search import (
 )
 from shardwise.planner.shape import ModelShape
 from shardwise.planner.step_time import TimeModel
-from shardwise.planner.tie_break import num_extras, simplest
+from shardwise.schedule.formulas import least_bubble_share
+from shardwise.schedule.simulate import OpTimes, PipelineSimulator
 from shardwise.train.setup import check_job
 
 SHAPE = ModelShape(
@@ -117,7 +116,7 @@ class FakeTime:
         tensor = w["tensor"] * (s.tp - 1) * (1.0 if s.sequence_parallel else 1.1)
         context = w["context"] * (s.cp - 1) * {"ring": 1.0, "all-gather": 1.2, "ulysses": 0.9}[s.transport]
         inner = compute + again + tensor + context
-        share = bubble_share(s.schedule, s.pp, s.num_micro_batches, s.virtual_stages)
+        share = least_bubble_share(s.schedule, s.pp, s.num_micro_batches, s.virtual_stages)
         bubble = inner * share + (w["transfer"] * (s.pp * s.virtual_stages - 1))
         data = w["data"] * (s.zero_stage == 3) * s.num_micro_batches + w["shards"] * s.dp_shard
         offload = w["offload"] * sum(FAR[t] for t in (s.params_tier, s.grads_tier, s.optimizer_tier))
@@ -312,7 +311,7 @@ def test_no_candidate_takes_less_than_its_bound(hidden_size: int) -> None:
         )
         least_s = model.busy_s(strategy_at(candidate, placement._replace(zero_stage=3), space.base))
         strategy = strategy_at(candidate, placement, space.base)
-        assert least_s * (1 + bubble_share(*pipeline_of(candidate))) <= model.estimate(
+        assert least_s * (1 + least_bubble_share(*pipeline_of(candidate))) <= model.estimate(
             strategy, is_quick=True
         ).step_s * (1 + 1e-9), strategy
 
@@ -328,10 +327,10 @@ def test_no_schedule_waits_less_than_its_bound(
     schedule: tuple[str, int], pp: int, num_micro_batches: int, backward_s: float, weight_s: float
 ) -> None:
     name, virtual_stages = schedule
-    stage = StageTimes(forward_s=1.0, backward_input_s=backward_s, backward_weight_s=weight_s)
+    stage = OpTimes(forward_s=1.0, backward_input_s=backward_s, backward_weight_s=weight_s)
     stages = [stage] * (pp * virtual_stages)
-    span = PipelineTimes().span(name, pp, virtual_stages, num_micro_batches, stages)
-    share = bubble_share(name, pp, num_micro_batches, virtual_stages)
+    span = PipelineSimulator().span(name, pp, virtual_stages, num_micro_batches, stages)
+    share = least_bubble_share(name, pp, num_micro_batches, virtual_stages)
     assert span.step_s >= (1 + share) * span.busy_s[0] * (1 - 1e-9)
 
 

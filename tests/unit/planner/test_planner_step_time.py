@@ -16,10 +16,10 @@ from shardwise.planner.compute_time import ComputeTimeModel, alignment_share, sh
 from shardwise.planner.hardware import Cluster, find_gpu
 from shardwise.planner.job import FrameworkTraits, PlanJob, Strategy
 from shardwise.planner.memory_traffic import PassTimes
-from shardwise.planner.pipeline_time import PipelineTimes, StageTimes
 from shardwise.planner.profile import MatmulTime, Profile
 from shardwise.planner.shape import Experts, ModelShape
 from shardwise.planner.step_time import STRAGGLING, TimeModel, quick_bubble_s
+from shardwise.schedule.simulate import OpTimes, PipelineSimulator
 
 SHAPE = ModelShape(
     num_layers=16,
@@ -199,16 +199,9 @@ def test_a_pipeline_takes_what_its_stages_and_their_schedule_take() -> None:
     block, first, last = units(s)
     stages = [block.times(num) for num in layers]
     stages = [stages[0].plus(first), *stages[1:3], stages[3].plus(last)]
-    timed = [
-        StageTimes(
-            forward_s=each.forward_s,
-            backward_input_s=each.backward_input_s,
-            backward_weight_s=each.backward_weight_s,
-        )
-        for each in stages
-    ]
     transfer_s = MODEL.communication.transfer_s(s)
-    span = PipelineTimes().span("1f1b", 4, 1, 16, timed, transfer_s)
+    timed = [OpTimes(each.forward_s, each.backward_input_s, each.backward_weight_s, transfer_s) for each in stages]
+    span = PipelineSimulator().span("1f1b", 4, 1, 16, timed)
     found, quick = MODEL.estimate(s), MODEL.estimate(s, is_quick=True)
     busiest_s = 16 * max(each.total_s for each in timed)
     for time in (found, quick):
@@ -295,8 +288,8 @@ def test_exchanges_of_a_block_hide_beside_its_own_products_and_attention() -> No
 def test_quick_bubbles_of_zero_bubble_schedules_are_those_of_their_simulation(times: tuple[float, ...]) -> None:
     for name, num_virtual, off_s in (("zb-h1", 1, 1e-9), ("zb-h2", 1, 1e-9), ("zb-v", 2, 0.25)):
         forward_s, backward_s, weight_s = (each / num_virtual for each in times)
-        stage = StageTimes(forward_s=forward_s, backward_input_s=backward_s, backward_weight_s=weight_s)
+        stage = OpTimes(forward_s=forward_s, backward_input_s=backward_s, backward_weight_s=weight_s)
         stages = [stage] * (4 * num_virtual)
-        span = PipelineTimes().span(name, 4, num_virtual, 16, stages)
+        span = PipelineSimulator().span(name, 4, num_virtual, 16, stages)
         s = Strategy(pp=4, num_micro_batches=16, schedule=name, virtual_stages=num_virtual)
         assert quick_bubble_s(s, stages) == pytest.approx(max(span.rank_spans_s) - span.busy_s[0], abs=off_s), name

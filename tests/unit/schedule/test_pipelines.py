@@ -121,7 +121,7 @@ def test_an_evaluation_takes_the_shortest_time_in_any_placement(p: int, m: int, 
 @settings(deadline=None, derandomize=True, max_examples=300)
 @given(settings_of_recipes(), SECONDS)
 def test_the_bubble_equals_the_closed_form(chosen: tuple[str, int, int, int], seconds: tuple[int, int, int]) -> None:
-    if RECIPES[chosen[0]].splits_backward:  # else few draws have W <= F <= B
+    if chosen[0] == "zb-v":  # else few draws have W <= F <= B
         weight, forward, backward = sorted(seconds)
         seconds = (forward, backward, weight)
     try:
@@ -310,9 +310,6 @@ def test_counts_below_one_are_refused(name: str) -> None:
         (("zb-h1", 4, 3, 1, 1, 1, 1), "no-closed-form", "num_micro_batches=3 is below 4"),
         (("zb-h2", 4, 6, 1, 1, 1, 1), "no-closed-form", "num_micro_batches=6 is below 7"),
         (("zb-v", 4, 6, 1, 1, 1, 1), "no-closed-form", "num_micro_batches=6 is below 7"),
-        (("zb-h1", 4, 8, 1, 1, 3, 2), "no-closed-form", "F=1 s, B=3 s, W=2 s with W > F"),
-        (("zb-h2", 4, 8, 1, 1, 3, 2), "no-closed-form", "F=1 s, B=3 s, W=2 s with W > F"),
-        (("zb-h2", 4, 8, 1, 4, 1, 3), "no-closed-form", "F=4 s, B=1 s, W=3 s with 2W > F"),
         (("zb-v", 4, 8, 1, 1, 1, 2), "no-closed-form", "F=1 s, B=1 s, W=2 s without W <= F <= B"),
         (("zb-v", 4, 8, 1, 2, 1, 1), "no-closed-form", "F=2 s, B=1 s, W=1 s without W <= F <= B"),
         (("1f1b", 4, 0, 1, 1, 1, 1), "no-closed-form", "num_micro_batches=0 is below 1"),

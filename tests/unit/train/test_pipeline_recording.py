@@ -10,7 +10,7 @@ import pytest
 from shardwise.cli import main as cli
 from shardwise.config.resolve import Config
 from shardwise.schedule import Action, TimedAction
-from shardwise.schedule.op_times import mean_times
+from shardwise.schedule.simulate import mean_times
 from shardwise.train.console_notes import measured_share, schedule_line
 
 

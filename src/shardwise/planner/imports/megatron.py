@@ -11,6 +11,10 @@
 from __future__ import annotations
 
 import difflib
+import re
+import shlex
+from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -18,8 +22,18 @@ from typing import Final
 from shardwise.config.resolve import ConfigError
 from shardwise.config.untrusted_files import UntrustedFileError, read_text
 from shardwise.planner.imports.imported import ImportedJob
-from shardwise.planner.imports.megatron_args import Flags, flags_in, refuse_unset, yaml_flags
 from shardwise.planner.shape import Experts, ModelShape
+
+Flags = Mapping[str, "str | bool"]
+
+_ASSIGNMENT: Final = re.compile(
+    r"^\s*(?:export\s+|local\s+)?([A-Za-z_]\w*)=(\"[^\"]*\"|'[^']*'|[^\s(;]*)\s*+;?\s*+(?:#.*)?$"
+)
+_VARIABLE: Final = re.compile(r"\$\{(\w+)(?::?-((?:[^}$]|\$(?!\{))*+))?\}|\$(\w+)")
+# A script of flags: what its variables come to in all, and its flags.
+_MAX_EXPANDED: Final = 2**18
+_MAX_FLAGS: Final = 1000
+_YAML_LINE: Final = re.compile(r"^\s*(?:-\s*)?['\"]?(?:--)?([A-Za-z][\w-]*)['\"]?\s*:([^#]*+)(?:#.*)?$")
 
 _READ: Final = (
     "num-layers",
@@ -316,3 +330,108 @@ def _notes(flags: Flags) -> tuple[str, ...]:
     if "fp8-format" in flags:
         notes.append("fp8 products have no counterpart; bf16 ones are priced")
     return tuple(notes)
+
+
+def flags_in(text: str) -> dict[str, str | bool]:
+    """Read the flags in a script or a command line; of a flag given twice, the last counts.
+
+    Variables are replaced where the script itself says what they are.
+
+    Raises:
+        ConfigError: there is too much of it.
+    """
+    script = _substituted(re.sub(r"\\\r?\n", " ", text))
+    flags: dict[str, str | bool] = {}
+    for line in script.splitlines():
+        words = [word.strip("()\"'") for word in _words(line)]
+        for word, after in pairwise([*words, ""]):
+            if not word.startswith("--") or len(word) == 2:
+                continue
+            name, has_value, value = word[2:].partition("=")
+            if has_value:
+                flags[_name(name)] = value
+            elif after and not after.startswith("--"):
+                flags[_name(name)] = after
+            else:
+                flags[_name(name)] = True
+    return _bounded(flags)
+
+
+def yaml_flags(text: str) -> dict[str, str | bool]:
+    """Read the arguments in a YAML file of keys and values; nested sections are read too.
+
+    >>> yaml_flags("model_parallel:\\n  tensor_model_parallel_size: 8\\n  sequence_parallel: true\\n  bf16: null")
+    {'tensor-model-parallel-size': '8', 'sequence-parallel': True}
+    """
+    flags: dict[str, str | bool] = {}
+    for line in text.splitlines():
+        if (found := _YAML_LINE.match(line)) is None:
+            continue
+        name, value = found[1], found[2].strip().strip("'\"")
+        if value.lower() == "true":
+            flags[_name(name)] = True
+        elif value and value.lower() not in ("null", "none", "false", "~"):
+            flags[_name(name)] = value
+    return _bounded(flags)
+
+
+def _bounded(flags: dict[str, str | bool]) -> dict[str, str | bool]:
+    if len(flags) > _MAX_FLAGS:
+        raise ConfigError(
+            "megatron-too-many-flags", f"{len(flags):,} flags are more than Megatron has; give those of the job"
+        )
+    return flags
+
+
+def _name(flag: str) -> str:
+    return flag.replace("_", "-")
+
+
+def _words(line: str) -> list[str]:
+    try:
+        return shlex.split(line, comments=True)
+    except ValueError:
+        # A quote that spans lines, as where a script collects its flags in one string.
+        return re.sub(r"(^|\s)#.*", "", line).replace('"', " ").replace("'", " ").split()
+
+
+def _substituted(script: str) -> str:
+    values: dict[str, str] = {}
+    lines = []
+    num_expanded = 0
+
+    def value(found: re.Match[str]) -> str:
+        nonlocal num_expanded
+        text = _value(found, values)
+        num_expanded += len(text)
+        if num_expanded > _MAX_EXPANDED:
+            raise ConfigError(
+                "megatron-script-expands",
+                f"the script's variables come to over {_MAX_EXPANDED:,} signs; give the flags themselves",
+            )
+        return text
+
+    for line in script.splitlines():
+        line = _VARIABLE.sub(value, line)
+        if (found := _ASSIGNMENT.match(line)) is not None:
+            values[found[1]] = found[2].strip("\"'")
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _value(found: re.Match[str], values: Mapping[str, str]) -> str:
+    name = found[1] or found[3]
+    return values.get(name, found[2] if found[2] is not None else found[0])
+
+
+def refuse_unset(flag: str, value: str | bool) -> None:
+    """Refuse a value that is still a variable.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if isinstance(value, str) and "$" in value:
+        raise ConfigError(
+            "megatron-variable-unset",
+            f"--{flag} {value} is a variable that the file does not set; write its value there",
+        )

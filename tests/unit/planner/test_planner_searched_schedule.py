@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.refusals import refused
+from planner_eval.searched_schedule import zero_bubble_searched
 from shardwise.schedule import (
     Schedule,
     peak_held_bytes,
@@ -12,9 +13,8 @@ from shardwise.schedule import (
     simulate,
     verify,
     zero_bubble_h2,
-    zero_bubble_searched,
 )
-from shardwise.schedule.op_times import OpTimes
+from shardwise.schedule.simulate import OpTimes
 
 SECONDS = st.floats(min_value=0.1, max_value=2.0)
 

@@ -4,7 +4,7 @@ The recipes of `pipelines` are written for any times. A deferred gradient of wei
 micro-batch in flight; where the times and this share are known, more of these gradients can fill the bubble.
 Qi et al. 2023 (arXiv 2401.10241), section 3.1, use a heuristic of the same kind and run it a few times.
 
->>> from shardwise.schedule.op_times import OpTimes
+>>> from shardwise.schedule.simulate import OpTimes
 >>> print(zero_bubble_searched(2, 3, OpTimes(), max_held=3))
 rank 0: 0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2
 rank 1: 1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from shardwise.schedule.actions import Action, ActionKind, Schedule, ScheduleError
-from shardwise.schedule.op_times import OpTimes
+from shardwise.schedule.simulate import OpTimes
 
 _F, _I, _W = ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
 
