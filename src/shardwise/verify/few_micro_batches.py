@@ -113,11 +113,10 @@ def rank_figures(job: RankJob, announce: Callable[[str], None] = lambda doing: N
     few = few_micro_batches(*with_pipeline, num_all, rank=place)
     with fake_tensors(), values_refused():
         engine, make_step = build_rank(replace(job, config=_with_micro_batches(config, few)))
-        # The first step makes the optimizer's states and learns the order of the blocks. Where a pipeline reduces after
-        # each backward, a step of another length leaves other buckets, so the step that counts follows one like it.
-        pipeline, short = engine.layout.pipeline, min(_SHORT, few)
-        reduces_each = engine.layout.stage.reduce_each_backward and pipeline is not None and not pipeline.gathers_once
-        lengths = (few, few, short) if reduces_each else (1, short, few)
+        # The first step makes the optimizer's states, learns the order of the blocks and fills the pool of buffers, so
+        # it is as long as the one that counts: one of another length leaves other buffers.
+        short = min(_SHORT, few)
+        lengths = (few, few, short)
         first_s = time.perf_counter()
         engine.runner.train(make_step(lengths[0]))
         left_s = (time.perf_counter() - first_s) * sum(lengths[1:]) / lengths[0]
