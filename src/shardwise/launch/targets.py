@@ -183,6 +183,8 @@ srun --kill-on-bad-exit=1 --cpu-bind=none {command} &
 run=$!
 wait "$run"; code=$?
 while kill -0 "$run" 2> /dev/null; do wait "$run"; code=$?; done
+# The signal may have ended a wait after the run had ended: the shell still knows how.
+if [ -n "$stopped" ] && [ "$code" -eq 143 ]; then wait "$run"; last=$?; [ "$last" -eq 127 ] || code=$last; fi
 state=$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T)  # no more RUNNING where scancel sent the signal
 if [ -n "$stopped" ] && [ "$code" -ne 0 ] && [ "$state" = RUNNING ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$code"
