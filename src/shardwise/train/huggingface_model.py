@@ -106,10 +106,8 @@ class HuggingFaceModel:
 
     def skeleton(self) -> nn.Module:
         """Return the model on meta, adapters included."""
-        from transformers import AutoModelForCausalLM
-
         with torch.device("meta"):
-            return self._adapted(AutoModelForCausalLM.from_config(self.theirs), low_cpu_mem_usage=True)
+            return self._adapted(self._on_meta(), low_cpu_mem_usage=True)
 
     def initialize(self, config: Config) -> Engine:
         """Read the weights, each rank its slices, and shard the model; all ranks call it."""
@@ -188,6 +186,10 @@ class HuggingFaceModel:
 
     @cached_property
     def _base(self) -> nn.Module:
+        return self._on_meta()
+
+    def _on_meta(self) -> nn.Module:
+        """Return a new model on meta, without adapters, which PEFT would put into the model that it is given."""
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):

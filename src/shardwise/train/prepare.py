@@ -111,15 +111,16 @@ def prepare_data(config: Config, cache_dir: str | Path, progress: Progress | Non
     cache = Path(data.cache_dir or cache_dir).expanduser().absolute()
     model = job_model(config)
     chats = _chat_encoder(config, model)
+    theirs = None if chats is None else Tokenizer.of_transformers(chats.tokenizer, model.name)
     corpus = open_megatron(data, data.tokenizer is not None or chats is not None) or open_corpus(
         data, exclude=(cache, Path(config.run.dir)), takes_chats=chats is not None
     )
-    decided_by = [SHARD_FORMAT, corpus.fingerprint(), _tokenizer_fingerprint(config, model, chats), data.val_fraction]
+    tokens_by = _tokenizer_fingerprint(config, model, chats, theirs)
+    decided_by = [SHARD_FORMAT, corpus.fingerprint(), tokens_by, data.val_fraction]
     path = cache / hashlib.blake2b(repr(decided_by).encode(), digest_size=_KEY_BYTES).hexdigest()
     if not _is_whole(path):
-        if chats is not None:
-            tokenizer = Tokenizer.of_transformers(chats.tokenizer, model.name)
-        else:
+        tokenizer = theirs
+        if tokenizer is None:
             texts = () if isinstance(corpus, MegatronCorpus) else sample_texts(corpus, SAMPLE_BYTES)
             tokenizer = make_tokenizer(data.tokenizer, model.vocab_size, texts)
         model.for_tokens(tokenizer.vocab_size)  # refuses before the work, not after it
@@ -199,12 +200,11 @@ def _chat_encoder(config: Config, model: JobModel) -> ChatEncoder | None:
     return ChatEncoder(tokenizer, config.data.train_on, model.name)
 
 
-def _tokenizer_fingerprint(config: Config, model: JobModel, chats: ChatEncoder | None) -> str:
+def _tokenizer_fingerprint(config: Config, model: JobModel, chats: ChatEncoder | None, own: Tokenizer | None) -> str:
     """Return what decides the tokens besides the corpus."""
-    if chats is None:
+    if chats is None or own is None:
         return tokenizer_fingerprint(config.data.tokenizer, model.vocab_size)
-    theirs, own = chats.tokenizer, Tokenizer.of_transformers(chats.tokenizer, model.name)
-    parts = [own.to_json(), str(theirs.chat_template), chats.train_on, str((own.bos_id, own.eot_id))]
+    parts = [own.to_json(), str(chats.tokenizer.chat_template), chats.train_on, str((own.bos_id, own.eot_id))]
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 
 
