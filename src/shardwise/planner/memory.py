@@ -1,8 +1,8 @@
-"""Estimate the memory of each pipeline rank, by category, at the highest moment of a step.
+"""Estimate the memory of each pipeline rank, by category, at the highest moment of a step, to rank candidates.
 
-What is stored all the time follows from the folded Layout, to the byte. On top of it come, moment by moment, what
-blocks keep of the micro-batches that the schedule has in flight, what a backward makes, logits, parameters that are
-gathered and gradients that are sent; the peak is the highest of these moments, not the sum of the highest of each part.
+What is stored all the time follows from the folded Layout, to the byte. On top of it come what blocks keep of the
+micro-batches in flight, what one backward makes, logits, parameters that are gathered and gradients that are sent. The
+peak is the highest of a few moments. `shardwise.simulate` runs the engine itself where each byte matters.
 
 >>> from shardwise.models.presets import preset
 >>> from shardwise.planner.hardware import Cluster, GpuSpec
@@ -18,31 +18,28 @@ grads 0.5, optimizer 1.4, activations 3.1, workspace 0.5, buckets 3.3, gathered 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from operator import itemgetter, mul
 from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shardwise.layout.activation_bytes import FP32_BYTES
 from shardwise.layout.layout import TIERS
+from shardwise.layout.param_groups import ROOT
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.layout.zero_stages import Placement
-from shardwise.planner.block_memory import BlockBytes, HeadBytes, block_bytes, head_bytes, norm_bytes
-from shardwise.planner.buffer_memory import (
-    NUM_TELLING,
-    Buffers,
-    BufferTable,
-    GatheredUnits,
-    sums_in_backward,
-    sums_of,
-    tied_bytes,
-)
-from shardwise.planner.compact_layout import CompactLayout, RankLayerCounts
-from shardwise.planner.in_flight import InFlight, InFlightCounts, InFlightTable, is_remote
+from shardwise.planner.block_memory import BlockBytes, HeadBytes, block_bytes, head_bytes
+from shardwise.planner.compact_layout import CompactLayout, LayerCount, RankLayerCounts
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.results import MemoryEstimate, RankMemory
 from shardwise.planner.stages import StageLayouts
-from shardwise.runtime.precision import SCRATCH_NUMEL
+from shardwise.schedule.actions import ActionKind
+from shardwise.schedule.formulas import max_in_flight
+from shardwise.schedule.pipelines import interleaved_rounds
+from shardwise.schedule.placement import StagePlacement
+from shardwise.schedule.registry import pipeline_rows, recipe_of
 
 CONTEXT_BYTES: Final = 1.0 * 2**30
 """Bytes of a process's context on a GPU with its kernels: 0.5 to 2 GiB (stas00/ml-engineering,
@@ -57,9 +54,67 @@ UNUSED_SHARE: Final = 0.04
 NUM_INPUTS_ON_DEVICE: Final = 3
 """How many inputs of recomputed blocks stay on the device where the others are on the host."""
 
-NUM_ON_THE_WAY: Final = 4
-"""How many tensors between stages exist besides those in use, in code that is not ours: one that is received for the
-next computation and one that is sent, in each direction."""
+NUM_SENT: Final = 2
+"""How many tensors between stages exist besides those in use: one that is received for the next computation and one
+that is sent."""
+
+NUM_SENT_BY_OTHERS: Final = 4
+"""The same in code that is not ours: in each direction."""
+
+NUM_ROUNDS: Final = 3
+"""Rounds of micro-batches after which a schedule repeats itself."""
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """List what a pipeline rank holds at the moments of a step.
+
+    Attributes:
+        backward: the index, among the rank's stages, of the one whose backward begins; -1 where none does; [moments]
+        counts: micro-batches between forward and backward, of each stage, and then those whose gradients of weights are
+            still to come; [moments, 2 x stages]
+    """
+
+    backward: NDArray[np.int64]
+    counts: NDArray[np.int64]
+
+
+def in_flight(recipe_name: str, placement: StagePlacement, num_micro_batches: int, rank: int) -> InFlight:
+    """Count along a rank's computations; moments that hold the same are listed once.
+
+    >>> in_flight("1f1b", StagePlacement(4), 8, rank=1).counts
+    array([[3, 0]])
+
+    Args:
+        recipe_name: as `pipeline.schedule`.
+        placement: which rank has which stages.
+        num_micro_batches: of a step.
+        rank: in the pipeline.
+    """
+    recipe, num_ranks, virtual_stages = recipe_of(recipe_name), placement.num_ranks, placement.stages_per_rank
+    if virtual_stages == 1 and not recipe.splits_backward:
+        number = max_in_flight(recipe_name, num_ranks, num_micro_batches, virtual_stages, rank)
+        return InFlight(np.array([0]), np.array([[number, 0]]))
+    number = num_micro_batches
+    if recipe.repeats_by_rounds:
+        number = min(number, NUM_ROUNDS * max(interleaved_rounds(num_ranks, number)))
+    index_of = {stage: index for index, stage in enumerate(placement.stages_of(rank))}
+    held, moments = [0] * (2 * virtual_stages), dict[tuple[int, ...], None]()
+    for kind, stage, _ in pipeline_rows(recipe_name, num_ranks, number, virtual_stages).of(rank):
+        index = index_of[stage]
+        if kind is ActionKind.FORWARD:
+            held[index] += 1
+            moments[-1, *held] = None
+        elif kind is ActionKind.BACKWARD_WEIGHT:
+            held[virtual_stages + index] -= 1
+        else:
+            moments[index, *held] = None
+            held[index] -= 1
+            if kind is ActionKind.BACKWARD_INPUT:
+                held[virtual_stages + index] += 1
+                moments[-1, *held] = None
+    found = np.array(list(moments))
+    return InFlight(found[:, 0], found[:, 1:])
 
 
 @dataclass(frozen=True)
@@ -70,32 +125,37 @@ class StageBytes:
         whole: kept between forward and backward, the head and what was sent on included.
         blocks: the part of that which the first blocks keep, by their number.
         again: what recomputation adds in the backward of each block.
-        deferred: kept for the gradients of the weights alone.
-        head_deferred: the head's part of that.
-        sent: the output, which is freed when its gradient has come.
-        taken: that gradient, which autograd holds to the end of the backward.
-        inlet, outlet: what the stage before gives it, and what it gives the next.
-        has_experts: whether its last block has experts.
-        has_norm, has_head: whether it has the last norm, the head.
+        deferred: kept for the gradients of the blocks' weights, where these come later.
+        block: of its last block.
+        head: of the head, where it has that.
+        norm: of the input of the last norm, where it has that.
     """
 
     whole: float
     blocks: tuple[float, ...]
     again: tuple[float, ...]
     deferred: float
-    head_deferred: float
-    sent: float
-    taken: float
-    inlet: float
-    outlet: float
-    has_experts: bool
-    has_norm: bool
-    has_head: bool
+    block: BlockBytes
+    head: HeadBytes | None
+    norm: float
 
-    @property
-    def num_blocks(self) -> int:
-        """Return the number of its blocks."""
-        return len(self.again)
+
+@dataclass(frozen=True)
+class Buffers:
+    """Hold the bytes of a stage's parameters that are gathered and of its gradients on their way.
+
+    Attributes:
+        root, block: gathered, of what is in no block and of the largest block.
+        waiting: gradients that wait to be reduced, while a block's come.
+        sending: what reductions of blocks take besides.
+        last: all that the reduction of what is in no block, the last one, takes.
+    """
+
+    root: float
+    block: float
+    waiting: float = 0.0
+    sending: float = 0.0
+    last: float = 0.0
 
 
 class MemoryModel:
@@ -104,10 +164,9 @@ class MemoryModel:
     def __init__(self, job: PlanJob, compact: CompactLayout | None = None) -> None:
         self.job = job
         self.compact = compact or CompactLayout(job)
-        self._counts = InFlightTable()
+        self._in_flight: dict[tuple[object, ...], InFlight] = {}
         self._blocks: dict[tuple[object, ...], BlockBytes] = {}
         self._heads: dict[tuple[object, ...], HeadBytes] = {}
-        self._buffer_table = BufferTable(job)
 
     def estimate(self, strategy: Strategy, *, too_much_bytes: float = math.inf) -> MemoryEstimate:
         """Estimate one rank at each place of the pipeline.
@@ -116,321 +175,196 @@ class MemoryModel:
             strategy: how the job is split.
             too_much_bytes: no further ranks are estimated after the first that holds more on its device.
         """
-        stages = self.compact.stages.of(strategy)
+        s, stages = strategy, self.compact.stages.of(strategy)
         last = stages.placement.num_ranks - 1
         found: dict[tuple[object, ...], RankMemory] = {}
         ranks = []
         for rank in dict.fromkeys((0, last, *range(last))):  # the first and the last hold most, mostly
-            firsts = tuple(
-                stages.starts[stage] % strategy.recompute_every for stage in stages.placement.stages_of(rank)
-            )
-            key = (*stages.held_by(rank), firsts, self._in_flight(strategy, rank))
+            held = self._held(s, stages.placement, rank)
+            firsts = tuple(stages.starts[stage] % s.recompute_every for stage in stages.placement.stages_of(rank))
+            key = (*stages.held_by(rank), firsts, held.counts.tobytes())
             if key not in found:
-                found[key] = self._of_rank(strategy, stages, rank)
+                found[key] = self._of_rank(s, stages, rank, held)
             ranks.append(replace(found[key], pipeline_rank=rank))
             if found[key].peak_bytes > too_much_bytes:
                 break
         return MemoryEstimate(ranks=tuple(sorted(ranks, key=lambda each: each.pipeline_rank)))
 
-    def _of_rank(self, strategy: Strategy, stages: StageLayouts, rank: int) -> RankMemory:
+    def _held(self, strategy: Strategy, placement: StagePlacement, rank: int) -> InFlight:
+        s = strategy
+        if s.pp == 1:
+            return InFlight(np.array([0]), np.array([[1, 0]]))
+        key = (s.schedule, placement, s.num_micro_batches, rank)
+        if key not in self._in_flight:
+            self._in_flight[key] = in_flight(*key)
+        return self._in_flight[key]
+
+    def _of_rank(self, strategy: Strategy, stages: StageLayouts, rank: int, held: InFlight) -> RankMemory:
         at_rest = self.compact.at_rest(strategy, rank)
         by_tier = self.compact.by_tier(strategy, rank)
-        here = by_tier.get("device", {"param": 0, "grad": 0, "optimizer": 0})
-        states = self._states(strategy, rank, here)
+        states = self._states(strategy, rank, by_tier.get("device", {"param": 0, "grad": 0, "optimizer": 0}))
         if not self.job.traits.trains_all:
             at_rest = {**at_rest, "grad": 0, "optimizer": 0}
-        moments = self._moments(strategy, stages, rank)
-        peak = states | max(moments, key=lambda moment: sum(moment.values()))
+        moments = self._moments(strategy, stages, rank, held)
+        moving = max(moments, key=lambda moment: sum(moment.values()))
         elsewhere = {tier: float(sum(by_tier[tier].values())) for tier in TIERS[1:] if tier in by_tier}
         if strategy.activations_tier == "host":
             elsewhere["host"] = elsewhere.get("host", 0.0) + self._offloaded(strategy, stages, rank)
-        return RankMemory(
-            pipeline_rank=rank,
-            at_rest=at_rest,
-            peak=peak | self._of_device(strategy, peak),
-            elsewhere=elsewhere,
-        )
+        peak = states | moving | self._of_device(strategy, sum(moving.values()))
+        return RankMemory(pipeline_rank=rank, at_rest=at_rest, peak=peak, elsewhere=elsewhere)
 
     def _states(self, strategy: Strategy, rank: int, here: Mapping[str, int]) -> dict[str, float]:
         """Return the bytes of the states on the device, of which `here` has those of each role."""
-        if not self.job.traits.trains_all:  # the adapters' own are too few to count
-            return {"params": float(here["param"]), "grads": 0.0, "optimizer": 0.0}
-        return {"params": float(here["param"]), "grads": float(here["grad"]), "optimizer": float(here["optimizer"])}
+        trains = self.job.traits.trains_all  # the adapters' own are too few to count
+        return {"params": float(here["param"]), "grads": trains * here["grad"], "optimizer": trains * here["optimizer"]}
 
-    def _of_device(self, strategy: Strategy, peak: Mapping[str, float]) -> dict[str, float]:
-        """Return what the device and its allocator hold beyond tensors."""
+    def _of_device(self, strategy: Strategy, moving_bytes: float) -> dict[str, float]:
+        """Return what the device and its allocator hold beyond tensors, of which so many bytes come and go."""
         if self.job.cluster.gpu.is_cpu:
             return {"overhead": 0.0, "rounding": 0.0}
         axes = (strategy.tp, strategy.cp, strategy.pp, strategy.num_data_ranks)
         num_split = sum(size > 1 for size in axes)
         num_communicators = num_split + (num_split > 1)  # of several axes, that of all ranks
         overhead = CONTEXT_BYTES + COMMUNICATOR_BYTES * num_communicators
-        moving = sum(peak.values()) - sum(peak[name] for name in ("params", "grads", "optimizer"))
-        return {"overhead": overhead, "rounding": UNUSED_SHARE * moving}
+        return {"overhead": overhead, "rounding": UNUSED_SHARE * moving_bytes}
 
-    def _moments(self, strategy: Strategy, stages: StageLayouts, rank: int) -> Iterator[dict[str, float]]:
+    def _moments(
+        self, strategy: Strategy, stages: StageLayouts, rank: int, held: InFlight
+    ) -> Iterator[dict[str, float]]:
         """Yield the bytes of what comes and goes, at each moment that may be the highest."""
-        s = strategy
-        held = stages.placement.stages_of(rank)
-        each = [self._stage(s, stages, stage) for stage in held]
-        folds = self.compact.rank(s, rank)
-        gathered, buffers = self._gathered(s, folds, len(held)), self._buffers(s, rank)
-        stream = self._block(s, has_experts=False).stream
-        inlets = [one.inlet if stage else 0.0 for stage, one in zip(held, each, strict=True)]
-        outlets = [one.outlet if stage < stages.head_stage else 0.0 for stage, one in zip(held, each, strict=True)]
-        passing = max(*inlets, *outlets)
-
-        wholes, deferreds = [stage.whole for stage in each], [stage.deferred for stage in each]
-
-        def base(moment: InFlightCounts) -> float:
-            kept = sum(map(mul, moment.whole, wholes)) + sum(map(mul, moment.deferred, deferreds))
-            if not self.job.traits.is_own:
-                return kept + stream * (min(NUM_ON_THE_WAY, s.num_micro_batches) if s.pp > 1 else 0)
-            return kept + moment.num_arrived * passing + _sent_bytes(moment, inlets, s.num_micro_batches)
-
-        in_flight = self._in_flight(s, rank)
-        # Whatever else a moment has is the same for all of its kind: the one before which most is kept is the highest.
-        for index, moments in enumerate(in_flight.backwards):
-            bases = [base(moment) for moment in moments]
-            kept, stage = max(bases), each[index]
-            # A stage that holds all micro-batches has run no backward, so no gradients wait in buckets.
-            both = zip(bases, moments, strict=True) if s.pp > 1 and s.gather == "batch" else ()
-            waiting = [one for one, moment in both if moment.whole[index] < s.num_micro_batches]
-            again = max(waiting, default=-math.inf) - kept
-            yield from self._backward(s, stage, kept, gathered[index], buffers[index], held[index] == 0, again)
-            if self._reduces_after(s):
-                left = [one - self._own(s, stage, moment, index) for one, moment in zip(bases, moments, strict=True)]
-                yield {
-                    "activations": max(left) + stage.inlet,
-                    "workspace": float(buffers[index].scratch),
-                    "gathered": gathered[index].num_bytes(0),
-                    "buckets": buffers[index].last,
-                }
-        for is_deferred in (False, True):
-            bases = [base(moment) for moment in in_flight.between if any(moment.deferred) is is_deferred]
-            if bases:
-                yield {
-                    "activations": max(bases) + stream,
-                    "workspace": max(self._largest_weight(s, stage) for stage in each) if is_deferred else 0.0,
-                    "gathered": max(one.num_bytes(2) for one in gathered),
-                    "buckets": max(one.filling[-1] for one in buffers),
-                }
-        tied = tied_bytes(folds) if s.pp > 1 and self.job.traits.is_own else 0
-        yield {"workspace": self._step_bytes(s, rank) + tied, "buckets": buffers[0].stepping}
-
-    def _own(self, strategy: Strategy, stage: StageBytes, moment: InFlightCounts, index: int) -> float:
-        """Return what a stage has freed when it is reduced: what it holds of one micro-batch, or of a whole batch."""
-        if strategy.gather == "micro-batch":
-            return stage.whole
-        return moment.whole[index] * stage.whole + moment.deferred[index] * stage.deferred
+        s, folds, numbers = strategy, self.compact.rank(strategy, rank), stages.placement.stages_of(rank)
+        each = [self._stage(s, stages, stage) for stage in numbers]
+        buffers = [self._buffers(s, folds, stage) for stage in numbers]
+        deferred = [stage.deferred + (stage.head.deferred if stage.head else 0.0) for stage in each]
+        stream, most = each[0].block.stream, NUM_SENT if self.job.traits.is_own else NUM_SENT_BY_OTHERS
+        base = held.counts @ np.array([*(stage.whole for stage in each), *deferred])
+        base = base + stream * (min(most, s.num_micro_batches) if s.pp > 1 else 0)
+        for index, stage in enumerate(each):
+            kept = float(base[held.backward == index].max())
+            yield from self._backward(s, stage, kept, buffers[index], has_table=numbers[index] == 0)
+        if (held.backward < 0).any():  # in a forward, or before gradients of weights that come later
+            gathered = max(one.root + 2 * one.block for one in buffers)
+            waiting = max(one.waiting for one in buffers)
+            yield {"activations": float(base.max()) + stream, "gathered": gathered, "buckets": waiting}
+        yield {"workspace": self._step_bytes(s, folds)}
 
     def _backward(
-        self,
-        strategy: Strategy,
-        stage: StageBytes,
-        base: float,
-        gathered: GatheredUnits,
-        buffers: Buffers,
-        has_table: bool,
-        again: float,
+        self, strategy: Strategy, stage: StageBytes, kept: float, buffers: Buffers, *, has_table: bool
     ) -> Iterator[dict[str, float]]:
-        """Yield the moments of the backward of a stage, before which a rank keeps `base`.
-
-        `again` is added to it where gradients of other micro-batches wait in buckets; it is minus infinity where none
-        do.
-        """
-        s = strategy
-        block, head = self._block(s, has_experts=stage.has_experts), self._head(s)
-        left, widened = base - stage.sent + stage.taken, self._widened_bytes(s, head)
-        if stage.has_head:
-            num_gathered = int(s.pp == 1)  # what the forward was gathered for; in a pipeline none stays
-            of_loss = {"gathered": gathered.num_bytes(num_gathered), "buckets": buffers.idle}
-            yield {"activations": left - head.kept, "logits": head.kept + head.loss, **of_loss}
-            yield {"activations": left + head.after, "workspace": head.weight, **of_loss}
-            left += stage.head_deferred - head.given - head.kept
-            if s.pp == 1 and self.job.shape.is_tied:
-                left += head.weight  # it waits for what the embedding adds to it
-            of_root = {"gathered": gathered.num_bytes(num_gathered), "buckets": buffers.with_root}
-            yield {"activations": left + head.after, "workspace": head.weight + widened, **of_root}
-        if stage.has_norm:
-            if self.job.cluster.gpu.is_cpu:
-                wide = norm_bytes(DTYPE_BYTES[s.param]) / DTYPE_BYTES[s.param]
-                of_root = {"gathered": gathered.num_bytes(int(s.pp == 1)), "buckets": buffers.with_root}
-                yield {"activations": left + block.stream, "workspace": wide * block.stream, **of_root}
-            left -= block.stream
-        num_blocks, left = stage.num_blocks, left - stage.blocks[-1]
-        deferred = (stage.deferred - stage.head_deferred) / max(1, num_blocks)
-        yield from self._blocks_backward(s, stage, left, deferred, gathered, buffers, again)
-        if has_table:
-            whole = block.stream * (s.tp if s.sequence_parallel and self.job.traits.is_own else 1)
-            is_tied = s.pp == 1 and self.job.shape.is_tied
+        """Yield the moments of a stage's backward, before which a rank keeps `kept`: loss, blocks, table, reduction."""
+        s, head, num_blocks, is_alone = strategy, stage.head, len(stage.again), strategy.pp == 1
+        left = kept - stage.norm - stage.blocks[-1]
+        if head is not None:
             yield {
-                "activations": left + num_blocks * deferred + whole,
-                "workspace": max(head.weight * (2 if is_tied else 1), head.weight + widened),
-                "gathered": gathered.num_bytes(0),
-                "buckets": buffers.reducing[-1] if s.pp == 1 else buffers.filling[-1],
+                "activations": kept - head.kept,
+                "logits": head.kept + head.made,
+                "gathered": buffers.root + is_alone * buffers.block,  # the last block stays; in a pipeline none does
+                "buckets": 0.0 if is_alone else buffers.waiting,  # of other micro-batches
             }
-            yield {
-                "activations": left - (head.weight if is_tied else 0.0) + num_blocks * deferred + whole,
-                "workspace": max(head.weight + widened, 0 if self._reduces_after(s) else buffers.scratch),
-                "gathered": gathered.num_bytes(0),
-                "buckets": buffers.last if s.pp == 1 else buffers.filling[-1],
-            }
-
-    def _blocks_backward(
-        self,
-        strategy: Strategy,
-        stage: StageBytes,
-        left: float,
-        deferred: float,
-        gathered: GatheredUnits,
-        buffers: Buffers,
-        again: float,
-    ) -> Iterator[dict[str, float]]:
-        """Yield the moments of the backward of a stage's blocks, where a rank also keeps `left`."""
-        s, block = strategy, self._block(strategy, has_experts=stage.has_experts)
-        num_blocks, blocks = stage.num_blocks, stage.blocks
-        is_later = self._reduces_after(s)
-        for done in _telling(num_blocks, NUM_TELLING if s.pp == 1 else s.recompute_every, is_last=deferred > 0):
+            # The gradient of a tied table waits for what the embedding adds to it.
+            left += head.deferred - head.kept + (head.weight if is_alone and self.job.shape.is_tied else 0.0)
+        for done in {*range(min(num_blocks, s.recompute_every)), num_blocks - 1} if num_blocks else ():
             here = num_blocks - done
-            of_block = {"gathered": gathered.num_bytes(min(2, here))}
-            is_same = not done and stage.taken == block.stream  # as the gradient of the blocks' stream
-            kept = left + blocks[here] + done * deferred + stage.again[here - 1] - is_same * block.stream
-            filling = _at(buffers.filling, done)
-            yield {"activations": kept, "workspace": block.working, "buckets": filling, **of_block}
-            if block.early:
-                for more, buckets in _with_again(_at(buffers.opening, done), filling, again):
-                    yield {"activations": kept + more, "workspace": block.early, "buckets": buckets, **of_block}
             yield {
-                "activations": left + blocks[here - 1] + (done + 1) * deferred + block.stream,
-                "buckets": filling if is_later else _at(buffers.reducing, done),
-                "workspace": 0.0 if is_later else float(buffers.scratch),
-                **of_block,
+                "activations": left + stage.blocks[here] + done / num_blocks * stage.deferred + stage.again[here - 1],
+                "workspace": stage.block.working,
+                "gathered": buffers.root + min(2, here) * buffers.block,
+                "buckets": buffers.waiting + is_alone * buffers.sending,  # a pipeline reduces after the backward
             }
+        after = {"activations": left + stage.deferred, "gathered": buffers.root, "buckets": buffers.last}
+        if has_table:
+            num_tables = 2 if is_alone and self.job.shape.is_tied else 1
+            yield after | {"workspace": num_tables * self._head(s).weight + stage.block.stream}
+        yield after
 
-    def _reduces_after(self, strategy: Strategy) -> bool:
-        """Say whether a stage is reduced when its backward is over."""
-        return strategy.pp > 1 and self.job.traits.is_own
+    def _buffers(self, strategy: Strategy, folds: RankLayerCounts, stage: int) -> Buffers:
+        """Count the buffers of one of a rank's stages.
 
-    def _widened_bytes(self, strategy: Strategy, head: HeadBytes) -> float:
-        """Return the bytes in which a CPU widens a table's gradient to add it to those of other micro-batches."""
-        s, size = strategy, DTYPE_BYTES[strategy.param]
-        is_reduced_each = s.zero_stage >= 2 if s.pp == 1 else s.zero_stage == 3 and s.gather == "micro-batch"
-        is_added = s.num_micro_batches > 1 and not is_reduced_each and s.accumulate == "fp32" and size < FP32_BYTES
-        if not is_added or not self.job.cluster.gpu.is_cpu:
-            return 0.0
-        return FP32_BYTES * min(SCRATCH_NUMEL, head.weight / size)
-
-    def _gathered(self, strategy: Strategy, folds: RankLayerCounts, num_stages: int) -> list[GatheredUnits]:
-        """Return what is unsharded for each stage of a rank, while it computes."""
-        first = GatheredUnits.of(strategy, folds)
-        if first.is_whole or not first.param_bytes:
-            return [first] * num_stages
-        return [first, *(GatheredUnits.of(strategy, folds, index) for index in range(1, num_stages))]
-
-    def _buffers(self, strategy: Strategy, rank: int) -> list[Buffers]:
-        """Return the buffers of each stage of a pipeline rank, in their order."""
-        s, whole_bytes = strategy, 0.0
-        if s.tp > 1 and self.job.cluster.gpu.is_cpu:
-            whole_bytes = self._block(s, has_experts=False).stream * (s.tp if s.sequence_parallel else 1)
-        reductions: tuple[tuple[int, bool], ...] = ()
-        if s.pp > 1 and s.gather == "micro-batch":
-            reductions = self._counts.reductions(s.schedule, s.pp, s.virtual_stages, s.num_micro_batches, rank=rank)
-        folds = self.compact.rank(s, rank)
-        sums = sums_of(s, whole_bytes, folds) if whole_bytes else ()
-        again = sums_in_backward(s, whole_bytes, folds) if whole_bytes else ()
-        return self._buffer_table.of(s, folds, sums, reductions, again)[::-1]
-
-    def _largest_weight(self, strategy: Strategy, stage: StageBytes) -> float:
-        """Return the bytes of the gradient of a stage's largest weight, before it is added to where it is stored."""
-        s, shape = strategy, self.job.shape
-        if self.job.traits.reduces_in_place:
-            return 0.0
-        of_block = DTYPE_BYTES[s.param] * shape.hidden_size * shape.ffn_size / s.tp if stage.num_blocks else 0.0
-        return max(of_block, self._head(s).weight if stage.head_deferred else 0.0)
-
-    def _step_bytes(self, strategy: Strategy, rank: int) -> float:
-        """Return the bytes of this rank's gradients that the step widens, where they are stored narrower than the
-        master.
+        Gradients that are stored as shards have a bucket: that of what is in no block, and two of blocks; a pipeline's
+        stage has those of all blocks, in the dtype that micro-batches are added in. A reduction that changes the dtype
+        copies what it sends, and two are under way; one that does not sum in place receives as much again.
         """
+        s, layout, traits, all_stages = strategy, folds.layout, self.job.traits, strategy.gather == "batch"
+        own = [fold for fold in folds.folds if s.pp == 1 or stage in fold.group.stages]
+        gathered = [
+            fold for fold in (folds.folds if s.pp > 1 and all_stages else own) if not fold.group.is_stored_whole
+        ]
+        root, block, whole = self._numels(gathered)
+        size = DTYPE_BYTES[s.param] if layout.stage.params is Placement.SHARD else 0
+        params = Buffers(size * whole, 0.0) if s.pp > 1 and all_stages else Buffers(size * root, size * block)
+        if not traits.trains_all:
+            return params
+        wire, width = DTYPE_BYTES[layout.precision.reduce], DTYPE_BYTES[layout.precision.accumulate]
+        root, block, whole = self._numels(own)
+        is_sharded = layout.stage.grads is Placement.SHARD
+        is_replicated = layout.stage.optimizer is Placement.REPLICATE
+        waiting = 0.0
+        if is_sharded:
+            width = wire if s.pp == 1 else width
+            waiting = width * float(root + 2 * block if s.pp == 1 else folds.numel if all_stages else whole)
+        num_shards = layout.mesh.dp_shard * layout.mesh.cp
+        is_split = num_shards * (layout.mesh.dp_replicate if is_replicated else 1) > 1
+        copies = is_split and width != wire and not traits.reduces_in_place
+        receives = is_split and (is_sharded or not (traits.reduces_in_place or (is_replicated and width == wire)))
+        # What NCCL sums arrives as a slice; others copy all gradients of a group together before they send them.
+        is_slice = traits.is_own and not self.job.cluster.gpu.is_cpu and wire >= FP32_BYTES
+        sent = wire * (2 * copies + receives / (num_shards if is_slice else 1))
+        last = waiting + sent * (root if s.pp == 1 else max(root, block))
+        return replace(params, waiting=waiting, sending=sent * block, last=last)
+
+    def _numels(self, folds: Iterable[LayerCount]) -> tuple[int, int, int]:
+        """Return the elements of what is in no block, of what is gathered at once of a block, and of all."""
+        units: dict[str, int] = {ROOT: 0}
+        whole = 0
+        for fold in folds:
+            units[fold.group.unit] = units.get(fold.group.unit, 0) + fold.group.padded_numel
+            whole += fold.count * fold.group.padded_numel
+        root = units.pop(ROOT)
+        return root, max(units.values(), default=0), whole
+
+    def _step_bytes(self, strategy: Strategy, folds: RankLayerCounts) -> float:
+        """Return the bytes of gradients that the step widens, where they are stored narrower than the master."""
         s = strategy
-        if not self.job.traits.trains_all:
+        if not self.job.traits.trains_all or s.optimizer_tier != "device":
             return 0.0
-        if s.optimizer_tier != "device" or DTYPE_BYTES[s.param] >= FP32_BYTES or s.accumulate == "fp32":
+        if DTYPE_BYTES[s.param] >= FP32_BYTES or s.accumulate == "fp32":
             return 0.0
-        folds = self.compact.rank(s, rank)
         is_sharded = folds.layout.stage.optimizer is Placement.SHARD
         return FP32_BYTES * sum(
             fold.count * (fold.group.shard_numel if is_sharded else fold.group.padded_numel) for fold in folds.folds
         )
 
     def _offloaded(self, strategy: Strategy, stages: StageLayouts, rank: int) -> float:
-        block = self._block(strategy, has_experts=False)
+        """Return the bytes of activations that are on the host: inputs of recomputed blocks."""
         num_inputs = stages.layers_on(rank) // strategy.recompute_every - NUM_INPUTS_ON_DEVICE
-        return max(0, num_inputs) * _input_bytes(strategy, block)
-
-    def _in_flight(self, strategy: Strategy, rank: int) -> InFlight:
-        """Return the moments of a rank's schedule at which it holds most."""
-        s = strategy
-        if s.pp == 1:
-            return InFlight(((InFlightCounts((1,), (0,)),),))
-        # On a GPU a gradient that was sent is freed when the next is sent; on a CPU when all sends are waited for.
-        most_sent = None if self.job.cluster.gpu.is_cpu else 1
-        return self._counts.of(s.schedule, s.pp, s.virtual_stages, s.num_micro_batches, rank=rank, most_sent=most_sent)
+        return max(0, num_inputs) * _input_bytes(strategy, self._block(strategy, has_experts=False))
 
     def _stage(self, strategy: Strategy, stages: StageLayouts, stage: int) -> StageBytes:
         """Count what one stage keeps of one micro-batch."""
-        s, head = strategy, self._head(strategy)
-        stream = self._block(s, has_experts=False).stream
-        inlet, outlet = self._passing(s, stages, stage), self._passing(s, stages, stage + 1)
-        # The first block is given a whole sequence, which its recomputation splits; what is received is kept at all.
-        is_whole = s.sequence_parallel and self.job.traits.is_own and stages.starts[stage] == 0
-        num_whole = s.tp - 1 if s.recompute != "none" else s.tp if stage else 0
-        deferred, blocks, again = 0.0, [is_whole * num_whole * stream], []
-        num_again = 0
-        index = stages.starts[stage]
-        for num_blocks, has_experts in zip(stages.kinds[stage], (False, True), strict=True):
-            if not num_blocks:
-                continue
-            block = self._block(s, has_experts=has_experts)
-            deferred += num_blocks * block.deferred
-            for _ in range(num_blocks):
-                is_again = index % s.recompute_every == 0
-                num_again += is_again
-                is_away = is_again and s.activations_tier == "host" and num_again > NUM_INPUTS_ON_DEVICE
-                kept = (block.kept if is_again else block.whole) - (_input_bytes(s, block) if is_away else 0.0)
-                blocks.append(blocks[-1] + kept)
-                again.append(block.whole - block.kept + block.again if is_again else 0.0)
-                index += 1
-        has_norm, has_head = stage == stages.norm_stage, stage == stages.head_stage
-        is_sent = is_remote(stages.placement, stage, stage + 1)
-        has_angles = self.job.traits.is_own and not self.job.shape.num_positions and bool(again)
-        angles = 2 * FP32_BYTES * self.job.seq_len / s.cp * self.job.shape.head_dim if has_angles else 0.0
-        given = head.given or inlet * (not has_norm and self.job.traits.is_own)
-        whole = blocks[-1] + stream * has_norm + outlet * is_sent + has_head * (given + head.kept) + angles
-        head_deferred = has_head * head.deferred
-        return StageBytes(
-            whole=whole,
-            blocks=tuple(blocks),
-            again=tuple(again),
-            deferred=deferred + head_deferred,
-            head_deferred=head_deferred,
-            sent=outlet * is_sent if self.job.traits.is_own else 0.0,
-            taken=outlet * is_sent if self.job.traits.is_own else 0.0,
-            inlet=inlet,
-            outlet=outlet,
-            has_experts=stages.kinds[stage][1] > 0,
-            has_norm=has_norm,
-            has_head=has_head,
-        )
+        s, start, placement = strategy, stages.starts[stage], stages.placement
+        block, deferred, again, num_again = self._block(s, has_experts=False), 0.0, list[float](), 0
+        # Our first block is given whole sequences.
+        blocks = [block.stream * (s.tp - 1) if s.sequence_parallel and self.job.traits.is_own and not start else 0.0]
+        has_experts = [
+            kind for kind, number in zip((False, True), stages.kinds[stage], strict=True) for _ in range(number)
+        ]
+        for index, kind in enumerate(has_experts, start):
+            block, is_again = self._block(s, has_experts=kind), index % s.recompute_every == 0
+            num_again += is_again
+            is_away = is_again and s.activations_tier == "host" and num_again > NUM_INPUTS_ON_DEVICE
+            kept = (block.kept if is_again else block.whole) - (_input_bytes(s, block) if is_away else 0.0)
+            blocks.append(blocks[-1] + kept)
+            again.append(block.whole - block.kept + block.again if is_again else 0.0)
+            deferred += block.deferred
+        head = self._head(s) if stage == stages.head_stage else None
+        norm = block.stream if stage == stages.norm_stage else 0.0
+        is_sent = head is None and placement.rank_of(stage) != placement.rank_of(stage + 1) and self._keeps_sent()
+        whole = blocks[-1] + norm + (block.stream if is_sent else 0.0) + (head.kept if head else 0.0)
+        return StageBytes(whole, tuple(blocks), tuple(again), deferred, block, head, norm)
 
-    def _passing(self, strategy: Strategy, stages: StageLayouts, stage: int) -> float:
-        """Return the bytes that a stage gets from the one before; before the blocks and after the norm, sequences are
-        whole.
-        """
-        s, stream = strategy, self._block(strategy, has_experts=False).stream
-        is_whole = stage > stages.norm_stage or stages.starts[stage] == 0
-        return stream * s.tp if is_whole and s.sequence_parallel and self.job.traits.is_own else stream
+    def _keeps_sent(self) -> bool:
+        """Say whether what a stage has sent on stays until its backward."""
+        return True
 
     def _head(self, strategy: Strategy) -> HeadBytes:
         s = strategy
@@ -441,58 +375,13 @@ class MemoryModel:
 
     def _block(self, strategy: Strategy, *, has_experts: bool) -> BlockBytes:
         s = strategy
-        key = (
-            has_experts,
-            s.tp,
-            s.cp,
-            s.sequence_parallel,
-            s.micro_size,
-            s.param,
-            s.matmul,
-            s.recompute,
-            s.chunk_tokens,
-            s.pp > 1 and s.schedule,
-            s.cp > 1 and s.transport,
-        )
+        axes = (s.tp, s.cp, s.sequence_parallel, s.micro_size, s.param, s.matmul, s.recompute, s.chunk_tokens)
+        key = (has_experts, *axes, s.pp > 1 and s.schedule, s.cp > 1 and s.transport)
         if key not in self._blocks:
             self._blocks[key] = block_bytes(self.job, s, has_experts=has_experts)
         return self._blocks[key]
 
 
-def _telling(num_blocks: int, num_first: int, *, is_last: bool) -> list[int]:
-    """List how many blocks are done before those whose backward may be the highest: the first, and perhaps the last."""
-    found = list(range(min(num_blocks, num_first)))
-    return [*found, num_blocks - 1] if is_last and num_blocks > num_first else found
-
-
-def _sent_bytes(moment: InFlightCounts, inlets: Sequence[float], num_micro_batches: int) -> float:
-    """Return the bytes of gradients that have gone, the largest first; none of micro-batches that their stage still
-    holds.
-    """
-    largest = max(inlets)
-    if inlets.count(largest) + inlets.count(0.0) >= len(
-        inlets
-    ):  # as most pipelines are: quick, since it is asked often
-        return moment.num_sent * largest
-    num_left, sent_bytes = moment.num_sent, 0.0
-    for num_held, inlet in sorted(zip(moment.whole, inlets, strict=True), key=itemgetter(1), reverse=True):
-        num = min(num_left, num_micro_batches - num_held) if inlet else 0
-        num_left, sent_bytes = num_left - num, sent_bytes + num * inlet
-    return sent_bytes
-
-
-def _with_again(first: float, filled: float, again: float) -> tuple[tuple[float, float], ...]:
-    """Pair what is added to what is kept with the buckets: before a first gradient, and where others wait in them."""
-    return ((0.0, first),) if again == -math.inf else ((0.0, first), (again, filled))
-
-
-def _at(by_done: tuple[float, ...], done: int) -> float:
-    """Return the value for `done` finished blocks; the last value holds for all further ones."""
-    return by_done[min(done, len(by_done) - 1)]
-
-
 def _input_bytes(strategy: Strategy, block: BlockBytes) -> float:
-    """Return the bytes of a recomputed block that are moved away: its input; selective recomputation keeps more than
-    that.
-    """
+    """Return the bytes of a recomputed block that are moved to the host: its input."""
     return block.kept if strategy.recompute == "full" else block.stream
