@@ -79,11 +79,14 @@ class PublishedMemoryModel(MemoryModel):
 
     def _states(self, strategy: Strategy, rank: int, here: Mapping[str, int]) -> dict[str, float]:
         traits, states = published_traits(self.job), super()._states(strategy, rank, here)
+        numel, shape = self.compact.rank(strategy, rank).numel, self.job.shape
         states["params"] *= traits.params_share
         states["optimizer"] *= traits.optimizer_share
-        if traits.trains_all:
-            states["grads"] += traits.unsharded_grad_bytes * self.compact.rank(strategy, rank).numel
-        return states
+        if traits.trains_all and traits.unsharded_grad_bytes:
+            waits = traits.reduces_once and strategy.zero_stage >= 2  # until the last micro-batch there are no others
+            states["grads"] = (0.0 if waits else states["grads"]) + traits.unsharded_grad_bytes * numel
+        more = (1 - 1 / strategy.tp) * shape.vocab_size * shape.hidden_size if traits.whole_embedding else 0.0
+        return {name: size * (1 + more / numel) for name, size in states.items()}
 
     def _step_bytes(self, strategy: Strategy, folds: RankLayerCounts) -> float:
         return super()._step_bytes(strategy, folds) if published_traits(self.job).widens_grads else 0.0
