@@ -1,23 +1,13 @@
 """Count the bytes that a block, or the head and its loss, keeps of a micro-batch and makes in its backward, per rank.
 
 What is kept follows from formulas of the literature (`layout.activation_bytes`). Of what a backward makes, the largest
-tensors alone are counted: `shardwise.simulate` runs the engine itself where each byte matters.
-
->>> from shardwise.models.presets import preset
->>> from shardwise.planner.hardware import Cluster, GpuSpec
->>> from shardwise.planner.shape import ModelShape
->>> gpu = GpuSpec(name="h100", memory_bytes=80 * 2**30, memory_bytes_per_s=3e12, peak_flops_per_s={"bf16": 989e12})
->>> cluster = Cluster(gpu=gpu, num_gpus=8, gpus_per_node=8, nic_bytes_per_s=5e10)
->>> job = PlanJob(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=8, cluster=cluster)
->>> round(block_bytes(job, Strategy(tp=8), has_experts=False).kept / 2**20)
-388
+tensors alone are counted.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Final
 
 from shardwise.layout.activation_bytes import FP32_BYTES, LayerShape, activation_bytes_per_layer
@@ -28,12 +18,11 @@ from shardwise.schedule.registry import recipe_of
 MASK_BYTES: Final = 1.0
 """Bytes that are kept of each element that dropout works on, in addition to its output."""
 
-LOSS_ROWS: Final = MappingProxyType({"cpu": 2**18, "gpu": 2**26})
+LOSS_LOGITS: Final = 2**26
 """How many logits our loss widens at a time; source: `shardwise.models.decoder`."""
 
-WAITING_LOGITS: Final = MappingProxyType({"cpu": (2**20, 256), "gpu": (2**26, 1024)})
-"""How many logits a head computes at a time when its logits wait for the loss, and the fewest tokens it takes; source:
-`shardwise.tensor.cross_entropy`."""
+LEAST_ROWS: Final = 1024
+"""The fewest tokens of which a head computes logits at a time; source: `shardwise.tensor.cross_entropy`."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +102,7 @@ def block_bytes(job: PlanJob, strategy: Strategy, *, has_experts: bool) -> Block
         whole=kept("none") + mixed,
         again=feature * num_gathered * shape.hidden_size,
         working=stream + _made_bytes(job, s, shape, is_chunked=is_chunked),
-        deferred=feature * _deferred_size(s, shape, is_chunked=is_chunked),
+        deferred=feature * _deferred_size(shape, s, 0.0 if is_chunked else shape.ffn_size / s.tp),
         stream=stream,
     )
 
@@ -125,20 +114,16 @@ def _made_bytes(job: PlanJob, strategy: Strategy, shape: LayerShape, *, is_chunk
     follow. A feed-forward in parts makes its inner tensors again, while gradients of weights are summed over the parts.
     Scores that are kept have two gradients of their own.
     """
-    s, size, hidden, ffn = strategy, DTYPE_BYTES[strategy.param], shape.hidden_size, shape.ffn_size / strategy.tp
-    feature = job.seq_len / s.cp * s.micro_size * size
-    weight = 0.0 if job.traits.reduces_in_place else size * hidden * ffn
+    s, hidden, ffn = strategy, shape.hidden_size, shape.ffn_size / strategy.tp
+    feature = job.seq_len / s.cp * s.micro_size * DTYPE_BYTES[s.param]
+    weight = 0.0 if job.traits.reduces_in_place else DTYPE_BYTES[s.param] * hidden * ffn
     gathered = hidden if s.sequence_parallel else 0.0
     num_inner = (4 if shape.is_gated else 2) - shape.fuses_gate
     if is_chunked:
-        share = min(1.0, (s.chunk_tokens or 1) * s.cp / job.seq_len)
-        num_sums = num_inner - 1 if share < 1 else 0
-        stream = hidden / (s.tp if s.sequence_parallel else 1)
-        waiting = feature * stream if share < 1 else 0.0  # the gradient of the input, part by part
-        return waiting + feature * share * ((num_inner + 1) * ffn + 2 * gathered) + (num_sums + 1) * weight
-    num_wide = 1 if shape.fuses_gate else 2
+        part = feature * min(1.0, (s.chunk_tokens or 1) * s.cp / job.seq_len)
+        return feature * hidden + part * ((num_inner + 1) * ffn + 2 * gathered) + num_inner * weight
     scores = 2 * shape.num_heads / s.tp * job.seq_len - hidden if shape.score_bytes else 0.0
-    return max(feature * (ffn + gathered) + weight, feature * num_wide * ffn, feature * scores)
+    return max(feature * (ffn + gathered) + weight, feature * (2 - shape.fuses_gate) * ffn, feature * scores)
 
 
 def _defers(strategy: Strategy) -> bool:
@@ -146,19 +131,18 @@ def _defers(strategy: Strategy) -> bool:
     return strategy.pp > 1 and recipe_of(strategy.schedule).splits_backward
 
 
-def _deferred_size(strategy: Strategy, shape: LayerShape, *, is_chunked: bool) -> float:
+def _deferred_size(shape: LayerShape, strategy: Strategy, ffn: float) -> float:
     """Return the features of a token in inputs and outputs' gradients that wait for a later weight gradient.
 
     Columns that gather a sequence do not wait, and rows wait with whole gradients.
     """
-    s, ffn = strategy, 0.0 if is_chunked else shape.ffn_size / strategy.tp
+    s = strategy
     if not _defers(s):
         return 0.0
-    mixed = shape.num_heads * shape.head_dim / s.tp
-    keys = max(shape.num_kv_heads / s.tp, 1) * shape.head_dim
-    num_wide = 2 if shape.is_gated else 1
+    mixed, keys = shape.num_heads * shape.head_dim / s.tp, max(shape.num_kv_heads / s.tp, 1) * shape.head_dim
     rows = 2 * shape.hidden_size + mixed + ffn
-    return rows if s.sequence_parallel else rows + 2 * shape.hidden_size + mixed + 2 * keys + num_wide * ffn
+    columns = 2 * shape.hidden_size + mixed + 2 * keys + (2 if shape.is_gated else 1) * ffn
+    return rows + (0.0 if s.sequence_parallel else columns)
 
 
 def kept_score_bytes(traits: FrameworkTraits, element_bytes: int) -> float:
@@ -185,41 +169,31 @@ def head_bytes(job: PlanJob, strategy: Strategy) -> HeadBytes:
     Our loss widens some rows of the logits at a time. A head that is split, or that takes some tokens at a time, gives
     the gradients of its input and weight at once, and they wait for that of the loss.
     """
-    s, traits, element_bytes = strategy, job.traits, DTYPE_BYTES[strategy.param]
+    s, traits, size = strategy, job.traits, DTYPE_BYTES[strategy.param]
     hidden, tokens = job.shape.hidden_size, job.seq_len / s.cp * s.micro_size
     vocab = math.ceil(job.shape.vocab_size / (s.tp if traits.splits_logits else 1))
-    kind = "cpu" if job.cluster.gpu.is_cpu else "gpu"
-    stream, logits = tokens * element_bytes * hidden, tokens * element_bytes * vocab
-    weight = 0.0 if traits.reduces_in_place else element_bytes * vocab * hidden
+    stream, logits, weight = tokens * size * hidden, tokens * size * vocab, size * vocab * hidden
+    weight = 0.0 if traits.reduces_in_place else weight
     deferred = stream + logits if _defers(s) else 0.0
     if traits.logits_bytes is not None:
-        at_a_time = tokens if s.chunk_tokens is None else min(tokens, s.chunk_tokens)
-        given = stream / (s.tp if s.sequence_parallel else 1)
-        return HeadBytes(given, max(traits.logits_bytes * at_a_time * vocab, stream + weight), weight, deferred)
+        made = traits.logits_bytes * vocab * min(tokens, s.chunk_tokens or tokens)
+        return HeadBytes(stream / (s.tp if s.sequence_parallel else 1), max(made, stream + weight), weight, deferred)
     if s.tp == 1 and s.chunk_tokens is None:
-        widened = FP32_BYTES * vocab * min(tokens, 2 * max(1, LOSS_ROWS[kind] // vocab))  # two parts follow each other
+        widened = FP32_BYTES * min(tokens * vocab, 2 * LOSS_LOGITS)  # two parts follow each other
         return HeadBytes(stream + logits, max(logits + widened, stream + weight), weight, deferred)
-    most, fewest = WAITING_LOGITS[kind]
-    at_a_time = min(tokens, max(fewest, most // vocab))
-    if s.tp == 1:  # a head that is split goes by the device alone
-        at_a_time = min(at_a_time, s.chunk_tokens or tokens)
-    narrow = 0 if element_bytes >= FP32_BYTES else element_bytes
-    widened = (narrow + FP32_BYTES * (1 + (at_a_time < tokens))) * at_a_time * vocab
-    summed = FP32_BYTES * at_a_time * vocab + (narrow * at_a_time * vocab + weight if narrow else 0.0)
-    return HeadBytes(stream + FP32_BYTES * vocab * hidden, stream + max(widened, summed, weight), weight, 0.0)
+    rows = min(tokens, max(LEAST_ROWS, LOSS_LOGITS // vocab), tokens if s.tp > 1 else s.chunk_tokens or tokens)
+    made = max((size + FP32_BYTES * (1 + (rows < tokens))) * rows * vocab, weight)
+    return HeadBytes(stream + FP32_BYTES * vocab * hidden, stream + made, weight, 0.0)
 
 
 def _layer_shape(job: PlanJob, strategy: Strategy, has_experts: bool) -> LayerShape:
-    shape, traits, experts = job.shape, job.traits, job.shape.experts
-    ffn_size, num_routed = shape.ffn_size, 0
-    if has_experts and experts is not None:
-        ffn_size, num_routed = experts.ffn_size * (experts.num_chosen + experts.num_shared), experts.num_chosen
+    shape, traits, experts = job.shape, job.traits, job.shape.experts if has_experts else None
     return LayerShape(
         hidden_size=shape.hidden_size,
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
-        ffn_size=ffn_size,
+        ffn_size=experts.ffn_size * (experts.num_chosen + experts.num_shared) if experts else shape.ffn_size,
         is_gated=shape.ffn == "gated",
         score_bytes=kept_score_bytes(traits, DTYPE_BYTES[strategy.param]),
         mask_bytes=MASK_BYTES if traits.has_dropout else 0.0,
@@ -227,5 +201,5 @@ def _layer_shape(job: PlanJob, strategy: Strategy, has_experts: bool) -> LayerSh
         product_bytes=1.0 if strategy.matmul in ("fp8", "fp4") else None,
         fuses_gate=traits.fuses_gate and shape.ffn == "gated",
         products_share=0.5 if traits.selective == "half" else 1.0,
-        num_routed=num_routed,
+        num_routed=experts.num_chosen if experts else 0,
     )

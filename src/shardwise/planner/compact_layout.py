@@ -110,7 +110,9 @@ class CompactLayout:
 
     def _bytes_at_rest(self, strategy: Strategy, pipeline_rank: int, tier: Tier | None) -> dict[str, int]:
         rank = self.rank(strategy, pipeline_rank)
-        return rank.total(lambda group: rank.layout.group_bytes_at_rest(group, 0, tier))
+        found = rank.total(lambda group: rank.layout.group_bytes_at_rest(group, 0, tier))
+        # Where adapters alone are trained, their own are too few to count.
+        return found if self.job.traits.trains_all else {"param": found["param"], "grad": 0, "optimizer": 0}
 
     def _fold(self, strategy: Strategy, pipeline_rank: int) -> RankLayerCounts:
         s, stages = strategy, self.stages.of(strategy)

@@ -55,11 +55,7 @@ NUM_INPUTS_ON_DEVICE: Final = 3
 """How many inputs of recomputed blocks stay on the device where the others are on the host."""
 
 NUM_SENT: Final = 2
-"""How many tensors between stages exist besides those in use: one that is received for the next computation and one
-that is sent."""
-
-NUM_SENT_BY_OTHERS: Final = 4
-"""The same in code that is not ours: in each direction."""
+"""How many tensors between stages exist besides those in use: one that is received ahead, one that is sent."""
 
 NUM_ROUNDS: Final = 3
 """Rounds of micro-batches after which a schedule repeats itself."""
@@ -200,23 +196,21 @@ class MemoryModel:
         return self._in_flight[key]
 
     def _of_rank(self, strategy: Strategy, stages: StageLayouts, rank: int, held: InFlight) -> RankMemory:
-        at_rest = self.compact.at_rest(strategy, rank)
-        by_tier = self.compact.by_tier(strategy, rank)
-        states = self._states(strategy, rank, by_tier.get("device", {"param": 0, "grad": 0, "optimizer": 0}))
-        if not self.job.traits.trains_all:
-            at_rest = {**at_rest, "grad": 0, "optimizer": 0}
-        moments = self._moments(strategy, stages, rank, held)
-        moving = max(moments, key=lambda moment: sum(moment.values()))
+        at_rest, by_tier = self.compact.at_rest(strategy, rank), self.compact.by_tier(strategy, rank)
+        moving = max(self._moments(strategy, stages, rank, held), key=lambda moment: sum(moment.values()))
         elsewhere = {tier: float(sum(by_tier[tier].values())) for tier in TIERS[1:] if tier in by_tier}
         if strategy.activations_tier == "host":
-            elsewhere["host"] = elsewhere.get("host", 0.0) + self._offloaded(strategy, stages, rank)
-        peak = states | moving | self._of_device(strategy, sum(moving.values()))
+            num_inputs = stages.layers_on(rank) // strategy.recompute_every - NUM_INPUTS_ON_DEVICE
+            moved = max(0, num_inputs) * _input_bytes(strategy, self._block(strategy, has_experts=False))
+            elsewhere["host"] = elsewhere.get("host", 0.0) + moved
+        peak = self._states(strategy, rank, by_tier.get("device", {})) | moving
+        peak |= self._of_device(strategy, sum(moving.values()))
         return RankMemory(pipeline_rank=rank, at_rest=at_rest, peak=peak, elsewhere=elsewhere)
 
     def _states(self, strategy: Strategy, rank: int, here: Mapping[str, int]) -> dict[str, float]:
         """Return the bytes of the states on the device, of which `here` has those of each role."""
-        trains = self.job.traits.trains_all  # the adapters' own are too few to count
-        return {"params": float(here["param"]), "grads": trains * here["grad"], "optimizer": trains * here["optimizer"]}
+        roles = {"params": "param", "grads": "grad", "optimizer": "optimizer"}
+        return {name: float(here.get(role, 0)) for name, role in roles.items()}
 
     def _of_device(self, strategy: Strategy, moving_bytes: float) -> dict[str, float]:
         """Return what the device and its allocator hold beyond tensors, of which so many bytes come and go."""
@@ -236,9 +230,8 @@ class MemoryModel:
         each = [self._stage(s, stages, stage) for stage in numbers]
         buffers = [self._buffers(s, folds, stage) for stage in numbers]
         deferred = [stage.deferred + (stage.head.deferred if stage.head else 0.0) for stage in each]
-        stream, most = each[0].block.stream, NUM_SENT if self.job.traits.is_own else NUM_SENT_BY_OTHERS
-        base = held.counts @ np.array([*(stage.whole for stage in each), *deferred])
-        base = base + stream * (min(most, s.num_micro_batches) if s.pp > 1 else 0)
+        stream = each[0].block.stream
+        base = held.counts @ np.array([*(stage.whole for stage in each), *deferred]) + NUM_SENT * stream * (s.pp > 1)
         for index, stage in enumerate(each):
             kept = float(base[held.backward == index].max())
             yield from self._backward(s, stage, kept, buffers[index], has_table=numbers[index] == 0)
@@ -333,11 +326,6 @@ class MemoryModel:
         return FP32_BYTES * sum(
             fold.count * (fold.group.shard_numel if is_sharded else fold.group.padded_numel) for fold in folds.folds
         )
-
-    def _offloaded(self, strategy: Strategy, stages: StageLayouts, rank: int) -> float:
-        """Return the bytes of activations that are on the host: inputs of recomputed blocks."""
-        num_inputs = stages.layers_on(rank) // strategy.recompute_every - NUM_INPUTS_ON_DEVICE
-        return max(0, num_inputs) * _input_bytes(strategy, self._block(strategy, has_experts=False))
 
     def _stage(self, strategy: Strategy, stages: StageLayouts, stage: int) -> StageBytes:
         """Count what one stage keeps of one micro-batch."""

@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from shardwise.config.resolve import Config, ConfigError, Tier
@@ -49,27 +48,29 @@ class ModelStates:
     @property
     def device_bytes(self) -> int:
         """Return the bytes on each device."""
-        return sum(self.by_tier.get("device", {}).values())
+        return self._of_tier("device")
 
     @property
     def host_bytes(self) -> int:
         """Return the bytes on each host, for all its ranks."""
-        return self.ranks_per_host * sum(self.by_tier.get("host", {}).values())
+        return self.ranks_per_host * self._of_tier("host")
 
     @property
     def nvme_bytes(self) -> int:
         """Return the bytes on each host's disks, for all its ranks."""
-        return self.ranks_per_host * sum(self.by_tier.get("nvme", {}).values())
+        return self.ranks_per_host * self._of_tier("nvme")
+
+    def _of_tier(self, tier: Tier) -> int:
+        return sum(self.by_tier.get(tier, {}).values())
 
     def __str__(self) -> str:
-        parts = [f"stage {self.stage}: {format_bytes(self.device_bytes)} a GPU"]
-        if self.unsharded_bytes:
-            parts.append(f"{format_bytes(self.unsharded_bytes)} more for the largest block")
-        if self.host_bytes:
-            parts.append(f"{format_bytes(self.host_bytes)} of each host")
-        if self.nvme_bytes:
-            parts.append(f"{format_bytes(self.nvme_bytes)} of its disks")
-        return ", ".join(parts)
+        others = (
+            (self.unsharded_bytes, "more for the largest block"),
+            (self.host_bytes, "of each host"),
+            (self.nvme_bytes, "of its disks"),
+        )
+        words = [f"{format_bytes(size)} {where}" for size, where in others if size]
+        return ", ".join([f"stage {self.stage}: {format_bytes(self.device_bytes)} a GPU", *words])
 
 
 def estimate_model_states(
@@ -100,7 +101,6 @@ def estimate_model_states(
     sized = model if isinstance(model, nn.Module) else _model_of(model, largest_block or 0)
     given = dict(config or {})
     given["precision"] = {"param": "bf16", **given.get("precision", {})}
-    ranks_per_host = min(num_gpus, gpus_per_node)
     estimates = []
     for stage in stages:
         zero = {**given.get("zero", {}), "stage": stage}
@@ -110,16 +110,14 @@ def estimate_model_states(
                 stage=stage,
                 by_tier=layout.bytes_by_tier(),
                 unsharded_bytes=_unsharded_bytes(layout),
-                ranks_per_host=ranks_per_host,
+                ranks_per_host=min(num_gpus, gpus_per_node),
             )
         )
     return tuple(estimates)
 
 
 def table_of(estimates: Sequence[tuple[str, ModelStates]]) -> str:
-    """Write a table of GiB: of a device, of it with the largest block, of a host and its disks, with a label on each
-    line.
-    """
+    """Write a table of GiB, a labelled line each: of a device, with the largest block, of a host and its disks."""
     head = f"{'per GPU':>10} {'+ a block':>10} {'per host':>10} {'on disks':>10}"
     lines = [head]
     for label, each in estimates:
@@ -150,14 +148,7 @@ def _model_of(num_params: int, largest_block: int) -> nn.Module:
             f"largest_block={largest_block} of {num_params} parameters; a block is a part of the model",
         )
     model = nn.Module()
-    if largest_block:
-        model.blocks = nn.ModuleList([_vector(largest_block)])
+    model.blocks = nn.ModuleList(nn.Linear(size, 1, bias=False, device="meta") for size in [largest_block] if size)
     if num_params > largest_block:
-        model.other = _vector(num_params - largest_block)
+        model.other = nn.Linear(num_params - largest_block, 1, bias=False, device="meta")
     return model
-
-
-def _vector(numel: int) -> nn.Module:
-    module = nn.Module()
-    module.weight = nn.Parameter(torch.empty(numel, device="meta"))
-    return module
