@@ -51,12 +51,14 @@ class HeadBytes:
     """Hold the bytes of one micro-batch in the head and its loss.
 
     Attributes:
-        kept: between the loss's forward and its backward.
+        given: the head's input, where it is kept.
+        kept: between the loss's forward and its backward, in addition to `given`.
         made: by the loss or the head's backward besides, whichever makes more.
         weight: the gradient of the head's weight; that of the embedding's is as large.
         deferred: kept for the gradient of the weight, where that comes later.
     """
 
+    given: float
     kept: float
     made: float
     weight: float
@@ -177,13 +179,14 @@ def head_bytes(job: PlanJob, strategy: Strategy) -> HeadBytes:
     deferred = stream + logits if _defers(s) else 0.0
     if traits.logits_bytes is not None:
         made = traits.logits_bytes * vocab * min(tokens, s.chunk_tokens or tokens)
-        return HeadBytes(stream / (s.tp if s.sequence_parallel else 1), max(made, stream + weight), weight, deferred)
+        given = stream / (s.tp if s.sequence_parallel else 1)
+        return HeadBytes(given, 0.0, max(made, stream + weight), weight, deferred)
     if s.tp == 1 and s.chunk_tokens is None:
         widened = FP32_BYTES * min(tokens * vocab, 2 * LOSS_LOGITS)  # two parts follow each other
-        return HeadBytes(stream + logits, max(logits + widened, stream + weight), weight, deferred)
+        return HeadBytes(stream, logits, max(logits + widened, stream + weight), weight, deferred)
     rows = min(tokens, max(LEAST_ROWS, LOSS_LOGITS // vocab), tokens if s.tp > 1 else s.chunk_tokens or tokens)
     made = max((size + FP32_BYTES * (1 + (rows < tokens))) * rows * vocab, weight)
-    return HeadBytes(stream + FP32_BYTES * vocab * hidden, stream + made, weight, 0.0)
+    return HeadBytes(0.0, stream + FP32_BYTES * vocab * hidden, stream + made, weight, 0.0)
 
 
 def _layer_shape(job: PlanJob, strategy: Strategy, has_experts: bool) -> LayerShape:

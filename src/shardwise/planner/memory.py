@@ -124,7 +124,7 @@ class StageBytes:
         deferred: kept for the gradients of the blocks' weights, where these come later.
         block: of its last block.
         head: of the head, where it has that.
-        norm: of the input of the last norm, where it has that.
+        ends: of the inputs of the last norm and of the head, where it has those.
     """
 
     whole: float
@@ -133,7 +133,7 @@ class StageBytes:
     deferred: float
     block: BlockBytes
     head: HeadBytes | None
-    norm: float
+    ends: float
 
 
 @dataclass(frozen=True)
@@ -229,6 +229,9 @@ class MemoryModel:
         s, folds, numbers = strategy, self.compact.rank(strategy, rank), stages.placement.stages_of(rank)
         each = [self._stage(s, stages, stage) for stage in numbers]
         buffers = [self._buffers(s, folds, stage) for stage in numbers]
+        if s.pp > 1 and self.job.traits.is_own:  # our pool keeps in a pipeline what reductions needed
+            pooled = max(one.last for one in buffers)
+            buffers = [replace(one, waiting=pooled, last=pooled) for one in buffers]
         deferred = [stage.deferred + (stage.head.deferred if stage.head else 0.0) for stage in each]
         stream = each[0].block.stream
         base = held.counts @ np.array([*(stage.whole for stage in each), *deferred]) + NUM_SENT * stream * (s.pp > 1)
@@ -246,7 +249,7 @@ class MemoryModel:
     ) -> Iterator[dict[str, float]]:
         """Yield the moments of a stage's backward, before which a rank keeps `kept`: loss, blocks, table, reduction."""
         s, head, num_blocks, is_alone = strategy, stage.head, len(stage.again), strategy.pp == 1
-        left = kept - stage.norm - stage.blocks[-1]
+        left = kept - stage.ends - stage.blocks[-1]
         if head is not None:
             yield {
                 "activations": kept - head.kept,
@@ -317,15 +320,10 @@ class MemoryModel:
 
     def _step_bytes(self, strategy: Strategy, folds: RankLayerCounts) -> float:
         """Return the bytes of gradients that the step widens, where they are stored narrower than the master."""
-        s = strategy
-        if not self.job.traits.trains_all or s.optimizer_tier != "device":
+        s, is_narrow = strategy, DTYPE_BYTES[folds.layout.precision.accumulate] < FP32_BYTES
+        if not is_narrow or not self.job.traits.trains_all or s.optimizer_tier != "device":
             return 0.0
-        if DTYPE_BYTES[s.param] >= FP32_BYTES or s.accumulate == "fp32":
-            return 0.0
-        is_sharded = folds.layout.stage.optimizer is Placement.SHARD
-        return FP32_BYTES * sum(
-            fold.count * (fold.group.shard_numel if is_sharded else fold.group.padded_numel) for fold in folds.folds
-        )
+        return FP32_BYTES * folds.numel / (s.dp_shard * s.cp if folds.layout.stage.optimizer is Placement.SHARD else 1)
 
     def _stage(self, strategy: Strategy, stages: StageLayouts, stage: int) -> StageBytes:
         """Count what one stage keeps of one micro-batch."""
@@ -345,10 +343,10 @@ class MemoryModel:
             again.append(block.whole - block.kept + block.again if is_again else 0.0)
             deferred += block.deferred
         head = self._head(s) if stage == stages.head_stage else None
-        norm = block.stream if stage == stages.norm_stage else 0.0
+        ends = (block.stream if stage == stages.norm_stage else 0.0) + (head.given if head else 0.0)
         is_sent = head is None and placement.rank_of(stage) != placement.rank_of(stage + 1) and self._keeps_sent()
-        whole = blocks[-1] + norm + (block.stream if is_sent else 0.0) + (head.kept if head else 0.0)
-        return StageBytes(whole, tuple(blocks), tuple(again), deferred, block, head, norm)
+        whole = blocks[-1] + ends + (block.stream if is_sent else 0.0) + (head.kept if head else 0.0)
+        return StageBytes(whole, tuple(blocks), tuple(again), deferred, block, head, ends)
 
     def _keeps_sent(self) -> bool:
         """Say whether what a stage has sent on stays until its backward."""
