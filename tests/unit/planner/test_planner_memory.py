@@ -100,6 +100,23 @@ def test_states_without_a_master_are_stored_in_a_share_of_their_bytes() -> None:
     assert third["optimizer"] == pytest.approx(2 * third["params"])  # two moments in bf16
 
 
+def test_ranks_that_each_hold_the_whole_table_store_more_of_all_states() -> None:
+    split, whole = (of_traits(PublishedTraits(whole_embedding=each), Strategy(tp=4)).peak for each in (False, True))
+    more = (1 - 1 / 4) * SHAPE.vocab_size * SHAPE.hidden_size
+    assert whole["params"] - split["params"] == pytest.approx(DTYPE_BYTES["bf16"] * more)
+    assert whole["optimizer"] / split["optimizer"] == pytest.approx(whole["params"] / split["params"])
+
+
+def test_whole_gradients_become_shards_with_the_last_micro_batch_alone() -> None:
+    strategy = Strategy(dp_shard=4, zero_stage=3)
+    sharded, beside, instead = (
+        of_traits(PublishedTraits(unsharded_grad_bytes=each, reduces_once=once), strategy).peak["grads"]
+        for each, once in ((0.0, False), (4.0, False), (4.0, True))
+    )
+    assert beside == sharded + instead
+    assert 0 < sharded < instead
+
+
 def test_a_step_that_reads_narrow_gradients_widens_none() -> None:
     strategy = Strategy(accumulate="param", recompute="full")
     wide, narrow = (of_traits(PublishedTraits(widens_grads=each), strategy, "cpu") for each in (True, False))
