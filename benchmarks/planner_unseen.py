@@ -24,7 +24,7 @@ was fitted:
 - a row could not say that tensor-parallel ranks gather the logits and each hold the whole table of tokens, nor that the
   loss is taken in the logits' own dtype (`gathers_logits`, `whole_embedding`, `narrow_loss`). The one source with
   memory does all three: `kempnerforge/distributed/tensor_parallel.py` and `scripts/train.py`;
-- where sharded gradients are whole between micro-batches, shards of them were counted too, which come with the last one.
+- where sharded gradients are whole between micro-batches, their shards were counted too, which come with the last one.
 
 `now` is the error after these corrections, so it is no longer a figure of unseen rows.
 """

@@ -1,18 +1,18 @@
 """Estimate the memory of each pipeline rank, by category, at the highest moment of a step, to rank candidates.
 
 What is stored all the time follows from the folded Layout, to the byte. On top of it come what blocks keep of the
-micro-batches in flight, what one backward makes, logits, parameters that are gathered and gradients that are sent. The
-peak is the highest of a few moments. `shardwise.simulate` runs the engine itself where each byte matters.
+micro-batches in flight, by formulas of the literature (`layout.activation_bytes`), the largest tensors of a backward,
+logits, gathered parameters and gradients on their way. The peak is the highest of a few moments. Where each byte
+matters, `shardwise.simulate` runs the engine itself.
 
+>>> from shardwise.planner.hardware import parse_cluster
 >>> from shardwise.models.presets import preset
->>> from shardwise.planner.hardware import Cluster, GpuSpec
 >>> from shardwise.planner.shape import ModelShape
->>> gpu = GpuSpec(name="h100", memory_bytes=80 * 2**30, memory_bytes_per_s=3e12, peak_flops_per_s={"bf16": 989e12})
->>> cluster = Cluster(gpu=gpu, num_gpus=64, gpus_per_node=8, nic_bytes_per_s=5e10)
->>> job = PlanJob(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=64, cluster=cluster)
+>>> shape, cluster = ModelShape.of_decoder(preset("llama-3-8b")), parse_cluster("h100:64")
+>>> job = PlanJob(shape=shape, seq_len=8192, global_batch=64, cluster=cluster)
 >>> worst = MemoryModel(job).estimate(Strategy(dp_shard=64, zero_stage=3, recompute="full")).worst
 >>> print(", ".join(f"{key} {size / 2**30:.1f}" for key, size in worst.peak.items() if size > 2**28))
-grads 0.5, optimizer 1.4, activations 3.1, workspace 0.5, buckets 3.3, gathered 2.8, overhead 1.7, rounding 0.4
+grads 0.5, optimizer 1.4, activations 3.2, workspace 0.5, gathered 2.8, buckets 3.2, overhead 1.7, rounding 0.4
 """
 
 from __future__ import annotations
@@ -25,21 +25,19 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.layout.activation_bytes import FP32_BYTES
+from shardwise.layout.activation_bytes import FP32_BYTES, LayerShape, activation_bytes_per_layer
 from shardwise.layout.layout import TIERS
 from shardwise.layout.param_groups import ROOT
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.layout.zero_stages import Placement
-from shardwise.planner.block_memory import BlockBytes, HeadBytes, block_bytes, head_bytes
 from shardwise.planner.compact_layout import CompactLayout, LayerCount, RankLayerCounts
-from shardwise.planner.job import PlanJob, Strategy
+from shardwise.planner.job import FrameworkTraits, PlanJob, Strategy
 from shardwise.planner.results import MemoryEstimate, RankMemory
 from shardwise.planner.stages import StageLayouts
-from shardwise.schedule.actions import ActionKind
-from shardwise.schedule.formulas import max_in_flight
-from shardwise.schedule.pipelines import interleaved_rounds
-from shardwise.schedule.placement import StagePlacement
-from shardwise.schedule.registry import pipeline_rows, recipe_of
+from shardwise.schedule.formulas import moments_in_flight
+from shardwise.schedule.registry import recipe_of
+
+_Moments = NDArray[np.int64]
 
 CONTEXT_BYTES: Final = 1.0 * 2**30
 """Bytes of a process's context on a GPU with its kernels: 0.5 to 2 GiB (stas00/ml-engineering,
@@ -57,60 +55,54 @@ NUM_INPUTS_ON_DEVICE: Final = 3
 NUM_SENT: Final = 2
 """How many tensors between stages exist besides those in use: one that is received ahead, one that is sent."""
 
-NUM_ROUNDS: Final = 3
-"""Rounds of micro-batches after which a schedule repeats itself."""
+MASK_BYTES: Final = 1.0
+"""Bytes that are kept of each element that dropout works on, in addition to its output."""
+
+LOSS_LOGITS: Final = 2**26
+"""How many logits our loss widens at a time; source: `shardwise.models.decoder`."""
+
+LEAST_ROWS: Final = 1024
+"""The fewest tokens of which a head computes logits at a time; source: `shardwise.tensor.cross_entropy`."""
 
 
 @dataclass(frozen=True)
-class InFlight:
-    """List what a pipeline rank holds at the moments of a step.
+class BlockBytes:
+    """Hold the bytes of one micro-batch in one block.
 
     Attributes:
-        backward: the index, among the rank's stages, of the one whose backward begins; -1 where none does; [moments]
-        counts: micro-batches between forward and backward, of each stage, and then those whose gradients of weights are
-            still to come; [moments, 2 x stages]
+        kept: between the block's forward and its backward.
+        whole: kept by a block that recomputes nothing.
+        again: made by a recomputation, in addition to what is kept.
+        working: made by the backward besides, at its highest.
+        deferred: kept for the gradients of the weights, where these come later than that of the input.
+        stream: of the residual stream, as it passes from block to block.
     """
 
-    backward: NDArray[np.int64]
-    counts: NDArray[np.int64]
+    kept: float
+    whole: float
+    again: float
+    working: float
+    deferred: float
+    stream: float
 
 
-def in_flight(recipe_name: str, placement: StagePlacement, num_micro_batches: int, rank: int) -> InFlight:
-    """Count along a rank's computations; moments that hold the same are listed once.
+@dataclass(frozen=True)
+class HeadBytes:
+    """Hold the bytes of one micro-batch in the head and its loss.
 
-    >>> in_flight("1f1b", StagePlacement(4), 8, rank=1).counts
-    array([[3, 0]])
-
-    Args:
-        recipe_name: as `pipeline.schedule`.
-        placement: which rank has which stages.
-        num_micro_batches: of a step.
-        rank: in the pipeline.
+    Attributes:
+        given: the head's input, where it is kept.
+        kept: between the loss's forward and its backward, in addition to `given`.
+        made: by the loss or the head's backward besides, whichever makes more.
+        weight: the gradient of the head's weight; that of the embedding's is as large.
+        deferred: kept for the gradient of the weight, where that comes later.
     """
-    recipe, num_ranks, virtual_stages = recipe_of(recipe_name), placement.num_ranks, placement.stages_per_rank
-    if virtual_stages == 1 and not recipe.splits_backward:
-        number = max_in_flight(recipe_name, num_ranks, num_micro_batches, virtual_stages, rank)
-        return InFlight(np.array([0]), np.array([[number, 0]]))
-    number = num_micro_batches
-    if recipe.repeats_by_rounds:
-        number = min(number, NUM_ROUNDS * max(interleaved_rounds(num_ranks, number)))
-    index_of = {stage: index for index, stage in enumerate(placement.stages_of(rank))}
-    held, moments = [0] * (2 * virtual_stages), dict[tuple[int, ...], None]()
-    for kind, stage, _ in pipeline_rows(recipe_name, num_ranks, number, virtual_stages).of(rank):
-        index = index_of[stage]
-        if kind is ActionKind.FORWARD:
-            held[index] += 1
-            moments[-1, *held] = None
-        elif kind is ActionKind.BACKWARD_WEIGHT:
-            held[virtual_stages + index] -= 1
-        else:
-            moments[index, *held] = None
-            held[index] -= 1
-            if kind is ActionKind.BACKWARD_INPUT:
-                held[virtual_stages + index] += 1
-                moments[-1, *held] = None
-    found = np.array(list(moments))
-    return InFlight(found[:, 0], found[:, 1:])
+
+    given: float
+    kept: float
+    made: float
+    weight: float
+    deferred: float
 
 
 @dataclass(frozen=True)
@@ -160,7 +152,7 @@ class MemoryModel:
     def __init__(self, job: PlanJob, compact: CompactLayout | None = None) -> None:
         self.job = job
         self.compact = compact or CompactLayout(job)
-        self._in_flight: dict[tuple[object, ...], InFlight] = {}
+        self._moments_of: dict[tuple[str, int, int, int, int], _Moments] = {}
         self._blocks: dict[tuple[object, ...], BlockBytes] = {}
         self._heads: dict[tuple[object, ...], HeadBytes] = {}
 
@@ -176,9 +168,9 @@ class MemoryModel:
         found: dict[tuple[object, ...], RankMemory] = {}
         ranks = []
         for rank in dict.fromkeys((0, last, *range(last))):  # the first and the last hold most, mostly
-            held = self._held(s, stages.placement, rank)
+            held = self._held(s, rank)
             firsts = tuple(stages.starts[stage] % s.recompute_every for stage in stages.placement.stages_of(rank))
-            key = (*stages.held_by(rank), firsts, held.counts.tobytes())
+            key = (*stages.held_by(rank), firsts, held.tobytes())
             if key not in found:
                 found[key] = self._of_rank(s, stages, rank, held)
             ranks.append(replace(found[key], pipeline_rank=rank))
@@ -186,16 +178,15 @@ class MemoryModel:
                 break
         return MemoryEstimate(ranks=tuple(sorted(ranks, key=lambda each: each.pipeline_rank)))
 
-    def _held(self, strategy: Strategy, placement: StagePlacement, rank: int) -> InFlight:
+    def _held(self, strategy: Strategy, rank: int) -> _Moments:
+        """Return what a rank holds at each moment, as `moments_in_flight`; [moments, 1 + 2 x stages]."""
         s = strategy
-        if s.pp == 1:
-            return InFlight(np.array([0]), np.array([[1, 0]]))
-        key = (s.schedule, placement, s.num_micro_batches, rank)
-        if key not in self._in_flight:
-            self._in_flight[key] = in_flight(*key)
-        return self._in_flight[key]
+        key = (s.schedule, s.pp, s.num_micro_batches, s.virtual_stages, rank) if s.pp > 1 else ("1f1b", 1, 1, 1, 0)
+        if key not in self._moments_of:
+            self._moments_of[key] = np.array(moments_in_flight(*key))
+        return self._moments_of[key]
 
-    def _of_rank(self, strategy: Strategy, stages: StageLayouts, rank: int, held: InFlight) -> RankMemory:
+    def _of_rank(self, strategy: Strategy, stages: StageLayouts, rank: int, held: _Moments) -> RankMemory:
         at_rest, by_tier = self.compact.at_rest(strategy, rank), self.compact.by_tier(strategy, rank)
         moving = max(self._moments(strategy, stages, rank, held), key=lambda moment: sum(moment.values()))
         elsewhere = {tier: float(sum(by_tier[tier].values())) for tier in TIERS[1:] if tier in by_tier}
@@ -223,7 +214,7 @@ class MemoryModel:
         return {"overhead": overhead, "rounding": UNUSED_SHARE * moving_bytes}
 
     def _moments(
-        self, strategy: Strategy, stages: StageLayouts, rank: int, held: InFlight
+        self, strategy: Strategy, stages: StageLayouts, rank: int, held: _Moments
     ) -> Iterator[dict[str, float]]:
         """Yield the bytes of what comes and goes, at each moment that may be the highest."""
         s, folds, numbers = strategy, self.compact.rank(strategy, rank), stages.placement.stages_of(rank)
@@ -234,11 +225,11 @@ class MemoryModel:
             buffers = [replace(one, waiting=pooled, last=pooled) for one in buffers]
         deferred = [stage.deferred + (stage.head.deferred if stage.head else 0.0) for stage in each]
         stream = each[0].block.stream
-        base = held.counts @ np.array([*(stage.whole for stage in each), *deferred]) + NUM_SENT * stream * (s.pp > 1)
+        base = held[:, 1:] @ np.array([*(stage.whole for stage in each), *deferred]) + NUM_SENT * stream * (s.pp > 1)
         for index, stage in enumerate(each):
-            kept = float(base[held.backward == index].max())
+            kept = float(base[held[:, 0] == index].max())
             yield from self._backward(s, stage, kept, buffers[index], has_table=numbers[index] == 0)
-        if (held.backward < 0).any():  # in a forward, or before gradients of weights that come later
+        if (held[:, 0] < 0).any():  # in a forward, or before gradients of weights that come later
             gathered = max(one.root + 2 * one.block for one in buffers)
             waiting = max(one.waiting for one in buffers)
             yield {"activations": float(base.max()) + stream, "gathered": gathered, "buckets": waiting}
@@ -371,3 +362,146 @@ class MemoryModel:
 def _input_bytes(strategy: Strategy, block: BlockBytes) -> float:
     """Return the bytes of a recomputed block that are moved to the host: its input."""
     return block.kept if strategy.recompute == "full" else block.stream
+
+
+def block_bytes(job: PlanJob, strategy: Strategy, *, has_experts: bool) -> BlockBytes:
+    """Return the bytes of one block under a strategy.
+
+    A feed-forward that takes some tokens of each sequence at a time keeps only its input. Heads that are exchanged for
+    tokens are kept together with what attention gave them.
+
+    Args:
+        job: the model's shape, the sequence length in tokens, the cluster and the framework's traits.
+        strategy: how the job is split; its micro-batch, dtypes and recomputation set the sizes.
+        has_experts: whether the block's feed-forward is a layer of experts.
+    """
+    s, shape = strategy, _layer_shape(job, strategy, has_experts)
+    is_chunked = s.chunk_tokens is not None and not has_experts
+    kept_shape = replace(shape, ffn_size=0) if is_chunked else shape
+
+    def kept(mode: str, shape: LayerShape = kept_shape) -> float:
+        return activation_bytes_per_layer(
+            shape,
+            seq_len=job.seq_len,
+            micro_size=s.micro_size,
+            tp=s.tp,
+            cp=s.cp,
+            sequence_parallel=s.sequence_parallel,
+            element_bytes=DTYPE_BYTES[s.param],
+            recompute=mode,  # type: ignore[arg-type]
+        )
+
+    feature = job.seq_len / s.cp * s.micro_size * DTYPE_BYTES[s.param]
+    mixed = feature * shape.num_heads * shape.head_dim / s.tp if s.cp > 1 and s.transport == "ulysses" else 0.0
+    drops_scores = s.recompute == "selective" and job.traits.selective == "all-but-scores"
+    at_rest = kept("none", replace(kept_shape, score_bytes=0.0)) if drops_scores else kept(s.recompute)
+    # Whole sequences that a recomputation gathers, for attention and feed-forward.
+    num_gathered = 2 - is_chunked if s.sequence_parallel and s.recompute != "none" else 0
+    stream = feature * shape.hidden_size / (s.tp if s.sequence_parallel else 1)
+    return BlockBytes(
+        kept=at_rest + (mixed if s.recompute != "full" else 0.0),
+        whole=kept("none") + mixed,
+        again=feature * num_gathered * shape.hidden_size,
+        working=stream + _made_bytes(job, s, shape, is_chunked=is_chunked),
+        deferred=feature * _deferred_size(shape, s, 0.0 if is_chunked else shape.ffn_size / s.tp),
+        stream=stream,
+    )
+
+
+def _made_bytes(job: PlanJob, strategy: Strategy, shape: LayerShape, *, is_chunked: bool) -> float:
+    """Return the most bytes that a block's backward makes, beside what was kept and the gradient of the stream.
+
+    The last matrix of the feed-forward makes its own gradient and that of its input; the gradients of two inner tensors
+    follow. A feed-forward in parts makes its inner tensors again, while gradients of weights are summed over the parts.
+    Scores that are kept have two gradients of their own.
+    """
+    s, hidden, ffn = strategy, shape.hidden_size, shape.ffn_size / strategy.tp
+    feature = job.seq_len / s.cp * s.micro_size * DTYPE_BYTES[s.param]
+    weight = 0.0 if job.traits.reduces_in_place else DTYPE_BYTES[s.param] * hidden * ffn
+    gathered = hidden if s.sequence_parallel else 0.0
+    num_inner = (4 if shape.is_gated else 2) - shape.fuses_gate
+    if is_chunked:
+        part = feature * min(1.0, (s.chunk_tokens or 1) * s.cp / job.seq_len)
+        return feature * hidden + part * ((num_inner + 1) * ffn + 2 * gathered) + num_inner * weight
+    scores = 2 * shape.num_heads / s.tp * job.seq_len - hidden if shape.score_bytes else 0.0
+    return max(feature * (ffn + gathered) + weight, feature * (2 - shape.fuses_gate) * ffn, feature * scores)
+
+
+def _defers(strategy: Strategy) -> bool:
+    """Say whether gradients of weights come later than those of inputs."""
+    return strategy.pp > 1 and recipe_of(strategy.schedule).splits_backward
+
+
+def _deferred_size(shape: LayerShape, strategy: Strategy, ffn: float) -> float:
+    """Return the features of a token in inputs and outputs' gradients that wait for a later weight gradient.
+
+    Columns that gather a sequence do not wait, and rows wait with whole gradients.
+    """
+    s = strategy
+    if not _defers(s):
+        return 0.0
+    mixed, keys = shape.num_heads * shape.head_dim / s.tp, max(shape.num_kv_heads / s.tp, 1) * shape.head_dim
+    rows = 2 * shape.hidden_size + mixed + ffn
+    columns = 2 * shape.hidden_size + mixed + 2 * keys + (2 if shape.is_gated else 1) * ffn
+    return rows + (0.0 if s.sequence_parallel else columns)
+
+
+def kept_score_bytes(traits: FrameworkTraits, element_bytes: int) -> float:
+    """Return the bytes kept of each attention score.
+
+    A fused softmax keeps its output, any other also its output in fp32, and dropout its own output and mask.
+
+    >>> half = 2
+    >>> [kept_score_bytes(FrameworkTraits(attention=each), half) for each in ("flash", "fused-softmax", "unfused")]
+    [0.0, 2.0, 6.0]
+    >>> kept_score_bytes(FrameworkTraits(attention="fused-softmax", has_dropout=True), half)  # Korthikanti, equation 1
+    5.0
+    """
+    if traits.attention == "flash":
+        return 0.0
+    is_widened = traits.attention == "unfused" and element_bytes < FP32_BYTES
+    softmax = element_bytes + (FP32_BYTES if is_widened else 0.0)
+    return softmax + (element_bytes + MASK_BYTES if traits.has_dropout else 0.0)
+
+
+def head_bytes(job: PlanJob, strategy: Strategy) -> HeadBytes:
+    """Return the bytes of one micro-batch in the head and its loss.
+
+    Our loss widens some rows of the logits at a time. A head that is split, or that takes some tokens at a time, gives
+    the gradients of its input and weight at once, and they wait for that of the loss.
+    """
+    s, traits, size = strategy, job.traits, DTYPE_BYTES[strategy.param]
+    hidden, tokens = job.shape.hidden_size, job.seq_len / s.cp * s.micro_size
+    vocab = math.ceil(job.shape.vocab_size / (s.tp if traits.splits_logits else 1))
+    stream, logits, weight = tokens * size * hidden, tokens * size * vocab, size * vocab * hidden
+    weight = 0.0 if traits.reduces_in_place else weight
+    deferred = stream + logits if _defers(s) else 0.0
+    if traits.logits_bytes is not None:
+        made = traits.logits_bytes * vocab * min(tokens, s.chunk_tokens or tokens)
+        given = stream / (s.tp if s.sequence_parallel else 1)
+        return HeadBytes(given, 0.0, max(made, stream + weight), weight, deferred)
+    if s.tp == 1 and s.chunk_tokens is None:
+        widened = FP32_BYTES * min(tokens * vocab, 2 * LOSS_LOGITS)  # two parts follow each other
+        return HeadBytes(stream, logits, max(logits + widened, stream + weight), weight, deferred)
+    rows = min(tokens, max(LEAST_ROWS, LOSS_LOGITS // vocab), tokens if s.tp > 1 else s.chunk_tokens or tokens)
+    made = max((size + FP32_BYTES * (1 + (rows < tokens))) * rows * vocab, weight)
+    return HeadBytes(0.0, stream + FP32_BYTES * vocab * hidden, stream + made, weight, 0.0)
+
+
+def _layer_shape(job: PlanJob, strategy: Strategy, has_experts: bool) -> LayerShape:
+    shape, traits, experts = job.shape, job.traits, job.shape.experts if has_experts else None
+    return LayerShape(
+        hidden_size=shape.hidden_size,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        ffn_size=experts.ffn_size * (experts.num_chosen + experts.num_shared) if experts else shape.ffn_size,
+        is_gated=shape.ffn == "gated",
+        score_bytes=kept_score_bytes(traits, DTYPE_BYTES[strategy.param]),
+        mask_bytes=MASK_BYTES if traits.has_dropout else 0.0,
+        norm_bytes=float(2 * FP32_BYTES) if traits.saves_norm_in_fp32 else 0.0,
+        product_bytes=1.0 if strategy.matmul in ("fp8", "fp4") else None,
+        fuses_gate=traits.fuses_gate and shape.ffn == "gated",
+        products_share=0.5 if traits.selective == "half" else 1.0,
+        num_routed=experts.num_chosen if experts else 0,
+    )

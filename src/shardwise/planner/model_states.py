@@ -1,9 +1,5 @@
 """Estimate what a model's states need on each device and host, by ZeRO stage, from the Layout that a run would have.
 
-    import shardwise
-    print(*shardwise.estimate_model_states(7_500_000_000, num_gpus=64), sep="
-")
-
 >>> for each in estimate_model_states(7_500_000_000, num_gpus=64, config={"precision": {"accumulate": "param"}}):
 ...     print(each.stage, round(each.device_bytes / 1e9, 1))
 0 120.0
@@ -114,16 +110,6 @@ def estimate_model_states(
             )
         )
     return tuple(estimates)
-
-
-def table_of(estimates: Sequence[tuple[str, ModelStates]]) -> str:
-    """Write a table of GiB, a labelled line each: of a device, with the largest block, of a host and its disks."""
-    head = f"{'per GPU':>10} {'+ a block':>10} {'per host':>10} {'on disks':>10}"
-    lines = [head]
-    for label, each in estimates:
-        sizes = (each.device_bytes, each.device_bytes + each.unsharded_bytes, each.host_bytes, each.nvme_bytes)
-        lines.append(" ".join(f"{format_bytes(size):>10}" for size in sizes) + f"  {label}")
-    return "\n".join(lines)
 
 
 def _unsharded_bytes(layout: Layout) -> int:

@@ -21,11 +21,10 @@ from typing import Any
 from shardwise.config.resolve import Config
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import MeshShape
-from shardwise.planner.memory import in_flight
 from shardwise.runtime.format import format_s
 from shardwise.runtime.memory_tracker import Category
 from shardwise.runtime.torch_private import fake_tensors
-from shardwise.schedule.registry import placement_of
+from shardwise.schedule.formulas import moments_in_flight
 from shardwise.verify.simulate import RankJob, Simulation, build_rank, meter_step, values_refused
 
 # Two points of a line, and one that a rank without a pipeline needs: a first micro-batch, a last one and one between.
@@ -74,11 +73,12 @@ def few_micro_batches(
     """
     if num_ranks == 1:
         return min(_LEAST, num_micro_batches)
-    placement = placement_of(recipe_name, num_ranks, virtual_stages)
 
     def peaks(number: int) -> tuple[int, ...]:
-        counts = in_flight(recipe_name, placement, number, rank).counts
-        return (*counts.max(axis=0).tolist(), int(counts.sum(axis=1).max()))
+        """Return the most in flight and deferred of each stage, and of all together."""
+        moments = moments_in_flight(recipe_name, num_ranks, number, virtual_stages, rank)
+        counts = [held for _, *held in moments]
+        return (*map(max, zip(*counts, strict=True)), max(map(sum, counts)))
 
     full = peaks(num_micro_batches)
     shown = (each for each in range(_LEAST - 1, num_micro_batches) if peaks(each) == full)

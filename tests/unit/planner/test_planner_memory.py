@@ -16,12 +16,9 @@ from planner_eval.traits import PublishedTraits
 from shardwise.layout.activation_bytes import FP32_BYTES
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.models import DecoderConfig
-from shardwise.planner.block_memory import block_bytes
 from shardwise.planner.job import FrameworkTraits, PlanJob, Strategy
-from shardwise.planner.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES, MemoryModel, in_flight
+from shardwise.planner.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES, MemoryModel, block_bytes
 from shardwise.planner.results import RankMemory
-from shardwise.schedule.formulas import max_in_flight
-from shardwise.schedule.registry import placement_of
 
 SHAPE = DecoderConfig(
     vocab_size=1024, num_layers=4, hidden_size=256, num_heads=8, num_kv_heads=4, head_dim=32, ffn_size=704,
@@ -212,29 +209,3 @@ def test_more_recomputation_keeps_no_more(strategy: Strategy) -> None:
         for mode in ("full", "selective", "none")
     ]
     assert kept == sorted(kept)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "virtual_stages", "held"),
-    [
-        ("1f1b", 1, [(0, 3, 0)]),
-        ("gpipe", 1, [(0, 8, 0)]),
-        # A forward ends with p - i micro-batches in flight, while i gradients of weights are still to come.
-        ("zb-h1", 1, [(-1, 2, 1), (-1, 3, 0), (0, 3, 0), (0, 3, 1)]),
-    ],
-)
-def test_micro_batches_in_flight_are_those_of_the_schedule(
-    schedule: str, virtual_stages: int, held: list[tuple[int, ...]]
-) -> None:
-    found = in_flight(schedule, placement_of(schedule, 4, virtual_stages), 8, rank=1)
-    moments = {(index, *counts) for index, counts in zip(found.backward.tolist(), found.counts.tolist(), strict=True)}
-    assert moments >= set(held)
-
-
-@pytest.mark.parametrize(("schedule", "virtual_stages"), [("interleaved", 3), ("zb-h2", 1), ("zb-v", 2), ("gpipe", 2)])
-@pytest.mark.parametrize("num_micro_batches", [1, 4, 11, 64])
-def test_the_most_in_flight_is_the_closed_form(schedule: str, virtual_stages: int, num_micro_batches: int) -> None:
-    placement = placement_of(schedule, 4, virtual_stages)
-    for rank in range(4):
-        whole = in_flight(schedule, placement, num_micro_batches, rank).counts[:, :virtual_stages]
-        assert whole.sum(axis=1).max() == max_in_flight(schedule, 4, num_micro_batches, virtual_stages, rank)
