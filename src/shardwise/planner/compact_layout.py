@@ -147,7 +147,8 @@ class CompactLayout:
         rank_of = self.stages.of(strategy).placement.rank_of
         holders = [min(map(rank_of, fold.group.stages)) if strategy.pp > 1 else pipeline_rank for fold in held]
         own = [fold for fold, holder in zip(held, holders, strict=True) if holder == pipeline_rank]
-        assigned = iter(assign_tiers(_unfolded(own), tiers))
+        each = [replace(fold.group, name=f"{fold.group.name}.{index}") for fold in own for index in range(fold.count)]
+        assigned = iter(assign_tiers(each, tiers))
         for fold, holder in zip(held, holders, strict=True):
             if holder != pipeline_rank:
                 first = next(each for each in self.rank(strategy, holder).folds if each.group.name == fold.group.name)
@@ -163,19 +164,14 @@ class CompactLayout:
             if not set(group.stages).isdisjoint(held):
                 yield LayerCount(group, 1)
         for stage in held:
-            dense, with_experts = stages.kinds[stage]
-            counts: dict[bool, int] = {False: dense, True: with_experts}
-            kept_last = None
-            if strategy.pp == 1 and dense + with_experts:  # what it was gathered for in the forward serves the backward
-                kept_last = with_experts > 0
-                counts[kept_last] -= 1
-            for has_experts, count in counts.items():
-                if count:
-                    name = f"{'experts' if has_experts else 'dense'}.{stage}"
-                    yield from (LayerCount(group, count) for group in self._block(strategy, name, stage, has_experts))
-            if kept_last is not None:
-                name = f"{'experts' if kept_last else 'dense'}.{_LAST}"
-                yield from (LayerCount(group, 1) for group in self._block(strategy, name, stage, kept_last))
+            kinds = enumerate(stages.kinds[stage])
+            runs = [(bool(kind), count, str(stage)) for kind, count in kinds if count]
+            if strategy.pp == 1 and runs:  # what the last block was gathered for in the forward serves its backward
+                has_experts, count, name = runs.pop()
+                runs += [(has_experts, count - 1, name), (has_experts, 1, _LAST)]
+            for has_experts, count, name in runs:
+                groups = self._block(strategy, f"{'experts' if has_experts else 'dense'}.{name}", stage, has_experts)
+                yield from (LayerCount(group, count) for group in groups if count)
 
     def _block(self, strategy: Strategy, name: str, stage: int, has_experts: bool) -> tuple[GroupSpec, ...]:
         below = self._keep_whole_below(strategy)
@@ -221,11 +217,6 @@ class CompactLayout:
 def is_of_experts(group: GroupSpec) -> bool:
     """Say whether a group's parameters are of experts, which `ep` ranks split."""
     return group.name.endswith(_EXPERTS)
-
-
-def _unfolded(folds: Iterable[LayerCount]) -> list[GroupSpec]:
-    """List every group by itself, each with its own name."""
-    return [replace(fold.group, name=f"{fold.group.name}.{index}") for fold in folds for index in range(fold.count)]
 
 
 def _placed(group: GroupSpec, mesh: MeshShape, ep: int) -> GroupSpec:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -134,15 +135,13 @@ class Buffers:
 
     Attributes:
         root, block: gathered, of what is in no block and of the largest block.
-        waiting: gradients that wait to be reduced, while a block's come.
-        sending: what reductions of blocks take besides.
-        last: all that the reduction of what is in no block, the last one, takes.
+        waiting: gradients that wait for their reduction or are in one, while a block's come.
+        last: the same as what is in no block is reduced, the last of all.
     """
 
     root: float
     block: float
     waiting: float = 0.0
-    sending: float = 0.0
     last: float = 0.0
 
 
@@ -192,7 +191,7 @@ class MemoryModel:
         elsewhere = {tier: float(sum(by_tier[tier].values())) for tier in TIERS[1:] if tier in by_tier}
         if strategy.activations_tier == "host":
             num_inputs = stages.layers_on(rank) // strategy.recompute_every - NUM_INPUTS_ON_DEVICE
-            moved = max(0, num_inputs) * _input_bytes(strategy, self._block(strategy, has_experts=False))
+            moved = max(0, num_inputs) * self._block(strategy, has_experts=False).stream
             elsewhere["host"] = elsewhere.get("host", 0.0) + moved
         peak = self._states(strategy, rank, by_tier.get("device", {})) | moving
         peak |= self._of_device(strategy, sum(moving.values()))
@@ -256,7 +255,7 @@ class MemoryModel:
                 "activations": left + stage.blocks[here] + done / num_blocks * stage.deferred + stage.again[here - 1],
                 "workspace": stage.block.working,
                 "gathered": buffers.root + min(2, here) * buffers.block,
-                "buckets": buffers.waiting + is_alone * buffers.sending,  # a pipeline reduces after the backward
+                "buckets": buffers.waiting,
             }
         after = {"activations": left + stage.deferred, "gathered": buffers.root, "buckets": buffers.last}
         if has_table:
@@ -297,7 +296,7 @@ class MemoryModel:
         is_slice = traits.is_own and not self.job.cluster.gpu.is_cpu and wire >= FP32_BYTES
         sent = wire * (2 * copies + receives / (num_shards if is_slice else 1))
         last = waiting + sent * (root if s.pp == 1 else max(root, block))
-        return replace(params, waiting=waiting, sending=sent * block, last=last)
+        return replace(params, waiting=waiting + (sent * block if s.pp == 1 else 0.0), last=last)
 
     def _numels(self, folds: Iterable[LayerCount]) -> tuple[int, int, int]:
         """Return the elements of what is in no block, of what is gathered at once of a block, and of all."""
@@ -329,7 +328,7 @@ class MemoryModel:
             block, is_again = self._block(s, has_experts=kind), index % s.recompute_every == 0
             num_again += is_again
             is_away = is_again and s.activations_tier == "host" and num_again > NUM_INPUTS_ON_DEVICE
-            kept = (block.kept if is_again else block.whole) - (_input_bytes(s, block) if is_away else 0.0)
+            kept = (block.kept if is_again else block.whole) - (block.stream if is_away else 0.0)
             blocks.append(blocks[-1] + kept)
             again.append(block.whole - block.kept + block.again if is_again else 0.0)
             deferred += block.deferred
@@ -359,11 +358,6 @@ class MemoryModel:
         return self._blocks[key]
 
 
-def _input_bytes(strategy: Strategy, block: BlockBytes) -> float:
-    """Return the bytes of a recomputed block that are moved to the host: its input."""
-    return block.kept if strategy.recompute == "full" else block.stream
-
-
 def block_bytes(job: PlanJob, strategy: Strategy, *, has_experts: bool) -> BlockBytes:
     """Return the bytes of one block under a strategy.
 
@@ -378,32 +372,30 @@ def block_bytes(job: PlanJob, strategy: Strategy, *, has_experts: bool) -> Block
     s, shape = strategy, _layer_shape(job, strategy, has_experts)
     is_chunked = s.chunk_tokens is not None and not has_experts
     kept_shape = replace(shape, ffn_size=0) if is_chunked else shape
-
-    def kept(mode: str, shape: LayerShape = kept_shape) -> float:
-        return activation_bytes_per_layer(
-            shape,
-            seq_len=job.seq_len,
-            micro_size=s.micro_size,
-            tp=s.tp,
-            cp=s.cp,
-            sequence_parallel=s.sequence_parallel,
-            element_bytes=DTYPE_BYTES[s.param],
-            recompute=mode,  # type: ignore[arg-type]
-        )
-
+    kept = partial(
+        activation_bytes_per_layer,
+        seq_len=job.seq_len,
+        micro_size=s.micro_size,
+        tp=s.tp,
+        cp=s.cp,
+        sequence_parallel=s.sequence_parallel,
+        element_bytes=DTYPE_BYTES[s.param],
+    )
     feature = job.seq_len / s.cp * s.micro_size * DTYPE_BYTES[s.param]
     mixed = feature * shape.num_heads * shape.head_dim / s.tp if s.cp > 1 and s.transport == "ulysses" else 0.0
     drops_scores = s.recompute == "selective" and job.traits.selective == "all-but-scores"
-    at_rest = kept("none", replace(kept_shape, score_bytes=0.0)) if drops_scores else kept(s.recompute)
+    at_rest = kept(replace(kept_shape, score_bytes=0.0)) if drops_scores else kept(kept_shape, recompute=s.recompute)
     # Whole sequences that a recomputation gathers, for attention and feed-forward.
     num_gathered = 2 - is_chunked if s.sequence_parallel and s.recompute != "none" else 0
     stream = feature * shape.hidden_size / (s.tp if s.sequence_parallel else 1)
     return BlockBytes(
         kept=at_rest + (mixed if s.recompute != "full" else 0.0),
-        whole=kept("none") + mixed,
+        whole=kept(kept_shape) + mixed,
         again=feature * num_gathered * shape.hidden_size,
         working=stream + _made_bytes(job, s, shape, is_chunked=is_chunked),
-        deferred=feature * _deferred_size(shape, s, 0.0 if is_chunked else shape.ffn_size / s.tp),
+        deferred=feature * _deferred_size(shape, s, 0.0 if is_chunked else shape.ffn_size / s.tp)
+        if _defers(s)
+        else 0.0,
         stream=stream,
     )
 
@@ -438,8 +430,6 @@ def _deferred_size(shape: LayerShape, strategy: Strategy, ffn: float) -> float:
     Columns that gather a sequence do not wait, and rows wait with whole gradients.
     """
     s = strategy
-    if not _defers(s):
-        return 0.0
     mixed, keys = shape.num_heads * shape.head_dim / s.tp, max(shape.num_kv_heads / s.tp, 1) * shape.head_dim
     rows = 2 * shape.hidden_size + mixed + ffn
     columns = 2 * shape.hidden_size + mixed + 2 * keys + (2 if shape.is_gated else 1) * ffn
@@ -451,10 +441,7 @@ def kept_score_bytes(traits: FrameworkTraits, element_bytes: int) -> float:
 
     A fused softmax keeps its output, any other also its output in fp32, and dropout its own output and mask.
 
-    >>> half = 2
-    >>> [kept_score_bytes(FrameworkTraits(attention=each), half) for each in ("flash", "fused-softmax", "unfused")]
-    [0.0, 2.0, 6.0]
-    >>> kept_score_bytes(FrameworkTraits(attention="fused-softmax", has_dropout=True), half)  # Korthikanti, equation 1
+    >>> kept_score_bytes(FrameworkTraits(attention="fused-softmax", has_dropout=True), 2)  # Korthikanti, equation 1
     5.0
     """
     if traits.attention == "flash":
@@ -473,8 +460,8 @@ def head_bytes(job: PlanJob, strategy: Strategy) -> HeadBytes:
     s, traits, size = strategy, job.traits, DTYPE_BYTES[strategy.param]
     hidden, tokens = job.shape.hidden_size, job.seq_len / s.cp * s.micro_size
     vocab = math.ceil(job.shape.vocab_size / (s.tp if traits.splits_logits else 1))
-    stream, logits, weight = tokens * size * hidden, tokens * size * vocab, size * vocab * hidden
-    weight = 0.0 if traits.reduces_in_place else weight
+    stream, logits = tokens * size * hidden, tokens * size * vocab
+    weight = 0.0 if traits.reduces_in_place else size * vocab * hidden
     deferred = stream + logits if _defers(s) else 0.0
     if traits.logits_bytes is not None:
         made = traits.logits_bytes * vocab * min(tokens, s.chunk_tokens or tokens)

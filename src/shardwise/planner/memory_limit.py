@@ -47,10 +47,7 @@ def missing_on_node(memory: MemoryEstimate, cluster: Cluster, margin_share: floa
 def missing_memory(memory: MemoryEstimate, cluster: Cluster, margin_share: float) -> MissingMemory | None:
     """Return what is missing, of the device first; None where all fits.
 
-    Args:
-        memory: of the ranks.
-        cluster: its nodes' ranks share host memory and disks.
-        margin_share: share of a device's memory that is to stay free.
+    A node's ranks share its host memory and disks; the share `margin_share` of a device's memory is to stay free.
     """
     missing = memory.worst.peak_bytes - usable_bytes(cluster, margin_share)
     if missing > 0:

@@ -82,8 +82,7 @@ def estimate_model_states(
 
     Args:
         model: a module, on meta too; or the number of its parameters.
-        num_gpus: data-parallel ranks.
-        gpus_per_node: devices that share a host's memory; all of them where there are fewer.
+        num_gpus: data-parallel ranks, of which `gpus_per_node` share a host's memory.
         stages: the ZeRO stages to estimate.
         config: sections and keys as in a config file, such as `{"tiers": {"optimizer": "host"}}`; parameters are bf16,
             gradients fp32 and the optimizer AdamW where it says nothing else.
