@@ -272,10 +272,8 @@ class MemoryModel:
         """
         s, layout, traits, all_stages = strategy, folds.layout, self.job.traits, strategy.gather == "batch"
         own = [fold for fold in folds.folds if s.pp == 1 or stage in fold.group.stages]
-        gathered = [
-            fold for fold in (folds.folds if s.pp > 1 and all_stages else own) if not fold.group.is_stored_whole
-        ]
-        root, block, whole = self._numels(gathered)
+        used = folds.folds if s.pp > 1 and all_stages else own
+        root, block, whole = self._numels(fold for fold in used if not fold.group.is_stored_whole)
         size = DTYPE_BYTES[s.param] if layout.stage.params is Placement.SHARD else 0
         params = Buffers(size * whole, 0.0) if s.pp > 1 and all_stages else Buffers(size * root, size * block)
         if not traits.trains_all:
@@ -321,11 +319,8 @@ class MemoryModel:
         block, deferred, again, num_again = self._block(s, has_experts=False), 0.0, list[float](), 0
         # Our first block is given whole sequences.
         blocks = [block.stream * (s.tp - 1) if s.sequence_parallel and self.job.traits.is_own and not start else 0.0]
-        has_experts = [
-            kind for kind, number in zip((False, True), stages.kinds[stage], strict=True) for _ in range(number)
-        ]
-        for index, kind in enumerate(has_experts, start):
-            block, is_again = self._block(s, has_experts=kind), index % s.recompute_every == 0
+        for index in range(start, start + stages.layers[stage]):
+            block, is_again = self._block(s, has_experts=index >= stages.num_dense), index % s.recompute_every == 0
             num_again += is_again
             is_away = is_again and s.activations_tier == "host" and num_again > NUM_INPUTS_ON_DEVICE
             kept = (block.kept if is_again else block.whole) - (block.stream if is_away else 0.0)
