@@ -34,7 +34,7 @@ def usable_bytes(cluster: Cluster, margin_share: float) -> float:
 
 
 def held_on_node(memory: MemoryEstimate, cluster: Cluster, tier: Tier) -> float:
-    """Return the bytes of the tier `host` or `nvme` that a node's ranks hold, if all hold as much as the fullest."""
+    """Return the bytes of `tier` that the ranks of a node of `cluster` hold, if all hold as much as `memory`'s fullest."""
     return max(rank.elsewhere.get(tier, 0.0) for rank in memory.ranks) * cluster.gpus_per_node
 
 
@@ -47,7 +47,7 @@ def missing_on_node(memory: MemoryEstimate, cluster: Cluster, margin_share: floa
 def missing_memory(memory: MemoryEstimate, cluster: Cluster, margin_share: float) -> MissingMemory | None:
     """Return what is missing, of the device first; None where all fits.
 
-    A node's ranks share its host memory and disks; the share `margin_share` of a device's memory is to stay free.
+    The ranks of a node of `cluster` share its host memory and disks. Of a device `margin_share` is to stay free.
     """
     missing = memory.worst.peak_bytes - usable_bytes(cluster, margin_share)
     if missing > 0:

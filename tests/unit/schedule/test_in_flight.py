@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwise.schedule import Schedule, lower, num_in_flight
+from shardwise.schedule import RECIPES, Schedule, lower, num_in_flight
 from shardwise.schedule.formulas import max_in_flight, moments_in_flight
 
 
@@ -42,9 +42,11 @@ def test_moments_are_those_of_the_schedule(schedule: str, held: list[tuple[int, 
     assert set(moments_in_flight(schedule, 4, 8, 1, rank=1)) >= set(held)
 
 
-@pytest.mark.parametrize(("schedule", "virtual_stages"), [("interleaved", 3), ("zb-h2", 1), ("zb-v", 2), ("gpipe", 2)])
+@pytest.mark.parametrize("schedule", sorted(RECIPES))
 @pytest.mark.parametrize("num_micro_batches", [1, 4, 11, 64])
-def test_the_most_at_a_moment_is_the_closed_form(schedule: str, virtual_stages: int, num_micro_batches: int) -> None:
+def test_the_most_at_a_moment_is_the_closed_form(schedule: str, num_micro_batches: int) -> None:
+    recipe = RECIPES[schedule]
+    virtual_stages = 3 if recipe.is_interleaved else recipe.min_virtual_stages
     for rank in range(4):
         moments = moments_in_flight(schedule, 4, num_micro_batches, virtual_stages, rank)
         most = max(sum(held[:virtual_stages]) for _, *held in moments)
