@@ -34,7 +34,7 @@ def usable_bytes(cluster: Cluster, margin_share: float) -> float:
 
 
 def held_on_node(memory: MemoryEstimate, cluster: Cluster, tier: Tier) -> float:
-    """Return the bytes of `tier` that the ranks of a node of `cluster` hold, if all hold as much as `memory`'s fullest."""
+    """Return the bytes of `tier` on a node of `cluster`, if all its ranks hold as much as the fullest of `memory`."""
     return max(rank.elsewhere.get(tier, 0.0) for rank in memory.ranks) * cluster.gpus_per_node
 
 
