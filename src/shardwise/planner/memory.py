@@ -87,6 +87,10 @@ class BlockBytes:
     stream: float
 
 
+Blocks = tuple[BlockBytes, BlockBytes]
+"""Of a block without experts, and of one with them."""
+
+
 @dataclass(frozen=True)
 class HeadBytes:
     """Hold the bytes of one micro-batch in the head and its loss.
@@ -152,8 +156,6 @@ class MemoryModel:
         self.job = job
         self.compact = compact or CompactLayout(job)
         self._moments_of: dict[tuple[str, int, int, int, int], _Moments] = {}
-        self._blocks: dict[tuple[object, ...], BlockBytes] = {}
-        self._heads: dict[tuple[object, ...], HeadBytes] = {}
 
     def estimate(self, strategy: Strategy, *, too_much_bytes: float = math.inf) -> MemoryEstimate:
         """Estimate one rank at each place of the pipeline.
@@ -164,6 +166,8 @@ class MemoryModel:
         """
         s, stages = strategy, self.compact.stages.of(strategy)
         last = stages.placement.num_ranks - 1
+        dense = block_bytes(self.job, s, has_experts=False)
+        blocks = (dense, block_bytes(self.job, s, has_experts=True) if self.job.shape.experts else dense)
         found: dict[tuple[object, ...], RankMemory] = {}
         ranks = []
         for rank in dict.fromkeys((0, last, *range(last))):  # the first and the last hold most, mostly
@@ -171,7 +175,7 @@ class MemoryModel:
             firsts = tuple(stages.starts[stage] % s.recompute_every for stage in stages.placement.stages_of(rank))
             key = (*stages.held_by(rank), firsts, held.tobytes())
             if key not in found:
-                found[key] = self._of_rank(s, stages, rank, held)
+                found[key] = self._of_rank(s, stages, rank, held, blocks)
             ranks.append(replace(found[key], pipeline_rank=rank))
             if found[key].peak_bytes > too_much_bytes:
                 break
@@ -185,13 +189,15 @@ class MemoryModel:
             self._moments_of[key] = np.array(moments_in_flight(*key))
         return self._moments_of[key]
 
-    def _of_rank(self, strategy: Strategy, stages: StageLayouts, rank: int, held: _Moments) -> RankMemory:
+    def _of_rank(
+        self, strategy: Strategy, stages: StageLayouts, rank: int, held: _Moments, blocks: Blocks
+    ) -> RankMemory:
         at_rest, by_tier = self.compact.at_rest(strategy, rank), self.compact.by_tier(strategy, rank)
-        moving = max(self._moments(strategy, stages, rank, held), key=lambda moment: sum(moment.values()))
+        moving = max(self._moments(strategy, stages, rank, held, blocks), key=lambda moment: sum(moment.values()))
         elsewhere = {tier: float(sum(by_tier[tier].values())) for tier in TIERS[1:] if tier in by_tier}
         if strategy.activations_tier == "host":
             num_inputs = stages.layers_on(rank) // strategy.recompute_every - NUM_INPUTS_ON_DEVICE
-            moved = max(0, num_inputs) * self._block(strategy, has_experts=False).stream
+            moved = max(0, num_inputs) * blocks[0].stream
             elsewhere["host"] = elsewhere.get("host", 0.0) + moved
         peak = self._states(strategy, rank, by_tier.get("device", {})) | moving
         peak |= self._of_device(strategy, sum(moving.values()))
@@ -213,25 +219,25 @@ class MemoryModel:
         return {"overhead": overhead, "rounding": UNUSED_SHARE * moving_bytes}
 
     def _moments(
-        self, strategy: Strategy, stages: StageLayouts, rank: int, held: _Moments
+        self, strategy: Strategy, stages: StageLayouts, rank: int, held: _Moments, blocks: Blocks
     ) -> Iterator[dict[str, float]]:
         """Yield the bytes of what comes and goes, at each moment that may be the highest."""
         s, folds, numbers = strategy, self.compact.rank(strategy, rank), stages.placement.stages_of(rank)
-        each = [self._stage(s, stages, stage) for stage in numbers]
+        each = [self._stage(s, stages, stage, blocks) for stage in numbers]
         buffers = [self._buffers(s, folds, stage) for stage in numbers]
         if s.pp > 1 and self.job.traits.is_own:  # our pool keeps in a pipeline what reductions needed
             pooled = max(one.last for one in buffers)
             buffers = [replace(one, waiting=pooled, last=pooled) for one in buffers]
         deferred = [stage.deferred + (stage.head.deferred if stage.head else 0.0) for stage in each]
-        stream = each[0].block.stream
-        base = held[:, 1:] @ np.array([*(stage.whole for stage in each), *deferred]) + NUM_SENT * stream * (s.pp > 1)
+        base = held[:, 1:] @ np.array([*(stage.whole for stage in each), *deferred])
+        base = base + NUM_SENT * blocks[0].stream * (s.pp > 1)
         for index, stage in enumerate(each):
             kept = float(base[held[:, 0] == index].max())
             yield from self._backward(s, stage, kept, buffers[index], has_table=numbers[index] == 0)
         if (held[:, 0] < 0).any():  # in a forward, or before gradients of weights that come later
             gathered = max(one.root + 2 * one.block for one in buffers)
             waiting = max(one.waiting for one in buffers)
-            yield {"activations": float(base.max()) + stream, "gathered": gathered, "buckets": waiting}
+            yield {"activations": float(base.max()) + blocks[0].stream, "gathered": gathered, "buckets": waiting}
         yield {"workspace": self._step_bytes(s, folds)}
 
     def _backward(
@@ -260,7 +266,7 @@ class MemoryModel:
         after = {"activations": left + stage.deferred, "gathered": buffers.root, "buckets": buffers.last}
         if has_table:
             num_tables = 2 if is_alone and self.job.shape.is_tied else 1
-            yield after | {"workspace": num_tables * self._head(s).weight + stage.block.stream}
+            yield after | {"workspace": num_tables * head_bytes(self.job, s).weight + stage.block.stream}
         yield after
 
     def _buffers(self, strategy: Strategy, folds: RankLayerCounts, stage: int) -> Buffers:
@@ -313,21 +319,21 @@ class MemoryModel:
             return 0.0
         return FP32_BYTES * folds.numel / (s.dp_shard * s.cp if folds.layout.stage.optimizer is Placement.SHARD else 1)
 
-    def _stage(self, strategy: Strategy, stages: StageLayouts, stage: int) -> StageBytes:
+    def _stage(self, strategy: Strategy, stages: StageLayouts, stage: int, of_kind: Blocks) -> StageBytes:
         """Count what one stage keeps of one micro-batch."""
         s, start, placement = strategy, stages.starts[stage], stages.placement
-        block, deferred, again, num_again = self._block(s, has_experts=False), 0.0, list[float](), 0
+        block, deferred, again, num_again = of_kind[0], 0.0, list[float](), 0
         # Our first block is given whole sequences.
         blocks = [block.stream * (s.tp - 1) if s.sequence_parallel and self.job.traits.is_own and not start else 0.0]
         for index in range(start, start + stages.layers[stage]):
-            block, is_again = self._block(s, has_experts=index >= stages.num_dense), index % s.recompute_every == 0
+            block, is_again = of_kind[index >= stages.num_dense], index % s.recompute_every == 0
             num_again += is_again
             is_away = is_again and s.activations_tier == "host" and num_again > NUM_INPUTS_ON_DEVICE
             kept = (block.kept if is_again else block.whole) - (block.stream if is_away else 0.0)
             blocks.append(blocks[-1] + kept)
             again.append(block.whole - block.kept + block.again if is_again else 0.0)
             deferred += block.deferred
-        head = self._head(s) if stage == stages.head_stage else None
+        head = head_bytes(self.job, s) if stage == stages.head_stage else None
         ends = (block.stream if stage == stages.norm_stage else 0.0) + (head.given if head else 0.0)
         is_sent = head is None and placement.rank_of(stage) != placement.rank_of(stage + 1) and self._keeps_sent()
         whole = blocks[-1] + ends + (block.stream if is_sent else 0.0) + (head.kept if head else 0.0)
@@ -336,21 +342,6 @@ class MemoryModel:
     def _keeps_sent(self) -> bool:
         """Say whether what a stage has sent on stays until its backward."""
         return True
-
-    def _head(self, strategy: Strategy) -> HeadBytes:
-        s = strategy
-        key = (s.tp, s.cp, s.sequence_parallel, s.micro_size, s.param, s.chunk_tokens, s.pp > 1 and s.schedule)
-        if key not in self._heads:
-            self._heads[key] = head_bytes(self.job, s)
-        return self._heads[key]
-
-    def _block(self, strategy: Strategy, *, has_experts: bool) -> BlockBytes:
-        s = strategy
-        axes = (s.tp, s.cp, s.sequence_parallel, s.micro_size, s.param, s.matmul, s.recompute, s.chunk_tokens)
-        key = (has_experts, *axes, s.pp > 1 and s.schedule, s.cp > 1 and s.transport)
-        if key not in self._blocks:
-            self._blocks[key] = block_bytes(self.job, s, has_experts=has_experts)
-        return self._blocks[key]
 
 
 def block_bytes(job: PlanJob, strategy: Strategy, *, has_experts: bool) -> BlockBytes:
