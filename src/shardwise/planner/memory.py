@@ -282,18 +282,16 @@ class MemoryModel:
         root, block, whole = self._numels(fold for fold in used if not fold.group.is_stored_whole)
         size = DTYPE_BYTES[s.param] if layout.stage.params is Placement.SHARD else 0
         params = Buffers(size * whole, 0.0) if s.pp > 1 and all_stages else Buffers(size * root, size * block)
-        if not traits.trains_all:
-            return params
         wire, width = DTYPE_BYTES[layout.precision.reduce], DTYPE_BYTES[layout.precision.accumulate]
         root, block, whole = self._numels(own)
-        is_sharded = layout.stage.grads is Placement.SHARD
+        is_sharded = layout.stage.grads is Placement.SHARD and traits.trains_all
         is_replicated = layout.stage.optimizer is Placement.REPLICATE
         waiting = 0.0
         if is_sharded:
             width = wire if s.pp == 1 else width
             waiting = width * float(root + 2 * block if s.pp == 1 else folds.numel if all_stages else whole)
         num_shards = layout.mesh.dp_shard * layout.mesh.cp
-        is_split = num_shards * (layout.mesh.dp_replicate if is_replicated else 1) > 1
+        is_split = num_shards * (layout.mesh.dp_replicate if is_replicated else 1) > 1 and traits.trains_all
         copies = is_split and width != wire and not traits.reduces_in_place
         receives = is_split and (is_sharded or not (traits.reduces_in_place or (is_replicated and width == wire)))
         # What NCCL sums arrives as a slice; others copy all gradients of a group together before they send them.
@@ -422,13 +420,10 @@ def _deferred_size(shape: LayerShape, strategy: Strategy, ffn: float) -> float:
     return rows + (0.0 if s.sequence_parallel else columns)
 
 
-def kept_score_bytes(traits: FrameworkTraits, element_bytes: int) -> float:
+def _score_bytes(traits: FrameworkTraits, element_bytes: int) -> float:
     """Return the bytes kept of each attention score.
 
     A fused softmax keeps its output, any other also its output in fp32, and dropout its own output and mask.
-
-    >>> kept_score_bytes(FrameworkTraits(attention="fused-softmax", has_dropout=True), 2)  # Korthikanti, equation 1
-    5.0
     """
     if traits.attention == "flash":
         return 0.0
@@ -470,7 +465,7 @@ def _layer_shape(job: PlanJob, strategy: Strategy, has_experts: bool) -> LayerSh
         head_dim=shape.head_dim,
         ffn_size=experts.ffn_size * (experts.num_chosen + experts.num_shared) if experts else shape.ffn_size,
         is_gated=shape.ffn == "gated",
-        score_bytes=kept_score_bytes(traits, DTYPE_BYTES[strategy.param]),
+        score_bytes=_score_bytes(traits, DTYPE_BYTES[strategy.param]),
         mask_bytes=MASK_BYTES if traits.has_dropout else 0.0,
         norm_bytes=float(2 * FP32_BYTES) if traits.saves_norm_in_fp32 else 0.0,
         product_bytes=1.0 if strategy.matmul in ("fp8", "fp4") else None,
