@@ -47,7 +47,7 @@ _MOST_SIMULATED: Final = 20
 _USUAL: Final[Mapping[str, tuple[Any, ...]]] = MappingProxyType({"cp": (1,), "schedule": ("1f1b", "interleaved")})
 _USUAL_SHARE: Final = 0.25
 # The cost of a memory estimate as a share of a price's, and the pipeline ranks that cost as much again.
-_MEMORY_COST: Final = 0.2
+_MEMORY_COST: Final = 0.1
 _RANKS_OF_MEMORY_COST: Final = 6
 
 
