@@ -38,6 +38,9 @@ SMALL_NUMEL: Final = 4096
 
 SCALE_BYTES: Final = 4
 _CODE_BYTES: Final[Mapping[str, int]] = MappingProxyType({"int8": 1, "bf16": 2})
+# A code is found by a sign, an exponent and 8 bits of a mantissa: codes differ by more.
+_NUM_DROPPED: Final = 15
+_NUM_KEYS: Final = 2**17
 # These states of torch's optimizers are sums or means of squares.
 _UNSIGNED: Final = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"})
 
@@ -143,20 +146,18 @@ def _code_values(is_signed: bool, device: torch.device = torch.device("cpu")) ->
 
 
 def _nearest(shares: Tensor, is_signed: bool) -> Tensor:
-    """Return the codes of values between -1 and 1, by a table over the first 16 bits that matter of each."""
-    # Values that are never negative need no bit for a sign: one more of the mantissa fits.
-    num_dropped = 16 if is_signed else 15
-    bits = shares.to(torch.float32).view(torch.int32) + (1 << (num_dropped - 1))
-    keys = bits.bitwise_right_shift_(num_dropped).bitwise_and_(0xFFFF)
+    """Return the codes of values between -1 and 1, by a table over the first 17 bits of each, rounded."""
+    bits = shares.to(torch.float32).view(torch.int32) + (1 << (_NUM_DROPPED - 1))
+    keys = bits.bitwise_right_shift_(_NUM_DROPPED).bitwise_and_(_NUM_KEYS - 1)
     return torch.index_select(_table(is_signed, shares.device), 0, keys)
 
 
 @cache
 def _table(is_signed: bool, device: torch.device) -> Tensor:
-    """Return the nearest code of each float whose other bits are 0, by its first 16 bits that matter."""
+    """Return the nearest code of each float whose other bits are 0, by its first 17 bits."""
     values = _code_values(is_signed)
-    keys = torch.arange(2**16, dtype=torch.int64) << (16 if is_signed else 15)
-    floats = (keys if not is_signed else keys - (keys >> 31 << 32)).to(torch.int32).view(torch.float32)
+    keys = torch.arange(_NUM_KEYS, dtype=torch.int64) << _NUM_DROPPED
+    floats = (keys - (keys >> 31 << 32)).to(torch.int32).view(torch.float32)
     codes = torch.bucketize(floats.nan_to_num(nan=0.0).clamp(-1, 1), (values[1:] + values[:-1]) / 2)
     if not is_signed:  # a mean of squares that becomes 0 would make the next update of its element as large as 1 / eps
         codes[1:].clamp_(min=1)

@@ -46,8 +46,9 @@ def test_what_is_decoded_is_near_and_has_the_same_codes_again(seed, numel, is_si
     for start in range(0, numel, BLOCK_NUMEL):
         block, near = values[start : start + BLOCK_NUMEL], found[start : start + BLOCK_NUMEL]
         largest = block.abs().max()
-        # Two decades below the largest, codes are a tenth of a decade apart at most; below that, they end.
-        assert ((near - block).abs() <= 0.12 * block.abs() + 2e-6 * largest).all()
+        error = (near - block).abs()
+        assert (error <= 0.0095 * largest).all()
+        assert (error <= 0.075 * block.abs())[block.abs() >= 0.1 * largest].all()
         assert near.abs().max() == largest
 
 
@@ -68,7 +69,7 @@ def test_zeros_outliers_and_small_squares(is_signed: bool) -> None:
     codec = Codec("int8", is_signed)
     assert torch.equal(codec.empty(300, CPU).decode(), torch.zeros(300))
     assert torch.equal(encoded(codec, torch.zeros(300)).decode(), torch.zeros(300))
-    values = torch.full((BLOCK_NUMEL,), 1e-12)
+    values = torch.full((BLOCK_NUMEL,), 1e-3)
     values[7] = 1e30
     found = encoded(codec, values).decode()
     assert found[7] == values[7]
