@@ -152,6 +152,9 @@ class PrecisionConfig(Section):
     """Dtype of gradients on the wire; "param" halves the traffic of bf16, "fp32" rounds less."""
     accumulate: Literal["param", "fp32"] = "fp32"
     """Dtype in which a rank sums and keeps gradients; "fp32" by default, since bf16 sums lose small terms."""
+    states: Literal["master", "bf16", "int8"] = "master"
+    """How the optimizer's moments are stored: "master" in the master's dtype, "bf16" rounded, "int8" as codes with a
+    scale for each 256 elements. Parameters of fewer than 4,096 elements keep theirs in the master's dtype."""
     buffers: Literal["keep", "param"] = "keep"
     """Whether buffers keep their dtype: "keep" never rounds one (RoPE frequencies need fp32); "param" casts floating
     ones as `Module.to` does."""

@@ -101,7 +101,9 @@ def build(inputs: EngineInputs) -> tuple[StepContext, StepRunner, ExitStack]:
         tiers = _open_tiers(inputs, streams, comms.all.is_simulated)
         cleanup.callback(tiers.close)
         zero = config.zero
-        resources = ShardingResources(comms, pool, memory, timeline, values, tiers, zero.overlap, zero.lockstep)
+        resources = ShardingResources(
+            comms, pool, memory, timeline, values, tiers, zero.overlap, zero.lockstep, layout.precision.states
+        )
         broadcast_params_across_stages(values, layout, comms)
         sharding = ShardingState(model, layout, resources)
         try:

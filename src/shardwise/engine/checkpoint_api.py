@@ -445,7 +445,10 @@ class Checkpoints:
             "stage": config.zero.stage,
             "precision": asdict(layout.precision),
             "wide": layout.wide_names,
-            "states": [{"name": state.name, "dtype": state.dtype, "codec": state.codec} for state in layout.states],
+            "states": [
+                {"name": each.name, "dtype": each.dtype, "codec": "identity" if each.codec is None else each.codec.name}
+                for each in layout.states
+            ],
             "tiers": {role: getattr(config.tiers, role) for role in ("params", "grads", "optimizer")},
             "num_params": sum(
                 torch.Size(spec.global_shape).numel() for group in layout.model_groups for spec in group.params

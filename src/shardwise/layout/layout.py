@@ -21,6 +21,7 @@ group and no storage. The engine executes it, the planner prices it, a checkpoin
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,11 +33,13 @@ from typing import Final, TypeVar
 from torch import nn
 
 from shardwise.config.resolve import Config, ConfigError, Dtype, OptimizerConfig, Tier, TiersConfig
+from shardwise.layout.codec import BLOCK_NUMEL, Codec, codec_of, is_encoded
 from shardwise.layout.mesh_shape import GRADIENT_AXES, REPLICA_AXES, SHARD_AXES, MeshShape
 from shardwise.layout.param_groups import (
     ROOT,
     GroupSpec,
     GroupTiers,
+    aligned,
     build_groups,
     find_units,
     read_parameters,
@@ -45,6 +48,7 @@ from shardwise.layout.param_groups import (
 from shardwise.layout.pipeline_layout import PipelineLayout
 from shardwise.layout.precision import DTYPE_BYTES, PrecisionPolicy, precision_policy
 from shardwise.layout.tensor_plan import TensorLayout
+from shardwise.layout.tp_sharding import ParamSplit
 from shardwise.layout.zero_stages import Placement, ZeroStage, effective_stage
 
 Key = TypeVar("Key")
@@ -89,7 +93,7 @@ class StateSpec:
         is_flat: one flat buffer a group, padding included; otherwise, on the device, one tensor for each parameter
             piece.
         is_copy_of_param: only groups whose optimizer is stored in another tier than their parameters keep it.
-        codec: how it is encoded.
+        codec: how it is encoded, in parameters that are large enough; None for as it is.
     """
 
     name: str
@@ -98,7 +102,7 @@ class StateSpec:
     placement: Placement
     is_flat: bool = True
     is_copy_of_param: bool = False
-    codec: str = "identity"
+    codec: Codec | None = None
 
     def tier_in(self, group: GroupSpec) -> Tier:
         """Return the tier in which this state of `group` is stored."""
@@ -121,6 +125,11 @@ class StateSpec:
             return 0
         is_whole = self.role == "param" and group.is_replicated
         start, stop = group.held_range(Placement.REPLICATE if is_whole else self.placement, shard)
+        if self.codec is not None:
+            width = DTYPE_BYTES[self.dtype_in(group)]
+            slots = group.slots(start, stop)
+            numels = [(slot.stop - slot.start, is_encoded(slot.param.global_shape)) for slot in slots]
+            return sum(self.codec.num_bytes(numel) if encoded else width * numel for numel, encoded in numels)
         is_flat = self.is_flat or self.tier_in(group) != "device"
         numel = stop - start if is_flat else sum(slot.stop - slot.start for slot in group.slots(start, stop))
         return numel * DTYPE_BYTES[self.dtype_in(group)]
@@ -381,13 +390,36 @@ def build_layout(
     splits = None if tensor is None else tensor.splits
     stages_of = None if pipeline is None else pipeline.stages_of
     below = config.zero.keep_whole_below if stage.unshard_for_use else 0
+    if policy.states == "int8" and splits is not None:
+        check_blocks(splits, mesh.tp)
     groups = build_groups(entries, units, num_ranks, num_shards, config.zero.replicate_frozen, splits, stages_of, below)
+    if policy.states == "int8":
+        groups = tuple(aligned(group, BLOCK_NUMEL) for group in groups)
     groups = assign_tiers_by_rank(
         groups, config.tiers, lambda group: 0 if pipeline is None else pipeline.holders(group.stages)[0]
     )
     states = states_of(stage, policy, config.optimizer, groups)
     layout = Layout(mesh, units, groups, stage, policy, states, tensor, pipeline)
     return layout if pipeline is None else layout.of_pipeline_rank(pipeline.index)
+
+
+def check_blocks(splits: Mapping[str, ParamSplit], tp: int) -> None:
+    """Refuse a tensor-parallel degree that cuts blocks of codes, which then would depend on the layout.
+
+    Raises:
+        ConfigError: it does.
+    """
+    for name, split in splits.items():
+        if split.dim is None or not is_encoded(split.global_shape):
+            continue
+        inner = math.prod(split.global_shape[split.dim + 1 :])
+        sizes = {inner * size for part in split.parts for size in (part.size, part.local_size(split.degree))}
+        if any(size % BLOCK_NUMEL for size in sizes):
+            raise ConfigError(
+                "states-block-over-tp",
+                f"precision.states=int8 has blocks of {BLOCK_NUMEL} elements, and mesh.tp={tp} cuts them in {name}, "
+                f"{list(split.global_shape)} along dim {split.dim}; take a smaller mesh.tp, or precision.states=bf16",
+            )
 
 
 def states_of(
@@ -410,7 +442,7 @@ def states_of(
         is_copy = not policy.keeps_master
         states.append(StateSpec("master", "optimizer", policy.master, stage.optimizer, is_copy_of_param=is_copy))
     states += [
-        StateSpec(name, "optimizer", policy.master, stage.optimizer, is_flat=False)
+        StateSpec(name, "optimizer", policy.master, stage.optimizer, is_flat=False, codec=codec_of(name, policy.states))
         for name in optimizer_states(optimizer)
     ]
     return tuple(states)

@@ -121,6 +121,7 @@ class GroupSpec:
         tiers: where its states are stored.
         stages: of the pipeline that use it; several where a parameter is tied across a cut, and each holds it.
         is_wide: whether all its states are in fp32 although `precision.param` is narrower.
+        alignment: elements; each parameter and each shard begins at a multiple.
     """
 
     name: str
@@ -133,6 +134,7 @@ class GroupSpec:
     tiers: GroupTiers = GroupTiers()
     stages: tuple[int, ...] = (0,)
     is_wide: bool = False
+    alignment: int = ALIGNMENT_NUMEL
 
     @property
     def is_stored_whole(self) -> bool:
@@ -148,7 +150,7 @@ class GroupSpec:
     def padded_numel(self) -> int:
         """Count the elements of the flat buffer, padding included."""
         last = self.params[-1]
-        return _round_up(last.offset + last.numel, ALIGNMENT_NUMEL * math.lcm(self.num_ranks, self.num_shards))
+        return _round_up(last.offset + last.numel, self.alignment * math.lcm(self.num_ranks, self.num_shards))
 
     @cached_property
     def shard_numel(self) -> int:
@@ -260,6 +262,15 @@ def _place(entries: Iterator[ParamEntry], splits: Mapping[str, ParamSplit]) -> I
         spec = ParamSpec(entry.name, entry.aliases, shape, offset, split)
         yield spec
         offset = _round_up(offset + spec.numel, ALIGNMENT_NUMEL)
+
+
+def aligned(group: GroupSpec, alignment: int) -> GroupSpec:
+    """Return a group whose parameters and shards begin at multiples of `alignment` elements."""
+    params, offset = [], 0
+    for place in group.params:
+        params.append(replace(place, offset=offset))
+        offset = _round_up(offset + place.numel, alignment)
+    return replace(group, params=tuple(params), alignment=alignment)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final
+from typing import Final, Literal
 
 import torch
 
@@ -21,6 +21,7 @@ from shardwise.config.resolve import Dtype, PrecisionConfig
 TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
     {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 )
+StatesDtype = Literal["master", "bf16", "int8"]
 DTYPE_BYTES: Final[Mapping[str, int]] = MappingProxyType({"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2})
 
 
@@ -33,12 +34,14 @@ class PrecisionPolicy:
         reduce: gradients on the wire; their sums run in `master`, never in less than fp32.
         accumulate: stored gradients, summed over micro-batches.
         master: the optimizer's copy of the parameters, and its states.
+        states: how the optimizer's states are stored, if not in `master`.
     """
 
     param: Dtype
     reduce: Dtype
     accumulate: Dtype
     master: Dtype
+    states: StatesDtype = "master"
 
     @property
     def keeps_master(self) -> bool:
@@ -48,7 +51,7 @@ class PrecisionPolicy:
     @property
     def widened(self) -> PrecisionPolicy:
         """Return the policy of parameters that are not narrowed: all in the master's dtype, so there is no copy."""
-        return PrecisionPolicy(self.master, self.master, self.master, self.master)
+        return PrecisionPolicy(self.master, self.master, self.master, self.master, self.states)
 
 
 def precision_policy(config: PrecisionConfig) -> PrecisionPolicy:
@@ -60,6 +63,7 @@ def precision_policy(config: PrecisionConfig) -> PrecisionPolicy:
         reduce=param if config.reduce == "param" else wide,
         accumulate=param if config.accumulate == "param" else wide,
         master=wide,
+        states=config.states,
     )
 
 

@@ -28,6 +28,8 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from shardwise.config.resolve import ConfigError
+from shardwise.layout.codec import BLOCK_NUMEL as CODEC_BLOCK
+from shardwise.layout.codec import Encoded
 from shardwise.runtime.optimizers import Lion, fused_grad_scale, lion
 
 Options = Mapping[str, Any]
@@ -58,7 +60,7 @@ class PieceTensors:
 
     def counters(self) -> list[Tensor]:
         """Return a counter for each tensor; torch's functions increment it before they use it."""
-        return [torch.tensor(float(self.step)) for _ in self.params]
+        return [torch.tensor(float(self.step), device=param.device) for param in self.params]
 
 
 @dataclass(frozen=True)
@@ -109,8 +111,8 @@ def rule_of(optimizer: Optimizer) -> CpuOptimizer:
     if kind not in _RULES:
         raise ConfigError(
             "host-step-optimizer",
-            "tiers.optimizer off the device steps Adam, AdamW, SGD, Adagrad and Lion; "
-            f"got {kind.__name__}; use one of these, or tiers.optimizer=device",
+            "a step on the host or of encoded states is one of Adam, AdamW, SGD, Adagrad and Lion; "
+            f"got {kind.__name__}; use one of these, or tiers.optimizer=device and precision.states=master",
         )
     return _RULES[kind]
 
@@ -203,6 +205,8 @@ _RULES: Mapping[type[Optimizer], CpuOptimizer] = MappingProxyType(
 
 # Elements that one call of a kernel steps: few enough for a core's cache, many enough for the cost of a call to vanish.
 BLOCK_NUMEL: Final = 768 * 1024
+# Where states are decoded, their values in fp32 are to fit the cache, too.
+ENCODED_NUMEL: Final = 128 * 1024
 
 
 @dataclass(frozen=True)
@@ -213,7 +217,7 @@ class StepPiece:
         options: of its parameter group; pieces with the same object are stepped together.
         master: fp32 or fp64.
         grad: of any floating dtype; it stays as it is.
-        states: by name, in the master's dtype; at their first values before the first step.
+        states: by name, in the master's dtype, or encoded; at their first values before the first step.
         step: how many steps it has taken before.
         is_first: whether it has no state yet.
         param: the low-precision parameter, which follows the master; None where the master is the parameter.
@@ -222,10 +226,15 @@ class StepPiece:
     options: Mapping[str, Any]
     master: Tensor
     grad: Tensor
-    states: Mapping[str, Tensor]
+    states: Mapping[str, Tensor | Encoded]
     step: float
     is_first: bool
     param: Tensor | None
+
+    @property
+    def has_codes(self) -> bool:
+        """Say whether a state is encoded, so that parts begin at block borders."""
+        return any(isinstance(state, Encoded) for state in self.states.values())
 
     def part(self, start: int, stop: int) -> StepPiece:
         """Return the elements from `start` to `stop`."""
@@ -235,7 +244,10 @@ class StepPiece:
             options=self.options,
             master=self.master[start:stop],
             grad=self.grad[start:stop],
-            states={name: state[start:stop] for name, state in self.states.items()},
+            states={
+                name: state.part(start, stop) if isinstance(state, Encoded) else state[start:stop]
+                for name, state in self.states.items()
+            },
             step=self.step,
             is_first=self.is_first,
             param=self.param[start:stop] if self.param is not None else None,
@@ -255,7 +267,8 @@ def step_pieces(
     """
     num_takers = threads.num_threads if threads else 1
     for together in _by_kernel_call(pieces):
-        capacity = min(BLOCK_NUMEL, -(-sum(piece.master.numel() for piece in together) // num_takers))
+        most = ENCODED_NUMEL if together[0].has_codes else BLOCK_NUMEL
+        capacity = _round_up(min(most, -(-sum(piece.master.numel() for piece in together) // num_takers)))
         # The iterator of a list may be shared by threads; that of a function may not.
         work = partial(_work_off, iter(list(_blocks(together, capacity))), rule, capacity, factor)
         if threads:
@@ -269,7 +282,7 @@ def _by_kernel_call(pieces: Sequence[StepPiece]) -> list[list[StepPiece]]:
     found: dict[tuple[Any, ...], list[StepPiece]] = {}
     for piece in pieces:
         if piece.master.numel():
-            key = (id(piece.options), piece.step, piece.is_first, piece.master.dtype)
+            key = (id(piece.options), piece.step, piece.is_first, piece.master.dtype, piece.has_codes)
             found.setdefault(key, []).append(piece)
     return list(found.values())
 
@@ -281,6 +294,8 @@ def _blocks(pieces: Sequence[StepPiece], capacity: int) -> Iterator[list[StepPie
     for piece in pieces:
         start, length = 0, piece.master.numel()
         while start < length:
+            if piece.has_codes and free < length - start:
+                free = free // CODEC_BLOCK * CODEC_BLOCK
             stop = min(length, start + free)
             block.append(piece.part(start, stop))
             free -= stop - start
@@ -297,7 +312,7 @@ def _work_off(blocks: Iterator[Sequence[StepPiece]], rule: CpuOptimizer, capacit
     scratch = None
     for block in blocks:
         if scratch is None:
-            scratch = torch.empty(capacity, dtype=block[0].master.dtype)
+            scratch = torch.empty(capacity, dtype=block[0].master.dtype, device=block[0].master.device)
         _step_block(rule, block, scratch, factor)
 
 
@@ -307,11 +322,28 @@ def _step_block(rule: CpuOptimizer, block: Sequence[StepPiece], scratch: Tensor,
         grads.append(_scaled(part.grad, scratch[start : start + part.grad.numel()], factor, rule.kind))
         start += part.grad.numel()
     first = block[0]
-    masters, states = [part.master for part in block], [part.states for part in block]
+    masters, states = [part.master for part in block], [_decoded(part) for part in block]
     rule.update(first.options, masters, grads, states, first.step, first.is_first)
+    for part, values in zip(block, states, strict=True):
+        for name, state in part.states.items():
+            if isinstance(state, Encoded):
+                state.encode(values[name])
     for part in block:
         if part.param is not None:
             part.param.copy_(part.master)
+
+
+def _decoded(part: StepPiece) -> dict[str, Tensor]:
+    """Return the states in the master's dtype."""
+    return {
+        name: state.decode().to(part.master.dtype) if isinstance(state, Encoded) else state
+        for name, state in part.states.items()
+    }
+
+
+def _round_up(numel: int) -> int:
+    """Return a capacity that holds whole blocks of codes."""
+    return -(-numel // CODEC_BLOCK) * CODEC_BLOCK
 
 
 def _scaled(grad: Tensor, target: Tensor, factor: float, kind: type[Optimizer]) -> Tensor:

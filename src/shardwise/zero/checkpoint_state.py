@@ -150,7 +150,7 @@ def check_optimizer_states(
         kept, wrong = sharded.states_of(piece), []
         if needed is not None:
             wrong += [f"has no {state}" for state in sorted(needed - names.keys()) if names]
-            lacking = needed - sharded.stored_names(piece) if sharded.is_offloaded(piece) else ()
+            lacking = needed - sharded.stored_names(piece) if sharded.keeps_states(piece) else ()
             wrong += [f"has a {state}, which the tier of the optimizer cannot store" for state in sorted(lacking)]
         for state, each in names.items():
             is_number = isinstance(each, ScalarState)
@@ -180,7 +180,7 @@ def prepare_optimizer_states(states: EngineState, wanted: Mapping[str, Mapping[s
     sharded.forget_states([each for each in sharded.pieces if not wanted.get(each.name)])
     for piece in sharded.pieces:
         names = wanted.get(piece.name, {})
-        if sharded.is_offloaded(piece):  # they are there, and wait to be filled
+        if sharded.keeps_states(piece):  # they are there, and wait to be filled
             numbers = {name: each.value for name, each in names.items() if isinstance(each, ScalarState)}
             if names:
                 sharded.expect_states(piece, numbers, filled=names.keys() - numbers.keys())

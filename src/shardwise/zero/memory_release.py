@@ -276,6 +276,8 @@ class MemoryRelease:
                 yield group.full
             elif name == "grads" and group.grads is not None and group.grads.has_gradients:
                 yield from group.grads.buffers()
+        if name == "optimizer":
+            yield from self._sharded.encoded_tensors()
         for state in self._sharded.optimizer.state.values() if name == "optimizer" else ():
             for value in state.values():
                 if isinstance(value, Tensor) and value.device.type == self._tracker.device.type:

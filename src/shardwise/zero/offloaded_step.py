@@ -53,7 +53,7 @@ class ParamPiece:
 
 
 @dataclass
-class _Counts:
+class StepCounts:
     """Tracks how often a piece has been stepped, whether it has states, and whether it ever will."""
 
     num_steps: float = 0.0
@@ -80,7 +80,7 @@ class OffloadedStep:
     tiers: Tiers
     has_states_at_once: bool
     states: dict[str, StateStorage] = field(default_factory=dict)
-    _counts: dict[str, _Counts] = field(default_factory=dict)
+    _counts: dict[str, StepCounts] = field(default_factory=dict)
     _initial: dict[str, float] = field(default_factory=dict)
 
     def prepare(self, options_of: Callable[[ParamPiece], Options | None]) -> None:
@@ -88,7 +88,7 @@ class OffloadedStep:
         for piece in self.pieces:
             options = options_of(piece)
             is_trained = options is not None
-            self._counts[piece.name] = _Counts(0.0, self.has_states_at_once and is_trained, is_trained)
+            self._counts[piece.name] = StepCounts(0.0, self.has_states_at_once and is_trained, is_trained)
             self._initial |= self.rule.tensor_states(options) if options is not None else {}
         master, spec = self.group.master, self.group.spec
         for name, value in self._initial.items():
@@ -181,7 +181,7 @@ class OffloadedStep:
     def forget_states(self, piece: ParamPiece, filled: Collection[str] = ()) -> None:
         """Reset a piece to its states before the first step, except `filled`, which the caller writes."""
         is_trained = self._counts[piece.name].is_trained
-        self._counts[piece.name] = _Counts(0.0, self.has_states_at_once and is_trained, is_trained)
+        self._counts[piece.name] = StepCounts(0.0, self.has_states_at_once and is_trained, is_trained)
         for name in self.states.keys() - filled:
             self._fill(self.states[name], piece.start, piece.stop, self._initial[name])
 

@@ -23,6 +23,7 @@ from shardwise.runtime.optimizers import refuse_unless_element_wise, scale_in_st
 from shardwise.runtime.state_shards import FlatState, TensorFlatState
 from shardwise.runtime.timeline import Timeline
 from shardwise.schedule.actions import ActionKind
+from shardwise.zero.encoded_step import EncodedStep
 from shardwise.zero.grad_buckets import GradBucket
 from shardwise.zero.offloaded_step import OffloadedStep, ParamPiece
 from shardwise.zero.optimizer_plan import NamedGroup, OptimizerFactory, fresh_states
@@ -62,6 +63,8 @@ class ShardedOptimizer:
         self._tiers = resources.tiers
         self._options_of: dict[int, int] = {}  # the index of the optimizer's group, by a view's identity
         self._offloaded: dict[ParamGroup, OffloadedStep] = {}
+        self._encoded: dict[ParamGroup, EncodedStep] = {}
+        self._states_dtype = resources.states_dtype
         self._stepped: dict[ParamGroup, Task] = {}  # in the backward, before `step`
         self._gradients: dict[ParamGroup, Tensor] = {}
         self._groups: list[ParamGroup] = []
@@ -98,9 +101,9 @@ class ShardedOptimizer:
     def forget_states(self, pieces: Sequence[ParamPiece]) -> None:
         """Reset these pieces to the optimizer's states before its first step: mostly none."""
         for piece in pieces:
-            if piece.group in self._offloaded:
-                self._offloaded[piece.group].forget_states(piece)
-        views = {id(piece.view) for piece in pieces if piece.group not in self._offloaded}
+            if (keeper := self._own(piece)) is not None:
+                keeper.forget_states(piece)
+        views = {id(piece.view) for piece in pieces if self._own(piece) is None}
         for piece in pieces:
             self.optimizer.state.pop(piece.view, None)
         if self._has_states_at_once and views:
@@ -113,8 +116,8 @@ class ShardedOptimizer:
 
     def states_of(self, piece: ParamPiece) -> Mapping[str, Any]:
         """Return what the optimizer keeps of a piece now, by name: flat states as long as the piece, numbers, other."""
-        if piece.group in self._offloaded:
-            return self._offloaded[piece.group].states_of(piece)
+        if (own := self._own(piece)) is not None:
+            return own.states_of(piece)
         numel, states = piece.view.numel(), self.optimizer.state.get(piece.view, {})
         return {
             name: TensorFlatState(value.detach().view(-1))
@@ -131,29 +134,38 @@ class ShardedOptimizer:
             state: the optimizer's name of the state.
             value: a number, or 1-D and as long as the piece.
         """
-        if piece.group in self._offloaded:
-            self._offloaded[piece.group].write_state(piece, state, value)
+        if (own := self._own(piece)) is not None:
+            own.write_state(piece, state, value)
         else:
             _place_state(self.optimizer, piece.view, state, value)
 
     def expect_states(self, piece: ParamPiece, numbers: Mapping[str, float], filled: Collection[str]) -> None:
-        """Reset the states of a piece whose optimizer is stored off the device.
+        """Reset the states of a piece for which `keeps_states` is true.
 
         Args:
             piece: the piece.
             numbers: the states that are numbers, by name.
             filled: the tensor states that the caller will write whole; the others are as before the first step.
         """
-        self._offloaded[piece.group].forget_states(piece, filled)
-        self._offloaded[piece.group].expect_states(piece, numbers)
+        if (own := self._own(piece)) is not None:
+            own.forget_states(piece, filled)
+            own.expect_states(piece, numbers)
 
-    def is_offloaded(self, piece: ParamPiece) -> bool:
-        """Say whether the piece's optimizer is stored off the device."""
-        return piece.group in self._offloaded
+    def keeps_states(self, piece: ParamPiece) -> bool:
+        """Say whether the piece's states are stored here, off the device or encoded, and not in torch's optimizer."""
+        return self._own(piece) is not None
+
+    def _own(self, piece: ParamPiece) -> OffloadedStep | EncodedStep | None:
+        return self._offloaded.get(piece.group) or self._encoded.get(piece.group)
 
     def stored_names(self, piece: ParamPiece) -> frozenset[str]:
-        """Return the names of the states that have storage, of a piece whose optimizer is off the device."""
-        return frozenset(["step", *self._offloaded[piece.group].states])
+        """Return the names of the states that have storage, of a piece for which `keeps_states` is true."""
+        own = self._own(piece)
+        return frozenset(["step", *(own.states if own is not None else ())])
+
+    def encoded_tensors(self) -> list[Tensor]:
+        """Return what the encoded states store on the device."""
+        return [tensor for each in self._encoded.values() for tensor in each.tensors()]
 
     def streamed_states(self) -> list[StateStorage]:
         """Return the optimizer's states that are stored off the device."""
@@ -187,6 +199,20 @@ class ShardedOptimizer:
             self._offloaded[group] = OffloadedStep(group, pieces, rule, self._tiers, at_once)
             self._offloaded[group].prepare(self.options_of)
             for piece in pieces:  # such as Adagrad's, made in its constructor
+                self.optimizer.state.pop(piece.view, None)
+        self._take_encoded([group for group in self._groups if group not in streamed])
+
+    def _take_encoded(self, groups: Sequence[ParamGroup]) -> None:
+        """Allocate the states of groups on the device whose states are encoded."""
+        wanted = groups if self._states_dtype != "master" else []
+        for group in [group for group in self._encoded if group not in wanted]:
+            self._encoded.pop(group).close()
+        for group in [group for group in wanted if group not in self._encoded]:
+            pieces = [piece for piece in self.pieces if piece.group is group]
+            rule = rule_of(self.optimizer)
+            self._encoded[group] = EncodedStep(group, pieces, rule, self._states_dtype, self._tracker)
+            self._encoded[group].prepare(self.options_of, self._has_states_at_once)
+            for piece in pieces:
                 self.optimizer.state.pop(piece.view, None)
 
     def options_of(self, piece: ParamPiece) -> Mapping[str, Any] | None:
@@ -322,6 +348,10 @@ class ShardedOptimizer:
         return self._offloaded[group].chunks(factor, used, self.options_of) if holds else []
 
     def _step_on_device(self, gradients: Mapping[ParamGroup, Tensor], used: Mapping[str, bool], factor: float) -> None:
+        for group, gradient in gradients.items():
+            if group in self._encoded:
+                self._encoded[group].step(gradient, factor, used, self.options_of)
+        gradients = {group: each for group, each in gradients.items() if group not in self._encoded}
         is_scaled = scale_in_step(self.optimizer, factor)
         if not is_scaled:
             for gradient in gradients.values():
@@ -373,6 +403,9 @@ class ShardedOptimizer:
         for streamed in self._offloaded.values():
             streamed.close()
         self._offloaded.clear()
+        for encoded in self._encoded.values():
+            encoded.close()
+        self._encoded.clear()
 
 
 def _refuse_own_step(sharded: ShardedOptimizer | None) -> None:

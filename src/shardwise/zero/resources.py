@@ -7,6 +7,7 @@ from typing import Literal
 
 from shardwise.comm.mesh import CommGroups
 from shardwise.construction.values import ParamInitializer
+from shardwise.layout.precision import StatesDtype
 from shardwise.offload.tiers import Tiers
 from shardwise.runtime.buffer_pool import BufferPool
 from shardwise.runtime.memory_tracker import MemoryTracker
@@ -25,3 +26,4 @@ class ShardingResources:
     tiers: Tiers
     overlap: bool
     lockstep: bool | Literal["auto"] = False
+    states_dtype: StatesDtype = "master"

@@ -204,7 +204,7 @@ def test_a_layout_is_a_value() -> None:
     assert layout != layout_of(meta, 2, zero={"stage": 3})
     assert layout != layout_of(meta, 3, zero={"stage": 2})
     assert layout.mesh == MeshShape(dp_shard=3)
-    assert all(state.codec == "identity" for state in layout.states)
+    assert all(state.codec is None for state in layout.states)
     assert all(state.tier_in(group) == "device" for state in layout.states for group in layout.groups)
 
 

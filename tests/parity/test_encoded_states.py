@@ -1,0 +1,154 @@
+"""Optimizer states in fewer bits: the same bits in every layout, bytes as by the formula, and ways to and from fp32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness.pool import WorkerPool
+from harness.refusals import refused
+from harness.training import make_config
+from shardwise import initialize
+
+WIDTH: Final = 128
+NUM_BLOCKS: Final = 4
+NUM_STEPS: Final = 4
+# Products of small integers, which no order of additions rounds.
+GLOBAL_BATCH: Final = 8
+
+
+class ExactBlock(nn.Module):
+    """Passes its input on, bit for bit; its weights get gradients that are sums of products of small integers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, width)
+        self.norm = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        added = self.up(x.detach()) + self.norm * x.detach()
+        return x + (added - added.detach())
+
+
+class ExactModel(nn.Module):
+    """As many blocks one after the other; the last weight has a size that blocks of 256 do not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([*(ExactBlock(WIDTH) for _ in range(NUM_BLOCKS))])
+        self.odd = nn.Parameter(torch.linspace(-1, 1, 65 * 65).view(65, 65))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        scale = (self.odd - self.odd.detach()).sum()
+        return x + scale
+
+
+def weighted_sum(output: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
+    weights = torch.arange(output.shape[-1], dtype=output.dtype) % 5 - 2
+    return (output * weights).sum(), torch.tensor(float(output.shape[0]))
+
+
+def batch_of(step: int, samples: range) -> Tensor:
+    """Rows of integers from -3 to 3, with a column that is large in one step, and one that is always 0."""
+    rows = torch.arange(WIDTH).repeat(len(samples), 1) * (step + 1) + torch.tensor(list(samples)).unsqueeze(1) * 7
+    found = (rows % 7 - 3).float()
+    found[:, 1] *= 1000 if step == 2 else 1
+    found[:, 0] = 0
+    return found
+
+
+def train(
+    rank: int, world_size: int, name: str, states: str, sections: dict[str, Any], places: tuple[str, str] = ("", "")
+) -> tuple[dict[str, Tensor], int, int]:
+    """Take steps; return parameters and states, and the bytes of the optimizer as counted and by the layout.
+
+    `places` are the folders from which it begins and to which it saves.
+    """
+    torch.manual_seed(0)
+    given = {"precision": {"param": "fp32", "states": states}, **sections}
+    given["optimizer"] = {"name": name, "lr": 1e-2, "momentum": 0.9, "clip_norm": None}
+    accumulation = sections.get("batch", {}).get("accumulation", 1)
+    num_data = world_size // sections.get("mesh", {}).get("pp", 1)
+    micro_size = GLOBAL_BATCH // num_data // accumulation
+    given["batch"] = {"micro_size": micro_size, "accumulation": accumulation}
+    engine = initialize(ExactModel(), make_config(accumulation, given), loss_fn=weighted_sum)
+    if places[0]:
+        engine.load(places[0])
+    data_rank, first = engine.layout.mesh.data_index(rank), engine.num_steps
+    for step in range(first, first + NUM_STEPS):
+        starts = [(number * num_data + data_rank) * micro_size for number in range(accumulation)]
+        engine.train_step([batch_of(step, range(start, start + micro_size)) for start in starts])
+    expected = engine.layout.bytes_at_rest(engine.step_context.comms.shards.rank)["optimizer"]
+    counted = sum(each.nbytes for each in engine.step_context.sharded.encoded_tensors())
+    found = {f"{key} {state}": engine.read(key, state) for key in NAMES for state in ("param", *engine.states_of(key))}
+    if places[1]:
+        engine.save(places[1])
+    engine.close()
+    return {key: value.clone() for key, value in found.items() if value is not None}, counted, expected
+
+
+NAMES: Final = [f"blocks.{index}.{name}" for index in range(NUM_BLOCKS) for name in ("up.weight", "up.bias", "norm")]
+LAYOUTS: Final = [
+    (1, {"batch": {"accumulation": 4}}),
+    *((num_ranks, {"zero": {"stage": stage}}) for num_ranks in (2, 4) for stage in range(4)),
+    (4, {"zero": {"stage": 2}, "mesh": {"dp_replicate": 2}}),
+    (2, {"zero": {"stage": 3, "keep_whole_below": 1000}, "batch": {"accumulation": 2}}),
+    (2, {"zero": {"stage": 1}, "mesh": {"pp": 2}, "batch": {"accumulation": 2}}),
+    (4, {"zero": {"stage": 3}, "mesh": {"pp": 2}, "batch": {"accumulation": 2}}),
+]
+
+
+def assert_equal_bits(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
+
+
+@pytest.mark.parametrize("states", ["int8", "bf16"])
+@pytest.mark.parametrize(("num_ranks", "sections"), LAYOUTS, ids=range(len(LAYOUTS)))
+def test_states_and_updates_are_the_same_bits_in_every_layout(
+    ranks: WorkerPool, num_ranks: int, sections: dict[str, Any], states: str
+) -> None:
+    (expected, *_), *_ = ranks(1).run(train, "adamw", states, {"zero": {"stage": 0}})
+    for actual, counted, at_rest in ranks(num_ranks).run(train, "adamw", states, sections):
+        assert_equal_bits(actual, expected)
+        assert counted == at_rest
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd", "lion", "adagrad"])
+def test_other_optimizers_step_encoded_states(ranks: WorkerPool, name: str) -> None:
+    (expected, *_), *_ = ranks(1).run(train, name, "int8", {})
+    (exact, *_), *_ = ranks(1).run(train, name, "master", {})
+    (actual, *_), *_ = ranks(2).run(train, name, "int8", {"zero": {"stage": 3}})
+    assert_equal_bits(actual, expected)
+    for key, value in exact.items():
+        assert (actual[key] - value).norm() <= 0.03 * value.norm()
+    assert any(not torch.equal(actual[key], value) for key, value in exact.items())
+
+
+def test_a_checkpoint_goes_on_in_another_layout_and_in_another_precision(ranks: WorkerPool, tmp_path: Path) -> None:
+    halfway, wide = str(tmp_path / "half"), str(tmp_path / "wide")
+    (whole, *_), *_ = ranks(1).run(train, "adamw", "int8", {}, ("", halfway))
+    (whole, *_), *_ = ranks(1).run(train, "adamw", "int8", {}, (halfway, ""))
+    for num_ranks, sections in ((2, {"zero": {"stage": 3}}), (2, {"zero": {"stage": 1}, "mesh": {"pp": 2}})):
+        sections = {**sections, "batch": {"accumulation": 2}} if "mesh" in sections else sections
+        (actual, *_), *_ = ranks(num_ranks).run(train, "adamw", "int8", sections, (halfway, ""))
+        assert_equal_bits(actual, whole)
+    (exact, *_), *_ = ranks(1).run(train, "adamw", "master", {}, (halfway, wide))
+    (again, *_), *_ = ranks(2).run(train, "adamw", "int8", {"zero": {"stage": 2}}, (wide, ""))
+    for key, value in whole.items():
+        if "param" in key:
+            assert (exact[key] - value).norm() <= 0.2 * value.norm()
+    assert again["blocks.0.up.weight step"] == 3 * NUM_STEPS
+
+
+def test_what_cannot_be_encoded_is_refused() -> None:
+    with refused("states-on-device", "precision.states=int8", "tiers.optimizer=host"):
+        make_config(1, {"precision": {"states": "int8"}, "tiers": {"optimizer": "host"}}).resolve(1)
+    with refused("host-step-optimizer", "RMSprop"):
+        train(0, 1, "rmsprop", "int8", {})
