@@ -96,7 +96,7 @@ class PublishedMemoryModel(MemoryModel):
         traits, states = published_traits(self.job), super()._states(strategy, rank, here)
         states["params"] *= traits.params_share
         states["optimizer"] *= traits.optimizer_share
-        if traits.trains_all:
+        if self.job.trains_all:
             states["grads"] += traits.unsharded_grad_bytes * self.compact.rank(strategy, rank).numel
         return states
 

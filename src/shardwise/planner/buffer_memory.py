@@ -292,11 +292,11 @@ class _Rules:
         """Derive the rules from a rank's layout."""
         s, stage, precision, mesh = strategy, layout.stage, layout.precision, layout.mesh
         traits = job.traits
-        is_sharded = stage.grads is Placement.SHARD and traits.trains_all
+        is_sharded = stage.grads is Placement.SHARD and job.trains_all
         is_replicated = stage.optimizer is Placement.REPLICATE
         num_shards = mesh.dp_shard * mesh.cp
         num_ranks = num_shards * (mesh.dp_replicate if is_replicated else 1)
-        is_split = num_ranks > 1 and traits.trains_all
+        is_split = num_ranks > 1 and job.trains_all
         wire_bytes, accumulate_bytes = DTYPE_BYTES[precision.reduce], DTYPE_BYTES[precision.accumulate]
         bucket_bytes = accumulate_bytes if s.pp > 1 else wire_bytes
         is_same = (bucket_bytes if is_sharded else accumulate_bytes) == wire_bytes

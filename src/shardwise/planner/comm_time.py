@@ -309,12 +309,14 @@ class CommTimeModel:
             return PricedCollective(op, num_bytes, num_ranks, stride, moment, times * fold.count, is_alone=is_alone)
 
         uses = layout.num_unshards(group, s.num_micro_batches)
-        if (uses == 1 and s.num_micro_batches > 1) or stage.unshard_after_step:
+        if (uses == 1 and s.num_micro_batches > 1) or (stage.unshard_after_step and group.trainable):
             yield call("all_gather", param_bytes, group.num_shards, near, "first forward")
         elif uses:
             back = uses // s.num_micro_batches // 2
             yield call("all_gather", param_bytes, group.num_shards, near, "forward", uses // s.num_micro_batches - back)
             yield call("all_gather", param_bytes, group.num_shards, near, "backward", back)
+        if not group.trainable:
+            return
         if len(group.stages) > 1 and (holders := len(layout.holders(group))) > 1:
             is_whole = stage.optimizer is Placement.REPLICATE
             numel = group.padded_numel if is_whole else group.shard_numel

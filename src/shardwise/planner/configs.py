@@ -133,6 +133,7 @@ def job_of(config: Config, cluster: Cluster) -> PlanJob:
         traits=traits,
         optimizer=resolved.optimizer.name,
         keep_whole_below=resolved.zero.keep_whole_below,
+        lora=resolved.lora,
     )
 
 

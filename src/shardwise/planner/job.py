@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from shardwise.config.resolve import Dtype, Tier
+from shardwise.config.resolve import Dtype, LoraConfig, Tier
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.shape import ModelShape
 
@@ -107,7 +107,7 @@ class FrameworkTraits:
         overlaps_tensor: whether tensor-parallel collectives run while a product's other part is computed.
         saves_norm_in_fp32: whether norms keep a widened copy of their input.
         has_dropout: whether masks are kept.
-        trains_all: whether all weights have gradients; False where adapters alone are trained.
+        expert_imbalance: tokens of the fullest rank of experts over the mean, where `ep` splits them.
         selective: what selective recomputation keeps: the outputs of matrix products and attention, those of every
             other product and attention, or all but the scores of attention.
         fuses_gate: whether the activated gate is made again from the gate, not kept.
@@ -127,7 +127,7 @@ class FrameworkTraits:
     overlaps_tensor: bool = False
     saves_norm_in_fp32: bool = False
     has_dropout: bool = False
-    trains_all: bool = True
+    expert_imbalance: float = 1.2
     selective: Literal["products", "half", "all-but-scores"] = "products"
     fuses_gate: bool = False
     reduces_in_place: bool = False
@@ -147,6 +147,7 @@ class PlanJob:
         traits: facts about the code that trains it.
         optimizer: its name, which says what states it keeps.
         keep_whole_below: elements below which ZeRO-3 keeps a parameter whole.
+        lora: the adapters that train beside frozen weights; of rank 0, all weights train.
     """
 
     shape: ModelShape
@@ -156,6 +157,12 @@ class PlanJob:
     traits: FrameworkTraits = SHARDWISE
     optimizer: str = "adamw"
     keep_whole_below: int = 0
+    lora: LoraConfig = LoraConfig()
+
+    @property
+    def trains_all(self) -> bool:
+        """Say whether all weights have gradients and optimizer states."""
+        return self.lora.rank == 0
 
     @property
     def tokens(self) -> int:

@@ -137,8 +137,6 @@ class MemoryModel:
         by_tier = self.compact.by_tier(strategy, rank)
         here = by_tier.get("device", {"param": 0, "grad": 0, "optimizer": 0})
         states = self._states(strategy, rank, here)
-        if not self.job.traits.trains_all:
-            at_rest = {**at_rest, "grad": 0, "optimizer": 0}
         moments = self._moments(strategy, stages, rank)
         peak = states | max(moments, key=lambda moment: sum(moment.values()))
         elsewhere = {tier: float(sum(by_tier[tier].values())) for tier in TIERS[1:] if tier in by_tier}
@@ -153,8 +151,6 @@ class MemoryModel:
 
     def _states(self, strategy: Strategy, rank: int, here: Mapping[str, int]) -> dict[str, float]:
         """Return the bytes of the states on the device, of which `here` has those of each role."""
-        if not self.job.traits.trains_all:  # the adapters' own are too few to count
-            return {"params": float(here["param"]), "grads": 0.0, "optimizer": 0.0}
         return {"params": float(here["param"]), "grads": float(here["grad"]), "optimizer": float(here["optimizer"])}
 
     def _of_device(self, strategy: Strategy, peak: Mapping[str, float]) -> dict[str, float]:
@@ -354,14 +350,14 @@ class MemoryModel:
         master.
         """
         s = strategy
-        if not self.job.traits.trains_all:
-            return 0.0
         if s.optimizer_tier != "device" or DTYPE_BYTES[s.param] >= FP32_BYTES or s.accumulate == "fp32":
             return 0.0
         folds = self.compact.rank(s, rank)
         is_sharded = folds.layout.stage.optimizer is Placement.SHARD
         return FP32_BYTES * sum(
-            fold.count * (fold.group.shard_numel if is_sharded else fold.group.padded_numel) for fold in folds.folds
+            fold.count * (fold.group.shard_numel if is_sharded else fold.group.padded_numel)
+            for fold in folds.folds
+            if fold.group.trainable
         )
 
     def _offloaded(self, strategy: Strategy, stages: StageLayouts, rank: int) -> float:

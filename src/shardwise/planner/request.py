@@ -287,4 +287,4 @@ def _job(shape: ModelShape, base: Config, cluster: Cluster, seq_len: int, global
     return replace(job, shape=replace(shape, window=window), cluster=cluster)
 
 
-_OF_JOB: Final = frozenset({"model", "data", "precision", "attention", "optimizer", "compile"})
+_OF_JOB: Final = frozenset({"model", "data", "precision", "attention", "optimizer", "compile", "lora"})

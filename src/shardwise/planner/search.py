@@ -505,6 +505,7 @@ class MemoryBound:
         """Return the least bytes of one parameter's states that are stored on the device."""
         base = self.base
         param_bytes = DTYPE_BYTES[base.param]
+        trains = float(self.job.trains_all)  # adapters are too few to count
         grad_bytes = param_bytes if base.accumulate == "param" else max(4, param_bytes)
         states = 2 if self.job.optimizer.startswith("adam") else 0
         optimizer_bytes = max(4, param_bytes) * (states + (param_bytes < 4))
@@ -512,8 +513,8 @@ class MemoryBound:
         sharded_grads = 3 if candidate.pp > 1 else 2
         states_of = (
             (placement.params_tier, param_bytes, 3),
-            (placement.grads_tier, grad_bytes, sharded_grads),
-            (placement.optimizer_tier, optimizer_bytes, 1),
+            (placement.grads_tier, trains * grad_bytes, sharded_grads),
+            (placement.optimizer_tier, trains * optimizer_bytes, 1),
         )
         return sum(
             size / (shards if placement.zero_stage >= stage else 1)

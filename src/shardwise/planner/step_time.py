@@ -24,12 +24,12 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Final, Literal
 
+from shardwise.planner.calibration import PassTimes
 from shardwise.planner.comm_time import BlockComm, CommTimeModel
 from shardwise.planner.compact_layout import CompactLayout
 from shardwise.planner.compute_time import ComputeTimeModel
 from shardwise.planner.hardware import FittedConstants
 from shardwise.planner.job import PlanJob, Strategy
-from shardwise.planner.memory_traffic import PassTimes
 from shardwise.planner.offload_time import OffloadTimeModel
 from shardwise.planner.results import TIME_PARTS, TimeEstimate
 from shardwise.planner.stages import StageLayouts
@@ -171,11 +171,11 @@ class TimeModel:
     def _step_s(self, s: Strategy, pipeline_rank: int) -> float:
         """Return the seconds of the optimizer where its states are on the device; elsewhere they count as offload."""
         rank = self.compact.rank(s, pipeline_rank)
-        numel = rank.numel
-        if s.optimizer_tier != "device":
-            numel = sum(
-                each.count * each.group.padded_numel for each in rank.folds if each.group.tiers.optimizer == "device"
-            )
+        numel = sum(
+            each.count * each.group.padded_numel
+            for each in rank.folds
+            if each.group.trainable and (s.optimizer_tier == "device" or each.group.tiers.optimizer == "device")
+        )
         return self.compute.step_s(s, numel / self._num_optimizer_shards(s))
 
     def _num_optimizer_shards(self, s: Strategy) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+from shardwise.config.resolve import LoraConfig
 from shardwise.planner.candidates import is_legal
 from shardwise.planner.hardware import Cluster, usual_node
 from shardwise.planner.job import PlanJob, Strategy
@@ -191,13 +192,13 @@ def _disks(
 def _adapters(
     job: PlanJob, strategy: Strategy, pricing_of: Callable[[PlanJob], Pricing], margin_share: float
 ) -> Iterator[str]:
-    lean = replace(job, traits=replace(job.traits, trains_all=False))
+    lean = replace(job, lora=LoraConfig(rank=16))
     pricing = pricing_of(lean)
     here = _on_device(strategy)
     if _fits(lean, here, pricing, margin_share):
-        yield "adapters alone (LoRA) would fit, in code of your own (docs/models.md)"
+        yield "adapters alone would fit (lora.rank=16, docs/finetune.md)"
     elif _fits(lean, replace(here, zero_stage=3, params_tier="host"), pricing, margin_share):
-        yield "adapters alone (LoRA) with tiers.params=host would fit, in code of your own (docs/models.md)"
+        yield "adapters alone would fit (lora.rank=16 tiers.params=host, docs/finetune.md)"
 
 
 def _on_device(strategy: Strategy) -> Strategy:
