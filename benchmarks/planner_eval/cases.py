@@ -85,7 +85,7 @@ class Case:
 
 
 def _lora(row: Row) -> LoraConfig:
-    """Return the adapters of a row, of rank 16 as no row says; Megatron Bridge's recipes adapt the first layer alone."""
+    """Return the adapters of a row, of rank 16 as no row says; Megatron Bridge's recipes adapt one layer alone."""
     if not words.is_adapter(_section(row, "parallel")):
         return LoraConfig()
     targets = ("qkv_proj",) if row.get("group") == "megatron_bridge" else ("all-linear",)

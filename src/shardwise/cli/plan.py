@@ -322,7 +322,7 @@ def _search(arguments: argparse.Namespace, cluster: Cluster, model: str, assignm
         from shardwise.planner.explain import reasons_of
         from shardwise.planner.plan_view import page_dict, plan_dict, plan_view
         from shardwise.planner.pricer import Pricer
-        from shardwise.planner.request import ask, read_model
+        from shardwise.planner.request import ask, is_split, read_model
         from shardwise.planner.search import Limits, search
         from shardwise.train.imported_plan import named_batch
 
@@ -330,7 +330,7 @@ def _search(arguments: argparse.Namespace, cluster: Cluster, model: str, assignm
         batch = arguments.global_batch or known.global_batch or (own and named_batch(own, cluster.num_gpus))
         asked = ask(known, cluster, seq_len=arguments.seq, global_batch=batch, settings=assignments)
         pricer = Pricer(asked.job)
-        yours, note = _yours(pricer, own, model if known.is_split else None)
+        yours, note = _yours(pricer, own, model if is_split(known) else None)
         status.update(f"searching layouts of {cluster.num_gpus:,} {cluster.gpu.name}")
         limits = Limits(num_best=max(10, arguments.top or 0), margin_share=arguments.margin)
         plan = search(asked.job, asked.space, limits, pricer)

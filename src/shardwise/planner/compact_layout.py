@@ -266,7 +266,7 @@ class CompactLayout:
         return self._templates[key]
 
     def _templates_of(self, params: Sequence[SkeletonParam], tp: int, unit: str, below: int) -> tuple[GroupSpec, ...]:
-        """Return the groups of some parameters on one data rank: trained ones, frozen ones, of each those kept whole."""
+        """Return the groups of some parameters on one data rank: trained ones, frozen ones, those kept whole."""
         trains_all = self.job.trains_all
         entries = [
             ParamEntry(each.name, (), unit, each.shape, requires_grad=trains_all or is_adapter(each)) for each in params

@@ -3,6 +3,7 @@
     PlanJob          the model's shape, tokens of a sequence, samples of a step, the cluster
     Strategy         how that is split over ranks, memories and time; what a config says in its sections
     FrameworkTraits  facts about the code that runs it; `SHARDWISE` are ours, published runs used other code
+    ModelSource      what a file says of a job: ours, a model's, another tool's
 
 >>> Strategy(tp=2, pp=2, dp_shard=4, micro_size=1, num_micro_batches=8).num_ranks
 16
@@ -10,10 +11,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from shardwise.config.resolve import Dtype, LoraConfig, Tier
+from shardwise.config.resolve import Config, Dtype, LoraConfig, Tier
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.shape import ModelShape
 
@@ -157,7 +160,7 @@ class PlanJob:
     traits: FrameworkTraits = SHARDWISE
     optimizer: str = "adamw"
     keep_whole_below: int = 0
-    lora: LoraConfig = LoraConfig()
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
     @property
     def trains_all(self) -> bool:
@@ -168,3 +171,39 @@ class PlanJob:
     def tokens(self) -> int:
         """Return the tokens of an optimizer step, all ranks together."""
         return self.global_batch * self.seq_len
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """Describe a job as a file does, ours or another tool's; what it leaves open is None or missing.
+
+    Attributes:
+        shape: of the model; None where the file names none.
+        config: the user's own, from which the plan's config starts.
+        given: keys that the user's config sets.
+        settings: of another tool's strategy, by dotted key of our config.
+        seq_len: tokens of a sequence.
+        global_batch: sequences of an optimizer step.
+        longest: the longest sequence that the model is made for, in tokens.
+        ep: ranks over which experts are split.
+        notes: what was read differently than it was written, or left out, for people.
+    """
+
+    shape: ModelShape | None = None
+    config: Config = field(default_factory=Config)
+    given: frozenset[str] = frozenset()
+    settings: Mapping[str, object] = field(default_factory=dict)
+    seq_len: int | None = None
+    global_batch: int | None = None
+    longest: int | None = None
+    ep: int = 1
+    notes: tuple[str, ...] = ()
+
+    @property
+    def assignments(self) -> list[str]:
+        """Return the settings as `Config.override` takes them.
+
+        >>> ModelSource(settings={"zero.stage": 3, "precision.param": "bf16"}).assignments
+        ['zero.stage=3', 'precision.param="bf16"']
+        """
+        return [f"{key}={json.dumps(value)}" for key, value in self.settings.items()]
