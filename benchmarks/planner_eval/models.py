@@ -11,7 +11,7 @@ from shardwise.config.resolve import Tier
 from shardwise.layout.layout import Layout
 from shardwise.layout.zero_stages import Placement
 from shardwise.planner.buffer_memory import BufferTable, GatheredUnits
-from shardwise.planner.comm_time import CommTimeModel, DataParallelComm, PricedCollective
+from shardwise.planner.comm_time import CommTimeModel, OverlapTimes, PricedCollective
 from shardwise.planner.compact_layout import CompactLayout, LayerCount, RankLayerCounts
 from shardwise.planner.compute_time import ComputeTimeModel
 from shardwise.planner.in_flight import is_remote
@@ -124,7 +124,7 @@ class PublishedComputeModel(ComputeTimeModel):
 class PublishedCommModel(CommTimeModel):
     """Gather after the step, reduce once, or over other ranks, where the code does."""
 
-    def data(self, strategy: Strategy, pipeline_rank: int = 0) -> DataParallelComm:
+    def data(self, strategy: Strategy, pipeline_rank: int = 0) -> OverlapTimes:
         found = super().data(strategy, pipeline_rank)
         if strategy.zero_stage not in (1, 2) or published_traits(self.job).defers_gathers:
             return found

@@ -3,16 +3,6 @@
 Every stage has its forward and backward of one micro-batch, exposed exchanges included; the schedule that the runtime
 executes puts them in order, so what is left of the span is the bubble. The gathers and reductions of the data axes,
 the moves between memories and the optimizer's step come on top, as far as nothing hides them.
-
->>> from shardwise.models.presets import preset
->>> from shardwise.planner.hardware import find_gpu
->>> from shardwise.planner.hardware import Cluster
->>> from shardwise.planner.shape import ModelShape
->>> cluster = Cluster(gpu=find_gpu("h100"), num_gpus=8, gpus_per_node=8, nic_bytes_per_s=50e9)
->>> job = PlanJob(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=64, cluster=cluster)
->>> time = TimeModel(job).estimate(Strategy(pp=2, dp_shard=4, micro_size=1, num_micro_batches=16))
->>> abs(sum(time.parts.values()) - time.step_s) < 1e-9 and time.parts["bubble"] > 0
-True
 """
 
 from __future__ import annotations
@@ -115,9 +105,7 @@ class TimeModel:
         return whole_s / strategy.pp + self._straggling_s(whole_s / strategy.pp)
 
     def op_times(self, strategy: Strategy) -> OpTimes:
-        """Return the mean times of one micro-batch on a rank, from which a schedule's bubble follows where stages are
-        equal.
-        """
+        """Return the mean times of one micro-batch on a rank, from which the bubble of equal stages follows."""
         stages = self._stages(strategy, self.compact.stages.of(strategy))
         return OpTimes(
             forward_s=sum(stage.times.forward_s for stage in stages) / strategy.pp,
@@ -127,13 +115,12 @@ class TimeModel:
         )
 
     def _stages(self, s: Strategy, cut: StageLayouts) -> list[_Stage]:
-        block = self._block(s)
-        first, last = self._ends(s)
-        found = {}
-        for stage, num_blocks in enumerate(cut.layers):
-            extra = [first] * (stage == 0) + [last] * (stage == len(cut.layers) - 1)
-            found[stage] = _joined(block, num_blocks, extra)
-        return list(found.values())
+        block, (first, last) = self._block(s), self._ends(s)
+        num_stages = len(cut.layers)
+        return [
+            _joined(block, num_blocks, [first] * (stage == 0) + [last] * (stage == num_stages - 1))
+            for stage, num_blocks in enumerate(cut.layers)
+        ]
 
     def _block(self, s: Strategy) -> _Stage:
         return self._unit(self.compute.block(s), self.communication.block(s), self.compute.attention(s))
@@ -161,11 +148,11 @@ class TimeModel:
         transfer_s = self.communication.transfer_s(s)
         times = [replace(stage.times, transfer_s=transfer_s) for stage in stages]
         bubble = quick_bubble_s(s, times) if is_quick else None
-        if bubble is not None:
+        if bubble is None:
+            span = self.pipelines.span(s.schedule, s.pp, s.virtual_stages, s.num_micro_batches, times)
+        else:
             span_s = max(busy) + bubble + 2 * (len(stages) - 1) * transfer_s
             span = PipelineSpan(step_s=span_s, rank_spans_s=(span_s,), busy_s=tuple(busy))
-        else:
-            span = self.pipelines.span(s.schedule, s.pp, s.virtual_stages, s.num_micro_batches, times)
         return span.step_s, span.bubble_rate
 
     def _step_s(self, s: Strategy, pipeline_rank: int) -> float:
@@ -204,17 +191,14 @@ def quick_bubble_s(s: Strategy, stages: Sequence[OpTimes]) -> float | None:
         return None
 
 
-def _joined(block: _Stage, num_blocks: int, extra: Sequence[_Stage]) -> _Stage:
-    forward = {part: seconds * num_blocks for part, seconds in block.forward.items()}
-    backward = {part: seconds * num_blocks for part, seconds in block.backward_input.items()}
-    weight_s = block.backward_weight_s * num_blocks
-    for unit in extra:
-        for part, seconds in unit.forward.items():
-            forward[part] += seconds
-        for part, seconds in unit.backward_input.items():
-            backward[part] += seconds
-        weight_s += unit.backward_weight_s
-    return _Stage(forward, backward, weight_s)
+def _joined(block: _Stage, num_blocks: int, ends: Sequence[_Stage]) -> _Stage:
+    """Return a stage of so many blocks, and of the units at the model's ends that it has."""
+    units = ((block, num_blocks), *((unit, 1) for unit in ends))
+    return _Stage(
+        {part: sum(n * unit.forward[part] for unit, n in units) for part in block.forward},
+        {part: sum(n * unit.backward_input[part] for unit, n in units) for part in block.backward_input},
+        sum(n * unit.backward_weight_s for unit, n in units),
+    )
 
 
 Kind = Literal["measured", "unfitted", "narrow", "gathered", "usual"]
@@ -245,12 +229,6 @@ def kind_of(job: PlanJob, strategy: Strategy) -> Kind:
 
 
 def interval_s(job: PlanJob, strategy: Strategy, step_s: float) -> tuple[float, float]:
-    """Return the least and the most seconds of a step that four of five runs are expected to take.
-
-    Args:
-        job: the job.
-        strategy: how it is split.
-        step_s: the predicted seconds.
-    """
+    """Return the least and the most seconds that four of five runs take whose step is predicted to take `step_s`."""
     share = SHARES[kind_of(job, strategy)]
     return step_s * (1 - share), step_s * (1 + share)
