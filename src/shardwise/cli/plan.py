@@ -319,6 +319,7 @@ def _here(environ: Mapping[str, str], num_procs: int | None) -> Cluster:
 
 def _search(arguments: argparse.Namespace, cluster: Cluster, model: str, assignments: Sequence[str]) -> int:
     with Console(stderr=True).status("starting torch") as status:
+        from shardwise.planner.expert_parallel import expert_notes
         from shardwise.planner.explain import reasons_of
         from shardwise.planner.plan_view import page_dict, plan_dict, plan_view
         from shardwise.planner.pricer import Pricer
@@ -345,7 +346,7 @@ def _search(arguments: argparse.Namespace, cluster: Cluster, model: str, assignm
         num_shown=arguments.top,
         is_whole=arguments.more,
         yours=yours,
-        notes=(*asked.notes, *note),
+        notes=(*asked.notes, *note, *expert_notes(plan, pricer)),
     )
     answer = plan_dict(plan, reasons, yours)
     if plan.winner is not None:
