@@ -25,7 +25,7 @@ from shardwise.config.resolve import Config, ConfigError, ModelConfig
 from shardwise.models.decoder import DecoderConfig
 from shardwise.models.presets import PRESETS, decoder_config
 from shardwise.planner.hardware import Cluster
-from shardwise.planner.imports.huggingface import read_huggingface
+from shardwise.planner.imports.huggingface import cached_config, read_huggingface
 from shardwise.planner.job import SHARDWISE, PlanJob, Strategy
 from shardwise.planner.shape import ModelShape
 
@@ -99,10 +99,8 @@ def strategy_of(config: Config, world_size: int) -> Strategy:
         values["virtual_stages"] = 2
     if resolved.context.transport == "ulysses":
         values["heads_over"] = None
-    cut = resolved.pipeline.cut
-    if cut is not None and resolved.mesh.pp > 1:
-        num_layers = shape_of(resolved).num_layers
-        values["stage_layers"] = _layers_between(cut, num_layers)
+    if resolved.pipeline.cut is not None and resolved.mesh.pp > 1:
+        values["stage_layers"] = _layers_between(resolved.pipeline.cut, shape_of(resolved).num_layers)
     return Strategy(**values)
 
 
@@ -144,7 +142,8 @@ def shape_of(config: Config) -> ModelShape:
         ConfigError: there is none, or its folder has no config.json that gives the sizes.
     """
     if config.model.path is not None:
-        found = read_huggingface(Path(config.model.path).expanduser() / "config.json").shape
+        path = Path(config.model.path).expanduser() / "config.json"
+        found = read_huggingface(path if path.is_file() else cached_config(config.model.path) or path).shape
         if found is None:
             raise ConfigError("model-not-named", f"model.path={config.model.path} names no model; give its folder")
         return found
@@ -163,7 +162,12 @@ def config_of(job: PlanJob, strategy: Strategy, base: Config | None = None) -> C
     Raises:
         ConfigError: our decoder cannot have the shape, or our engine does not run the strategy.
     """
-    _refuse_foreign(strategy)
+    if strategy.ep != 1:
+        raise ConfigError("ep-plan-only", f"ep={strategy.ep}: our engine splits no experts over ranks; plan with ep=1")
+    if strategy.matmul is not None:
+        raise ConfigError(
+            "matmul-plan-only", f"matmul={strategy.matmul}: our engine multiplies in precision.param; leave matmul out"
+        )
     base = Config() if base is None else base
     values = base.model_dump()
     if base.model.path is None:
@@ -286,15 +290,6 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, Sequence):
         return "[" + ", ".join(map(_toml_value, value)) + "]"
     return repr(value)
-
-
-def _refuse_foreign(strategy: Strategy) -> None:
-    if strategy.ep != 1:
-        raise ConfigError("ep-plan-only", f"ep={strategy.ep}: our engine splits no experts over ranks; plan with ep=1")
-    if strategy.matmul is not None:
-        raise ConfigError(
-            "matmul-plan-only", f"matmul={strategy.matmul}: our engine multiplies in precision.param; leave matmul out"
-        )
 
 
 def _as_shape(decoder: DecoderConfig) -> ModelShape:

@@ -27,6 +27,8 @@ GIB: Final = 2**30
 _UNKNOWN_BYTES_PER_S: Final = 1e9
 # Devices of a node, and where links join more than one node.
 _USUAL_NODE, _NODE_OF_RACKS = 8, 4
+# How figures end in files, how their fields end, and what their units are there.
+_UNITS: Final = (("_gib", "_bytes", GIB), ("_gb_per_s", "_bytes_per_s", 1e9), ("_tflops", "_flops_per_s", 1e12))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,64 +194,52 @@ def _read_entries(path: Path) -> Mapping[str, CatalogueEntry]:
     return MappingProxyType({name: _entry(name, table, sources) for name, table in tables.items()})
 
 
-def _entry(name: str, table: Mapping[str, Any], sources: Mapping[str, str]) -> CatalogueEntry:
-    device = GpuSpec(
-        name=name,
-        memory_bytes=table["memory_gib"] * GIB,
-        memory_bytes_per_s=table["memory_gb_per_s"] * 1e9,
-        peak_flops_per_s=_tera(table["peak_tflops"]),
-        ceiling_flops_per_s=_tera(table.get("ceiling_tflops", {})),
-        link_bytes_per_s=table.get("link_gb_per_s", 0.0) * 1e9,
-        link_domain=table.get("link_domain", 1),
-        has_pairwise_links=table.get("has_pairwise_links", False),
-        host_bytes_per_s=table["host_gb_per_s"] * 1e9,
-        nic_bytes_per_s=table["nic_gb_per_s"] * 1e9,
-        num_cores=table["num_cores"],
-        price_per_hour=table.get("price_per_hour", 0.0),
-        fitted=FittedConstants(**table.get("fitted", {})),
-    )
+def _entry(name: str, table: dict[str, Any], sources: Mapping[str, str]) -> CatalogueEntry:
+    model, sold_gb, forms, source = (table.pop(key) for key in ("model", "sold_gb", "forms", "source"))
+    fitted = FittedConstants(**table.pop("fitted", {}))
     return CatalogueEntry(
-        gpu=device,
-        model=frozenset(table["model"].split()),
-        sold_gb=table["sold_gb"],
-        forms=frozenset(table["forms"]),
-        sources=MappingProxyType({figure: sources[key] for figure, key in table["source"].items()}),
+        gpu=GpuSpec(name=name, fitted=fitted, **{"link_domain": 1, **_in_si(table)}),
+        model=frozenset(model.split()),
+        sold_gb=sold_gb,
+        forms=frozenset(forms),
+        sources=MappingProxyType({figure: sources[key] for figure, key in source.items()}),
     )
 
 
-def _tera(flops: Mapping[str, float]) -> dict[str, float]:
-    return {dtype: value * 1e12 for dtype, value in flops.items()}
+def _in_si(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return figures by the names of fields, whose units are bytes, FLOPs and seconds.
+
+    >>> _in_si({"memory_gib": 2, "peak_tflops": {"bf16": 1.0}, "num_cores": 8})
+    {'memory_bytes': 2147483648, 'peak_flops_per_s': {'bf16': 1000000000000.0}, 'num_cores': 8}
+    """
+    found = {}
+    for key, value in values.items():
+        end, name, unit = next((each for each in _UNITS if key.endswith(each[0])), ("", "", 1))
+        scaled = {each: n * unit for each, n in value.items()} if isinstance(value, Mapping) else value * unit
+        found[key.removesuffix(end) + name] = scaled if unit != 1 else value
+    return found
 
 
 ENTRIES: Final = _read_entries(Path(__file__).with_name("catalogue.toml"))
 GPUS: Final[Mapping[str, GpuSpec]] = MappingProxyType({name: entry.gpu for name, entry in ENTRIES.items()})
 
 _COUNT: Final = re.compile(r"(?:(\d{1,9})x)?(\d{1,9})")
-# By key of a cluster's file: the field of the device or the host, and what its unit is in the field's.
-_GPU_KEYS: Final = (
-    ("memory_gib", "memory_bytes", GIB),
-    ("memory_gb_per_s", "memory_bytes_per_s", 1e9),
-    ("link_gb_per_s", "link_bytes_per_s", 1e9),
-    ("link_domain", "link_domain", 1),
-    ("host_link_gb_per_s", "host_bytes_per_s", 1e9),
-    ("price_per_hour", "price_per_hour", 1),
-)
-_HOST_KEYS: Final = (
-    ("host_memory_gib", "memory_bytes", GIB),
-    ("host_memory_gb_per_s", "memory_bytes_per_s", 1e9),
-    ("host_cores", "num_cores", 1),
-    ("nvme_gib", "nvme_bytes", GIB),
-    ("nvme_read_gb_per_s", "nvme_read_bytes_per_s", 1e9),
-    ("nvme_write_gb_per_s", "nvme_write_bytes_per_s", 1e9),
-)
 _COUNTS: Final = ("num_gpus", "num_nodes", "gpus_per_node", "link_domain", "host_cores")
-_SPEEDS: Final = tuple(key for key, _, _ in (*_GPU_KEYS, *_HOST_KEYS) if key not in _COUNTS)
+_OF_GPU: Final = ("memory_gib", "memory_gb_per_s", "link_gb_per_s", "host_link_gb_per_s", "price_per_hour")
+_OF_HOST: Final = (
+    "host_memory_gib", "host_memory_gb_per_s", "nvme_gib", "nvme_read_gb_per_s", "nvme_write_gb_per_s",
+)  # fmt: skip
+# What these are called without the prefix of their section.
+_FIELD_NAMES: Final[Mapping[str, str]] = MappingProxyType(
+    {"host_link_gb_per_s": "host_gb_per_s", "host_cores": "num_cores", "host_memory_gib": "memory_gib",
+     "host_memory_gb_per_s": "memory_gb_per_s"}
+)  # fmt: skip
 _Speed = Annotated[float, Field(ge=0.0, le=1e12)]
 _FIELDS: Final[Mapping[str, Any]] = MappingProxyType(
     {
         "gpu": (str, ...),
         **dict.fromkeys(_COUNTS, (NotNegative | None, None)),
-        **dict.fromkeys((*_SPEEDS, "nic_gbps"), (_Speed | None, None)),
+        **dict.fromkeys((*_OF_GPU, *_OF_HOST, "nic_gbps"), (_Speed | None, None)),
     }
 )
 _ClusterFile = create_model("_ClusterFile", __base__=Section, **_FIELDS)
@@ -335,7 +325,8 @@ def _read_cluster(path: Path) -> Cluster:
     elif "link_domain" not in file:
         device = in_nodes_of(per_node, device)
     of_gpu, of_host = (
-        {field: file[key] * unit for key, field, unit in keys if key in file} for keys in (_GPU_KEYS, _HOST_KEYS)
+        _in_si({_FIELD_NAMES.get(key, key): file[key] for key in keys if key in file})
+        for keys in ((*_OF_GPU, "link_domain"), (*_OF_HOST, "host_cores"))
     )
     cluster = _cluster(replace(device, **of_gpu), num_gpus, per_node, path.name)
     nic = file["nic_gbps"] * 1e9 / 8 if "nic_gbps" in file else cluster.nic_bytes_per_s

@@ -16,7 +16,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -27,7 +26,7 @@ from shardwise.models.presets import PRESETS, preset
 from shardwise.planner.candidates import SearchSpace, divisors
 from shardwise.planner.configs import KEYS, job_of, pins_of, shape_of
 from shardwise.planner.hardware import Cluster
-from shardwise.planner.imports.huggingface import is_deepspeed, read_huggingface, read_json, source_of
+from shardwise.planner.imports.huggingface import cached_config, is_deepspeed, read_huggingface, read_json, source_of
 from shardwise.planner.imports.megatron import read_megatron
 from shardwise.planner.job import ModelSource, PlanJob, Strategy
 from shardwise.planner.shape import ModelShape
@@ -88,7 +87,7 @@ def read_model(text: str) -> ModelSource:
         raise ConfigError(
             "folder-no-config", f"the folder {text} has no config.json; give one of Hugging Face's, or a preset"
         )
-    cached = _in_cache(text) if "/" in text else None
+    cached = cached_config(text) if "/" in text else None
     if cached is not None:
         return _of_json(cached)
     plain = _OF_HUB.sub("", text.rpartition("/")[2].lower())
@@ -154,19 +153,6 @@ def _of_adapters(path: Path) -> ModelSource:
     names = [targets] if isinstance(targets, str) else sorted(targets or [])
     lora = [f"lora.rank={rank}", *([f"lora.targets={json.dumps(names)}"] if names else [])]
     return replace(source, config=source.config.override(lora))
-
-
-def _in_cache(name: str) -> Path | None:
-    """Return the config.json of a model of the hub that is on this machine; None where there is none."""
-    if find_spec("huggingface_hub") is None:
-        return None
-    from huggingface_hub import try_to_load_from_cache
-
-    try:
-        found = try_to_load_from_cache(name, "config.json")
-    except ValueError:  # no name of the hub
-        return None
-    return Path(found) if isinstance(found, str) else None
 
 
 def _of_toml(path: Path) -> ModelSource:

@@ -61,6 +61,19 @@ def read_huggingface(path: str | Path) -> ModelSource:
     return source_of(read_json(path), Path(path).name)
 
 
+def cached_config(name: str) -> Path | None:
+    """Return the config.json of a model of the hub that is on this machine already; None where there is none."""
+    if find_spec("huggingface_hub") is None:
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except ValueError:  # no name of the hub
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
 def source_of(values: Mapping[str, Any], source: str) -> ModelSource:
     """Return the shape and the longest sequence of a parsed `config.json`.
 
