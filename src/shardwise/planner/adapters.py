@@ -62,12 +62,14 @@ def with_adapters(params: Sequence[SkeletonParam], lora: LoraConfig) -> tuple[Sk
     return tuple(found)
 
 
-def _beside(layer: SkeletonParam, name: str, rank: int) -> Iterator[SkeletonParam]:
+def _beside(layer: SkeletonParam, layer_name: str, rank: int) -> Iterator[SkeletonParam]:
     outputs, inputs = layer.shape
-    for letter, shape, dim in (("A", (rank, inputs), 1), ("B", (outputs, rank), 0)):
+    for name, shape, dim in (("A", (rank, inputs), 1), ("B", (outputs, rank), 0)):
         is_split = layer.dim == dim
         part = layer.part if is_split else None
-        yield SkeletonParam(name=f"{name}.lora_{letter}.weight", shape=shape, dim=dim if is_split else None, part=part)
+        yield SkeletonParam(
+            name=f"{layer_name}.lora_{name}.weight", shape=shape, dim=dim if is_split else None, part=part
+        )
 
 
 def _beside_experts(experts: SkeletonParam, rank: int) -> Iterator[SkeletonParam]:

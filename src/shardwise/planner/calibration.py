@@ -72,14 +72,14 @@ class Corrections:
         self._block_factors, self._head_factors = cache(self._of_blocks), cache(self._of_heads)
 
     def block(self, times: PassTimes, strategy: Strategy, tokens: float) -> PassTimes:
-        """Return the corrected times of a block that runs `tokens` of a micro-batch on a rank."""
+        """Return the corrected `times` of a block under a strategy, for `tokens` of a micro-batch on a rank."""
         shape, dtype = self._job.shape, strategy.param
         if self._profile is None or shape.experts is not None or strategy.matmul not in (None, dtype):
             return times
         return _scaled(times, self._block_factors(dtype), tokens, _num_weights(shape) / strategy.tp)
 
     def head(self, times: PassTimes, strategy: Strategy, tokens: float) -> PassTimes:
-        """Return the corrected times of the last norm, the head and the loss."""
+        """Return the corrected `times` of the last norm, the head and the loss; the arguments are those of `block`."""
         if self._profile is None:
             return times
         width = self._job.shape.vocab_size * self._job.shape.hidden_size / strategy.tp

@@ -151,7 +151,7 @@ class OverlapTimes:
 
 
 def exposed_s(communication_s: float, compute_s: float, hidden_share: float = HIDDEN_SHARE) -> float:
-    """Return the seconds by which a collective lengthens what is computed beside it.
+    """Return the seconds by which a collective of `communication_s` lengthens `compute_s` of computing beside it.
 
     Even where the computation lasts longer, the collective slows it: at most `hidden_share` of its time is hidden.
 

@@ -65,7 +65,7 @@ _WIDE_SOFTMAX = (9.0, 10.0)  # the same where scores are fp32
 _FUSED_SOFTMAX = (5.0, 6.0)
 _EXPERTS, _FUSED_EXPERTS = (6.0, 8.0), (4.0, 4.0)  # tokens are sorted and copied, results copied back and summed
 _EMBEDDING = (2.0, 4.0)
-_ADAPTER = 3.0  # an adapter's output is added to its layer's, and its input's gradient likewise
+_ADAPTER = 3.0  # an adapter's output is added to its layer's, and so is its input's gradient
 # Bytes of each logit in fp32: the log-softmax reads and writes; its backward twice, as the sum comes first.
 _LOSS_BYTES = (8.0, 16.0)
 # Bytes of an element that Adam steps in fp32: gradient, master and two moments are read, three written; and the cast.
@@ -405,7 +405,7 @@ def ceiling_flops_per_s(job: PlanJob, dtype: str) -> float:
 
 
 def shape_share(m: float, n: float, k: float, num_cores: int, count: float = 1.0) -> float:
-    """Return the share of the full rate that `count` products [m, k] by [k, n] can reach on the cores at once.
+    """Return the share of the full rate that `count` products [m, k] by [k, n] can reach at once on `num_cores`.
 
     Cores take the output's tiles in waves, of which the last is partly empty; each tile has a prologue and an
     epilogue. The inner dim may be split where tiles are few. The best tile counts, as libraries choose it.

@@ -203,7 +203,9 @@ def write_profile(profile: Profile, folder: Path) -> Path:
 
 
 def find_profile(folder: Path, device: str, num_ranks: int) -> Profile | None:
-    """Read the profile of a device with `num_ranks` ranks, else with the nearest number of them; None if there is none.
+    """Read from the cache `folder` the profile of a device with `num_ranks` ranks, else with the nearest number of them.
+
+    It is None where there is none.
 
     Raises:
         ConfigError: the file is damaged or old.
