@@ -203,7 +203,7 @@ def write_profile(profile: Profile, folder: Path) -> Path:
 
 
 def find_profile(folder: Path, device: str, num_ranks: int) -> Profile | None:
-    """Read from the cache `folder` the profile of a device with `num_ranks` ranks, else with the nearest number of them.
+    """Read from the cache `folder` the profile of a device with `num_ranks` ranks, else with the nearest number.
 
     It is None where there is none.
 
