@@ -34,9 +34,11 @@ from shardwise.config.resolve import AttentionConfig, ConfigError
 from shardwise.layout.tensor_plan import LayerSplit, SequenceStack, SharedInput, TensorPlan
 from shardwise.layout.tp_sharding import FusedPart, check_divides
 from shardwise.models.decoder_attention import Attend, attend_of, attention_density
+from shardwise.runtime.torch_private import is_fake
 from shardwise.schedule.formulas import training_flops_per_token
 
 IGNORED_TARGET = -100
+_MOST_FAKE_PARTS = 64
 INIT_STD = 0.02
 
 
@@ -461,6 +463,8 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _rows(logits: Tensor) -> int:
     """Return the rows to compute at a time: they fit a core's cache, or are enough for an accelerator's kernel."""
     num_elements = 2**18 if logits.device.type == "cpu" else 2**26
+    if is_fake(logits):  # a simulation pays for calls, not for elements: some dozens of parts are enough
+        num_elements = max(num_elements, logits.numel() // _MOST_FAKE_PARTS)
     return max(1, num_elements // logits.shape[-1])
 
 
