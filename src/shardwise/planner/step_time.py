@@ -229,6 +229,6 @@ def kind_of(job: PlanJob, strategy: Strategy) -> Kind:
 
 
 def interval_s(job: PlanJob, strategy: Strategy, step_s: float) -> tuple[float, float]:
-    """Return the least and most seconds of four of five runs of a job under a strategy, of which `step_s` is predicted."""
+    """Return the least and most seconds of four of five runs of a job under a strategy, predicted as `step_s`."""
     share = SHARES[kind_of(job, strategy)]
     return step_s * (1 - share), step_s * (1 + share)
