@@ -115,12 +115,13 @@ class TimeModel:
         )
 
     def _stages(self, s: Strategy, cut: StageLayouts) -> list[_Stage]:
-        block, (first, last) = self._block(s), self._ends(s)
-        num_stages = len(cut.layers)
-        return [
-            _joined(block, num_blocks, [first] * (stage == 0) + [last] * (stage == num_stages - 1))
-            for stage, num_blocks in enumerate(cut.layers)
-        ]
+        block = self._block(s)
+        first, last = self._ends(s)
+        found = {}
+        for stage, num_blocks in enumerate(cut.layers):
+            extra = [first] * (stage == 0) + [last] * (stage == len(cut.layers) - 1)
+            found[stage] = _joined(block, num_blocks, extra)
+        return list(found.values())
 
     def _block(self, s: Strategy) -> _Stage:
         return self._unit(self.compute.block(s), self.communication.block(s), self.compute.attention(s))
@@ -148,11 +149,11 @@ class TimeModel:
         transfer_s = self.communication.transfer_s(s)
         times = [replace(stage.times, transfer_s=transfer_s) for stage in stages]
         bubble = quick_bubble_s(s, times) if is_quick else None
-        if bubble is None:
-            span = self.pipelines.span(s.schedule, s.pp, s.virtual_stages, s.num_micro_batches, times)
-        else:
+        if bubble is not None:
             span_s = max(busy) + bubble + 2 * (len(stages) - 1) * transfer_s
             span = PipelineSpan(step_s=span_s, rank_spans_s=(span_s,), busy_s=tuple(busy))
+        else:
+            span = self.pipelines.span(s.schedule, s.pp, s.virtual_stages, s.num_micro_batches, times)
         return span.step_s, span.bubble_rate
 
     def _step_s(self, s: Strategy, pipeline_rank: int) -> float:
@@ -191,14 +192,17 @@ def quick_bubble_s(s: Strategy, stages: Sequence[OpTimes]) -> float | None:
         return None
 
 
-def _joined(block: _Stage, num_blocks: int, ends: Sequence[_Stage]) -> _Stage:
-    """Return a stage of so many blocks, and of the units at the model's ends that it has."""
-    units = ((block, num_blocks), *((unit, 1) for unit in ends))
-    return _Stage(
-        {part: sum(n * unit.forward[part] for unit, n in units) for part in block.forward},
-        {part: sum(n * unit.backward_input[part] for unit, n in units) for part in block.backward_input},
-        sum(n * unit.backward_weight_s for unit, n in units),
-    )
+def _joined(block: _Stage, num_blocks: int, extra: Sequence[_Stage]) -> _Stage:
+    forward = {part: seconds * num_blocks for part, seconds in block.forward.items()}
+    backward = {part: seconds * num_blocks for part, seconds in block.backward_input.items()}
+    weight_s = block.backward_weight_s * num_blocks
+    for unit in extra:
+        for part, seconds in unit.forward.items():
+            forward[part] += seconds
+        for part, seconds in unit.backward_input.items():
+            backward[part] += seconds
+        weight_s += unit.backward_weight_s
+    return _Stage(forward, backward, weight_s)
 
 
 Kind = Literal["measured", "unfitted", "narrow", "gathered", "usual"]
@@ -229,6 +233,12 @@ def kind_of(job: PlanJob, strategy: Strategy) -> Kind:
 
 
 def interval_s(job: PlanJob, strategy: Strategy, step_s: float) -> tuple[float, float]:
-    """Return the least and most seconds of four of five runs of a job under a strategy, predicted as `step_s`."""
+    """Return the least and the most seconds of a step that four of five runs are expected to take.
+
+    Args:
+        job: the job.
+        strategy: how it is split.
+        step_s: the predicted seconds.
+    """
     share = SHARES[kind_of(job, strategy)]
     return step_s * (1 - share), step_s * (1 + share)
