@@ -46,6 +46,16 @@ best matrix product, of the memory's bandwidth and of the network's bandwidth. A
 defaults.
 """
 
+BAND = """## Memory beside the engine's own
+
+The planner's model of memory ranks candidates. On 97 small jobs, drawn at random over all axes, schedules, tiers and
+dtypes, its peak was compared with that of the engine itself on fake tensors (`shardwise.simulate`), with a GPU's
+collectives. States agree to the byte. The peak of the fullest rank is off by 4 % in the median, by less than 11 % in
+nine of ten, and by 51 % at most. Of all pairs of jobs whose peaks differ by more than a tenth, 99 % are in the right
+order. `tests/unit/planner/test_planner_engine_sample.py` draws them. Jobs this small show what a model of the
+largest tensors leaves out; `shardwise plan --dry-run` gives the exact number of any rank.
+"""
+
 GLOBALS = """\
 The rest is physics, or a constant for all devices whose reason is beside it in the code: latencies of collectives
 and the cost of overlap in `collectives.py` and `comm_time.py`, the shape of a kernel's efficiency in
@@ -77,6 +87,7 @@ def document(
         HEAD.format(rows=len(rows), core=len(core)),
         f"{FITS}\n{_fits()}\n",
         GLOBALS.format(straggling=straggling),
+        BAND,
         "## Core rows, by source\n\n"
         "For `left out`, the constants were fitted to all core rows except the source's own.\n\n"
         + sources_table(core, left_out)

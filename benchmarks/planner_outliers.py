@@ -138,12 +138,6 @@ OUTLIERS = (
         "Collectives of tensor ranks presumably hide beside products this large.",
     ),
     Outlier(
-        "kempnerforge", "",
-        "Its code gathers the head's output over tensor ranks, and takes the loss of it in bf16, which a row cannot "
-        "say: more than the planner supposes on several tensor ranks, less on one.",
-        of="memory", is_checked=True,
-    ),
-    Outlier(
         "xtuner", "8k-sp1",
         "Stage 3 over nodes whose network is not described, with one sequence of 8,192 tokens to hide each gather.",
     ),

@@ -20,7 +20,11 @@ was fitted:
 - gradients that stay whole between micro-batches were priced as reduced after each of them, though they are reduced
   after the last one only;
 - a row could not say that gradients are reduced in fp32 where parameters are bf16, nor that the optimizer keeps no
-  master in fp32 (`fp32_grad_reduce`, `fp32_master`).
+  master in fp32 (`fp32_grad_reduce`, `fp32_master`);
+- a row could not say that tensor-parallel ranks gather the logits and each hold the whole table of tokens, nor that the
+  loss is taken in the logits' own dtype (`gathers_logits`, `whole_embedding`, `narrow_loss`). The one source with
+  memory does all three: `kempnerforge/distributed/tensor_parallel.py` and `scripts/train.py`;
+- where sharded gradients are whole between micro-batches, their shards were counted too, which come with the last one.
 
 `now` is the error after these corrections, so it is no longer a figure of unseen rows.
 """

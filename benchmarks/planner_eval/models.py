@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from planner_eval.traits import PublishedTraits
 from shardwise.config.resolve import Tier
 from shardwise.layout.layout import Layout
 from shardwise.layout.zero_stages import Placement
-from shardwise.planner.buffer_memory import BufferTable, GatheredUnits
 from shardwise.planner.comm_time import CommTimeModel, OverlapTimes, PricedCollective
 from shardwise.planner.compact_layout import CompactLayout, LayerCount, RankLayerCounts
 from shardwise.planner.compute_time import ComputeTimeModel
-from shardwise.planner.in_flight import is_remote
 from shardwise.planner.job import PlanJob, Strategy
-from shardwise.planner.memory import MemoryModel, StageBytes
+from shardwise.planner.memory import MemoryModel
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.shape import ModelShape
 from shardwise.planner.stages import StageLayouts, StageTable
@@ -65,43 +63,33 @@ class PublishedLayout(CompactLayout):
         return {**totals, "optimizer": resharded["optimizer"]}
 
 
-class PublishedBuffers(BufferTable):
-    """Reduce gradients tensor by tensor, where the code does."""
-
-    def _block_numel(self, folds: RankLayerCounts) -> int:
-        numel = super()._block_numel(folds)
-        return int(numel * largest_share(self.job.shape)) if published_traits(self.job).moves_tensors else numel
-
-
 class PublishedMemoryModel(MemoryModel):
     """Count states as other code stores them, and what it gathers and keeps."""
 
     def __init__(self, job: PlanJob, compact: CompactLayout | None = None) -> None:
         super().__init__(job, compact or PublishedLayout(job))
-        self._buffer_table = PublishedBuffers(job)
 
-    def _gathered(self, strategy: Strategy, folds: RankLayerCounts, num_stages: int) -> list[GatheredUnits]:
-        each = super()._gathered(strategy, folds, num_stages)
-        if not published_traits(self.job).moves_tensors or each[0].is_whole:
-            return each
-        return [dataclasses.replace(one, block=int(one.block * largest_share(self.job.shape))) for one in each]
+    def _numels(self, folds: Iterable[LayerCount]) -> tuple[int, int, int]:
+        root, block, whole = super()._numels(folds)
+        share = largest_share(self.job.shape) if published_traits(self.job).moves_tensors else 1.0
+        return root, int(block * share), whole
 
-    def _stage(self, strategy: Strategy, stages: StageLayouts, stage: int) -> StageBytes:
-        found = super()._stage(strategy, stages, stage)
-        if not published_traits(self.job).frees_outputs or not is_remote(stages.placement, stage, stage + 1):
-            return found
-        return dataclasses.replace(found, whole=found.whole - found.outlet, sent=0.0, taken=0.0)
+    def _keeps_sent(self) -> bool:
+        return not published_traits(self.job).frees_outputs
 
     def _states(self, strategy: Strategy, rank: int, here: Mapping[str, int]) -> dict[str, float]:
         traits, states = published_traits(self.job), super()._states(strategy, rank, here)
+        numel, shape = self.compact.rank(strategy, rank).numel, self.job.shape
         states["params"] *= traits.params_share
         states["optimizer"] *= traits.optimizer_share
-        if self.job.trains_all:
-            states["grads"] += traits.unsharded_grad_bytes * self.compact.rank(strategy, rank).numel
-        return states
+        if self.job.trains_all and traits.unsharded_grad_bytes:
+            waits = traits.reduces_once and strategy.zero_stage >= 2  # until the last micro-batch there are no others
+            states["grads"] = (0.0 if waits else states["grads"]) + traits.unsharded_grad_bytes * numel
+        more = (1 - 1 / strategy.tp) * shape.vocab_size * shape.hidden_size if traits.whole_embedding else 0.0
+        return {name: size * (1 + more / numel) for name, size in states.items()}
 
-    def _step_bytes(self, strategy: Strategy, rank: int) -> float:
-        return super()._step_bytes(strategy, rank) if published_traits(self.job).widens_grads else 0.0
+    def _step_bytes(self, strategy: Strategy, folds: RankLayerCounts) -> float:
+        return super()._step_bytes(strategy, folds) if published_traits(self.job).widens_grads else 0.0
 
 
 class PublishedComputeModel(ComputeTimeModel):

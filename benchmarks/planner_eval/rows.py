@@ -73,6 +73,9 @@ _FLAGS: Final = frozenset(
         "fp32_grad_accum_unsharded",
         "fp32_grad_reduce",
         "fp32_master",
+        "gathers_logits",
+        "narrow_loss",
+        "whole_embedding",
     }
 )
 _FIGURES: Final = frozenset(

@@ -30,6 +30,9 @@ LONG_SEQUENCE: Final = 8192
 TORCHS_LOSS_BYTES: Final = 3.0 * FP32_BYTES
 """Bytes of each logit: widened, its log-softmax, its gradient."""
 
+NUM_OF_NARROW_LOSS: Final = 4
+"""How often a loss in the logits' own dtype has them: the loop's own, the log-softmax, its gradient and theirs."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedTraits(FrameworkTraits):
@@ -40,7 +43,9 @@ class PublishedTraits(FrameworkTraits):
             than all that comes after them, so that the allocator holds them unused.
         optimizer_shards: ranks over which the optimizer's states are sharded, where that is not the shard group.
         unsharded_grad_bytes: bytes a parameter of gradients kept whole on every rank, beyond what the stage says.
-        reduces_once: whether these whole gradients are reduced after the last micro-batch alone, whatever the stage.
+        reduces_once: whether these whole gradients are reduced after the last micro-batch alone, whatever the stage;
+            until then there are no others.
+        whole_embedding: whether tensor-parallel ranks each hold the whole table of tokens.
         is_graphed: whether kernels are launched as one graph.
         moves_tensors: whether stage 3 gathers parameters and reduces gradients tensor by tensor, not block by block.
         frees_outputs: whether what a stage has sent on is freed, though its backward is still to come.
@@ -57,6 +62,7 @@ class PublishedTraits(FrameworkTraits):
     optimizer_shards: int | None = None
     unsharded_grad_bytes: float = 0.0
     reduces_once: bool = False
+    whole_embedding: bool = False
     is_graphed: bool = False
     moves_tensors: bool = False
     frees_outputs: bool = False
@@ -86,7 +92,7 @@ def traits_of(row: Mapping[str, Any], shape: ModelShape, strategy: Strategy, gpu
     is_liger = bool(p.get("liger"))
     group = p.get("zero_group")
     is_new = strategy.matmul in ("fp8", "fp4")
-    splits_logits = not _gathers_logits(kernel, strategy)
+    splits_logits = not p.get("gathers_logits", _gathers_logits(kernel, strategy))
     logits_bytes = _logits_bytes(p, strategy, gpu, splits_logits=splits_logits)
     has_fused_norm = "rms" in kernel or is_compiled or is_liger
     overlaps_tensor = strategy.sequence_parallel and (is_new or strategy.schedule == "interleaved")
@@ -100,6 +106,7 @@ def traits_of(row: Mapping[str, Any], shape: ModelShape, strategy: Strategy, gpu
         # Gradients come in the parameters' dtype, and stay beside those that they are added to.
         unsharded_grad_bytes=4.0 if p.get("fp32_grad_accum_unsharded") else 2.0 if p.get("fp32_grad_accum") else 0.0,
         reduces_once=bool(p.get("fp32_grad_accum_unsharded")),
+        whole_embedding=bool(p.get("whole_embedding")),
         is_compiled=is_compiled or is_liger or is_new or (_splits_model(strategy) and not kernel),
         is_graphed=bool(p.get("cuda_graphs")),
         defers_gathers=not is_before_h100(gpu),
@@ -160,6 +167,8 @@ def _logits_bytes(p: Mapping[str, Any], strategy: Strategy, gpu: GpuSpec, *, spl
     narrow = DTYPE_BYTES["bf16"]
     if p.get("liger"):
         return 0.0
+    if p.get("narrow_loss"):
+        return NUM_OF_NARROW_LOSS * narrow
     is_model_split = _splits_model(strategy)
     kernel = str(p.get("attention_kernel") or "").lower()
     # FlashAttention comes with a fused loss; codes that can split the model do not take it.

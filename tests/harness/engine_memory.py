@@ -46,8 +46,8 @@ class Sample:
     strategy: Strategy
 
     def estimated(self) -> MemoryEstimate:
-        """What the planner says of a CPU's ranks."""
-        return MemoryModel(job_of(self.shape, self.seq_len)).estimate(self.strategy)
+        """What the planner says of a GPU's ranks."""
+        return MemoryModel(job_of(self.shape, self.seq_len, "any GPU")).estimate(self.strategy)
 
     def simulated(self, pipeline_rank: int) -> Simulation:
         """The first rank at a place of the pipeline."""
@@ -79,9 +79,9 @@ def job_of(shape: DecoderConfig, seq_len: int, device: str = "cpu") -> PlanJob:
 
 
 def engine_config(strategy: Strategy) -> Config:
-    """The engine's config of a strategy, on a CPU, for a model that is made elsewhere."""
+    """The engine's config of a strategy, with a GPU's collectives, for a model that is made elsewhere."""
     any_model = job_of(preset("tiny"), seq_len=8)
-    return config_of(any_model, strategy, Config.from_dict({"run": {"device": "cpu"}}))
+    return config_of(any_model, strategy, Config.from_dict({"run": {"device": "cuda"}}))
 
 
 def drawn(seed: int, num_samples: int) -> list[Sample]:
@@ -89,8 +89,11 @@ def drawn(seed: int, num_samples: int) -> list[Sample]:
     source, samples = random.Random(seed), list[Sample]()
     while len(samples) < num_samples:
         sample = _draw(source)
+        s = sample.strategy
+        if s.transport == "ulysses" and sample.shape.num_heads % (s.tp * s.cp):
+            continue
         try:
-            engine_config(sample.strategy).resolve(sample.strategy.num_ranks)
+            engine_config(s).resolve(s.num_ranks)
             sample.estimated()
         except ConfigError:
             continue  # such as more stages than the model has units

@@ -2,17 +2,6 @@
 
 It says the same as `plan_layout` of the whole model, to the byte, at a cost that depends on neither the number of
 layers nor that of data-parallel ranks.
-
->>> from shardwise.models.presets import preset
->>> from shardwise.planner.hardware import Cluster, GpuSpec
->>> from shardwise.planner.shape import ModelShape
->>> gpu = GpuSpec(name="h100", memory_bytes=80 * 2**30, memory_bytes_per_s=3e12, peak_flops_per_s={"bf16": 989e12})
->>> cluster = Cluster(gpu=gpu, num_gpus=16384, gpus_per_node=8, nic_bytes_per_s=5e10)
->>> job = PlanJob(shape=ModelShape.of_decoder(preset("llama-405b")), seq_len=8192, global_batch=2048, cluster=cluster)
->>> folded = CompactLayout(job)
->>> strategy = Strategy(pp=16, tp=8, dp_shard=128, zero_stage=1, num_micro_batches=16)
->>> {role: round(num_bytes / 2**30, 1) for role, num_bytes in folded.at_rest(strategy, 0).items()}
-{'param': 5.7, 'grad': 11.4, 'optimizer': 0.3}
 """
 
 from __future__ import annotations
@@ -30,7 +19,7 @@ from shardwise.layout.mesh_shape import GRADIENT_AXES, SHARD_AXES, MeshShape
 from shardwise.layout.param_groups import ROOT, GroupSpec, ParamEntry, build_groups
 from shardwise.layout.pipeline_layout import PipelineLayout
 from shardwise.layout.precision import precision_policy
-from shardwise.layout.zero_stages import effective_stage
+from shardwise.layout.zero_stages import ZeroStage, effective_stage
 from shardwise.planner.adapters import is_adapter, with_adapters
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.stages import (
@@ -75,25 +64,6 @@ class RankLayerCounts:
         """Return the elements of the flat buffers of all groups, unsharded, padding included."""
         return sum(fold.count * fold.group.padded_numel for fold in self.folds)
 
-    @cached_property
-    def reduced_numels(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Return each group's elements and count in the order of their reductions, by stage, the last stage first.
-
-        What several stages hold is reduced with the last of them.
-        """
-        pipeline = self.layout.pipeline
-        held = sorted(pipeline.held, reverse=True) if pipeline is not None else [0]
-        found: list[list[tuple[int, int]]] = [[] for _ in held]
-        for fold in self.folds:
-            own = [held.index(stage) for stage in fold.group.stages if stage in held]
-            place = found[max(own, default=0)]
-            entry = (fold.group.padded_numel, fold.count)
-            if fold.group.unit == ROOT:
-                place.append(entry)
-            else:
-                place.insert(0, entry)
-        return tuple(map(tuple, found))
-
 
 class CompactLayout:
     """Build the folded Layouts of a job's strategies, and keep what several of them share."""
@@ -124,11 +94,6 @@ class CompactLayout:
         rank = self.rank(strategy, pipeline_rank)
         return rank.total(lambda group: rank.layout.group_bytes_on_wire(group, strategy.num_micro_batches))
 
-    def across(self, strategy: Strategy, pipeline_rank: int = 0) -> dict[tuple[Tier, Tier], int]:
-        """Return the bytes that a rank moves between tiers in a step, by (from, to), as `Layout.bytes_across`."""
-        rank = self.rank(strategy, pipeline_rank)
-        return rank.total(lambda group: rank.layout.group_bytes_across(group, strategy.num_micro_batches))
-
     def rank(self, strategy: Strategy, pipeline_rank: int = 0) -> RankLayerCounts:
         """Return the folded groups of one rank of the pipeline."""
         key = self.key(strategy, pipeline_rank)
@@ -149,14 +114,10 @@ class CompactLayout:
 
     def _fold(self, strategy: Strategy, pipeline_rank: int) -> RankLayerCounts:
         s, stages = strategy, self.stages.of(strategy)
-        mesh = _mesh_of(s)
-        tiers = _tiers_of(s)
-        num_shards = mesh.size_along(SHARD_AXES)
-        stage = effective_stage(s.zero_stage, num_shards, tiers, is_scheduled=s.pp > 1)
+        mesh, tiers, stage = MeshShape(s.pp, s.dp_replicate, s.dp_shard, s.cp, s.tp), _tiers_of(s), _stage_of(s)
         policy = precision_policy(PrecisionConfig(param=s.param, reduce=s.reduce, accumulate=s.accumulate))
         held = [
-            LayerCount(self._placed(fold.group, mesh, s.ep), fold.count)
-            for fold in self._held(s, stages, pipeline_rank)
+            LayerCount(_placed(fold.group, mesh, s.ep), fold.count) for fold in self._held(s, stages, pipeline_rank)
         ]
         folds = tuple(self._tiered(s, tiers, held, pipeline_rank))
         groups = tuple(fold.group for fold in folds)
@@ -167,13 +128,6 @@ class CompactLayout:
             pipeline = PipelineLayout(stages.placement, (), {}, gathers_once, index=pipeline_rank)
         units = tuple(dict.fromkeys(group.unit for group in groups if group.unit != ROOT))
         return RankLayerCounts(Layout(mesh, units, groups, stage, policy, states, None, pipeline), folds)
-
-    def _placed(self, group: GroupSpec, mesh: MeshShape, ep: int) -> GroupSpec:
-        """Give a template the ranks of a mesh; experts are on `ep` times fewer."""
-        share = ep if is_of_experts(group) else 1
-        num_ranks = max(1, mesh.size_along(GRADIENT_AXES) // share)
-        num_shards = max(1, mesh.size_along(SHARD_AXES) // share)
-        return replace(group, num_ranks=num_ranks, num_shards=num_shards)
 
     def _tiered(
         self, strategy: Strategy, tiers: TiersConfig, held: Sequence[LayerCount], pipeline_rank: int
@@ -191,7 +145,8 @@ class CompactLayout:
         rank_of = self.stages.of(strategy).placement.rank_of
         holders = [min(map(rank_of, fold.group.stages)) if strategy.pp > 1 else pipeline_rank for fold in held]
         own = [fold for fold, holder in zip(held, holders, strict=True) if holder == pipeline_rank]
-        assigned = iter(assign_tiers(_unfolded(own), tiers))
+        each = [replace(fold.group, name=f"{fold.group.name}.{index}") for fold in own for index in range(fold.count)]
+        assigned = iter(assign_tiers(each, tiers))
         for fold, holder in zip(held, holders, strict=True):
             if holder != pipeline_rank:
                 first = next(each for each in self.rank(strategy, holder).folds if each.group.name == fold.group.name)
@@ -207,19 +162,14 @@ class CompactLayout:
             if not set(group.stages).isdisjoint(held):
                 yield LayerCount(group, 1)
         for stage in held:
-            dense, with_experts = stages.kinds[stage]
-            counts: dict[bool, int] = {False: dense, True: with_experts}
-            kept_last = None
-            if strategy.pp == 1 and dense + with_experts:  # what it was gathered for in the forward serves the backward
-                kept_last = with_experts > 0
-                counts[kept_last] -= 1
-            for has_experts, count in counts.items():
-                if count:
-                    name = f"{'experts' if has_experts else 'dense'}.{stage}"
-                    yield from (LayerCount(group, count) for group in self._block(strategy, name, stage, has_experts))
-            if kept_last is not None:
-                name = f"{'experts' if kept_last else 'dense'}.{_LAST}"
-                yield from (LayerCount(group, 1) for group in self._block(strategy, name, stage, kept_last))
+            kinds = enumerate(stages.kinds[stage])
+            runs = [(bool(kind), count, str(stage)) for kind, count in kinds if count]
+            if strategy.pp == 1 and runs:  # what the last block was gathered for in the forward serves its backward
+                has_experts, count, name = runs.pop()
+                runs += [(has_experts, count - 1, name), (has_experts, 1, _LAST)]
+            for has_experts, count, name in runs:
+                groups = self._block(strategy, f"{'experts' if has_experts else 'dense'}.{name}", stage, has_experts)
+                yield from (LayerCount(group, count) for group in groups if count)
 
     def _block(self, strategy: Strategy, name: str, stage: int, has_experts: bool) -> tuple[GroupSpec, ...]:
         below = self._keep_whole_below(strategy)
@@ -237,9 +187,7 @@ class CompactLayout:
         return self._templates[key]
 
     def _keep_whole_below(self, strategy: Strategy) -> int:
-        num_shards = strategy.dp_shard * strategy.cp
-        stage = effective_stage(strategy.zero_stage, num_shards, _tiers_of(strategy), is_scheduled=strategy.pp > 1)
-        return self.job.keep_whole_below if stage.unshard_for_use else 0
+        return self.job.keep_whole_below if _stage_of(strategy).unshard_for_use else 0
 
     def _root(self, strategy: Strategy, stages: StageLayouts) -> tuple[GroupSpec, ...]:
         """Return the groups of what is in no block: one without a pipeline, else one for each set of stages that use
@@ -281,17 +229,18 @@ def is_of_experts(group: GroupSpec) -> bool:
     return group.name.endswith(_EXPERTS)
 
 
-def _unfolded(folds: Iterable[LayerCount]) -> list[GroupSpec]:
-    """List every group by itself, each with its own name."""
-    return [replace(fold.group, name=f"{fold.group.name}.{index}") for fold in folds for index in range(fold.count)]
+def _placed(group: GroupSpec, mesh: MeshShape, ep: int) -> GroupSpec:
+    """Give a template the ranks of a mesh; experts are on `ep` times fewer."""
+    share = ep if is_of_experts(group) else 1
+    num_ranks, num_shards = mesh.size_along(GRADIENT_AXES) // share, mesh.size_along(SHARD_AXES) // share
+    return replace(group, num_ranks=max(1, num_ranks), num_shards=max(1, num_shards))
 
 
-def _mesh_of(strategy: Strategy) -> MeshShape:
-    return MeshShape(strategy.pp, strategy.dp_replicate, strategy.dp_shard, strategy.cp, strategy.tp)
+def _stage_of(s: Strategy) -> ZeroStage:
+    return effective_stage(s.zero_stage, s.dp_shard * s.cp, _tiers_of(s), is_scheduled=s.pp > 1)
 
 
-def _tiers_of(strategy: Strategy) -> TiersConfig:
-    s = strategy
+def _tiers_of(s: Strategy) -> TiersConfig:
     return TiersConfig(
         params=s.params_tier,
         grads=s.grads_tier,

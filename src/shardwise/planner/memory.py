@@ -1,48 +1,44 @@
-"""Estimate the memory of each pipeline rank, by category, at the highest moment of a step.
+"""Estimate the memory of each pipeline rank, by category, at the highest moment of a step, to rank candidates.
 
-What is stored all the time follows from the folded Layout, to the byte. On top of it come, moment by moment, what
-blocks keep of the micro-batches that the schedule has in flight, what a backward makes, logits, parameters that are
-gathered and gradients that are sent; the peak is the highest of these moments, not the sum of the highest of each part.
+What is stored all the time follows from the folded Layout, to the byte. On top of it come what blocks keep of the
+micro-batches in flight, by formulas of the literature (`layout.activation_bytes`), the largest tensors of a backward,
+logits, gathered parameters and gradients on their way. The peak is the highest of a few moments. Where each byte
+matters, `shardwise.simulate` runs the engine itself.
 
+>>> from shardwise.planner.hardware import parse_cluster
 >>> from shardwise.models.presets import preset
->>> from shardwise.planner.hardware import Cluster, GpuSpec
 >>> from shardwise.planner.shape import ModelShape
->>> gpu = GpuSpec(name="h100", memory_bytes=80 * 2**30, memory_bytes_per_s=3e12, peak_flops_per_s={"bf16": 989e12})
->>> cluster = Cluster(gpu=gpu, num_gpus=64, gpus_per_node=8, nic_bytes_per_s=5e10)
->>> job = PlanJob(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=64, cluster=cluster)
+>>> shape, cluster = ModelShape.of_decoder(preset("llama-3-8b")), parse_cluster("h100:64")
+>>> job = PlanJob(shape=shape, seq_len=8192, global_batch=64, cluster=cluster)
 >>> worst = MemoryModel(job).estimate(Strategy(dp_shard=64, zero_stage=3, recompute="full")).worst
 >>> print(", ".join(f"{key} {size / 2**30:.1f}" for key, size in worst.peak.items() if size > 2**28))
-grads 0.5, optimizer 1.4, activations 3.1, workspace 0.5, buckets 3.3, gathered 2.8, overhead 1.7, rounding 0.4
+grads 0.5, optimizer 1.4, activations 3.2, workspace 0.5, gathered 2.8, buckets 3.2, overhead 1.7, rounding 0.4
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from operator import itemgetter, mul
+from functools import partial
 from typing import Final
 
-from shardwise.layout.activation_bytes import FP32_BYTES
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.layout.activation_bytes import FP32_BYTES, LayerShape, activation_bytes_per_layer
 from shardwise.layout.layout import TIERS
+from shardwise.layout.param_groups import ROOT
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.layout.zero_stages import Placement
-from shardwise.planner.block_memory import BlockBytes, HeadBytes, block_bytes, head_bytes, norm_bytes
-from shardwise.planner.buffer_memory import (
-    NUM_TELLING,
-    Buffers,
-    BufferTable,
-    GatheredUnits,
-    sums_in_backward,
-    sums_of,
-    tied_bytes,
-)
-from shardwise.planner.compact_layout import CompactLayout, RankLayerCounts
-from shardwise.planner.in_flight import InFlight, InFlightCounts, InFlightTable, is_remote
-from shardwise.planner.job import PlanJob, Strategy
+from shardwise.planner.compact_layout import CompactLayout, LayerCount, RankLayerCounts
+from shardwise.planner.job import FrameworkTraits, PlanJob, Strategy
 from shardwise.planner.results import MemoryEstimate, RankMemory
 from shardwise.planner.stages import StageLayouts
-from shardwise.runtime.precision import SCRATCH_NUMEL
+from shardwise.schedule.formulas import moments_in_flight
+from shardwise.schedule.registry import recipe_of
+
+_Moments = NDArray[np.int64]
 
 CONTEXT_BYTES: Final = 1.0 * 2**30
 """Bytes of a process's context on a GPU with its kernels: 0.5 to 2 GiB (stas00/ml-engineering,
@@ -57,9 +53,57 @@ UNUSED_SHARE: Final = 0.04
 NUM_INPUTS_ON_DEVICE: Final = 3
 """How many inputs of recomputed blocks stay on the device where the others are on the host."""
 
-NUM_ON_THE_WAY: Final = 4
-"""How many tensors between stages exist besides those in use, in code that is not ours: one that is received for the
-next computation and one that is sent, in each direction."""
+NUM_SENT: Final = 2
+"""How many tensors between stages exist besides those in use: one that is received ahead, one that is sent."""
+
+MASK_BYTES: Final = 1.0
+"""Bytes that are kept of each element that dropout works on, in addition to its output."""
+
+LOSS_LOGITS: Final = 2**26
+"""How many logits our loss widens at a time; source: `shardwise.models.decoder`."""
+
+LEAST_ROWS: Final = 1024
+"""The fewest tokens of which a head computes logits at a time; source: `shardwise.tensor.cross_entropy`."""
+
+
+@dataclass(frozen=True)
+class BlockBytes:
+    """Hold the bytes of one micro-batch in one block.
+
+    Attributes:
+        kept: between the block's forward and its backward.
+        whole: kept by a block that recomputes nothing.
+        again: made by a recomputation, in addition to what is kept.
+        working: made by the backward besides, at its highest.
+        deferred: kept for the gradients of the weights, where these come later than that of the input.
+        stream: of the residual stream, as it passes from block to block.
+    """
+
+    kept: float
+    whole: float
+    again: float
+    working: float
+    deferred: float
+    stream: float
+
+
+@dataclass(frozen=True)
+class HeadBytes:
+    """Hold the bytes of one micro-batch in the head and its loss.
+
+    Attributes:
+        given: the head's input, where it is kept.
+        kept: between the loss's forward and its backward, in addition to `given`.
+        made: by the loss or the head's backward besides, whichever makes more.
+        weight: the gradient of the head's weight; that of the embedding's is as large.
+        deferred: kept for the gradient of the weight, where that comes later.
+    """
+
+    given: float
+    kept: float
+    made: float
+    weight: float
+    deferred: float
 
 
 @dataclass(frozen=True)
@@ -70,32 +114,35 @@ class StageBytes:
         whole: kept between forward and backward, the head and what was sent on included.
         blocks: the part of that which the first blocks keep, by their number.
         again: what recomputation adds in the backward of each block.
-        deferred: kept for the gradients of the weights alone.
-        head_deferred: the head's part of that.
-        sent: the output, which is freed when its gradient has come.
-        taken: that gradient, which autograd holds to the end of the backward.
-        inlet, outlet: what the stage before gives it, and what it gives the next.
-        has_experts: whether its last block has experts.
-        has_norm, has_head: whether it has the last norm, the head.
+        deferred: kept for the gradients of the blocks' weights, where these come later.
+        block: of its last block.
+        head: of the head, where it has that.
+        ends: of the inputs of the last norm and of the head, where it has those.
     """
 
     whole: float
     blocks: tuple[float, ...]
     again: tuple[float, ...]
     deferred: float
-    head_deferred: float
-    sent: float
-    taken: float
-    inlet: float
-    outlet: float
-    has_experts: bool
-    has_norm: bool
-    has_head: bool
+    block: BlockBytes
+    head: HeadBytes | None
+    ends: float
 
-    @property
-    def num_blocks(self) -> int:
-        """Return the number of its blocks."""
-        return len(self.again)
+
+@dataclass(frozen=True)
+class Buffers:
+    """Hold the bytes of a stage's parameters that are gathered and of its gradients on their way.
+
+    Attributes:
+        root, block: gathered, of what is in no block and of the largest block.
+        waiting: gradients that wait for their reduction or are in one, while a block's come.
+        last: the same as what is in no block is reduced, the last of all.
+    """
+
+    root: float
+    block: float
+    waiting: float = 0.0
+    last: float = 0.0
 
 
 class MemoryModel:
@@ -104,10 +151,9 @@ class MemoryModel:
     def __init__(self, job: PlanJob, compact: CompactLayout | None = None) -> None:
         self.job = job
         self.compact = compact or CompactLayout(job)
-        self._counts = InFlightTable()
+        self._moments_of: dict[tuple[str, int, int, int, int], _Moments] = {}
         self._blocks: dict[tuple[object, ...], BlockBytes] = {}
         self._heads: dict[tuple[object, ...], HeadBytes] = {}
-        self._buffer_table = BufferTable(job)
 
     def estimate(self, strategy: Strategy, *, too_much_bytes: float = math.inf) -> MemoryEstimate:
         """Estimate one rank at each place of the pipeline.
@@ -116,317 +162,181 @@ class MemoryModel:
             strategy: how the job is split.
             too_much_bytes: no further ranks are estimated after the first that holds more on its device.
         """
-        stages = self.compact.stages.of(strategy)
+        s, stages = strategy, self.compact.stages.of(strategy)
         last = stages.placement.num_ranks - 1
         found: dict[tuple[object, ...], RankMemory] = {}
         ranks = []
         for rank in dict.fromkeys((0, last, *range(last))):  # the first and the last hold most, mostly
-            firsts = tuple(
-                stages.starts[stage] % strategy.recompute_every for stage in stages.placement.stages_of(rank)
-            )
-            key = (*stages.held_by(rank), firsts, self._in_flight(strategy, rank))
+            held = self._held(s, rank)
+            firsts = tuple(stages.starts[stage] % s.recompute_every for stage in stages.placement.stages_of(rank))
+            key = (*stages.held_by(rank), firsts, held.tobytes())
             if key not in found:
-                found[key] = self._of_rank(strategy, stages, rank)
+                found[key] = self._of_rank(s, stages, rank, held)
             ranks.append(replace(found[key], pipeline_rank=rank))
             if found[key].peak_bytes > too_much_bytes:
                 break
         return MemoryEstimate(ranks=tuple(sorted(ranks, key=lambda each: each.pipeline_rank)))
 
-    def _of_rank(self, strategy: Strategy, stages: StageLayouts, rank: int) -> RankMemory:
-        at_rest = self.compact.at_rest(strategy, rank)
-        by_tier = self.compact.by_tier(strategy, rank)
-        here = by_tier.get("device", {"param": 0, "grad": 0, "optimizer": 0})
-        states = self._states(strategy, rank, here)
-        moments = self._moments(strategy, stages, rank)
-        peak = states | max(moments, key=lambda moment: sum(moment.values()))
+    def _held(self, strategy: Strategy, rank: int) -> _Moments:
+        """Return what a rank holds at each moment, as `moments_in_flight`; [moments, 1 + 2 x stages]."""
+        s = strategy
+        key = (s.schedule, s.pp, s.num_micro_batches, s.virtual_stages, rank) if s.pp > 1 else ("1f1b", 1, 1, 1, 0)
+        if key not in self._moments_of:
+            self._moments_of[key] = np.array(moments_in_flight(*key))
+        return self._moments_of[key]
+
+    def _of_rank(self, strategy: Strategy, stages: StageLayouts, rank: int, held: _Moments) -> RankMemory:
+        at_rest, by_tier = self.compact.at_rest(strategy, rank), self.compact.by_tier(strategy, rank)
+        moving = max(self._moments(strategy, stages, rank, held), key=lambda moment: sum(moment.values()))
         elsewhere = {tier: float(sum(by_tier[tier].values())) for tier in TIERS[1:] if tier in by_tier}
         if strategy.activations_tier == "host":
-            elsewhere["host"] = elsewhere.get("host", 0.0) + self._offloaded(strategy, stages, rank)
-        return RankMemory(
-            pipeline_rank=rank,
-            at_rest=at_rest,
-            peak=peak | self._of_device(strategy, peak),
-            elsewhere=elsewhere,
-        )
+            num_inputs = stages.layers_on(rank) // strategy.recompute_every - NUM_INPUTS_ON_DEVICE
+            moved = max(0, num_inputs) * self._block(strategy, has_experts=False).stream
+            elsewhere["host"] = elsewhere.get("host", 0.0) + moved
+        peak = self._states(strategy, rank, by_tier.get("device", {})) | moving
+        peak |= self._of_device(strategy, sum(moving.values()))
+        return RankMemory(pipeline_rank=rank, at_rest=at_rest, peak=peak, elsewhere=elsewhere)
 
     def _states(self, strategy: Strategy, rank: int, here: Mapping[str, int]) -> dict[str, float]:
         """Return the bytes of the states on the device, of which `here` has those of each role."""
-        return {"params": float(here["param"]), "grads": float(here["grad"]), "optimizer": float(here["optimizer"])}
+        roles = {"params": "param", "grads": "grad", "optimizer": "optimizer"}
+        return {name: float(here.get(role, 0)) for name, role in roles.items()}
 
-    def _of_device(self, strategy: Strategy, peak: Mapping[str, float]) -> dict[str, float]:
-        """Return what the device and its allocator hold beyond tensors."""
+    def _of_device(self, strategy: Strategy, moving_bytes: float) -> dict[str, float]:
+        """Return what the device and its allocator hold beyond tensors, of which so many bytes come and go."""
         if self.job.cluster.gpu.is_cpu:
             return {"overhead": 0.0, "rounding": 0.0}
         axes = (strategy.tp, strategy.cp, strategy.pp, strategy.num_data_ranks)
         num_split = sum(size > 1 for size in axes)
         num_communicators = num_split + (num_split > 1)  # of several axes, that of all ranks
         overhead = CONTEXT_BYTES + COMMUNICATOR_BYTES * num_communicators
-        moving = sum(peak.values()) - sum(peak[name] for name in ("params", "grads", "optimizer"))
-        return {"overhead": overhead, "rounding": UNUSED_SHARE * moving}
+        return {"overhead": overhead, "rounding": UNUSED_SHARE * moving_bytes}
 
-    def _moments(self, strategy: Strategy, stages: StageLayouts, rank: int) -> Iterator[dict[str, float]]:
+    def _moments(
+        self, strategy: Strategy, stages: StageLayouts, rank: int, held: _Moments
+    ) -> Iterator[dict[str, float]]:
         """Yield the bytes of what comes and goes, at each moment that may be the highest."""
-        s = strategy
-        held = stages.placement.stages_of(rank)
-        each = [self._stage(s, stages, stage) for stage in held]
-        folds = self.compact.rank(s, rank)
-        gathered, buffers = self._gathered(s, folds, len(held)), self._buffers(s, rank)
-        stream = self._block(s, has_experts=False).stream
-        inlets = [one.inlet if stage else 0.0 for stage, one in zip(held, each, strict=True)]
-        outlets = [one.outlet if stage < stages.head_stage else 0.0 for stage, one in zip(held, each, strict=True)]
-        passing = max(*inlets, *outlets)
-
-        wholes, deferreds = [stage.whole for stage in each], [stage.deferred for stage in each]
-
-        def base(moment: InFlightCounts) -> float:
-            kept = sum(map(mul, moment.whole, wholes)) + sum(map(mul, moment.deferred, deferreds))
-            if not self.job.traits.is_own:
-                return kept + stream * (min(NUM_ON_THE_WAY, s.num_micro_batches) if s.pp > 1 else 0)
-            return kept + moment.num_arrived * passing + _sent_bytes(moment, inlets, s.num_micro_batches)
-
-        in_flight = self._in_flight(s, rank)
-        # Whatever else a moment has is the same for all of its kind: the one before which most is kept is the highest.
-        for index, moments in enumerate(in_flight.backwards):
-            bases = [base(moment) for moment in moments]
-            kept, stage = max(bases), each[index]
-            # A stage that holds all micro-batches has run no backward, so no gradients wait in buckets.
-            both = zip(bases, moments, strict=True) if s.pp > 1 and s.gather == "batch" else ()
-            waiting = [one for one, moment in both if moment.whole[index] < s.num_micro_batches]
-            again = max(waiting, default=-math.inf) - kept
-            yield from self._backward(s, stage, kept, gathered[index], buffers[index], held[index] == 0, again)
-            if self._reduces_after(s):
-                left = [one - self._own(s, stage, moment, index) for one, moment in zip(bases, moments, strict=True)]
-                yield {
-                    "activations": max(left) + stage.inlet,
-                    "workspace": float(buffers[index].scratch),
-                    "gathered": gathered[index].num_bytes(0),
-                    "buckets": buffers[index].last,
-                }
-        for is_deferred in (False, True):
-            bases = [base(moment) for moment in in_flight.between if any(moment.deferred) is is_deferred]
-            if bases:
-                yield {
-                    "activations": max(bases) + stream,
-                    "workspace": max(self._largest_weight(s, stage) for stage in each) if is_deferred else 0.0,
-                    "gathered": max(one.num_bytes(2) for one in gathered),
-                    "buckets": max(one.filling[-1] for one in buffers),
-                }
-        tied = tied_bytes(folds) if s.pp > 1 and self.job.traits.is_own else 0
-        yield {"workspace": self._step_bytes(s, rank) + tied, "buckets": buffers[0].stepping}
-
-    def _own(self, strategy: Strategy, stage: StageBytes, moment: InFlightCounts, index: int) -> float:
-        """Return what a stage has freed when it is reduced: what it holds of one micro-batch, or of a whole batch."""
-        if strategy.gather == "micro-batch":
-            return stage.whole
-        return moment.whole[index] * stage.whole + moment.deferred[index] * stage.deferred
+        s, folds, numbers = strategy, self.compact.rank(strategy, rank), stages.placement.stages_of(rank)
+        each = [self._stage(s, stages, stage) for stage in numbers]
+        buffers = [self._buffers(s, folds, stage) for stage in numbers]
+        if s.pp > 1 and self.job.traits.is_own:  # our pool keeps in a pipeline what reductions needed
+            pooled = max(one.last for one in buffers)
+            buffers = [replace(one, waiting=pooled, last=pooled) for one in buffers]
+        deferred = [stage.deferred + (stage.head.deferred if stage.head else 0.0) for stage in each]
+        stream = each[0].block.stream
+        base = held[:, 1:] @ np.array([*(stage.whole for stage in each), *deferred]) + NUM_SENT * stream * (s.pp > 1)
+        for index, stage in enumerate(each):
+            kept = float(base[held[:, 0] == index].max())
+            yield from self._backward(s, stage, kept, buffers[index], has_table=numbers[index] == 0)
+        if (held[:, 0] < 0).any():  # in a forward, or before gradients of weights that come later
+            gathered = max(one.root + 2 * one.block for one in buffers)
+            waiting = max(one.waiting for one in buffers)
+            yield {"activations": float(base.max()) + stream, "gathered": gathered, "buckets": waiting}
+        yield {"workspace": self._step_bytes(s, folds)}
 
     def _backward(
-        self,
-        strategy: Strategy,
-        stage: StageBytes,
-        base: float,
-        gathered: GatheredUnits,
-        buffers: Buffers,
-        has_table: bool,
-        again: float,
+        self, strategy: Strategy, stage: StageBytes, kept: float, buffers: Buffers, *, has_table: bool
     ) -> Iterator[dict[str, float]]:
-        """Yield the moments of the backward of a stage, before which a rank keeps `base`.
-
-        `again` is added to it where gradients of other micro-batches wait in buckets; it is minus infinity where none
-        do.
-        """
-        s = strategy
-        block, head = self._block(s, has_experts=stage.has_experts), self._head(s)
-        left, widened = base - stage.sent + stage.taken, self._widened_bytes(s, head)
-        if stage.has_head:
-            num_gathered = int(s.pp == 1)  # what the forward was gathered for; in a pipeline none stays
-            of_loss = {"gathered": gathered.num_bytes(num_gathered), "buckets": buffers.idle}
-            yield {"activations": left - head.kept, "logits": head.kept + head.loss, **of_loss}
-            yield {"activations": left + head.after, "workspace": head.weight, **of_loss}
-            left += stage.head_deferred - head.given - head.kept
-            if s.pp == 1 and self.job.shape.is_tied:
-                left += head.weight  # it waits for what the embedding adds to it
-            of_root = {"gathered": gathered.num_bytes(num_gathered), "buckets": buffers.with_root}
-            yield {"activations": left + head.after, "workspace": head.weight + widened, **of_root}
-        if stage.has_norm:
-            if self.job.cluster.gpu.is_cpu:
-                wide = norm_bytes(DTYPE_BYTES[s.param]) / DTYPE_BYTES[s.param]
-                of_root = {"gathered": gathered.num_bytes(int(s.pp == 1)), "buckets": buffers.with_root}
-                yield {"activations": left + block.stream, "workspace": wide * block.stream, **of_root}
-            left -= block.stream
-        num_blocks, left = stage.num_blocks, left - stage.blocks[-1]
-        deferred = (stage.deferred - stage.head_deferred) / max(1, num_blocks)
-        yield from self._blocks_backward(s, stage, left, deferred, gathered, buffers, again)
-        if has_table:
-            whole = block.stream * (s.tp if s.sequence_parallel and self.job.traits.is_own else 1)
-            is_tied = s.pp == 1 and self.job.shape.is_tied
+        """Yield the moments of a stage's backward, before which a rank keeps `kept`: loss, blocks, table, reduction."""
+        s, head, num_blocks, is_alone = strategy, stage.head, len(stage.again), strategy.pp == 1
+        left = kept - stage.ends - stage.blocks[-1]
+        if head is not None:
             yield {
-                "activations": left + num_blocks * deferred + whole,
-                "workspace": max(head.weight * (2 if is_tied else 1), head.weight + widened),
-                "gathered": gathered.num_bytes(0),
-                "buckets": buffers.reducing[-1] if s.pp == 1 else buffers.filling[-1],
+                "activations": kept - head.kept,
+                "logits": head.kept + head.made,
+                "gathered": buffers.root + is_alone * buffers.block,  # the last block stays; in a pipeline none does
+                "buckets": 0.0 if is_alone else buffers.waiting,  # of other micro-batches
             }
-            yield {
-                "activations": left - (head.weight if is_tied else 0.0) + num_blocks * deferred + whole,
-                "workspace": max(head.weight + widened, 0 if self._reduces_after(s) else buffers.scratch),
-                "gathered": gathered.num_bytes(0),
-                "buckets": buffers.last if s.pp == 1 else buffers.filling[-1],
-            }
-
-    def _blocks_backward(
-        self,
-        strategy: Strategy,
-        stage: StageBytes,
-        left: float,
-        deferred: float,
-        gathered: GatheredUnits,
-        buffers: Buffers,
-        again: float,
-    ) -> Iterator[dict[str, float]]:
-        """Yield the moments of the backward of a stage's blocks, where a rank also keeps `left`."""
-        s, block = strategy, self._block(strategy, has_experts=stage.has_experts)
-        num_blocks, blocks = stage.num_blocks, stage.blocks
-        is_later = self._reduces_after(s)
-        for done in _telling(num_blocks, NUM_TELLING if s.pp == 1 else s.recompute_every, is_last=deferred > 0):
+            # The gradient of a tied table waits for what the embedding adds to it.
+            left += head.deferred - head.kept + (head.weight if is_alone and self.job.shape.is_tied else 0.0)
+        for done in {*range(min(num_blocks, s.recompute_every)), num_blocks - 1} if num_blocks else ():
             here = num_blocks - done
-            of_block = {"gathered": gathered.num_bytes(min(2, here))}
-            is_same = not done and stage.taken == block.stream  # as the gradient of the blocks' stream
-            kept = left + blocks[here] + done * deferred + stage.again[here - 1] - is_same * block.stream
-            filling = _at(buffers.filling, done)
-            yield {"activations": kept, "workspace": block.working, "buckets": filling, **of_block}
-            if block.early:
-                for more, buckets in _with_again(_at(buffers.opening, done), filling, again):
-                    yield {"activations": kept + more, "workspace": block.early, "buckets": buckets, **of_block}
             yield {
-                "activations": left + blocks[here - 1] + (done + 1) * deferred + block.stream,
-                "buckets": filling if is_later else _at(buffers.reducing, done),
-                "workspace": 0.0 if is_later else float(buffers.scratch),
-                **of_block,
+                "activations": left + stage.blocks[here] + done / num_blocks * stage.deferred + stage.again[here - 1],
+                "workspace": stage.block.working,
+                "gathered": buffers.root + min(2, here) * buffers.block,
+                "buckets": buffers.waiting,
             }
+        after = {"activations": left + stage.deferred, "gathered": buffers.root, "buckets": buffers.last}
+        if has_table:
+            num_tables = 2 if is_alone and self.job.shape.is_tied else 1
+            yield after | {"workspace": num_tables * self._head(s).weight + stage.block.stream}
+        yield after
 
-    def _reduces_after(self, strategy: Strategy) -> bool:
-        """Say whether a stage is reduced when its backward is over."""
-        return strategy.pp > 1 and self.job.traits.is_own
+    def _buffers(self, strategy: Strategy, folds: RankLayerCounts, stage: int) -> Buffers:
+        """Count the buffers of one of a rank's stages.
 
-    def _widened_bytes(self, strategy: Strategy, head: HeadBytes) -> float:
-        """Return the bytes in which a CPU widens a table's gradient to add it to those of other micro-batches."""
-        s, size = strategy, DTYPE_BYTES[strategy.param]
-        is_reduced_each = s.zero_stage >= 2 if s.pp == 1 else s.zero_stage == 3 and s.gather == "micro-batch"
-        is_added = s.num_micro_batches > 1 and not is_reduced_each and s.accumulate == "fp32" and size < FP32_BYTES
-        if not is_added or not self.job.cluster.gpu.is_cpu:
-            return 0.0
-        return FP32_BYTES * min(SCRATCH_NUMEL, head.weight / size)
-
-    def _gathered(self, strategy: Strategy, folds: RankLayerCounts, num_stages: int) -> list[GatheredUnits]:
-        """Return what is unsharded for each stage of a rank, while it computes."""
-        first = GatheredUnits.of(strategy, folds)
-        if first.is_whole or not first.param_bytes:
-            return [first] * num_stages
-        return [first, *(GatheredUnits.of(strategy, folds, index) for index in range(1, num_stages))]
-
-    def _buffers(self, strategy: Strategy, rank: int) -> list[Buffers]:
-        """Return the buffers of each stage of a pipeline rank, in their order."""
-        s, whole_bytes = strategy, 0.0
-        if s.tp > 1 and self.job.cluster.gpu.is_cpu:
-            whole_bytes = self._block(s, has_experts=False).stream * (s.tp if s.sequence_parallel else 1)
-        reductions: tuple[tuple[int, bool], ...] = ()
-        if s.pp > 1 and s.gather == "micro-batch":
-            reductions = self._counts.reductions(s.schedule, s.pp, s.virtual_stages, s.num_micro_batches, rank=rank)
-        folds = self.compact.rank(s, rank)
-        sums = sums_of(s, whole_bytes, folds) if whole_bytes else ()
-        again = sums_in_backward(s, whole_bytes, folds) if whole_bytes else ()
-        return self._buffer_table.of(s, folds, sums, reductions, again)[::-1]
-
-    def _largest_weight(self, strategy: Strategy, stage: StageBytes) -> float:
-        """Return the bytes of the gradient of a stage's largest weight, before it is added to where it is stored."""
-        s, shape = strategy, self.job.shape
-        if self.job.traits.reduces_in_place:
-            return 0.0
-        of_block = DTYPE_BYTES[s.param] * shape.hidden_size * shape.ffn_size / s.tp if stage.num_blocks else 0.0
-        return max(of_block, self._head(s).weight if stage.head_deferred else 0.0)
-
-    def _step_bytes(self, strategy: Strategy, rank: int) -> float:
-        """Return the bytes of this rank's gradients that the step widens, where they are stored narrower than the
-        master.
+        Gradients that are stored as shards have a bucket: that of what is in no block, and two of blocks; a pipeline's
+        stage has those of all blocks, in the dtype that micro-batches are added in. A reduction that changes the dtype
+        copies what it sends, and two are under way; one that does not sum in place receives as much again.
         """
-        s = strategy
-        if s.optimizer_tier != "device" or DTYPE_BYTES[s.param] >= FP32_BYTES or s.accumulate == "fp32":
+        s, layout, traits, all_stages = strategy, folds.layout, self.job.traits, strategy.gather == "batch"
+        own = [fold for fold in folds.folds if s.pp == 1 or stage in fold.group.stages]
+        used = folds.folds if s.pp > 1 and all_stages else own
+        root, block, whole = self._numels(fold for fold in used if not fold.group.is_stored_whole)
+        size = DTYPE_BYTES[s.param] if layout.stage.params is Placement.SHARD else 0
+        params = Buffers(size * whole, 0.0) if s.pp > 1 and all_stages else Buffers(size * root, size * block)
+        if not self.job.trains_all:
+            return params
+        wire, width = DTYPE_BYTES[layout.precision.reduce], DTYPE_BYTES[layout.precision.accumulate]
+        root, block, whole = self._numels(own)
+        is_sharded = layout.stage.grads is Placement.SHARD
+        is_replicated = layout.stage.optimizer is Placement.REPLICATE
+        waiting = 0.0
+        if is_sharded:
+            width = wire if s.pp == 1 else width
+            waiting = width * float(root + 2 * block if s.pp == 1 else folds.numel if all_stages else whole)
+        num_shards = layout.mesh.dp_shard * layout.mesh.cp
+        is_split = num_shards * (layout.mesh.dp_replicate if is_replicated else 1) > 1
+        copies = is_split and width != wire and not traits.reduces_in_place
+        receives = is_split and (is_sharded or not (traits.reduces_in_place or (is_replicated and width == wire)))
+        # What NCCL sums arrives as a slice; others copy all gradients of a group together before they send them.
+        is_slice = traits.is_own and not self.job.cluster.gpu.is_cpu and wire >= FP32_BYTES
+        sent = wire * (2 * copies + receives / (num_shards if is_slice else 1))
+        last = waiting + sent * (root if s.pp == 1 else max(root, block))
+        return replace(params, waiting=waiting + (sent * block if s.pp == 1 else 0.0), last=last)
+
+    def _numels(self, folds: Iterable[LayerCount]) -> tuple[int, int, int]:
+        """Return the elements of what is in no block, of what is gathered at once of a block, and of all."""
+        units: dict[str, int] = {ROOT: 0}
+        whole = 0
+        for fold in folds:
+            units[fold.group.unit] = units.get(fold.group.unit, 0) + fold.group.padded_numel
+            whole += fold.count * fold.group.padded_numel
+        root = units.pop(ROOT)
+        return root, max(units.values(), default=0), whole
+
+    def _step_bytes(self, strategy: Strategy, folds: RankLayerCounts) -> float:
+        """Return the bytes of gradients that the step widens, where they are stored narrower than the master."""
+        s, is_narrow = strategy, DTYPE_BYTES[folds.layout.precision.accumulate] < FP32_BYTES
+        if not is_narrow or s.optimizer_tier != "device":
             return 0.0
-        folds = self.compact.rank(s, rank)
-        is_sharded = folds.layout.stage.optimizer is Placement.SHARD
-        return FP32_BYTES * sum(
-            fold.count * (fold.group.shard_numel if is_sharded else fold.group.padded_numel)
-            for fold in folds.folds
-            if fold.group.trainable
-        )
-
-    def _offloaded(self, strategy: Strategy, stages: StageLayouts, rank: int) -> float:
-        block = self._block(strategy, has_experts=False)
-        num_inputs = stages.layers_on(rank) // strategy.recompute_every - NUM_INPUTS_ON_DEVICE
-        return max(0, num_inputs) * _input_bytes(strategy, block)
-
-    def _in_flight(self, strategy: Strategy, rank: int) -> InFlight:
-        """Return the moments of a rank's schedule at which it holds most."""
-        s = strategy
-        if s.pp == 1:
-            return InFlight(((InFlightCounts((1,), (0,)),),))
-        # On a GPU a gradient that was sent is freed when the next is sent; on a CPU when all sends are waited for.
-        most_sent = None if self.job.cluster.gpu.is_cpu else 1
-        return self._counts.of(s.schedule, s.pp, s.virtual_stages, s.num_micro_batches, rank=rank, most_sent=most_sent)
+        numel = sum(fold.count * fold.group.padded_numel for fold in folds.folds if fold.group.trainable)
+        return FP32_BYTES * numel / (s.dp_shard * s.cp if folds.layout.stage.optimizer is Placement.SHARD else 1)
 
     def _stage(self, strategy: Strategy, stages: StageLayouts, stage: int) -> StageBytes:
         """Count what one stage keeps of one micro-batch."""
-        s, head = strategy, self._head(strategy)
-        stream = self._block(s, has_experts=False).stream
-        inlet, outlet = self._passing(s, stages, stage), self._passing(s, stages, stage + 1)
-        # The first block is given a whole sequence, which its recomputation splits; what is received is kept at all.
-        is_whole = s.sequence_parallel and self.job.traits.is_own and stages.starts[stage] == 0
-        num_whole = s.tp - 1 if s.recompute != "none" else s.tp if stage else 0
-        deferred, blocks, again = 0.0, [is_whole * num_whole * stream], []
-        num_again = 0
-        index = stages.starts[stage]
-        for num_blocks, has_experts in zip(stages.kinds[stage], (False, True), strict=True):
-            if not num_blocks:
-                continue
-            block = self._block(s, has_experts=has_experts)
-            deferred += num_blocks * block.deferred
-            for _ in range(num_blocks):
-                is_again = index % s.recompute_every == 0
-                num_again += is_again
-                is_away = is_again and s.activations_tier == "host" and num_again > NUM_INPUTS_ON_DEVICE
-                kept = (block.kept if is_again else block.whole) - (_input_bytes(s, block) if is_away else 0.0)
-                blocks.append(blocks[-1] + kept)
-                again.append(block.whole - block.kept + block.again if is_again else 0.0)
-                index += 1
-        has_norm, has_head = stage == stages.norm_stage, stage == stages.head_stage
-        is_sent = is_remote(stages.placement, stage, stage + 1)
-        has_angles = self.job.traits.is_own and not self.job.shape.num_positions and bool(again)
-        angles = 2 * FP32_BYTES * self.job.seq_len / s.cp * self.job.shape.head_dim if has_angles else 0.0
-        given = head.given or inlet * (not has_norm and self.job.traits.is_own)
-        whole = blocks[-1] + stream * has_norm + outlet * is_sent + has_head * (given + head.kept) + angles
-        head_deferred = has_head * head.deferred
-        return StageBytes(
-            whole=whole,
-            blocks=tuple(blocks),
-            again=tuple(again),
-            deferred=deferred + head_deferred,
-            head_deferred=head_deferred,
-            sent=outlet * is_sent if self.job.traits.is_own else 0.0,
-            taken=outlet * is_sent if self.job.traits.is_own else 0.0,
-            inlet=inlet,
-            outlet=outlet,
-            has_experts=stages.kinds[stage][1] > 0,
-            has_norm=has_norm,
-            has_head=has_head,
-        )
+        s, start, placement = strategy, stages.starts[stage], stages.placement
+        block, deferred, again, num_again = self._block(s, has_experts=False), 0.0, list[float](), 0
+        # Our first block is given whole sequences.
+        blocks = [block.stream * (s.tp - 1) if s.sequence_parallel and self.job.traits.is_own and not start else 0.0]
+        for index in range(start, start + stages.layers[stage]):
+            block, is_again = self._block(s, has_experts=index >= stages.num_dense), index % s.recompute_every == 0
+            num_again += is_again
+            is_away = is_again and s.activations_tier == "host" and num_again > NUM_INPUTS_ON_DEVICE
+            kept = (block.kept if is_again else block.whole) - (block.stream if is_away else 0.0)
+            blocks.append(blocks[-1] + kept)
+            again.append(block.whole - block.kept + block.again if is_again else 0.0)
+            deferred += block.deferred
+        head = self._head(s) if stage == stages.head_stage else None
+        ends = (block.stream if stage == stages.norm_stage else 0.0) + (head.given if head else 0.0)
+        is_sent = head is None and placement.rank_of(stage) != placement.rank_of(stage + 1) and self._keeps_sent()
+        whole = blocks[-1] + ends + (block.stream if is_sent else 0.0) + (head.kept if head else 0.0)
+        return StageBytes(whole, tuple(blocks), tuple(again), deferred, block, head, ends)
 
-    def _passing(self, strategy: Strategy, stages: StageLayouts, stage: int) -> float:
-        """Return the bytes that a stage gets from the one before; before the blocks and after the norm, sequences are
-        whole.
-        """
-        s, stream = strategy, self._block(strategy, has_experts=False).stream
-        is_whole = stage > stages.norm_stage or stages.starts[stage] == 0
-        return stream * s.tp if is_whole and s.sequence_parallel and self.job.traits.is_own else stream
+    def _keeps_sent(self) -> bool:
+        """Say whether what a stage has sent on stays until its backward."""
+        return True
 
     def _head(self, strategy: Strategy) -> HeadBytes:
         s = strategy
@@ -437,58 +347,144 @@ class MemoryModel:
 
     def _block(self, strategy: Strategy, *, has_experts: bool) -> BlockBytes:
         s = strategy
-        key = (
-            has_experts,
-            s.tp,
-            s.cp,
-            s.sequence_parallel,
-            s.micro_size,
-            s.param,
-            s.matmul,
-            s.recompute,
-            s.chunk_tokens,
-            s.pp > 1 and s.schedule,
-            s.cp > 1 and s.transport,
-        )
+        axes = (s.tp, s.cp, s.sequence_parallel, s.micro_size, s.param, s.matmul, s.recompute, s.chunk_tokens)
+        key = (has_experts, *axes, s.pp > 1 and s.schedule, s.cp > 1 and s.transport)
         if key not in self._blocks:
             self._blocks[key] = block_bytes(self.job, s, has_experts=has_experts)
         return self._blocks[key]
 
 
-def _telling(num_blocks: int, num_first: int, *, is_last: bool) -> list[int]:
-    """List how many blocks are done before those whose backward may be the highest: the first, and perhaps the last."""
-    found = list(range(min(num_blocks, num_first)))
-    return [*found, num_blocks - 1] if is_last and num_blocks > num_first else found
+def block_bytes(job: PlanJob, strategy: Strategy, *, has_experts: bool) -> BlockBytes:
+    """Return the bytes of one block under a strategy.
 
+    A feed-forward that takes some tokens of each sequence at a time keeps only its input. Heads that are exchanged for
+    tokens are kept together with what attention gave them.
 
-def _sent_bytes(moment: InFlightCounts, inlets: Sequence[float], num_micro_batches: int) -> float:
-    """Return the bytes of gradients that have gone, the largest first; none of micro-batches that their stage still
-    holds.
+    Args:
+        job: the model's shape, the sequence length in tokens, the cluster and the framework's traits.
+        strategy: how the job is split; its micro-batch, dtypes and recomputation set the sizes.
+        has_experts: whether the block's feed-forward is a layer of experts.
     """
-    largest = max(inlets)
-    if inlets.count(largest) + inlets.count(0.0) >= len(
-        inlets
-    ):  # as most pipelines are: quick, since it is asked often
-        return moment.num_sent * largest
-    num_left, sent_bytes = moment.num_sent, 0.0
-    for num_held, inlet in sorted(zip(moment.whole, inlets, strict=True), key=itemgetter(1), reverse=True):
-        num = min(num_left, num_micro_batches - num_held) if inlet else 0
-        num_left, sent_bytes = num_left - num, sent_bytes + num * inlet
-    return sent_bytes
+    s, shape = strategy, _layer_shape(job, strategy, has_experts)
+    is_chunked = s.chunk_tokens is not None and not has_experts
+    kept_shape = replace(shape, ffn_size=0) if is_chunked else shape
+    kept = partial(
+        activation_bytes_per_layer,
+        seq_len=job.seq_len,
+        micro_size=s.micro_size,
+        tp=s.tp,
+        cp=s.cp,
+        sequence_parallel=s.sequence_parallel,
+        element_bytes=DTYPE_BYTES[s.param],
+    )
+    feature = job.seq_len / s.cp * s.micro_size * DTYPE_BYTES[s.param]
+    mixed = feature * shape.num_heads * shape.head_dim / s.tp if s.cp > 1 and s.transport == "ulysses" else 0.0
+    drops_scores = s.recompute == "selective" and job.traits.selective == "all-but-scores"
+    at_rest = kept(replace(kept_shape, score_bytes=0.0)) if drops_scores else kept(kept_shape, recompute=s.recompute)
+    # Whole sequences that a recomputation gathers, for attention and feed-forward.
+    num_gathered = 2 - is_chunked if s.sequence_parallel and s.recompute != "none" else 0
+    stream = feature * shape.hidden_size / (s.tp if s.sequence_parallel else 1)
+    return BlockBytes(
+        kept=at_rest + (mixed if s.recompute != "full" else 0.0),
+        whole=kept(kept_shape) + mixed,
+        again=feature * num_gathered * shape.hidden_size,
+        working=stream + _made_bytes(job, s, shape, is_chunked=is_chunked),
+        deferred=feature * _deferred_size(shape, s, 0.0 if is_chunked else shape.ffn_size / s.tp)
+        if _defers(s)
+        else 0.0,
+        stream=stream,
+    )
 
 
-def _with_again(first: float, filled: float, again: float) -> tuple[tuple[float, float], ...]:
-    """Pair what is added to what is kept with the buckets: before a first gradient, and where others wait in them."""
-    return ((0.0, first),) if again == -math.inf else ((0.0, first), (again, filled))
+def _made_bytes(job: PlanJob, strategy: Strategy, shape: LayerShape, *, is_chunked: bool) -> float:
+    """Return the most bytes that a block's backward makes, beside what was kept and the gradient of the stream.
 
-
-def _at(by_done: tuple[float, ...], done: int) -> float:
-    """Return the value for `done` finished blocks; the last value holds for all further ones."""
-    return by_done[min(done, len(by_done) - 1)]
-
-
-def _input_bytes(strategy: Strategy, block: BlockBytes) -> float:
-    """Return the bytes of a recomputed block that are moved away: its input; selective recomputation keeps more than
-    that.
+    The last matrix of the feed-forward makes its own gradient and that of its input; the gradients of two inner tensors
+    follow. A feed-forward in parts makes its inner tensors again, while gradients of weights are summed over the parts.
+    Scores that are kept have two gradients of their own.
     """
-    return block.kept if strategy.recompute == "full" else block.stream
+    s, hidden, ffn = strategy, shape.hidden_size, shape.ffn_size / strategy.tp
+    feature = job.seq_len / s.cp * s.micro_size * DTYPE_BYTES[s.param]
+    weight = 0.0 if job.traits.reduces_in_place else DTYPE_BYTES[s.param] * hidden * ffn
+    gathered = hidden if s.sequence_parallel else 0.0
+    num_inner = (4 if shape.is_gated else 2) - shape.fuses_gate
+    if is_chunked:
+        part = feature * min(1.0, (s.chunk_tokens or 1) * s.cp / job.seq_len)
+        return feature * hidden + part * ((num_inner + 1) * ffn + 2 * gathered) + num_inner * weight
+    scores = 2 * shape.num_heads / s.tp * job.seq_len - hidden if shape.score_bytes else 0.0
+    return max(feature * (ffn + gathered) + weight, feature * (2 - shape.fuses_gate) * ffn, feature * scores)
+
+
+def _defers(strategy: Strategy) -> bool:
+    """Say whether gradients of weights come later than those of inputs."""
+    return strategy.pp > 1 and recipe_of(strategy.schedule).splits_backward
+
+
+def _deferred_size(shape: LayerShape, strategy: Strategy, ffn: float) -> float:
+    """Return the features of a token in inputs and outputs' gradients that wait for a later weight gradient.
+
+    Columns that gather a sequence do not wait, and rows wait with whole gradients.
+    """
+    s = strategy
+    mixed, keys = shape.num_heads * shape.head_dim / s.tp, max(shape.num_kv_heads / s.tp, 1) * shape.head_dim
+    rows = 2 * shape.hidden_size + mixed + ffn
+    columns = 2 * shape.hidden_size + mixed + 2 * keys + (2 if shape.is_gated else 1) * ffn
+    return rows + (0.0 if s.sequence_parallel else columns)
+
+
+def kept_score_bytes(traits: FrameworkTraits, element_bytes: int) -> float:
+    """Return the bytes kept of each attention score.
+
+    A fused softmax keeps its output, any other also its output in fp32, and dropout its own output and mask.
+
+    >>> kept_score_bytes(FrameworkTraits(attention="fused-softmax", has_dropout=True), 2)  # Korthikanti, equation 1
+    5.0
+    """
+    if traits.attention == "flash":
+        return 0.0
+    is_widened = traits.attention == "unfused" and element_bytes < FP32_BYTES
+    softmax = element_bytes + (FP32_BYTES if is_widened else 0.0)
+    return softmax + (element_bytes + MASK_BYTES if traits.has_dropout else 0.0)
+
+
+def head_bytes(job: PlanJob, strategy: Strategy) -> HeadBytes:
+    """Return the bytes of one micro-batch in the head and its loss.
+
+    Our loss widens some rows of the logits at a time. A head that is split, or that takes some tokens at a time, gives
+    the gradients of its input and weight at once, and they wait for that of the loss.
+    """
+    s, traits, size = strategy, job.traits, DTYPE_BYTES[strategy.param]
+    hidden, tokens = job.shape.hidden_size, job.seq_len / s.cp * s.micro_size
+    vocab = math.ceil(job.shape.vocab_size / (s.tp if traits.splits_logits else 1))
+    stream, logits = tokens * size * hidden, tokens * size * vocab
+    weight = 0.0 if traits.reduces_in_place else size * vocab * hidden
+    deferred = stream + logits if _defers(s) else 0.0
+    if traits.logits_bytes is not None:
+        made = traits.logits_bytes * vocab * min(tokens, s.chunk_tokens or tokens)
+        given = stream / (s.tp if s.sequence_parallel else 1)
+        return HeadBytes(given, 0.0, max(made, stream + weight), weight, deferred)
+    if s.tp == 1 and s.chunk_tokens is None:
+        widened = FP32_BYTES * min(tokens * vocab, 2 * LOSS_LOGITS)  # two parts follow each other
+        return HeadBytes(stream, logits, max(logits + widened, stream + weight), weight, deferred)
+    rows = min(tokens, max(LEAST_ROWS, LOSS_LOGITS // vocab), tokens if s.tp > 1 else s.chunk_tokens or tokens)
+    made = max((size + FP32_BYTES * (1 + (rows < tokens))) * rows * vocab, weight)
+    return HeadBytes(0.0, stream + FP32_BYTES * vocab * hidden, stream + made, weight, 0.0)
+
+
+def _layer_shape(job: PlanJob, strategy: Strategy, has_experts: bool) -> LayerShape:
+    shape, traits, experts = job.shape, job.traits, job.shape.experts if has_experts else None
+    return LayerShape(
+        hidden_size=shape.hidden_size,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        ffn_size=experts.ffn_size * (experts.num_chosen + experts.num_shared) if experts else shape.ffn_size,
+        is_gated=shape.ffn == "gated",
+        score_bytes=kept_score_bytes(traits, DTYPE_BYTES[strategy.param]),
+        mask_bytes=MASK_BYTES if traits.has_dropout else 0.0,
+        norm_bytes=float(2 * FP32_BYTES) if traits.saves_norm_in_fp32 else 0.0,
+        product_bytes=1.0 if strategy.matmul in ("fp8", "fp4") else None,
+        fuses_gate=traits.fuses_gate and shape.ffn == "gated",
+        products_share=0.5 if traits.selective == "half" else 1.0,
+        num_routed=experts.num_chosen if experts else 0,
+    )

@@ -34,42 +34,31 @@ def usable_bytes(cluster: Cluster, margin_share: float) -> float:
 
 
 def held_on_node(memory: MemoryEstimate, cluster: Cluster, tier: Tier) -> float:
-    """Return the bytes of a tier that the ranks of a node hold, if all hold as much as the fullest.
-
-    Args:
-        memory: of the ranks.
-        cluster: its nodes' ranks share host memory and disks.
-        tier: `host` or `nvme`.
-    """
+    """Return the bytes of the tier `host` or `nvme` that a node's ranks hold, if all hold as much as the fullest."""
     return max(rank.elsewhere.get(tier, 0.0) for rank in memory.ranks) * cluster.gpus_per_node
 
 
 def missing_on_node(memory: MemoryEstimate, cluster: Cluster, margin_share: float) -> float:
-    """Return the bytes that all memories of a node lack together: how far a strategy is from fitting.
-
-    The arguments are those of `missing_memory`.
-    """
+    """Return the bytes that all memories of a node lack together; the arguments are those of `missing_memory`."""
     device = max(0.0, memory.worst.peak_bytes - usable_bytes(cluster, margin_share)) * cluster.gpus_per_node
-    host = max(0.0, held_on_node(memory, cluster, "host") - cluster.host.memory_bytes)
-    return device + host + max(0.0, held_on_node(memory, cluster, "nvme") - cluster.host.nvme_bytes)
+    return device + sum(max(0.0, held_on_node(memory, cluster, tier) - size) for tier, size in _of_node(cluster))
 
 
 def missing_memory(memory: MemoryEstimate, cluster: Cluster, margin_share: float) -> MissingMemory | None:
     """Return what is missing, of the device first; None where all fits.
 
-    Args:
-        memory: of the ranks.
-        cluster: its nodes' ranks share host memory and disks.
-        margin_share: share of a device's memory that is to stay free.
+    A node's ranks share its host memory and disks; the share `margin_share` of a device's memory is to stay free.
     """
-    worst = memory.worst
-    missing = worst.peak_bytes - usable_bytes(cluster, margin_share)
+    missing = memory.worst.peak_bytes - usable_bytes(cluster, margin_share)
     if missing > 0:
-        return MissingMemory("device", missing, worst.pipeline_rank)
-    held: tuple[tuple[Tier, float], ...] = (("host", cluster.host.memory_bytes), ("nvme", cluster.host.nvme_bytes))
-    for tier, node_bytes in held:
-        missing = held_on_node(memory, cluster, tier) - node_bytes
+        return MissingMemory("device", missing, memory.worst.pipeline_rank)
+    for tier, size in _of_node(cluster):
+        missing = held_on_node(memory, cluster, tier) - size
         if missing > 0:
             fullest = max(memory.ranks, key=lambda rank: rank.elsewhere.get(tier, 0.0))
             return MissingMemory(tier, missing, fullest.pipeline_rank)
     return None
+
+
+def _of_node(cluster: Cluster) -> tuple[tuple[Tier, float], ...]:
+    return ("host", cluster.host.memory_bytes), ("nvme", cluster.host.nvme_bytes)

@@ -1,9 +1,5 @@
 """Estimate what a model's states need on each device and host, by ZeRO stage, from the Layout that a run would have.
 
-    import shardwise
-    print(*shardwise.estimate_model_states(7_500_000_000, num_gpus=64), sep="
-")
-
 >>> for each in estimate_model_states(7_500_000_000, num_gpus=64, config={"precision": {"accumulate": "param"}}):
 ...     print(each.stage, round(each.device_bytes / 1e9, 1))
 0 120.0
@@ -19,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from shardwise.config.resolve import Config, ConfigError, Tier
@@ -49,27 +44,29 @@ class ModelStates:
     @property
     def device_bytes(self) -> int:
         """Return the bytes on each device."""
-        return sum(self.by_tier.get("device", {}).values())
+        return self._of_tier("device")
 
     @property
     def host_bytes(self) -> int:
         """Return the bytes on each host, for all its ranks."""
-        return self.ranks_per_host * sum(self.by_tier.get("host", {}).values())
+        return self.ranks_per_host * self._of_tier("host")
 
     @property
     def nvme_bytes(self) -> int:
         """Return the bytes on each host's disks, for all its ranks."""
-        return self.ranks_per_host * sum(self.by_tier.get("nvme", {}).values())
+        return self.ranks_per_host * self._of_tier("nvme")
+
+    def _of_tier(self, tier: Tier) -> int:
+        return sum(self.by_tier.get(tier, {}).values())
 
     def __str__(self) -> str:
-        parts = [f"stage {self.stage}: {format_bytes(self.device_bytes)} a GPU"]
-        if self.unsharded_bytes:
-            parts.append(f"{format_bytes(self.unsharded_bytes)} more for the largest block")
-        if self.host_bytes:
-            parts.append(f"{format_bytes(self.host_bytes)} of each host")
-        if self.nvme_bytes:
-            parts.append(f"{format_bytes(self.nvme_bytes)} of its disks")
-        return ", ".join(parts)
+        others = (
+            (self.unsharded_bytes, "more for the largest block"),
+            (self.host_bytes, "of each host"),
+            (self.nvme_bytes, "of its disks"),
+        )
+        words = [f"{format_bytes(size)} {where}" for size, where in others if size]
+        return ", ".join([f"stage {self.stage}: {format_bytes(self.device_bytes)} a GPU", *words])
 
 
 def estimate_model_states(
@@ -85,8 +82,7 @@ def estimate_model_states(
 
     Args:
         model: a module, on meta too; or the number of its parameters.
-        num_gpus: data-parallel ranks.
-        gpus_per_node: devices that share a host's memory; all of them where there are fewer.
+        num_gpus: data-parallel ranks, of which `gpus_per_node` share a host's memory.
         stages: the ZeRO stages to estimate.
         config: sections and keys as in a config file, such as `{"tiers": {"optimizer": "host"}}`; parameters are bf16,
             gradients fp32 and the optimizer AdamW where it says nothing else.
@@ -100,7 +96,6 @@ def estimate_model_states(
     sized = model if isinstance(model, nn.Module) else _model_of(model, largest_block or 0)
     given = dict(config or {})
     given["precision"] = {"param": "bf16", **given.get("precision", {})}
-    ranks_per_host = min(num_gpus, gpus_per_node)
     estimates = []
     for stage in stages:
         zero = {**given.get("zero", {}), "stage": stage}
@@ -110,22 +105,10 @@ def estimate_model_states(
                 stage=stage,
                 by_tier=layout.bytes_by_tier(),
                 unsharded_bytes=_unsharded_bytes(layout),
-                ranks_per_host=ranks_per_host,
+                ranks_per_host=min(num_gpus, gpus_per_node),
             )
         )
     return tuple(estimates)
-
-
-def table_of(estimates: Sequence[tuple[str, ModelStates]]) -> str:
-    """Write a table of GiB: of a device, of it with the largest block, of a host and its disks, with a label on each
-    line.
-    """
-    head = f"{'per GPU':>10} {'+ a block':>10} {'per host':>10} {'on disks':>10}"
-    lines = [head]
-    for label, each in estimates:
-        sizes = (each.device_bytes, each.device_bytes + each.unsharded_bytes, each.host_bytes, each.nvme_bytes)
-        lines.append(" ".join(f"{format_bytes(size):>10}" for size in sizes) + f"  {label}")
-    return "\n".join(lines)
 
 
 def _unsharded_bytes(layout: Layout) -> int:
@@ -150,14 +133,7 @@ def _model_of(num_params: int, largest_block: int) -> nn.Module:
             f"largest_block={largest_block} of {num_params} parameters; a block is a part of the model",
         )
     model = nn.Module()
-    if largest_block:
-        model.blocks = nn.ModuleList([_vector(largest_block)])
+    model.blocks = nn.ModuleList(nn.Linear(size, 1, bias=False, device="meta") for size in [largest_block] if size)
     if num_params > largest_block:
-        model.other = _vector(num_params - largest_block)
+        model.other = nn.Linear(num_params - largest_block, 1, bias=False, device="meta")
     return model
-
-
-def _vector(numel: int) -> nn.Module:
-    module = nn.Module()
-    module.weight = nn.Parameter(torch.empty(numel, device="meta"))
-    return module

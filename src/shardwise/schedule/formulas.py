@@ -27,13 +27,16 @@ from typing import Final, TypeVar
 
 from shardwise.schedule.actions import Action, ActionKind, Schedule, ScheduleError
 from shardwise.schedule.pipelines import interleaved_rounds
-from shardwise.schedule.registry import placement_of
+from shardwise.schedule.registry import pipeline_rows, placement_of, recipe_of
 from shardwise.schedule.simulate import OpTimes
 
 _ENDS_IN_FLIGHT = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
 _SPLIT = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
 
 Number = TypeVar("Number", int, float)
+
+# Rounds of micro-batches after which a schedule that `repeats_by_rounds` holds what it held before.
+_NUM_ROUNDS: Final = 3
 
 # Forward, and gradients of inputs and of weights, do not take exactly the same time.
 _OF_THIRDS: Final = 0.9
@@ -199,6 +202,48 @@ def max_in_flight(recipe_name: str, num_ranks: int, num_micro_batches: int, virt
         "zb-v": min(2 * m, m + rank + 1, 2 * p),
     }
     return _of_name(recipe_name, known)
+
+
+def moments_in_flight(
+    recipe_name: str, num_ranks: int, num_micro_batches: int, virtual_stages: int, rank: int
+) -> tuple[tuple[int, ...], ...]:
+    """Return what a rank holds at the moments of a step; of equal moments one, and what rounds repeat once.
+
+    >>> moments_in_flight("1f1b", 4, 8, 1, rank=1)
+    ((0, 3, 0),)
+    >>> moments_in_flight("zb-h1", 2, 4, 1, rank=1)
+    ((-1, 1, 0), (0, 1, 0), (-1, 0, 1), (-1, 1, 1), (0, 1, 1), (-1, 0, 2))
+
+    Args:
+        recipe_name: as `pipeline.schedule`.
+        num_ranks: of the pipeline.
+        num_micro_batches: of a step.
+        virtual_stages: stages a rank.
+        rank: in the pipeline.
+
+    Returns:
+        For each moment: the index, among the rank's stages, of the one whose backward begins, or -1 where a computation
+        ends; the micro-batches in flight of each stage; and of each stage those with deferred gradients of weights.
+    """
+    recipe, stages = recipe_of(recipe_name), placement_of(recipe_name, num_ranks, virtual_stages).stages_of(rank)
+    if len(stages) == 1 and not recipe.splits_backward:  # most is held as a backward begins
+        return ((0, max_in_flight(recipe_name, num_ranks, num_micro_batches, virtual_stages, rank), 0),)
+    number = num_micro_batches
+    if recipe.repeats_by_rounds:
+        number = min(number, _NUM_ROUNDS * max(interleaved_rounds(num_ranks, number)))
+    held, moments = [0] * (2 * len(stages)), dict[tuple[int, ...], None]()
+    for kind, stage, _ in pipeline_rows(recipe_name, num_ranks, number, virtual_stages).of(rank):
+        index = stages.index(stage)
+        if kind is ActionKind.BACKWARD_WEIGHT:
+            held[len(stages) + index] -= 1
+            continue
+        if kind in _ENDS_IN_FLIGHT:
+            moments[index, *held] = None
+        held[index] += 1 if kind is ActionKind.FORWARD else -1
+        held[len(stages) + index] += kind is ActionKind.BACKWARD_INPUT
+        if kind is not ActionKind.BACKWARD:
+            moments[-1, *held] = None
+    return tuple(moments)
 
 
 def _of_name(recipe_name: str, known: Mapping[str, Number]) -> Number:

@@ -15,17 +15,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice, zip_longest
+from itertools import islice
 from typing import Any
 
 from shardwise.config.resolve import Config
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import MeshShape
-from shardwise.planner.in_flight import InFlight, InFlightTable, num_inlets
 from shardwise.runtime.format import format_s
 from shardwise.runtime.memory_tracker import Category
 from shardwise.runtime.torch_private import fake_tensors
-from shardwise.schedule.registry import placement_of
+from shardwise.schedule.formulas import moments_in_flight
 from shardwise.verify.simulate import RankJob, Simulation, build_rank, meter_step, values_refused
 
 # Two points of a line, and one that a rank without a pipeline needs: a first micro-batch, a last one and one between.
@@ -74,29 +73,17 @@ def few_micro_batches(
     """
     if num_ranks == 1:
         return min(_LEAST, num_micro_batches)
-    table, placement = InFlightTable(), placement_of(recipe_name, num_ranks, virtual_stages)
-    inlets = num_inlets(placement, rank)
 
-    def counts(number: int) -> InFlight:
-        return table.of(recipe_name, num_ranks, virtual_stages, number, rank=rank)
+    def peaks(number: int) -> tuple[int, ...]:
+        """Return the most in flight and deferred of each stage, and of all together."""
+        moments = moments_in_flight(recipe_name, num_ranks, number, virtual_stages, rank)
+        counts = [held for _, *held in moments]
+        return (*map(max, zip(*counts, strict=True)), max(map(sum, counts)))
 
-    full, tried = counts(num_micro_batches), range(_LEAST - 1, num_micro_batches)
-    shown = (each for each in tried if _is_same(counts(each), full, (num_micro_batches - each) * inlets))
+    full = peaks(num_micro_batches)
+    shown = (each for each in range(_LEAST - 1, num_micro_batches) if peaks(each) == full)
     # The second of these: then one micro-batch begins as another ends, with what arrives and what is sent.
     return next(islice(shown, 1, None), num_micro_batches)
-
-
-def _is_same(few: InFlight, full: InFlight, num_more_sent: int) -> bool:
-    """Say whether two counts differ in nothing but so many more sent gradients at each moment."""
-    pairs = [
-        pair
-        for moments in zip((*few.backwards, few.between), (*full.backwards, full.between), strict=True)
-        for pair in zip_longest(*moments)
-    ]
-    return all(
-        None not in (one, other) and replace(one, num_sent=one.num_sent + num_more_sent) == other
-        for one, other in pairs
-    )
 
 
 def rank_figures(job: RankJob, announce: Callable[[str], None] = lambda doing: None) -> RankFigures:

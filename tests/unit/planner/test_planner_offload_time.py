@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -53,8 +54,9 @@ def test_moves_are_those_that_the_layout_counts(
             count = move.count * (3 if move.moment in ("forward", "backward") else 1)
             way = (move.source, move.target)
             across[way] = across.get(way, 0) + count * move.num_bytes
-        counted = {way: size for way, size in MODEL.compact.across(strategy, rank).items() if size}
-        assert across == counted
+        folds = MODEL.compact.rank(strategy, rank)
+        counted = folds.total(partial(folds.layout.group_bytes_across, num_micro_batches=3))
+        assert across == {way: size for way, size in counted.items() if size}
 
 
 def test_a_step_on_the_host_takes_30_bytes_a_parameter_of_the_node_s_memory() -> None:

@@ -3,6 +3,7 @@
 import pytest
 
 from shardwise.schedule import Schedule, lower, num_in_flight
+from shardwise.schedule.formulas import max_in_flight, moments_in_flight
 
 
 @pytest.mark.parametrize(
@@ -26,3 +27,25 @@ def test_peak_of_a_row(row: str, peak: int) -> None:
 def test_lowering_changes_nothing() -> None:
     schedule = Schedule.parse("rank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1B0 1F1 1B1")
     assert num_in_flight(lower(schedule, unshard_for_use=True)) == num_in_flight(schedule) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "held"),
+    [
+        ("1f1b", [(0, 3, 0)]),
+        ("gpipe", [(0, 8, 0)]),
+        # A forward ends with p - i micro-batches in flight, while i gradients of weights are still to come.
+        ("zb-h1", [(-1, 2, 1), (-1, 3, 0), (0, 3, 0), (0, 3, 1)]),
+    ],
+)
+def test_moments_are_those_of_the_schedule(schedule: str, held: list[tuple[int, ...]]) -> None:
+    assert set(moments_in_flight(schedule, 4, 8, 1, rank=1)) >= set(held)
+
+
+@pytest.mark.parametrize(("schedule", "virtual_stages"), [("interleaved", 3), ("zb-h2", 1), ("zb-v", 2), ("gpipe", 2)])
+@pytest.mark.parametrize("num_micro_batches", [1, 4, 11, 64])
+def test_the_most_at_a_moment_is_the_closed_form(schedule: str, virtual_stages: int, num_micro_batches: int) -> None:
+    for rank in range(4):
+        moments = moments_in_flight(schedule, 4, num_micro_batches, virtual_stages, rank)
+        most = max(sum(held[:virtual_stages]) for _, *held in moments)
+        assert most == max_in_flight(schedule, 4, num_micro_batches, virtual_stages, rank)

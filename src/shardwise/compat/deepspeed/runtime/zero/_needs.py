@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from shardwise.planner.model_states import ModelStates, estimate_model_states, table_of
+from shardwise.planner.model_states import ModelStates, estimate_model_states
+from shardwise.runtime.format import format_bytes
 
 Option = tuple[str, dict[str, str]]
 """DeepSpeed's name of an option, and the tiers that it means."""
@@ -56,19 +57,16 @@ def print_needs(
     nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes"
     gpus = "1 GPU" if num_gpus_per_node == 1 else f"{num_gpus_per_node} GPUs"
     print(f"States of {num_params / 1e6:,.0f}M parameters, zero.stage={stage}, {nodes} of {gpus}:")
-    estimates = [
-        (
-            label,
-            needs(
-                model,
-                stage,
-                tiers,
-                largest_block=largest_block,
-                num_gpus_per_node=num_gpus_per_node,
-                num_nodes=num_nodes,
-            ),
+    print(f"{'per GPU':>10} {'+ a block':>10} {'per host':>10} {'on disks':>10}")
+    for label, tiers in options:
+        each = needs(
+            model,
+            stage,
+            tiers,
+            largest_block=largest_block,
+            num_gpus_per_node=num_gpus_per_node,
+            num_nodes=num_nodes,
         )
-        for label, tiers in options
-    ]
-    print(table_of(estimates))
+        sizes = (each.device_bytes, each.device_bytes + each.unsharded_bytes, each.host_bytes, each.nvme_bytes)
+        print(" ".join(f"{format_bytes(size):>10}" for size in sizes) + f"  {label}")
     print("Activations, logits and what the device itself keeps come on top: see `shardwise plan`.")
