@@ -129,11 +129,11 @@ class TimeModel:
     def _stages(self, s: Strategy, cut: StageLayouts) -> list[_Stage]:
         block = self._block(s)
         first, last = self._ends(s)
-        found = {}
-        for stage, num_blocks in enumerate(cut.layers):
-            extra = [first] * (stage == 0) + [last] * (stage == len(cut.layers) - 1)
-            found[stage] = _joined(block, num_blocks, extra)
-        return list(found.values())
+        inner = {num_blocks: _joined(block, num_blocks, ()) for num_blocks in set(cut.layers)}  # many stages are equal
+        found = [inner[num_blocks] for num_blocks in cut.layers]
+        for stage, unit in ((0, first), (-1, last)):
+            found[stage] = _joined(found[stage], 1, [unit])
+        return found
 
     def _block(self, s: Strategy) -> _Stage:
         return self._unit(self.compute.block(s), self.communication.block(s), self.compute.attention(s))
@@ -159,7 +159,9 @@ class TimeModel:
         if s.pp == 1:
             return busy[0], None
         transfer_s = self.communication.transfer_s(s)
-        times = [replace(stage.times, transfer_s=transfer_s) for stage in stages]
+        timed = {id(stage): stage for stage in stages}  # equal stages are one object
+        timed = {key: replace(stage.times, transfer_s=transfer_s) for key, stage in timed.items()}
+        times = [timed[id(stage)] for stage in stages]
         bubble = quick_bubble_s(s, times) if is_quick else None
         if bubble is not None:
             span_s = max(busy) + bubble + 2 * (len(stages) - 1) * transfer_s
