@@ -169,8 +169,8 @@ class _Search:
         self._kinds: set[tuple[Any, ...]] = set()
         self._usable_bytes = usable_bytes(job.cluster, limits.margin_share)
         self._inner_s: dict[tuple[Any, ...], float] = {}
-        self._placements: dict[tuple[Any, ...], list[tuple[PlacementCandidate, float]]] = {}
-        self._too_large: dict[tuple[Any, ...], float] = {}  # the least micro-batch that does not fit
+        self._placements: dict[tuple[Any, ...], list[PlacementCandidate]] = {}
+        self._fits_leanest: dict[tuple[Any, ...], bool] = {}
         self._fallbacks: list[Strategy] = []
         self._missed: tuple[float, Strategy] | None = None
 
@@ -209,18 +209,14 @@ class _Search:
         is_tie = not self.fitting or bound_s <= (1 + TIE_SHARE) * self.fitting[0].time.step_s
         if not is_tie and len(self.fitting) >= self.limits.num_best and kind_of(candidate) in self._kinds:
             self.rejected["like a faster one"] += 1
+        elif not self._placements_of(candidate) or not self._fits_leanest.get(_pipeline_of(candidate), True):
+            self.rejected["out of memory even at best"] += 1
         elif not isinstance(item, _Timed):
-            if self._may_fit(candidate):
-                yield self._stages_s(candidate), _Timed(candidate)
-            else:
-                self.rejected["out of memory even at best"] += 1
-        elif (kept_bytes := self._least_kept_bytes(candidate)) is None:
+            yield self._stages_s(candidate), _Timed(candidate)
+        elif not self._may_fit(candidate):
             self.rejected["out of memory"] += 1
         else:
-            for placement, states_bytes in self._placements_of(candidate):
-                if states_bytes + kept_bytes > self._usable_bytes:
-                    self.rejected["out of memory"] += 1
-                    continue
+            for placement in self._placements_of(candidate):
                 strategy = strategy_at(candidate, placement, self.space.base)
                 yield self._quick(strategy).step_s, strategy
 
@@ -245,59 +241,37 @@ class _Search:
         placement = PlacementCandidate(stage, candidate.num_data_ranks, "batch", *["device"] * 4)
         return strategy_at(candidate, placement, self.space.base)
 
-    def _placements_of(self, candidate: ParallelismCandidate) -> list[tuple[PlacementCandidate, float]]:
-        """Return the placements that may fit, each with the least bytes of states that a rank has on the device."""
+    def _placements_of(self, candidate: ParallelismCandidate) -> list[PlacementCandidate]:
+        """Return the placements with which the states of a rank may fit on the device."""
         key = (candidate.num_data_ranks, candidate.cp, candidate.tp, candidate.pp, candidate.recompute)
         if key not in self._placements:
-            shape, base = self.job.shape, self.space.base
-            # Ends of the pipeline may have a block less than others.
-            layers = 1 if candidate.pp == 1 else max(0, shape.num_layers // candidate.pp - 1) / shape.num_layers
-            num_params = layers * shape.num_params / (candidate.tp * base.ep)
-            every = placements(self.job, self.space, candidate)
-            sizes = [num_params * least_param_bytes(self.job, base, candidate, each) for each in every]
-            pairs = zip(every, sizes, strict=True)
-            self._placements[key] = [(each, size) for each, size in pairs if size <= self._usable_bytes]
+            self._placements[key] = [
+                each
+                for each in placements(self.job, self.space, candidate)
+                if least_states_bytes(self.job, self.space.base, candidate, each) <= self._usable_bytes
+            ]
         return self._placements[key]
 
     def _may_fit(self, candidate: ParallelismCandidate) -> bool:
-        """Say whether it may fit, by closed forms and by what was estimated of others that keep no more."""
-        if self._too_large.get(_pipeline_of(candidate), math.inf) <= 1:
-            return False
-        if self._too_large.get(_pipeline_of(candidate, recomputing=True), math.inf) <= candidate.micro_size:
-            return False
-        every = self._placements_of(candidate)
-        moves_activations = any(placement.activations_tier != "device" for placement, _ in every)
-        kept = 0.0 if moves_activations else least_activation_bytes(self.job, self.space.base, candidate)
-        return min((size for _, size in every), default=math.inf) + kept <= self._usable_bytes
-
-    def _least_kept_bytes(self, candidate: ParallelismCandidate) -> float | None:
-        """Return what a rank holds beside states with the placement that leaves least on the device; None if too much.
+        """Say whether a candidate fits the device with the placement that leaves least there.
 
         The candidate of the same pipeline that keeps least is estimated first, once for all that keep more.
         """
-        if not self._may_fit(candidate):
-            return None
-        placement = max((each for each, _ in self._placements_of(candidate)), key=_saving)
+        placement = max(self._placements_of(candidate), key=_saving)
         pipeline = _pipeline_of(candidate)
-        if pipeline not in self._too_large:
+        if pipeline not in self._fits_leanest:
             num_micro_batches = candidate.num_micro_batches * candidate.micro_size
             least = candidate._replace(micro_size=1, num_micro_batches=num_micro_batches)
             least = least._replace(recompute="full", recompute_every=1)
-            self._too_large[pipeline] = math.inf if self._kept_bytes(least, placement) is not None else 1
-            if self._too_large[pipeline] == 1:
-                return None
-        kept_bytes = self._kept_bytes(candidate, placement)
-        if kept_bytes is None:
-            self._too_large[_pipeline_of(candidate, recomputing=True)] = candidate.micro_size
-        return kept_bytes
+            self._fits_leanest[pipeline] = self._fits_device(least, placement)
+        return self._fits_leanest[pipeline] and self._fits_device(candidate, placement)
 
-    def _kept_bytes(self, candidate: ParallelismCandidate, placement: PlacementCandidate) -> float | None:
+    def _fits_device(self, candidate: ParallelismCandidate, placement: PlacementCandidate) -> bool:
         strategy = strategy_at(candidate, placement, self.space.base)
         memory = self._memory_of(strategy)
         if missing_memory(memory, self.job.cluster, self.limits.margin_share) is None:
             self._fallbacks.append(strategy)
-        fits = memory.worst.peak_bytes <= self._usable_bytes
-        return memory.worst.bytes_of("activations", "logits", "overhead") if fits else None
+        return memory.worst.peak_bytes <= self._usable_bytes
 
     def _quick(self, strategy: Strategy) -> TimeEstimate:
         self.num_prices += 1
@@ -359,20 +333,25 @@ class _Search:
         return None if missing is None else (price, missing)
 
 
-def _pipeline_of(candidate: ParallelismCandidate, *, recomputing: bool = False) -> tuple[Any, ...]:
-    """Return what candidates share that differ in micro-batches alone, or in recomputation too."""
-    again = (candidate.recompute, candidate.recompute_every) if recomputing else ()
-    return (*candidate[:7], candidate.schedule, candidate.virtual_stages, *again)
+def _pipeline_of(candidate: ParallelismCandidate) -> tuple[Any, ...]:
+    """Return what candidates share that differ in micro-batches and recomputation alone."""
+    return (*candidate[:7], candidate.schedule, candidate.virtual_stages)
 
 
-def least_param_bytes(
+def _saving(placement: PlacementCandidate) -> tuple[int, int, bool, int]:
+    """Return a key that is largest for the placement that holds least on the device."""
+    num_away = sum(tier != "device" for tier in placement.tiers)
+    return num_away, placement.zero_stage, placement.gather == "micro-batch", placement.dp_shard
+
+
+def least_states_bytes(
     job: PlanJob, base: Strategy, candidate: ParallelismCandidate, placement: PlacementCandidate
 ) -> float:
-    """Return the least bytes of one parameter's states that are stored on the device.
+    """Return the least bytes of states that some rank stores on the device: those of the mean rank.
 
     Args:
-        job: its optimizer has states.
-        base: its dtypes are taken.
+        job: the model and its optimizer.
+        base: its dtypes and expert ranks are taken.
         candidate, placement: how work and states are split.
     """
     param_bytes = DTYPE_BYTES[base.param]
@@ -384,33 +363,7 @@ def least_param_bytes(
         (placement.optimizer_tier, max(4, param_bytes) * num_states, 1),
     )
     shards = placement.dp_shard * candidate.cp
-    return sum(
+    of_param = sum(
         size / (shards if placement.zero_stage >= stage else 1) for tier, size, stage in states if tier == "device"
     )
-
-
-def least_activation_bytes(job: PlanJob, base: Strategy, candidate: ParallelismCandidate) -> float:
-    """Return the bytes of the first pipeline rank that every way of writing a block keeps for its backward.
-
-    Args:
-        job: its shape and the tokens of a sequence count.
-        base: its dtype and chunk of tokens are taken.
-        candidate: how work is split.
-    """
-    shape, hidden = job.shape, job.shape.hidden_size
-    ffn = 0 if base.chunk_tokens is not None or shape.experts is not None else shape.ffn_size
-    kept = (3 * hidden + 2 * ffn) / candidate.tp
-    if candidate.recompute == "selective":
-        kept = (hidden + ffn) / candidate.tp
-    elif candidate.recompute == "full":
-        again = 1 / candidate.recompute_every
-        kept = kept * (1 - again) + again * hidden / (candidate.tp if candidate.sequence_parallel else 1)
-    num_layers = max(0.0, shape.num_layers / candidate.pp - (2 if candidate.pp > 1 else 0))
-    tokens = job.seq_len * candidate.micro_size / candidate.cp
-    return DTYPE_BYTES[base.param] * kept * num_layers * tokens * min(candidate.num_micro_batches, candidate.pp)
-
-
-def _saving(placement: PlacementCandidate) -> tuple[int, int, bool, int]:
-    """Return a key that is largest for the placement that holds least on the device."""
-    num_away = sum(tier != "device" for tier in placement.tiers)
-    return num_away, placement.zero_stage, placement.gather == "micro-batch", placement.dp_shard
+    return of_param * job.shape.num_params / (candidate.tp * candidate.pp * base.ep)
