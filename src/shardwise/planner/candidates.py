@@ -5,11 +5,10 @@ is recomputed. A placement candidate says where states are stored: ZeRO stage, s
 generated one after the other, and only those that the engine runs.
 
 >>> from shardwise.models.presets import preset
->>> from shardwise.planner.hardware import find_gpu
->>> from shardwise.planner.hardware import Cluster
+>>> from shardwise.planner.hardware import parse_cluster
 >>> from shardwise.planner.shape import ModelShape
->>> job = PlanJob(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=16,
-...           cluster=Cluster(gpu=find_gpu("h100"), num_gpus=8, gpus_per_node=8, nic_bytes_per_s=50e9))
+>>> shape = ModelShape.of_decoder(preset("llama-3-8b"))
+>>> job = PlanJob(shape=shape, seq_len=8192, global_batch=16, cluster=parse_cluster("h100:8"))
 >>> space = SearchSpace(pins={"pp": (1,), "cp": (1,), "recompute": ("none",), "micro_size": (1,)})
 >>> [(each.tp, each.num_micro_batches) for each in candidates(job, space)]
 [(1, 2), (2, 4), (4, 8), (8, 16)]
@@ -39,6 +38,8 @@ RECOMPUTES: Final[tuple[tuple[Literal["none", "selective", "full"], int], ...]] 
 )
 """Modes of recomputation, and every how many blocks they apply to; the one that keeps most comes first."""
 _MAX_MICRO_SIZE: Final = 64
+# All but four of 799 published runs have at most so many; a pin may have more.
+_MAX_VIRTUAL_STAGES: Final = 12
 # Tokens of a micro-batch on a rank; from here on matrix products gain nothing by being larger.
 _MAX_TOKENS: Final = 2**16
 # Tokens of a rank's part of a sequence; below it matrix products are too small to be worth a split.
@@ -130,15 +131,6 @@ class SearchSpace:
         """Say whether no pin forbids a value."""
         return name not in self.pins or value in self.pins[name]
 
-    def has(self, strategy: Strategy, job: PlanJob) -> bool:
-        """Say whether a strategy of the job is in the space: as pinned, and off the devices only where allowed."""
-        tiers = {strategy.params_tier, strategy.grads_tier, strategy.optimizer_tier, strategy.activations_tier}
-        if strategy.chunk_tokens != self.base.chunk_tokens:
-            return False
-        if tiers != {"device"} and not (are_states_crowded(job, self.base) if self.offloads is None else self.offloads):
-            return False
-        return all(self.allows(name, getattr(strategy, name)) for name in KEYS.values())
-
 
 def candidates(job: PlanJob, space: SearchSpace) -> Iterator[ParallelismCandidate]:
     """Yield every parallelism candidate of a job that the engine runs; all GPUs of the cluster take part."""
@@ -148,6 +140,7 @@ def candidates(job: PlanJob, space: SearchSpace) -> Iterator[ParallelismCandidat
             sequence_parallel = _sequence_parallel(job, space, tp, cp)
             if sequence_parallel is None:
                 continue
+            split = (cp, tp, sequence_parallel, transport, heads_over)
             for pp in _pipeline_sizes(job, space, num_gpus // (tp * cp)):
                 num_data_ranks = num_gpus // (tp * cp * pp)
                 if job.global_batch % num_data_ranks:
@@ -156,21 +149,8 @@ def candidates(job: PlanJob, space: SearchSpace) -> Iterator[ParallelismCandidat
                 for micro_size in _micro_sizes(job, space, each_batch, cp):
                     for schedule, virtual_stages in _schedules(job, space, pp):
                         for recompute, every in _recomputes(space):
-                            yield ParallelismCandidate(
-                                pp,
-                                num_data_ranks,
-                                cp,
-                                tp,
-                                sequence_parallel,
-                                transport,
-                                heads_over,
-                                micro_size,
-                                each_batch // micro_size,
-                                schedule,
-                                virtual_stages,
-                                recompute,
-                                every,
-                            )
+                            work = (micro_size, each_batch // micro_size, schedule, virtual_stages, recompute, every)
+                            yield ParallelismCandidate(pp, num_data_ranks, *split, *work)
 
 
 def why_none(job: PlanJob, space: SearchSpace) -> str:
@@ -335,7 +315,7 @@ def _schedules(job: PlanJob, space: SearchSpace, pp: int) -> Iterator[tuple[str,
         most = (num_layers + 2) // pp
         if recipe.is_interleaved:
             whole = [v for v in range(2, most + 1) if num_layers % (pp * v) == 0 or (num_layers + 2) % (pp * v) == 0]
-            numbers = sorted({*whole, *(v for v in (2, 4) if v <= most)})
+            numbers = sorted({*(v for v in whole if v <= _MAX_VIRTUAL_STAGES), *(v for v in (2, 4) if v <= most)})
         else:
             numbers = [recipe.min_virtual_stages]
         for virtual_stages in space.of("virtual_stages", numbers):

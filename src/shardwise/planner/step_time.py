@@ -117,11 +117,11 @@ class TimeModel:
     def _stages(self, s: Strategy, cut: StageLayouts) -> list[_Stage]:
         block = self._block(s)
         first, last = self._ends(s)
-        found = {}
-        for stage, num_blocks in enumerate(cut.layers):
-            extra = [first] * (stage == 0) + [last] * (stage == len(cut.layers) - 1)
-            found[stage] = _joined(block, num_blocks, extra)
-        return list(found.values())
+        inner = {num_blocks: _joined(block, num_blocks, ()) for num_blocks in set(cut.layers)}  # many stages are equal
+        found = [inner[num_blocks] for num_blocks in cut.layers]
+        for stage, unit in ((0, first), (-1, last)):
+            found[stage] = _joined(found[stage], 1, [unit])
+        return found
 
     def _block(self, s: Strategy) -> _Stage:
         return self._unit(self.compute.block(s), self.communication.block(s), self.compute.attention(s))
@@ -147,7 +147,9 @@ class TimeModel:
         if s.pp == 1:
             return busy[0], None
         transfer_s = self.communication.transfer_s(s)
-        times = [replace(stage.times, transfer_s=transfer_s) for stage in stages]
+        timed = {id(stage): stage for stage in stages}  # equal stages are one object
+        timed = {key: replace(stage.times, transfer_s=transfer_s) for key, stage in timed.items()}
+        times = [timed[id(stage)] for stage in stages]
         bubble = quick_bubble_s(s, times) if is_quick else None
         if bubble is not None:
             span_s = max(busy) + bubble + 2 * (len(stages) - 1) * transfer_s
@@ -205,31 +207,24 @@ def _joined(block: _Stage, num_blocks: int, extra: Sequence[_Stage]) -> _Stage:
     return _Stage(forward, backward, weight_s)
 
 
-Kind = Literal["measured", "unfitted", "narrow", "gathered", "usual"]
-"""The kinds of a prediction: the machine was measured; constants are defaults, or were fitted to products of another
-width; products in fp8 or fp4; parameters gathered before use (stage 3); none of these."""
+Kind = Literal["measured", "fitted", "unfitted"]
+"""What a prediction comes from: a profile of the machine; constants that are fitted to published runs on its devices;
+constants that are not."""
 
-SHARES: Final[Mapping[Kind, float]] = MappingProxyType(
-    {"measured": 0.12, "unfitted": 0.31, "narrow": 0.22, "gathered": 0.25, "usual": 0.14}
-)
-"""Half an interval as a share of the predicted time: the 80th percentile of |measured / predicted - 1| on all published
-rows, those that were held out of the fit too, where a source counts by the root of its rows, as
-`benchmarks/planner_accuracy.py --spread` prints it. `measured` holds the twelve runs of `benchmarks/planner_machine.py`
-(docs/benchmarks.md). `unfitted` has rows of two sources alone, too few: with default constants those of the fitted
-devices are within 0.18, and in addition a new device is as far off as `gathered`; both together, as independent errors
-add up."""
+SHARES: Final[Mapping[Kind, float]] = MappingProxyType({"measured": 0.12, "fitted": 0.22, "unfitted": 0.31})
+"""Half an interval as a share of the predicted time. A run of a source that nobody has seen is off by what its source
+is off, so `fitted` is the conformal quantile over 31 sources of published runs, each of equal weight whatever the
+number of its rows, as `benchmarks/planner_accuracy.py --spread` prints it. `measured` holds the twelve runs of
+`benchmarks/planner_machine.py` (docs/benchmarks.md). `unfitted` has rows of two sources alone, too few: its device is
+taken to be as far off as a source, and both as independent errors."""
 
 
 def kind_of(job: PlanJob, strategy: Strategy) -> Kind:
-    """Return what a prediction is based on: the first kind that holds, in the order of `Kind`."""
+    """Return what a prediction of a strategy comes from."""
     if job.cluster.profile is not None:
         return "measured"
-    dtype = strategy.product_dtype
-    if job.cluster.gpu.fitted == FittedConstants() or dtype in ("fp64", "fp32", "tf32"):
-        return "unfitted"
-    if dtype in ("fp8", "fp4"):
-        return "narrow"
-    return "gathered" if strategy.zero_stage == 3 else "usual"
+    is_fitted = job.cluster.gpu.fitted != FittedConstants() and strategy.product_dtype not in ("fp64", "fp32", "tf32")
+    return "fitted" if is_fitted else "unfitted"
 
 
 def interval_s(job: PlanJob, strategy: Strategy, step_s: float) -> tuple[float, float]:

@@ -215,9 +215,8 @@ def test_sizes_end_where_none_fits() -> None:
 @pytest.mark.parametrize(
     ("strategy", "facts", "kind"),
     [
-        (Strategy(), {}, "usual"),
-        (Strategy(zero_stage=3), {}, "gathered"),
-        (Strategy(matmul="fp8", zero_stage=3), {}, "narrow"),
+        (Strategy(), {}, "fitted"),
+        (Strategy(matmul="fp8", zero_stage=3), {}, "fitted"),
         (Strategy(param="fp32"), {}, "unfitted"),
         (Strategy(param="fp32", matmul="tf32"), {}, "unfitted"),
         (Strategy(param="fp32"), {"fitted": FittedConstants()}, "unfitted"),
@@ -233,7 +232,7 @@ def test_how_well_a_time_is_known(strategy: Strategy, facts: dict[str, Any], kin
 
 
 def test_what_is_known_better_is_given_more_closely() -> None:
-    kinds = ("measured", "usual", "narrow", "gathered", "unfitted")
+    kinds = ("measured", "fitted", "unfitted")
     assert sorted(SHARES, key=lambda kind: SHARES[kind]) == list(kinds)
     fitted = replace(NODE.gpu, fitted=FittedConstants())
     job = PlanJob(shape=SHAPE, seq_len=512, global_batch=8, cluster=replace(NODE, gpu=fitted))
