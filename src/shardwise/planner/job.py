@@ -150,6 +150,7 @@ class PlanJob:
         traits: facts about the code that trains it.
         optimizer: its name, which says what states it keeps.
         keep_whole_below: elements below which ZeRO-3 keeps a parameter whole.
+        replicate_frozen: whether every rank keeps frozen parameters whole.
         lora: the adapters that train beside frozen weights; of rank 0, all weights train.
     """
 
@@ -160,6 +161,7 @@ class PlanJob:
     traits: FrameworkTraits = SHARDWISE
     optimizer: str = "adamw"
     keep_whole_below: int = 0
+    replicate_frozen: bool = False
     lora: LoraConfig = field(default_factory=LoraConfig)
 
     @property
