@@ -115,8 +115,7 @@ class FrameworkTraits:
             other product and attention, or all but the scores of attention.
         fuses_gate: whether the activated gate is made again from the gate, not kept.
         reduces_in_place: whether gradients of weights are added where they are stored, and, where they are stored
-            whole,
-            are sent from there, through no other buffer.
+            whole, are sent from there, through no other buffer.
         is_own: whether it is this library's: its loss, where `logits_bytes` is None, its pool of buffers, its tables of
             angles for each micro-batch, its first block that splits sequences.
     """
