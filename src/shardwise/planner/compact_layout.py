@@ -221,7 +221,7 @@ class CompactLayout:
         ]
         splits = {each.name: each.split(tp) for each in params} if tp > 1 else None
         units = () if unit == ROOT else (unit,)
-        return build_groups(entries, units, 1, 1, splits=splits, keep_whole_below=below)
+        return build_groups(entries, units, 1, 1, self.job.replicate_frozen, splits, keep_whole_below=below)
 
 
 def is_of_experts(group: GroupSpec) -> bool:

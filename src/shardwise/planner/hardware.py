@@ -173,7 +173,7 @@ def known_gpu(name: str) -> GpuSpec | None:
         return ENTRIES[name].gpu
     # Without what stands in brackets and the count of `8xA100`.
     bare = re.sub(r"\(.*?\)|^\s*\d+\s*x\s*", " ", name.lower())
-    words = {word for word in re.findall(r"[a-z0-9]+", re.sub(r"rtx(?=\d)", "rtx ", bare)) if word not in _NOISE}
+    words = [word for word in re.findall(r"[a-z0-9]+", re.sub(r"rtx(?=\d)", "rtx ", bare)) if word not in _NOISE]
     forms = {word for word in words if _FORMS.fullmatch(word)}
     sizes = {word: int(found[1]) for word in words if (found := _SIZE.fullmatch(word))}
     size = next((each for each in sizes.values() if each <= _MAX_SIZE_GB), None)
@@ -183,7 +183,7 @@ def known_gpu(name: str) -> GpuSpec | None:
         off = 0.0 if size is None else abs(entry.sold_gb / size - 1)
         return off, bool(forms) and not forms & entry.forms, len(forms - entry.forms)
 
-    of_model = [entry for entry in ENTRIES.values() if entry.model == words - forms - sizes.keys()]
+    of_model = [entry for entry in ENTRIES.values() if entry.model == set(words) - forms - sizes.keys()]
     return min(of_model, key=distance).gpu if of_model else None
 
 

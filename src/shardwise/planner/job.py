@@ -115,8 +115,7 @@ class FrameworkTraits:
             other product and attention, or all but the scores of attention.
         fuses_gate: whether the activated gate is made again from the gate, not kept.
         reduces_in_place: whether gradients of weights are added where they are stored, and, where they are stored
-            whole,
-            are sent from there, through no other buffer.
+            whole, are sent from there, through no other buffer.
         is_own: whether it is this library's: its loss, where `logits_bytes` is None, its pool of buffers, its tables of
             angles for each micro-batch, its first block that splits sequences.
     """
@@ -150,6 +149,7 @@ class PlanJob:
         traits: facts about the code that trains it.
         optimizer: its name, which says what states it keeps.
         keep_whole_below: elements below which ZeRO-3 keeps a parameter whole.
+        replicate_frozen: whether every rank keeps frozen parameters whole.
         lora: the adapters that train beside frozen weights; of rank 0, all weights train.
     """
 
@@ -160,6 +160,7 @@ class PlanJob:
     traits: FrameworkTraits = SHARDWISE
     optimizer: str = "adamw"
     keep_whole_below: int = 0
+    replicate_frozen: bool = False
     lora: LoraConfig = field(default_factory=LoraConfig)
 
     @property

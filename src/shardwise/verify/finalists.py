@@ -1,4 +1,4 @@
-"""Settle the memory of a plan's finalists: the engine itself runs on fake tensors, in processes, within a time limit.
+"""Simulates the memory of a plan's finalists: the engine runs on fake tensors, in processes, within a time limit.
 
 The planner's own memory model is quick and only ranks strategies. What the worst rank of a finalist holds at its peak
 is counted here, and takes the place of the estimate. What a GPU's context, communicators and allocator add stays
@@ -97,7 +97,7 @@ def _job(price: Estimate, base: Config) -> tuple[str, int, int] | None:
 
 
 def peak_of(config: str, num_ranks: int, rank: int) -> dict[str, float]:
-    """Simulate a rank of a config, which is JSON, and return the bytes of its device at the peak, by category."""
+    """Simulate a `rank` of `num_ranks` of a `config` in JSON, and return the bytes at its peak by category."""
     figures = dry_run(Config.from_json(config), num_ranks, (rank,)).ranks[0]
     return _by_name(figures.peak.items())
 

@@ -36,17 +36,18 @@ def job(cluster: Cluster = EIGHT, **lora: Any) -> PlanJob:
 
 
 @pytest.mark.parametrize(
-    ("kind", "lora", "mesh"),
+    ("kind", "lora", "mesh", "is_whole"),
     [
-        ("llama", {"rank": 4}, {"dp_shard": 8}),
-        ("llama", {"rank": 4}, {"dp_shard": 4, "tp": 2}),
-        ("llama", {"rank": 3, "targets": ["q_proj", "down_proj"]}, {"dp_shard": 4, "dp_replicate": 2}),
-        ("qwen3_moe", {"rank": 4}, {"dp_shard": 8}),
+        ("llama", {"rank": 4}, {"dp_shard": 8}, False),
+        ("llama", {"rank": 4}, {"dp_shard": 8}, True),
+        ("llama", {"rank": 4}, {"dp_shard": 4, "tp": 2}, False),
+        ("llama", {"rank": 3, "targets": ["q_proj", "down_proj"]}, {"dp_shard": 4, "dp_replicate": 2}, False),
+        ("qwen3_moe", {"rank": 4}, {"dp_shard": 8}, False),
     ],
 )
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_states_are_those_of_the_model_that_trains(
-    tmp_path: Path, kind: str, lora: dict[str, Any], mesh: dict[str, int], stage: int
+    tmp_path: Path, kind: str, lora: dict[str, Any], mesh: dict[str, int], is_whole: bool, stage: int
 ) -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("peft")
@@ -54,7 +55,8 @@ def test_states_are_those_of_the_model_that_trains(
     transformers.AutoConfig.for_model(kind, **SIZES | (experts if kind != "llama" else {})).save_pretrained(tmp_path)
     config = Config.from_dict(
         {
-            "model": {"path": str(tmp_path)}, "lora": lora, "mesh": mesh, "zero": {"stage": stage},
+            "model": {"path": str(tmp_path)}, "lora": lora, "mesh": mesh,
+            "zero": {"stage": stage, "replicate_frozen": is_whole},
             "data": {"seq_len": 64}, "batch": {"micro_size": 1}, "precision": {"param": "bf16"},
         }
     )  # fmt: skip
