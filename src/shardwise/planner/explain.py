@@ -179,7 +179,13 @@ def parts_words(differences: Mapping[str, float]) -> str:
 
 
 def why_not(price: Estimate, missing: MissingMemory, change: Change | None) -> str:
-    """Say how much memory a strategy lacks, and the change that makes it fit; None where no single one does."""
+    """Say how much memory a strategy lacks, and what makes it fit.
+
+    Args:
+        price: of the strategy.
+        missing: what does not fit.
+        change: the change; None where none makes it fit.
+    """
     fix = "nothing less of it fits" if change is None else would_fit(change)
     return f"{lacks(price, missing)}; {fix}"
 
