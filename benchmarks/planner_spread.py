@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from planner_scores import Scored
 from shardwise.planner.step_time import SHARES, Kind, kind_of

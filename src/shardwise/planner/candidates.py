@@ -150,7 +150,7 @@ def candidates(job: PlanJob, space: SearchSpace) -> Iterator[ParallelismCandidat
                     for schedule, virtual_stages in _schedules(job, space, pp):
                         for recompute, every in _recomputes(space):
                             work = (micro_size, each_batch // micro_size, schedule, virtual_stages, recompute, every)
-                            yield ParallelismCandidate(pp, num_data_ranks, *split, *work)
+                            yield ParallelismCandidate._make((pp, num_data_ranks, *split, *work))
 
 
 def why_none(job: PlanJob, space: SearchSpace) -> str:

@@ -215,8 +215,9 @@ def _default(name: str, strategies: list[Strategy], plan: SearchResult, pricing:
         ]
         if fitting:
             best = min(fitting, key=lambda each: each.time.step_s)
-            is_best = winner is None or best.time.step_s <= winner.time.step_s
-            sentence = f"{format_s(best.time.step_s)}, nothing is faster" if is_best else why_slower(best, winner)
+            sentence = f"{format_s(best.time.step_s)}, nothing is faster"
+            if winner is not None and best.time.step_s > winner.time.step_s:
+                sentence = why_slower(best, winner)
             words = "with recompute full, " if recompute == "full" else ""
             return DefaultChoice(name=name, price=best, missing=None, sentence=words + sentence)
     strategy, memory = min(memories, key=lambda each: each[1].worst.peak_bytes)

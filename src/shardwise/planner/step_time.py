@@ -159,8 +159,8 @@ class TimeModel:
         if s.pp == 1:
             return busy[0], None
         transfer_s = self.communication.transfer_s(s)
-        timed = {id(stage): stage for stage in stages}  # equal stages are one object
-        timed = {key: replace(stage.times, transfer_s=transfer_s) for key, stage in timed.items()}
+        distinct = {id(stage): stage for stage in stages}  # equal stages are one object
+        timed = {key: replace(stage.times, transfer_s=transfer_s) for key, stage in distinct.items()}
         times = [timed[id(stage)] for stage in stages]
         bubble = quick_bubble_s(s, times) if is_quick else None
         if bubble is not None:
