@@ -26,7 +26,7 @@ def kinds(rows: Sequence[Scored]) -> dict[Kind, list[Scored]]:
 
 
 def width(rows: Sequence[Scored]) -> float | None:
-    """Return the share, to each side, in which a run of a further source lies four times of five.
+    """Return the share, to each side, in which four of five runs of a further source are.
 
     This is the conformal quantile (Vovk et al. 2005) over sources: each has the same weight, and the further one counts
     as off by more than all of them. None where they are too few to say.

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
 
@@ -150,7 +151,7 @@ def candidates(job: PlanJob, space: SearchSpace) -> Iterator[ParallelismCandidat
                     for schedule, virtual_stages in _schedules(job, space, pp):
                         for recompute, every in _recomputes(space):
                             work = (micro_size, each_batch // micro_size, schedule, virtual_stages, recompute, every)
-                            yield ParallelismCandidate(pp, num_data_ranks, *split, *work)
+                            yield ParallelismCandidate._make((pp, num_data_ranks, *split, *work))
 
 
 def why_none(job: PlanJob, space: SearchSpace) -> str:
@@ -293,12 +294,8 @@ def _pipeline_sizes(job: PlanJob, space: SearchSpace, num_ranks: int) -> list[in
 
 def _micro_sizes(job: PlanJob, space: SearchSpace, each_batch: int, cp: int) -> list[int]:
     most = min(_MAX_MICRO_SIZE, max(1, _MAX_TOKENS * cp // job.seq_len))
-    sizes = [each for each in divisors(each_batch) if each <= most or "micro_size" in space.pins]
-    return [
-        each
-        for each in sizes
-        if space.allows("micro_size", each) and space.allows("num_micro_batches", each_batch // each)
-    ]
+    sizes = [each for each in divisors(each_batch) if space.allows("num_micro_batches", each_batch // each)]
+    return [each for each in sizes if each in space.of("micro_size", range(1, most + 1))]
 
 
 def _schedules(job: PlanJob, space: SearchSpace, pp: int) -> Iterator[tuple[str, int]]:
@@ -313,14 +310,12 @@ def _schedules(job: PlanJob, space: SearchSpace, pp: int) -> Iterator[tuple[str,
         if recipe.splits_backward and not splits_weights:
             continue
         most = (num_layers + 2) // pp
+        numbers = [recipe.min_virtual_stages]
         if recipe.is_interleaved:
-            whole = [v for v in range(2, most + 1) if num_layers % (pp * v) == 0 or (num_layers + 2) % (pp * v) == 0]
-            numbers = sorted({*(v for v in whole if v <= _MAX_VIRTUAL_STAGES), *(v for v in (2, 4) if v <= most)})
-        else:
-            numbers = [recipe.min_virtual_stages]
+            tried = range(2, min(most, _MAX_VIRTUAL_STAGES) + 1)
+            numbers = [v for v in tried if v in (2, 4) or 0 in (num_layers % (pp * v), (num_layers + 2) % (pp * v))]
         for virtual_stages in space.of("virtual_stages", numbers):
-            is_possible = virtual_stages <= most and virtual_stages >= recipe.min_virtual_stages
-            if is_possible and (recipe.max_virtual_stages is None or virtual_stages <= recipe.max_virtual_stages):
+            if recipe.min_virtual_stages <= virtual_stages <= min(most, recipe.max_virtual_stages or most):
                 yield schedule, virtual_stages
 
 
@@ -333,9 +328,7 @@ def _recomputes(space: SearchSpace) -> list[tuple[str, int]]:
 
 
 def _all_tiers(job: PlanJob, space: SearchSpace, candidate: ParallelismCandidate) -> list[tuple[str, str, str, str]]:
-    """Return the tiers to try of parameters, gradients, optimizer and activations, those with less off the device
-    first.
-    """
+    """Return the tiers to try of parameters, gradients, optimizer and activations, the device first."""
     names = ("params_tier", "grads_tier", "optimizer_tier", "activations_tier")
     ladder = [("device", "device", "device")]
     offloads = are_states_crowded(job, space.base) if space.offloads is None else space.offloads
@@ -348,9 +341,7 @@ def _all_tiers(job: PlanJob, space: SearchSpace, candidate: ParallelismCandidate
     tried = [(*states, kept) for states in ladder for kept in activations]
     if any(name in space.pins for name in names):
         options = [space.of(name, sorted({each[index] for each in tried})) for index, name in enumerate(names)]
-        pinned = [(p, g, o, a) for p in options[0] for g in options[1] for o in options[2] for a in options[3]]
-        wanted = {each for each in pinned if all(space.allows(n, t) for n, t in zip(names, each, strict=True))}
-        tried = sorted(wanted, key=lambda each: (sum(tier != "device" for tier in each), each))
+        tried = sorted(set(product(*options)), key=lambda each: (sum(tier != "device" for tier in each), each))
     return tried
 
 

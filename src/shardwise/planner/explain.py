@@ -179,7 +179,13 @@ def parts_words(differences: Mapping[str, float]) -> str:
 
 
 def why_not(price: Estimate, missing: MissingMemory, change: Change | None) -> str:
-    """Say how much memory a strategy lacks, and the change that makes it fit; None where no single one does."""
+    """Say how much memory a strategy lacks, and what makes it fit.
+
+    Args:
+        price: of the strategy.
+        missing: what does not fit.
+        change: the change; None where none makes it fit.
+    """
     fix = "nothing less of it fits" if change is None else would_fit(change)
     return f"{lacks(price, missing)}; {fix}"
 
@@ -209,8 +215,9 @@ def _default(name: str, strategies: list[Strategy], plan: SearchResult, pricing:
         ]
         if fitting:
             best = min(fitting, key=lambda each: each.time.step_s)
-            is_best = winner is None or best.time.step_s <= winner.time.step_s
-            sentence = f"{format_s(best.time.step_s)}, nothing is faster" if is_best else why_slower(best, winner)
+            sentence = f"{format_s(best.time.step_s)}, nothing is faster"
+            if winner is not None and best.time.step_s > winner.time.step_s:
+                sentence = why_slower(best, winner)
             words = "with recompute full, " if recompute == "full" else ""
             return DefaultChoice(name=name, price=best, missing=None, sentence=words + sentence)
     strategy, memory = min(memories, key=lambda each: each[1].worst.peak_bytes)

@@ -203,7 +203,7 @@ def cost_dict(
     budget_usd: float | None = None,
     sizes: Sequence[SearchResult] = (),
 ) -> dict[str, Any]:
-    """Return what `cost_view` shows as JSON takes it; the arguments are the same."""
+    """Return what `cost_view` shows as JSON takes it; the arguments are those of `cost_view`."""
     run = None if plan.winner is None else run_cost(plan.winner, num_tokens, budget_usd)
     prices = [each.winner for each in sizes if each.winner is not None]
     return {

@@ -221,7 +221,7 @@ class _Search:
                 yield self._quick(strategy).step_s, strategy
 
     def _bound_s(self, candidate: ParallelismCandidate) -> float:
-        """Return the time of blocks with the least bubble, shared by candidates that compute alike."""
+        """Return the time of blocks with the least bubble, shared by candidates that compute the same."""
         inner_s = self._inner_s.get(candidate.inner)
         if inner_s is None:
             inner_s = self.pricer.time.busy_s(self._least_computing(candidate))

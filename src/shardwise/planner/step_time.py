@@ -147,8 +147,8 @@ class TimeModel:
         if s.pp == 1:
             return busy[0], None
         transfer_s = self.communication.transfer_s(s)
-        timed = {id(stage): stage for stage in stages}  # equal stages are one object
-        timed = {key: replace(stage.times, transfer_s=transfer_s) for key, stage in timed.items()}
+        distinct = {id(stage): stage for stage in stages}  # equal stages are one object
+        timed = {key: replace(stage.times, transfer_s=transfer_s) for key, stage in distinct.items()}
         times = [timed[id(stage)] for stage in stages]
         bubble = quick_bubble_s(s, times) if is_quick else None
         if bubble is not None:
@@ -212,8 +212,8 @@ Kind = Literal["measured", "fitted", "unfitted"]
 constants that are not."""
 
 SHARES: Final[Mapping[Kind, float]] = MappingProxyType({"measured": 0.12, "fitted": 0.22, "unfitted": 0.31})
-"""Half an interval as a share of the predicted time. A run of a source that nobody has seen is off by what its source
-is off, so `fitted` is the conformal quantile over 31 sources of published runs, each of equal weight whatever the
+"""Half an interval as a share of the predicted time. A run of an unknown source is off by what its source is off,
+so `fitted` is the conformal quantile over 31 sources of published runs, each of equal weight whatever the
 number of its rows, as `benchmarks/planner_accuracy.py --spread` prints it. `measured` holds the twelve runs of
 `benchmarks/planner_machine.py` (docs/benchmarks.md). `unfitted` has rows of two sources alone, too few: its device is
 taken to be as far off as a source, and both as independent errors."""
