@@ -51,12 +51,7 @@ class TokenExchange:
     hidden_context: float = 0.0
 
     def exposed(self, compute_s: float, attention_s: float) -> dict[str, float]:
-        """Return by part the seconds by which the pass takes longer.
-
-        Args:
-            compute_s: seconds of the unit's pass, attention included.
-            attention_s: seconds of its attention alone.
-        """
+        """Return by part the seconds by which the pass, whose attention is part of `compute_s`, takes longer."""
         products_s = max(0.0, compute_s - attention_s)
         return {
             "tensor": _beside(self.tensor_s, self.hidden_tensor, products_s),
@@ -133,12 +128,7 @@ class OverlapTimes:
         return each + self.first_forward_s + self.last_backward_s + self.step_s
 
     def exposed_s(self, forward_s: float, backward_s: float) -> float:
-        """Return the seconds of a step that computing does not hide.
-
-        Args:
-            forward_s: seconds that the rank computes in one micro-batch's forward.
-            backward_s: seconds in its backward, recomputation included.
-        """
+        """Return the seconds of a step that the passes of micro-batches, recomputation included, do not hide."""
         if not self.may_hide:
             return self.total_s
         num_ends, share = self.num_hiding, self.hidden_share

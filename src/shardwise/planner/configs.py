@@ -83,11 +83,7 @@ _LAST_UNIT: Final = "head"
 
 
 def strategy_of(config: Config, world_size: int) -> Strategy:
-    """Return the strategy by which a config splits its job.
-
-    Args:
-        config: resolved or not.
-        world_size: ranks of the job.
+    """Return the strategy by which a config, resolved or not, splits its job over so many ranks.
 
     Raises:
         ConfigError: it cannot be resolved for so many ranks.
@@ -105,11 +101,7 @@ def strategy_of(config: Config, world_size: int) -> Strategy:
 
 
 def job_of(config: Config, cluster: Cluster) -> PlanJob:
-    """Return the job that a config's model, data and batch describe.
-
-    Args:
-        config: resolved or not.
-        cluster: all of its GPUs take part.
+    """Return the job that the model, data and batch of a config, resolved or not, describe on all GPUs of a cluster.
 
     Raises:
         ConfigError: the model or the batch is none.
@@ -254,11 +246,7 @@ def pins_of(assignments: Sequence[str]) -> dict[str, tuple[Any, ...]]:
 
 
 def to_toml(config: Config, always: Collection[str] = ()) -> str:
-    """Write what differs from the defaults in a config as TOML.
-
-    Args:
-        config: resolved or not.
-        always: dotted keys that are written although they are the defaults.
+    """Write what differs from the defaults in a config as TOML, and the dotted keys of `always`.
 
     Raises:
         ConfigError: a value is None where the default is none, which TOML cannot say.

@@ -20,12 +20,7 @@ _NUM_TRIED: Final = 10
 
 
 def best_with_experts_split(found: SearchResult, pricing: Pricing) -> Estimate | None:
-    """Return the fastest of the best layouts with their experts split over data ranks; None where none is faster.
-
-    Args:
-        found: the best layouts, which hold all experts of a layer in each unit.
-        pricing: prices the job's strategies.
-    """
+    """Return the fastest of the found layouts with their experts split over data ranks; None where none is faster."""
     experts, winner = found.job.shape.experts, found.winner
     if experts is None or winner is None:
         return None

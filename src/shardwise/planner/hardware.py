@@ -146,11 +146,9 @@ class CatalogueEntry:
 
 
 def find_gpu(name: str) -> GpuSpec:
-    """Return the device that a name means, in the catalogue's, a driver's or a paper's spelling.
+    """Return the device that a name means, such as `h100`, `A100-80GB` or `NVIDIA GeForce RTX 4090`.
 
-    Args:
-        name: such as `h100`, `A100-80GB`, `NVIDIA GeForce RTX 4090`; where it leaves the size or the form open, the
-            usual one is taken.
+    Where the name leaves the size or the form open, the usual one is taken.
 
     Raises:
         ConfigError: no such device is known.
@@ -248,10 +246,7 @@ KEYS: Final = tuple(_ClusterFile.model_fields)
 
 
 def parse_cluster(text: str) -> Cluster:
-    """Return the cluster that a user means.
-
-    Args:
-        text: `GPU:NUM_GPUS`, `GPU:NUM_NODESxGPUS_PER_NODE`, or the path of a TOML file.
+    """Return the cluster of `GPU:NUM_GPUS`, of `GPU:NUM_NODESxGPUS_PER_NODE`, or of the path of a TOML file.
 
     Raises:
         ConfigError: there is no such device or file, or a number cannot be.
@@ -371,11 +366,7 @@ def cluster_words(cluster: Cluster) -> str:
 
 
 def cluster_of(profile: Profile, num_ranks: int | None = None) -> Cluster:
-    """Return the machine of a profile as a cluster.
-
-    Args:
-        profile: what was measured there.
-        num_ranks: that a job will have; by default those that were measured.
+    """Return the machine of a profile as a cluster of `num_ranks`, by default those that were measured.
 
     Raises:
         ConfigError: not even a matrix product was measured, so that nothing is known of a device.
