@@ -1,11 +1,10 @@
 """Find strategies one step away from another, to see what a change of one thing does.
 
 >>> from shardwise.models.presets import preset
->>> from shardwise.planner.hardware import find_gpu
->>> from shardwise.planner.hardware import Cluster
+>>> from shardwise.planner.hardware import parse_cluster
 >>> from shardwise.planner.shape import ModelShape
->>> job = PlanJob(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=16,
-...           cluster=Cluster(gpu=find_gpu("h100"), num_gpus=8, gpus_per_node=8, nic_bytes_per_s=50e9))
+>>> shape = ModelShape.of_decoder(preset("llama-3-8b"))
+>>> job = PlanJob(shape=shape, seq_len=8192, global_batch=16, cluster=parse_cluster("h100:8"))
 >>> changes = dict(neighbours(job, Strategy(dp_shard=8, num_micro_batches=2)))
 >>> changes["mesh.tp=2"].num_micro_batches, changes["zero.stage=3"].zero_stage
 (4, 3)
@@ -13,23 +12,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any, Final
 
 from shardwise.planner.candidates import RECOMPUTES, is_legal
+from shardwise.planner.configs import KEYS
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.memory_limit import MissingMemory, missing_memory
-from shardwise.planner.pricer import Pricing
+from shardwise.planner.pricer import Pricing, priced
 from shardwise.planner.results import Estimate
 
 CHUNK_TOKENS: Final = 1024
-_TIERS: Final = (("host", "device", "device"), ("host", "host", "device"), ("host", "host", "host"))
-_SHARES: Final = (0.75, 0.5, 0.25)
+_STATES: Final = ("optimizer", "grads", "params")
 # The share of a state that stays on the device is a multiple of one over this number.
 _NUM_STEPS: Final = 20
-_NO_SHARES: Final = MappingProxyType({"params_on_device": 0.0, "grads_on_device": 0.0, "optimizer_on_device": 0.0})
+
+Fields = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +48,13 @@ class Change:
 
 def neighbours(job: PlanJob, strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
     """Yield every strategy that the engine runs one step away, with the keys that it changes."""
+    keys = {field: key for key, field in KEYS.items()}
     seen = {strategy}
-    for words, other in _changed(job, strategy):
+    for fields, consequences in _changes(job, strategy):
+        other = replace(strategy, **fields, **consequences)
         if other not in seen and is_legal(job, other):
             seen.add(other)
-            yield words, other
+            yield " ".join(f"{keys[name]}={value}" for name, value in fields.items()), other
 
 
 def price_changes(job: PlanJob, strategy: Strategy, pricing: Pricing, margin_share: float) -> tuple[Change, ...]:
@@ -67,37 +68,9 @@ def price_changes(job: PlanJob, strategy: Strategy, pricing: Pricing, margin_sha
     """
     found = []
     for words, other in neighbours(job, strategy):
-        memory = pricing.memory.estimate(other)
-        price = Estimate(job=job, strategy=other, memory=memory, time=pricing.time.estimate(other))
-        found.append(Change(words=words, price=price, missing=missing_memory(memory, job.cluster, margin_share)))
+        price = priced(job, other, pricing)
+        found.append(Change(words=words, price=price, missing=missing_memory(price.memory, job.cluster, margin_share)))
     return tuple(sorted(found, key=lambda each: (each.missing is not None, each.price.time.step_s)))
-
-
-def _changed(job: PlanJob, s: Strategy) -> Iterator[tuple[str, Strategy]]:
-    for mode, every in RECOMPUTES:
-        words = f"recompute.mode={mode}" + (f" recompute.every={every}" if every > 1 else "")
-        tier = s.activations_tier if mode != "none" else "device"
-        yield words, replace(s, recompute=mode, recompute_every=every, activations_tier=tier)
-    each_batch = s.micro_size * s.num_micro_batches
-    for micro_size in (s.micro_size // 2, 2 * s.micro_size, 1):
-        if micro_size and each_batch % micro_size == 0:
-            yield f"batch.micro_size={micro_size}", _with_micro(s, micro_size)
-    for stage in range(4) if s.num_data_ranks * s.cp > 1 else ():  # else nothing is split
-        yield f"zero.stage={stage}", replace(s, zero_stage=stage, gather="batch" if stage < 3 else s.gather)
-    for gather in ("batch", "micro-batch"):
-        yield f"pipeline.gather={gather}", replace(s, gather=gather)
-    yield from _shard_groups(job, s)
-    yield from _meshes(s)
-    yield from _schedules(s)
-    for optimizer, grads, params in _TIERS:
-        words = " ".join(f"tiers.{name}=host" for name in ("optimizer", *["grads"] * (grads == "host")))
-        words += " tiers.params=host" if params == "host" else ""
-        tiers = {"optimizer_tier": optimizer, "grads_tier": grads, "params_tier": params}
-        yield words, replace(s, **tiers, **_NO_SHARES)  # type: ignore[arg-type]
-    yield from _shares(s, _SHARES)
-    yield "tiers.activations=host", replace(s, activations_tier="host")
-    if s.chunk_tokens is None and s.schedule in ("1f1b", "interleaved") and not job.traits.is_compiled:
-        yield f"context.chunk_tokens={CHUNK_TOKENS}", replace(s, chunk_tokens=CHUNK_TOKENS)
 
 
 def more_on_device(price: Estimate, usable_bytes: float) -> Iterator[Strategy]:
@@ -110,67 +83,71 @@ def more_on_device(price: Estimate, usable_bytes: float) -> Iterator[Strategy]:
     worst = price.memory.worst
     if away_bytes := sum(worst.elsewhere.values()):
         most = int(_NUM_STEPS * min(1.0, (usable_bytes - worst.peak_bytes) / away_bytes))
-        tried = [step / _NUM_STEPS for step in (most, most - 1) if 0 < step < _NUM_STEPS]
-        yield from (strategy for _, strategy in _shares(price.strategy, tried))
+        for step in (most, most - 1):
+            shares = _shares(price.strategy, step / _NUM_STEPS)
+            if 0 < step < _NUM_STEPS and shares:
+                yield replace(price.strategy, **shares)
 
 
-def _shares(s: Strategy, of: Iterable[float]) -> Iterator[tuple[str, Strategy]]:
-    """Yield the strategy with each share of its offloaded states kept on the device."""
-    away = [state for state in ("params", "grads", "optimizer") if getattr(s, f"{state}_tier") != "device"]
-    for share in of if away else ():
-        words = " ".join(f"tiers.{state}_on_device={share}" for state in away)
-        yield words, replace(s, **{f"{state}_on_device": share for state in away})  # type: ignore[arg-type]
+def _shares(s: Strategy, share: float) -> Fields:
+    return {f"{name}_on_device": share for name in reversed(_STATES) if getattr(s, f"{name}_tier") != "device"}
 
 
-def _with_micro(s: Strategy, micro_size: int) -> Strategy:
-    return replace(s, micro_size=micro_size, num_micro_batches=s.micro_size * s.num_micro_batches // micro_size)
-
-
-def _shard_groups(job: PlanJob, s: Strategy) -> Iterator[tuple[str, Strategy]]:
+def _changes(job: PlanJob, s: Strategy) -> Iterator[tuple[Fields, Fields]]:
+    """Yield the fields of a change, and those that follow from it."""
+    for mode, every in RECOMPUTES:
+        fields = {"recompute": mode} | ({"recompute_every": every} if every > 1 else {})
+        kept = {} if mode != "none" else {"activations_tier": "device"}
+        yield fields, kept | ({} if every > 1 else {"recompute_every": 1})
+    each_batch = s.micro_size * s.num_micro_batches
+    for micro_size in (s.micro_size // 2, 2 * s.micro_size, 1):
+        if micro_size and each_batch % micro_size == 0:
+            yield {"micro_size": micro_size}, {"num_micro_batches": each_batch // micro_size}
+    for stage in range(4) if s.num_data_ranks * s.cp > 1 else ():  # else nothing is split
+        yield {"zero_stage": stage}, {} if stage == 3 else {"gather": "batch"}
+    for gather in ("batch", "micro-batch"):
+        yield {"gather": gather}, {}
     in_node = max(1, job.cluster.gpus_per_node // (s.cp * s.tp))
     for dp_shard in (s.num_data_ranks, in_node, s.dp_shard // 2, 2 * s.dp_shard):
         if dp_shard and s.num_data_ranks % dp_shard == 0:
-            yield f"mesh.dp_shard={dp_shard}", replace(s, dp_shard=dp_shard, dp_replicate=s.num_data_ranks // dp_shard)
+            yield {"dp_shard": dp_shard}, {"dp_replicate": s.num_data_ranks // dp_shard}
+    yield from _meshes(s)
+    if s.pp > 1:
+        schedules = (("1f1b", 1), ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2))
+        for schedule, virtual_stages in schedules:
+            yield {"schedule": schedule}, {"virtual_stages": virtual_stages, "stage_layers": None}
+        for virtual_stages in (2, 2 * s.virtual_stages):
+            yield {"schedule": "interleaved", "virtual_stages": virtual_stages}, {"stage_layers": None}
+    for num_away in (1, 2, 3):
+        here = {f"{name}_tier": "device" for name in _STATES[num_away:]}
+        on_device = {f"{name}_on_device": 0.0 for name in _STATES}
+        yield {f"{name}_tier": "host" for name in _STATES[:num_away]}, here | on_device
+    for share in (0.75, 0.5, 0.25):
+        yield _shares(s, share), {}
+    yield {"activations_tier": "host"}, {}
+    if s.chunk_tokens is None and s.schedule in ("1f1b", "interleaved") and not job.traits.is_compiled:
+        yield {"chunk_tokens": CHUNK_TOKENS}, {}
 
 
-def _meshes(s: Strategy) -> Iterator[tuple[str, Strategy]]:
+def _meshes(s: Strategy) -> Iterator[tuple[Fields, Fields]]:
+    """Yield each axis twice and half as large; the data ranks make up for it, with as many samples in all."""
     for axis in ("tp", "cp", "pp"):
-        for twice in (True, False):
-            size = getattr(s, axis)
-            if not twice and size % 2:
-                continue
-            changes: dict[str, Any] = {axis: 2 * size if twice else size // 2}
+        size, samples = getattr(s, axis), s.num_micro_batches
+        for larger in ("dp_replicate", "dp_shard"):
+            if getattr(s, larger) % 2 == 0:
+                fewer = {larger: getattr(s, larger) // 2, "num_micro_batches": 2 * samples}
+                yield {axis: 2 * size}, fewer | ({"sequence_parallel": True} if axis == "tp" else _uncut(axis))
+                break
+        if size % 2 == 0 and samples % 2 == 0:
+            less: Fields = {"dp_shard": 2 * s.dp_shard, "num_micro_batches": samples // 2, **_uncut(axis)}
             if axis == "tp":
-                changes["sequence_parallel"] = changes["tp"] > 1
-            elif axis == "cp" and changes["cp"] == 1:
-                changes |= {"transport": "ring", "heads_over": None}
-            elif axis == "pp":
-                changes |= {"stage_layers": None}
-                changes |= {"schedule": "1f1b", "virtual_stages": 1, "gather": "batch"} if changes["pp"] == 1 else {}
-            other = _with_data_ranks(s, twice)
-            if other is not None:
-                yield f"mesh.{axis}={changes[axis]}", replace(other, **changes)
+                less["sequence_parallel"] = size > 2
+            elif size == 2 and axis == "cp":
+                less |= {"transport": "ring", "heads_over": None}
+            elif size == 2:
+                less |= {"schedule": "1f1b", "virtual_stages": 1, "gather": "batch"}
+            yield {axis: size // 2}, less
 
 
-def _with_data_ranks(s: Strategy, is_half: bool) -> Strategy | None:
-    """Halve or double the data ranks, with as many samples in all; None where that is not possible."""
-    if not is_half:
-        if s.num_micro_batches % 2:
-            return None
-        return replace(s, dp_shard=2 * s.dp_shard, num_micro_batches=s.num_micro_batches // 2)
-    if s.dp_replicate % 2 == 0:
-        return replace(s, dp_replicate=s.dp_replicate // 2, num_micro_batches=2 * s.num_micro_batches)
-    if s.dp_shard % 2 == 0:
-        return replace(s, dp_shard=s.dp_shard // 2, num_micro_batches=2 * s.num_micro_batches)
-    return None
-
-
-def _schedules(s: Strategy) -> Iterator[tuple[str, Strategy]]:
-    if s.pp == 1:
-        return
-    plain = replace(s, stage_layers=None)
-    for schedule, virtual_stages in (("1f1b", 1), ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2)):
-        yield f"pipeline.schedule={schedule}", replace(plain, schedule=schedule, virtual_stages=virtual_stages)
-    for virtual_stages in (2, 2 * s.virtual_stages):
-        words = f"pipeline.schedule=interleaved pipeline.virtual_stages={virtual_stages}"
-        yield words, replace(plain, schedule="interleaved", virtual_stages=virtual_stages)
+def _uncut(axis: str) -> Fields:
+    return {"stage_layers": None} if axis == "pp" else {}

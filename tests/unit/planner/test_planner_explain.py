@@ -8,13 +8,14 @@ import pytest
 
 from shardwise.models.presets import preset
 from shardwise.planner.candidates import SearchSpace, is_legal
+from shardwise.planner.cost import cost_per_step
 from shardwise.planner.explain import parts_words, reasons_of, why_faster, why_not, why_slower, why_yours
 from shardwise.planner.hardware import Cluster, Host, find_gpu
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.memory_limit import MissingMemory, missing_memory, usable_bytes
 from shardwise.planner.neighbours import neighbours, price_changes
 from shardwise.planner.results import Estimate, MemoryEstimate, RankMemory, TimeEstimate, num_extras, simplest
-from shardwise.planner.search import Limits, cost_per_step, search
+from shardwise.planner.search import Limits, search
 from shardwise.planner.shape import ModelShape
 from shardwise.planner.suggestions import smallest_change
 
@@ -156,7 +157,7 @@ def test_changes_that_fit_stand_first() -> None:
 
 def test_reasons_of_a_plan() -> None:
     prices = Prices()
-    plan = search(JOB, limits=Limits(num_best=4, max_prices=4000), pricer=prices)
+    plan = search(JOB, limits=Limits(num_best=4), pricer=prices)
     reasons = reasons_of(plan, prices, lambda job: Prices())
     by_name = {each.name: each for each in reasons.defaults}
     ddp = by_name["DDP"]
@@ -257,7 +258,7 @@ def test_at_most_four_parts_are_said_and_none_that_is_next_to_nothing() -> None:
 
 def test_of_a_default_the_fastest_micro_batch_counts_and_of_what_does_not_fit_the_one_that_lacks_least() -> None:
     prices = Prices()
-    plan = search(JOB, limits=Limits(num_best=4, max_prices=4000), pricer=prices)
+    plan = search(JOB, limits=Limits(num_best=4), pricer=prices)
     by_name = {each.name: each for each in reasons_of(plan, prices, lambda job: Prices()).defaults}
     fsdp, ddp = by_name["FSDP (ZeRO-3 over all)"], by_name["DDP"]
     assert fsdp.price is not None
@@ -265,7 +266,7 @@ def test_of_a_default_the_fastest_micro_batch_counts_and_of_what_does_not_fit_th
     # 8 GiB of states and 48 of a sample: of 1, 2 and 4 samples on each of 16 ranks, one fits.
     assert (fsdp.price.strategy.micro_size, ddp.price.strategy.micro_size) == (1, 1)
     roomy = replace(JOB, cluster=replace(CLUSTER, gpu=replace(CLUSTER.gpu, memory_bytes=400 * GIB)))
-    plan = search(roomy, limits=Limits(num_best=4, max_prices=4000), pricer=prices)
+    plan = search(roomy, limits=Limits(num_best=4), pricer=prices)
     by_name = {each.name: each for each in reasons_of(plan, prices, lambda job: Prices()).defaults}
     ddp = by_name["DDP"]
     assert ddp.price is not None
