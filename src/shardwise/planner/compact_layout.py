@@ -14,9 +14,10 @@ from itertools import islice
 from typing import Any
 
 from shardwise.config.resolve import OptimizerConfig, PrecisionConfig, Tier, TiersConfig
+from shardwise.layout.codec import BLOCK_NUMEL
 from shardwise.layout.layout import TIERS, Layout, assign_tiers, states_of
 from shardwise.layout.mesh_shape import GRADIENT_AXES, SHARD_AXES, MeshShape
-from shardwise.layout.param_groups import ROOT, GroupSpec, ParamEntry, build_groups
+from shardwise.layout.param_groups import ROOT, GroupSpec, ParamEntry, aligned, build_groups
 from shardwise.layout.pipeline_layout import PipelineLayout
 from shardwise.layout.precision import precision_policy
 from shardwise.layout.zero_stages import ZeroStage, effective_stage
@@ -115,7 +116,9 @@ class CompactLayout:
     def _fold(self, strategy: Strategy, pipeline_rank: int) -> RankLayerCounts:
         s, stages = strategy, self.stages.of(strategy)
         mesh, tiers, stage = MeshShape(s.pp, s.dp_replicate, s.dp_shard, s.cp, s.tp), _tiers_of(s), _stage_of(s)
-        policy = precision_policy(PrecisionConfig(param=s.param, reduce=s.reduce, accumulate=s.accumulate))
+        policy = precision_policy(
+            PrecisionConfig(param=s.param, reduce=s.reduce, accumulate=s.accumulate, states=self.job.states)
+        )
         held = [
             LayerCount(_placed(fold.group, mesh, s.ep), fold.count) for fold in self._held(s, stages, pipeline_rank)
         ]
@@ -221,7 +224,8 @@ class CompactLayout:
         ]
         splits = {each.name: each.split(tp) for each in params} if tp > 1 else None
         units = () if unit == ROOT else (unit,)
-        return build_groups(entries, units, 1, 1, self.job.replicate_frozen, splits, keep_whole_below=below)
+        groups = build_groups(entries, units, 1, 1, self.job.replicate_frozen, splits, keep_whole_below=below)
+        return tuple(aligned(each, BLOCK_NUMEL) for each in groups) if self.job.states == "int8" else groups
 
 
 def is_of_experts(group: GroupSpec) -> bool:

@@ -123,6 +123,7 @@ def job_of(config: Config, cluster: Cluster) -> PlanJob:
         traits=traits,
         optimizer=resolved.optimizer.name,
         keep_whole_below=resolved.zero.keep_whole_below,
+        states=resolved.precision.states,
         replicate_frozen=resolved.zero.replicate_frozen,
         lora=resolved.lora,
     )

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from shardwise.config.resolve import Config, Dtype, LoraConfig, Tier
+from shardwise.layout.precision import StatesDtype
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.shape import ModelShape
 
@@ -148,6 +149,7 @@ class PlanJob:
         global_batch: sequences of an optimizer step.
         traits: facts about the code that trains it.
         optimizer: its name, which says what states it keeps.
+        states: how the optimizer's moments are stored, as `precision.states`.
         keep_whole_below: elements below which ZeRO-3 keeps a parameter whole.
         replicate_frozen: whether every rank keeps frozen parameters whole.
         lora: the adapters that train beside frozen weights; of rank 0, all weights train.
@@ -159,6 +161,7 @@ class PlanJob:
     cluster: Cluster
     traits: FrameworkTraits = SHARDWISE
     optimizer: str = "adamw"
+    states: StatesDtype = "master"
     keep_whole_below: int = 0
     replicate_frozen: bool = False
     lora: LoraConfig = field(default_factory=LoraConfig)

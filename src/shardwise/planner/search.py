@@ -356,11 +356,12 @@ def least_states_bytes(
     """
     param_bytes = DTYPE_BYTES[base.param]
     grad_bytes = param_bytes if base.accumulate == "param" else max(4, param_bytes)
-    num_states = 2 * job.optimizer.startswith("adam") + (param_bytes < 4)
+    of_moment = {"master": max(4, param_bytes), "bf16": 2, "int8": 1}[job.states]
+    optimizer_bytes = 2 * of_moment * job.optimizer.startswith("adam") + 4 * (param_bytes < 4)
     states = (
         (placement.params_tier, param_bytes, 3),
         (placement.grads_tier, job.trains_all * grad_bytes, 3 if candidate.pp > 1 else 2),
-        (placement.optimizer_tier, job.trains_all * max(4, param_bytes) * num_states, 1),
+        (placement.optimizer_tier, job.trains_all * optimizer_bytes, 1),
     )
     shards = placement.dp_shard * candidate.cp
     of_param = sum(
