@@ -52,7 +52,8 @@ class Limits:
     Attributes:
         num_best: how many strategies are wanted.
         margin_share: share of a device's memory that is to stay free.
-        max_prices: number of prices after which the search ends though better ones may be left.
+        max_prices: estimates of time, of which one of memory counts as four, after which the search ends though better
+            strategies may be left.
     """
 
     num_best: int = 10
@@ -195,10 +196,14 @@ class _Search:
         self.rejected["slower even at best"] += len(heap)
 
     def _has_enough(self, bound_s: float) -> bool:
-        """Say whether nothing from this bound on is wanted: neither to win by simplicity nor to be shown."""
-        if not self.fitting or bound_s <= (1 + TIE_SHARE) * self.fitting[0].time.step_s:
-            return False
-        return len(self.fitting) >= self.limits.num_best and len(self._kinds) >= min(_NUM_KINDS, self.limits.num_best)
+        """Say whether nothing from this bound on is wanted, neither to win nor to be shown."""
+        num_kinds = min(_NUM_KINDS, self.limits.num_best)
+        return not self._may_win(bound_s) and len(self._kinds) >= num_kinds
+
+    def _may_win(self, bound_s: float) -> bool:
+        """Say whether what takes this long is among the best, or may still be the best for its simplicity."""
+        is_tie = not self.fitting or bound_s <= (1 + TIE_SHARE) * self.fitting[0].time.step_s
+        return is_tie or len(self.fitting) < self.limits.num_best
 
     def _open(self, item: _Item, bound_s: float) -> Iterator[tuple[float, _Item]]:
         """Yield what an item becomes, by its next bound; of a priced strategy that fits, keep the price."""
@@ -206,8 +211,7 @@ class _Search:
             self._add(item)
             return
         candidate = item.candidate if isinstance(item, _Timed) else item
-        is_tie = not self.fitting or bound_s <= (1 + TIE_SHARE) * self.fitting[0].time.step_s
-        if not is_tie and len(self.fitting) >= self.limits.num_best and kind_of(candidate) in self._kinds:
+        if not self._may_win(bound_s) and kind_of(candidate) in self._kinds:
             self.rejected["like a faster one"] += 1
         elif not self._placements_of(candidate) or not self._fits_leanest.get(_pipeline_of(candidate), True):
             self.rejected["out of memory even at best"] += 1
@@ -307,7 +311,9 @@ class _Search:
     def finish(self) -> list[Estimate]:
         """Return all that fit: the simplest of the fastest, then the fastest first, their schedules simulated."""
         if not self.fitting:  # the search was cut
-            any(self._add(each) for each in self._fallbacks)
+            fastest = sorted(self._fallbacks, key=lambda each: self._quick(each).step_s)
+            for strategy in fastest[: self.limits.num_best]:
+                self._add(strategy)
         for price in self.fitting[: self.limits.num_best]:  # as large a share on the device as fits and helps
             any(self._add(each, price.time.step_s) for each in more_on_device(price, self._usable_bytes))
         every = sorted(self.fitting, key=lambda each: each.time.step_s)
