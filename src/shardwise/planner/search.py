@@ -30,7 +30,6 @@ from shardwise.planner.candidates import (
 )
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.memory_limit import USUAL_MARGIN, MissingMemory, missing_memory, missing_on_node, usable_bytes
-from shardwise.planner.neighbours import more_on_device
 from shardwise.planner.pricer import Pricer, Pricing, priced
 from shardwise.planner.results import TIE_SHARE, Estimate, MemoryEstimate, TimeEstimate, num_extras, simplest
 from shardwise.schedule.formulas import least_bubble_share
@@ -41,6 +40,8 @@ _NUM_KINDS: Final = 5
 _MOST_SIMULATED: Final = 5
 # A search that has found nothing yet may take so many times the prices.
 _MORE_IF_NONE: Final = 5
+# The share of a state that stays on the device is a multiple of one over this number.
+_NUM_SHARES: Final = 20
 # A memory estimate costs as much as so many times.
 _MEMORY_COST: Final = 4
 
@@ -337,6 +338,23 @@ class _Search:
         price = priced(self.job, self._missed[1], self.pricer)
         missing = missing_memory(price.memory, self.job.cluster, self.limits.margin_share)
         return None if missing is None else (price, missing)
+
+
+def more_on_device(price: Estimate, usable_bytes: float) -> Iterator[Strategy]:
+    """Yield the strategy with as large a share of its states on the device as may fit, and with a little less.
+
+    Args:
+        price: of a strategy that stores states off the device; for any other nothing is yielded.
+        usable_bytes: of a device.
+    """
+    s, worst = price.strategy, price.memory.worst
+    away = [state for state in ("params", "grads", "optimizer") if getattr(s, f"{state}_tier") != "device"]
+    if away_bytes := sum(worst.elsewhere.values()) if away else 0:
+        most = int(_NUM_SHARES * min(1.0, (usable_bytes - worst.peak_bytes) / away_bytes))
+        for step in (most, most - 1):
+            if 0 < step < _NUM_SHARES:
+                shares: dict[str, Any] = {f"{state}_on_device": step / _NUM_SHARES for state in away}
+                yield replace(s, **shares)
 
 
 def _pipeline_of(candidate: ParallelismCandidate) -> tuple[Any, ...]:
