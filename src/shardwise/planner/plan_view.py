@@ -247,24 +247,15 @@ def fit_view(fits: Sequence[Fit], cluster: Cluster, seq_len: int, shape: ModelSh
     texts = ("over all ranks" if cluster.gpu.is_cpu else "over all GPUs", f"largest at {seq_len:,} tokens")
     table = bare_table(*texts, *(() if shape is None else ("micro-batch", "sequence")), texts=texts)
     for each in fits:
-        model = "-"
-        if each.shape is not None:
-            model = f"{format_count(each.shape.num_params):>7} ({each.shape.name})"
-        cells = [each.setup.name, model]
-        if shape is not None:
-            cells += ["-" if number is None else f"{number:,}" for number in (each.micro_size, each.seq_len)]
-        table.add_row(*cells)
-    rows: list[tuple[str, RenderableType]] = [("cluster", cluster_words(cluster))]
+        model = "-" if each.shape is None else f"{format_count(each.shape.num_params):>7} ({each.shape.name})"
+        numbers = () if shape is None else (each.micro_size, each.seq_len)
+        table.add_row(each.setup.name, model, *("-" if number is None else f"{number:,}" for number in numbers))
     words = "the largest model is of the Llama family, one sequence a micro-batch"
     if shape is not None:
         words += f"; micro-batch at {seq_len:,} tokens and longest sequence are of {shape.name}"
-    more = (
-        "Lines with ... add to ZeRO-3 with full recomputation"
-        if cluster.num_gpus > 1
-        else "Lines with ... recompute all"
-    )
-    chunks = f"chunks are of {CHUNK_TOKENS:,} tokens, of MLPs, head and loss"
-    return blocks(facts(rows), table, Text(f"{words}. {more}; {chunks}.", style="dim"))
+    added = "add to ZeRO-3 with full recomputation" if cluster.num_gpus > 1 else "recompute all"
+    words += f". Lines with ... {added}; chunks are of {CHUNK_TOKENS:,} tokens, of MLPs, head and loss."
+    return blocks(facts([("cluster", cluster_words(cluster))]), table, Text(words, style="dim"))
 
 
 def fit_dict(fits: Sequence[Fit], cluster: Cluster, seq_len: int, shape: ModelShape | None = None) -> dict[str, Any]:
