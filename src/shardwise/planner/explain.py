@@ -15,11 +15,10 @@ from shardwise.planner.candidates import divisors, is_legal
 from shardwise.planner.format import layout_words
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.memory_limit import MissingMemory, missing_memory
-from shardwise.planner.neighbours import Change, price_changes
 from shardwise.planner.pricer import Pricer, Pricing, priced
 from shardwise.planner.results import TIME_PARTS, Estimate, extras_words, num_extras
 from shardwise.planner.search import SearchResult
-from shardwise.planner.suggestions import PricingOf, smallest_change, suggest, would_fit
+from shardwise.planner.suggestions import Change, PricingOf, smallest_change, suggest, would_fit
 from shardwise.runtime.format import format_bytes, format_s
 
 PART_WORDS: Final[Mapping[str, str]] = MappingProxyType(
@@ -68,7 +67,6 @@ class Reasons:
         wins: why the winner beats the next.
         runners_up: why each loses, in the order of `SearchResult.runners_up`.
         defaults: why popular layouts lose.
-        changes: what one change of the winner does; those that fit come first.
         misses, suggestions: where nothing fits: what the nearest lacks, and what would make it fit, the best first.
         yours: how the user's own strategy does; empty where there is none.
     """
@@ -76,7 +74,6 @@ class Reasons:
     wins: str = ""
     runners_up: tuple[str, ...] = ()
     defaults: tuple[DefaultChoice, ...] = ()
-    changes: tuple[Change, ...] = ()
     misses: str = ""
     suggestions: tuple[str, ...] = ()
     yours: str = ""
@@ -115,7 +112,6 @@ def reasons_of(
             found,
             wins=why_faster(winner, plan.runners_up[0]) if plan.runners_up else "no other mesh or schedule fits",
             runners_up=tuple(why_slower(each, winner) for each in plan.runners_up),
-            changes=price_changes(plan.job, winner.strategy, pricing, margin_share),
         )
     if plan.nearest is None:
         return found

@@ -17,8 +17,8 @@ from shardwise.planner.hardware import Cluster
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.memory import MemoryModel
 from shardwise.planner.memory_limit import USUAL_MARGIN, missing_memory
-from shardwise.planner.neighbours import CHUNK_TOKENS
 from shardwise.planner.shape import ModelShape
+from shardwise.planner.suggestions import CHUNK_TOKENS
 
 _HEAD_DIM: Final = 128
 _VOCAB_SIZE: Final = 128_256

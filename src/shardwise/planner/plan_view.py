@@ -19,7 +19,6 @@ from shardwise.planner.format import layout_words, money_words
 from shardwise.planner.hardware import GIB, Cluster, cluster_words
 from shardwise.planner.job import PlanJob
 from shardwise.planner.memory_limit import USUAL_MARGIN, missing_memory
-from shardwise.planner.neighbours import CHUNK_TOKENS
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.render import (
     bare_table,
@@ -34,11 +33,11 @@ from shardwise.planner.render import (
 from shardwise.planner.results import Estimate
 from shardwise.planner.search import SearchResult
 from shardwise.planner.shape import ModelShape
+from shardwise.planner.suggestions import CHUNK_TOKENS
 from shardwise.runtime.format import format_bytes, format_count, format_s
 
 _FEW_SHOWN: Final = 3
 _MANY_SHOWN: Final = 5
-_MOST_CHANGES: Final = 8
 # Share of a step from which on a part is mentioned.
 _LARGE_SHARE: Final = 0.15
 _FIXES: Final[Mapping[str, str]] = {
@@ -71,7 +70,7 @@ def plan_view(
         width: of the terminal, in characters.
         is_coloured: whether the terminal shows colours.
         num_shown: how many of the winner and the best of each other mesh and schedule; None shows a few.
-        is_whole: whether sentences are whole, with where the time goes, what one change does and what was searched.
+        is_whole: whether sentences are whole, with where the time goes and what was searched.
         yours: the user's own strategy, to be shown beside them; None where there is none.
         notes: on how the question was read.
     """
@@ -98,7 +97,6 @@ def plan_view(
         sentences = [(each.name, each.sentence if is_whole else default_words(each)) for each in reasons.defaults]
         parts.append(_titled("what many would start with", sentences))
     if is_whole:
-        parts += [_changes_table(winner, reasons)] if winner is not None and reasons.changes else []
         parts.append(Text(_counts(plan), style="dim"))
     return blocks(*parts)
 
@@ -140,18 +138,6 @@ def _titled(title: str, rows: Sequence[tuple[str, str]]) -> RenderableType:
     for name, words in rows:
         grid.add_row(f"  {name}", Text(words))
     return Group(Text(title, style="dim"), grid)
-
-
-def _changes_table(winner: Estimate, reasons: Reasons) -> Table:
-    """Show what one change of the winner does to time and memory."""
-    table = bare_table("one thing changed", "step", "memory", " ", texts=("one thing changed",))
-    for change in reasons.changes[:_MOST_CHANGES]:
-        slower = change.price.time.step_s / winner.time.step_s - 1
-        more = change.price.memory.worst.peak_bytes - winner.memory.worst.peak_bytes
-        words = f"{'+' if more >= 0 else '-'}{format_bytes(abs(more))}"
-        fits = "" if change.missing is None else Text("does not fit", style="red")
-        table.add_row(change.words, f"{100 * slower:+.1f} %", words, fits)
-    return table
 
 
 def _counts(plan: SearchResult) -> str:
@@ -261,24 +247,15 @@ def fit_view(fits: Sequence[Fit], cluster: Cluster, seq_len: int, shape: ModelSh
     texts = ("over all ranks" if cluster.gpu.is_cpu else "over all GPUs", f"largest at {seq_len:,} tokens")
     table = bare_table(*texts, *(() if shape is None else ("micro-batch", "sequence")), texts=texts)
     for each in fits:
-        model = "-"
-        if each.shape is not None:
-            model = f"{format_count(each.shape.num_params):>7} ({each.shape.name})"
-        cells = [each.setup.name, model]
-        if shape is not None:
-            cells += ["-" if number is None else f"{number:,}" for number in (each.micro_size, each.seq_len)]
-        table.add_row(*cells)
-    rows: list[tuple[str, RenderableType]] = [("cluster", cluster_words(cluster))]
+        model = "-" if each.shape is None else f"{format_count(each.shape.num_params):>7} ({each.shape.name})"
+        numbers = () if shape is None else (each.micro_size, each.seq_len)
+        table.add_row(each.setup.name, model, *("-" if number is None else f"{number:,}" for number in numbers))
     words = "the largest model is of the Llama family, one sequence a micro-batch"
     if shape is not None:
         words += f"; micro-batch at {seq_len:,} tokens and longest sequence are of {shape.name}"
-    more = (
-        "Lines with ... add to ZeRO-3 with full recomputation"
-        if cluster.num_gpus > 1
-        else "Lines with ... recompute all"
-    )
-    chunks = f"chunks are of {CHUNK_TOKENS:,} tokens, of MLPs, head and loss"
-    return blocks(facts(rows), table, Text(f"{words}. {more}; {chunks}.", style="dim"))
+    added = "add to ZeRO-3 with full recomputation" if cluster.num_gpus > 1 else "recompute all"
+    words += f". Lines with ... {added}; chunks are of {CHUNK_TOKENS:,} tokens, of MLPs, head and loss."
+    return blocks(facts([("cluster", cluster_words(cluster))]), table, Text(words, style="dim"))
 
 
 def fit_dict(fits: Sequence[Fit], cluster: Cluster, seq_len: int, shape: ModelShape | None = None) -> dict[str, Any]:

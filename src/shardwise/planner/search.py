@@ -30,7 +30,6 @@ from shardwise.planner.candidates import (
 )
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.memory_limit import USUAL_MARGIN, MissingMemory, missing_memory, missing_on_node, usable_bytes
-from shardwise.planner.neighbours import more_on_device
 from shardwise.planner.pricer import Pricer, Pricing, priced
 from shardwise.planner.results import TIE_SHARE, Estimate, MemoryEstimate, TimeEstimate, num_extras, simplest
 from shardwise.schedule.formulas import least_bubble_share
@@ -41,6 +40,8 @@ _NUM_KINDS: Final = 5
 _MOST_SIMULATED: Final = 5
 # A search that has found nothing yet may take so many times the prices.
 _MORE_IF_NONE: Final = 5
+# The share of a state that stays on the device is a multiple of one over this number.
+_NUM_SHARES: Final = 20
 # A memory estimate costs as much as so many times.
 _MEMORY_COST: Final = 4
 
@@ -52,7 +53,8 @@ class Limits:
     Attributes:
         num_best: how many strategies are wanted.
         margin_share: share of a device's memory that is to stay free.
-        max_prices: number of prices after which the search ends though better ones may be left.
+        max_prices: estimates of time, of which one of memory counts as four, after which the search ends though better
+            strategies may be left.
     """
 
     num_best: int = 10
@@ -195,10 +197,14 @@ class _Search:
         self.rejected["slower even at best"] += len(heap)
 
     def _has_enough(self, bound_s: float) -> bool:
-        """Say whether nothing from this bound on is wanted: neither to win by simplicity nor to be shown."""
-        if not self.fitting or bound_s <= (1 + TIE_SHARE) * self.fitting[0].time.step_s:
-            return False
-        return len(self.fitting) >= self.limits.num_best and len(self._kinds) >= min(_NUM_KINDS, self.limits.num_best)
+        """Say whether nothing from this bound on is wanted, neither to win nor to be shown."""
+        num_kinds = min(_NUM_KINDS, self.limits.num_best)
+        return not self._may_win(bound_s) and len(self._kinds) >= num_kinds
+
+    def _may_win(self, bound_s: float) -> bool:
+        """Say whether what takes this long is among the best, or may still be the best for its simplicity."""
+        is_tie = not self.fitting or bound_s <= (1 + TIE_SHARE) * self.fitting[0].time.step_s
+        return is_tie or len(self.fitting) < self.limits.num_best
 
     def _open(self, item: _Item, bound_s: float) -> Iterator[tuple[float, _Item]]:
         """Yield what an item becomes, by its next bound; of a priced strategy that fits, keep the price."""
@@ -206,8 +212,7 @@ class _Search:
             self._add(item)
             return
         candidate = item.candidate if isinstance(item, _Timed) else item
-        is_tie = not self.fitting or bound_s <= (1 + TIE_SHARE) * self.fitting[0].time.step_s
-        if not is_tie and len(self.fitting) >= self.limits.num_best and kind_of(candidate) in self._kinds:
+        if not self._may_win(bound_s) and kind_of(candidate) in self._kinds:
             self.rejected["like a faster one"] += 1
         elif not self._placements_of(candidate) or not self._fits_leanest.get(_pipeline_of(candidate), True):
             self.rejected["out of memory even at best"] += 1
@@ -307,7 +312,9 @@ class _Search:
     def finish(self) -> list[Estimate]:
         """Return all that fit: the simplest of the fastest, then the fastest first, their schedules simulated."""
         if not self.fitting:  # the search was cut
-            any(self._add(each) for each in self._fallbacks)
+            fastest = sorted(self._fallbacks, key=lambda each: self._quick(each).step_s)
+            for strategy in fastest[: self.limits.num_best]:
+                self._add(strategy)
         for price in self.fitting[: self.limits.num_best]:  # as large a share on the device as fits and helps
             any(self._add(each, price.time.step_s) for each in more_on_device(price, self._usable_bytes))
         every = sorted(self.fitting, key=lambda each: each.time.step_s)
@@ -331,6 +338,23 @@ class _Search:
         price = priced(self.job, self._missed[1], self.pricer)
         missing = missing_memory(price.memory, self.job.cluster, self.limits.margin_share)
         return None if missing is None else (price, missing)
+
+
+def more_on_device(price: Estimate, usable_bytes: float) -> Iterator[Strategy]:
+    """Yield the strategy with as large a share of its states on the device as may fit, and with a little less.
+
+    Args:
+        price: of a strategy that stores states off the device; for any other nothing is yielded.
+        usable_bytes: of a device.
+    """
+    s, worst = price.strategy, price.memory.worst
+    away = [state for state in ("params", "grads", "optimizer") if getattr(s, f"{state}_tier") != "device"]
+    if away_bytes := sum(worst.elsewhere.values()) if away else 0:
+        most = int(_NUM_SHARES * min(1.0, (usable_bytes - worst.peak_bytes) / away_bytes))
+        for step in (most, most - 1):
+            if 0 < step < _NUM_SHARES:
+                shares: dict[str, Any] = {f"{state}_on_device": step / _NUM_SHARES for state in away}
+                yield replace(s, **shares)
 
 
 def _pipeline_of(candidate: ParallelismCandidate) -> tuple[Any, ...]:

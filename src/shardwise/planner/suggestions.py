@@ -6,7 +6,7 @@ Each is tried alone, by its memory, and named by the key, the flag or the file t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from shardwise.config.resolve import LoraConfig
@@ -14,11 +14,11 @@ from shardwise.planner.candidates import is_legal
 from shardwise.planner.hardware import Cluster, usual_node
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.memory_limit import MissingMemory, held_on_node, missing_memory
-from shardwise.planner.neighbours import CHUNK_TOKENS, Change, price_changes
 from shardwise.planner.pricer import Pricing, priced
 from shardwise.planner.results import Estimate
 from shardwise.runtime.format import format_bytes, format_s
 
+CHUNK_TOKENS: Final = 1024
 _MOST_MORE_GPUS: Final = 64
 _LEAST_TOKENS: Final = 512
 
@@ -29,6 +29,7 @@ PricingOf = Callable[[PlanJob], Pricing]
 
 # Changes that save memory, the cheapest first; each is tried on top of those before it.
 _SAVINGS: Final[tuple[Saving, ...]] = (
+    ("zero.stage=1", {"zero_stage": 1}),
     ("zero.stage=3", {"zero_stage": 3}),
     ("batch.micro_size=1", {"micro_size": 1}),
     (f"context.chunk_tokens={CHUNK_TOKENS}", {"chunk_tokens": CHUNK_TOKENS}),
@@ -40,13 +41,21 @@ _SAVINGS: Final[tuple[Saving, ...]] = (
 )
 
 
+@dataclass(frozen=True)
+class Change:
+    """Hold keys of the config with new values, and the price of the strategy to which they lead."""
+
+    words: str
+    price: Estimate
+
+
 def would_fit(change: Change) -> str:
     """Say that a change would make a strategy fit, and its step time."""
     return f"{change.words} would fit, at {format_s(change.price.time.step_s)}"
 
 
 def smallest_change(job: PlanJob, strategy: Strategy, pricing: Pricing, margin_share: float) -> Change | None:
-    """Return the single change that makes a strategy fit and leaves it fastest, else the fewest savings that do.
+    """Return the single saving that makes a strategy fit and leaves it fastest, else the fewest that do; else None.
 
     Args:
         job: the job.
@@ -54,10 +63,14 @@ def smallest_change(job: PlanJob, strategy: Strategy, pricing: Pricing, margin_s
         pricing: prices the strategies of the job.
         margin_share: share of a device's memory that is to stay free.
     """
-    changes = price_changes(job, strategy, pricing, margin_share)
-    if changes and changes[0].missing is None:
-        return changes[0]
-    return made_to_fit(job, strategy, pricing, margin_share)
+    alone = [(saving[0], _saved(strategy, [saving])) for saving in _SAVINGS]
+    fitting = [
+        Change(words, priced(job, other, pricing))
+        for words, other in alone
+        if other != strategy and _fits(job, other, pricing, margin_share)
+    ]
+    fastest = min(fitting, key=lambda each: each.price.time.step_s, default=None)
+    return fastest or made_to_fit(job, strategy, pricing, margin_share)
 
 
 def made_to_fit(job: PlanJob, strategy: Strategy, pricing: Pricing, margin_share: float) -> Change | None:
@@ -77,8 +90,7 @@ def made_to_fit(job: PlanJob, strategy: Strategy, pricing: Pricing, margin_share
         fewer = [other for other in enough if other is not each]
         if fewer and fits(fewer):
             enough = fewer
-    price = priced(job, _saved(strategy, enough), pricing)
-    return Change(words=" ".join(words for words, _ in enough), price=price, missing=None)
+    return Change(" ".join(words for words, _ in enough), priced(job, _saved(strategy, enough), pricing))
 
 
 def suggest(
