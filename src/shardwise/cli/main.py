@@ -184,8 +184,6 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--dir", type=Path, help="whose disk is measured (default: run.dir)")
     doctor.add_argument("--nvme-path", type=Path, help="the folder for states on NVMe (default: tiers.nvme_path)")
     # How the doctor starts the processes between which it measures collectives: a launcher, and its ranks.
-    doctor.add_argument("--launch-peers", nargs=3, help=argparse.SUPPRESS)
-    doctor.add_argument("--be-peer", nargs=2, help=argparse.SUPPRESS)
     doctor.add_argument("--launch-calibrators", nargs=5, help=argparse.SUPPRESS)
     doctor.add_argument("--be-calibrator", nargs=4, help=argparse.SUPPRESS)
     doctor.set_defaults(run=_doctor)
@@ -363,10 +361,6 @@ def _presets(arguments: argparse.Namespace) -> int:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     exit_with_parent(os.environ)
-    if arguments.launch_peers is not None:
-        return _launch_peers(*arguments.launch_peers)
-    if arguments.be_peer is not None:
-        return _be_peer(*arguments.be_peer)
     if arguments.launch_calibrators is not None:
         return _launch_calibrators(*arguments.launch_calibrators)
     if arguments.be_calibrator is not None:
@@ -398,24 +392,6 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
         Terminal(highlight=False).print(render(diagnosis))
     return diagnosis.exit_code
-
-
-def _launch_peers(folder: str, device_kind: str, num_ranks: str) -> int:
-    argv = ["-m", "shardwise.cli", "doctor", "--be-peer", folder, device_kind]
-    return launch_local(argv, int(num_ranks), Path(folder), grace_s=1.0, failure_grace_s=1.0)
-
-
-def _be_peer(folder: str, device_kind: str) -> int:
-    from shardwise.comm.collectives import CommError
-    from shardwise.doctor.collective_bench import be_peer
-    from shardwise.launch.process_group import LaunchError, leave
-
-    try:
-        be_peer(detect(os.environ) or lone_rank(), Path(folder), "cuda" if device_kind == "cuda" else "cpu")
-    except (ConfigError, LaunchError, CommError) as error:
-        print(with_code(error), file=sys.stderr)
-        leave(1)
-    leave(0)
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
@@ -481,9 +457,7 @@ def _be_calibrator(folder: str, device_kind: str, disk: str, extent: str) -> int
 
     env = detect(os.environ) or lone_rank()
     try:
-        be_calibrator(
-            env, Path(folder), "cuda" if device_kind == "cuda" else "cpu", Path(disk), quick=extent == "quick"
-        )
+        be_calibrator(env, Path(folder), "cuda" if device_kind == "cuda" else "cpu", Path(disk), extent)
     except (ConfigError, LaunchError, CommError) as error:
         print(with_code(error), file=sys.stderr)
         leave(1)

@@ -28,9 +28,9 @@ from types import FrameType, MappingProxyType
 from typing import Any, Literal
 
 from shardwise.config.resolve import ConfigError
-from shardwise.launch.cpu_affinity import num_cores
 from shardwise.launch.environment import LAUNCHER_FD, LAUNCHER_PATIENCE_S
 from shardwise.launch.exit_report import RankExit, exit_code, first_cause, lost_peer, report, stopped_note
+from shardwise.launch.host import num_cores
 from shardwise.runtime.clock import StopDetector, is_stopped
 
 # Settings of CUDA's allocator; torch reads one of these variables, and the first is its name in torch >= 2.9.
