@@ -204,7 +204,7 @@ def test_commands_refuse_in_one_line_and_leave_nothing(tmp_path, monkeypatch, ca
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "install_stop_signal", lambda: None)
+    monkeypatch.setattr("shardwise.cli.train.install_stop_signal", lambda: None)
     monkeypatch.setattr("shardwise.launch.process_group.leave", lambda code: code)
     assert cli.main(arguments) == 2
     error = capsys.readouterr().err

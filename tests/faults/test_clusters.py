@@ -17,7 +17,7 @@ import pytest
 from harness.paths import SOURCE
 from harness.waiting import PATIENCE_S, num_lines, wait_until
 from shardwise.cli.main import main
-from shardwise.cli.plan import _start_words
+from shardwise.cli.plan import start_words
 from shardwise.planner.hardware import parse_cluster
 
 pytestmark = pytest.mark.begin
@@ -128,7 +128,7 @@ def finish(process: subprocess.Popen[str], timeout_s: float = PATIENCE_S) -> str
 
 
 def test_the_line_of_a_plan_joins_its_nodes(environ: dict[str, str]) -> None:
-    words = _start_words(Path("my.toml"), parse_cluster("h100:2x1"), is_here=False)
+    words = start_words(Path("my.toml"), parse_cluster("h100:2x1"), is_here=False)
     line = re.search(r"by (torchrun .*? -m shardwise train) my.toml", words)
     assert line is not None
     line = line[1].replace("-m shardwise train", "train.py").replace("NODE0:29500", f"127.0.0.1:{free_port()}")

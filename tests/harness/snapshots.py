@@ -38,23 +38,12 @@ def transcript(
     """
     text = ""
     for command in commands:
-        try:
-            code = cli.main(shlex.split(command))
-        except SystemExit as ended:  # argparse's way out
-            code = ended.code
+        code = cli.main(shlex.split(command))
         out, err = capsys.readouterr()
-        if code == 2 and command:
+        if code == 2 and not err.startswith("Usage: "):
             assert (out, err.count("\n"), err[:11]) == ("", 1, "shardwise: "), f"{command}: {out}{err}"
         end = f"[exit code {code}]\n" if code else ""
-        text += "\n" * bool(text) + f"$ shardwise {command}\n{_without_columns(out + err)}{end}"
+        text += "\n" * bool(text) + f"$ shardwise {command}\n{out}{err}{end}"
     for pattern, placeholder in {r" +(?=\n)": "", **(placeholders or {})}.items():
         text = re.sub(pattern, placeholder, text)
     return text
-
-
-def _without_columns(printed: str) -> str:
-    """Undo how argparse breaks and aligns the lines of a help, which differs between versions of Python."""
-    usage, _, about = printed.partition("\n\n")
-    if not usage.startswith("usage: "):
-        return printed
-    return " ".join(usage.split()) + "\n\n" + re.sub(r"\n {8,}|(?<=\S) {2,}", "  ", about)

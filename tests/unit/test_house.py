@@ -225,12 +225,21 @@ def test_docstrings_begin_with_a_sentence_that_has_a_verb() -> None:
     assert not fragments, "\n".join(["a docstring begins with a sentence that has a verb:", *fragments])
 
 
+def is_command(decorator: ast.expr) -> bool:
+    return isinstance(decorator, ast.Call) and ast.unparse(decorator.func).endswith(".command")
+
+
 def public_functions(tree: ast.Module) -> Iterator[tuple[ast.FunctionDef | ast.AsyncFunctionDef, str]]:
-    """The public functions and methods of a module, each with its docstring; a constructor has its class's too."""
+    """The public functions and methods of a module, each with its docstring; a constructor has its class's too.
+
+    A command's arguments are left out: the help of each option says what it is.
+    """
     for node in tree.body:
         owner = node if isinstance(node, ast.ClassDef) else None
         for each in owner.body if owner is not None else [node]:
-            if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
+            if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) and not any(
+                map(is_command, each.decorator_list)
+            ):
                 is_init = owner is not None and each.name == "__init__"
                 if (is_init or not each.name.startswith("_")) and not (owner and owner.name.startswith("_")):
                     of_class = ast.get_docstring(owner) or "" if is_init and owner is not None else ""

@@ -1,25 +1,23 @@
-"""Runs the command `shardwise attention show`: it draws a config's block layout and says what that saves.
+"""Run the command `shardwise attention show`: it draws a config's block layout and says what that saves.
 
 With `mesh.cp` it also says how evenly ranks share the work, and what they send; for dense attention only that.
 
-Nothing is started. As in `shardwise.cli.main`, errors are one line and an exit code: 2 for what the user can fix, 1
-for a disk that fails.
+Nothing is started.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
 from rich.console import Console
 
+from shardwise.cli.command import OUTPUT, as_written, settings, split, write_file
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.report import layout_drawing
-from shardwise.report.console import Terminal, refuse
+from shardwise.report.console import Terminal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,63 +25,55 @@ if TYPE_CHECKING:
     from shardwise.attention.block_layout import BlockLayout
 
 
-_EXAMPLES = """\
-examples:
-  shardwise attention show my.toml
-  shardwise attention show attention.kind=bigbird attention.block=64 --seq-len 16384
-  shardwise attention show my.toml --heads 16 --svg layout.svg
-  shardwise attention show my.toml --cp 8 --seq-len 65536
-"""
 _TILES = (64, 128)
 _MAX_PANELS = 4
 _SVG_CELLS = 240
 _MAX_BLOCKS = 2**15
 
-Split = Callable[[Sequence[str]], tuple[str | None, list[str]]]
-"""Splits a command's settings into its config file, if there is one, and the assignments."""
+
+@click.group()
+def attention() -> None:
+    """Draw which blocks of keys each block of queries sees."""
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], split: Split) -> None:
-    """Add `attention` to the commands of `shardwise`."""
-    attention = commands.add_parser("attention", help="draw which blocks of keys each block of queries sees")
-    actions = attention.add_subparsers(title="actions", metavar="ACTION", required=True)
-    parser = actions.add_parser(
-        "show",
-        help="draw the layout of a config's attention",
-        description="Draw the block layout of a config's attention, and say what it leaves of dense attention.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("settings", nargs="*", metavar="config.toml | key=value", help="as for train")
-    parser.add_argument("--seq-len", type=int, metavar="N", help="tokens of the sequence (default: data.seq_len)")
-    parser.add_argument("--heads", type=int, metavar="N", help="query heads (default: the model's)")
-    parser.add_argument("--cp", type=int, metavar="N", help="ranks that share the sequence (default: mesh.cp)")
-    parser.add_argument("--bidirectional", action="store_true", help="as in an encoder, where tokens look both ways")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture instead")
-    parser.set_defaults(run=partial(_show, split=split))
+@attention.command(
+    epilog=as_written("""
+examples:
+  shardwise attention show my.toml
+  shardwise attention show attention.kind=bigbird attention.block=64 --seq-len 16384
+  shardwise attention show my.toml --heads 16 --svg layout.svg
+  shardwise attention show my.toml --cp 8 --seq-len 65536
+""")
+)
+@settings()
+@click.option("--seq-len", type=int, help="tokens of the sequence (default: data.seq_len)")
+@click.option("--heads", type=int, help="query heads (default: the model's)")
+@click.option("--cp", type=int, help="ranks that share the sequence (default: mesh.cp)")
+@click.option("--bidirectional", is_flag=True, help="as in an encoder, where tokens look both ways")
+@click.option("--svg", type=OUTPUT, help="write a picture instead")
+def show(
+    settings: Sequence[str],
+    seq_len: int | None,
+    heads: int | None,
+    cp: int | None,
+    bidirectional: bool,
+    svg: Path | None,
+) -> int:
+    """Draw the block layout of a config's attention, and say what it leaves of dense attention."""
+    from shardwise.train.setup import job_config
 
-
-def _show(arguments: argparse.Namespace, split: Split) -> int:
-    try:
-        config, seq_len = _config(arguments, split)
-        num_heads, layout = _layout(config, seq_len, arguments.heads, causal=not arguments.bidirectional)
-        ranks = _figures_of_ranks(config, layout, num_heads) if config.mesh.cp > 1 else []
-    except ConfigError as error:
-        return refuse(error)
+    path, assignments = split(settings)
+    config = job_config(path, assignments if cp is None else [*assignments, f"mesh.cp={cp}"])
+    seq_len = config.data.seq_len if seq_len is None else seq_len
+    num_heads, layout = _layout(config, seq_len, heads, causal=not bidirectional)
+    ranks = _figures_of_ranks(config, layout, num_heads) if config.mesh.cp > 1 else []
     causal = "causal" if layout.patterns[0].causal else "both ways"
     title = f"{config.attention.kind}, {causal}: {seq_len:,} tokens, {num_heads} {_noun(num_heads, 'head')}"
     is_dense = config.attention.kind == "dense"
     lines = [*([] if is_dense else figures(layout)), *ranks]
-    if arguments.svg is not None:
-        try:
-            drawing = layout_drawing.svg(panels(layout, _SVG_CELLS), [title, *lines])
-            arguments.svg.write_text(drawing, encoding="utf-8")
-        except OSError as error:
-            print(
-                f"shardwise: cannot write {error.filename}: {error.strerror}; give the path of a file", file=sys.stderr
-            )
-            return 1
-        print(f"wrote {arguments.svg}")
+    if svg is not None:
+        write_file(svg, layout_drawing.svg(panels(layout, _SVG_CELLS), [title, *lines]))
+        print(f"wrote {svg}")
         return 0
     console = Terminal(highlight=False)
     console.print(title, style="bold", soft_wrap=True)
@@ -92,17 +82,6 @@ def _show(arguments: argparse.Namespace, split: Split) -> int:
     for line in lines:
         console.print(line, soft_wrap=True, markup=False)
     return 0
-
-
-def _config(arguments: argparse.Namespace, split: Split) -> tuple[Config, int]:
-    """Return the config that the arguments ask for, as `shardwise train` takes it, and the length of the sequence."""
-    from shardwise.train.setup import job_config
-
-    path, assignments = split(arguments.settings)
-    if arguments.cp is not None:
-        assignments = [*assignments, f"mesh.cp={arguments.cp}"]
-    config = job_config(path, assignments)
-    return config, config.data.seq_len if arguments.seq_len is None else arguments.seq_len
 
 
 def _draw(console: Console, layout: BlockLayout) -> None:

@@ -1,57 +1,41 @@
-"""Runs the command `shardwise convert`: it prints a DeepSpeed config as one of Shardwise's, with comments on the rest.
-
-Nothing is started. As in `shardwise.cli.main`, errors are one line and an exit code: 2 for what the user can fix, 1
-for a disk that fails.
-"""
+"""Run the command `shardwise convert`: it prints a DeepSpeed config as one of Shardwise's, with comments."""
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+import click
+
+from shardwise.cli.command import COUNT, FILE, OUTPUT, write_file
 from shardwise.config.resolve import Config, ConfigError
-from shardwise.report.console import refuse
 
 _SCHEDULES: Final = MappingProxyType({"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"})
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `convert` to the commands of `shardwise`."""
-    parser = commands.add_parser(
-        "convert",
-        help="print a DeepSpeed config as a config of Shardwise's",
-        description="Print a ds_config.json as TOML, with what has no effect, is unknown or is refused as comments.",
-    )
-    parser.add_argument("file", nargs="?", type=Path, metavar="ds_config.json", help="the config of DeepSpeed's")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write it to a file instead")
-    parser.add_argument("--world-size", type=int, metavar="N", help="ranks, to check the batch's equation")
-    parser.add_argument("--markdown", action="store_true", help="print the page docs/deepspeed-config.md instead")
-    parser.set_defaults(run=_convert)
+@click.command()
+@click.argument("file", type=FILE, metavar="DS_CONFIG.JSON", required=False)
+@click.option("--out", type=OUTPUT, help="write it to a file instead")
+@click.option("--world-size", type=COUNT, help="ranks, to check the batch's equation")
+@click.option("--markdown", is_flag=True, help="print the page docs/deepspeed-config.md instead")
+def convert(file: Path | None, out: Path | None, world_size: int | None, markdown: bool) -> int:
+    """Print a ds_config.json as a config of Shardwise's.
 
-
-def _convert(arguments: argparse.Namespace) -> int:
-    if arguments.markdown:
+    What has no effect, is unknown or is refused stands in it as comments.
+    """
+    if markdown:
         print(reference_page())
         return 0
-    try:
-        if arguments.file is None:
-            raise ConfigError("no-config-file", "convert takes a file; give the path of a ds_config.json")
-        text = _as_toml(arguments.file, arguments.world_size)
-    except ConfigError as error:
-        return refuse(error)
-    if arguments.out is None:
+    if file is None:
+        raise ConfigError("no-config-file", "convert takes a file; give the path of a ds_config.json")
+    text = _as_toml(file, world_size)
+    if out is None:
         print(text, end="")
         return 0
-    try:
-        arguments.out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        print(f"shardwise: cannot write {arguments.out}: {error.strerror}; give the path of a file", file=sys.stderr)
-        return 1
-    print(f"wrote {arguments.out}")
+    write_file(out, text)
+    print(f"wrote {out}")
     return 0
 
 

@@ -1,8 +1,7 @@
-"""Runs the command `launch`: it prints, writes or starts what starts a program's ranks here or on a cluster."""
+"""Run the command `launch`: it prints, writes or starts what starts a program's ranks here or on a cluster."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import subprocess
@@ -10,14 +9,20 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import click
+
+from shardwise.cli.command import FILE, OUTPUT, as_written, write_file
 from shardwise.config.resolve import ConfigError
 from shardwise.launch.hosts import EXPORTED, read_hostfile, run_by_ssh
 from shardwise.launch.local import default_num_ranks
 from shardwise.launch.targets import PORT, TARGETS, LaunchJob, lines_of_hosts, text_for
-from shardwise.report.console import refuse
 
-_EXAMPLES = """\
+
+@click.command(
+    epilog=as_written("""
 COMMAND is what Python gets, or shardwise train:
 
   shardwise launch --hosts n1,n2 --gpus 8 -- train.py --lr 1e-4               one line of ssh for each host
@@ -25,54 +30,35 @@ COMMAND is what Python gets, or shardwise train:
   shardwise launch --on slurm --nodes 4 --gpus 8 -o job.sh -- shardwise train my.toml --resume auto
   shardwise launch --on jobset --nodes 4 --gpus 8 --image ghcr.io/me/train:1 -- -m my.module
   shardwise launch --on sky --nodes 2 --gpus H100:8 -- train.py
-"""
+""")
+)
+@click.option("--on", type=click.Choice(tuple(TARGETS)), help="where (default: ssh with hosts, else local)")
+@click.option("--nodes", type=int, metavar="N", help="machines (default: those of the hosts, else 1)")
+@click.option("--gpus", metavar="[NAME:]N", help="GPUs of a node, a rank each")
+@click.option("--hosts", metavar="A,B", help="machines to reach by ssh; the ranks meet at the first")
+@click.option("--hostfile", type=FILE, help="the same as lines HOST slots=N")
+@click.option("--max-restarts", type=int, default=0, metavar="N", help="start the ranks again after a failure")
+@click.option("--name", metavar="NAME", help="of the job (default: after the program)")
+@click.option("--image", metavar="IMAGE", help="of the container, on Kubernetes and SkyPilot")
+@click.option("--time", metavar="D-HH:MM:SS", help="limit of Slurm's job")
+@click.option("--port", type=int, default=PORT, help="where the ranks meet")
+@click.option("-o", "--output", type=OUTPUT, help="write the text into a file")
+@click.option("--submit", is_flag=True, help="start it")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND...")
+def launch(**given: Any) -> int:
+    """Write what starts a program's ranks by torchrun: on hosts, Slurm, Kubernetes, SkyPilot or Ray."""
+    arguments = SimpleNamespace(**given)
+    job = _job(arguments)
+    target = arguments.on or ("ssh" if job.hosts else "local")
+    text = text_for(target, job)
+    if arguments.output is not None:
+        write_file(arguments.output, text)
+    elif not arguments.submit:
+        print(text, end="")
+    return _submit(target, job, text) if arguments.submit else 0
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `launch` to the commands of `shardwise`."""
-    parser = commands.add_parser(
-        "launch",
-        help="write what starts ranks on hosts, Slurm, Kubernetes, SkyPilot or Ray",
-        description="Write what starts a program's ranks by torchrun; --submit starts it.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--on", choices=tuple(TARGETS), help="where (default: ssh with hosts, else local)")
-    add("--nodes", type=int, metavar="N", help="machines (default: those of the hosts, else 1)")
-    add("--gpus", metavar="[NAME:]N", help="GPUs of a node, a rank each")
-    add("--hosts", metavar="A,B", help="machines to reach by ssh; the ranks meet at the first")
-    add("--hostfile", type=Path, metavar="FILE", help="the same as lines HOST slots=N")
-    add("--max-restarts", type=int, default=0, metavar="N", help="start the ranks again after a failure")
-    add("--name", help="of the job (default: after the program)")
-    add("--image", help="of the container, on Kubernetes and SkyPilot")
-    add("--time", metavar="D-HH:MM:SS", help="limit of Slurm's job")
-    add("--port", type=int, default=PORT, help=f"where the ranks meet ({PORT})")
-    add("-o", "--output", type=Path, metavar="FILE", help="write the text into a file")
-    add("--submit", action="store_true", help="start it")
-    add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="a script or -m module, and its arguments")
-    parser.set_defaults(run=_launch)
-
-
-def _launch(arguments: argparse.Namespace) -> int:
-    try:
-        job = _job(arguments)
-        target = arguments.on or ("ssh" if job.hosts else "local")
-        text = text_for(target, job)
-        if arguments.output is not None:
-            arguments.output.write_text(text, encoding="utf-8")
-        elif not arguments.submit:
-            print(text, end="")
-        return _submit(target, job, text) if arguments.submit else 0
-    except KeyboardInterrupt:
-        return 130
-    except ConfigError as error:
-        return refuse(error)
-    except OSError as error:
-        return refuse(ConfigError("file-not-usable", f"{error.filename}: {error.strerror}; give another path"))
-
-
-def _job(arguments: argparse.Namespace) -> LaunchJob:
+def _job(arguments: SimpleNamespace) -> LaunchJob:
     program = program_of(arguments.command)
     match = re.fullmatch(r"(?:([\w.-]+):)?([1-9]\d{0,3})", arguments.gpus or "1", re.ASCII)
     if match is None:
@@ -105,7 +91,7 @@ def _job(arguments: argparse.Namespace) -> LaunchJob:
     )
 
 
-def _hosts(arguments: argparse.Namespace, num_ranks: int) -> Mapping[str, int]:
+def _hosts(arguments: SimpleNamespace, num_ranks: int) -> Mapping[str, int]:
     if arguments.hosts and arguments.hostfile:
         raise ConfigError("hosts-and-hostfile", "--hosts and --hostfile both name hosts; drop one")
     if arguments.hostfile is not None:

@@ -1,29 +1,35 @@
-"""Runs the command `shardwise plan`: it finds a job's best layout on a cluster, prices one, or simulates its ranks.
-
-Nothing is started. As in `shardwise.cli.main`, errors are one line and exit code 2.
-"""
+"""Run the command `shardwise plan`: it finds a job's best layout on a cluster, prices one, or simulates its ranks."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
 import shlex
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
+import click
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from shardwise.cli.command import (
+    COUNT,
+    FILE,
+    OUTPUT,
+    OUTPUT_OR_DASH,
+    as_written,
+    is_number,
+    settings,
+    shown,
+    split,
+    write_file,
+)
 from shardwise.config.resolve import Config, ConfigError, is_config
 from shardwise.launch.targets import PORT, LaunchJob, c10d, torchrun
-from shardwise.report.console import Terminal, refuse
+from shardwise.report.console import Terminal, progress
 
 if TYPE_CHECKING:
     from shardwise.planner.hardware import Cluster
@@ -32,12 +38,61 @@ if TYPE_CHECKING:
     from shardwise.planner.search import SearchResult
     from shardwise.verify.dry_run import Choice
 
+_WRITTEN_BY: Final = "# Written by `shardwise plan`"
+_MAX_MARGIN: Final = 0.9
+_USUAL_LENGTH: Final = 4096
+# A written config saves this often: what a failure costs at most.
+_SAVED_S: Final = 3600.0
+_LONG_NAME: Final = 80
+_NO_MODEL: Final = "no model is given; say which, such as --model llama-70b, or a config; see shardwise presets"
+_CLUSTER: Final = re.compile(r"[\w.-]+:\d+(x\d+)?")
+# What people call the config's keys that pin what the planner would choose.
+_PINS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "tp": "mesh.tp",
+        "pp": "mesh.pp",
+        "cp": "mesh.cp",
+        "dp": "mesh.dp_shard",
+        "zero": "zero.stage",
+        "micro_batch": "batch.micro_size",
+        "recompute": "recompute.mode",
+    }
+)
+# The flags that each question heeds; without a question, a search heeds all but those of a dry run.
+_OF_JOB: Final = frozenset({"model", "cluster", "seq", "margin", "json"})
+_OF_DRY_RUN: Final = frozenset({"world_size", "ranks"})
+_EVERY: Final = _OF_JOB | _OF_DRY_RUN | {"global_batch", "html", "compare", "write", "top", "more"}
+_HEEDS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
+    {
+        "": _EVERY - _OF_DRY_RUN,
+        "explain": _OF_JOB | {"html", "global_batch"},
+        "fit": _OF_JOB,
+        "refit": frozenset(),
+        "dry_run": _OF_DRY_RUN,
+    }
+)
 
-_EXAMPLES = """\
-Settings such as mesh.tp=8 or mesh.tp=4,8 pin what the planner would choose; others, such as optimizer.name=lion, go
-into the config. Without --cluster the job is planned for this machine, once it is measured: shardwise doctor
---calibrate.
 
+class _Share(click.ParamType):
+    """Read a share of a device's memory, such as 0.06 or 6%."""
+
+    name = "share"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        text = str(value)
+        try:
+            share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        except ValueError:
+            share = -1.0
+        if not 0 <= share <= _MAX_MARGIN:
+            raise ConfigError(
+                "margin-share", f"--margin {text} must be a share between 0 and {_MAX_MARGIN}, such as 0.06 or 6%"
+            )
+        return share
+
+
+@click.command(
+    epilog=as_written("""
 examples:
   shardwise plan llama-70b h100:512 --tp 8             a model, a cluster and a pin, the batch as usual
   shardwise plan --model llama-70b --cluster h100:512 --global-batch 1024 --seq 8192
@@ -53,184 +108,110 @@ a dry run simulates the engine's own ranks: rank 0, or those of --ranks:
   shardwise plan --dry-run my.toml --world-size 512 mesh.pp=8 mesh.tp=8 pipeline.schedule=zb-h1
   shardwise plan --dry-run my.toml --ranks stages      one rank of each stage of a pipeline
   shardwise plan --dry-run my.toml --ranks worst       of these the one with the highest peak, in full
-  shardwise plan --dry-run my.toml --ranks 0,1,64      these ranks
 
 exit code: 0, 1 where nothing fits, 2 where the question is wrong, 130 after Ctrl-C
-"""
-_WRITTEN_BY: Final = "# Written by `shardwise plan`"
-_MAX_MARGIN: Final = 0.9
-_USUAL_LENGTH: Final = 4096
-# A written config saves this often: what a failure costs at most.
-_SAVED_S: Final = 3600.0
-_LONG_NAME: Final = 80
-# Python refuses to read a number of thousands of digits.
-_MAX_DIGITS: Final = 18
-_NO_MODEL: Final = "no model is given; say which, such as --model llama-70b, or a config; see shardwise presets"
-# The flags that each question uses; a search uses all but those of a dry run.
-_OF_JOB: Final = frozenset({"--model", "--cluster", "--seq", "--margin", "--json"})
-_OF_PAGE: Final = frozenset({"--html"})
-_HEEDS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
-    {
-        "--explain": _OF_JOB | _OF_PAGE | {"--global-batch"},
-        "--fit": _OF_JOB,
-        "--refit": frozenset(),
-        "--dry-run": frozenset({"--world-size", "--ranks"}),
-    }
+""")
 )
-_OF_SEARCH: Final = frozenset({"--compare", "--write", "--top", "--more"})
+@settings("[CONFIG.TOML | MODEL] [GPU:N] [KEY=VALUE]...")
+@click.option("--model", metavar="NAME|FILE", help="a preset, our config, config.json, or Megatron's flags")
+@click.option("--cluster", metavar="GPU:N|FILE", help="such as h100:512, h100:64x8, or a TOML file (default: this one)")
+@click.option("--global-batch", type=COUNT, help="sequences of a step (default: 64 Ki tokens a GPU, to 4 Mi)")
+@click.option("--seq", type=COUNT, help="tokens of a sequence (default: the model's longest)")
+@click.option("--tp", metavar="N", help="pins mesh.tp")
+@click.option("--pp", metavar="N", help="pins mesh.pp")
+@click.option("--cp", metavar="N", help="pins mesh.cp")
+@click.option("--dp", metavar="N", help="pins mesh.dp_shard")
+@click.option("--zero", metavar="N", help="pins zero.stage")
+@click.option("--micro-batch", metavar="N", help="pins batch.micro_size")
+@click.option("--recompute", metavar="MODE", help="pins recompute.mode")
+@click.option("--more", is_flag=True, help="all of the answer: where time goes, what each change does")
+@click.option("--top", type=COUNT, help="layouts to show (default: 3, with --more 5)")
+@click.option("--margin", type=_Share(), help="of a device's memory kept free (default: 0.06)")
+@click.option("--json", type=OUTPUT_OR_DASH, help="write all of it as JSON; - for the terminal")
+@click.option("--html", type=OUTPUT, help="write it as a page, as shardwise report does")
+@click.option("--write", type=OUTPUT, help="write the best as a config for shardwise train")
+@click.option("--explain", metavar="FILE", help="price one config: ours, DeepSpeed's or Megatron's")
+@click.option("--compare", metavar="FILE", help="a config of yours, as for --explain, to show beside the best")
+@click.option("--fit", is_flag=True, help="say how large a model, micro-batch and sequence may be")
+@click.option("--refit", type=FILE, metavar="RUNS", help="improve this machine's profile by runs' measurements")
+@click.option("--dry-run", is_flag=True, help="simulate the config as it is; start nothing")
+@click.option("--world-size", type=COUNT, help="ranks of the dry run (default: what the mesh says)")
+@click.option("--ranks", metavar="0,1,...|worst|stages", help="which ranks to simulate (default: 0)")
+def plan(**given: Any) -> int:
+    """Find the best layout of a job that fits, with reasons; or say what a given one takes.
 
-# Names by which people pin what the planner would choose, and the config's keys that they set.
-_PINS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "--tp": "mesh.tp",
-        "--pp": "mesh.pp",
-        "--cp": "mesh.cp",
-        "--dp": "mesh.dp_shard",
-        "--zero": "zero.stage",
-        "--micro-batch": "batch.micro_size",
-        "--recompute": "recompute.mode",
-    }
-)
-_CLUSTER: Final = re.compile(r"[\w.-]+:\d+(x\d+)?")
-
-Split = Callable[[Sequence[str]], tuple[str | None, list[str]]]
-"""Splits a command's settings into its config file, if there is one, and the assignments."""
-
-
-def add_command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], split: Split, environ: Mapping[str, str]
-) -> None:
-    """Add `plan` to the commands of `shardwise`.
-
-    Args:
-        commands: the parser's commands.
-        split: splits a command's settings.
-        environ: the process's environment.
+    Settings such as mesh.tp=8 or mesh.tp=4,8 pin what the planner would choose; others, such as optimizer.name=lion,
+    go into the config. Without --cluster the job is planned for this machine, once it is measured: shardwise doctor
+    --calibrate.
     """
-    parser = commands.add_parser(
-        "plan",
-        help="find the best layout of a job, or say what one takes",
-        description="Find the best layout of a job that fits, with reasons; or say what a given one takes.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    words = "config.toml | model | gpu:n | key=value"
-    parser.add_argument("settings", nargs="*", metavar=words, help="as for train, or as for --model and --cluster")
-    job = parser.add_argument_group("the job")
-    job.add_argument("--model", metavar="NAME | FILE", help="a preset, our config, config.json, or Megatron's flags")
-    job.add_argument("--cluster", metavar="GPU:N | FILE", help="such as h100:512, h100:64x8, or a TOML file")
-    job.add_argument("--global-batch", metavar="N", help="sequences of a step (default: 64 Ki tokens a GPU, to 4 Mi)")
-    job.add_argument("--seq", metavar="N", help="tokens of a sequence (default: the model's longest)")
-    pins = parser.add_argument_group("what is pinned, as by key=value")
-    for flag, key in _PINS.items():
-        pins.add_argument(flag, metavar="N" if flag != "--recompute" else "MODE", help=key)
-    what = parser.add_argument_group("the answer")
-    what.add_argument("--more", action="store_true", help="all of the answer: where time goes, what each change does")
-    what.add_argument("--top", metavar="N", help="layouts to show (default: 3, with --more 5)")
-    what.add_argument("--margin", metavar="SHARE", help="of a device's memory kept free (default: 0.06)")
-    what.add_argument("--json", type=Path, metavar="OUT", help="write all of it as JSON; - for the terminal")
-    what.add_argument("--html", type=Path, metavar="FILE", help="write it as a page, as shardwise report does")
-    what.add_argument("--write", type=Path, metavar="TOML", help="write the best as a config for shardwise train")
-    what.add_argument("--explain", metavar="FILE", help="price one config: ours, DeepSpeed's or Megatron's")
-    what.add_argument("--compare", metavar="FILE", help="a config of yours, as for --explain, to show beside the best")
-    what.add_argument("--fit", action="store_true", help="say how large a model, micro-batch and sequence may be")
-    what.add_argument("--refit", type=Path, metavar="RUNS", help="improve this machine's profile by runs' measurements")
-    dry = parser.add_argument_group("a dry run")
-    dry.add_argument("--dry-run", action="store_true", help="simulate the config as it is; start nothing")
-    dry.add_argument("--world-size", type=int, metavar="N", help="ranks of the job (default: what the mesh says)")
-    dry.add_argument("--ranks", metavar="0,1,... | worst | stages", help="which ranks to simulate (default: 0)")
-    parser.set_defaults(run=partial(_plan, split=split, environ=environ))
-
-
-def _positive(text: str | None, flag: str) -> int | None:
-    if text is None:
-        return None
-    digits = text.replace(",", "").replace("_", "")
-    if not _is_number(digits) or int(digits) < 1:
+    arguments = SimpleNamespace(**given)
+    check_flags(arguments)
+    path, assignments = split(with_words(arguments))
+    if arguments.dry_run:
+        return _dry_run(arguments, path, assignments)
+    if arguments.refit is not None:
+        return _refit(arguments.refit)
+    if arguments.model is not None and path is not None:
+        raise ConfigError("two-models", f"--model {arguments.model} and {path} are two models; give one of them")
+    if arguments.fit and assignments:
         raise ConfigError(
-            "flag-whole-number", f"{flag} {_shown(text)} must be a whole number >= 1, such as {flag} 1024"
+            "fit-takes-no-settings",
+            f"{assignments[0]} pins nothing of --fit, which has setups of its own; leave one of them out",
         )
-    return int(digits)
+    _refuse_taken(arguments.write)
+    return _answer(arguments, arguments.model or path, assignments)
 
 
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS
-
-
-def _shown(text: str) -> str:
-    return text if len(text) <= _LONG_NAME else f"{text[:_LONG_NAME]}..."
-
-
-def _share(text: str | None) -> float:
+def check_flags(arguments: SimpleNamespace) -> None:
+    """Refuse two questions at once, and a flag that would change nothing."""
     from shardwise.planner.memory_limit import USUAL_MARGIN
 
-    if text is None:
-        return USUAL_MARGIN
-    try:
-        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= _MAX_MARGIN:
-        raise ConfigError(
-            "margin-share", f"--margin {text} must be a share between 0 and {_MAX_MARGIN}, such as 0.06 or 6%"
-        )
-    return value
+    def is_given(name: str) -> bool:
+        value = getattr(arguments, name)
+        return value is not None and value is not False
+
+    chosen = [name for name in _HEEDS if name and is_given(name)]
+    if len(chosen) > 1:
+        raise ConfigError("two-questions", f"{' and '.join(map(_flag, chosen))} are two questions; ask one at a time")
+    question = chosen[0] if chosen else ""
+    for name in sorted(_EVERY - _HEEDS[question]):
+        if is_given(name):
+            asked = _flag(question) if question else "a search"
+            raise ConfigError("flag-unheeded", f"{_flag(name)} says nothing to {asked}; leave one of them out")
+    arguments.margin = USUAL_MARGIN if arguments.margin is None else arguments.margin
 
 
-def _plan(arguments: argparse.Namespace, split: Split, environ: Mapping[str, str]) -> int:
-    try:
-        _check_flags(arguments)
-        path, assignments = split(_with_words(arguments))
-        if arguments.dry_run:
-            return _dry_run(arguments, path, assignments)
-        if arguments.refit is not None:
-            return _refit(arguments.refit, environ)
-        if arguments.model is not None and path is not None:
-            raise ConfigError("two-models", f"--model {arguments.model} and {path} are two models; give one of them")
-        if arguments.fit and assignments:
-            raise ConfigError(
-                "fit-takes-no-settings",
-                f"{assignments[0]} pins nothing of --fit, which has setups of its own; leave one of them out",
-            )
-        _refuse_place(arguments.write, "--write", "plan.toml")
-        _refuse_place(arguments.json, "--json", "plan.json")
-        _refuse_place(arguments.html, "--html", "plan.html")
-        _refuse_taken(arguments.write)
-        return _answer(arguments, arguments.model or path, assignments, environ)
-    except ConfigError as error:
-        return refuse(error)
-    except KeyboardInterrupt:
-        print("shardwise: stopped by Ctrl-C", file=sys.stderr)
-        return 130
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
-def _with_words(arguments: argparse.Namespace) -> list[str]:
+def with_words(arguments: SimpleNamespace) -> list[str]:
     """Return the settings with those of the flags that pin; take a cluster among them for that of `--cluster`."""
     words = [each for each in arguments.settings if _CLUSTER.fullmatch(each)]
-    if len(words) > 1 or (words and arguments.cluster is not None):
-        both = " and ".join(dict.fromkeys((*words, arguments.cluster or "")))
-        raise ConfigError("two-clusters", f"{both.removesuffix(' and ')} are two clusters; give one of them")
-    arguments.cluster = words[0] if words else arguments.cluster
-    given = {key: getattr(arguments, flag[2:].replace("-", "_")) for flag, key in _PINS.items()}
-    pinned = [f"{key}={value}" for key, value in given.items() if value is not None]
+    clusters = [*words, *([] if arguments.cluster is None else [arguments.cluster])]
+    if len(clusters) > 1:
+        raise ConfigError("two-clusters", f"{' and '.join(clusters)} are two clusters; give one of them")
+    arguments.cluster = next(iter(clusters), None)
+    pinned = [f"{key}={getattr(arguments, name)}" for name, key in _PINS.items() if getattr(arguments, name)]
     return [each for each in arguments.settings if each not in words] + pinned
 
 
-def _answer(
-    arguments: argparse.Namespace, model: str | None, assignments: Sequence[str], environ: Mapping[str, str]
-) -> int:
+def _answer(arguments: SimpleNamespace, model: str | None, assignments: Sequence[str]) -> int:
     """Answer a question about a job; refuse an incomplete one before torch is imported, which takes seconds."""
     from shardwise.planner.hardware import parse_cluster
 
-    named = None if arguments.cluster is None else parse_cluster(arguments.cluster)
-    num_procs = None if named is not None else _num_procs(arguments.explain or model, assignments)
-    if arguments.fit:
-        return _fit(arguments, named or _here(environ, num_procs), model)
-    if arguments.explain is not None:
-        return _explain(arguments, named or _here(environ, num_procs), model, assignments)
-    if model is None:
+    if model is None and arguments.explain is None and not arguments.fit:
         raise ConfigError("plan-needs-model", _NO_MODEL)
-    return _search(arguments, named or _here(environ, num_procs), model, assignments)
+    if arguments.cluster is not None:
+        cluster = parse_cluster(arguments.cluster)
+    else:
+        cluster = _here(_num_procs(arguments.explain or model, assignments))
+    if arguments.fit:
+        return _fit(arguments, cluster, model)
+    if arguments.explain is not None:
+        return _explain(arguments, cluster, model, assignments)
+    assert model is not None
+    return _search(arguments, cluster, model, assignments)
 
 
 def _num_procs(source: str | None, assignments: Sequence[str]) -> int | None:
@@ -239,85 +220,27 @@ def _num_procs(source: str | None, assignments: Sequence[str]) -> int | None:
     return config.override([each for each in assignments if each.startswith("run.num_procs=")]).run.num_procs
 
 
-def _check_flags(arguments: argparse.Namespace) -> None:
-    """Refuse flags that do not go together, and read their numbers."""
-    modes = {
-        "--dry-run": arguments.dry_run,
-        "--explain": arguments.explain is not None,
-        "--fit": arguments.fit,
-        "--refit": arguments.refit is not None,
-    }
-    chosen = [name for name, is_chosen in modes.items() if is_chosen]
-    if len(chosen) > 1:
-        raise ConfigError("two-questions", f"{chosen[0]} and {chosen[1]} are two questions; ask one at a time")
-    _refuse_unheeded(arguments, chosen[0] if chosen else "")
-    arguments.global_batch = _positive(arguments.global_batch, "--global-batch")
-    arguments.seq = _positive(arguments.seq, "--seq")
-    arguments.top = _positive(arguments.top, "--top")
-    arguments.margin = _share(arguments.margin)
-
-
-def _refuse_unheeded(arguments: argparse.Namespace, question: str) -> None:
-    """Refuse a flag that would change nothing.
-
-    Args:
-        arguments: the command's arguments.
-        question: the flag that asks for something other than a search; empty for a search.
-    """
-    every = _OF_JOB | _OF_PAGE | _OF_SEARCH | {"--global-batch"} | _HEEDS["--dry-run"]
-    heeded = _HEEDS.get(question, every - _HEEDS["--dry-run"])
-    for flag in sorted(every - heeded):
-        if getattr(arguments, flag.removeprefix("--").replace("-", "_")) in (None, False):
-            continue
-        if flag in _HEEDS["--dry-run"]:
-            raise ConfigError(
-                "flag-of-dry-run", f"{flag} is of a dry run; add --dry-run, or say the GPUs by --cluster h100:512"
-            )
-        if flag in _OF_SEARCH:
-            raise ConfigError(
-                "flag-of-search", f"{flag} is of a search, and {question} makes none; leave one of them out"
-            )
-        raise ConfigError("flag-unheeded", f"{flag} says nothing to {question}; leave one of them out")
-
-
-def _refuse_place(path: Path | None, flag: str, example: str) -> None:
-    """Refuse a file that cannot be written, before the search whose result it would hold."""
-    if path is None or (str(path) == "-" and flag == "--json"):
-        return
-    if str(path) == "-":
-        raise ConfigError("output-names-no-file", f"{flag} - names no file; give one, such as {example}")
-    if path.is_dir():
-        raise ConfigError("output-is-folder", f"{flag} {path} is a folder; give a file, such as {path / example}")
-    if not path.parent.is_dir():
-        raise ConfigError(
-            "output-folder-absent", f"{flag} {path}: there is no folder {path.parent}; make it, or give another path"
-        )
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError("output-not-writable", f"{flag} {path} may not be written; give a path that you may write to")
-
-
 def _refuse_taken(path: Path | None) -> None:
     """Refuse to write over a file that a person wrote."""
     if path is None or not path.is_file():
         return
     try:
-        with path.open(encoding="utf-8") as file:
-            is_ours = file.read(len(_WRITTEN_BY)) == _WRITTEN_BY
+        is_ours = path.read_text(encoding="utf-8").startswith(_WRITTEN_BY)
     except (OSError, UnicodeDecodeError):
         is_ours = False
     if not is_ours:
         raise ConfigError("output-taken", f"--write {path} is there already, and not from a plan; give another path")
 
 
-def _here(environ: Mapping[str, str], num_procs: int | None) -> Cluster:
+def _here(num_procs: int | None) -> Cluster:
     with Console(stderr=True).status("starting torch"):
         from shardwise.cli.this_machine import this_machine
         from shardwise.launch.environment import cache_folder
 
-        return this_machine(cache_folder(environ), num_procs)
+        return this_machine(cache_folder(os.environ), num_procs)
 
 
-def _search(arguments: argparse.Namespace, cluster: Cluster, model: str, assignments: Sequence[str]) -> int:
+def _search(arguments: SimpleNamespace, cluster: Cluster, model: str, assignments: Sequence[str]) -> int:
     with Console(stderr=True).status("starting torch") as status:
         from shardwise.planner.explain import reasons_of
         from shardwise.planner.plan_view import page_dict, plan_dict, plan_view
@@ -357,7 +280,7 @@ def _search(arguments: argparse.Namespace, cluster: Cluster, model: str, assignm
     return 0 if plan.winner is not None else 1
 
 
-def _footer(arguments: argparse.Namespace, winner: Estimate | None) -> Iterator[Text]:
+def _footer(arguments: SimpleNamespace, winner: Estimate | None) -> Iterator[Text]:
     """Yield the lines that are printed nearest to the prompt."""
     from shardwise.planner.format import layout_words
 
@@ -393,7 +316,7 @@ def _yours(pricer: Pricer, own: str | None, model: str | None) -> tuple[Estimate
         return None, (f"{name} itself has no price here: {str(error).removeprefix(f'{name}: ')}",)
 
 
-def _write_config(arguments: argparse.Namespace, plan: SearchResult, base: Any, pricer: Pricer) -> None:
+def _write_config(arguments: SimpleNamespace, plan: SearchResult, base: Any, pricer: Pricer) -> None:
     from shardwise.planner.configs import ALWAYS_WRITTEN, config_of, to_toml
     from shardwise.planner.format import layout_words
     from shardwise.report.planned import HERE, PlanNote
@@ -418,13 +341,13 @@ def _write_config(arguments: argparse.Namespace, plan: SearchResult, base: Any, 
         f"# {layout_words(strategy)}; {format_s(price.time.step_s)} a step\n{note.line}\n"
     )
     always = ALWAYS_WRITTEN if config.model.path is None else ALWAYS_WRITTEN - {"model.preset"}
-    _write_text(arguments.write, f"{head}\n{to_toml(config, always)}", "--write")
-    line = f"wrote {arguments.write}; {_start_words(arguments.write, cluster, is_here=arguments.cluster is None)}"
+    write_file(arguments.write, f"{head}\n{to_toml(config, always)}")
+    line = f"wrote {arguments.write}; {start_words(arguments.write, cluster, is_here=arguments.cluster is None)}"
     Console(stderr=True).print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _start_words(path: Path, cluster: Cluster, *, is_here: bool) -> str:
-    """Say how the config is started."""
+def start_words(path: Path, cluster: Cluster, *, is_here: bool) -> str:
+    """Say how a config is started: the file of `path` on a `cluster`, which may be this machine (`is_here`)."""
     if is_here:
         return f"start it by shardwise train {path}"
     num_nodes, num_ranks = cluster.num_gpus // cluster.gpus_per_node, cluster.gpus_per_node
@@ -435,7 +358,7 @@ def _start_words(path: Path, cluster: Cluster, *, is_here: bool) -> str:
     return f"start it on each node, the first of which is NODE0, by {line}; shardwise launch writes it for clusters"
 
 
-def _explain(arguments: argparse.Namespace, cluster: Cluster, model: str | None, assignments: Sequence[str]) -> int:
+def _explain(arguments: SimpleNamespace, cluster: Cluster, model: str | None, assignments: Sequence[str]) -> int:
     with Console(stderr=True).status("starting torch"):
         from shardwise.planner.memory_limit import missing_memory
         from shardwise.planner.plan_view import explain_view, job_dict, page_dict, price_dict
@@ -460,7 +383,7 @@ def _explain(arguments: argparse.Namespace, cluster: Cluster, model: str | None,
     return 0 if missing_memory(price.memory, cluster, 0.0) is None else 1
 
 
-def _fit(arguments: argparse.Namespace, cluster: Cluster, model: str | None) -> int:
+def _fit(arguments: SimpleNamespace, cluster: Cluster, model: str | None) -> int:
     with Console(stderr=True).status("starting torch") as status:
         from shardwise.planner.fit import fit
         from shardwise.planner.plan_view import fit_dict, fit_view
@@ -479,14 +402,14 @@ def _fit(arguments: argparse.Namespace, cluster: Cluster, model: str | None) -> 
     return 0
 
 
-def _refit(runs_folder: Path, environ: Mapping[str, str]) -> int:
+def _refit(runs_folder: Path) -> int:
     """Correct the profile of each machine that the runs were on."""
     with Console(stderr=True).status("starting torch"):
         from shardwise.launch.environment import cache_folder
         from shardwise.planner.profile import find_profile, write_profile
         from shardwise.planner.recalibrate import read_runs, refit
 
-        runs, folder = read_runs(runs_folder), cache_folder(environ)
+        runs, folder = read_runs(runs_folder), cache_folder(os.environ)
         found = (find_profile(folder, *each) for each in sorted({(run.device, run.world_size) for run in runs}))
         profiles = {(each.device, each.num_ranks): each for each in found if each is not None}
         if not profiles:
@@ -496,12 +419,7 @@ def _refit(runs_folder: Path, environ: Mapping[str, str]) -> int:
             )
         refits = [refit(profile, runs) for profile in profiles.values()]
     for each in refits:
-        try:
-            words = f"wrote {write_profile(each.profile, folder)}" if each.is_changed else "nothing was written"
-        except OSError as error:
-            raise ConfigError(
-                "profile-not-writable", f"the profile cannot be kept: {error}; set XDG_CACHE_HOME to a writable folder"
-            ) from None
+        words = f"wrote {write_profile(each.profile, folder)}" if each.is_changed else "nothing was written"
         Terminal().print(f"{each}\n{words}", markup=False, highlight=False, soft_wrap=True)
     return 0
 
@@ -511,7 +429,7 @@ def _is_coloured(console: Console) -> bool:
     return console.color_system is not None and not console.no_color
 
 
-def _give(arguments: argparse.Namespace, view: RenderableType, values: Mapping[str, Any]) -> None:
+def _give(arguments: SimpleNamespace, view: RenderableType, values: Mapping[str, Any]) -> None:
     """Show an answer, or print it as JSON; write the file that was asked for even if the reader closes the pipe."""
     text, path = json.dumps(values, indent=2) + "\n", arguments.json
     try:
@@ -521,7 +439,7 @@ def _give(arguments: argparse.Namespace, view: RenderableType, values: Mapping[s
             Terminal().print(view)
     finally:
         if path is not None and str(path) != "-":
-            _write_text(path, text, "--json")
+            write_file(path, text)
         if arguments.html is not None:
             _write_page(arguments.html, values)
 
@@ -532,34 +450,18 @@ def _write_page(path: Path, answer: Mapping[str, Any]) -> None:
     from shardwise.report.plan_answer import plan_source
 
     if answer.get("best", [answer]):
-        _write_text(path, page.draw([plan_source(path.stem, answer, None, page.share_of(1))]), "--html")
+        page.write(path, [plan_source(path.stem, answer, None, page.share_of(1))])
 
 
-def _write_text(path: Path, text: str, flag: str) -> None:
-    """Write a file wholly or not at all; write directly to what is no regular file, such as a pipe."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}") if path.is_file() or not path.exists() else path
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        raise ConfigError(
-            "output-not-writable", f"{flag} {path} cannot be written: {error.strerror}; give another path"
-        ) from None
-    finally:
-        if temporary != path:
-            with suppress(OSError):
-                temporary.unlink()
-
-
-def _dry_run(arguments: argparse.Namespace, path: str | None, assignments: Sequence[str]) -> int:
+def _dry_run(arguments: SimpleNamespace, path: str | None, assignments: Sequence[str]) -> int:
     ranks = parse_ranks(arguments.ranks)
     # torch takes seconds to import.
     from shardwise.train.setup import job_config
     from shardwise.verify.dry_run import dry_run, dry_run_size, render
 
     config = job_config(path, assignments)
-    with Console(stderr=True).status("reading the config") as status:
-        run = dry_run(config, dry_run_size(config, arguments.world_size), ranks, status.update)
+    with progress("reading the config") as announce:
+        run = dry_run(config, dry_run_size(config, arguments.world_size), ranks, announce)
     Terminal().print(render(run))
     return 0
 
@@ -580,9 +482,9 @@ def parse_ranks(text: str | None) -> list[int] | Choice:
     if text == "stages":
         return "stages"
     parts = [part.strip() for part in text.split(",")]
-    if not all(map(_is_number, parts)):
+    if not all(map(is_number, parts)):
         raise ConfigError(
             "ranks-to-simulate",
-            f"--ranks {_shown(text)} names no ranks; give numbers such as 0,8,16, or worst, or stages",
+            f"--ranks {shown(text)} names no ranks; give numbers such as 0,8,16, or worst, or stages",
         )
     return [int(part) for part in parts]

@@ -1,29 +1,24 @@
-"""Runs the command `shardwise verify`: it compares a layout, on a scaled-down model, with one process.
-
-As in `shardwise.cli.main`, errors are one line and an exit code: 2 for what the user can fix in the config, 1 for a
-layout that does not train as one process does, 128 + n for signal n.
-"""
+"""Run the command `shardwise verify`: it compares a layout, on a scaled-down model, with one process."""
 
 from __future__ import annotations
 
-import argparse
+import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.cli.command import COUNT, FILE, as_written, settings, split
 from shardwise.config.errors import with_code
 from shardwise.config.resolve import ConfigError
 from shardwise.config.untrusted_files import UntrustedFileError, read_json
 from shardwise.launch.environment import detect, lone_rank
-from shardwise.launch.signals import exit_with_parent
-from shardwise.report.console import Terminal, refuse
-from shardwise.schedule import ScheduleError
+from shardwise.report.console import Terminal
 
 if TYPE_CHECKING:
     from shardwise.verify.compare import TrainingDifference
@@ -31,99 +26,66 @@ if TYPE_CHECKING:
     from shardwise.verify.run import VerifyOutcome
 
 
-_EXAMPLES = """\
-The config's layout is checked at its own size, then folded to at most 16 processes of this machine: every axis of
-several ranks keeps several. A small copy of the model is trained in float64, on these and in one plain process.
-
+@click.command(
+    epilog=as_written("""
 examples:
   shardwise verify my.toml                                 the ranks that the mesh says
   shardwise verify my.toml --world-size 512 mesh.pp=16
   shardwise verify my.toml --model meta-llama/config.json  a Hugging Face model in place of the config's
 
 exit code: 0 equal, 1 different or a rank failed, 2 the config cannot be
-"""
+""")
+)
+@settings()
+@click.option("--world-size", type=COUNT, help="ranks of the run, where the mesh leaves that open")
+@click.option("--model", type=FILE, help="a Hugging Face folder or config.json")
+@click.option("--steps", type=int, default=3, help="optimizer steps to train")
+@click.option("--processes", type=int, default=16, help="processes at most")
+@click.option("--be-rank", type=FILE, hidden=True)
+def verify(
+    settings: Sequence[str],
+    world_size: int | None,
+    model: Path | None,
+    steps: int,
+    processes: int,
+    be_rank: Path | None,
+) -> int:
+    """Prove that a config's layout trains as one process does, without its machines.
 
-Split = Callable[[Sequence[str]], tuple[str | None, list[str]]]
-"""Splits a command's settings into its config file, if there is one, and the assignments."""
-
-
-def add_command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], split: Split, environ: Mapping[str, str]
-) -> None:
-    """Add `verify` to the commands of `shardwise`.
-
-    Args:
-        commands: the parser's commands.
-        split: splits a command's settings.
-        environ: the process's environment.
+    The config's layout is checked at its own size, then folded to at most 16 processes of this machine: every axis of
+    several ranks keeps several. A small copy of the model is trained in float64, on these and in one plain process.
     """
-    parser = commands.add_parser(
-        "verify",
-        help="prove a config's layout on a small copy of its model, without its machines",
-        description="Prove that a config's layout trains as one process does, on local CPU processes, in float64.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("settings", nargs="*", metavar="config.toml | key=value", help="as for train")
-    parser.add_argument("--world-size", type=int, metavar="N", help="ranks of the run, where the mesh leaves that open")
-    parser.add_argument("--model", type=Path, metavar="PATH", help="a Hugging Face folder or config.json")
-    parser.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps to train (default: 3)")
-    parser.add_argument("--processes", type=int, default=16, metavar="N", help="processes at most (default: 16)")
-    parser.add_argument("--be-rank", type=Path, help=argparse.SUPPRESS)
-    parser.set_defaults(run=partial(_verify, split=split, environ=environ))
-
-
-def _verify(arguments: argparse.Namespace, split: Split, environ: Mapping[str, str]) -> int:
-    exit_with_parent(environ)
-    if arguments.be_rank is not None:
-        _be_rank(arguments.be_rank, environ)
+    if be_rank is not None:
+        _be_rank(be_rank)
     console, progress = Terminal(highlight=False), Console(stderr=True)
-    try:
-        with progress.status("laying the run out at its own size"):
-            job = _job(arguments, split)
-        console.print(describe(job))
-        from shardwise.verify.run import verify
+    with progress.status("laying the run out at its own size"):
+        from shardwise.train.setup import job_config
+        from shardwise.verify.job import make_job
+        from shardwise.verify.run import verify as run_verify
 
-        with progress.status("training") as status:
-            outcome = verify(job, _rank_environ(environ), announce=status.update)
-    except (ConfigError, ScheduleError) as error:
-        return refuse(error)
-    except KeyboardInterrupt:
-        print("shardwise: stopped by Ctrl-C; nothing is proved", file=sys.stderr)
-        return 130
+        config = job_config(*split(settings))
+        source = model or config.model.path
+        values = None if source is None else read_model(Path(source).expanduser())
+        job = make_job(config, world_size, huggingface=values, num_steps=steps, most_processes=processes)
+    console.print(describe(job))
+    with progress.status("training") as status:
+        # The ranks need no GPU.
+        outcome = run_verify(job, {**os.environ, "CUDA_VISIBLE_DEVICES": ""}, announce=status.update)
     console.print(conclude(job, outcome))
     return outcome.exit_code
 
 
-def _be_rank(folder: Path, environ: Mapping[str, str]) -> None:
+def _be_rank(folder: Path) -> None:
     from shardwise.comm.collectives import CommError
     from shardwise.launch.process_group import LaunchError, leave
     from shardwise.verify.rank import be_rank
 
     try:
-        be_rank(detect(environ) or lone_rank(), folder)
-    except ConfigError as error:
+        be_rank(detect(os.environ) or lone_rank(), folder)
+    except (ConfigError, LaunchError, CommError) as error:
         print(with_code(error), file=sys.stderr)
-        leave(2)
-    except (LaunchError, CommError) as error:
-        print(with_code(error), file=sys.stderr)
-        leave(1)
+        leave(2 if isinstance(error, ConfigError) else 1)
     leave(0)
-
-
-def _job(arguments: argparse.Namespace, split: Split) -> VerifyJob:
-    from shardwise.train.setup import job_config
-    from shardwise.verify.job import make_job
-
-    config = job_config(*split(arguments.settings))
-    model = arguments.model or config.model.path
-    return make_job(
-        config,
-        arguments.world_size,
-        huggingface=None if model is None else read_model(Path(model).expanduser()),
-        num_steps=arguments.steps,
-        most_processes=arguments.processes,
-    )
 
 
 def read_model(path: Path) -> dict[str, Any]:
@@ -142,11 +104,6 @@ def read_model(path: Path) -> dict[str, Any]:
             "model-config-not-a-table", f"--model {file} is no table of keys; give a Hugging Face config.json"
         )
     return values
-
-
-def _rank_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the ranks' environment, which hides GPUs, since they need none."""
-    return {**environ, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def describe(job: VerifyJob) -> Table:

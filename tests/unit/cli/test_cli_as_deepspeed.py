@@ -91,9 +91,9 @@ def test_an_environment_that_has_the_folders_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "code"),
-    [([], "no-command"), (["no-such-program"], "program-not-found"), ([str(SOURCE)], "program-not-executable")],
+    ("command", "words"),
+    [([], "Missing argument"), (["no-such-program"], "[program-not-usable]"), ([str(SOURCE)], "[program-not-usable]")],
 )
-def test_what_cannot_be_run_is_refused(command: list[str], code: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_run_is_refused(command: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--as-deepspeed", "--", *command]) == 2
-    assert f"[{code}]" in capsys.readouterr().err
+    assert words in capsys.readouterr().err

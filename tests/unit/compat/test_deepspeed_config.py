@@ -352,4 +352,4 @@ def test_a_config_is_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "OneCycle is no schedule of a config" in capsys.readouterr().out
     assert cli.main(["convert", str(tmp_path / "none.json")]) == 2
     assert cli.main(["convert"]) == 2
-    assert cli.main(["convert", str(path), "--out", str(tmp_path)]) == 1
+    assert cli.main(["convert", str(path), "--out", str(tmp_path)]) == 2

@@ -109,10 +109,10 @@ def test_your_own_layout_stands_beside_the_best(capsys):
 def test_the_answer_is_shown_where_it_cannot_be_written(capsys):
     Path("ds.json").write_text(json.dumps({"train_batch_size": 16}))
     for asked in (SMALL, ["--explain", "ds.json", *SMALL[:4]], ["--fit", *SMALL[2:4]]):
-        assert cli.main(["plan", *asked, "--json", "/dev/full"]) == 2
+        assert cli.main(["plan", *asked, "--json", "/dev/full"]) == 1
         captured = capsys.readouterr()
         assert "4 x h100" in captured.out
-        assert "cannot be written" in captured.err
+        assert captured.err == "shardwise: /dev/full: No space left on device\n"
 
 
 def test_files_are_written_though_who_reads_has_seen_enough(monkeypatch):
@@ -267,21 +267,6 @@ def test_sizes_are_printed_as_json_too(capsys):
     assert by_name["ZeRO-3"]["micro_size"] >= 1
 
 
-def test_what_was_written_is_left_where_the_new_cannot_be(monkeypatch, capsys):
-    printed(capsys, *SMALL, "--write", "best.toml")
-    before = Path("best.toml").read_text()
-
-    def fill(self, *args, **kwargs):
-        self.write_bytes(b"half")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", fill)
-    assert cli.main(["plan", *SMALL, "--write", "best.toml"]) == 2
-    assert "--write best.toml cannot be written: No space left on device; give another path" in capsys.readouterr().err
-    assert Path("best.toml").read_text() == before
-    assert [each.name for each in Path().iterdir()] == ["best.toml"]
-
-
 def test_files_that_say_not_how_a_job_is_split_are_refused(capsys):
     Path("config.json").write_text(json.dumps({"hidden_size": 64}))
     Path("notes.txt").write_text("what to buy")
@@ -291,8 +276,7 @@ def test_files_that_say_not_how_a_job_is_split_are_refused(capsys):
 
 
 def test_the_margin_that_help_names_is_the_one_that_is_kept(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["plan", "--help"])
+    assert cli.main(["plan", "--help"]) == 0
     assert f"default: {USUAL_MARGIN}" in capsys.readouterr().out
     assert Limits().margin_share == USUAL_MARGIN
 
@@ -371,22 +355,20 @@ def test_the_written_config_is_toml_from_the_first_line(capsys):
         ([*SMALL, "--margin", "7"], "--margin 7 must be a share"),
         ([*SMALL, "--top", "none"], "--top none must be a whole number"),
         ([*SMALL, "mine.toml"], "are two models"),
-        ([*SMALL, "--ranks", "0"], "--ranks is of a dry run"),
+        ([*SMALL, "--ranks", "0"], "--ranks says nothing to a search"),
         ([*SMALL, "--fit", "--explain", "x"], "are two questions"),
-        ([*SMALL, "--fit", "--compare", "x.toml"], "--compare is of a search"),
+        ([*SMALL, "--fit", "--compare", "x.toml"], "--compare says nothing to --fit"),
         ([*SMALL, "--compare", "x.json"], "cannot read x.json"),
-        ([*SMALL, "--explain", "x.toml", "--write", "y.toml"], "--write is of a search"),
+        ([*SMALL, "--explain", "x.toml", "--write", "y.toml"], "--write says nothing to --explain"),
         (["--refit", "none"], "none holds no run that was timed"),
         (["--explain", "none.toml", "--cluster", "h100:8"], "cannot read none.toml"),
-        ([*SMALL, "--json", "none/plan.json"], "--json none/plan.json: there is no folder none; make it"),
-        ([*SMALL, "--write", "none/plan.toml"], "--write none/plan.toml: there is no folder none; make it"),
-        ([*SMALL, "--write", "."], "--write . is a folder; give a file, such as plan.toml"),
-        ([*SMALL, "--write", "-"], "--write - names no file; give one, such as plan.toml"),
-        ([*SMALL, "--json", "/dev/full"], "--json /dev/full cannot be written: No space left on device"),
-        ([*SMALL, "--write", "/dev/full"], "--write /dev/full cannot be written: No space left on device"),
+        ([*SMALL, "--json", "none/plan.json"], "--json none/plan.json names no file that can be written"),
+        ([*SMALL, "--write", "none/plan.toml"], "--write none/plan.toml names no file that can be written"),
+        ([*SMALL, "--write", "."], "--write . names no file that can be written"),
+        ([*SMALL, "--write", "-"], "--write - names no file that can be written"),
         ([], "no model is given; say which, such as --model llama-70b"),
         (["mesh.tp=2"], "no model is given"),
-        (["--explain", "x.toml", "--top", "3"], "--top is of a search, and --explain makes none"),
+        (["--explain", "x.toml", "--top", "3"], "--top says nothing to --explain"),
         (["--fit", "--cluster", "h100:8", "--global-batch", "8"], "--global-batch says nothing to --fit"),
         (["--fit", "--cluster", "h100:8", "mesh.tp=2"], "mesh.tp=2 pins nothing of --fit"),
         (["--dry-run", "x.toml", "--cluster", "h100:8"], "--cluster says nothing to --dry-run"),

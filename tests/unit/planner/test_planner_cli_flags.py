@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from harness.refusals import refused
 from shardwise.cli import main as cli
-from shardwise.cli import plan as cli_plan
-from shardwise.cli.plan import _check_flags as check_flags
-from shardwise.cli.plan import _positive as positive
-from shardwise.cli.plan import _share as share
-from shardwise.cli.plan import _start_words as start_words
-from shardwise.cli.plan import _with_words as with_words
-from shardwise.cli.plan import add_command, parse_ranks
+from shardwise.cli.plan import check_flags, parse_ranks, plan, start_words, with_words
 from shardwise.planner.configs import KEYS, pins_of
 from shardwise.planner.hardware import parse_cluster
 
@@ -26,23 +20,21 @@ QUESTIONS |= {"--dry-run": ["--dry-run"]}
 FLAGS = {
     "--model": ["x"], "--cluster": ["x"], "--seq": ["1"], "--margin": ["0"], "--json": ["x"], "--global-batch": ["1"],
     "--compare": ["x"], "--write": ["x"], "--top": ["1"], "--more": [], "--world-size": ["1"], "--ranks": ["0"],
+    "--html": ["x"],
 }  # fmt: skip
 OF_A_DRY_RUN = {"--world-size", "--ranks"}
-OF_A_SEARCH = {"--compare", "--write", "--top", "--more"}
 OF_SIZES = {"--model", "--cluster", "--seq", "--margin", "--json"}
 HEEDED = {
     "": FLAGS.keys() - OF_A_DRY_RUN,
-    "--explain": OF_SIZES | {"--global-batch"},
+    "--explain": OF_SIZES | {"--global-batch", "--html"},
     "--fit": OF_SIZES,
     "--refit": set(),
     "--dry-run": OF_A_DRY_RUN,
 }
 
 
-def arguments_of(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_command(parser.add_subparsers(), lambda settings: (None, []), {})
-    return parser.parse_args(["plan", *words])
+def arguments_of(*words: str) -> SimpleNamespace:
+    return SimpleNamespace(**plan.make_context("plan", list(words)).params)
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
@@ -52,11 +44,7 @@ def test_a_flag_that_would_change_nothing_is_refused(question: str, flag: str) -
     if flag in HEEDED[question]:
         check_flags(arguments)
         return
-    if flag in OF_A_DRY_RUN:
-        code, named = "flag-of-dry-run", "--dry-run"
-    else:
-        code, named = "flag-of-search" if flag in OF_A_SEARCH else "flag-unheeded", question
-    with refused(code, flag, named):
+    with refused("flag-unheeded", flag, question or "a search"):
         check_flags(arguments)
 
 
@@ -81,14 +69,15 @@ def test_numbers_of_flags_are_read() -> None:
 @pytest.mark.parametrize("text", ["0", "-1", "1.5", "", "\u00b2", "\u0661", "1e3", "9" * 19])
 def test_what_is_no_count_is_refused(text: str) -> None:
     with refused("flag-whole-number", f"--seq {text}", ">= 1"):
-        positive(text, "--seq")
+        arguments_of("--seq", text)
 
 
 def test_margins_are_shares() -> None:
-    assert [share(text) for text in ("0", "0%", "0.9", "90%", "0.06")] == [0, 0, 0.9, 0.9, 0.06]
+    texts = ("0", "0%", "0.9", "90%", "0.06")
+    assert [arguments_of("--margin", text).margin for text in texts] == [0, 0, 0.9, 0.9, 0.06]
     for text in ("0.91", "91%", "-0.1", "nan", "x", "%", ""):
         with refused("margin-share", f"--margin {text}", "0.9"):
-            share(text)
+            arguments_of("--margin", text)
 
 
 def test_ranks_are_numbers_or_words() -> None:
@@ -150,9 +139,9 @@ def test_places_that_cannot_be_written_are_refused_before_the_search(
         assert (folder / "mine.toml").read_bytes() == content
     asked = []
     monkeypatch.setattr("os.access", lambda path, mode: asked.append(path))
-    for flag, name in (("--write", "new.toml"), ("--json", "mine.toml")):
+    for flag, name in (("--write", "new.toml"), ("--json", "mine.toml"), ("--html", ".")):
         assert cli.main([*ASKED, flag, name]) == 2
-        assert f"{flag} {name} may not be written" in capsys.readouterr().err
+        assert "[output-not-writable]" in capsys.readouterr().err
     assert asked == [Path("."), Path("mine.toml")]  # the folder of what is not there yet
 
 
@@ -174,6 +163,6 @@ def test_ctrl_c_ends_the_command_quietly(monkeypatch: pytest.MonkeyPatch, capsys
     def interrupted(*arguments: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli_plan, "_answer", interrupted)
+    monkeypatch.setattr("shardwise.cli.plan._answer", interrupted)
     assert cli.main(ASKED) == 130
     assert capsys.readouterr().err == "shardwise: stopped by Ctrl-C\n"

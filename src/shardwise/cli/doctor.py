@@ -1,0 +1,114 @@
+"""Run the command `shardwise doctor`: it looks at this machine and measures it, for people and for the planner."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from shardwise.cli.command import COUNT, FILE, settings, split
+from shardwise.config.errors import with_code
+from shardwise.config.resolve import Config, ConfigError
+from shardwise.launch.environment import cache_folder, detect, lone_rank
+from shardwise.launch.local import default_num_ranks, launch_local
+from shardwise.report.console import Terminal, progress
+
+
+@click.command(epilog="exit code: 0, or 1 where a finding is an error")
+@settings()
+@click.option("--quick", is_flag=True, help="look only, measure nothing")
+@click.option("--json", "as_json", is_flag=True, help="print all of it as JSON")
+@click.option("--calibrate", is_flag=True, help="measure this machine for the planner, in 5 minutes; with --quick in 1")
+@click.option("--num-procs", type=COUNT, help="ranks that --calibrate lets work at once (default: as for train)")
+@click.option("--dir", "folder", type=FILE, help="whose disk is measured (default: run.dir)")
+@click.option("--nvme-path", type=FILE, help="the folder for states on NVMe (default: tiers.nvme_path)")
+# How the doctor starts the processes that measure together: a launcher, and its ranks.
+@click.option("--launch-calibrators", nargs=5, hidden=True)
+@click.option("--be-calibrator", nargs=4, hidden=True)
+def doctor(settings: Sequence[str], folder: Path | None, nvme_path: Path | None, **given: Any) -> int:
+    """Say what this machine can do, what is wrong with it and how to fix that, in about 15 seconds."""
+    if given["launch_calibrators"] is not None:
+        return _launch(*given["launch_calibrators"])
+    if given["be_calibrator"] is not None:
+        return _be_rank(*given["be_calibrator"])
+    if given["calibrate"]:
+        return _calibrate(settings, nvme_path or folder, given["num_procs"], given["quick"], given["as_json"])
+    with progress("starting torch") as announce:
+        from shardwise.doctor import diagnose, read_swap
+        from shardwise.train.setup import job_config
+
+        config = job_config(*split(settings)) if settings else None
+        diagnosis = diagnose(
+            os.environ,
+            folder or Path((config or Config()).run.dir),
+            swap=read_swap(nvme_path, config),
+            quick=given["quick"],
+            announce=announce,
+        )
+    if given["as_json"]:
+        print(json.dumps(diagnosis.to_dict(), indent=2))
+    else:
+        from shardwise.doctor.show import render
+
+        Terminal(highlight=False).print(render(diagnosis))
+    return diagnosis.exit_code
+
+
+def _launch(folder: str, device_kind: str, num_ranks: str, disk: str, extent: str) -> int:
+    argv = ["-m", "shardwise.cli", "doctor", "--be-calibrator", folder, device_kind, disk, extent]
+    return launch_local(argv, int(num_ranks), Path(folder), grace_s=1.0, failure_grace_s=1.0)
+
+
+def _be_rank(folder: str, device_kind: str, disk: str, extent: str) -> int:
+    from shardwise.comm.collectives import CommError
+    from shardwise.doctor.calibrate import be_calibrator
+    from shardwise.launch.process_group import LaunchError, leave
+
+    env = detect(os.environ) or lone_rank()
+    try:
+        be_calibrator(env, Path(folder), "cuda" if device_kind == "cuda" else "cpu", Path(disk), extent)
+    except (ConfigError, LaunchError, CommError) as error:
+        print(with_code(error), file=sys.stderr)
+        return leave(1)
+    return leave(0)
+
+
+def _calibrate(settings: Sequence[str], disk: Path | None, num_procs: int | None, is_quick: bool, as_json: bool) -> int:
+    """Measure with as many ranks as a job would have, and keep the profile where the planner looks for it."""
+    cache = cache_folder(os.environ)
+    # To find this out after minutes of measuring would be late.
+    place = next(each for each in (cache, *cache.parents) if each.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        raise ConfigError(
+            "profile-not-writable", f"the profile cannot be kept in {cache}; set XDG_CACHE_HOME to a writable folder"
+        )
+    with progress("starting torch") as announce:
+        from shardwise.doctor.calibrate import LIMIT_S, calibrate
+        from shardwise.doctor.show import render_profile
+        from shardwise.planner.profile import write_profile
+        from shardwise.train.setup import device_kind, job_config
+
+        config = job_config(*split(settings))
+        num_ranks = num_procs or config.run.num_procs or default_num_ranks(config.run.device)
+        limit_words = "about a minute" if is_quick else f"at most {LIMIT_S / 60:.0f} minutes"
+        announce(f"measuring {num_ranks} ranks at work at once, {limit_words}")
+        disk = disk or Path(config.tiers.nvme_path or ".")
+        profile, failure = calibrate(device_kind(config), num_ranks, os.environ, disk, quick=is_quick)
+    if failure is not None and not profile.matmuls:
+        print(f"shardwise: the machine was not measured: {failure}", file=sys.stderr)
+        return 1
+    path = write_profile(profile, cache)
+    if as_json:
+        print(profile.to_json(), end="")
+        return 0
+    console = Terminal(highlight=False)
+    console.print(render_profile(profile))
+    if failure is not None:
+        console.print(f"not all was measured: {failure}", style="yellow")
+    console.print(f"written to {path}; shardwise plan reads it", soft_wrap=True)
+    return 0
