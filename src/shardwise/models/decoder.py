@@ -34,6 +34,7 @@ from shardwise.config.resolve import AttentionConfig, ConfigError
 from shardwise.layout.tensor_plan import LayerSplit, SequenceStack, SharedInput, TensorPlan
 from shardwise.layout.tp_sharding import FusedPart, check_divides
 from shardwise.models.decoder_attention import Attend, attend_of, attention_density
+from shardwise.runtime.torch_private import is_fake
 from shardwise.schedule.formulas import training_flops_per_token
 
 IGNORED_TARGET = -100
@@ -378,8 +379,9 @@ class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, smoothing: float, z_loss: float) -> Tensor:  # [N, V], [N]
         wide = _wide(logits.dtype)
-        parts = logits.split(_rows(logits))
-        log_total = torch.cat([torch.logsumexp(rows.to(wide), -1) for rows in parts])  # [N]
+        log_total = logits.new_empty(logits.shape[0], dtype=wide)  # [N]
+        for rows, out in _parts(logits, log_total):
+            torch.logsumexp(rows.to(wide), -1, out=out)
         counts = targets != IGNORED_TARGET
         index = targets.where(counts, 0).unsqueeze(-1)  # [N, 1]
         ctx.save_for_backward(logits, index, counts, log_total)
@@ -399,8 +401,8 @@ class _CrossEntropySum(torch.autograd.Function):
         smoothing, z_loss = ctx.terms
         grad = torch.empty_like(logits)  # [N, V]
         factor = (grad_sum * counts).unsqueeze(-1)  # [N, 1]
-        parts = (t.split(_rows(logits)) for t in (grad, logits, log_total.unsqueeze(-1), index, factor))
-        for grad_rows, rows, log_total_rows, index_rows, factor_rows in zip(*parts, strict=True):
+        parts = _parts(logits, log_total.unsqueeze(-1), index, factor, grad)
+        for rows, log_total_rows, index_rows, factor_rows, grad_rows in parts:
             probability = (rows - log_total_rows).exp_()
             if z_loss:
                 probability.mul_(1 + 2 * z_loss * log_total_rows)
@@ -458,10 +460,15 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _rows(logits: Tensor) -> int:
-    """Return the rows to compute at a time: they fit a core's cache, or are enough for an accelerator's kernel."""
+def _parts(logits: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
+    """Return the rows to compute at a time: they fit a core's cache, or are enough for an accelerator's kernel.
+
+    Of fake tensors the first and the last rows stand for all, of which there are thousands in a large vocabulary.
+    """
     num_elements = 2**18 if logits.device.type == "cpu" else 2**26
-    return max(1, num_elements // logits.shape[-1])
+    num_rows = max(1, num_elements // logits.shape[-1])
+    parts = list(zip(*(each.split(num_rows) for each in (logits, *others)), strict=True))
+    return [parts[0], parts[-1]] if len(parts) > 2 and is_fake(logits) else parts
 
 
 def _nearest_divisors(number: int, wanted: int) -> list[int]:
