@@ -11,13 +11,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import shlex
+import string
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
+
+import yaml
 
 from shardwise.config.resolve import ConfigError
 from shardwise.launch.hosts import remote_line, ssh_command
@@ -26,6 +31,7 @@ PORT: Final = 29500
 # What a pre-empted rank has for its step and its save, of the seconds between a cluster's signal and its kill.
 NOTICE_S: Final = 300
 _SHUTDOWN: Final = MappingProxyType({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(NOTICE_S - 30)})
+_TEMPLATES: Final = Path(__file__).with_name("templates")
 # torchrun under a name that needs no PATH on the other host.
 _MODULE: Final = (sys.executable, "-m", "torch.distributed.run")
 
@@ -166,29 +172,12 @@ def _slurm(job: LaunchJob) -> str:
         for name, value in options.items()
         if value is not None or name in ("exclusive", "requeue")
     ]
-    command = _shell(torchrun(job, c10d("$head:$port", "$SLURM_JOB_ID")))
     head = ""
     if job.num_nodes > 1:
         head = 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
         head += "port=$((10000 + SLURM_JOB_ID % 20000))\n"
-    settings = "\n".join(lines)
-    return f"""#!/bin/bash
-{settings}
-
-{head}{_exports()}
-# Before the time limit, and when another job takes the nodes, the ranks save and end, and the job is queued again.
-stopped=
-trap 'stopped=yes; kill -TERM "$run"' TERM
-srun --kill-on-bad-exit=1 --cpu-bind=none {command} &
-run=$!
-wait "$run"; code=$?
-while kill -0 "$run" 2> /dev/null; do wait "$run"; code=$?; done
-# The signal may have ended a wait after the run had ended: the shell still knows how.
-if [ -n "$stopped" ] && [ "$code" -eq 143 ]; then wait "$run"; last=$?; [ "$last" -eq 127 ] || code=$last; fi
-state=$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T)  # no more RUNNING where scancel sent the signal
-if [ -n "$stopped" ] && [ "$code" -ne 0 ] && [ "$state" = RUNNING ]; then scontrol requeue "$SLURM_JOB_ID"; fi
-exit "$code"
-"""
+    command = _shell(torchrun(job, c10d("$head:$port", "$SLURM_JOB_ID")))
+    return _fill("slurm.sh", options="\n".join(lines), head=head, exports=_exports(), command=command)
 
 
 def _trainjob(job: LaunchJob) -> str:
@@ -200,7 +189,7 @@ def _trainjob(job: LaunchJob) -> str:
         "numNodes": job.num_nodes,
         "resourcesPerNode": {"limits": {"nvidia.com/gpu": job.num_ranks_per_node}},
     }
-    return to_yaml(
+    return _yaml(
         {
             "apiVersion": "trainer.kubeflow.org/v1alpha1",
             "kind": "TrainJob",
@@ -223,7 +212,7 @@ def _jobset(job: LaunchJob) -> str:
     pod = {"restartPolicy": "Never", "terminationGracePeriodSeconds": NOTICE_S, "containers": [container]}
     index = {"parallelism": job.num_nodes, "completions": job.num_nodes, "completionMode": "Indexed", "backoffLimit": 0}
     replicated = {"name": "node", "replicas": 1, "template": {"spec": {**index, "template": {"spec": pod}}}}
-    return to_yaml(
+    return _yaml(
         {
             "apiVersion": "jobset.x-k8s.io/v1alpha2",
             "kind": "JobSet",
@@ -236,7 +225,7 @@ def _jobset(job: LaunchJob) -> str:
 def _sky(job: LaunchJob) -> str:
     run = _shell(torchrun(job, static("$SKYPILOT_NODE_RANK", "$head", job.port)))
     head = "" if job.num_nodes == 1 else 'head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)\n'
-    return to_yaml(
+    return _yaml(
         {
             "name": job.name,
             "num_nodes": job.num_nodes,
@@ -252,42 +241,25 @@ def _ray(job: LaunchJob) -> str:
     start = json.dumps(torchrun(dataclasses.replace(job, program=(), max_restarts=0))[1:])
     meeting = ', "--node-rank", str(node), "--master-addr", address, "--master-port", str(port)'
     command = start[:-1] + (meeting if job.num_nodes > 1 else "") + "]"
-    return f'''"""Starts {job.name} by Ray Train: one worker on each node runs torchrun."""
-
-import os
-import socket
-import subprocess
-import sys
-
-import ray
-import torch.distributed as dist
-from ray.train import FailureConfig, RunConfig, ScalingConfig, get_context
-from ray.train.torch import TorchConfig, TorchTrainer
-
-PROGRAM = {json.dumps(job.program)}
-FOLDER = os.getcwd()  # Ray Train gives workers another one
+    return _fill(
+        "ray.txt",
+        name=job.name,
+        program=json.dumps(job.program),
+        command=command,
+        nodes=job.num_nodes,
+        ranks=job.num_ranks_per_node,
+        restarts=job.max_restarts,
+    )
 
 
-def run_node() -> None:
-    node = get_context().get_world_rank()
-    with socket.create_server(("", 0)) as free:
-        place = [ray.util.get_node_ip_address(), free.getsockname()[1]]
-    dist.broadcast_object_list(place)  # every node takes the first one's
-    address, port = place
-    command = {command}
-    subprocess.run([sys.executable, "-m", "torch.distributed.run", *command, *PROGRAM], cwd=FOLDER, check=True)
+class _Template(string.Template):
+    """Has values as %name, since the texts are full of $."""
+
+    delimiter = "%"
 
 
-trainer = TorchTrainer(
-    run_node,
-    torch_config=TorchConfig(backend="gloo"),
-    scaling_config=ScalingConfig(
-        num_workers={job.num_nodes}, use_gpu=True, resources_per_worker={{"GPU": {job.num_ranks_per_node}}}
-    ),
-    run_config=RunConfig(name={json.dumps(job.name)}, failure_config=FailureConfig(max_failures={job.max_restarts})),
-)
-trainer.fit()
-'''
+def _fill(template: str, **values: object) -> str:
+    return _Template((_TEMPLATES / template).read_text(encoding="utf-8")).substitute(values)
 
 
 def _exports() -> str:
@@ -299,43 +271,18 @@ def _shell(words: Sequence[str]) -> str:
     return " ".join(f'"{word}"' if re.fullmatch(r"(\$\w+:?)+", word) else shlex.quote(word) for word in words)
 
 
-def to_yaml(value: Mapping[str, Any]) -> str:
-    """Write dicts, lists, texts and whole numbers as YAML.
-
-    >>> print(to_yaml({"run": "a\\nb\\n", "of": [{"x": 1, "z": "no"}], "nothing": []}), end="")
-    run: |
-      a
-      b
-    of:
-      - x: 1
-        z: "no"
-    nothing: []
-    """
-    return "\n".join(_yaml_lines(value)) + "\n"
+class _Dumper(yaml.SafeDumper):
+    """Writes texts of several lines as such."""
 
 
-def _yaml_lines(value: Any) -> Iterator[str]:
-    """Yield the lines of a dict or list that is not empty."""
-    for key, item in value.items() if isinstance(value, Mapping) else ((None, each) for each in value):
-        head = "-" if key is None else f"{_scalar(key)}:"
-        if isinstance(item, str) and re.fullmatch(r"([!-~][ -~]*\n)+", item):
-            yield f"{head} |"
-            yield from (f"  {line}" for line in item.splitlines())
-        elif not (isinstance(item, Mapping | list | tuple) and item):
-            yield f"{head} {_scalar(item)}"
-        elif key is None:
-            first, *more = _yaml_lines(item)
-            yield f"- {first}"
-            yield from (f"  {line}" for line in more)
-        else:
-            yield head
-            yield from (f"  {line}" for line in _yaml_lines(item))
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
+)
 
 
-def _scalar(value: Any) -> str:
-    is_plain = isinstance(value, str) and re.fullmatch(r"[A-Za-z][\w./-]*", value, re.ASCII)
-    is_word = isinstance(value, str) and value.lower() in ("yes", "no", "on", "off", "true", "false", "null", "y", "n")
-    return str(value) if is_plain and not is_word else json.dumps(value)
+def _yaml(value: Mapping[str, Any]) -> str:
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=math.inf)
 
 
 _GPU: Final = MappingProxyType({"gpu": "the GPUs' name, such as --gpus H100:8"})
