@@ -1,6 +1,6 @@
 """Find what is wrong with a machine, from its facts and measurements.
 
-`_TEXTS` has the level, the problem and the fix of each code; functions yield a code and the values of its text.
+`findings.txt` has the level, the problem and the fix of each code; functions yield a code and the values of its text.
 
 >>> print(_finding("gloo-slow", 40.0))
 warning: a small all-reduce takes 40.0 ms, more than 2 ms; set GLOO_SOCKET_IFNAME=lo to compare
@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, Literal
 
 from shardwise.config.resolve import ConfigError
@@ -24,7 +25,7 @@ from shardwise.runtime.format import format_bytes
 from shardwise.train.loop import peak_flops
 
 Found = Iterator[tuple[Any, ...]]
-"""Yields a code of `_TEXTS` and the values that its text takes."""
+"""Yields a code of `findings.txt` and the values that its text takes."""
 
 MIN_TORCH: Final = (2, 11)
 _LEVELS: Final = ("error", "warning", "note")
@@ -39,94 +40,9 @@ _MIN_PINNED_BYTES_PER_S, _MIN_DISK_BYTES_PER_S = 6e9, 100e6
 _SMALL_BYTES, _MAX_SMALL_CALL_S = 4096, 2e-3
 _NETWORK_FILESYSTEMS: Final = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "lustre", "beegfs", "ceph", "gpfs")
 
-# CODE: LEVEL: PROBLEM; FIX, of which the fix, after the last semicolon, names values by their number.
-_TEXTS: Final = """
-torch-too-old: error: torch {} is older than {}; pip install 'torch>={1}'
-gloo-missing: error: this build of torch has no gloo, over which ranks meet; install a build from pytorch.org
-nccl-missing: error: this build of torch has no NCCL, which connects GPUs; install a CUDA build from pytorch.org
-triton-missing: warning: triton is missing; torch.compile needs it on GPUs; pip install triton
-compiler-missing: warning: no C++ compiler is on the PATH (g++, clang++, or CXX); torch.compile builds kernels with one;
-  install g++ (Debian: apt install g++)
-python-headers-missing: warning: Python.h is missing; torch.compile and triton build against it;
-  install python3-dev, or a Python with its headers
-torch-without-cuda: error: the NVIDIA driver is here ({}), but torch {} is a build for the CPU only;
-  install a CUDA build of torch from pytorch.org
-gpus-hidden: warning: CUDA_VISIBLE_DEVICES={!r} hides every GPU from torch; unset it to train on GPUs
-gpus-not-seen: error: the NVIDIA driver is here ({}), but torch for CUDA {} sees no GPU;
-  update the driver to one for that CUDA, and see what nvidia-smi says
-no-peer-access: warning: some GPUs cannot reach each other's memory, so NCCL goes through the host's;
-  turn off ACS and the IOMMU in the firmware, if NVLink is not there
-gpu-fails: error: GPU {} cannot be used: {}; see what nvidia-smi says, or choose others by CUDA_VISIBLE_DEVICES
-gpu-in-use: warning: {1} of GPU {0}'s {2} are in use by others;
-  end what nvidia-smi lists, or choose others by CUDA_VISIBLE_DEVICES
-gpu-throttled: warning: GPU {} is throttled ({}), and the slowest rank sets the pace;
-  check cooling and power: nvidia-smi -q -d PERFORMANCE
-gpu-memory-errors: error: GPU {} counts {} uncorrected memory errors since its last reset; any corrupts;
-  reset it (nvidia-smi -r) and replace it if they come back
-gpu-is-slice: warning: GPU {} is a slice ({}); NCCL does not connect slices;
-  train with one rank, or turn MIG off (nvidia-smi -mig 0)
-gpu-without-bf16: note: GPU {} ({}, {}) has no bf16 in hardware, which starts with 8.0; use precision.param=fp16
-gpu-slow: warning: GPU {} multiplies {} at {:.0%} of its data sheet's speed;
-  see what else runs there, its clocks and its power limit: nvidia-smi -q -d PERFORMANCE
-host-link-slow: warning: copies {1} of GPU {0} run at {2:.1f} GB/s, less than 6;
-  check the link's width (nvidia-smi -q) and that the process runs on the GPU's NUMA node
-rank-environment: error: {}; {1}
-rank-environment-left: warning: {} left set, so ranks wait to meet others there; unset {1} unless a launcher set them
-threads-not-set: note: OMP_NUM_THREADS is not set: `shardwise train` gives each rank {}, but torchrun 1;
-  set OMP_NUM_THREADS={0} where you start with torchrun
-threads-oversubscribed: warning: OMP_NUM_THREADS={} times {} ranks is more than {} cores; unset it, or set it to {3}
-threads-too-few: warning: OMP_NUM_THREADS={} times {} ranks leaves most of {} cores idle; unset it, or set it to {3}
-alloc-conf-not-set: note: {} is not set: `shardwise train` sets expandable segments for its ranks, torchrun not;
-  export {0}={1} where you start with torchrun
-alloc-conf-fragments: warning: {}={} is without {}, so memory is lost to fragments; add {2} to it, or unset it
-slow-setting: warning: {}={} is set: {}; unset {0}
-memory-limited: warning: this cgroup may use {} of the machine's {}; the kernel kills what uses more;
-  start the container or job with a higher memory limit
-swap-in-use: warning: {} of swap are in use; a swapped state slows every step; free memory, then swapoff -a && swapon -a
-shm-small: warning: /dev/shm has {}; NCCL and data loaders want {};
-  start the container with --shm-size=8g or --ipc=host
-open-files-low: warning: a process may open {} files and sockets; ranks want {}; ulimit -n {1}
-disk-not-writable: error: {} cannot be written to, and runs are kept there;
-  set run.dir, or give --dir, to a folder you may write to
-disk-full: error: {} has {} free; runs want {}; free some, or set run.dir to another disk
-disk-low: warning: {} has {} free; runs want {}; free some, or set run.dir to another disk
-disk-on-network: note: {} is on a network file system ({}), which all ranks share;
-  keep data.cache_dir on a local disk
-disk-slow: warning: {} takes {:.0f} MB/s, less than 100; checkpoints wait for it; set run.dir to a faster disk
-swap-not-writable: error: {} cannot be written to, and states on NVMe are stored there;
-  set tiers.nvme_path, or give --nvme-path, to a folder you may write to
-swap-full: error: {} has {} free and the states on NVMe need {};
-  free some, or set tiers.nvme_path, or give --nvme-path, to a folder on another disk
-swap-low: warning: {} has {} free for states on NVMe;
-  free some, or set tiers.nvme_path, or give --nvme-path, to a folder on another disk
-swap-in-memory: warning: {} is in memory ({}), so states on NVMe take what the host has;
-  set tiers.nvme_path, or give --nvme-path, to a folder on a disk, or use the host tier
-swap-on-network: warning: {} is on a network file system ({}), and every step reads and writes it;
-  set tiers.nvme_path, or give --nvme-path, to a folder on a local NVMe disk
-swap-slow: warning: {} moves {:.2f} GB/s, less than {:g} GB/s; steps with NVMe wait for it;
-  set tiers.nvme_path to a faster disk or several as one (RAID 0), or store states on the host
-swap-through-cache: note: files in {} go through the page cache, memory that states on NVMe should not take;
-  set tiers.nvme_path to a file system with O_DIRECT: ext4, xfs
-cores-throttled: warning: this cgroup gives {:g} cores' time to {} cores; more threads are stalled;
-  raise the CPU limit, or start no more than {2} threads, as `shardwise train` does
-cores-limited: note: this process may run on {} of {} cores; ask the scheduler, taskset or the container for more
-machine-busy: note: the load of the last minute is {:.1f} on {} cores; speeds are what others leave;
-  measure again when it is idle
-cpu-without-bf16: note: this CPU has no bf16 in hardware, so it computes faster in fp32; leave precision.param=fp32
-cpu-bf16-slow: warning: bf16 runs at {:.2f} of fp32's speed here, though the CPU has it in hardware;
-  use precision.param=fp32
-hostname-unresolved: warning: the hostname {} does not resolve ({}); gloo connects by it;
-  add it to /etc/hosts, or name an interface in GLOO_SOCKET_IFNAME
-hostname-is-loopback: note: the hostname {} resolves to {} only, which other machines cannot reach;
-  for runs on several machines name the interface in GLOO_SOCKET_IFNAME
-interface-missing: error: {} names {}, which is no interface of this machine; unset it, or use one of {2}
-gloo-slow: warning: a small all-reduce takes {:.1f} ms, more than 2 ms; set GLOO_SOCKET_IFNAME=lo to compare
-probe-failed: error: measuring {} failed: {};
-  see whether a plain torch script does the same here, and with ranks name the network in GLOO_SOCKET_IFNAME
-"""
+_TEXTS: Final = Path(__file__).with_name("findings.txt").read_text(encoding="utf-8")
 _RULES: Final[Mapping[str, tuple[Any, str, str]]] = {
-    code: (level, *re.sub(r"\s+", " ", text).rsplit("; ", 1))
-    for code, level, text in re.findall(r"^(\S+): (\w+): (.+(?:\n  .+)*)", _TEXTS, re.MULTILINE)
+    code: (level, what, fix) for code, level, what, fix in re.findall(r"(?m)^(\S+): (\w+): (.+); (.+)$", _TEXTS)
 }
 
 

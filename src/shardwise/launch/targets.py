@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
 import shlex
 import string
@@ -20,9 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
-
-import yaml
+from typing import Final
 
 from shardwise.config.resolve import ConfigError
 from shardwise.launch.hosts import remote_line, ssh_command
@@ -30,7 +27,6 @@ from shardwise.launch.hosts import remote_line, ssh_command
 PORT: Final = 29500
 # What a pre-empted rank has for its step and its save, of the seconds between a cluster's signal and its kill.
 NOTICE_S: Final = 300
-_SHUTDOWN: Final = MappingProxyType({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(NOTICE_S - 30)})
 _TEMPLATES: Final = Path(__file__).with_name("templates")
 # torchrun under a name that needs no PATH on the other host.
 _MODULE: Final = (sys.executable, "-m", "torch.distributed.run")
@@ -155,101 +151,37 @@ def _ssh(job: LaunchJob) -> str:
 
 
 def _slurm(job: LaunchJob) -> str:
-    gpus = f"{job.gpu}:{job.num_ranks_per_node}" if job.gpu else str(job.num_ranks_per_node)
-    options = {
-        "job-name": job.name,
-        "nodes": job.num_nodes,
-        "ntasks-per-node": 1,
-        "gpus-per-node": gpus,
-        "exclusive": None,
-        "time": job.time_limit,
-        "requeue": None,
-        "open-mode": "append",
-        "signal": f"B:TERM@{NOTICE_S}",
-    }
-    lines = [
-        f"#SBATCH --{name}" + ("" if value is None else f"={value}")
-        for name, value in options.items()
-        if value is not None or name in ("exclusive", "requeue")
-    ]
-    head = ""
-    if job.num_nodes > 1:
-        head = 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
-        head += "port=$((10000 + SLURM_JOB_ID % 20000))\n"
+    gpus = f"{job.gpu}:{job.num_ranks_per_node}" if job.gpu else job.num_ranks_per_node
+    time = "" if job.time_limit is None else f"#SBATCH --time={job.time_limit}\n"
+    head = 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\nport=$((10000 + SLURM_JOB_ID % 20000))\n'
     command = _shell(torchrun(job, c10d("$head:$port", "$SLURM_JOB_ID")))
-    return _fill("slurm.sh", options="\n".join(lines), head=head, exports=_exports(), command=command)
+    return _fill("slurm.sh", job, gpus=gpus, time=time, head=head if job.num_nodes > 1 else "", command=command)
 
 
 def _trainjob(job: LaunchJob) -> str:
-    # Kubeflow's torch runtime gives torchrun the nodes, the ranks and the address by variables PET_...
     restarts = ["--max-restarts", str(job.max_restarts)] if job.max_restarts else []
-    trainer = {
-        "image": job.image,
-        "command": ["torchrun", *restarts, *job.program],
-        "numNodes": job.num_nodes,
-        "resourcesPerNode": {"limits": {"nvidia.com/gpu": job.num_ranks_per_node}},
-    }
-    return _yaml(
-        {
-            "apiVersion": "trainer.kubeflow.org/v1alpha1",
-            "kind": "TrainJob",
-            "metadata": {"name": job.name},
-            "spec": {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer},
-        }
-    )
+    return _fill("trainjob.yaml", job, command=json.dumps(["torchrun", *restarts, *job.program]))
 
 
 def _jobset(job: LaunchJob) -> str:
     meeting = static("$(JOB_COMPLETION_INDEX)", f"{job.name}-node-0-0.{job.name}", job.port)
-    container = {
-        "name": "train",
-        "image": job.image,
-        "command": torchrun(dataclasses.replace(job, max_restarts=0), meeting),
-        "env": [{"name": name, "value": value} for name, value in _SHUTDOWN.items()],
-        "ports": [{"containerPort": job.port}],
-        "resources": {"limits": {"nvidia.com/gpu": job.num_ranks_per_node}},
-    }
-    pod = {"restartPolicy": "Never", "terminationGracePeriodSeconds": NOTICE_S, "containers": [container]}
-    index = {"parallelism": job.num_nodes, "completions": job.num_nodes, "completionMode": "Indexed", "backoffLimit": 0}
-    replicated = {"name": "node", "replicas": 1, "template": {"spec": {**index, "template": {"spec": pod}}}}
-    return _yaml(
-        {
-            "apiVersion": "jobset.x-k8s.io/v1alpha2",
-            "kind": "JobSet",
-            "metadata": {"name": job.name},
-            "spec": {"failurePolicy": {"maxRestarts": job.max_restarts}, "replicatedJobs": [replicated]},
-        }
-    )
+    command = torchrun(dataclasses.replace(job, max_restarts=0), meeting)
+    return _fill("jobset.yaml", job, command=json.dumps(command))
 
 
 def _sky(job: LaunchJob) -> str:
-    run = _shell(torchrun(job, static("$SKYPILOT_NODE_RANK", "$head", job.port)))
-    head = "" if job.num_nodes == 1 else 'head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)\n'
-    return _yaml(
-        {
-            "name": job.name,
-            "num_nodes": job.num_nodes,
-            "workdir": ".",
-            "resources": {"accelerators": f"{job.gpu}:{job.num_ranks_per_node}"}
-            | ({"image_id": f"docker:{job.image}"} if job.image else {}),
-            "run": f"{head}{_exports()}{run}\n",
-        }
-    )
+    command = _shell(torchrun(job, static("$SKYPILOT_NODE_RANK", "$head", job.port)))
+    head = "" if job.num_nodes == 1 else 'head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)\n  '
+    image = f"  image_id: {json.dumps(f'docker:{job.image}')}" if job.image else ""
+    gpus = json.dumps(f"{job.gpu}:{job.num_ranks_per_node}")
+    return _fill("sky.yaml", job, gpus=gpus, image=image, head=head, command=command)
 
 
 def _ray(job: LaunchJob) -> str:
     start = json.dumps(torchrun(dataclasses.replace(job, program=(), max_restarts=0))[1:])
     meeting = ', "--node-rank", str(node), "--master-addr", address, "--master-port", str(port)'
     command = start[:-1] + (meeting if job.num_nodes > 1 else "") + "]"
-    return _fill(
-        "ray.txt",
-        name=job.name,
-        program=json.dumps(job.program),
-        command=command,
-        nodes=job.num_nodes,
-        ranks=job.num_ranks_per_node,
-        restarts=job.max_restarts,
-    )
+    return _fill("ray.py.txt", job, program=json.dumps(job.program), command=command)
 
 
 class _Template(string.Template):
@@ -258,31 +190,24 @@ class _Template(string.Template):
     delimiter = "%"
 
 
-def _fill(template: str, **values: object) -> str:
-    return _Template((_TEMPLATES / template).read_text(encoding="utf-8")).substitute(values)
-
-
-def _exports() -> str:
-    return "".join(f"export {name}={value}\n" for name, value in _SHUTDOWN.items())
+def _fill(template: str, job: LaunchJob, **values: object) -> str:
+    """Fill in a template's own values, and those that several templates have."""
+    shared = {
+        "name": job.name,
+        "nodes": job.num_nodes,
+        "ranks": job.num_ranks_per_node,
+        "restarts": job.max_restarts,
+        "image": json.dumps(job.image),
+        "port": job.port,
+        "notice": NOTICE_S,
+        "patience": NOTICE_S - 30,
+    }
+    return _Template((_TEMPLATES / template).read_text(encoding="utf-8")).substitute(shared | values)
 
 
 def _shell(words: Sequence[str]) -> str:
     """Join the words of a command; the shell fills in those that begin with $."""
     return " ".join(f'"{word}"' if re.fullmatch(r"(\$\w+:?)+", word) else shlex.quote(word) for word in words)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as such."""
-
-
-_Dumper.add_representer(
-    str,
-    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
-)
-
-
-def _yaml(value: Mapping[str, Any]) -> str:
-    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=math.inf)
 
 
 _GPU: Final = MappingProxyType({"gpu": "the GPUs' name, such as --gpus H100:8"})

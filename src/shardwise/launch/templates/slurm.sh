@@ -1,7 +1,14 @@
 #!/bin/bash
-%options
+#SBATCH --job-name=%name
+#SBATCH --nodes=%nodes
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=%gpus
+#SBATCH --exclusive
+%time#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=B:TERM@%notice
 
-%head%exports
+%{head}export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=%patience
 # Before the time limit, and when another job takes the nodes, the ranks save and end, and the job is queued again.
 stopped=
 trap 'stopped=yes; kill -TERM "$run"' TERM
