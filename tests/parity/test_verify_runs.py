@@ -17,8 +17,7 @@ from shardwise.pipeline.boundary import RemoteEnd
 from shardwise.runtime.float64 import float64_throughout
 from shardwise.verify.compare import PARITY, TrainingTrace, first_difference
 from shardwise.verify.job import VerifyJob, make_job, small_layout
-from shardwise.verify.rank import train_layout
-from shardwise.verify.run import VerifyOutcome, judge, train_reference
+from shardwise.verify.run import VerifyOutcome, judge, train_layout, train_reference
 
 QWEN2 = {
     "model_type": "qwen2",

@@ -97,17 +97,21 @@ class Shapes:
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
 
 
-_GPU_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
+_DTYPE_NAMES: Final[Mapping[torch.dtype, str]] = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+}
 _SMALL: Final = ((320, 896, 4), (512, 1536, 8))
 _CPU_BLOCKS: Final = (*_SMALL, (768, 2048, 12), (1024, 2816, 16), (2048, 5632, 32))
 _GPU_BLOCKS: Final = ((1024, 2816, 16), (2048, 5632, 16), (4096, 14336, 32), (8192, 28672, 64))
 SHAPES: Final[Mapping[tuple[str, str], Shapes]] = {
     ("glance", "cpu"): Shapes(((1024, 1024, 8),), (1024,)),
-    ("glance", "cuda"): Shapes(((8192, 8192, 64),), (8192,), dtypes=_GPU_DTYPES),
+    ("glance", "cuda"): Shapes(((8192, 8192, 64),), (8192,), dtypes=tuple(_DTYPE_NAMES)),
     ("quick", "cpu"): Shapes(_SMALL, (128, 512), (4096,)),
     ("quick", "cuda"): Shapes(_SMALL, (128, 512), (4096,)),
     ("whole", "cpu"): Shapes(_CPU_BLOCKS, (128, 512, 2048), (4096, 16384)),
-    ("whole", "cuda"): Shapes(_GPU_BLOCKS, (1024, 4096, 8192), (32_000, 128_256), _GPU_DTYPES),
+    ("whole", "cuda"): Shapes(_GPU_BLOCKS, (1024, 4096, 8192), (32_000, 128_256), tuple(_DTYPE_NAMES)),
 }
 """The shapes by what is asked for and the device: a glance has one large product."""
 
@@ -383,16 +387,7 @@ def kernel_rows(timer: RankTimer, shapes: Shapes) -> Iterator[tuple[str, Row]]:
                 if most_calls >= 1:
                     row = measure(most_calls)
                     best_flops_per_s = max(best_flops_per_s, flops / row.get("backward_s", row.get("seconds")))
-                    yield table, {"dtype": name_of(dtype), **row}
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """Return a dtype's name in the config.
-
-    >>> name_of(torch.bfloat16)
-    'bf16'
-    """
-    return {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+                    yield table, {"dtype": _DTYPE_NAMES[dtype], **row}
 
 
 Cases = Iterator[tuple[float, Callable[[float], Row]]]

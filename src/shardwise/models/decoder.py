@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -467,8 +467,10 @@ def _parts(logits: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
     """
     num_elements = 2**18 if logits.device.type == "cpu" else 2**26
     num_rows = max(1, num_elements // logits.shape[-1])
-    parts = list(zip(*(each.split(num_rows) for each in (logits, *others)), strict=True))
-    return [parts[0], parts[-1]] if len(parts) > 2 and is_fake(logits) else parts
+    starts: Sequence[int] = range(0, logits.shape[0], num_rows)
+    if len(starts) > 2 and is_fake(logits):
+        starts = (starts[0], starts[-1])
+    return [tuple(each[start : start + num_rows] for each in (logits, *others)) for start in starts]
 
 
 def _nearest_divisors(number: int, wanted: int) -> list[int]:
