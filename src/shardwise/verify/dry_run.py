@@ -17,7 +17,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.config.resolve import Config, ConfigError, Tier, batch_equation
+from shardwise.config.resolve import Config, Tier, batch_equation
 from shardwise.launch.local import default_num_ranks
 from shardwise.layout.layout import OPTIMIZER_STATES, Layout
 from shardwise.layout.mesh_shape import SHARD_AXES, Coordinate, MeshShape
@@ -31,7 +31,7 @@ from shardwise.schedule.simulate import OpTimes
 from shardwise.train.job_model import JobModel, job_model
 from shardwise.train.setup import check_job, layout_line, sparse_words, wanted_device
 from shardwise.verify.few_micro_batches import RankFigures, rank_figures
-from shardwise.verify.simulate import RankJob, resolved_for
+from shardwise.verify.simulate import RankJob, check_rank, resolved_for
 
 _UNITS: Final = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _ROLES: Final[Mapping[str, str]] = {"param": "params", "grad": "grads", "optimizer": "optimizer"}
@@ -129,15 +129,11 @@ def choose_ranks(mesh: MeshShape, ranks: Sequence[int] | Choice) -> list[int]:
     Raises:
         ConfigError: there is no such rank.
     """
-    if not isinstance(ranks, str):
-        for rank in ranks:
-            if not 0 <= rank < mesh.world_size:
-                raise ConfigError(
-                    "rank-out-of-range",
-                    f"rank {rank} is not in a world of {mesh.world_size}; give 0 to {mesh.world_size - 1}",
-                )
-        return list(dict.fromkeys(ranks))
-    return [mesh.rank_of(Coordinate(pp=place)) for place in range(mesh.pp)]
+    if isinstance(ranks, str):
+        return [mesh.rank_of(Coordinate(pp=place)) for place in range(mesh.pp)]
+    for rank in ranks:
+        check_rank(rank, mesh.world_size)
+    return list(dict.fromkeys(ranks))
 
 
 def render(run: DryRun) -> RenderableType:
@@ -244,27 +240,21 @@ def _footer(run: DryRun) -> str:
 def _header(run: DryRun) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", width=11)
-    for label, text in _header_lines(run):
-        grid.add_row(label, Text(text, style="bold" if label == "model" else ""))
-    return grid
-
-
-def _header_lines(run: DryRun) -> Iterator[tuple[str, str]]:
     config, mesh = run.config, run.layout.mesh
-    sparse = sparse_words(config, run.model.num_heads)
-    yield "model", f"{run.model.words}{sparse}, {run.model.vocab_size:,} tokens"
+    model = f"{run.model.words}{sparse_words(config, run.model.num_heads)}, {run.model.vocab_size:,} tokens"
+    grid.add_row("model", Text(model, style="bold"))
     recompute = "nothing" if config.recompute.mode == "none" else config.recompute.mode
-    yield "layout", f"{layout_line(config, mesh)}, {config.precision.param}, recompute {recompute}"
+    grid.add_row("layout", f"{layout_line(config, mesh)}, {config.precision.param}, recompute {recompute}")
     if run.layout.pipeline is not None:
-        yield "pipeline", _pipeline_line(config, run.layout.pipeline)
-    yield (
-        "batch",
-        f"{batch_equation(config.batch, mesh.num_data_ranks, mesh.pp > 1)}, {config.data.seq_len:,} tokens each",
-    )
+        grid.add_row("pipeline", _pipeline_line(config, run.layout.pipeline))
+    batch = batch_equation(config.batch, mesh.num_data_ranks, mesh.pp > 1)
+    grid.add_row("batch", f"{batch}, {config.data.seq_len:,} tokens each")
     if num_bytes := _checkpoint_bytes(run):
-        yield "checkpoint", f"{format_bytes(num_bytes)} by all ranks together"
+        grid.add_row("checkpoint", f"{format_bytes(num_bytes)} by all ranks together")
     is_cuda = config.run.device == "cuda"
-    yield "device", "cuda: NCCL's collectives" if is_cuda else "cpu: gloo's collectives; run.device=cuda for NCCL's"
+    device = "cuda: NCCL's collectives" if is_cuda else "cpu: gloo's collectives; run.device=cuda for NCCL's"
+    grid.add_row("device", device)
+    return grid
 
 
 def _checkpoint_bytes(run: DryRun) -> int:
@@ -272,10 +262,9 @@ def _checkpoint_bytes(run: DryRun) -> int:
     if run.config.optimizer.name.lower() not in OPTIMIZER_STATES:
         return 0
     layout = run.layout
-    has_master = any(state.name == "master" for state in layout.states)
-    saved = [
-        state for state in layout.states if state.role == "optimizer" or (state.name == "param" and not has_master)
-    ]
+    # A master stands for its parameter.
+    weights = "master" if any(state.name == "master" for state in layout.states) else "param"
+    saved = [state for state in layout.states if state.role == "optimizer" or state.name == weights]
     return run.model.num_params * sum(DTYPE_BYTES[state.dtype] for state in saved)
 
 

@@ -26,6 +26,7 @@ from shardwise.dropout import KeyedDraws, key_dropouts
 from shardwise.engine.engine import Engine
 from shardwise.engine.initialize import initialize
 from shardwise.launch.environment import RankEnv
+from shardwise.launch.host import show_list
 from shardwise.launch.local import launch_local
 from shardwise.launch.process_group import start_process_group
 from shardwise.layout.layout import Layout
@@ -138,11 +139,7 @@ def judge(layout: Layout, actual: TrainingTrace, expected: TrainingTrace, elapse
 
 
 def _holders(layout: Layout, name: str) -> str:
-    """Name the stages and ranks that hold a parameter.
-
-    Returns:
-        Words such as `stage 1, ranks 4 to 7`; without a pipeline, `all ranks`.
-    """
+    """Name the stages and ranks that hold a parameter, such as `stage 1, ranks 4-7`; without a pipeline all ranks."""
     pipeline = layout.pipeline
     if pipeline is None or name not in pipeline.stages_of:
         return "all ranks"
@@ -152,16 +149,8 @@ def _holders(layout: Layout, name: str) -> str:
         for index in pipeline.holders(stages)
         for rank in layout.mesh.ranks_along(_NOT_PIPELINE, layout.mesh.rank_of(Coordinate(pp=index)))
     ]
-    noun = "stage" if len(stages) == 1 else "stages"
-    return f"{noun} {', '.join(map(str, stages))}, {_rank_text(sorted(ranks))}"
-
-
-def _rank_text(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if ranks[-1] - ranks[0] == len(ranks) - 1:
-        return f"ranks {ranks[0]} to {ranks[-1]}"
-    return f"ranks {', '.join(map(str, ranks))}"
+    parts = (("stage", show_list(stages)), ("rank", show_list(ranks)))
+    return ", ".join(f"{noun}{'' if text.isdigit() else 's'} {text}" for noun, text in parts)
 
 
 def train_reference(job: VerifyJob) -> TrainingTrace:

@@ -1,9 +1,8 @@
 """Simulate one rank of a world of any size on one CPU: run the engine itself, over tensors without memory.
 
-Nothing is modelled. Hooks, collectives, buffers, recomputation and the optimizer's step are those of a real run; only
-the tensors are fake and there are no peers. So the bytes at rest, at the peak and on the wire, and the order of the
-collectives and of the actions, are a real rank's (`tests/parity/test_simulation.py` compares them). Times and values
-mean nothing: all ranks take the same path through the model, and a model that decides on values is refused.
+Nothing is modelled: hooks, collectives, buffers, recomputation and the step are those of a real run, so bytes at rest,
+at the peak and on the wire, and the order of collectives and actions, are a real rank's
+(`tests/parity/test_simulation.py`). Times and values mean nothing, and a model that decides on values is refused.
 
 >>> from torch import nn
 >>> config = Config.from_dict({"zero": {"stage": 3, "blocks": ["Linear"]}, "precision": {"param": "bf16"}})
@@ -36,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.backends import Backend, SimulatedFactory
+from shardwise.comm.backends import SimulatedFactory
 from shardwise.comm.loss import LossFn
 from shardwise.comm.records import Collective
 from shardwise.config.resolve import (
@@ -182,7 +181,7 @@ def build_rank(job: RankJob) -> tuple[Engine, Callable[[int], list[Any]]]:
     if layout.pipeline is not None:
         steps = [make_step(config.batch.accumulation or 1) for _ in range(2)]
         examples = _what_stages_receive(model, config, layout.pipeline, steps)
-    comm_factory = SimulatedFactory(layout.mesh, job.rank, _backend(config), examples)
+    comm_factory = SimulatedFactory(layout.mesh, job.rank, "nccl" if config.run.device == "cuda" else "gloo", examples)
     with explain_out_of_memory(memory, config, f"on rank {job.rank} while its engine is made"):
         engine = Engine(
             EngineInputs(model, config, layout, memory, comm_factory, loss_fn=job.loss_fn, optimizer=job.optimizer)
@@ -230,11 +229,16 @@ def resolved_for(model: nn.Module, config: Config | Mapping[str, Any] | None, ra
     """
     config = config if isinstance(config, Config) else Config.from_dict(config or {})
     config = with_own_dtype(model, config).resolve(world_size)
+    check_rank(rank, world_size)
+    return config
+
+
+def check_rank(rank: int, world_size: int) -> None:
+    """Refuse a rank that a world does not have."""
     if not 0 <= rank < world_size:
         raise ConfigError(
             "rank-out-of-range", f"rank {rank} is not in a world of {world_size}; give 0 to {world_size - 1}"
         )
-    return config
 
 
 @contextmanager
@@ -271,7 +275,7 @@ def _what_stages_receive(
     whole = _without_pipeline(config)
     copied = _copy_without_memory(model)
     layout = plan_layout(copied, whole)
-    comm_factory = SimulatedFactory(layout.mesh, 0, _backend(whole))
+    comm_factory = SimulatedFactory(layout.mesh, 0, "nccl" if config.run.device == "cuda" else "gloo")
     engine = Engine(
         EngineInputs(copied, whole, layout, MemoryTracker("cpu"), comm_factory, loss_fn=lambda *_: torch.zeros(()))
     )
@@ -313,10 +317,6 @@ def _received(leaf: Any) -> Any:
 
 def _size(leaf: Any) -> Any:
     return (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else None
-
-
-def _backend(config: Config) -> Backend:
-    return "nccl" if config.run.device == "cuda" else "gloo"
 
 
 def _without_memory(model: nn.Module) -> nn.Module:
