@@ -48,12 +48,14 @@ class RankMemory:
         at_rest: by role, as `Layout.bytes_at_rest` gives it, of all tiers.
         peak: of the device at the highest moment of a step, by category.
         elsewhere: stored in other memories, by tier.
+        is_simulated: whether the tensors of the peak are the engine's own, simulated, and not the model's estimate.
     """
 
     pipeline_rank: int
     at_rest: Mapping[str, int]
     peak: Mapping[str, float]
     elsewhere: Mapping[Tier, float] = field(default_factory=dict)
+    is_simulated: bool = False
 
     @property
     def peak_bytes(self) -> float:
@@ -73,8 +75,8 @@ class MemoryEstimate:
 
     @property
     def worst(self) -> RankMemory:
-        """Return the rank with the highest peak."""
-        return max(self.ranks, key=lambda each: each.peak_bytes)
+        """Return the rank with the highest peak; once a rank was simulated, that one."""
+        return max(self.ranks, key=lambda each: (each.is_simulated, each.peak_bytes))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,115 @@
+"""Simulates the memory of a plan's finalists: the engine runs on fake tensors, in processes, within a time limit.
+
+The planner's own memory model is quick and only ranks strategies. What the worst rank of a finalist holds at its peak
+is counted here, and takes the place of the estimate. What a GPU's context, communicators and allocator add stays
+estimated. A strategy that our engine or decoder cannot run keeps its estimate.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType, TracebackType
+from typing import Final, Self
+
+import torch
+
+from shardwise.config.resolve import Config, ConfigError
+from shardwise.planner.configs import config_of
+from shardwise.planner.results import Estimate, MemoryEstimate, RankMemory
+from shardwise.runtime.memory_tracker import Category
+from shardwise.verify.dry_run import dry_run
+
+_MOST_PROCESSES: Final = 4
+_NAMES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        Category.PARAMETERS: "params",
+        Category.GRADIENTS: "grads",
+        Category.OPTIMIZER: "optimizer",
+        Category.GATHERED: "gathered",
+        Category.BUCKETS: "buckets",
+        Category.ACTIVATIONS: "activations",
+        Category.OTHER: "workspace",
+    }
+)
+
+
+class Finalists:
+    """Start the processes that simulate, which takes seconds, and settle prices with them; close it, or use `with`."""
+
+    def __init__(self, num_processes: int | None = None) -> None:
+        number = num_processes or min(_MOST_PROCESSES, os.cpu_count() or 1)
+        self._pool = multiprocessing.get_context("spawn").Pool(number, torch.set_num_threads, (1,))
+
+    def settle(
+        self,
+        prices: Sequence[Estimate],
+        base: Config,
+        limit_s: float,
+        announce: Callable[[str], None] = lambda doing: None,
+    ) -> list[Estimate]:
+        """Return the prices; those whose simulation ends in time have the engine's own peak.
+
+        Args:
+            prices: the most wanted first.
+            base: the config from which the strategies' configs are made.
+            limit_s: seconds after which nothing is waited for.
+            announce: called with a few words before each wait.
+        """
+        end_s = time.monotonic() + limit_s
+        asked = [self._pool.apply_async(peak_of, job) if job else None for job in (_job(each, base) for each in prices)]
+        settled = []
+        for number, (price, answer) in enumerate(zip(prices, asked, strict=True), 1):
+            announce(f"simulating the memory of the best layouts, {number} of {len(prices)}")
+            try:
+                peak = None if answer is None else answer.get(max(0.0, end_s - time.monotonic()))
+            except (multiprocessing.TimeoutError, ConfigError):
+                peak = None
+            settled.append(price if peak is None else with_peak(price, peak))
+        return settled
+
+    def close(self) -> None:
+        """End the processes, also those that still simulate."""
+        self._pool.terminate()
+        self._pool.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _job(price: Estimate, base: Config) -> tuple[str, int, int] | None:
+    """Return what `peak_of` takes; None for what only the planner can have."""
+    device = "cpu" if price.job.cluster.gpu.is_cpu else "cuda"
+    try:
+        config = config_of(price.job, price.strategy, base.override([f"run.device={device}"]))
+    except ConfigError:
+        return None
+    num_ranks = price.job.cluster.num_gpus
+    return config.model_dump_json(), num_ranks, price.memory.worst.pipeline_rank * num_ranks // price.strategy.pp
+
+
+def peak_of(config: str, num_ranks: int, rank: int) -> dict[str, float]:
+    """Simulate a `rank` of `num_ranks` of a `config` in JSON, and return the bytes at its peak by category."""
+    figures = dry_run(Config.from_json(config), num_ranks, (rank,)).ranks[0]
+    return _by_name(figures.peak.items())
+
+
+def _by_name(peak: Iterable[tuple[Category, int]]) -> dict[str, float]:
+    return {_NAMES[category]: float(num_bytes) for category, num_bytes in peak}
+
+
+def with_peak(price: Estimate, peak: Mapping[str, float]) -> Estimate:
+    """Return a price whose worst rank has a simulated peak; what is no tensor stays as estimated."""
+    worst = price.memory.worst
+    around = {name: worst.peak[name] for name in ("overhead", "rounding") if name in worst.peak}
+    settled = replace(worst, peak={**peak, **around}, is_simulated=True)
+    ranks: tuple[RankMemory, ...] = tuple(settled if each is worst else each for each in price.memory.ranks)
+    return replace(price, memory=MemoryEstimate(ranks=ranks))
