@@ -463,13 +463,14 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _parts(logits: Tensor, *others: Tensor) -> list[tuple[Tensor, ...]]:
     """Return the rows to compute at a time: they fit a core's cache, or are enough for an accelerator's kernel.
 
-    Of fake tensors the first and the last rows stand for all, of which there are thousands in a large vocabulary.
+    Of fake tensors two whole parts and the last stand for all, of which there are thousands in a large vocabulary: a
+    part is freed when the next one is there.
     """
     num_elements = 2**18 if logits.device.type == "cpu" else 2**26
     num_rows = max(1, num_elements // logits.shape[-1])
     starts: Sequence[int] = range(0, logits.shape[0], num_rows)
-    if len(starts) > 2 and is_fake(logits):
-        starts = (starts[0], starts[-1])
+    if is_fake(logits):
+        starts = (*starts[:2], *starts[2:][-1:])
     return [tuple(each[start : start + num_rows] for each in (logits, *others)) for start in starts]
 
 
