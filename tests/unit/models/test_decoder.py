@@ -276,8 +276,8 @@ class CountedOps(TorchDispatchMode):
 
 def test_a_fake_loss_takes_the_peak_of_a_real_one_by_a_few_ops() -> None:
     def peak_and_ops() -> tuple[int, int]:
-        logits = torch.zeros(1, 9, 2**17, requires_grad=True)  # five parts, of which the last is shorter
-        targets = torch.zeros(1, 9, dtype=torch.int64)
+        logits = torch.zeros(1, 41, 2**17, requires_grad=True)  # 21 parts, of which the last is shorter
+        targets = torch.zeros(1, 41, dtype=torch.int64)
         memory = MemoryTracker("cpu")
         with memory.meter(), CountedOps() as counted:
             lm_loss(logits, targets)[0].backward()
