@@ -29,7 +29,7 @@ from shardwise.cli.command import (
 )
 from shardwise.config.resolve import Config, ConfigError, is_config
 from shardwise.launch.targets import PORT, LaunchJob, c10d, torchrun
-from shardwise.report.console import Terminal
+from shardwise.report.console import Terminal, progress
 
 if TYPE_CHECKING:
     from shardwise.planner.hardware import Cluster
@@ -461,8 +461,8 @@ def _dry_run(arguments: SimpleNamespace, path: str | None, assignments: Sequence
     from shardwise.verify.dry_run import dry_run, dry_run_size, render
 
     config = job_config(path, assignments)
-    with Console(stderr=True).status("reading the config") as status:
-        run = dry_run(config, dry_run_size(config, arguments.world_size), ranks, status.update)
+    with progress("reading the config") as announce:
+        run = dry_run(config, dry_run_size(config, arguments.world_size), ranks, announce)
     Terminal().print(render(run))
     return 0
 
