@@ -87,7 +87,8 @@ def train(
 ) -> dict[str, Any]:
     """Train and evaluate on this rank's share of the batches; return what it has seen."""
     model = make_model(folders[min(rank, 1)], quantization, seed=rank)
-    num_data = world_size // sections.get("mesh", {}).get("pp", 1)
+    mesh = sections.get("mesh", {})
+    num_data = world_size // (mesh.get("pp", 1) * mesh.get("cp", 1))
     config = {
         "optimizer": {"lr": 1e-2, "weight_decay": 0.0},
         "batch": {"micro_size": 1, "accumulation": GLOBAL_SIZE // num_data},
@@ -120,6 +121,7 @@ LAYOUTS: Final[dict[str, dict[str, Any]]] = {
     **{f"stage {stage}": {"zero": {"stage": stage}} for stage in range(4)},
     "stage 3, host": {"zero": {"stage": 3}, "tiers": {"params": "host"}},
     "stage 3, recomputed": {"zero": {"stage": 3}, "recompute": {"mode": "full"}},
+    "cp 2": {"mesh": {"cp": 2}, "zero": {"stage": 3}},
     "pp 2": {"mesh": {"pp": 2}, "zero": {"stage": 0}},
 }
 PACKINGS: Final[dict[str, dict[str, Any]]] = {
@@ -146,5 +148,5 @@ def test_adapters_train_over_a_packed_base_as_in_one_process(
         num_holders = 2 if layout != "pp 2" else 1
         assert sum(each.numel() for each in found["packed"].values()) == PACKED_BYTES * num_holders // 2
         # These sizes need no padding.
-        assert found["at_rest"] == PACKED_BYTES // (2 if layout == "pp 2" or "stage 3" in layout else 1)
+        assert found["at_rest"] == PACKED_BYTES // (2 if layout in ("pp 2", "cp 2") or "stage 3" in layout else 1)
         assert found["tracked"] == found["on_device"]
