@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from harness.hf_folders import make_folder, write_chats
+from harness.local_hub import make_hub
+from harness.paths import ROOT
 from harness.pool import WorkerPool
+from harness.trainer_runs import Run, assert_same_history
 from shardwise import initialize
 from shardwise.runtime.memory_tracker import Category
 
@@ -150,3 +159,52 @@ def test_adapters_train_over_a_packed_base_as_in_one_process(
         # These sizes need no padding.
         assert found["at_rest"] == PACKED_BYTES // (2 if layout in ("pp 2", "cp 2") or "stage 3" in layout else 1)
         assert found["tracked"] == found["on_device"]
+
+
+def test_a_trainer_packs_its_base(tmp_path: Path) -> None:
+    options = {"max_steps": 3, "adapters": True, "packed": True}
+    runs = [Run(tmp_path / "plain", make_hub(tmp_path / "hub") / "llama", 1, None, **options)]
+    runs += [Run(tmp_path / "zero3", tmp_path / "hub" / "llama", 2, "zero3", **options)]
+    plain, sharded = (run.wait() for run in runs)
+    assert_same_history(sharded, plain, tolerance=TOLERANCE)
+
+
+def command(folder: Path, *words: str) -> None:
+    """Run `shardwise train` in a folder."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, "-m", "shardwise.cli", "train", *words]
+    done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_command_packs_a_folder(tmp_path: Path) -> None:
+    make_folder("llama", tmp_path / "llama")
+    write_chats(tmp_path / "chats.jsonl")
+    words = [
+        "--model",
+        "llama",
+        "--data",
+        "chats.jsonl",
+        "--lora",
+        "run.device=cpu",
+        "run.steps=3",
+        "optimizer.lr=0.01",
+    ]
+    words += [
+        "optimizer.lr=0.01",
+        "data.seq_len=64",
+        "batch.micro_size=1",
+        "batch.global_size=2",
+        "run.sample_tokens=0",
+    ]
+    losses = {}
+    for base, num_ranks, stage in (("nf4", 1, 0), ("nf4", 2, 3), ("keep", 1, 0)):
+        name = f"{base}-{num_ranks}"
+        layout = [f"run.num_procs={num_ranks}", f"zero.stage={stage}"]
+        command(tmp_path, *words, *layout, f"lora.base={base}", f"run.name={name}")
+        (run,) = tmp_path.glob(f"runs/*-{name}")
+        rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        losses[name] = [row["loss"] for row in rows if "loss" in row]
+        assert (run / "model" / "adapter_model.safetensors").exists()
+    assert losses["nf4-2"] == pytest.approx(losses["nf4-1"], rel=TOLERANCE)
+    assert losses["keep-1"] != pytest.approx(losses["nf4-1"], rel=10 * TOLERANCE)
