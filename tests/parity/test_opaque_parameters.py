@@ -253,3 +253,8 @@ def test_what_cannot_stay_as_it_is_is_refused() -> None:
     model.blocks[2].weight.SCB = torch.ones(2)
     with refused("packed-in-8-bits", "blocks.2.weight", "load_in_4bit"):
         initialize(model, make_config(1, {}), loss_fn=mean_square)
+
+
+def test_a_packed_model_is_not_exported_as_floating_weights(tmp_path: Path) -> None:
+    with engine_of(torch.uint8, {}) as engine, refused("export-packed", "times"):
+        engine.export_weights(tmp_path / "model")

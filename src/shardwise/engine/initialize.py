@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,7 +42,7 @@ from shardwise.launch.cpu_affinity import (
     usable_cores,
 )
 from shardwise.launch.process_group import ensure_process_group
-from shardwise.layout.opaque import scales
+from shardwise.layout.opaque import beside_parameters
 from shardwise.layout.tensor_plan import TensorPlan
 from shardwise.runtime.memory_tracker import MemoryTracker, explain_out_of_memory, keep_host_memory
 from shardwise.runtime.optimizers import schedule_of
@@ -100,8 +99,7 @@ def initialize(
         layout = proved_layout(model, config, plan, rank=rank)
         if weights is not None:
             check_folder(model, Path(weights), names)
-    facts = RankFacts.of(layout, config, chain(model.named_buffers(), scales(model)))
-    agree_on_setup(store, rank, facts, config.run.timeout_s)
+    agree_on_setup(store, rank, RankFacts.of(layout, config, beside_parameters(model)), config.run.timeout_s)
     config = with_own_cores(config, store, rank, usable_cores(), quota_cores())
     comm_factory = ProcessGroupFactory(Mesh(layout.mesh, config.run.timeout_s), store)
     if device.type == "cpu" and {config.tiers.params, config.tiers.grads, config.tiers.optimizer} == {"device"}:

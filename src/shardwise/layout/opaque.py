@@ -73,6 +73,12 @@ def scales(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield from _tensors_of(name, quant_state(parameter))
 
 
+def beside_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield what a model has beside its parameters, by name: buffers and scales, of which every rank holds all."""
+    yield from model.named_buffers()
+    yield from scales(model)
+
+
 def _tensors_of(prefix: str, state: Any) -> Iterator[tuple[str, Tensor]]:
     for name, value in vars(state).items() if state is not None else ():
         if isinstance(value, Tensor):
