@@ -117,7 +117,7 @@ def engine_of(storage: torch.dtype, sections: dict[str, Any], seed: int = 0) -> 
 def train(
     rank: int, world_size: int, storage: torch.dtype, sections: dict[str, Any], place: str = ""
 ) -> tuple[list[float], dict[str, Tensor], bool]:
-    """Train from rank 0's values; return losses, parameters, and whether those with scales have their class again."""
+    """Train from rank 0's values; return losses, parameters, and whether packed ones keep their class, released too."""
     num_data = world_size // sections.get("mesh", {}).get("pp", 1)
     accumulation = sections.get("batch", {}).get("accumulation", 1)
     engine = engine_of(storage, {**sections, "batch": {"micro_size": 1, "accumulation": accumulation}}, seed=rank)
@@ -132,9 +132,10 @@ def train(
         engine.load(place)
     found = {name: engine.read(name) for name, _ in engine.model.named_parameters()}
     model = engine.model
+    is_of_class = all(isinstance(block.weight, PackedParameter) and block.weight.quant_state for block in model.blocks)
     engine.close()
     kinds = [type(block.weight) for block in model.blocks]
-    return losses, {name: value.clone() for name, value in found.items()}, set(kinds) == {PackedParameter}
+    return losses, {name: value.clone() for name, value in found.items()}, is_of_class and set(kinds) == {PackedParameter}
 
 
 def bytes_of(model: nn.Module) -> dict[str, Tensor]:
