@@ -135,7 +135,11 @@ def train(
     is_of_class = all(isinstance(block.weight, PackedParameter) and block.weight.quant_state for block in model.blocks)
     engine.close()
     kinds = [type(block.weight) for block in model.blocks]
-    return losses, {name: value.clone() for name, value in found.items()}, is_of_class and set(kinds) == {PackedParameter}
+    return (
+        losses,
+        {name: value.clone() for name, value in found.items()},
+        is_of_class and set(kinds) == {PackedParameter},
+    )
 
 
 def bytes_of(model: nn.Module) -> dict[str, Tensor]:

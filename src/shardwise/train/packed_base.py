@@ -62,4 +62,18 @@ class PackedOnMeta(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute with a weight as it would be unpacked."""
-        return nn.functional.linear(x, x.new_empty(self.out_features, self.in_features), self.bias)
+        product = _Product.apply(x, self.out_features)
+        return product if self.bias is None else product + self.bias
+
+
+class _Product(torch.autograd.Function):
+    """Unpacks a weight in the forward and again in the backward, so that none is kept in between."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, num_features: int) -> Tensor:
+        ctx.shape = num_features, x.shape[-1]
+        return nn.functional.linear(x, x.new_empty(ctx.shape))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] @ grads[0].new_empty(ctx.shape), None
