@@ -134,12 +134,8 @@ def train(
     model = engine.model
     is_of_class = all(isinstance(block.weight, PackedParameter) and block.weight.quant_state for block in model.blocks)
     engine.close()
-    kinds = [type(block.weight) for block in model.blocks]
-    return (
-        losses,
-        {name: value.clone() for name, value in found.items()},
-        is_of_class and set(kinds) == {PackedParameter},
-    )
+    is_of_class = is_of_class and all(type(block.weight) is PackedParameter for block in model.blocks)
+    return losses, {name: value.clone() for name, value in found.items()}, is_of_class
 
 
 def bytes_of(model: nn.Module) -> dict[str, Tensor]:
