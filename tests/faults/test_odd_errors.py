@@ -177,10 +177,6 @@ def complex_parameter(engine: Engine, rank: int) -> None:
     engine_of(OneParameter(nn.Parameter(torch.ones(2, dtype=torch.complex64))), {})
 
 
-def integer_parameter(engine: Engine, rank: int) -> None:
-    engine_of(OneParameter(nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False)), {})
-
-
 def sparse_parameter(engine: Engine, rank: int) -> None:
     engine_of(OneParameter(nn.Parameter(torch.eye(3).to_sparse())), {})
 
@@ -210,7 +206,6 @@ CLEAR: list[tuple[Misuse, list[int], str, str]] = [
     (tied_by_storage, [2], "shared-storage", "stem.weight and head.weight"),
     (sparse_parameter, [2], "sparse-parameter", "odd is torch.sparse_coo"),
     (complex_parameter, [2], "parameter-dtype", "odd is torch.complex64"),
-    (integer_parameter, [2], "parameter-dtype", "odd is torch.int8"),
 ]
 
 UNCLEAR: list[tuple[Misuse, list[int], str, str, str]] = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,6 +14,8 @@ from harness.pool import WorkerPool
 from harness.refusals import refused
 from harness.training import make_config
 from shardwise import initialize
+from shardwise.models import Decoder, lm_loss
+from shardwise.models.presets import preset
 
 WIDTH: Final = 128
 NUM_BLOCKS: Final = 4
@@ -145,6 +148,30 @@ def test_a_checkpoint_goes_on_in_another_layout_and_in_another_precision(ranks: 
         if "param" in key:
             assert (exact[key] - value).norm() <= 0.2 * value.norm()
     assert again["blocks.0.up.weight step"] == 3 * NUM_STEPS
+
+
+def train_decoder(rank: int, world_size: int, mesh: dict[str, int]) -> tuple[list[float], int, int]:
+    shape = replace(preset("tiny"), num_layers=1, hidden_size=512, num_heads=4, num_kv_heads=4, head_dim=128)
+    shape = replace(shape, ffn_size=512, vocab_size=512, max_seq_len=16)
+    torch.manual_seed(0)
+    settings = {"precision": {"param": "fp32", "states": "int8"}, "mesh": mesh, "zero": {"stage": 1}}
+    engine = initialize(
+        Decoder(shape), make_config(1, settings), loss_fn=lambda logits, batch: lm_loss(logits, batch[1])
+    )
+    tokens = torch.arange(2 * 17).view(2, 17) * 7 % 512  # [B, S + 1]
+    batch = (tokens[:, :-1], tokens[:, 1:])
+    losses = [engine.train_step([batch]).loss for _ in range(4)]
+    counted = sum(each.nbytes for each in engine.step_context.sharded.encoded_tensors())
+    at_rest = engine.layout.bytes_at_rest(engine.step_context.comms.shards.rank)["optimizer"]
+    engine.close()
+    return losses, counted, at_rest
+
+
+def test_a_tensor_axis_that_keeps_blocks_whole_trains_alike(ranks: WorkerPool) -> None:
+    ((expected, *_),) = ranks(1).run(train_decoder, {})
+    for actual, counted, at_rest in ranks(2).run(train_decoder, {"tp": 2}):
+        assert actual == pytest.approx(expected, rel=1e-3)
+        assert counted == at_rest
 
 
 def test_what_cannot_be_encoded_is_refused() -> None:

@@ -331,13 +331,6 @@ def test_exceptions_leave_the_engine_usable(ranks: WorkerPool, stage: int) -> No
         assert interrupted == plain
 
 
-def test_integer_parameter_is_refused() -> None:
-    model = nn.Linear(2, 2)
-    model.scale = nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False)
-    with refused("parameter-dtype", "scale", "torch.int8"):
-        single(model, mean_square)
-
-
 # Numbers that are not finite.
 
 

@@ -3,7 +3,8 @@
     torchrun --nproc_per_node 2 trainer.py arguments.json MODEL
 
 The JSON has the arguments of `TrainingArguments`, and may have `kill_in_save`, a step at whose save the process kills
-itself, `measure`, for the memory that loading takes, and `adapters`, to train PEFT's alone.
+itself, `measure`, for the memory that loading takes, `adapters`, to train PEFT's alone, and `packed`, for a base in 4
+bits.
 """
 
 from __future__ import annotations
@@ -57,12 +58,13 @@ def kill_in_save(step: int) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments, set_seed
 
     given = json.loads(Path(arguments[0]).read_text())
     if step := given.pop("kill_in_save", None):
         kill_in_save(step)
     measure, has_adapters = given.pop("measure", None), given.pop("adapters", False)
+    how = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)} if given.pop("packed", False) else {}
     torch.set_num_threads(1)
     options = TrainingArguments(use_cpu=True, report_to="none", logging_steps=1, **given)
     set_seed(options.seed)
@@ -72,7 +74,7 @@ def main(arguments: Sequence[str]) -> None:
         path = Path(measure) / f"peak-{os.environ.get('RANK', '0')}"
         path.write_text(str(memory.peak - memory.before))
         return
-    model = AutoModelForCausalLM.from_pretrained(arguments[1])
+    model = AutoModelForCausalLM.from_pretrained(arguments[1], **how)
     vocab_size = model.config.vocab_size
     if has_adapters:
         from peft import LoraConfig, get_peft_model

@@ -94,6 +94,9 @@ class LoraConfig(Section):
     """Share of the adapters' inputs that is dropped."""
     targets: Names = ("all-linear",)
     """Names, or ends of names, of the layers; "all-linear" takes all but the head."""
+    base: Literal["keep", "nf4"] = "keep"
+    """The frozen weights of the linear layers: as the folder has them (keep), or packed in 4 bits by bitsandbytes, as
+    QLoRA does (nf4)."""
 
 
 class DataConfig(Section):

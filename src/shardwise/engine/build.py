@@ -47,7 +47,7 @@ from shardwise.zero.optimizer import ShardedOptimizer, StepInBackward, may_step_
 from shardwise.zero.optimizer_plan import OptimizerFactory, OptimizerPlan, plan_optimizer
 from shardwise.zero.resources import ShardingResources
 from shardwise.zero.sharding_state import ShardingState
-from shardwise.zero.startup import agree_on_tied, broadcast_buffers, broadcast_params_across_stages
+from shardwise.zero.startup import agree_on_tied, broadcast_buffers, broadcast_params_across_stages, broadcast_scales
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,7 @@ def build(inputs: EngineInputs) -> tuple[StepContext, StepRunner, ExitStack]:
         cleanup.callback(pool.trim)
         values = ParamInitializer(model, config.run.seed, inputs.has_values)
         broadcast_buffers(model, config.precision, memory, comms.all)
+        broadcast_scales(model, memory, comms.all)
         stages = make_stages(model, layout, device, comms.all.is_simulated)
         tiers = _open_tiers(inputs, streams, comms.all.is_simulated)
         cleanup.callback(tiers.close)

@@ -72,6 +72,13 @@ def export_weights(
             "from_pretrained does not know; in `with engine.gathered() as model:` call "
             "model.save_pretrained(folder) on rank 0",
         )
+    packed = next((group.params[0].name for group in layout.model_groups if group.is_opaque), None)
+    if packed is not None:
+        raise CheckpointError(
+            "export-packed",
+            f"export_weights writes floating weights, and parameter {packed} is packed or of integers; in `with "
+            "engine.gathered() as model:` call model.save_pretrained(folder) on rank 0",
+        )
     stored_dtype = dtype_name(TORCH_DTYPES[_checked(dtype or layout.precision.param)])
     kept = {name for name, _ in persistent_buffers(model)} | {*(layout.wide_names if dtype is None else ())}
     others: dict[str, bytes | Path] = dict(config_files(describe(model), stored_dtype))

@@ -42,6 +42,7 @@ from shardwise.launch.host import (
     usable_cores,
 )
 from shardwise.launch.process_group import ensure_process_group
+from shardwise.layout.opaque import beside_parameters
 from shardwise.layout.tensor_plan import TensorPlan
 from shardwise.runtime.memory_tracker import MemoryTracker, explain_out_of_memory, keep_host_memory
 from shardwise.runtime.optimizers import schedule_of
@@ -98,7 +99,7 @@ def initialize(
         layout = proved_layout(model, config, plan, rank=rank)
         if weights is not None:
             check_folder(model, Path(weights), names)
-    agree_on_setup(store, rank, RankFacts.of(layout, config, model.named_buffers()), config.run.timeout_s)
+    agree_on_setup(store, rank, RankFacts.of(layout, config, beside_parameters(model)), config.run.timeout_s)
     config = with_own_cores(config, store, rank, usable_cores(), quota_cores())
     comm_factory = ProcessGroupFactory(Mesh(layout.mesh, config.run.timeout_s), store)
     if device.type == "cpu" and {config.tiers.params, config.tiers.grads, config.tiers.optimizer} == {"device"}:

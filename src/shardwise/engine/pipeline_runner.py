@@ -53,6 +53,7 @@ def make_stages(model: nn.Module, layout: Layout, device: torch.device, is_simul
         id(model.get_parameter(place.name)): torch_dtype(layout.precision_of(group).param)
         for group in layout.model_groups
         for place in group.params
+        if not group.is_opaque
     }
     return StageForward(model, pipeline.units, sorted(pipeline.held), device, is_simulated, dtypes)
 

@@ -32,7 +32,7 @@ from typing import Final, TypeVar
 
 from torch import nn
 
-from shardwise.config.resolve import Config, ConfigError, Dtype, OptimizerConfig, Tier, TiersConfig
+from shardwise.config.resolve import Config, ConfigError, OptimizerConfig, Tier, TiersConfig
 from shardwise.layout.codec import BLOCK_NUMEL, Codec, codec_of, is_encoded
 from shardwise.layout.mesh_shape import GRADIENT_AXES, REPLICA_AXES, SHARD_AXES, MeshShape
 from shardwise.layout.param_groups import (
@@ -46,7 +46,7 @@ from shardwise.layout.param_groups import (
     wide_parameters,
 )
 from shardwise.layout.pipeline_layout import PipelineLayout
-from shardwise.layout.precision import DTYPE_BYTES, PrecisionPolicy, precision_policy
+from shardwise.layout.precision import DTYPE_BYTES, OPAQUE, PrecisionPolicy, StoredDtype, precision_policy
 from shardwise.layout.tensor_plan import TensorLayout
 from shardwise.layout.tp_sharding import ParamSplit
 from shardwise.layout.zero_stages import Placement, ZeroStage, effective_stage
@@ -88,7 +88,7 @@ class StateSpec:
     Attributes:
         name: such as `exp_avg`.
         role: param, grad or optimizer.
-        dtype: of each element, except in wide groups; see `dtype_in`.
+        dtype: of each element, except in wide and opaque groups; see `dtype_in`.
         placement: over the shard group, of all groups but those that keep their parameters whole.
         is_flat: one flat buffer a group, padding included; otherwise, on the device, one tensor for each parameter
             piece.
@@ -98,7 +98,7 @@ class StateSpec:
 
     name: str
     role: str
-    dtype: Dtype
+    dtype: StoredDtype
     placement: Placement
     is_flat: bool = True
     is_copy_of_param: bool = False
@@ -109,9 +109,9 @@ class StateSpec:
         tiers = group.tiers
         return {"param": tiers.params, "grad": tiers.grads, "optimizer": tiers.optimizer}[self.role]
 
-    def dtype_in(self, group: GroupSpec) -> Dtype:
+    def dtype_in(self, group: GroupSpec) -> StoredDtype:
         """Return the dtype of each element of this state of `group`."""
-        return "fp32" if group.is_wide else self.dtype
+        return OPAQUE.param if group.is_opaque else "fp32" if group.is_wide else self.dtype
 
     def is_kept_by(self, group: GroupSpec) -> bool:
         """Say whether `group` has this state."""
@@ -183,6 +183,7 @@ class Layout:
                     group.stages,
                     not group.trainable,
                     group.is_wide,
+                    group.is_opaque,
                     group.is_replicated,
                 ),
             )
@@ -283,7 +284,7 @@ class Layout:
 
     def precision_of(self, group: GroupSpec) -> PrecisionPolicy:
         """Return the dtypes of a group's states."""
-        return self.precision.widened if group.is_wide else self.precision
+        return OPAQUE if group.is_opaque else self.precision.widened if group.is_wide else self.precision
 
     def holders(self, group: GroupSpec) -> tuple[int, ...]:
         """Return the ranks of the pipeline that hold a group: several where a parameter is tied across a cut."""

@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 from shardwise.config.resolve import ConfigError, PrecisionConfig, Tier
+from shardwise.layout.opaque import bytes_shape, check_opaque, is_opaque
 from shardwise.layout.precision import buffer_dtype
 from shardwise.layout.slicing import Chunk, intersect
 from shardwise.layout.tp_sharding import ParamSplit
@@ -38,6 +39,8 @@ from shardwise.layout.zero_stages import STAGES, Placement, ZeroStage
 
 # 16 bytes in the narrowest dtype: the alignment that vectorised kernels and NCCL want for parameters and shards.
 ALIGNMENT_NUMEL: Final = 8
+# The same for opaque parameters, whose elements are bytes; what unpacks them on a GPU reads 16 at once.
+ALIGNMENT_BYTES: Final = 128
 
 
 @dataclass(frozen=True)
@@ -110,8 +113,8 @@ class GroupSpec:
     """Describe a group of parameters that are gathered and reduced together.
 
     Attributes:
-        name: the unit's name, with `:fp32` for the group of its wide parameters, `:frozen` for that of frozen ones and
-            `:whole` for that of small ones which stage 3 keeps whole.
+        name: the unit's name, with `:fp32` for the group of its wide parameters, `:frozen` for that of frozen ones,
+            `:bytes` for that of opaque ones and `:whole` for that of small ones which stage 3 keeps whole.
         unit: the module whose forward uses them; `root` for parameters that are in no block.
         params: in flat order.
         trainable: whether the group has gradients and optimizer states.
@@ -122,6 +125,7 @@ class GroupSpec:
         stages: of the pipeline that use it; several where a parameter is tied across a cut, and each holds it.
         is_wide: whether all its states are in fp32 although `precision.param` is narrower.
         alignment: elements; each parameter and each shard begins at a multiple.
+        is_opaque: whether its parameters are bytes, which are never cast; see `layout/opaque.py`.
     """
 
     name: str
@@ -135,6 +139,7 @@ class GroupSpec:
     stages: tuple[int, ...] = (0,)
     is_wide: bool = False
     alignment: int = ALIGNMENT_NUMEL
+    is_opaque: bool = False
 
     @property
     def is_stored_whole(self) -> bool:
@@ -230,13 +235,13 @@ def build_groups(
     def stages(entry: ParamEntry) -> tuple[int, ...]:
         return (0,) if stages_of is None else stages_of[entry.name]
 
-    def key(entry: ParamEntry) -> tuple[int, tuple[int, ...], bool, bool, bool]:
+    def key(entry: ParamEntry) -> tuple[int, tuple[int, ...], bool, bool, bool, bool]:
         is_frozen = not entry.requires_grad
         is_small = math.prod(entry.shape) < keep_whole_below and not (is_frozen and replicate_frozen)
-        return order[entry.unit], stages(entry), is_frozen, entry.is_wide, is_small
+        return order[entry.unit], stages(entry), is_frozen, entry.is_wide, entry.is_opaque, is_small
 
     groups: list[GroupSpec] = []
-    for (index, held_by, is_frozen, is_wide, is_small), members in groupby(sorted(entries, key=key), key=key):
+    for (index, held_by, is_frozen, is_wide, is_bytes, is_small), members in groupby(sorted(entries, key=key), key=key):
         unit = (ROOT, *units)[index]
         if unit != ROOT and groups and groups[-1].unit == unit and groups[-1].stages != held_by:
             both = " and ".join(str(stage) for stage in sorted({*groups[-1].stages, *held_by}))
@@ -246,11 +251,13 @@ def build_groups(
                 "one stage in zero.blocks, or move pipeline.cut",
             )
         place = unit if unit != ROOT or stages_of is None else f"{unit}@{'+'.join(map(str, held_by))}"
-        name = place + ":fp32" * is_wide + ":frozen" * is_frozen + ":whole" * is_small
+        kind = ":bytes" if is_bytes else ":fp32" * is_wide + ":frozen" * is_frozen
+        name = place + kind + ":whole" * is_small
         is_replicated = is_small or (replicate_frozen and is_frozen)
         params = tuple(_place(members, splits or {}))
         spec = GroupSpec(name, unit, params, not is_frozen, num_ranks, num_shards, is_replicated)
-        groups.append(replace(spec, stages=held_by, is_wide=is_wide))
+        spec = replace(spec, stages=held_by, is_wide=is_wide, is_opaque=is_bytes)
+        groups.append(aligned(spec, ALIGNMENT_BYTES) if is_bytes else spec)
     return tuple(groups)
 
 
@@ -291,6 +298,7 @@ class ParamEntry:
     shape: tuple[int, ...]
     requires_grad: bool
     is_wide: bool = False  # see `wide_parameters`
+    is_opaque: bool = False  # then the shape is that of its bytes
 
 
 def find_units(model: nn.Module, patterns: Sequence[str] | None, key: str = "zero.blocks") -> tuple[str, ...]:
@@ -359,7 +367,8 @@ def read_parameters(model: nn.Module, units: Sequence[str], wide: Set[str] = fro
         wide: names of parameters that stay in fp32.
 
     Raises:
-        ConfigError: a parameter is not dense or not of a floating dtype, or two share one storage.
+        ConfigError: a parameter is not dense, is complex or packed in a way that cannot be sharded, or two share one
+            storage.
     """
     names_of: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters():
@@ -367,11 +376,12 @@ def read_parameters(model: nn.Module, units: Sequence[str], wide: Set[str] = fro
             raise ConfigError(
                 "sparse-parameter", f"parameter {name} is {parameter.layout} but shards are dense; use its to_dense()"
             )
-        if not parameter.is_floating_point():
-            fix = "keep its torch.view_as_real" if parameter.is_complex() else "register it as a buffer"
+        if parameter.is_complex():
             raise ConfigError(
-                "parameter-dtype", f"parameter {name} is {parameter.dtype} but shards are floating; {fix}"
+                "parameter-dtype",
+                f"parameter {name} is {parameter.dtype} but shards are real; keep its torch.view_as_real",
             )
+        check_opaque(name, parameter)
     parameter_of: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names_of.setdefault(id(parameter), []).append(name)
@@ -383,9 +393,10 @@ def read_parameters(model: nn.Module, units: Sequence[str], wide: Set[str] = fro
             name=names[0],
             aliases=tuple(names[1:]),
             unit=_common_unit(names, model, unit_of_module),
-            shape=tuple(parameter_of[key].shape),
+            shape=bytes_shape(parameter_of[key]) if is_opaque(parameter_of[key]) else tuple(parameter_of[key].shape),
             requires_grad=parameter_of[key].requires_grad,
-            is_wide=not wide.isdisjoint(names),
+            is_wide=not wide.isdisjoint(names) and not is_opaque(parameter_of[key]),
+            is_opaque=is_opaque(parameter_of[key]),
         )
         for key, names in names_of.items()
     )

@@ -22,7 +22,8 @@ TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
     {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 )
 StatesDtype = Literal["master", "bf16", "int8"]
-DTYPE_BYTES: Final[Mapping[str, int]] = MappingProxyType({"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2})
+StoredDtype = Dtype | Literal["uint8"]  # the last is of opaque parameters
+DTYPE_BYTES: Final[Mapping[str, int]] = MappingProxyType({"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "uint8": 1})
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,10 @@ class PrecisionPolicy:
         states: how the optimizer's states are stored, if not in `master`.
     """
 
-    param: Dtype
-    reduce: Dtype
-    accumulate: Dtype
-    master: Dtype
+    param: StoredDtype
+    reduce: StoredDtype
+    accumulate: StoredDtype
+    master: StoredDtype
     states: StatesDtype = "master"
 
     @property
@@ -52,6 +53,10 @@ class PrecisionPolicy:
     def widened(self) -> PrecisionPolicy:
         """Return the policy of parameters that are not narrowed: all in the master's dtype, so there is no copy."""
         return PrecisionPolicy(self.master, self.master, self.master, self.master, self.states)
+
+
+# Opaque parameters are stored, sent and computed with as they are.
+OPAQUE: Final = PrecisionPolicy("uint8", "uint8", "uint8", "uint8")
 
 
 def precision_policy(config: PrecisionConfig) -> PrecisionPolicy:

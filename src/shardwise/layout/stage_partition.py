@@ -39,7 +39,7 @@ from shardwise.layout.layout import states_of
 from shardwise.layout.mesh_shape import SHARD_AXES, MeshShape
 from shardwise.layout.param_groups import ParamEntry, wide_parameters
 from shardwise.layout.pipeline_layout import PipelineLayout
-from shardwise.layout.precision import DTYPE_BYTES, PrecisionPolicy, precision_policy
+from shardwise.layout.precision import DTYPE_BYTES, OPAQUE, PrecisionPolicy, precision_policy
 from shardwise.layout.stage_units import StageUnit, UnitCost, estimate_costs, find_stage_units
 from shardwise.layout.zero_stages import Placement, effective_stage
 from shardwise.schedule.registry import placement_of
@@ -501,10 +501,11 @@ def _bytes_per_element(model: nn.Module, config: Config) -> Callable[[ParamEntry
             found[state.role, state.placement] += DTYPE_BYTES[state.dtype]
         return {role: size / num_shards if at is Placement.SHARD else size for (role, at), size in found.items()}
 
-    narrow_sizes, wide_sizes = sizes(policy), sizes(policy.widened)
+    narrow_sizes, wide_sizes, opaque_sizes = sizes(policy), sizes(policy.widened), sizes(OPAQUE)
 
     def num_bytes(entry: ParamEntry) -> float:
         own = narrow_sizes if wide.isdisjoint((entry.name, *entry.aliases)) else wide_sizes
+        own = opaque_sizes if entry.is_opaque else own
         return sum(size for role, size in own.items() if entry.requires_grad or role == "param")
 
     return num_bytes

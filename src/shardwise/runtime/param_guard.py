@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
 
@@ -70,6 +71,18 @@ def released_type(
     guard = torch.compiler.disable(on_use, reason=reason)
     names = {"on_use": staticmethod(guard), "on_read": staticmethod(on_read)}
     return type("ReleasedParameter", (_GuardedParameter, present), names)
+
+
+def released_types(
+    on_use: Callable[[nn.Parameter], None], on_read: Callable[[], None]
+) -> Callable[[type[nn.Parameter]], type[nn.Parameter]]:
+    """Return a function: class of a present parameter -> its `released_type`, which is made once.
+
+    Args:
+        on_use: as for `released_type`.
+        on_read: as for `released_type`.
+    """
+    return functools.cache(lambda present: released_type(on_use, present, on_read))
 
 
 class _GuardedParameter(_WatchedParameter):

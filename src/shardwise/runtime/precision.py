@@ -15,8 +15,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from shardwise.config.resolve import Dtype, PrecisionConfig
-from shardwise.layout.precision import TORCH_DTYPES
+from shardwise.config.resolve import PrecisionConfig
+from shardwise.layout.precision import TORCH_DTYPES, StoredDtype
 from shardwise.runtime.torch_private import is_fake, pytree
 
 # On the CPU an addition of two dtypes is not vectorised: a cast and an addition of one dtype, through a scratch block
@@ -27,9 +27,9 @@ SCRATCH_NUMEL: Final = 256 * 1024
 _MAX_ROWS: Final = 64
 
 
-def torch_dtype(name: Dtype) -> torch.dtype:
-    """Return the torch dtype of a config's dtype name."""
-    return TORCH_DTYPES[name]
+def torch_dtype(name: StoredDtype) -> torch.dtype:
+    """Return the torch dtype of a config's dtype name, or of opaque parameters."""
+    return torch.uint8 if name == "uint8" else TORCH_DTYPES[name]
 
 
 def add_widened(total: Tensor, addend: Tensor) -> None:

@@ -17,10 +17,11 @@ from typing import Any, Final
 
 from torch import nn
 
-from shardwise.config.resolve import Config
+from shardwise.config.resolve import Config, ConfigError
 from shardwise.context.apply import check_context
 from shardwise.dropout import ShardRegion, may_drop_by_function
 from shardwise.layout.layout import Layout, build_layout
+from shardwise.layout.opaque import is_opaque
 from shardwise.layout.param_groups import wide_parameters
 from shardwise.layout.precision import TORCH_DTYPES
 from shardwise.layout.stage_partition import partition_model
@@ -54,20 +55,32 @@ def plan_layout(
     pipeline = partition_model(model, config, rank) if config.mesh.pp > 1 else None
     if degree == 1:
         return build_layout(model, config, pipeline=pipeline)
+    _refuse_opaque(model, degree)
     found = find_plan(model, degree, plan, sequence_parallel)
     _LOG.info("split over tp=%d:\n%s", degree, found)
     return build_layout(model, config, tensor_layout(model, found, degree, sequence_parallel), pipeline)
 
 
+def _refuse_opaque(model: nn.Module, degree: int) -> None:
+    name = next((name for name, each in model.named_parameters() if is_opaque(each)), None)
+    if name is not None:
+        raise ConfigError(
+            "opaque-over-tp",
+            f"mesh.tp={degree} splits matrices, but parameter {name} is packed or of integers, and its elements are "
+            "bytes; set mesh.tp=1, and shard it by zero.stage=3",
+        )
+
+
 def with_own_dtype(model: nn.Module, config: Config, *, rank: int = 0) -> Config:
     """Return the config with the dtype of a model's parameters as `precision.param`, where it names none.
 
-    Parameters that stay in fp32 beside narrow ones do not count. A model in several dtypes trains in fp32, and rank 0's
-    log says so.
+    Opaque ones, and those that stay in fp32 beside narrow ones, do not count. A model in several dtypes trains in fp32,
+    and rank 0's log says so.
     """
     if config.precision.param is not None:
         return config
-    dtypes = {name: each.dtype for name, each in model.named_parameters(remove_duplicate=False)}
+    named = model.named_parameters(remove_duplicate=False)
+    dtypes = {name: each.dtype for name, each in named if not is_opaque(each)}
     for dtype in (name for name, each in TORCH_DTYPES.items() if each in dtypes.values()):
         precision = config.precision.model_copy(update={"param": dtype})
         wide = wide_parameters(model, precision)

@@ -25,6 +25,7 @@ from shardwise.models.decoder import IGNORED_TARGET
 from shardwise.runtime.format import format_count
 from shardwise.schedule.formulas import training_flops_per_token
 from shardwise.train.job_model import TEMPERATURE, TOP_K
+from shardwise.train.packed_base import check_packing, pack_on_meta, packing
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class HuggingFaceModel:
             if is_needed and find_spec(package) is None:
                 why = f"model.path={path}" if package == "transformers" else f"lora.rank={config.lora.rank}"
                 raise ConfigError("extra-missing", f"{why} needs {package}; pip install 'shardwise[hf]'")
+        check_packing(config)
         from transformers import AutoConfig
 
         folder = model_folder(path)
@@ -107,7 +109,8 @@ class HuggingFaceModel:
     def skeleton(self) -> nn.Module:
         """Return the model on meta, adapters included."""
         with torch.device("meta"):
-            return self._adapted(self._on_meta(), low_cpu_mem_usage=True)
+            base = self._on_meta()
+            return self._adapted(pack_on_meta(base) if self.config.lora.base == "nf4" else base, low_cpu_mem_usage=True)
 
     def initialize(self, config: Config) -> Engine:
         """Read the weights, each rank its slices, and shard the model; all ranks call it."""
@@ -116,7 +119,8 @@ class HuggingFaceModel:
 
         logging.disable_progress_bar()
         with init():
-            model = AutoModelForCausalLM.from_pretrained(self.folder, dtype="auto", config=self.theirs)
+            how = packing(config)
+            model = AutoModelForCausalLM.from_pretrained(self.folder, dtype="auto", config=self.theirs, **how)
         # With a cache transformers does not see where packed samples begin, and lets them attend to each other.
         model.config.use_cache = False
         return initialize(self._adapted(model), config)

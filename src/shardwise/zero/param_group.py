@@ -18,6 +18,7 @@ from shardwise.config.resolve import ConfigError
 from shardwise.construction.shards import make_plain
 from shardwise.construction.values import ParamInitializer
 from shardwise.layout.layout import Layout
+from shardwise.layout.opaque import as_bytes
 from shardwise.layout.param_groups import GroupSpec, ParamSpec
 from shardwise.offload.step_pipeline import CHUNK_NUMEL
 from shardwise.offload.storage import StateStorage, loaded
@@ -54,7 +55,7 @@ class ParamGroup:
         layout: gives stage and precision.
         parameters: the module's parameters in the order of `spec.params`; their data moves into `full`.
         resources: shared by the engine's groups.
-        released: the class of a parameter whose storage is freed.
+        released: returns the class of a parameter whose storage is freed, a subclass of its own.
 
     Attributes:
         full: the whole group, 1-D; the parameters are views of it.
@@ -72,7 +73,7 @@ class ParamGroup:
         layout: Layout,
         parameters: Sequence[nn.Parameter],
         resources: ShardingResources,
-        released: type[nn.Parameter],
+        released: Callable[[type[nn.Parameter]], type[nn.Parameter]],
     ) -> None:
         stage, policy, comms, tiers = layout.stage_of(spec), layout.precision_of(spec), resources.comms, resources.tiers
         tracker = resources.tracker
@@ -88,7 +89,6 @@ class ParamGroup:
         self._pool = resources.pool
         self._timeline = resources.timeline
         self._overlap = resources.overlap
-        self._released = released
         self._gather = AsyncWork()
         self._stepping: Task | None = None
         self._gather_updates: Callable[[], None] | None = None
@@ -101,7 +101,10 @@ class ParamGroup:
         self.full = allocate(spec.padded_numel, dtype=dtype, device=device)
         self._full_bytes = self.full.untyped_storage().nbytes()
         tracker.track(self.full, Category.GATHERED if self.is_released_between_uses else Category.PARAMETERS)
-        views = [self.full[place.offset : place.offset + place.numel].view(place.shape) for place in spec.params]
+        views = [
+            self.shaped(index, self.full[place.offset : place.offset + place.numel])
+            for index, place in enumerate(spec.params)
+        ]
         numel, where = self.shard_stop - self.shard_start, spec.tiers
         self.shard: StateStorage = tiers.on_device(self.full[self.shard_start : self.shard_stop])
         if self.is_released_between_uses:
@@ -113,6 +116,7 @@ class ParamGroup:
             self.master = tiers.place(where.optimizer, f"{spec.name}.master", numel, master_dtype, Category.OPTIMIZER)
         self._fill(resources.values, master_dtype)
         self._kinds = tuple(parameter_class(parameter) for parameter in parameters)
+        self._released = tuple(map(released, self._kinds))
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.grad = None
             set_data(parameter, view)
@@ -125,6 +129,11 @@ class ParamGroup:
     def is_released(self) -> bool:
         """Say whether the data is neither present nor being gathered."""
         return self.state is ParamState.SHARDED and self.is_released_between_uses
+
+    def shaped(self, index: int, flat: Tensor) -> Tensor:
+        """Return a parameter's elements as they are in the group, 1-D, in its local shape; bytes in its dtype too."""
+        parameter, place = self.parameters[index], self.spec.params[index]
+        return flat.view(parameter.dtype).view(parameter.shape) if self.spec.is_opaque else flat.view(place.shape)
 
     def unshard(self) -> None:
         """Start to make all of `full` valid; does nothing where it is valid or an all-gather is under way.
@@ -313,7 +322,8 @@ class ParamGroup:
                     place.split, parameter.detach(), self._comms.tensor, f"whole {place.name}"
                 )
             else:
-                set_data(parameter, torch.empty(place.global_shape, dtype=self.full.dtype, device="meta"))
+                shape = parameter.shape if self.spec.is_opaque else place.global_shape
+                set_data(parameter, torch.empty(shape, dtype=parameter.dtype, device="meta"))
         self._tracker.resize(self.full, 0)
         for storage in {self.shard, self.master}:
             storage.close()
@@ -395,8 +405,8 @@ class ParamGroup:
 
     def _guard_all(self) -> None:
         """Report every use of the parameters: nothing else says how long their data is needed."""
-        for parameter in self.parameters:
-            set_parameter_class(parameter, self._released)
+        for parameter, kind in zip(self.parameters, self._released, strict=True):
+            set_parameter_class(parameter, kind)
 
     def _fill(self, values: ParamInitializer, dtype: torch.dtype) -> None:
         """Copy the initial values to where they are stored, one parameter at a time and rounded to `dtype` first."""
@@ -425,7 +435,9 @@ class ParamGroup:
         if not (is_sent or is_held or values.is_sharded(place.name)):
             return torch.empty(0, dtype=dtype, device=ranks.device)
         if ranks.rank == 0 or not is_sent:
-            whole = values.read(place.name).reshape(shape).to(ranks.device, dtype)
+            given = values.read(place.name)
+            given = as_bytes(given) if self.spec.is_opaque else given
+            whole = given.reshape(shape).to(ranks.device, dtype)
         else:
             whole = torch.empty(shape, dtype=dtype, device=ranks.device)
         if is_sent:

@@ -47,9 +47,11 @@ class RemoteParams:
 
         for parameter, kind in zip(self._parameters, self._kinds, strict=True):
             spec, place = places[id(parameter)]
-            dtype = torch_dtype(layout.precision_of(spec).param)  # models read their own to build masks in it
+            shape, dtype = place.shape, torch_dtype(layout.precision_of(spec).param)  # models build masks in their own
+            if spec.is_opaque:
+                shape, dtype = tuple(parameter.shape), parameter.dtype
             parameter.grad = None
-            set_data(parameter, torch.empty(place.shape, dtype=dtype, device="meta"))
+            set_data(parameter, torch.empty(shape, dtype=dtype, device="meta"))
             set_parameter_class(parameter, released_type(refuse, kind))
 
     @property

@@ -22,8 +22,8 @@ from shardwise.layout.param_groups import ROOT, GroupSpec
 from shardwise.offload.sizing import NUM_PREFETCHED
 from shardwise.offload.worker import Task
 from shardwise.runtime.module_hooks import claim, deferred, hook_gradient, hook_unit, read_with
-from shardwise.runtime.param_guard import ReleasedParameterError, released_type
-from shardwise.runtime.torch_private import in_backward, on_backward_end, parameter_class
+from shardwise.runtime.param_guard import ReleasedParameterError, released_types
+from shardwise.runtime.torch_private import in_backward, on_backward_end
 from shardwise.schedule.actions import ActionKind
 from shardwise.zero.param_group import GradientWatch, HostUpdates, ParamGroup
 from shardwise.zero.prefetch import LockstepError, Names, PrefetchOrder, RecordedOrder, StaticOrder
@@ -86,8 +86,7 @@ class ShardingState:
         self._handles: list[RemovableHandle] = []
         self._gradient_handles: dict[ParamGroup, list[RemovableHandle]] = {}
         this, watch = weakref.ref(self), GradientWatch()
-        present = next((parameter_class(parameter) for parameter in model.parameters()), nn.Parameter)
-        self._released = released_type(lambda parameter: _use_released(this(), parameter), present, watch.on_read)
+        self._released = released_types(lambda parameter: _use_released(this(), parameter), watch.on_read)
         self._watch = watch
         try:
             for unit in self.units:

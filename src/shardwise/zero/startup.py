@@ -15,6 +15,7 @@ from shardwise.comm.mesh import CommGroups
 from shardwise.config.resolve import PrecisionConfig
 from shardwise.construction.values import ParamInitializer
 from shardwise.layout.layout import Layout
+from shardwise.layout.opaque import as_bytes, quant_state, scales
 from shardwise.layout.param_groups import GroupSpec
 from shardwise.layout.precision import buffer_dtype
 from shardwise.runtime.memory_tracker import Category, MemoryTracker
@@ -46,6 +47,27 @@ def broadcast_buffers(model: nn.Module, precision: PrecisionConfig, memory: Memo
             comm.broadcast(buffer.data, f"buffer {name}")
 
 
+def broadcast_scales(model: nn.Module, memory: MemoryTracker, comm: Comm) -> None:
+    """Move to the device what unpacks a model's packed parameters, with rank 0's values, as they are stored.
+
+    Args:
+        model: the model whose parameters have scales.
+        memory: tracks them.
+        comm: the group of all ranks.
+    """
+    for parameter in model.parameters():
+        if (state := quant_state(parameter)) is not None:
+            state.to(comm.device)
+    for module in model.modules():
+        # bitsandbytes would replace the bytes by others on the CPU in evaluation, and these would be in no shard.
+        if getattr(module, "support_avx512bf16_for_cpu", False):
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+    for name, tensor in scales(model):
+        memory.track(tensor, Category.OTHER)
+        if comm.world_size > 1 and tensor.numel() > 0:
+            comm.broadcast(tensor.view(-1), f"scales {name}")
+
+
 def broadcast_params_across_stages(values: ParamInitializer, layout: Layout, comms: CommGroups) -> None:
     """Send the first rank's initial values to the first rank of each stage, for the parameters that it holds.
 
@@ -73,7 +95,8 @@ def broadcast_params_across_stages(values: ParamInitializer, layout: Layout, com
                 continue
             own = values.read(place.name)
             sent = own.to(comms.pipeline.device).contiguous()
-            comms.pipeline.broadcast(sent.view(-1), f"initial values of {place.name}")
+            flat = as_bytes(sent) if group.is_opaque else sent.view(-1)
+            comms.pipeline.broadcast(flat, f"initial values of {place.name}")
             own.copy_(sent)
 
 

@@ -377,7 +377,7 @@ def _write_param(place: ParamLocation, flat: Tensor) -> None:
     rounded = wide.to(group.shard.dtype)
     if group.state is not ParamState.SHARDED:
         group.wait()
-        group.parameters[place.index].copy_(rounded.view(place.spec.shape))
+        group.parameters[place.index].copy_(group.shaped(place.index, rounded))
         group.accept_written(place.index)
     _copy_range(place.own_part(group.shard), rounded, place)
     if group.master is not group.shard:
