@@ -34,10 +34,14 @@ def plan_source(name: str, answer: Mapping[str, Any], config: Mapping[str, Any] 
         price, job = best[0], answer["job"]
         facts = list(_facts(price, job))
         limit = (price["peak_gib"] + price["margin_gib"]) * _GIB
-        rows = [{"name": _rank(each), "predicted": _known(each["peak_bytes"])} for each in price["ranks"]]
+        rows = [
+            {"name": f"pipeline rank {each['pipeline_rank']}", "predicted": _known(each["peak_bytes"])}
+            for each in price["ranks"]
+        ]
         parts = _known(price["parts_s"])
         layout = str(price["layout"])
-        times = _op_times(price.get("micro_batch_s"))
+        values = price.get("micro_batch_s")
+        times = None if values is None else OpTimes(**{name: float(seconds) for name, seconds in values.items()})
         wire = [["data", str(op), size] for op, size in _known(price.get("sent_bytes") or {}).items()]
         if not math.isfinite(limit):
             raise ValueError("the device's memory")
@@ -125,13 +129,5 @@ def _facts(price: Mapping[str, Any], job: Mapping[str, Any]) -> Iterator[dict[st
     yield fact("devices", f"{job['num_gpus']:,}", str(job["gpu"]))
 
 
-def _rank(rank: Mapping[str, Any]) -> str:
-    return f"pipeline rank {rank['pipeline_rank']}"
-
-
 def _known(sizes: Mapping[str, float]) -> dict[str, float]:
     return {name: float(size) for name, size in sizes.items() if 0 < size < math.inf}
-
-
-def _op_times(values: Mapping[str, float] | None) -> OpTimes | None:
-    return None if values is None else OpTimes(**{name: float(seconds) for name, seconds in values.items()})

@@ -21,12 +21,7 @@ MAX_CELLS: Final = 70_000
 """The most forwards of a schedule that is drawn: a larger one takes minutes to simulate."""
 HERE: Final = "here"
 """The cluster of a plan for the machine on which it was made."""
-_NUMBER: Final = r"=([0-9.e+-]+)"
-_NOTE: Final = re.compile(
-    rf"^# planned for (\S+): pp{_NUMBER} num_micro_batches{_NUMBER} forward_s{_NUMBER} backward_input_s{_NUMBER} "
-    rf"backward_weight_s{_NUMBER} transfer_s{_NUMBER}$",
-    re.MULTILINE,
-)
+_NOTE: Final = re.compile(r"^# planned for (\S+): (.+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -56,13 +51,13 @@ class PlanNote:
     def of(cls, text: str) -> Self | None:
         """Read the comment of a file's text; None where it has none."""
         found = _NOTE.search(text)
-        if found is None:
-            return None
         try:
-            num_ranks, num_micro_batches = int(found[2]), int(found[3])
-            return cls(found[1], num_ranks, num_micro_batches, OpTimes(*map(float, found.groups()[3:])))
-        except ValueError:
+            numbers = dict(each.split("=") for each in found[2].split()) if found else {}
+            num_ranks, num_micro_batches = int(numbers.pop("pp")), int(numbers.pop("num_micro_batches"))
+            times = OpTimes(**{name: float(seconds) for name, seconds in numbers.items()})
+        except (KeyError, TypeError, ValueError):
             return None
+        return None if found is None else cls(found[1], num_ranks, num_micro_batches, times)
 
     def times_of(self, config: Config) -> OpTimes | None:
         """Return the times where they are those of a config; None where its pipeline was changed since."""
@@ -91,8 +86,8 @@ def planned(config: Config, op_times: OpTimes, max_cells: int = MAX_CELLS) -> Te
     schedule = pipeline_step(recipe, num_ranks, num_micro_batches, config.pipeline.virtual_stages)
     num_stages = placement_of(recipe, num_ranks, config.pipeline.virtual_stages).stages_per_rank
     actions = simulate(insert_transfers(schedule), op_times.cost(num_stages))
-    stages = f" x {num_stages} stages" if num_stages > 1 else ""
-    title = f"{recipe}, planned: {_count(num_ranks, 'rank')}{stages}, {_count(num_micro_batches, 'micro-batch')}"
+    ranks = f"{num_ranks} rank{'s' * (num_ranks > 1)}" + (f" x {num_stages} stages" if num_stages > 1 else "")
+    title = f"{recipe}, planned: {ranks}, {num_micro_batches} micro-batch{'es' * (num_micro_batches > 1)}"
     times_s = (op_times.forward_s, op_times.backward_input_s, op_times.backward_weight_s)
     try:
         formula_s = bubble_s(recipe, num_ranks, num_micro_batches, num_stages, *times_s)
@@ -120,7 +115,3 @@ def num_micro_batches_of(config: Config) -> int:
         )
     accumulation = resolve_batch(batch, mesh.dp_shard * (mesh.dp_replicate or 1)).accumulation
     return accumulation or 1
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"

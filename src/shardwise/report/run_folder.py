@@ -23,12 +23,13 @@ from shardwise.report.page import absent, fact
 from shardwise.report.panel import TerminalPanel
 from shardwise.report.planned import MAX_CELLS, planned
 from shardwise.runtime.format import format_bytes, format_clock, format_s
-from shardwise.schedule import Action, ScheduleError, TimedAction
+from shardwise.schedule import ScheduleError
 from shardwise.schedule.simulate import OpTimes, mean_times
 
 METRICS_NAME: Final = "metrics.jsonl"
 WIRE_NAME: Final = "wire.json"
 PAGE_NAME: Final = "report.html"
+TIMELINE_NAME: Final = "timeline.json"
 _QUICK_CELLS: Final = 5_000
 _METRICS: Final = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu")
 _CHARS_A_VALUE: Final = 5.0
@@ -244,57 +245,24 @@ def _environment(values: Mapping[str, Any], prediction: Mapping[str, Any]) -> di
 
 def _timelines(folder: Path, config: Config | None, max_bytes: int, max_cells: int) -> dict[str, Any]:
     panels, notes = [], []
-    recorded, title = _recorded(folder)
-    if recorded and title.startswith("timeline-"):
-        notes.append("Each rank's clock begins at its first action; run.record_timeline=N records step N on one clock.")
+    try:
+        recorded = read_chrome_trace(_read(folder / TIMELINE_NAME))
+    except ScheduleError:
+        recorded = ()
+        notes.append("A run writes its last step's timeline at its end; run.record_timeline=N writes step N's.")
     try:
         if config is None:
             notes.append("No plan is drawn, since the folder has no config.json.")
         elif config.mesh.pp == 1:
             notes.append("No plan is drawn, since the run has no pipeline stages (mesh.pp = 1).")
-        elif not recorded:
-            notes.append("The plan takes 1 s for each pass, until a step is recorded.")
-        if config is not None and config.mesh.pp > 1:
+        else:
             panels.append(planned(config, mean_times(recorded) if recorded else OpTimes(), max_cells))
+            notes += [] if recorded else ["The plan takes 1 s for each pass, until a step is recorded."]
     except (ConfigError, ScheduleError) as error:
         notes.append(f"No plan is drawn: {error}.")
     if recorded:
-        panels.append(TerminalPanel(f"recorded: {title}", recorded))
-    else:
-        notes.append("A run writes its last step's timeline at its end; run.record_timeline=N writes step N's, too.")
-    if not panels:
-        return absent(" ".join(notes))
-    return page.timelines(panels, notes, max_bytes)
-
-
-def _recorded(folder: Path) -> tuple[list[TimedAction], str]:
-    """Return the timeline of all ranks on one clock where there is one, else of each rank's last step; and its name."""
-    trace = folder / "timeline.json"
-    if trace.is_file():
-        try:
-            return list(read_chrome_trace(_read(trace))), trace.name
-        except ScheduleError:
-            pass
-    found: list[TimedAction] = []
-    known: dict[str, Action] = {}
-    paths = sorted(folder.glob("timeline-*.jsonl"))
-    for path in paths:
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                found.append(_timed(json.loads(line), known))
-            except (ValueError, KeyError, TypeError, ScheduleError):
-                continue  # half written
-    return found, paths[0].name if len(paths) == 1 else f"timeline-*.jsonl, the last step of {len(paths)} ranks"
-
-
-def _timed(line: Mapping[str, Any], known: dict[str, Action]) -> TimedAction:
-    text = str(line["action"])
-    if text not in known:
-        known[text] = Action.parse(text)
-    start_s, end_s = float(line["start_s"]), float(line["end_s"])
-    if not -math.inf < start_s <= end_s < math.inf:
-        raise ValueError(text)
-    return TimedAction(known[text], int(line["rank"]), start_s, end_s, str(line["lane"]))
+        panels.append(TerminalPanel(f"recorded: {TIMELINE_NAME}", recorded))
+    return page.timelines(panels, notes, max_bytes) if panels else absent(" ".join(notes))
 
 
 if __name__ == "__main__":

@@ -6,13 +6,11 @@ reads the files of many runs and corrects the machine's profile with them.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -24,6 +22,7 @@ from shardwise.planner.hardware import CPU, Cluster, GpuSpec, cluster_of, known_
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.profile import find_profile
 from shardwise.planner.recalibrate import PARTS, PREDICTION_NAME, by_part
+from shardwise.report.page import installed, write_whole
 from shardwise.runtime.memory_tracker import Category
 from shardwise.schedule.actions import COMPUTATIONS, ActionKind, TimedAction
 from shardwise.train.loop import Trainer
@@ -79,12 +78,9 @@ class MeasuredStep:
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """Holds the planner's prediction for rank 0, in the memory tracker's categories and the timeline's parts.
+    """Holds the planner's prediction of the same; `parts` is empty where this machine's speed is not known.
 
     Attributes:
-        at_rest: bytes between steps by category.
-        peak: bytes of the device at its peak, by category.
-        parts: seconds of a step by part; empty where this machine's speed is not known.
         low_s: the least seconds expected of a step.
         high_s: the most seconds expected of a step.
         note: what would make the prediction better.
@@ -171,7 +167,7 @@ def exposed_s(actions: Iterable[TimedAction]) -> dict[str, float]:
 def planned_cluster(trainer: Trainer, cache: Path | None) -> tuple[Cluster, str]:
     """Return this machine as a cluster, and a note on what is not known about it."""
     device, num_ranks = trainer.engine.device, trainer.engine.comm.world_size
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else CPU
+    name = _device_name(device)
     profile = None if cache is None else find_profile(cache, name, num_ranks)
     if profile is not None:
         return cluster_of(profile, num_ranks), ""
@@ -220,12 +216,7 @@ def _priced(trainer: Trainer, cluster: Cluster, note: str) -> PredictedStep:
 
 
 def measured_step(trainer: Trainer, step_s: Sequence[float]) -> MeasuredStep:
-    """Return what the run took: bytes by category, and the parts of the step of median length.
-
-    Args:
-        trainer: after its last step.
-        step_s: seconds of each step that was timed; without any, the result has no times.
-    """
+    """Return what the run took: bytes by category, and the parts of the median of the timed steps, if there are any."""
     at_rest = dict.fromkeys((Category.PARAMETERS.value, Category.GRADIENTS.value, Category.OPTIMIZER.value), 0)
     for state in trainer.at_rest():
         at_rest[state.name.partition(" ")[0]] += state.measured_bytes or 0
@@ -242,26 +233,19 @@ def measured_step(trainer: Trainer, step_s: Sequence[float]) -> MeasuredStep:
 
 
 def _write(trainer: Trainer, folder: Path, prediction: PredictedStep, measured: MeasuredStep | None) -> None:
-    """Write all that a later refit of the planner's models needs, whole or not at all."""
-    config = trainer.config
+    """Write all that a later refit of the planner's models needs."""
     values: dict[str, Any] = {
         "schema": SCHEMA,
-        "versions": {"shardwise": _version(), "torch": torch.__version__},
-        "device": torch.cuda.get_device_name(trainer.engine.device) if trainer.engine.device.type == "cuda" else CPU,
+        "versions": {"shardwise": installed("shardwise") or "", "torch": torch.__version__},
+        "device": _device_name(trainer.engine.device),
         "world_size": trainer.engine.comm.world_size,
         "vocab_size": trainer.model.vocab_size,
-        "config": config.model_dump(mode="json"),
-        "predicted": dataclasses.asdict(prediction),
-        "measured": None if measured is None else dataclasses.asdict(measured),
+        "config": trainer.config.model_dump(mode="json"),
+        "predicted": asdict(prediction),
+        "measured": None if measured is None else asdict(measured),
     }
-    path = folder / PREDICTION_NAME
-    unfinished = path.with_suffix(".json.new")
-    unfinished.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    unfinished.replace(path)
+    write_whole(folder / PREDICTION_NAME, json.dumps(values, indent=1) + "\n")
 
 
-def _version() -> str:
-    try:
-        return version("shardwise")
-    except PackageNotFoundError:
-        return ""
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else CPU

@@ -17,8 +17,8 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -28,6 +28,7 @@ import torch
 from shardwise.engine.engine import Engine
 from shardwise.launch.cpu_affinity import machine_name
 from shardwise.launch.host_memory import usable_bytes
+from shardwise.report.page import installed, write_whole
 from shardwise.runtime.format import format_s
 from shardwise.runtime.timeline import WAIT
 from shardwise.zero.state_access import exchange_texts
@@ -141,7 +142,9 @@ class RankWatch:
         self._limit_bytes = device_limit_bytes(engine.device, num_local)
         if self._folder is not None:
             values = _environment(engine, [name for _, name in hosts])
-            self._write(ENVIRONMENT_NAME, values | _noted(self._folder))
+            with suppress(OSError, ValueError, KeyError):  # `note_command` may have kept none
+                values["command"] = json.loads((self._folder / ENVIRONMENT_NAME).read_text())["command"]
+            self._write(ENVIRONMENT_NAME, values)
 
     def see(self, step: int, step_s: float, peak_bytes: Mapping[str, int] | None) -> StepFacts:
         """Compare the ranks after a step.
@@ -167,7 +170,8 @@ class RankWatch:
         """Agree on how long the step took, so that all ranks decide equally, and compare them where that was long."""
         own = torch.tensor([step_s], dtype=torch.float64, device=self._engine.device)
         (longest_s,) = self._engine.comm.max_scalars(own, "time of the step")
-        parts = parts_of_step(self._engine, step_s)
+        parts = dict(self._engine.step_context.timeline.clock.parts_s)
+        parts["data"] = max(0.0, step_s - sum(parts.values()))  # what comes before and between the passes
         slow = None
         if len(self._recent_s) >= _NUM_BEFORE:
             usual_s = median(self._recent_s)
@@ -190,31 +194,16 @@ class RankWatch:
         return [text] * comm.world_size if comm.is_simulated else exchange_texts(comm, text, name)
 
     def _write(self, name: str, values: Mapping[str, Any]) -> None:
-        """Write a file whole or not at all; a run goes on without it."""
-        if self._folder is None:
-            return
-        path = self._folder / name
-        unfinished = path.with_suffix(".json.new")
-        try:
-            unfinished.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-            unfinished.replace(path)
-        except OSError as error:
-            log.warning("%s is not written: %s", path, error.strerror)
-
-
-def parts_of_step(engine: Engine, step_s: float) -> dict[str, float]:
-    """Return the seconds of this rank's last step by part; what comes before and between its passes is "data".
-
-    Args:
-        engine: after a step.
-        step_s: seconds of the whole step.
-    """
-    parts = dict(engine.step_context.timeline.clock.parts_s)
-    return parts | {"data": max(0.0, step_s - sum(parts.values()))}
+        """Write a file; a run goes on without it."""
+        if self._folder is not None:
+            try:
+                write_whole(self._folder / name, json.dumps(values, indent=1) + "\n")
+            except OSError as error:
+                log.warning("%s is not written: %s", self._folder / name, error.strerror)
 
 
 def explain_slow(step: int, step_s: float, median_s: float, extras: Sequence[Mapping[str, float]]) -> SlowStep:
-    """Say whom the others waited for: the rank whose own work took longest beyond what it takes as a rule.
+    """Say which rank the others waited for: the one whose own work took longest beyond what it takes as a rule.
 
     >>> usual = {"data": 0.0, "forward": 0.01, "wait": 0.8}
     >>> explain_slow(57, 1.2, 0.4, [usual, {"data": 0.8, "forward": 0.0, "wait": -0.1}]).rank
@@ -240,12 +229,7 @@ def explain_slow(step: int, step_s: float, median_s: float, extras: Sequence[Map
 
 
 def device_limit_bytes(device: torch.device, num_local_ranks: int) -> int | None:
-    """Return the memory that one rank may fill: a GPU's, or its share of the host's.
-
-    Args:
-        device: on which the rank computes.
-        num_local_ranks: the ranks that share the host.
-    """
+    """Return the memory that one rank may fill: a GPU's, or its share of the host's, which `num_local_ranks` share."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return usable_bytes() // num_local_ranks if device.type == "cpu" else None
@@ -254,26 +238,15 @@ def device_limit_bytes(device: torch.device, num_local_ranks: int) -> int | None
 def note_command(folder: Path) -> None:
     """Keep the command of this process for the ranks that it starts, whose own command says little.
 
-    Args:
-        folder: of the run.
-
     Raises:
         OSError: the disk is full.
     """
     (folder / ENVIRONMENT_NAME).write_text(json.dumps({"command": sys.argv}) + "\n", encoding="utf-8")
 
 
-def _noted(folder: Path) -> dict[str, Any]:
-    """Return what `note_command` has kept."""
-    try:
-        return {"command": json.loads((folder / ENVIRONMENT_NAME).read_text(encoding="utf-8"))["command"]}
-    except (OSError, ValueError, KeyError):
-        return {}
-
-
 def _environment(engine: Engine, hosts: Sequence[str]) -> dict[str, Any]:
     device = engine.device
-    versions = {"python": platform.python_version()} | {name: _version(name) for name in _VERSIONS}
+    versions = {"python": platform.python_version()} | {name: installed(name) for name in _VERSIONS}
     return {
         "versions": {name: each for name, each in versions.items() if each is not None},
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
@@ -281,10 +254,3 @@ def _environment(engine: Engine, hosts: Sequence[str]) -> dict[str, Any]:
         "hosts": list(dict.fromkeys(hosts)),
         "command": list(sys.argv),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

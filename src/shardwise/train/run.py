@@ -11,10 +11,9 @@ import json
 import logging
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -39,18 +38,17 @@ from shardwise.launch.process_group import LaunchError, start_process_group
 from shardwise.launch.signals import StopFlag
 from shardwise.offload.nvme import SwapError
 from shardwise.offload.worker import HostWorkError
-from shardwise.runtime.clock import AwakeClock
+from shardwise.report.run_folder import TIMELINE_NAME
 from shardwise.runtime.format import format_bytes
 from shardwise.train.checkpoints import Resumed, RunCheckpoints, checkpoint_root, make_root
 from shardwise.train.console_notes import measure_disk, measured_note, plan_note
 from shardwise.train.loop import Trainer, build_trainer
-from shardwise.train.metrics import StepRecord, write_timeline
+from shardwise.train.metrics import StepRecord
 from shardwise.train.prediction import predict
 from shardwise.train.prepare import PreparedData, open_data
-from shardwise.train.profile import ProfileWindow
 from shardwise.train.rank0_logger import StepLogger, first_state, outcome_of
 from shardwise.train.rank_watch import RankWatch, note_command
-from shardwise.train.recording import save_timeline
+from shardwise.train.recording import ProfileWindow, save_timeline
 from shardwise.train.run_page import RunPage
 from shardwise.train.setup import CONFIG_NAME, create_folder, device_kind, prepare_job_data, resolve_job, with_steps
 from shardwise.train.sinks import RunInfo, SinkSet
@@ -58,9 +56,7 @@ from shardwise.train.summary import RunEnding, render_outcome
 
 # A rank that is asked to stop bounds its step itself (`StopFlag.armed`); its save may take long.
 STOP_GRACE_S = 1800.0
-# Rank 0 may tokenize for hours while the ranks that join wait, so it shows at this interval that it is alive.
-_LIFE_S: Final = 1.0
-_LIFE_KEY: Final = "shardwise/alive"
+_POLL_S: Final = 0.1
 _STOPPED_BY: Final[Mapping[int, str]] = MappingProxyType(
     {128 + signal.SIGINT: "Ctrl-C", 128 + signal.SIGTERM: "SIGTERM", 128 + signal.SIGHUP: "SIGHUP"}
 )
@@ -128,14 +124,8 @@ def join(config: Config, env: RankEnv, stop: StopFlag, console: Console, resume:
     """Run as one of the ranks that torchrun or srun started, and return the exit code.
 
     Rank 0 prepares the data, makes the folder, and sends both paths to the other ranks through the store. For a resumed
-    run it sends its config too, which depends on the checkpoint: another rank may have found another checkpoint.
-
-    Args:
-        config: the resolved config.
-        env: which rank this is.
-        stop: says after each step whether to stop.
-        console: the console on which rank 0 shows the run.
-        resume: the checkpoint to go on from, or a folder of checkpoints; None starts afresh.
+    run it sends its config too, which depends on the checkpoint: another rank may have found another checkpoint. The
+    arguments are those of `run_rank`.
 
     Raises:
         ConfigError: this rank has no GPU, or rank 0 could not prepare the run.
@@ -149,15 +139,7 @@ def join(config: Config, env: RankEnv, stop: StopFlag, console: Console, resume:
 def run_prepared(
     folder: Path, shard_path: Path, env: RankEnv, stop: StopFlag, console: Console, resume: Path | None = None
 ) -> int:
-    """Run as one of the ranks that `start` started, and return the exit code.
-
-    Args:
-        folder: the run's folder, which holds its config.
-        shard_path: the folder of the token shard.
-        env: which rank this is.
-        stop: says after each step whether to stop.
-        console: the console on which rank 0 shows the run.
-        resume: the checkpoint to go on from, or a folder of checkpoints; None starts afresh.
+    """Run as one of the ranks that `start` started, and return the exit code; the arguments are those of `run_rank`.
 
     Raises:
         ConfigError: the folder holds no config.
@@ -210,7 +192,6 @@ def run_rank(
             prediction = predict(trainer, folder, env.cache)
             observer = _observer(trainer, folder, notes, resumed, console, stop)
         ending = _train(trainer, checkpoints, folder, observer, stop, console)
-        write_timeline(folder / f"timeline-{env.rank}.jsonl", trainer.engine.timeline)
         if observer is not None:
             stopped_by = _stopped_by(stop, env) if trainer.was_stopped else None
             said = outcome_of(trainer, observer, folder, prediction, ending, stopped_by)
@@ -247,6 +228,7 @@ def _train(
     watch = RankWatch(trainer.engine, folder)
     window = ProfileWindow(trainer.config.run.profile_steps, folder, trainer.engine)
     window.between(trainer.engine.num_steps)
+    recorded_step = trainer.config.run.record_timeline or 0
 
     def save(step: int) -> None:
         nonlocal failure
@@ -254,8 +236,8 @@ def _train(
             # Until then there is nothing to save, and a first step may take as long as it likes.
             armed.enter_context(stop.armed(trainer.config.run.timeout_s))
         window.between(step)
-        if step == trainer.config.run.record_timeline:
-            save_timeline(trainer.engine, folder / "timeline.json")
+        if step == recorded_step:
+            save_timeline(trainer.engine, folder / TIMELINE_NAME)
         if not checkpoints.is_due(step):
             return
         doing = f"saving step {step}"
@@ -286,6 +268,9 @@ def _train(
             saved, failure = None, failure or error
     if trainer.was_stopped:
         _log_who_stopped(trainer)
+    num_steps = trainer.engine.num_steps
+    if num_steps > trainer.first_step and not trainer.first_step < recorded_step <= num_steps:
+        save_timeline(trainer.engine, folder / TIMELINE_NAME)
     exported = None
     if failure is None:
         exported, failure = _export(trainer, folder / EXPORT_NAME, stop)
@@ -389,18 +374,18 @@ def _agree_on_place(
     store = PatientStore(group.get_group_store(), config.run.timeout_s)
     if env.rank == 0:
         try:
-            with _signs_of_life(store):
-                make_root(config, resume)
-                data = _prepare(config, console)
-                config, shard_path = with_steps(config, data), data.path
-                folder = create_folder(config, time.localtime()).absolute()
+            make_root(config, resume)
+            data = _prepare(config, console)
+            config, shard_path = with_steps(config, data), data.path
+            folder = create_folder(config, time.localtime()).absolute()
         except Exception:
             store.set(_PLACE_KEY, _FAILED)
             raise
         past = None if resume is None else str(resume.absolute())
         store.set(_PLACE_KEY, json.dumps([config.to_json(), str(folder), str(shard_path), past]))
         return config, folder, shard_path, resume
-    _await_place(store, env.rank, config.run.timeout_s)
+    while not store.check([_PLACE_KEY]):  # rank 0 may tokenize for hours; the store's own death or silence ends this
+        time.sleep(_POLL_S)
     word = store.get(_PLACE_KEY).decode()
     if word == _FAILED:
         raise ConfigError(
@@ -410,45 +395,6 @@ def _agree_on_place(
     if past is not None or resume is not None or config.run.epochs is not None:
         config = Config.from_json(config_text)
     return config, Path(folder_text), Path(shard_text), None if past is None else Path(past)
-
-
-@contextmanager
-def _signs_of_life(store: dist.Store) -> Iterator[None]:
-    """Show the other ranks, for as long as the block takes, that this process is alive."""
-    is_done = threading.Event()
-
-    def show() -> None:
-        with suppress(RuntimeError):  # the store has gone, and the others with it
-            while not is_done.wait(_LIFE_S):
-                store.add(_LIFE_KEY, 1)
-
-    thread = threading.Thread(target=show, name="shardwise-life", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_done.set()
-        thread.join()
-
-
-def _await_place(store: dist.Store, rank: int, timeout_s: float) -> None:
-    """Return when rank 0 has prepared the run, for which it may take hours.
-
-    Raises:
-        LaunchError: rank 0 has shown no sign of life for `timeout_s`.
-    """
-    clock, seen = AwakeClock(gap_s=2 * _LIFE_S), (-1, 0.0)
-    while not store.check([_PLACE_KEY]):
-        now_s, count = clock.now_s(), store.add(_LIFE_KEY, 0)
-        if count != seen[0]:
-            seen = count, now_s
-        if now_s - seen[1] > timeout_s:
-            raise LaunchError(
-                "rank-0-silent",
-                f"rank {rank} waits for rank 0, which prepares the run and has shown no sign of life for "
-                f"{timeout_s:g} s: it is stopped, or has died; see its log",
-            )
-        time.sleep(_LIFE_S / 10)
 
 
 def _log_to(folder: Path, env: RankEnv) -> None:

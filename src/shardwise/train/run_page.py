@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import resource
 import subprocess
 import sys
 import time
@@ -19,8 +18,8 @@ from pathlib import Path
 from typing import Final
 
 from shardwise.comm.records import CollectiveCount
-from shardwise.report.page import unfinished_path
-from shardwise.report.run_folder import PAGE_NAME, WIRE_NAME, write_run_page
+from shardwise.report.page import write_whole
+from shardwise.report.run_folder import WIRE_NAME, write_run_page
 
 EVERY_S: Final = 30.0
 _LARGEST_SHARE: Final = 0.02
@@ -48,7 +47,6 @@ class RunPage:
         self._num_steps = -1
         self._child: subprocess.Popen[bytes] | None = None
         self._started_s = time.monotonic()
-        self._spent_s = 0.0
         self._due_s = self._started_s + every_s
 
     def see_step(self) -> None:
@@ -58,27 +56,24 @@ class RunPage:
             self._first = {key: count.wire_bytes for key, count in self._counts.items()}
         now_s = time.monotonic()
         if self._child is not None and self._child.poll() is not None:
-            took_s = _childrens_s() - self._spent_s
-            self._due_s = self._started_s + max(self._every_s, took_s / _LARGEST_SHARE)
+            self._due_s = self._started_s + max(self._every_s, (now_s - self._started_s) / _LARGEST_SHARE)
             self._child = None
         if self._child is None and now_s >= self._due_s:
-            self._start(now_s)
+            self._started_s = now_s
+            self._start()
 
     def finish(self) -> Path | None:
         """Write the last page, and return its path; None where it cannot be written."""
-        if self._child is not None:
-            self._child.kill()
-            self._child.wait()
-            unfinished_path(self._folder / PAGE_NAME, self._child.pid).unlink(missing_ok=True)
         try:
+            if self._child is not None:
+                self._child.wait()
             self._write_counts()
             return write_run_page(self._folder)
         except Exception as error:  # of whatever kind: a run is worth more than its page
             log.warning("the page of this run is not written: %s: %s", type(error).__name__, error)
             return None
 
-    def _start(self, now_s: float) -> None:
-        self._started_s, self._spent_s = now_s, _childrens_s()
+    def _start(self) -> None:
         try:
             self._write_counts()
             argv = [sys.executable, "-m", "shardwise.report.run_folder", str(self._folder)]
@@ -97,13 +92,4 @@ class RunPage:
             {"axis": axis, "op": op, "bytes": (count.wire_bytes - self._first.get((axis, op), 0)) / self._num_steps}
             for (axis, op), count in self._counts.items()
         ]
-        path = self._folder / WIRE_NAME
-        unfinished = path.with_suffix(".json.new")
-        unfinished.write_text(json.dumps({"steps": self._num_steps, "axes": axes}) + "\n", encoding="utf-8")
-        unfinished.replace(path)
-
-
-def _childrens_s() -> float:
-    """Return the processor seconds of this process's children that have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+        write_whole(self._folder / WIRE_NAME, json.dumps({"steps": self._num_steps, "axes": axes}) + "\n")

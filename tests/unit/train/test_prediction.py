@@ -34,6 +34,7 @@ from shardwise.train.prediction import (
     predict,
 )
 from shardwise.train.prepare import prepare_data
+from shardwise.train.progress import Header, Progress
 from shardwise.train.summary import RunOutcome, render_outcome
 
 PROFILE = Profile(
@@ -257,7 +258,8 @@ def test_parts_sum_to_the_time_in_which_anything_is_under_way(spans: list[tuple[
 def test_a_step_that_was_not_expected_is_said_to_be_learnt_from(step_s: float, is_expected: bool) -> None:
     prediction = PredictedStep({}, {}, {"compute": 1.0}, low_s=0.9, high_s=1.1)
     measured = MeasuredStep({}, {"parameters": 1}, {"compute": step_s}, step_s)
-    outcome = RunOutcome(Path("runs/a"), 2, 2, 2, 1.0, 1.0, (), prediction=prediction, measured=measured)
+    state = Progress(Header("", ""), total_steps=2, step=2)
+    outcome = RunOutcome(state=state, folder=Path("runs/a"), tokens_per_s=1.0, prediction=prediction, measured=measured)
     console = Console(width=120, file=io.StringIO())
     with console.capture() as captured:
         console.print(render_outcome(outcome))

@@ -20,6 +20,7 @@ from shardwise.train import setup as job
 from shardwise.train.console_notes import measure_disk, tiers_line
 from shardwise.train.loop import Trainer, build_trainer
 from shardwise.train.prepare import prepare_data
+from shardwise.train.progress import Header, Progress
 from shardwise.train.setup import check_job, resolve_job
 from shardwise.train.summary import RunOutcome, render_outcome
 
@@ -71,7 +72,11 @@ def test_states_on_nvme_are_predicted_and_the_disk_is_measured(trainer, tmp_path
     assert found is not None, line
     assert float(found[1]) == pytest.approx(2e3 * optimizer.predicted_bytes / 1e8, rel=0.01)
     text = Console(width=100, file=io.StringIO(), record=True)
-    text.print(render_outcome(RunOutcome(Path("runs/a"), 2, 2, 2, 1.0, 1.0, at_disk.at_rest(), None, at_disk.host)))
+    state = Progress(Header("", ""), total_steps=2, step=2)
+    outcome = RunOutcome(
+        state=state, folder=Path("runs/a"), tokens_per_s=1.0, at_rest=at_disk.at_rest(), host=at_disk.host
+    )
+    text.print(render_outcome(outcome))
     assert re.search(r"optimizer \(NVMe\) +[\d.]+ \w+ +-", text.export_text())
 
 
