@@ -1,7 +1,7 @@
 """Reads the data to train on: text, records of text or chats, or the source of Python's own standard library.
 
 `open_corpus` lists files and reads none; `read_pieces` streams their text, a piece at a time, whatever the
-size of a file. Tokens are made elsewhere (`tokenizer`, `prepare`).
+size of a file.
 
 >>> corpus = open_corpus(DataConfig())
 >>> tally = CorpusCounts()
@@ -12,7 +12,6 @@ size of a file. Tokens are made elsewhere (`tokenizer`, `prepare`).
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import json
 import os
@@ -23,7 +22,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Self
 
 from shardwise.config.resolve import ConfigError, DataConfig
 from shardwise.train.chat import is_chat
@@ -50,13 +49,23 @@ class TextFile:
     mtime_ns: int
     ctime_ns: int
 
-    @property
-    def is_jsonl(self) -> bool:
-        return self.path.suffix.lower() in _JSONL_SUFFIXES
+    @classmethod
+    def of(cls, path: Path, name: str) -> Self:
+        """Ask the system about a file."""
+        status = path.stat()
+        return cls(path, name, status.st_size, mtime_ns=status.st_mtime_ns, ctime_ns=status.st_ctime_ns)
 
-    @property
-    def is_parquet(self) -> bool:
-        return self.path.suffix.lower() == _PARQUET_SUFFIX
+
+def hash_of_files(files: Iterable[TextFile], text_key: str) -> str:
+    """Return a hash of every file's path, size and times of change, and of `text_key`.
+
+    A program that writes to a file may set the time of its content back (mtime), but not that of its entry (ctime).
+    """
+    digest = hashlib.blake2b(text_key.encode(), digest_size=16)
+    for file in files:
+        times = f"{file.mtime_ns}\0{file.ctime_ns}"
+        digest.update(f"\0{file.path}\0{file.num_bytes}\0{times}".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -80,19 +89,12 @@ class Corpus:
         return sum(file.num_bytes for file in self.files)
 
     def fingerprint(self) -> str:
-        """Return a hash of every file's path, size and times of change, and of `text_key`.
-
-        A program that writes to a file may set the time of its content back (mtime), but not that of its entry (ctime).
-        """
-        digest = hashlib.blake2b(self.text_key.encode(), digest_size=16)
-        for file in self.files:
-            times = f"{file.mtime_ns}\0{file.ctime_ns}"
-            digest.update(f"\0{file.path}\0{file.num_bytes}\0{times}".encode("utf-8", "surrogateescape"))
-        return digest.hexdigest()
+        """Return a hash that changes with the files and the key."""
+        return hash_of_files(self.files, self.text_key)
 
 
 class CorpusChunk(NamedTuple):
-    """Holds a document, or a part of one that is longer than PIECE_CHARS; a part ends at a line end where it can."""
+    """Holds a document, or a part of a long text file, which ends at a line end where it can."""
 
     text: str
     ends_document: bool
@@ -139,19 +141,14 @@ def open_corpus(data: DataConfig, exclude: Collection[Path] = (), takes_chats: b
     except OSError as error:
         _refuse_unreadable(path, error)
     if stat.S_ISDIR(mode):
-        try:
-            files = _list_folder(path, frozenset(folder.absolute() for folder in exclude))
-        except RecursionError:
-            raise ConfigError(
-                "folders-too-deep", f"data.path={data.path} nests its folders too deeply; give one further in"
-            ) from None
+        files = _list_folder(path, frozenset(folder.absolute() for folder in exclude))
         if not any(file.num_bytes for file in files):
             found = f"{len(files)} files, all empty" if files else "no files (hidden ones are left out)"
             raise ConfigError(
                 "no-text", f"data.path={data.path} holds {found}; give a folder with text or .jsonl files"
             )
     elif stat.S_ISREG(mode):
-        files = [_text_file(path, path.name)]
+        files = [TextFile.of(path, path.name)]
         if not files[0].num_bytes:
             raise ConfigError("no-text", f"data.path={data.path} is empty; give a file with text")
     else:
@@ -170,16 +167,14 @@ def read_pieces(corpus: Corpus, tally: CorpusCounts) -> Iterator[CorpusChunk | C
     """
     for file in corpus.files:
         try:
-            for document in _documents(file, corpus, tally):
-                if isinstance(document, CorpusChat):
-                    tally.num_text_bytes += len(json.dumps(document.record, default=str))
-                    tally.num_documents += 1
-                    yield document
-                    continue
-                for piece in _cut(document):
-                    tally.num_text_bytes += len(piece.text.encode())
-                    tally.num_documents += piece.ends_document
-                    yield piece
+            for piece in _pieces_of(file, corpus, tally):
+                if isinstance(piece, CorpusChat):
+                    text, is_end = json.dumps(piece.record, default=str), True
+                else:
+                    text, is_end = piece
+                tally.num_text_bytes += len(text.encode())
+                tally.num_documents += is_end
+                yield piece
         except OSError as error:
             _refuse_unreadable(file.path, error)
     if not tally.num_documents:
@@ -234,24 +229,21 @@ def _list_folder(root: Path, exclude: Collection[Path | str]) -> list[TextFile]:
         for path in (here / name for name in sorted(names) if not name.startswith(".")):
             try:
                 if path.is_file():
-                    files.append(_text_file(path, path.relative_to(root).as_posix()))
+                    files.append(TextFile.of(path, path.relative_to(root).as_posix()))
             except OSError as error:
                 _refuse_unreadable(path, error)
     return files
 
 
-def _text_file(path: Path, name: str) -> TextFile:
-    status = path.stat()
-    return TextFile(path, name, status.st_size, mtime_ns=status.st_mtime_ns, ctime_ns=status.st_ctime_ns)
-
-
-def _documents(file: TextFile, corpus: Corpus, tally: CorpusCounts) -> Iterator[Iterable[str] | CorpusChat]:
-    """Yield the documents of a file: blocks of text, one for a text file; or for each record a text or a chat."""
-    if file.is_jsonl or file.is_parquet:
-        records = _jsonl_records(file, tally) if file.is_jsonl else _parquet_records(file, tally)
+def _pieces_of(file: TextFile, corpus: Corpus, tally: CorpusCounts) -> Iterator[CorpusChunk | CorpusChat]:
+    """Yield the pieces of a text file, or each record of a file of records."""
+    suffix = file.path.suffix.lower()
+    if suffix in _JSONL_SUFFIXES or suffix == _PARQUET_SUFFIX:
+        records = _jsonl_records(file, tally) if suffix in _JSONL_SUFFIXES else _parquet_records(file, tally)
         for record, where in records:
             if corpus.text_key in record or not is_chat(record):
-                yield [_text_of(record, where, corpus.text_key)]
+                if text := _text_of(record, where, corpus.text_key):
+                    yield CorpusChunk(text, ends_document=True)
             elif corpus.takes_chats:
                 yield CorpusChat(record, where)
             else:
@@ -262,8 +254,12 @@ def _documents(file: TextFile, corpus: Corpus, tally: CorpusCounts) -> Iterator[
                 )
         return
     try:
-        for _ in _text_blocks(file.path, CorpusCounts()):
-            pass
+        if corpus.skip_binary:
+            for _ in _text_pieces(file.path):
+                pass
+        for piece in _text_pieces(file.path):
+            tally.num_read_bytes += len(piece.text.encode())
+            yield piece
     except UnicodeDecodeError as error:
         if not corpus.skip_binary:
             raise ConfigError(
@@ -271,20 +267,21 @@ def _documents(file: TextFile, corpus: Corpus, tally: CorpusCounts) -> Iterator[
             ) from None
         tally.num_skipped += 1
         tally.num_read_bytes += file.num_bytes
-        return
-    yield _text_blocks(file.path, tally)
 
 
-def _text_blocks(path: Path, tally: CorpusCounts) -> Iterator[str]:
-    """Yield the file's text a block at a time; a zero byte, valid UTF-8 but never text, counts as undecodable."""
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    with path.open("rb") as file:
-        while block := file.read(PIECE_CHARS):
-            if b"\0" in block:
+def _text_pieces(path: Path) -> Iterator[CorpusChunk]:
+    """Yield the file's text in pieces of at most PIECE_CHARS; a zero byte, valid UTF-8 but never text, is refused."""
+    held, half = "", PIECE_CHARS // 2
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        while text := file.read(half):
+            text += file.readline(half)
+            if "\0" in text:
                 raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "it holds zero bytes")
-            tally.num_read_bytes += len(block)
-            yield decoder.decode(block)
-    yield decoder.decode(b"", final=True)
+            if held:
+                yield CorpusChunk(held, ends_document=False)
+            held = text
+    if held:
+        yield CorpusChunk(held, ends_document=True)
 
 
 def _jsonl_records(file: TextFile, tally: CorpusCounts) -> Iterator[tuple[Mapping[str, Any], str]]:
@@ -347,29 +344,6 @@ def _text_of(record: Mapping[str, Any], where: str, text_key: str) -> str:
         # JSON can escape half of a surrogate pair, which UTF-8 has no bytes for.
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
-
-
-def _cut(blocks: Iterable[str]) -> Iterator[CorpusChunk]:
-    """Join blocks into pieces of at most PIECE_CHARS, the last one marked."""
-    held = ""
-    for block in blocks:
-        text, start = held + block, 0
-        while len(text) - start > PIECE_CHARS:
-            end = _cut_point(text, start)
-            yield CorpusChunk(text[start:end], ends_document=False)
-            start = end
-        held = text[start:]
-    if held:
-        yield CorpusChunk(held, ends_document=True)
-
-
-def _cut_point(text: str, start: int) -> int:
-    end = start + PIECE_CHARS
-    for separator in ("\n", " "):
-        found = text.rfind(separator, start + 1, end)
-        if found != -1:
-            return found + 1 if separator == "\n" else found
-    return end
 
 
 def _refuse_unreadable(path: Path, error: OSError) -> NoReturn:

@@ -7,8 +7,6 @@ in the other file (int64), and the documents' bounds as numbers of sequences (in
 
 from __future__ import annotations
 
-import hashlib
-import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.config.resolve import ConfigError, DataConfig
+from shardwise.train.corpus import TextFile, hash_of_files
 
 _MAGIC: Final = b"MMIDIDX\x00\x00"
 _HEADER: Final = struct.Struct("<9sQBQQ")
@@ -29,11 +28,10 @@ _FIX: Final = "write it again by Megatron-LM's tools/preprocess_data.py"
 
 @dataclass(frozen=True)
 class MegatronCorpus:
-    """Describes a pair of files; the arrays are memory maps of the index.
+    """Describes a pair of files, tokens and index; the arrays are memory maps of the index.
 
     Attributes:
         label: as the user gave it.
-        prefix: the path of both without their ends.
         dtype: of the tokens.
         lengths: tokens of each sequence.
         pointers: bytes before each sequence.
@@ -41,7 +39,7 @@ class MegatronCorpus:
     """
 
     label: str
-    prefix: Path
+    files: tuple[TextFile, TextFile]
     dtype: str
     lengths: NDArray[np.int32]
     pointers: NDArray[np.int64]
@@ -53,12 +51,8 @@ class MegatronCorpus:
         return int(self.lengths.sum(dtype=np.int64)) * np.dtype(self.dtype).itemsize
 
     def fingerprint(self) -> str:
-        """Return a hash of both files' paths, sizes and times of change."""
-        digest = hashlib.blake2b(digest_size=16)
-        for path in (_file(self.prefix, ".bin"), _file(self.prefix, ".idx")):
-            status = path.stat()
-            digest.update(f"{path}\0{status.st_size}\0{status.st_mtime_ns}\0{status.st_ctime_ns}\0".encode())
-        return digest.hexdigest()
+        """Return a hash that changes with the files."""
+        return hash_of_files(self.files, "")
 
     def documents(self, vocab_size: int) -> Iterator[NDArray]:
         """Yield the tokens of each document that has any.
@@ -66,7 +60,7 @@ class MegatronCorpus:
         Raises:
             ConfigError: a token is not one of the tokenizer's.
         """
-        tokens = np.memmap(_file(self.prefix, ".bin"), dtype=np.uint8, mode="r")
+        tokens = np.memmap(self.files[0].path, dtype=np.uint8, mode="r")
         itemsize = np.dtype(self.dtype).itemsize
         for first, last in zip(self.bounds[:-1], self.bounds[1:], strict=True):
             spans = zip(self.pointers[first:last].tolist(), self.lengths[first:last].tolist(), strict=True)
@@ -95,7 +89,8 @@ def open_megatron(data: DataConfig, has_tokenizer: bool) -> MegatronCorpus | Non
     """
     path = Path(data.path or "").expanduser().absolute()
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
-    if data.path is None or not (_file(prefix, ".bin").is_file() and _file(prefix, ".idx").is_file()):
+    pair = [prefix.with_name(prefix.name + end) for end in (".bin", ".idx")]
+    if data.path is None or not all(each.is_file() for each in pair):
         return None
     if not has_tokenizer:
         raise ConfigError(
@@ -103,13 +98,13 @@ def open_megatron(data: DataConfig, has_tokenizer: bool) -> MegatronCorpus | Non
             f"data.path={data.path} holds tokens of Megatron-LM's; name their tokenizer by data.tokenizer",
         )
     try:
-        return _read_index(data.path, prefix)
+        return _read_index(data.path, TextFile.of(pair[0], pair[0].name), TextFile.of(pair[1], pair[1].name))
     except (struct.error, ValueError) as error:
-        raise ConfigError("megatron-index", f"{_file(prefix, '.idx')}: {error}; {_FIX}") from None
+        raise ConfigError("megatron-index", f"{pair[1]}: {error}; {_FIX}") from None
 
 
-def _read_index(label: str, prefix: Path) -> MegatronCorpus:
-    index = np.memmap(_file(prefix, ".idx"), dtype=np.uint8, mode="r")
+def _read_index(label: str, tokens: TextFile, indices: TextFile) -> MegatronCorpus:
+    index = np.memmap(indices.path, dtype=np.uint8, mode="r")
     magic, version, code, num_sequences, num_bounds = _HEADER.unpack(index[: _HEADER.size].tobytes())
     if magic != _MAGIC or version != 1:
         raise ValueError("it is not an index of version 1")
@@ -121,15 +116,10 @@ def _read_index(label: str, prefix: Path) -> MegatronCorpus:
     lengths, pointers, bounds = (
         index[ends[part] : ends[part + 1]].view(dtype) for part, dtype in enumerate(("<i4", "<i8", "<i8"))
     )
-    corpus = MegatronCorpus(label, prefix, _DTYPES[code], lengths, pointers, bounds)
+    corpus = MegatronCorpus(label, (tokens, indices), _DTYPES[code], lengths, pointers, bounds)
     stops = pointers + lengths.astype(np.int64) * np.dtype(corpus.dtype).itemsize
     if not num_bounds or bounds[0] != 0 or bounds[-1] != num_sequences or (np.diff(bounds) < 0).any():
         raise ValueError(f"its documents do not take up its {num_sequences:,} sequences")
-    num_bytes = os.path.getsize(_file(prefix, ".bin"))
-    if num_sequences and (min(lengths.min(), pointers.min()) < 0 or stops.max() > num_bytes):
-        raise ValueError(f"its sequences end at byte {stops.max():,} of {num_bytes:,}")
+    if num_sequences and (min(lengths.min(), pointers.min()) < 0 or stops.max() > tokens.num_bytes):
+        raise ValueError(f"its sequences end at byte {stops.max():,} of {tokens.num_bytes:,}")
     return corpus
-
-
-def _file(prefix: Path, end: str) -> Path:
-    return prefix.with_name(prefix.name + end)

@@ -179,7 +179,7 @@ def run_rank(
         _log_to(folder, env)
         if config.run.num_threads is not None:
             torch.set_num_threads(config.run.num_threads)
-        trainer = build_trainer(config, open_data(shard_path, config, checks_documents=env.local_rank == 0))
+        trainer = build_trainer(config, open_data(shard_path, config))
         log.info("%s", trainer.engine.layout.mesh)
         checkpoints = RunCheckpoints(trainer, checkpoint_root(config, folder))
         resumed = None if resume is None else checkpoints.resume(resume)
