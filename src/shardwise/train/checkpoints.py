@@ -21,13 +21,7 @@ log = logging.getLogger("shardwise")
 
 @dataclass(frozen=True)
 class Resumed:
-    """Names the checkpoint that a run goes on from.
-
-    Attributes:
-        path: the checkpoint's folder.
-        step: number of steps that were taken when it was saved.
-        notes: what a user should know about it, a line each.
-    """
+    """Names the folder of the checkpoint that a run goes on from, its step, and what a user should know about it."""
 
     path: Path
     step: int
@@ -52,12 +46,7 @@ class SavedCheckpoint:
 
 
 class RunCheckpoints:
-    """Saves a run's states into one folder.
-
-    Args:
-        trainer: the run's trainer.
-        root: the folder of its checkpoints.
-    """
+    """Saves a run's states into one folder, `root`."""
 
     def __init__(self, trainer: Trainer, root: Path) -> None:
         self.root = root
@@ -147,16 +136,20 @@ def make_root(config: Config, source: Path | None) -> None:
 
     Args:
         config: the run's config.
-        source: as for `refuse_foreign_checkpoints`.
+        source: the checkpoint that it goes on from, or a folder of checkpoints; None where it starts afresh.
 
     Raises:
         ConfigError: the folder holds checkpoints of another run, or it cannot be made or written to.
     """
-    refuse_foreign_checkpoints(config, source)
     path = config.checkpoint.path
-    if path is None or (config.checkpoint.every is None and not config.checkpoint.at_end):
+    if path is None:
         return
     root = Path(path).expanduser()
+    own = None if source is None else source.parent if step_of(source) is not None else source
+    if own is None or own.resolve() != root.resolve():
+        _refuse_foreign_checkpoints(path, root)
+    if config.checkpoint.every is None and not config.checkpoint.at_end:
+        return
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=root):
@@ -169,23 +162,7 @@ def make_root(config: Config, source: Path | None) -> None:
         ) from None
 
 
-def refuse_foreign_checkpoints(config: Config, source: Path | None) -> None:
-    """Raise if a run would save among the checkpoints of another run that it does not go on from.
-
-    Args:
-        config: the run's config.
-        source: the checkpoint that it goes on from, or a folder of checkpoints; None where it starts afresh.
-
-    Raises:
-        ConfigError: `checkpoint.path` holds checkpoints of another run; it names the newest.
-    """
-    path = config.checkpoint.path
-    if path is None:
-        return
-    root = Path(path).expanduser()
-    own = None if source is None else source.parent if step_of(source) is not None else source
-    if own is not None and own.resolve() == root.resolve():
-        return
+def _refuse_foreign_checkpoints(path: str, root: Path) -> None:
     try:
         if root.exists() and not root.is_dir():
             raise ConfigError("not-a-folder", f"checkpoint.path={path} is a file; give a folder")

@@ -1,10 +1,4 @@
-"""Writes a run's notes about tiers (which states are stored where, how fast the disk is) and about its pipeline.
-
->>> from shardwise.offload.disk_bench import SwapSpeed
->>> print(speed_line(SwapSpeed("/nvme", 2**27, True, 2e9, 1.5e9), step_s=3.25, passes_s=0.5, is_cuda=True))
-/nvme reads 2.00 GB/s and writes 1.50 GB/s a rank, less than the 3 that a GPU needs; of each step the disk works at \
-most 3.25 s for the optimizer and 500 ms for the forward and backward
-"""
+"""Writes a run's notes about tiers (which states are stored where, how fast the disk is) and about its pipeline."""
 
 from __future__ import annotations
 
@@ -16,7 +10,7 @@ from shardwise.config.resolve import Config, Tier
 from shardwise.engine.engine import Engine
 from shardwise.layout.layout import Layout
 from shardwise.layout.stage_partition import find_partition
-from shardwise.offload.disk_bench import USEFUL_BYTES_PER_S, SwapSpeed, measure_swap, passes_s, step_s
+from shardwise.offload.disk_bench import USEFUL_BYTES_PER_S, measure_swap, passes_s, step_s
 from shardwise.offload.nvme import SwapError
 from shardwise.runtime.format import format_bytes, format_s
 from shardwise.schedule import TimedAction, bubble_share, placement_of, rank_bubble_s, rank_span_s
@@ -31,15 +25,7 @@ log = logging.getLogger("shardwise")
 
 
 def tiers_line(layout: Layout) -> str:
-    """Return the bytes of rank 0's states by tier as text; empty where all are stored on the device.
-
-    >>> from torch import nn
-    >>> from shardwise.config.resolve import Config
-    >>> from shardwise.layout.layout import build_layout
-    >>> config = Config.from_dict({"tiers": {"optimizer": "host"}}).resolve(world_size=1)
-    >>> tiers_line(build_layout(nn.Linear(512, 1024, bias=False), config))
-    'device: parameters 2.00 MiB, gradients 2.00 MiB; host: optimizer 6.00 MiB'
-    """
+    """Return the bytes of rank 0's states by tier as text; empty where all are stored on the device."""
     by_tier = layout.bytes_by_tier()
     if not by_tier.keys() - {"device"}:
         return ""
@@ -55,10 +41,6 @@ def measure_disk(engine: Engine, rank: int) -> str:
     """Measure the disk that stores states and return what it means for a step; empty without states on NVMe.
 
     It takes less than a second. Every rank calls it at the same time, so each measures its share of a common disk.
-
-    Args:
-        engine: the engine, before its first step.
-        rank: this process's rank.
     """
     path = engine.config.tiers.nvme_path
     if path is None or "nvme" not in engine.layout.bytes_by_tier():
@@ -68,31 +50,15 @@ def measure_disk(engine: Engine, rank: int) -> str:
     except SwapError as error:  # its own files the engine has made by now
         log.warning("the disk was not measured: %s", error)
         return f"the disk of {path} was not measured: {error}"
-    rates = (speed.read_bytes_per_s, speed.write_bytes_per_s)
-    num_micro_batches = engine.config.batch.accumulation or 1
-    return speed_line(
-        speed,
-        step_s(engine.layout, *rates),
-        passes_s(engine.layout, num_micro_batches, *rates),
-        engine.device.type == "cuda",
-    )
-
-
-def speed_line(speed: SwapSpeed, step_s: float, passes_s: float, is_cuda: bool) -> str:
-    """Return a line with the disk's measured speed and the time that it works in each step.
-
-    Args:
-        speed: the disk's speed as this rank measured it.
-        step_s: seconds of disk work for the optimizer step.
-        passes_s: seconds of disk work for the forwards and backwards.
-        is_cuda: whether GPUs train; a CPU is so slow that a slower disk is enough.
-    """
-    rates = f"reads {speed.read_bytes_per_s / 1e9:.2f} GB/s and writes {speed.write_bytes_per_s / 1e9:.2f} GB/s a rank"
-    is_slow = is_cuda and min(speed.read_bytes_per_s, speed.write_bytes_per_s) < USEFUL_BYTES_PER_S
-    slow = f", less than the {USEFUL_BYTES_PER_S / 1e9:g} that a GPU needs" if is_slow else ""
-    times = [f"{format_s(step_s)} for the optimizer"] if step_s else []
-    times += [f"{format_s(passes_s)} for the forward and backward"] if passes_s else []
-    return f"{speed.path} {rates}{slow}; of each step the disk works at most {' and '.join(times)}"
+    read_rate, write_rate = speed.read_bytes_per_s, speed.write_bytes_per_s
+    rates = f"reads {read_rate / 1e9:.2f} GB/s and writes {write_rate / 1e9:.2f} GB/s a rank"
+    if engine.device.type == "cuda" and min(read_rate, write_rate) < USEFUL_BYTES_PER_S:  # a CPU needs less
+        rates += f", less than the {USEFUL_BYTES_PER_S / 1e9:g} that a GPU needs"
+    optimizer_s = step_s(engine.layout, read_rate, write_rate)
+    others_s = passes_s(engine.layout, engine.config.batch.accumulation or 1, read_rate, write_rate)
+    times = [f"{format_s(optimizer_s)} for the optimizer"] if optimizer_s else []
+    times += [f"{format_s(others_s)} for the forward and backward"] if others_s else []
+    return f"{speed.path} {rates}; of each step the disk works at most {' and '.join(times)}"
 
 
 def plan_note(trainer: Trainer) -> str:
@@ -130,11 +96,7 @@ def measured_note(trainer: Trainer) -> str:
 
 
 def measured_share(actions: Sequence[TimedAction]) -> float:
-    """Return the bubble of the rank with the longest span, as a share of that span.
-
-    Args:
-        actions: timed actions of all ranks of a pipeline.
-    """
+    """Return the bubble of the rank with the longest span, as a share of that span."""
     spans_s = {each.rank: rank_span_s(actions, each.rank) for each in actions}
     longest = max(spans_s, key=spans_s.__getitem__)
     return rank_bubble_s(actions, longest) / spans_s[longest] if spans_s[longest] > 0 else 0.0

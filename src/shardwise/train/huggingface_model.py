@@ -6,8 +6,7 @@ weights are frozen and PEFT's adapters train.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -24,18 +23,13 @@ from shardwise.engine.initialize import initialize
 from shardwise.models.decoder import IGNORED_TARGET
 from shardwise.runtime.format import format_count
 from shardwise.schedule.formulas import training_flops_per_token
-from shardwise.train.job_model import TEMPERATURE, TOP_K
+
+TEMPERATURE, TOP_K = 0.8, 40
 
 
 @dataclass(frozen=True)
 class HuggingFaceModel:
-    """Is a causal model of transformers.
-
-    Attributes:
-        config: the run's config; `model.path` names the folder.
-        folder: the model's, on this machine.
-        theirs: the folder's config, of transformers.
-    """
+    """Is a causal model of transformers in a `folder` of this machine, whose config is `theirs`."""
 
     config: Config
     folder: Path
@@ -142,15 +136,10 @@ class HuggingFaceModel:
         return batch | ({"position_ids": positions[0]} if positions else {})
 
     def generate(self, model: nn.Module, prompt: Tensor, num_tokens: int, config: Config) -> Tensor:
-        """Return the prompt and what transformers' own sampling adds, on every rank the same.
-
-        Args:
-            model: with whole parameters.
-            prompt: int64 [1, S].
-            num_tokens: at most so many are added.
-            config: whose seed the sample has.
-        """
-        with _generators_from(config.run.seed, prompt.device):
+        """Return the prompt and what transformers' own sampling adds; the arguments are those of `DecoderModel`."""
+        device = prompt.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(config.run.seed)
             tokens: Tensor = model.generate(  # type: ignore[operator]
                 input_ids=prompt,
                 attention_mask=torch.ones_like(prompt),
@@ -168,7 +157,7 @@ class HuggingFaceModel:
         Raises:
             CheckpointError: they cannot be written.
         """
-        tokenizer = self.tokenizer()
+        tokenizer = open_tokenizer(self.config, self.folder)
         model: Any = engine.model
         model.config.use_cache = True
         if not self.config.lora.rank:
@@ -179,10 +168,6 @@ class HuggingFaceModel:
             model.save_pretrained(folder, state_dict=adapter)
             tokenizer.save_pretrained(folder)
         return folder
-
-    def tokenizer(self) -> Any:
-        """Return the tokenizer, of transformers, of `data.tokenizer` or the model's folder."""
-        return open_tokenizer(self.config, self.folder)
 
     @cached_property
     def _base(self) -> nn.Module:
@@ -260,11 +245,3 @@ def open_tokenizer(config: Config, folder: Path) -> Any:
             "model-without-tokenizer",
             f"{source} has no tokenizer that transformers loads: {line}; give one as data.tokenizer",
         ) from None
-
-
-@contextmanager
-def _generators_from(seed: int, device: torch.device) -> Iterator[None]:
-    """Let torch's own generators start from a seed, and go on as before after the block."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield

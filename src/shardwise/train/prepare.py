@@ -40,6 +40,7 @@ from shardwise.train.dataset import (
     seal,
     split_point,
 )
+from shardwise.train.huggingface_model import model_folder, open_tokenizer
 from shardwise.train.job_model import JobModel, job_model
 from shardwise.train.megatron_data import MegatronCorpus, open_megatron
 from shardwise.train.tokenizer import SAMPLE_BYTES, Tokenizer, load_tokenizer, make_tokenizer, tokenizer_fingerprint
@@ -180,8 +181,6 @@ def _chat_encoder(config: Config, model: JobModel) -> ChatEncoder | None:
     """Return what encodes chats; None for a preset, which has no chat template."""
     if config.model.path is None:
         return None
-    from shardwise.train.huggingface_model import model_folder, open_tokenizer
-
     tokenizer = open_tokenizer(config, model_folder(config.model.path))
     return ChatEncoder(tokenizer, config.data.train_on, model.name)
 

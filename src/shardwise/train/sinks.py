@@ -7,16 +7,16 @@ run. All use the names of `metrics.scalars`. Where Weights & Biases and MLflow w
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Protocol, TextIO
+from typing import Any, Final, TextIO
 
+from shardwise.report.page import flat
 from shardwise.train.metrics import StepRecord, scalars, to_json_line
 
 METRICS_NAME: Final = "metrics.jsonl"
@@ -41,8 +41,8 @@ class RunInfo:
     first_step: int = 0
 
 
-class Sink(Protocol):
-    """Takes the numbers of a run, on rank 0."""
+class Sink:
+    """Takes the numbers of a run, on rank 0; this one takes none."""
 
     def start(self, config: Mapping[str, Any], run: RunInfo) -> None:
         """Open what is written to, before the first step."""
@@ -54,42 +54,33 @@ class Sink(Protocol):
         """Write what is left, after the last step."""
 
 
-class JsonlSink:
+class JsonlSink(Sink):
     """Writes a line of JSON a step to `metrics.jsonl`; a run that is killed keeps every step that it took."""
 
     _lines: TextIO
 
     def start(self, config: Mapping[str, Any], run: RunInfo) -> None:
-        """Open the file, which a new run must not find."""
-        if run.folder is not None:
-            path = run.folder / METRICS_NAME
-            self._lines = path.open("a" if run.first_step else "x", encoding="utf-8")
+        if run.folder is not None:  # a new run must not find the file
+            self._lines = (run.folder / METRICS_NAME).open("a" if run.first_step else "x", encoding="utf-8")
 
     def write(self, record: StepRecord) -> None:
-        """Give one line to the system."""
         self._lines.write(to_json_line(record) + "\n")
         self._lines.flush()
 
     def close(self) -> None:
-        """Close the file."""
         self._lines.close()
 
 
-class TensorBoardSink:
+class TensorBoardSink(Sink):
     """Writes TensorBoard events to the folder `tensorboard` of a run."""
 
-    def __init__(self) -> None:
-        self._folder = Path(TENSORBOARD_NAME)
-        self._events: Any = None
+    _events: Any = None
 
     def start(self, config: Mapping[str, Any], run: RunInfo) -> None:
-        """Remember the folder: torch takes seconds to import its writer, for which the first step does not wait."""
-        if run.folder is not None:
-            self._folder = run.folder / TENSORBOARD_NAME
+        self._folder = (run.folder or Path()) / TENSORBOARD_NAME
 
     def write(self, record: StepRecord) -> None:
-        """Write one step."""
-        if self._events is None:
+        if self._events is None:  # torch takes seconds to import its writer, for which the first step does not wait
             from torch.utils.tensorboard import SummaryWriter
 
             self._events = SummaryWriter(str(self._folder), flush_secs=10)
@@ -97,16 +88,14 @@ class TensorBoardSink:
             self._events.add_scalar(name, value, record.step)
 
     def close(self) -> None:
-        """Write what is buffered."""
         if self._events is not None:
             self._events.close()
 
 
-class WandbSink:
+class WandbSink(Sink):
     """Writes a run of Weights & Biases; its files are in the run's folder."""
 
     def start(self, config: Mapping[str, Any], run: RunInfo) -> None:
-        """Begin a run."""
         import wandb
 
         settings = wandb.Settings(console="off")  # or it takes stdout, on which the display draws
@@ -114,33 +103,28 @@ class WandbSink:
         self._run = wandb.init(dir=folder, name=run.name or None, config=dict(config), settings=settings)
 
     def write(self, record: StepRecord) -> None:
-        """Write one step."""
         self._run.log(scalars(record), step=record.step)
 
     def close(self) -> None:
-        """Send what is left, unless it is offline."""
         self._run.finish()
 
 
-class MlflowSink:
-    """Writes a run of MLflow, or into the run that the process has begun already."""
+class MlflowSink(Sink):
+    """Writes a run of MLflow, or into the run that the process has begun already, with the config as parameters."""
 
     def start(self, config: Mapping[str, Any], run: RunInfo) -> None:
-        """Begin a run, with the config as its parameters."""
         import mlflow
 
         self._mlflow = mlflow
         self._is_own = mlflow.active_run() is None
         if self._is_own:
             mlflow.start_run(run_name=run.name or None)
-        mlflow.log_params({key: str(value)[:_MOST_PARAM_CHARS] for key, value in _leaves(config)})
+        mlflow.log_params({key: value[:_MOST_PARAM_CHARS] for key, value in flat(config).items()})
 
     def write(self, record: StepRecord) -> None:
-        """Write one step."""
         self._mlflow.log_metrics(scalars(record), step=record.step)
 
     def close(self) -> None:
-        """Mark the run as finished, if it was begun here."""
         if self._is_own:
             self._mlflow.end_run()
 
@@ -205,12 +189,3 @@ class SinkSet:
                 text = str(error).strip().partition("\n")[0]
                 self._failures[name] = f"dropped {when}: {type(error).__name__}: {text}{hint}"
                 log.warning("%s", self.failures[-1])
-
-
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of a nested config by dotted name."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, json.dumps(value) if isinstance(value, list | tuple) else value
