@@ -24,12 +24,7 @@ _US_PER_S = 1e6
 
 
 def chrome_trace(actions: Sequence[TimedAction], rank_name: str = "pp rank") -> dict[str, Any]:
-    """Return the trace as a value that `json.dump` writes.
-
-    Args:
-        actions: actions of all ranks, on one clock, in seconds.
-        rank_name: name of a rank in the trace; its number follows.
-    """
+    """Return the trace as a value that `json.dump` writes."""
     panel = TerminalPanel("", actions)
     # Streams without time are kept too, so that no event is lost.
     streams = [*panel.streams, *sorted({each.stream for each in actions} - set(panel.streams))]

@@ -47,12 +47,7 @@ def num_chars(value: Any) -> int:
 
 
 def packed_timeline(panel: TerminalPanel, max_chars: int) -> dict[str, Any]:
-    """Return a timeline for the page, as finely as `max_chars` characters allow; it says what was left out.
-
-    Args:
-        panel: the timeline; actions that take no time are left out.
-        max_chars: characters that its columns may take together.
-    """
+    """Return a timeline for the page, as finely as `max_chars` characters allow; it says what was left out."""
     few_chars = len(panel.actions) * _FINE_CHARS > max_chars
     # Ticks of the makespan, streams, one of how many ranks.
     levels = [] if few_chars else [(_FINE_TICKS, panel.streams, 1)]

@@ -34,12 +34,7 @@ def share_of(num_sources: int) -> int:
 
 
 def draw(sources: Sequence[Source], *, same_axis: bool = True) -> str:
-    """Return the page.
-
-    Args:
-        sources: runs and plans; the first one gives the title, the others are compared with it.
-        same_axis: draw all timelines on one scale of time, so that lengths can be compared.
-    """
+    """Return the page."""
     assets = files("shardwise.report") / "assets"
 
     def read(names: Iterable[str]) -> str:

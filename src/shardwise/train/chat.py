@@ -49,10 +49,6 @@ class ChatEncoder:
     def encode(self, record: Mapping[str, Any], where: str) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:
         """Return the token ids of a record, and 1 for each that counts in the loss.
 
-        Args:
-            record: as `is_chat` describes it.
-            where: the record's place, for messages.
-
         Raises:
             ConfigError: it is no such record, it has no answer, or there is no chat template for it.
         """

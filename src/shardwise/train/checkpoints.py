@@ -134,10 +134,6 @@ def checkpoint_root(config: Config, folder: Path) -> Path:
 def make_root(config: Config, source: Path | None) -> None:
     """Make the folder that `checkpoint.path` names, so that a run that could not save does not start.
 
-    Args:
-        config: the run's config.
-        source: the checkpoint that it goes on from, or a folder of checkpoints; None where it starts afresh.
-
     Raises:
         ConfigError: the folder holds checkpoints of another run, or it cannot be made or written to.
     """

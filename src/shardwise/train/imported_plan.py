@@ -145,10 +145,6 @@ def named_batch(source: str, num_gpus: int) -> int | None:
 def strategy_for(source: str, job: PlanJob) -> Strategy:
     """Return the strategy by which a config would split a job; nothing else of the config is read.
 
-    Args:
-        source: as for `read_explained`.
-        job: the job that is planned.
-
     Raises:
         ConfigError: the file is wrong, or its strategy does not fit the job or its cluster.
     """

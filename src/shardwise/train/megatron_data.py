@@ -80,10 +80,6 @@ class MegatronCorpus:
 def open_megatron(data: DataConfig, has_tokenizer: bool) -> MegatronCorpus | None:
     """Open the pair of files that `data.path` names, with `.bin`, `.idx` or neither; None where it names none.
 
-    Args:
-        data: the section of the config.
-        has_tokenizer: whether the run knows which tokenizer the tokens are of.
-
     Raises:
         ConfigError: the index is not one of Megatron-LM's or does not fit the tokens, or the tokenizer is missing.
     """

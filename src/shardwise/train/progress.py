@@ -208,7 +208,7 @@ def _figures(state: Progress, width: int) -> RenderableType:
     if state.slow is None:
         return grid
     slow = labelled()
-    slow.add_row(WORDS["slow"], Text(state.slow.brief, style="yellow"))
+    slow.add_row(WORDS["slow"], Text(str(state.slow), style="yellow"))
     return Group(grid, slow)
 
 

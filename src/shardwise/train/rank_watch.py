@@ -104,13 +104,6 @@ class SlowStep:
         who = "" if self.num_ranks == 1 else "all ranks "
         return f"{took}: {who}{format_s(self.extra_s)} longer in {self.part}"
 
-    @property
-    def brief(self) -> str:
-        """Return the same in few words, for a line of a display."""
-        who = f"rank {self.rank}, " if self.rank is not None and self.num_ranks > 1 else ""
-        times = f"{format_s(self.step_s)}, {self.step_s / self.median_s:.1f} x median"
-        return f"step {self.step}: {times}; {who}{format_s(self.extra_s)} longer in {self.part}"
-
     def to_dict(self) -> dict[str, Any]:
         """Return what a line of metrics keeps of it."""
         return {"rank": self.rank, "part": self.part, "extra_s": self.extra_s, "median_s": self.median_s}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -67,7 +68,11 @@ def save_timeline(engine: Engine, path: str | Path) -> None:
     Raises:
         OSError: rank 0 cannot write it.
     """
-    actions = gather_timeline(engine)
+    write_timeline(engine, path, gather_timeline(engine))
+
+
+def write_timeline(engine: Engine, path: str | Path, actions: Sequence[TimedAction]) -> None:
+    """Write `actions` to `path` as a Chrome trace, on rank 0 alone."""
     if engine.comm.comm_log.rank == 0:
         Path(path).write_text(json.dumps(chrome_trace(actions)), encoding="utf-8")
 

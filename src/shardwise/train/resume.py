@@ -131,12 +131,7 @@ def _resumed_batch(given: BatchConfig, saved: Mapping[str, Any]) -> BatchConfig:
 
 
 def _resumed_tiers(config: Config, given: Collection[str]) -> TiersConfig:
-    """Return the tiers without saved values that no longer have a use, such as the folder of states once on NVMe.
-
-    Args:
-        config: the saved run's config, with the user's values over it.
-        given: keys of the section that the user gives.
-    """
+    """Return the tiers without saved values that no longer have a use, such as the folder of states once on NVMe."""
     tiers = config.tiers
     where = {"params": tiers.params, "grads": tiers.grads, "optimizer": tiers.optimizer}
     idle = [f"{state}_on_device" for state, tier in where.items() if tier == "device"]

@@ -38,17 +38,18 @@ from shardwise.launch.process_group import LaunchError, start_process_group
 from shardwise.launch.signals import StopFlag
 from shardwise.offload.nvme import SwapError
 from shardwise.offload.worker import HostWorkError
+from shardwise.report.panel import TerminalPanel
 from shardwise.report.run_folder import TIMELINE_NAME
 from shardwise.runtime.format import format_bytes
 from shardwise.train.checkpoints import Resumed, RunCheckpoints, checkpoint_root, make_root
-from shardwise.train.console_notes import measure_disk, measured_note, plan_note
+from shardwise.train.console_notes import cut_note, measure_disk
 from shardwise.train.loop import Trainer, build_trainer
 from shardwise.train.metrics import StepRecord
 from shardwise.train.prediction import predict
 from shardwise.train.prepare import PreparedData, open_data
 from shardwise.train.rank0_logger import StepLogger, first_state, outcome_of
 from shardwise.train.rank_watch import RankWatch, note_command
-from shardwise.train.recording import ProfileWindow, save_timeline
+from shardwise.train.recording import ProfileWindow, gather_timeline, save_timeline, write_timeline
 from shardwise.train.run_page import RunPage
 from shardwise.train.setup import CONFIG_NAME, create_folder, device_kind, prepare_job_data, resolve_job, with_steps
 from shardwise.train.sinks import RunInfo, SinkSet
@@ -228,7 +229,6 @@ def _train(
     watch = RankWatch(trainer.engine, folder)
     window = ProfileWindow(trainer.config.run.profile_steps, folder, trainer.engine)
     window.between(trainer.engine.num_steps)
-    recorded_step = trainer.config.run.record_timeline or 0
 
     def save(step: int) -> None:
         nonlocal failure
@@ -236,7 +236,7 @@ def _train(
             # Until then there is nothing to save, and a first step may take as long as it likes.
             armed.enter_context(stop.armed(trainer.config.run.timeout_s))
         window.between(step)
-        if step == recorded_step:
+        if step == trainer.config.run.record_timeline:
             save_timeline(trainer.engine, folder / TIMELINE_NAME)
         if not checkpoints.is_due(step):
             return
@@ -268,13 +268,23 @@ def _train(
             saved, failure = None, failure or error
     if trainer.was_stopped:
         _log_who_stopped(trainer)
-    num_steps = trainer.engine.num_steps
-    if num_steps > trainer.first_step and not trainer.first_step < recorded_step <= num_steps:
-        save_timeline(trainer.engine, folder / TIMELINE_NAME)
     exported = None
     if failure is None:
         exported, failure = _export(trainer, folder / EXPORT_NAME, stop)
-    return replace(ending, saved=saved, failure=failure, exported=exported, pipeline=measured_note(trainer))
+    pipeline = _keep_last_step(trainer, folder / TIMELINE_NAME)
+    return replace(ending, saved=saved, failure=failure, exported=exported, pipeline=pipeline)
+
+
+def _keep_last_step(trainer: Trainer, path: Path) -> str:
+    """Write the last step's timeline, unless the run has recorded another; return words on a pipeline's bubble."""
+    engine, recorded = trainer.engine, trainer.config.run.record_timeline or 0
+    if engine.num_steps == trainer.first_step:
+        return ""
+    actions = gather_timeline(engine)
+    if not trainer.first_step < recorded <= engine.num_steps:
+        write_timeline(engine, path, actions)
+    bubble = TerminalPanel("the last step", actions).bubble_line
+    return "" if engine.layout.pipeline is None else f"bubble of the last step {bubble}"
 
 
 def _observer(
@@ -284,7 +294,7 @@ def _observer(
     config = trainer.config
     sinks = SinkSet.of(config.run.sinks, folder)
     sinks.start(config.model_dump(mode="json"), RunInfo(folder.name, folder))
-    for note in filter(None, [*notes, plan_note(trainer), *sinks.failures]):
+    for note in filter(None, [*notes, cut_note(trainer), *sinks.failures]):
         _say(console, note)
     trainer.data.tokenizer.save(folder / "tokenizer", config.data.tokenizer or config.model.path)
     page = RunPage(folder, trainer.engine.comm.comm_log.counts)

@@ -107,10 +107,6 @@ class Tokenizer:
     def save(self, folder: Path, source: str | None) -> None:
         """Write a folder that `AutoTokenizer` loads.
 
-        Args:
-            folder: the folder, which is made where it does not exist.
-            source: the value of `data.tokenizer`; a folder's own settings, such as a chat template, are copied.
-
         Raises:
             ConfigError: one of the settings cannot be read.
         """
@@ -162,11 +158,6 @@ def byte_tokenizer() -> Tokenizer:
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Learn a byte-level BPE; the same texts give the same tokenizer.
 
-    Args:
-        texts: what to learn from; a few megabytes take a second.
-        vocab_size: tokens at most, with the 256 bytes and the end of text; fewer where the texts give no
-            more.
-
     Raises:
         ConfigError: `vocab_size` is too small for the bytes.
     """
@@ -190,12 +181,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def load_tokenizer(path: str | Path, eot_id: int | None = None) -> Tokenizer:
-    """Read a tokenizer.json, or the one in a folder; raise ConfigError where there is none or it is not one.
-
-    Args:
-        path: of the file or the folder.
-        eot_id: the id that ends a document; None looks for a token that is known to.
-    """
+    """Read a tokenizer.json, or the one in a folder; raise ConfigError where there is none or it is not one."""
     text = _read(path)
     try:
         backend = tokenizers.Tokenizer.from_buffer(text)

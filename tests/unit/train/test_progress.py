@@ -112,7 +112,8 @@ def test_what_a_run_looks_like(snapshots):
 def test_it_says_what_the_state_says():
     few = {"activations": 2**20, "parameters": 2**20, "gathered": 0}
     state = with_memory(after(100), few, {"activations": 3 * 2**20, "parameters": 2**20}).with_eval_loss(7.25)
-    text = "\n".join(picture(replace(state, slow=SLOW), 80, is_coloured=False))
+    lines = picture(replace(state, slow=SLOW), 80, is_coloured=False)
+    text = "\n".join(lines)
     for part in ("step 100/400", "8.0000", "1.00e-03", "1.25", "8,192, smoothed", "0:50 gone, 2:30 to go"):
         assert part in text
     assert HEADER.model in text
@@ -122,7 +123,7 @@ def test_it_says_what_the_state_says():
     (bar,) = re.findall(r"a+p+·+|p+a+·+", text)
     assert bar.count("a") == pytest.approx(3 * bar.count("p"), abs=2)
     assert len(bar) == pytest.approx(4 * (bar.count("a") + bar.count("p")), abs=3), "a quarter of the memory"
-    assert "rank 3, 800 ms longer in data" in text
+    assert "waited for rank 3, 800 ms longer in data" in " ".join(" ".join(lines).split())
 
 
 def test_memory_without_a_limit_is_shown_without_a_share():
