@@ -34,13 +34,7 @@ def is_chat(record: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class ChatEncoder:
-    """Writes chats out by a chat template and reads their tokens.
-
-    Attributes:
-        tokenizer: of transformers, with a chat template, where the chats are messages.
-        train_on: which tokens count.
-        name: of the tokenizer, for messages.
-    """
+    """Writes chats out by the chat template of a `tokenizer` of transformers, and reads their tokens."""
 
     tokenizer: Any
     train_on: Literal["completions", "all"]
@@ -127,8 +121,7 @@ class ChatEncoder:
 def _messages_of(record: Mapping[str, Any], where: str) -> tuple[Messages, int]:
     """Return a record's messages, and how many of them are a prompt."""
     if "messages" in record or "conversations" in record:
-        found = record.get("messages", record.get("conversations"))
-        parts: tuple[Any, ...] = (found,)
+        parts: tuple[Any, ...] = (record.get("messages", record.get("conversations")),)
     else:
         parts = (record["prompt"], record["completion"])
     both: list[Messages] = []

@@ -154,10 +154,6 @@ class Trainer:
             should_stop: called on every rank in each step and evaluation.
             announce: called with a few words on work other than steps.
             after_step: called on every rank with the number of a step that was taken, before anything is evaluated.
-
-        Raises:
-            NonFiniteLossError: as `Engine.step`.
-            torch.OutOfMemoryError: as the engine's methods.
         """
         run = self.config.run
         self.engine.step_context.should_stop = should_stop
@@ -229,11 +225,8 @@ class Trainer:
 
     def at_rest(self) -> list[StoredBytes]:
         """Return the bytes of each state between steps, predicted and measured."""
-        by_tier = self.engine.layout.bytes_by_tier()
-        live = {
-            "device": self.engine.memory.snapshot().live_bytes,
-            "host": self.engine.tiers.memory.snapshot().live_bytes,
-        }
+        engine, by_tier = self.engine, self.engine.layout.bytes_by_tier()
+        live = {"device": engine.memory.snapshot().live_bytes, "host": engine.tiers.memory.snapshot().live_bytes}
         roles = (("param", Category.PARAMETERS), ("grad", Category.GRADIENTS), ("optimizer", Category.OPTIMIZER))
         states = []
         for role, category in roles:
@@ -323,11 +316,7 @@ def build_trainer(config: Config, data: PreparedData) -> Trainer:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return a device's dense FLOP/s in bf16, or fp16 if it has no bf16; None for a device that the planner lacks.
-
-    >>> peak_flops("NVIDIA H100 80GB HBM3")
-    989000000000000.0
-    """
+    """Return a device's dense FLOP/s in bf16, or fp16 if it has no bf16; None for a device that the planner lacks."""
     device = known_gpu(device_name)
     return None if device is None else device.peak_flops_per_s.get("bf16", device.peak_flops_per_s["fp16"])
 
@@ -347,7 +336,7 @@ def unigram_loss(
 
     Args:
         train_tokens: [T] token ids; read in chunks, so it may be a memory map.
-        held_out_tokens: [H] token ids, H > 0.
+        held_out_tokens: [H] token ids.
         vocab_size: number of ids.
     """
     counts = np.zeros(vocab_size, dtype=np.int64)

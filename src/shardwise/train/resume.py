@@ -145,20 +145,19 @@ def _root_of(path: Path) -> Path:
     """Return the folder of checkpoints that a user means, who may give the run's folder instead."""
     inner = path / FOLDER_NAME
     try:
-        is_run = step_of(path) is None and inner.is_dir() and not step_folders(path)
+        if not path.is_dir() or step_of(path) is not None or step_folders(path):
+            return path
     except CheckpointError:  # to be said by who reads it
         return path
-    if is_run:
+    if inner.is_dir():
         return inner
-    if path.is_dir() and step_of(path) is None and not step_folders(path):
-        runs = [run for run in _runs(path) if step_folders(run / FOLDER_NAME)]
-        if runs:
-            raise ConfigError(
-                "runs-not-checkpoints", f"--resume {path}: {path} has runs, not checkpoints; did you mean {runs[0]}?"
-            )
-        if (root := _saved_to(path)) != inner and step_folders(root):
-            return root
-    return path
+    runs = [run for run in _runs(path) if step_folders(run / FOLDER_NAME)]
+    if runs:
+        raise ConfigError(
+            "runs-not-checkpoints", f"--resume {path}: {path} has runs, not checkpoints; did you mean {runs[0]}?"
+        )
+    root = _saved_to(path)
+    return root if root != inner and step_folders(root) else path
 
 
 def _newest_root(config: Config) -> Path | None:
@@ -228,14 +227,17 @@ def _refuse_another_model(newest: Path, manifest: Manifest, config: Config) -> N
     saved, given = Config.from_dict({"model": manifest.config["model"]}).model, config.model
     if saved.path == given.path and (given.path is not None or decoder_config(saved) == decoder_config(given)):
         return
-    now = given.model_dump()
-    keys = [(f"model.{key}", value, now[key]) for key, value in saved.model_dump().items() if value != now[key]]
-    was = ", ".join(f"{key}={'its default' if value is None else value}" for key, value, _ in keys)
-    wanted = ", ".join(f"{key}={'its default' if value is None else value}" for key, _, value in keys)
+    was, now = saved.model_dump(), given.model_dump()
+    others = [key for key in was if was[key] != now[key]]
+
+    def said(values: Mapping[str, Any]) -> str:
+        shown = {key: "its default" if values[key] is None else values[key] for key in others}
+        return ", ".join(f"model.{key}={value}" for key, value in shown.items())
+
     raise ConfigError(
         "checkpoint-of-other-model",
-        f"{newest} is of another model: it has {was}, and you give {wanted}; leave that out, or start afresh without "
-        "--resume",
+        f"{newest} is of another model: it has {said(was)}, and you give {said(now)}; leave that out, or start afresh "
+        "without --resume",
     )
 
 
