@@ -1,6 +1,6 @@
 """Read what a page shows of a run from its folder, whatever is there: a run may just have begun, or have been killed.
 
-`python -m shardwise.report.run_folder RUN` writes the page of a run that goes on; `shardwise.train.run_page` starts it.
+`python -m shardwise.report.run_folder RUN` writes the page of a run that goes on; `train.rank0_logger` starts it.
 """
 
 from __future__ import annotations

@@ -118,14 +118,13 @@ def damaged(path: Path, reason: str) -> ConfigError:
 class TokenDataset:
     """Reads a range of a shard's tokens, memory-mapped, as consecutive sequences.
 
+    Reading raises ConfigError where the tokens are not those that were written.
+
     Args:
         path: folder of the shard.
         start: first token of the range.
         stop: end of the range; the shard's end by default.
         index: the shard's index, where it has been read already.
-
-    Raises:
-        ConfigError: the shard is missing or not whole; from reading, the tokens read are not those that were written.
     """
 
     def __init__(
@@ -303,9 +302,8 @@ def _mix(value: int) -> int:
 def sample_positions(batch: BatchConfig, data_rank: int, num_data_ranks: int) -> list[range]:
     """Return the positions of the global batch that are this data rank's rows, a range for every micro-batch.
 
-    Position = (micro-batch x num_data_ranks + data_rank) x micro_size + row: all ranks' first micro-batches
-    come first. So the same `micro_size` positions make a micro-batch, whatever ranks and accumulation share
-    the batch.
+    All ranks' first micro-batches come first. So the same `micro_size` positions make a micro-batch, whatever ranks
+    and accumulation share the batch.
 
     >>> batch = BatchConfig(global_size=8, micro_size=2, accumulation=2)
     >>> sample_positions(batch, data_rank=0, num_data_ranks=2)

@@ -22,12 +22,12 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.types import StepResult
 from shardwise.runtime.format import format_count
 from shardwise.train.loop import StepMeter, mfu_of
+from shardwise.train.metrics import METRICS_NAME, RunInfo, SinkSet
 from shardwise.train.progress import Progress
 from shardwise.train.rank0_logger import StepLogger, header_of
 from shardwise.train.rank_watch import RankWatch
 from shardwise.train.recording import ProfileWindow
 from shardwise.train.setup import CONFIG_NAME
-from shardwise.train.sinks import METRICS_NAME, RunInfo, SinkSet
 from shardwise.train.summary import render_outcome
 
 Item = TypeVar("Item")

@@ -172,8 +172,7 @@ def planned_cluster(trainer: Trainer, cache: Path | None) -> tuple[Cluster, str]
     if profile is not None:
         return cluster_of(profile, num_ranks), ""
     note = "this machine's speed was not measured: shardwise doctor --calibrate lets the planner say times, too"
-    known = known_gpu(name) if device.type == "cuda" else None
-    if known is not None:
+    if device.type == "cuda" and (known := known_gpu(name)) is not None:
         num_local = min(num_ranks, torch.cuda.device_count())
         cluster = Cluster(gpu=known, num_gpus=num_ranks, gpus_per_node=num_local, nic_bytes_per_s=known.nic_bytes_per_s)
         return cluster, "times are of data sheets; shardwise doctor --calibrate measures this machine"

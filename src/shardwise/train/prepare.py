@@ -40,8 +40,7 @@ from shardwise.train.dataset import (
     seal,
     split_point,
 )
-from shardwise.train.huggingface_model import model_folder, open_tokenizer
-from shardwise.train.job_model import JobModel, job_model
+from shardwise.train.job_model import JobModel, job_model, model_folder, open_tokenizer
 from shardwise.train.megatron_data import MegatronCorpus, open_megatron
 from shardwise.train.tokenizer import SAMPLE_BYTES, Tokenizer, load_tokenizer, make_tokenizer, tokenizer_fingerprint
 

@@ -80,10 +80,8 @@ class SlowStep:
     """Says which rank the others waited for in a step that took long, and in which part of it.
 
     Attributes:
-        step: its number.
         step_s: seconds that it took on the slowest rank.
         median_s: of the steps before.
-        num_ranks: of the run.
         rank: that the others waited for; None where all of them were slow, or the communication was.
         part: "data", "forward", "backward", "step", "other", or "communication".
         extra_s: seconds that the part took longer than it does as a rule.
@@ -134,7 +132,15 @@ class RankWatch:
         num_local = sum(host[0] == hosts[engine.comm.rank][0] for host in hosts)
         self._limit_bytes = device_limit_bytes(engine.device, num_local)
         if self._folder is not None:
-            values = _environment(engine, [name for _, name in hosts])
+            device = engine.device
+            versions = {"python": platform.python_version()} | {name: installed(name) for name in _VERSIONS}
+            values = {
+                "versions": {name: each for name, each in versions.items() if each is not None},
+                "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+                "world_size": engine.comm.world_size,
+                "hosts": list(dict.fromkeys(name for _, name in hosts)),
+                "command": list(sys.argv),
+            }
             with suppress(OSError, ValueError, KeyError):  # `note_command` may have kept none
                 values["command"] = json.loads((self._folder / ENVIRONMENT_NAME).read_text())["command"]
             self._write(ENVIRONMENT_NAME, values)
@@ -147,17 +153,13 @@ class RankWatch:
             step_s: seconds that it took on this rank.
             peak_bytes: this rank's memory by category; None where the step was not metered, which slows it.
         """
-        if peak_bytes is not None:
-            return StepFacts(memory=self._gather_memory(step, peak_bytes))
-        return StepFacts(slow=self._find_slow(step, step_s))
-
-    def _gather_memory(self, step: int, peak_bytes: Mapping[str, int]) -> RanksMemory:
+        if peak_bytes is None:
+            return StepFacts(slow=self._find_slow(step, step_s))
         found = [json.loads(text) for text in self._exchange([dict(peak_bytes), self._limit_bytes], "memory")]
         limits = [limit for _, limit in found if limit is not None]
         memory = RanksMemory(step, min(limits, default=None), tuple(held for held, _ in found))
-        values = {"step": step, "limit_bytes": memory.limit_bytes, "ranks": list(memory.ranks)}
-        self._write(MEMORY_NAME, values)
-        return memory
+        self._write(MEMORY_NAME, {"step": step, "limit_bytes": memory.limit_bytes, "ranks": list(memory.ranks)})
+        return StepFacts(memory=memory)
 
     def _find_slow(self, step: int, step_s: float) -> SlowStep | None:
         """Agree on how long the step took, so that all ranks decide equally, and compare them where that was long."""
@@ -169,7 +171,8 @@ class RankWatch:
         if len(self._recent_s) >= _NUM_BEFORE:
             usual_s = median(self._recent_s)
             if longest_s > SLOW_FACTOR * usual_s and longest_s - usual_s > LEAST_EXCESS_S:
-                extra = {name: seconds - self._usual_s(name) for name, seconds in parts.items()}
+                usual = {name: median(each.get(name, 0.0) for each in self._recent_parts) for name in parts}
+                extra = {name: seconds - usual[name] for name, seconds in parts.items()}
                 extras = [json.loads(text) for text in self._exchange(extra, "slow step")]
                 slow = explain_slow(step, longest_s, usual_s, extras)
                 if self._engine.comm.rank in (0, slow.rank):
@@ -177,9 +180,6 @@ class RankWatch:
         self._recent_s.append(longest_s)
         self._recent_parts.append(parts)
         return slow
-
-    def _usual_s(self, part: str) -> float:
-        return median(parts.get(part, 0.0) for parts in self._recent_parts)
 
     def _exchange(self, value: Any, name: str) -> list[str]:
         """Return the JSON of every rank's value, of this rank alone where the others are simulated."""
@@ -235,15 +235,3 @@ def note_command(folder: Path) -> None:
         OSError: the disk is full.
     """
     (folder / ENVIRONMENT_NAME).write_text(json.dumps({"command": sys.argv}) + "\n", encoding="utf-8")
-
-
-def _environment(engine: Engine, hosts: Sequence[str]) -> dict[str, Any]:
-    device = engine.device
-    versions = {"python": platform.python_version()} | {name: installed(name) for name in _VERSIONS}
-    return {
-        "versions": {name: each for name, each in versions.items() if each is not None},
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
-        "world_size": engine.comm.world_size,
-        "hosts": list(dict.fromkeys(hosts)),
-        "command": list(sys.argv),
-    }

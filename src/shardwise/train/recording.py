@@ -72,7 +72,7 @@ def save_timeline(engine: Engine, path: str | Path) -> None:
 
 
 def write_timeline(engine: Engine, path: str | Path, actions: Sequence[TimedAction]) -> None:
-    """Write `actions` to `path` as a Chrome trace, on rank 0 alone."""
+    """Write `actions` to `path` as a Chrome trace, on rank 0 of the `engine` alone."""
     if engine.comm.comm_log.rank == 0:
         Path(path).write_text(json.dumps(chrome_trace(actions)), encoding="utf-8")
 

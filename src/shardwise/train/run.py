@@ -1,7 +1,4 @@
-"""Runs a job from its start to its exit code: it starts ranks here, or is one of the ranks that were started.
-
-`loop` computes; `shardwise.cli.main` reads the environment and passes it in.
-"""
+"""Runs a job from its start to its exit code: it starts ranks here, or is one of the ranks that were started."""
 
 from __future__ import annotations
 
@@ -26,33 +23,28 @@ from rich.progress import BarColumn, SpinnerColumn, TaskProgressColumn, TextColu
 from rich.progress import Progress as ProgressBar
 
 from shardwise.checkpoint.manifest import AbsentRankError, CheckpointError
-from shardwise.comm.loss import NonFiniteLossError
 from shardwise.comm.records import CommError
 from shardwise.comm.store import PatientStore
-from shardwise.config.errors import with_code
+from shardwise.config.errors import CodedError, with_code
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.config.untrusted_files import UntrustedFileError, read_text
 from shardwise.launch.environment import RankEnv
 from shardwise.launch.local import default_num_ranks, launch_local
-from shardwise.launch.process_group import LaunchError, start_process_group
+from shardwise.launch.process_group import start_process_group
 from shardwise.launch.signals import StopFlag
-from shardwise.offload.nvme import SwapError
-from shardwise.offload.worker import HostWorkError
 from shardwise.report.panel import TerminalPanel
 from shardwise.report.run_folder import TIMELINE_NAME
 from shardwise.runtime.format import format_bytes
 from shardwise.train.checkpoints import Resumed, RunCheckpoints, checkpoint_root, make_root
 from shardwise.train.console_notes import cut_note, measure_disk
 from shardwise.train.loop import Trainer, build_trainer
-from shardwise.train.metrics import StepRecord
+from shardwise.train.metrics import RunInfo, SinkSet, StepRecord
 from shardwise.train.prediction import predict
 from shardwise.train.prepare import PreparedData, open_data
-from shardwise.train.rank0_logger import StepLogger, first_state, outcome_of
+from shardwise.train.rank0_logger import RunPage, StepLogger, first_state, outcome_of
 from shardwise.train.rank_watch import RankWatch, note_command
 from shardwise.train.recording import ProfileWindow, gather_timeline, save_timeline, write_timeline
-from shardwise.train.run_page import RunPage
 from shardwise.train.setup import CONFIG_NAME, create_folder, device_kind, prepare_job_data, resolve_job, with_steps
-from shardwise.train.sinks import RunInfo, SinkSet
 from shardwise.train.summary import RunEnding, render_outcome
 
 # A rank that is asked to stop bounds its step itself (`StopFlag.armed`); its save may take long.
@@ -66,17 +58,7 @@ _FAILED = "failed"
 EXPORT_NAME: Final = "model"
 _PLACE_KEY = "shardwise/place"
 # The messages of these errors are enough; for any other error the log gets the traceback.
-_EXPECTED = (
-    ConfigError,
-    CheckpointError,
-    NonFiniteLossError,
-    torch.OutOfMemoryError,
-    MemoryError,
-    CommError,
-    LaunchError,
-    SwapError,
-    HostWorkError,
-)
+_EXPECTED = (CodedError, torch.OutOfMemoryError, MemoryError)
 
 log = logging.getLogger("shardwise")
 
@@ -266,11 +248,11 @@ def _train(
                 saved = checkpoints.finish()
         except CheckpointError as error:
             saved, failure = None, failure or error
-    if trainer.was_stopped:
-        _log_who_stopped(trainer)
-    exported = None
-    if failure is None:
-        exported, failure = _export(trainer, folder / EXPORT_NAME, stop)
+    if trainer.was_stopped:  # the last line of the log, which the local launcher quotes if it stopped no rank itself
+        num_asked, rank = trainer.engine.step_context.asking
+        who = f"rank {rank} was" if num_asked == 1 else f"{num_asked} ranks were"
+        log.info("stopped after step %d, as %s asked to", trainer.engine.num_steps, who)
+    exported, failure = (None, failure) if failure else _export(trainer, folder / EXPORT_NAME, stop)
     pipeline = _keep_last_step(trainer, folder / TIMELINE_NAME)
     return replace(ending, saved=saved, failure=failure, exported=exported, pipeline=pipeline)
 
@@ -310,13 +292,6 @@ def _export(trainer: Trainer, folder: Path, stop: StopFlag) -> tuple[Path | None
             return trainer.model.export(trainer.engine, folder), None
     except CheckpointError as error:
         return None, error
-
-
-def _log_who_stopped(trainer: Trainer) -> None:
-    """Write the last line of the log, which the local launcher quotes if it stopped no rank itself."""
-    num_asked, rank = trainer.engine.step_context.asking
-    who = f"rank {rank} was" if num_asked == 1 else f"{num_asked} ranks were"
-    log.info("stopped after step %d, as %s asked to", trainer.engine.num_steps, who)
 
 
 def _log_step(record: StepRecord) -> None:

@@ -14,11 +14,12 @@ from rich.console import Console
 from shardwise.config.resolve import Config
 from shardwise.launch.environment import lone_rank
 from shardwise.launch.signals import StopFlag
-from shardwise.train import run, sinks
+from shardwise.train import metrics as sinks
+from shardwise.train import run
+from shardwise.train.metrics import JsonlSink
 from shardwise.train.prepare import prepare_data
 from shardwise.train.rank0_logger import StepLogger
 from shardwise.train.setup import resolve_job
-from shardwise.train.sinks import JsonlSink
 
 
 @pytest.fixture
