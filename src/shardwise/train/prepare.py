@@ -26,7 +26,17 @@ from numpy.typing import NDArray
 from shardwise.config.errors import system_code
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.train.chat import ChatEncoder
-from shardwise.train.corpus import Corpus, CorpusChat, CorpusChunk, CorpusCounts, open_corpus, read_pieces, sample_texts
+from shardwise.train.corpus import (
+    Corpus,
+    CorpusChat,
+    CorpusChunk,
+    CorpusCounts,
+    MegatronCorpus,
+    open_corpus,
+    open_megatron,
+    read_pieces,
+    sample_texts,
+)
 from shardwise.train.dataset import (
     COUNTS_NAME,
     DOCUMENTS_NAME,
@@ -41,7 +51,6 @@ from shardwise.train.dataset import (
     split_point,
 )
 from shardwise.train.job_model import JobModel, job_model, model_folder, open_tokenizer
-from shardwise.train.megatron_data import MegatronCorpus, open_megatron
 from shardwise.train.tokenizer import SAMPLE_BYTES, Tokenizer, load_tokenizer, make_tokenizer, tokenizer_fingerprint
 
 BATCH_CHARS = 1 << 20

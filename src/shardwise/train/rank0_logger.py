@@ -27,13 +27,12 @@ from shardwise.report.page import write_whole
 from shardwise.report.run_folder import WIRE_NAME, write_run_page
 from shardwise.runtime.format import format_count
 from shardwise.train.checkpoints import Resumed
-from shardwise.train.console_notes import tiers_line
 from shardwise.train.loop import Trainer
 from shardwise.train.metrics import SinkSet, StepRecord
 from shardwise.train.prediction import PredictedStep, compare
 from shardwise.train.progress import Display, Header, Progress
 from shardwise.train.rank_watch import StepFacts
-from shardwise.train.setup import layout_line, sparse_words
+from shardwise.train.setup import layout_line, sparse_words, tiers_line
 from shardwise.train.summary import RunEnding, RunOutcome
 
 EVERY_S: Final = 30.0

@@ -28,15 +28,18 @@ from shardwise.comm.store import PatientStore
 from shardwise.config.errors import CodedError, with_code
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.config.untrusted_files import UntrustedFileError, read_text
+from shardwise.engine.engine import Engine
 from shardwise.launch.environment import RankEnv
 from shardwise.launch.local import default_num_ranks, launch_local
 from shardwise.launch.process_group import start_process_group
 from shardwise.launch.signals import StopFlag
+from shardwise.layout.stage_partition import find_partition
+from shardwise.offload.disk_bench import USEFUL_BYTES_PER_S, measure_swap, passes_s, step_s
+from shardwise.offload.nvme import SwapError
 from shardwise.report.panel import TerminalPanel
 from shardwise.report.run_folder import TIMELINE_NAME
-from shardwise.runtime.format import format_bytes
+from shardwise.runtime.format import format_bytes, format_s
 from shardwise.train.checkpoints import Resumed, RunCheckpoints, checkpoint_root, make_root
-from shardwise.train.console_notes import cut_note, measure_disk
 from shardwise.train.loop import Trainer, build_trainer
 from shardwise.train.metrics import RunInfo, SinkSet, StepRecord
 from shardwise.train.prediction import predict
@@ -276,7 +279,7 @@ def _observer(
     config = trainer.config
     sinks = SinkSet.of(config.run.sinks, folder)
     sinks.start(config.model_dump(mode="json"), RunInfo(folder.name, folder))
-    for note in filter(None, [*notes, cut_note(trainer), *sinks.failures]):
+    for note in filter(None, [*notes, _cut_note(trainer), *sinks.failures]):
         _say(console, note)
     trainer.data.tokenizer.save(folder / "tokenizer", config.data.tokenizer or config.model.path)
     page = RunPage(folder, trainer.engine.comm.comm_log.counts)
@@ -413,3 +416,33 @@ def _stopped_by(stop: StopFlag, env: RankEnv) -> str:
     if env.launcher == "local":
         return ""
     return "Ctrl-C" if stop.signal_name == "SIGINT" else stop.signal_name
+
+
+def measure_disk(engine: Engine, rank: int) -> str:
+    """Measure the disk that stores states and return what it means for a step; empty without states on NVMe.
+
+    It takes less than a second. Every rank calls it at the same time, so each measures its share of a common disk.
+    """
+    path = engine.config.tiers.nvme_path
+    if path is None or "nvme" not in engine.layout.bytes_by_tier():
+        return ""
+    try:
+        speed = measure_swap(Path(path), rank)
+    except SwapError as error:  # its own files the engine has made by now
+        log.warning("the disk was not measured: %s", error)
+        return f"the disk of {path} was not measured: {error}"
+    read_rate, write_rate = speed.read_bytes_per_s, speed.write_bytes_per_s
+    rates = f"reads {read_rate / 1e9:.2f} GB/s and writes {write_rate / 1e9:.2f} GB/s a rank"
+    if engine.device.type == "cuda" and min(read_rate, write_rate) < USEFUL_BYTES_PER_S:  # a CPU needs less
+        rates += f", less than the {USEFUL_BYTES_PER_S / 1e9:g} that a GPU needs"
+    optimizer_s = step_s(engine.layout, read_rate, write_rate)
+    others_s = passes_s(engine.layout, engine.config.batch.accumulation or 1, read_rate, write_rate)
+    times = [f"{format_s(optimizer_s)} for the optimizer"] if optimizer_s else []
+    times += [f"{format_s(others_s)} for the forward and backward"] if others_s else []
+    return f"{speed.path} {rates}; of each step the disk works at most {' and '.join(times)}"
+
+
+def _cut_note(trainer: Trainer) -> str:
+    """Return the table of the pipeline's stages; empty without a pipeline."""
+    config = trainer.config
+    return "" if config.mesh.pp == 1 else find_partition(trainer.model.skeleton(), config).describe()

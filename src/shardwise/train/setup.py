@@ -27,7 +27,7 @@ import torch
 
 from shardwise.attention.from_config import structure_of
 from shardwise.config.errors import system_code
-from shardwise.config.resolve import Config, ConfigError, read_toml, set_key
+from shardwise.config.resolve import Config, ConfigError, Tier, read_toml, set_key
 from shardwise.context.apply import check_split
 from shardwise.engine.initialize import check_tiers
 from shardwise.layout.layout import TIERS, Layout
@@ -73,6 +73,9 @@ _MIN_FILES = 64
 _MAX_FILES = 4096
 # A step that reads the training data more often than this is a mistake in a number.
 _MAX_PASSES_A_STEP = 100
+
+_NAMES: tuple[tuple[Tier, str], ...] = (("device", "device"), ("host", "host"), ("nvme", "NVMe"))
+_ROLES = (("param", "parameters"), ("grad", "gradients"), ("optimizer", "optimizer"))
 
 
 def job_config(
@@ -237,6 +240,19 @@ def layout_line(config: Config, mesh: MeshShape) -> str:
         teams = f" of teams of {size} that exchange heads" if 1 < size < config.mesh.cp else ""
         words += f", sequences split over {sharing} ({transport}{teams})"
     return words + (f" x {kinds} over {mesh.tp}" if mesh.tp > 1 else "")
+
+
+def tiers_line(layout: Layout) -> str:
+    """Return the bytes of rank 0's states by tier as text; empty where all are stored on the device."""
+    by_tier = layout.bytes_by_tier()
+    if not by_tier.keys() - {"device"}:
+        return ""
+    parts = []
+    for tier, place in _NAMES:
+        held = by_tier.get(tier, {})
+        states = ", ".join(f"{name} {format_bytes(held[role])}" for role, name in _ROLES if held.get(role))
+        parts += [f"{place}: {states}"] if states else []
+    return "; ".join(parts)
 
 
 def sparse_words(config: Config, num_heads: int) -> str:

@@ -115,7 +115,7 @@ class Tokenizer:
 
 
 def make_tokenizer(name: str | None, vocab_size: int, sample: Iterable[str]) -> Tokenizer:
-    """Return the tokenizer of a `name` in `data.tokenizer`, or train one of at most `vocab_size` tokens on a `sample`."""
+    """Return the tokenizer of that `name`, or without one train one of at most `vocab_size` tokens on a `sample`."""
     if name == "bytes":
         return byte_tokenizer()
     if name is not None:

@@ -27,9 +27,8 @@ from shardwise.layout.stage_partition import StagePartition, find_partition
 from shardwise.runtime.format import format_bytes
 from shardwise.schedule import bubble_share
 from shardwise.schedule.simulate import OpTimes
-from shardwise.train.console_notes import tiers_line
 from shardwise.train.job_model import JobModel, job_model
-from shardwise.train.setup import check_job, layout_line, sparse_words, wanted_device
+from shardwise.train.setup import check_job, layout_line, sparse_words, tiers_line, wanted_device
 from shardwise.verify.dry_run_tables import rank_tables, ranks_tables
 from shardwise.verify.few_micro_batches import RankFigures, rank_figures
 from shardwise.verify.simulate import RankJob, resolved_for

@@ -8,8 +8,7 @@ import pytest
 
 from harness.paths import ROOT
 from shardwise.planner.hardware import parse_cluster
-from shardwise.train.console_notes import tiers_line
-from shardwise.train.setup import check_job, job_config
+from shardwise.train.setup import check_job, job_config, tiers_line
 
 CLUSTER = ROOT / "examples" / "cluster.toml"
 EXAMPLES = sorted(set((ROOT / "examples").glob("*.toml")) - {CLUSTER})

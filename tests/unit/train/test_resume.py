@@ -11,8 +11,7 @@ from shardwise.checkpoint.commit import begin, commit
 from shardwise.checkpoint.manifest import MANIFEST_NAME, Manifest
 from shardwise.config.resolve import AttentionConfig, BatchConfig, Config
 from shardwise.models import decoder_config
-from shardwise.train.checkpoints import make_root
-from shardwise.train.resume import FOLDER_NAME, fit_micro_size, keep_global_batch, resumed_job
+from shardwise.train.checkpoints import FOLDER_NAME, fit_micro_size, keep_global_batch, make_root, resumed_job
 from shardwise.train.setup import create_folder
 
 SAVED = {

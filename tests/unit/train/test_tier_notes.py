@@ -15,13 +15,13 @@ from shardwise.config.resolve import Config
 from shardwise.offload.disk_bench import SwapSpeed
 from shardwise.offload.nvme import SwapError
 from shardwise.runtime.memory_tracker import Category
-from shardwise.train import console_notes as tiers
+from shardwise.train import run as tiers
 from shardwise.train import setup as job
-from shardwise.train.console_notes import measure_disk, tiers_line
 from shardwise.train.loop import Trainer, build_trainer
 from shardwise.train.prepare import prepare_data
 from shardwise.train.progress import Header, Progress
-from shardwise.train.setup import check_job, resolve_job
+from shardwise.train.run import measure_disk
+from shardwise.train.setup import check_job, resolve_job, tiers_line
 from shardwise.train.summary import RunOutcome, render_outcome
 
 MODEL = {"preset": "tiny", "num_layers": 2, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 2, "vocab_size": 257}
