@@ -15,7 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
-from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.resolve import Config
 from shardwise.report.packing import packed_timeline
 from shardwise.report.panel import TerminalPanel
 
@@ -116,14 +116,6 @@ def config_section(values: Mapping[str, Any]) -> dict[str, Any]:
     defaults = flat(Config().model_dump(mode="json"))
     keys = flat(values)
     return {"keys": keys, "set": [key for key in keys if keys[key] != defaults.get(key)]}
-
-
-def resolved(values: Mapping[str, Any]) -> Config | None:
-    """Return the config of values that were read from a file; None where they are none."""
-    try:
-        return Config.from_dict(dict(values))
-    except ConfigError:
-        return None
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -10,6 +10,7 @@ import math
 import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -88,7 +89,9 @@ def run_source(folder: Path, max_bytes: int, max_cells: int = MAX_CELLS) -> page
     steps = _read_steps(folder / METRICS_NAME)
     values, prediction = _read(folder / "config.json"), _read(folder / "prediction.json")
     memory, environment = _read(folder / "memory.json"), _read(folder / "environment.json")
-    config = page.resolved(values) if values else None
+    config = None
+    with suppress(ConfigError):
+        config = Config.from_dict(values) if values else None
     found = page.source(folder.resolve().name, "run", "")
     found["facts"] = list(_facts(steps, config, memory, prediction))
     found["curves"] = _curves(steps, _SHARE_OF_CURVES * max_bytes)

@@ -29,7 +29,7 @@ from shardwise.runtime.format import format_count
 from shardwise.train.checkpoints import Resumed
 from shardwise.train.loop import Trainer
 from shardwise.train.metrics import SinkSet, StepRecord
-from shardwise.train.prediction import PredictedStep, compare
+from shardwise.train.prediction import StepFigures, compare
 from shardwise.train.progress import Display, Header, Progress
 from shardwise.train.rank_watch import StepFacts
 from shardwise.train.setup import layout_line, sparse_words, tiers_line
@@ -236,7 +236,7 @@ def outcome_of(
     trainer: Trainer,
     logger: StepLogger,
     folder: Path,
-    prediction: PredictedStep | None,
+    prediction: StepFigures | None,
     ending: RunEnding,
     stopped_by: str | None,
 ) -> RunOutcome:

@@ -22,7 +22,7 @@ from shardwise.runtime.memory_tracker import MemorySnapshot
 from shardwise.train.checkpoints import SavedCheckpoint
 from shardwise.train.loop import Sample, StoredBytes
 from shardwise.train.metrics import WORDS
-from shardwise.train.prediction import MeasuredStep, PredictedStep
+from shardwise.train.prediction import StepFigures
 from shardwise.train.progress import Progress, labelled
 
 _LABEL_WIDTH = 15
@@ -84,8 +84,8 @@ class RunOutcome:
     at_rest: Sequence[StoredBytes] = ()
     peak: MemorySnapshot | None = None
     host: MemorySnapshot | None = None
-    prediction: PredictedStep | None = None
-    measured: MeasuredStep | None = None
+    prediction: StepFigures | None = None
+    measured: StepFigures | None = None
     page: Path | None = None
 
 
