@@ -23,7 +23,7 @@ from shardwise.engine.types import StepResult
 from shardwise.runtime.format import format_count
 from shardwise.train.loop import StepMeter, mfu_of
 from shardwise.train.metrics import METRICS_NAME, RunInfo, SinkSet
-from shardwise.train.progress import Progress
+from shardwise.train.progress import Progress, say
 from shardwise.train.rank0_logger import StepLogger, header_of
 from shardwise.train.rank_watch import RankWatch
 from shardwise.train.recording import ProfileWindow
@@ -117,7 +117,7 @@ class OwnRun:
         name = "" if folder is None else folder.name
         sinks.start(config.model_dump(mode="json"), RunInfo(name, folder, first_step))
         for line in sinks.failures:
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            say(self._console, line)
         num_params = sum(place.numel for group in engine.layout.model_groups for place in group.params)
         header = header_of(engine, f"{type(engine.model).__name__}, {format_count(num_params)} parameters")
         state = Progress(header, self._num_steps, step=first_step, first_step=first_step)

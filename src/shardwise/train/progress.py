@@ -3,8 +3,9 @@
 The picture is a pure function of the state and a size. Speed and the loss curve are smoothed, and say so.
 
 >>> header = Header(model="tiny, 6.0 M parameters", layout="ZeRO-2 over 2 ranks", batch="8 samples", data="a text")
->>> state = Progress(header, total_steps=400).after_step(
-...     step=1, loss=8.3, lr=1e-4, grad_norm=2.0, step_s=0.5, tokens_per_s=8192.0)
+>>> record = StepRecord(step=1, loss=8.3, count=4096, grad_norm=2.0, lr=1e-4, skipped=False, step_s=0.5,
+...                     tokens_per_s=8192.0, memory_bytes={})
+>>> state = Progress(header, total_steps=400).after_step(record)
 >>> plain_line(state)
 'step 1/400  loss 8.3000  lr 1.00e-04  grad norm 2.00  tokens/s 8,192 (smoothed)  eta 3:20'
 """
@@ -28,7 +29,7 @@ from rich.text import Text
 from shardwise.planner.render import bar_of
 from shardwise.runtime.format import format_bytes, format_clock
 from shardwise.runtime.memory_tracker import Category
-from shardwise.train.metrics import WORDS
+from shardwise.train.metrics import WORDS, StepRecord
 from shardwise.train.rank_watch import RanksMemory, SlowStep
 
 CURVE_POINTS = 240
@@ -113,32 +114,27 @@ class Progress:
         """Return the seconds that the remaining steps take at the present rate."""
         return (self.total_steps - self.step) * self.step_s
 
-    def after_step(
-        self, *, step: int, loss: float, lr: float, grad_norm: float, step_s: float, tokens_per_s: float
-    ) -> Self:
-        """Return the state after one more step; the arguments are those of a `StepRecord`."""
-        number = step - self.first_step
+    def after_step(self, record: StepRecord) -> Self:
+        """Return the state after one more step."""
+        number = record.step - self.first_step
         # A loss that an fp16 overflow left infinite would stay in the average for ever.
-        trend = _smoothed(self.trend, loss, number) if math.isfinite(loss) else self.trend
+        trend = _smoothed(self.trend, record.loss, number) if math.isfinite(record.loss) else self.trend
         stride = 1 << max(0, math.ceil(math.log2(number / CURVE_POINTS)))
         kept = (each for each in self.losses if (each[0] - self.first_step - 1) % stride == 0)
         return replace(
             self,
-            step=step,
-            loss=loss,
+            step=record.step,
+            loss=record.loss,
             trend=trend,
-            losses=(*kept, (step, trend)),
-            lr=lr,
-            grad_norm=grad_norm,
-            step_s=_smoothed(self.step_s, step_s, number),
-            tokens_per_s=_smoothed(self.tokens_per_s, tokens_per_s, number),
-            elapsed_s=self.elapsed_s + step_s,
+            losses=(*kept, (record.step, trend)),
+            eval_loss=self.eval_loss if record.eval_loss is None else (record.step, record.eval_loss),
+            lr=record.lr,
+            grad_norm=record.grad_norm,
+            step_s=_smoothed(self.step_s, record.step_s, number),
+            tokens_per_s=_smoothed(self.tokens_per_s, record.tokens_per_s, number),
+            elapsed_s=self.elapsed_s + record.step_s,
             activity="",
         )
-
-    def with_eval_loss(self, eval_loss: float) -> Self:
-        """Return the state with the loss on held-out data after the step just taken."""
-        return replace(self, eval_loss=(self.step, eval_loss))
 
 
 def _smoothed(average: float, value: float, number: int) -> float:
@@ -329,8 +325,9 @@ class Display:
             self._draw()
             return
         for label, value in _header_rows(state.header):
-            self._print(
-                f"{label}: {value}" if label == "at rest" else f"{label} {value}" if label == "resumed" else value
+            say(
+                self._console,
+                f"{label}: {value}" if label == "at rest" else f"{label} {value}" if label == "resumed" else value,
             )
 
     def show(self, state: Progress) -> None:
@@ -342,12 +339,12 @@ class Display:
                 self._draw()
             return
         if state.activity:
-            self._print(state.activity)
+            say(self._console, state.activity)
             return
         if is_last or state.num_taken == 1 or state.step % max(1, state.total_steps // _NUM_PLAIN_LINES) == 0:
-            self._print(plain_line(state))
+            say(self._console, plain_line(state))
         if state.slow is not None and state.slow.step == state.step:
-            self._print(str(state.slow))
+            say(self._console, str(state.slow))
 
     def close(self) -> None:
         """Draw the last state without its activity; the picture stays on the terminal."""
@@ -369,5 +366,7 @@ class Display:
         self._console.file.flush()
         self._num_drawn_lines, self._drawn_size = len(lines), size
 
-    def _print(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+def say(console: Console, line: str) -> None:
+    """Print a line as it is: a path may hold brackets, which rich would take for markup."""
+    console.print(line, markup=False, highlight=False, soft_wrap=True)

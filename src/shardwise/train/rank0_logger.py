@@ -157,18 +157,9 @@ class StepLogger:
         if self._page is not None:
             self._page.see_step()
         self._num_tokens += record.count
-        state = self.state.after_step(
-            step=record.step,
-            loss=record.loss,
-            lr=record.lr,
-            grad_norm=record.grad_norm,
-            step_s=record.step_s,
-            tokens_per_s=record.tokens_per_s,
-        )
         if record.peak_bytes is None:
             self.step_s.append(record.step_s)
-        if record.eval_loss is not None:
-            state = state.with_eval_loss(record.eval_loss)
+        state = self.state.after_step(record)
         memory, last_slow = facts.memory or state.memory, facts.slow or state.slow
         self._show(replace(state, mfu=self._mfu(state.tokens_per_s), memory=memory, slow=last_slow))
 

@@ -44,6 +44,7 @@ from shardwise.train.loop import Trainer, build_trainer
 from shardwise.train.metrics import RunInfo, SinkSet, StepRecord
 from shardwise.train.prediction import predict
 from shardwise.train.prepare import PreparedData, open_data
+from shardwise.train.progress import say
 from shardwise.train.rank0_logger import RunPage, StepLogger, first_state, outcome_of
 from shardwise.train.rank_watch import RankWatch, note_command
 from shardwise.train.recording import ProfileWindow, gather_timeline, save_timeline, write_timeline
@@ -91,7 +92,7 @@ def start(config: Config, console: Console, resume: Path | None = None) -> int:
     folder = create_folder(with_steps(resolved, data), time.localtime())
     note_command(folder)
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
-    _say(console, f"run folder {folder}, starting {ranks}")
+    say(console, f"run folder {folder}, starting {ranks}")
     argv = ["-m", "shardwise.cli", "train", "--prepared", str(folder), str(data.path)]
     exit_code = launch_local(
         argv if resume is None else [*argv, "--resume", str(resume)],
@@ -102,7 +103,7 @@ def start(config: Config, console: Console, resume: Path | None = None) -> int:
         grace_s=STOP_GRACE_S,
     )
     if exit_code in _STOPPED_BY:
-        _say(console, f"stopped by {_STOPPED_BY[exit_code]}; what was done until then is in {folder}")
+        say(console, f"stopped by {_STOPPED_BY[exit_code]}; what was done until then is in {folder}")
     return exit_code
 
 
@@ -229,7 +230,7 @@ def _train(
         if checkpoints.waits(step):
             announce(doing)
         if trainer.was_stopped and observer is not None:
-            _say(console, f"{doing} into {checkpoints.root}")
+            say(console, f"{doing} into {checkpoints.root}")
         try:
             with stop.saving():
                 checkpoints.save(step)
@@ -280,7 +281,7 @@ def _observer(
     sinks = SinkSet.of(config.run.sinks, folder)
     sinks.start(config.model_dump(mode="json"), RunInfo(folder.name, folder))
     for note in filter(None, [*notes, _cut_note(trainer), *sinks.failures]):
-        _say(console, note)
+        say(console, note)
     trainer.data.tokenizer.save(folder / "tokenizer", config.data.tokenizer or config.model.path)
     page = RunPage(folder, trainer.engine.comm.comm_log.counts)
     return StepLogger(first_state(trainer, resumed), console, sinks, trainer.mfu, stop.__bool__, page)
@@ -344,13 +345,8 @@ def _prepare(config: Config, console: Console) -> PreparedData:
 
         data = prepare_job_data(config, show)
     took_s = time.monotonic() - start_s
-    _say(console, f"{data.words}, {took_s:.1f} s")
+    say(console, f"{data.words}, {took_s:.1f} s")
     return data
-
-
-def _say(console: Console, line: str) -> None:
-    # A path may hold brackets, which rich would take for markup.
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _agree_on_place(
