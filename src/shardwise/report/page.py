@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
@@ -118,12 +118,15 @@ def config_section(values: Mapping[str, Any]) -> dict[str, Any]:
     return {"keys": keys, "set": [key for key in keys if keys[key] != defaults.get(key)]}
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return nested values as text, by dotted key."""
-    found: dict[str, str] = {}
+def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested mappings by dotted key."""
     for key, value in values.items():
         if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value)
-    return found
+            yield prefix + key, value
+
+
+def flat(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return nested values as text, by dotted key."""
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in leaves(values)}

@@ -36,6 +36,7 @@ _METRICS: Final = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu")
 _CHARS_A_VALUE: Final = 5.0
 _MAX_JSON_BYTES: Final = 64 * 2**20
 _SHARE_OF_CURVES: Final = 0.4
+_MACHINE: Final = ("versions", "device", "world_size")
 
 
 @dataclass
@@ -63,11 +64,7 @@ class _Steps:
 
 
 def write_run_page(folder: Path) -> Path:
-    """Write the page of a run into its folder, without a schedule that takes seconds to simulate; return its path.
-
-    Raises:
-        OSError: the disk is full.
-    """
+    """Write the page of a run into its folder, without a schedule that takes seconds to simulate; return its path."""
     path = folder / PAGE_NAME
     page.write(path, [run_source(folder, page.share_of(1), _QUICK_CELLS)])
     return path
@@ -101,7 +98,9 @@ def run_source(folder: Path, max_bytes: int, max_cells: int = MAX_CELLS) -> page
     left = max_bytes - len(json.dumps(found))
     found["timelines"] = _timelines(folder, config, left - left // 8, max_cells)
     found["config"] = page.config_section(values) if values else absent("the folder has no config.json")
-    found["environment"] = _environment(environment, prediction)
+    shown = environment or {key: prediction[key] for key in _MACHINE if key in prediction}
+    lacking = absent("the folder has neither environment.json nor prediction.json")
+    found["environment"] = {"keys": page.flat(shown)} if shown else lacking
     return found
 
 
@@ -174,11 +173,9 @@ def _late_median(column: Sequence[float]) -> float:
     return late[len(late) // 2] if late else math.nan
 
 
-def _within(value: Mapping[str, Any], *keys: str) -> Any:
-    found: Any = value
-    for key in keys:
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found
+def _within(value: Mapping[str, Any], key: str, inner: str) -> Any:
+    found = value.get(key)
+    return found.get(inner) if isinstance(found, Mapping) else None
 
 
 def _curves(steps: _Steps, max_chars: float) -> dict[str, Any]:
@@ -237,13 +234,6 @@ def _wire(values: Mapping[str, Any]) -> dict[str, Any]:
     known = [each for each in axes if isinstance(each, Mapping) and math.isfinite(_number(each.get("bytes")))]
     rows = [(str(each.get("axis")), str(each.get("op")), _number(each["bytes"])) for each in known]
     return {"rows": rows, "note": "sent by rank 0, a mean over its steps"}
-
-
-def _environment(values: Mapping[str, Any], prediction: Mapping[str, Any]) -> dict[str, Any]:
-    shown = values or {key: prediction[key] for key in ("versions", "device", "world_size") if key in prediction}
-    if not shown:
-        return absent("the folder has neither environment.json nor prediction.json")
-    return {"keys": page.flat(shown)}
 
 
 def _timelines(folder: Path, config: Config | None, max_bytes: int, max_cells: int) -> dict[str, Any]:

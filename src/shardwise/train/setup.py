@@ -17,7 +17,7 @@ import re
 import resource
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -34,6 +34,7 @@ from shardwise.layout.layout import TIERS, Layout
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.tp_sharding import check_length
 from shardwise.offload.nvme import SwapError, SwapFolder
+from shardwise.report.page import leaves
 from shardwise.runtime.format import format_bytes
 from shardwise.runtime.optimizers import optimizer_kind
 from shardwise.runtime.recompute import check_backend
@@ -94,12 +95,12 @@ def job_config(
         ConfigError: a key or a value is wrong.
     """
     values = {section: dict(keys) for section, keys in (base or {}).items()}
-    for key, value in _leaves(read_toml(path) if path is not None else {}):
+    for key, value in leaves(read_toml(path) if path is not None else {}):
         set_key(values, key, value)
     assigned = {assignment.partition("=")[0].strip() for assignment in assignments}
     if "run.steps" in assigned and "run.epochs" not in assigned:  # those of the file, or the saved run, would win
         values.get("run", {}).pop("epochs", None)
-    given = assigned.union(key for key, _ in _leaves(values))
+    given = assigned.union(key for key, _ in leaves(values))
     config = Config.from_dict(values).override(assignments)
     merged = config.model_dump()
     for key, value in _job_defaults(config, given).items():
@@ -375,12 +376,3 @@ def has_fast_bf16() -> bool:
     """Say whether this CPU multiplies bf16 in hardware, so that it is faster than fp32; False under an older torch."""
     capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
-
-
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys and their values."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
