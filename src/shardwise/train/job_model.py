@@ -62,11 +62,6 @@ class DecoderModel:
         return num_params(self.shape)
 
     @property
-    def longest(self) -> int | None:
-        """Return the most tokens of a sequence that it is made for; None where any are."""
-        return None
-
-    @property
     def num_heads(self) -> int:
         """Return the query heads of each attention."""
         return self.shape.num_heads
@@ -178,6 +173,7 @@ class HuggingFaceModel:
 
     @property
     def longest(self) -> int | None:
+        """Return the most tokens of a sequence that it is made for; None where it does not say."""
         return getattr(self._text, "max_position_embeddings", None)
 
     @property

@@ -27,7 +27,7 @@ from shardwise.config.resolve import Config
 from shardwise.engine.engine import Engine
 from shardwise.engine.types import StepResult
 from shardwise.planner.hardware import known_gpu
-from shardwise.runtime.memory_tracker import Category, MemorySnapshot, first_line, is_out_of_memory
+from shardwise.runtime.memory_tracker import MemorySnapshot, first_line, is_out_of_memory
 from shardwise.train.dataset import PackedDataset, TokenDataset, batches_for_step, sample_order
 from shardwise.train.job_model import JobModel, job_model
 from shardwise.train.metrics import StepRecord
@@ -47,15 +47,6 @@ class Sample:
 
     prompt: str
     text: str
-
-
-@dataclass(frozen=True)
-class StoredBytes:
-    """Holds one state's bytes between steps on rank 0; those on NVMe are not measured."""
-
-    name: str
-    predicted_bytes: int
-    measured_bytes: int | None
 
 
 class StepMeter:
@@ -222,20 +213,6 @@ class Trainer:
         ids = tokens[0].tolist()
         tokenizer = self.data.tokenizer
         return Sample(tokenizer.decode(ids[: len(prompt_ids)]), tokenizer.decode(ids[len(prompt_ids) :]))
-
-    def at_rest(self) -> list[StoredBytes]:
-        """Return the bytes of each state between steps, predicted and measured."""
-        engine, by_tier = self.engine, self.engine.layout.bytes_by_tier()
-        live = {"device": engine.memory.snapshot().live_bytes, "host": engine.tiers.memory.snapshot().live_bytes}
-        roles = (("param", Category.PARAMETERS), ("grad", Category.GRADIENTS), ("optimizer", Category.OPTIMIZER))
-        states = []
-        for role, category in roles:
-            for tier, predicted in by_tier.items():
-                if predicted[role] or len(by_tier) == 1:
-                    where = "" if len(by_tier) == 1 else f" ({'NVMe' if tier == 'nvme' else tier})"
-                    measured = live[tier][category] if tier in live else None
-                    states.append(StoredBytes(category.value + where, predicted[role], measured))
-        return states
 
     @property
     def host(self) -> MemorySnapshot | None:

@@ -251,7 +251,6 @@ def outcome_of(
         ending=ending,
         stopped_by=stopped_by,
         unigram_loss=None if eval_loss is None else trainer.unigram_loss(),
-        at_rest=trainer.at_rest(),
         peak=trainer.peak,
         host=trainer.host,
         prediction=prediction,

@@ -39,7 +39,7 @@ from shardwise.runtime.format import format_bytes
 from shardwise.runtime.optimizers import optimizer_kind
 from shardwise.runtime.recompute import check_backend
 from shardwise.tensor.plan_layout import plan_layout
-from shardwise.train.job_model import job_model, model_name
+from shardwise.train.job_model import HuggingFaceModel, job_model, model_name
 from shardwise.train.prepare import PreparedData, Progress, prepare_data
 
 CONFIG_NAME = "config.json"
@@ -367,7 +367,7 @@ def _job_defaults(config: Config, given: set[str]) -> dict[str, Any]:
 
 def _tuning_defaults(config: Config) -> dict[str, Any]:
     """Return what suits a model that knows its language already: a lower rate, longer samples, an epoch."""
-    longest = job_model(config).longest or _TUNING_SEQ_LEN
+    longest = HuggingFaceModel.open(config).longest or _TUNING_SEQ_LEN
     defaults = {"batch.micro_size": 1, "optimizer.lr": _LORA_LR if config.lora.rank else _TUNING_LR}
     return defaults | {"data.seq_len": min(longest, _TUNING_SEQ_LEN), "run.epochs": 1.0, "optimizer.weight_decay": 0.0}
 

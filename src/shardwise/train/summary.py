@@ -20,7 +20,7 @@ from shardwise.checkpoint.manifest import CheckpointError
 from shardwise.runtime.format import format_bytes, format_clock, format_s
 from shardwise.runtime.memory_tracker import MemorySnapshot
 from shardwise.train.checkpoints import SavedCheckpoint
-from shardwise.train.loop import Sample, StoredBytes
+from shardwise.train.loop import Sample
 from shardwise.train.metrics import WORDS
 from shardwise.train.prediction import StepFigures
 from shardwise.train.progress import Progress, labelled
@@ -64,7 +64,6 @@ class RunOutcome:
         loss_unit: follows a loss.
         stopped_by: what asked it to stop before the last step, "" where that is not known, None where nothing did.
         dropped_sinks: a line for each sink that failed.
-        at_rest: the bytes of each state between steps.
         peak: memory of the last step in which it was measured.
         host: memory of the host tier; None where all states are stored on the device.
         prediction: what the planner predicted for rank 0 before the first step; None where it could not.
@@ -81,7 +80,6 @@ class RunOutcome:
     loss_unit: str = " nats a token"
     stopped_by: str | None = None
     dropped_sinks: Sequence[str] = ()
-    at_rest: Sequence[StoredBytes] = ()
     peak: MemorySnapshot | None = None
     host: MemorySnapshot | None = None
     prediction: StepFigures | None = None
@@ -152,9 +150,6 @@ def _rows(outcome: RunOutcome) -> Iterator[tuple[str, RenderableType]]:
 
 def _planner_rows(outcome: RunOutcome) -> Iterator[tuple[str, RenderableType]]:
     """Yield what was predicted of memory and time beside what was measured."""
-    if outcome.state.num_taken and outcome.at_rest:
-        states = [(state.name, state.predicted_bytes, state.measured_bytes) for state in outcome.at_rest]
-        yield "at rest", _beside(states, format_bytes)
     prediction, measured = outcome.prediction, outcome.measured
     if prediction is None or measured is None or outcome.folder is None:
         if outcome.peak is not None:
