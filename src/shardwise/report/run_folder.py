@@ -34,7 +34,7 @@ TIMELINE_NAME: Final = "timeline.json"
 _QUICK_CELLS: Final = 5_000
 _METRICS: Final = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu")
 _CHARS_A_VALUE: Final = 5.0
-_MAX_JSON_BYTES: Final = 64 * 2**20
+_MAX_JSON_BYTES: Final = 2**29
 _SHARE_OF_CURVES: Final = 0.4
 _MACHINE: Final = ("versions", "device", "world_size")
 
