@@ -27,8 +27,9 @@ from typing import Any
 
 from shardwise.config.resolve import Config
 from shardwise.report import page
+from shardwise.report.chrome_trace import chrome_trace
 from shardwise.report.run_folder import run_source
-from shardwise.schedule import Schedule, insert_transfers, pipeline_step
+from shardwise.schedule import Schedule, TimedAction, insert_transfers, pipeline_step
 from shardwise.schedule.actions import COMPUTATIONS, STREAMS, ActionKind
 
 _PASS_S = {ActionKind.FORWARD: 0.010, ActionKind.BACKWARD: 0.021}
@@ -56,9 +57,8 @@ def write_run(folder: Path, num_steps: int, num_ranks: int, num_micro_batches: i
     ranks = [{name: round(size * _GIB * noise.uniform(0.9, 1.1)) for name, size in _CATEGORIES.items()}] * num_ranks
     (folder / "memory.json").write_text(json.dumps({"step": num_steps, "limit_bytes": 80 * _GIB, "ranks": ranks}))
     schedule = insert_transfers(pipeline_step("1f1b", num_ranks, num_micro_batches, 1))
-    for rank in range(num_ranks):
-        lines = _timeline(schedule, rank, noise)
-        (folder / f"timeline-{rank}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    actions = [each for rank in range(num_ranks) for each in _timeline(schedule, rank, noise)]
+    (folder / "timeline.json").write_text(json.dumps(chrome_trace(actions)))
 
 
 def _steps(num_steps: int, noise: random.Random) -> Iterator[dict[str, object]]:
@@ -79,7 +79,7 @@ def _steps(num_steps: int, noise: random.Random) -> Iterator[dict[str, object]]:
         }
 
 
-def _timeline(schedule: Schedule, rank: int, noise: random.Random) -> Iterator[dict[str, object]]:
+def _timeline(schedule: Schedule, rank: int, noise: random.Random) -> Iterator[TimedAction]:
     """Yield a rank's actions with noisy times, one after another; none waits for another rank."""
     now_s = rank * _PASS_S[ActionKind.FORWARD]
     for action in schedule.ranks[rank]:
@@ -87,13 +87,7 @@ def _timeline(schedule: Schedule, rank: int, noise: random.Random) -> Iterator[d
         start_s, end_s = now_s, now_s + usual_s * noise.uniform(0.95, 1.1)
         if action.kind in COMPUTATIONS:
             now_s = end_s
-        yield {
-            "rank": rank,
-            "lane": STREAMS[action.kind],
-            "action": str(action),
-            "start_s": round(start_s, 6),
-            "end_s": round(end_s, 6),
-        }
+        yield TimedAction(action, rank, start_s, end_s, STREAMS[action.kind])
 
 
 def load_facts(path: Path) -> dict[str, Any] | None:

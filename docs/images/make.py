@@ -21,6 +21,7 @@ from shardwise.planner.pricer import Pricer
 from shardwise.planner.request import ask, read_model
 from shardwise.planner.search import search
 from shardwise.train.imported_plan import named_batch, strategy_for
+from shardwise.train.metrics import StepRecord
 from shardwise.train.progress import Header, Progress, render
 from shardwise.train.rank_watch import RanksMemory
 
@@ -52,10 +53,7 @@ def train_picture(run: Path) -> str:
     )
     state = Progress(header, total_steps=len(records))
     for record in records[: len(records) * 3 // 4]:
-        fields = ("step", "loss", "lr", "grad_norm", "step_s", "tokens_per_s")
-        state = state.after_step(**{name: record[name] for name in fields})
-        if record.get("eval_loss"):
-            state = state.with_eval_loss(record["eval_loss"])
+        state = state.after_step(StepRecord(**record))
     kept = json.loads((run / "memory.json").read_text())
     state = replace(state, memory=RanksMemory(kept["step"], kept["limit_bytes"], tuple(kept["ranks"])))
     return _picture(render(state, WIDTH, height=30), "shardwise train")

@@ -37,10 +37,9 @@ if TYPE_CHECKING:
     from shardwise.tensor.autoplan.propose import propose_plan
     from shardwise.tensor.plan_layout import plan_layout
     from shardwise.tensor.prove_plan import prove_plan
-    from shardwise.train.data_loader import data_loader
+    from shardwise.train.loaders import data_loader, stream_loader
     from shardwise.train.own_loop import progress
     from shardwise.train.recording import save_timeline
-    from shardwise.train.stream import stream_loader
     from shardwise.verify.simulate import Simulation, simulate
 
 __version__: Final = "0.1.0"
@@ -105,7 +104,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "backward": "engine.multi_backward",
     "block_sparse_attention": "attention.api",
     "build_layout": "layout.layout",
-    "data_loader": "train.data_loader",
+    "data_loader": "train.loaders",
     "estimate_model_states": "planner.model_states",
     "gathered": "engine.state_api",
     "init": "construction.context",
@@ -120,7 +119,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "simulate": "verify.simulate",
     "sparse_sdpa": "attention.sdpa_patch",
     "sparse_sdpa_module": "attention.sdpa_patch",
-    "stream_loader": "train.stream",
+    "stream_loader": "train.loaders",
 }
 
 

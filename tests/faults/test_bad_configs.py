@@ -215,7 +215,7 @@ def test_commands_refuse_in_one_line_and_leave_nothing(tmp_path, monkeypatch, ca
 @pytest.mark.parametrize(
     "arguments",
     [
-        *(["timeline", "mesh.pp=2", flag] for flag in ("--svg", "--html", "--chrome-trace")),
+        *(["timeline", "mesh.pp=2", flag] for flag in ("--html", "--chrome-trace")),
         ["attention", "show", "attention.kind=fixed", "--svg"],
         *([*PLAN, flag] for flag in ("--json", "--write")),
     ],
@@ -244,9 +244,9 @@ def test_shells_that_allow_too_little_say_so_in_one_line(tmp_path) -> None:
     assert list(tmp_path.iterdir()) == []
     gone = shardwise(tmp_path, "mkdir gone; cd gone; rmdir ../gone", "train")
     assert (gone.returncode, gone.stderr.count("\n")) == (2, 1)
-    closed = shardwise(tmp_path, ":", "timeline", "mesh.pp=2", "--svg", "plan.svg", after="<&- >&- 2>&-")
+    closed = shardwise(tmp_path, ":", "timeline", "mesh.pp=2", "--html", "plan.html", after="<&- >&- 2>&-")
     assert closed.returncode == 0
-    assert (tmp_path / "plan.svg").read_text().startswith("<svg")
+    assert "1f1b" in (tmp_path / "plan.html").read_text()
 
 
 def test_a_config_comes_back_from_what_it_wrote_whatever_its_text_holds(tmp_path: Path) -> None:

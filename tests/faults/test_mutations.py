@@ -43,7 +43,7 @@ from shardwise.cli.timeline import _read_recorded
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.config.untrusted_files import OneLineError
 from shardwise.planner.request import read_model
-from shardwise.report import timeline_svg, timeline_text
+from shardwise.report import timeline_text
 from shardwise.report.chrome_trace import chrome_trace
 from shardwise.report.panel import TerminalPanel
 from shardwise.schedule import Action, ScheduleError, TimedAction
@@ -119,7 +119,6 @@ def read_trace(path: Path) -> None:
     panel = TerminalPanel("recorded", actions)
     mean_times(actions)
     timeline_text.draw([panel], 80)
-    timeline_svg.draw([panel])
 
 
 READERS: dict[str, Callable[[Path], object]] = {

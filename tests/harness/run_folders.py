@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config.resolve import Config
+from shardwise.report.chrome_trace import chrome_trace
 from shardwise.schedule import insert_transfers, pipeline_step, simulate
 from shardwise.schedule.simulate import OpTimes
-from shardwise.train.metrics import StepRecord, to_json_line, write_timeline
+from shardwise.train.metrics import StepRecord, to_json_line
 
 PREDICTED = {"parameters": 1000, "optimizer": 3000}
 MEASURED = {"parameters": 1000, "optimizer": 2000, "activations": 500}
@@ -46,5 +47,4 @@ def write_run(folder: Path, num_steps: int = 20, *settings: str) -> None:
     (folder / "wire.json").write_text(json.dumps(wire))
     schedule = insert_transfers(pipeline_step("1f1b", 2, 3, 1))
     actions = simulate(schedule, OpTimes(0.1, 0.1, 0.1, 0.01).cost(1))
-    for rank in (0, 1):
-        write_timeline(folder / f"timeline-{rank}.jsonl", [each for each in actions if each.rank == rank])
+    (folder / "timeline.json").write_text(json.dumps(chrome_trace(actions)))

@@ -17,7 +17,7 @@ from shardwise.checkpoint.commit import read_manifest
 from shardwise.checkpoint.convert import import_folder
 from shardwise.config.resolve import Config
 from shardwise.train.dataset import sample_order
-from shardwise.train.huggingface_model import HuggingFaceModel
+from shardwise.train.job_model import HuggingFaceModel
 from shardwise.train.loop import build_trainer
 from shardwise.train.prepare import PreparedData, open_data, prepare_data
 from shardwise.train.setup import check_job

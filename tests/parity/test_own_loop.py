@@ -14,7 +14,7 @@ from torch import nn
 
 import shardwise
 from harness.refusals import refused
-from shardwise.train.data_loader import EngineDataLoader
+from shardwise.train.loaders import EngineDataLoader
 
 NUM_ROWS, GLOBAL_SIZE = 26, 8
 

@@ -9,6 +9,7 @@ import torch
 
 from shardwise.config.resolve import Config
 from shardwise.engine.types import EvalResult
+from shardwise.runtime.memory_tracker import Category
 from shardwise.train import job_model, loop
 from shardwise.train.loop import METER_EVERY, Trainer, build_trainer, peak_flops, unigram_loss
 from shardwise.train.prepare import open_data, prepare_data
@@ -72,13 +73,20 @@ def test_memory_is_measured_in_sampled_steps(values, tmp_path, monkeypatch):
     assert trainer.peak is not None
 
 
+def states_of(trainer: Trainer) -> tuple[dict[str, int], dict[str, int]]:
+    """The bytes of each state between steps, as the layout predicts and as the memory tracker counts them."""
+    live, engine = trainer.engine.memory.snapshot().live_bytes, trainer.engine
+    roles = {"param": Category.PARAMETERS, "grad": Category.GRADIENTS, "optimizer": Category.OPTIMIZER}
+    return engine.layout.bytes_at_rest(engine.comm.rank), {role: live[category] for role, category in roles.items()}
+
+
 def test_memory_at_rest_is_as_predicted(values, tmp_path):
     values["optimizer"] |= {"name": "sgd"}
     trainer = make_trainer(values, tmp_path)
     take(trainer)
-    states = trainer.at_rest()
-    assert [state.name for state in states] == ["parameters", "gradients", "optimizer"]
-    assert all(state.measured_bytes == state.predicted_bytes > 0 for state in states)
+    predicted, measured = states_of(trainer)
+    assert measured == predicted
+    assert min(predicted.values()) > 0
 
 
 def test_every_step_sees_the_next_samples(values, tmp_path, monkeypatch):
@@ -138,17 +146,17 @@ def test_every_layout_trains_on_the_same_text(values, tmp_path, ranks, layout):
 def measure_on_rank(rank: int, world_size: int, values: dict, shard: Path) -> tuple:
     """Tokens of every step, and the states between steps."""
     trainer = build_trainer(Config.from_dict(values), open_data(shard, Config.from_dict(values)))
-    return [record.count for record in take(trainer)], trainer.at_rest()
+    return [record.count for record in take(trainer)], states_of(trainer)
 
 
 def test_ranks_that_share_a_layer_count_tokens_once_and_hold_what_is_predicted(values, tmp_path, ranks):
     values |= {"mesh": {"tp": 2}, "zero": {"stage": 3}, "precision": {"param": "bf16"}}
     values["optimizer"] |= {"name": "sgd"}  # Adam counts its steps, too
     shard = prepare_data(Config.from_dict(values), tmp_path / "cache").path
-    for counts, states in ranks(2).run(measure_on_rank, values, shard):
+    for counts, (predicted, measured) in ranks(2).run(measure_on_rank, values, shard):
         assert counts == [4 * 16] * 4
-        assert all(state.predicted_bytes > 0 for state in states)
-        assert [state.measured_bytes for state in states] == [state.predicted_bytes for state in states]
+        assert measured == predicted
+        assert min(predicted.values()) > 0
 
 
 def test_all_ranks_stop_when_one_is_asked_to(values, tmp_path, ranks):

@@ -72,7 +72,8 @@ def show(
     is_dense = config.attention.kind == "dense"
     lines = [*([] if is_dense else figures(layout)), *ranks]
     if svg is not None:
-        write_file(svg, layout_drawing.svg(panels(layout, _SVG_CELLS), [title, *lines]))
+        drawn = panels(layout, _SVG_CELLS)
+        write_file(svg, layout_drawing.svg(drawn, [title, *lines], is_causal=layout.patterns[0].causal))
         print(f"wrote {svg}")
         return 0
     console = Terminal(highlight=False)

@@ -466,7 +466,7 @@ def _give(arguments: SimpleNamespace, view: RenderableType, values: Mapping[str,
 def _write_page(path: Path, answer: Mapping[str, Any]) -> None:
     """Write the page of an answer; one without a layout that fits is none."""
     from shardwise.report import page
-    from shardwise.report.plan_answer import plan_source
+    from shardwise.report.planned import plan_source
 
     if answer.get("best", [answer]):
         page.write(path, [plan_source(path.stem, answer, None, page.share_of(1))])

@@ -17,8 +17,7 @@ from shardwise.cli.command import FILE, OUTPUT, as_written
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.config.untrusted_files import read_json
 from shardwise.report import page
-from shardwise.report.plan_answer import config_source, plan_source
-from shardwise.report.planned import HERE, PlanNote
+from shardwise.report.planned import HERE, PlanNote, config_source, plan_source
 from shardwise.report.run_folder import is_run, run_source
 
 if TYPE_CHECKING:

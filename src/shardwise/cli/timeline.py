@@ -16,7 +16,7 @@ import click
 from shardwise.cli.command import FILE, OUTPUT, as_written, settings, split, write_file
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.config.untrusted_files import UntrustedFileError, read_json
-from shardwise.report import page, timeline_svg, timeline_text
+from shardwise.report import page, timeline_text
 from shardwise.report.chrome_trace import chrome_trace, read_chrome_trace
 from shardwise.report.console import Terminal
 from shardwise.report.panel import TerminalPanel
@@ -46,7 +46,6 @@ examples:
 @click.option("--transfer-s", type=float, metavar="S", help="seconds that a value takes between ranks (default: 0)")
 @click.option("--recorded", type=FILE, help="a run's Chrome trace, drawn under the plan")
 @click.option("--own-axes", is_flag=True, help="give plan and run each its own scale of time")
-@click.option("--svg", type=OUTPUT, help="write the drawing as SVG")
 @click.option("--html", type=OUTPUT, help="write it as a page with zoom and search")
 @click.option("--chrome-trace", type=OUTPUT, help="write the plan for Perfetto")
 @click.option("--text", is_flag=True, help="draw in the terminal, even where a file is written")
@@ -65,7 +64,6 @@ def timeline(settings: Sequence[str], recorded: Path | None, own_axes: bool, tex
     if actions is not None:
         panels.append(TerminalPanel(f"recorded: {recorded}", actions))
     files: list[tuple[Path | None, Callable[[], str]]] = [
-        (given["svg"], lambda: timeline_svg.draw(panels, same_axis=not own_axes)),
         (given["html"], lambda: page.draw([_source(panels)], same_axis=not own_axes)),
         (given["chrome_trace"], lambda: json.dumps(chrome_trace(panels[0].actions))),
     ]

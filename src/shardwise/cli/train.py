@@ -83,7 +83,7 @@ def _job(
     path: str | None, assignments: Sequence[str], resume: str | None, console: Console | None
 ) -> tuple[Config, Path | None]:
     """Return the config of the run, and the checkpoint that it goes on from; on the console, that there is none."""
-    from shardwise.train.resume import auto_place, resumed_job
+    from shardwise.train.checkpoints import auto_place, resumed_job
     from shardwise.train.setup import job_config
 
     if resume is None:
@@ -97,7 +97,7 @@ def _job(
 
 def _start(path: str | None, assignments: Sequence[str], resume: str | None) -> int:
     from shardwise.launch.local import default_num_ranks
-    from shardwise.train.resume import keep_global_batch
+    from shardwise.train.checkpoints import keep_global_batch
     from shardwise.train.run import start
 
     console = Console()
@@ -108,7 +108,7 @@ def _start(path: str | None, assignments: Sequence[str], resume: str | None) -> 
 
 
 def _dry_run(path: str | None, assignments: Sequence[str], resume: str | None, world_size: int | None) -> int:
-    from shardwise.train.resume import keep_global_batch
+    from shardwise.train.checkpoints import keep_global_batch
     from shardwise.verify.dry_run import dry_run, dry_run_size, render
 
     config, source = _job(path, assignments, resume, None)
@@ -128,7 +128,7 @@ def _be_rank(
     prepared: tuple[Path, Path] | None,
 ) -> int:
     from shardwise.launch.process_group import LaunchError
-    from shardwise.train.resume import keep_global_batch
+    from shardwise.train.checkpoints import keep_global_batch
     from shardwise.train.run import join, run_prepared
     from shardwise.train.setup import resolve_job
 

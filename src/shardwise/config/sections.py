@@ -420,7 +420,7 @@ class RunConfig(Section):
     check_collectives: bool = False
     """Whether each collective is compared over the ranks before it starts; slow, for debugging."""
     record_timeline: Positive | None = None
-    """The step whose pipeline timeline is written into the run's folder."""
+    """The step whose pipeline timeline is written into the run's folder; None takes the last."""
     sinks: SinkNames = ("jsonl", "tensorboard")
     """Where the numbers of each step go: "jsonl" and "tensorboard" into the run's folder, "wandb" and "mlflow" where
     their own environment says. One that fails is named at the end, and the run goes on."""

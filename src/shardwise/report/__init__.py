@@ -1,10 +1,8 @@
-"""Draw timelines, planned or recorded: for the terminal, as SVG and HTML, and as a Chrome trace.
-
-The functions are pure: they turn timed actions into text, with no process group, no device and no torch.
+"""Draw timelines, planned or recorded, in the terminal and as a Chrome trace, and runs and plans as an HTML page.
 
 >>> from shardwise.report import timeline_text
 >>> from shardwise.report.panel import TerminalPanel
->>> from shardwise.schedule import COMPUTATIONS, Schedule, simulate
+>>> from shardwise.schedule import Schedule, simulate
 >>> schedule = Schedule.parse("rank 0: 0F0 0F1 0B0 0B1\\nrank 1: 1F0 1B0 1F1 1B1")
 >>> panel = TerminalPanel("two stages", simulate(schedule, lambda rank, action: 1.0))
 >>> print(timeline_text.draw([panel], width=40).plain.splitlines()[3])

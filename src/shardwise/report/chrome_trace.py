@@ -3,8 +3,6 @@
 A process of the trace is a rank, a thread is one of its streams. Times in the format are microseconds; the exact
 seconds are in each event's `args`, where `read_chrome_trace` reads them.
 
-Source: "Trace Event Format", the complete events ("X") and the metadata events ("M").
-
 >>> timed = TimedAction(Action.parse("1F0"), rank=1, start_s=0.5, end_s=0.75, stream="compute")
 >>> event = chrome_trace([timed])["traceEvents"][-1]
 >>> event["name"], event["ph"], event["pid"], event["tid"], event["ts"], event["dur"]
@@ -16,7 +14,7 @@ True
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardwise.report.panel import TerminalPanel, describe
@@ -26,19 +24,17 @@ _US_PER_S = 1e6
 
 
 def chrome_trace(actions: Sequence[TimedAction], rank_name: str = "pp rank") -> dict[str, Any]:
-    """Return the trace as a value that `json.dump` writes.
-
-    Args:
-        actions: actions of all ranks, on one clock, in seconds.
-        rank_name: name of a rank in the trace; its number follows.
-    """
+    """Return the trace as a value that `json.dump` writes."""
     panel = TerminalPanel("", actions)
     # Streams without time are kept too, so that no event is lost.
     streams = [*panel.streams, *sorted({each.stream for each in actions} - set(panel.streams))]
-    events = [
-        *(event for rank in panel.rows for event in _names(rank, rank_name, streams)),
-        *(_event(each, streams) for each in actions),
-    ]
+    events: list[dict[str, Any]] = []
+    for rank in panel.rows:
+        names = [("process_name", 0, {"name": f"{rank_name} {rank}"}), ("process_sort_index", 0, {"sort_index": rank})]
+        for index, stream in enumerate(streams):
+            names += [("thread_name", index, {"name": stream}), ("thread_sort_index", index, {"sort_index": index})]
+        events += [{"ph": "M", "name": name, "pid": rank, "tid": tid, "args": args} for name, tid, args in names]
+    events += [_event(each, streams) for each in actions]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -53,30 +49,14 @@ def read_chrome_trace(trace: Mapping[str, Any]) -> tuple[TimedAction, ...]:
         raise ScheduleError(
             "trace-format", "this is no Chrome trace: it has no list traceEvents; give a file that a run recorded"
         )
-    ours = [event for event in events if isinstance(event, Mapping) and "action" in _arguments(event)]
+    arguments = [event.get("args") for event in events if isinstance(event, Mapping)]
+    ours = [each for each in arguments if isinstance(each, Mapping) and "action" in each]
     if not ours:
         raise ScheduleError(
             "trace-without-actions",
             f"none of the {len(events)} events of the trace is a timed action; give a file that a run recorded",
         )
-    return tuple(_timed(_arguments(event)) for event in ours)
-
-
-def _arguments(event: Mapping[str, Any]) -> Mapping[str, Any]:
-    arguments = event.get("args")
-    return arguments if isinstance(arguments, Mapping) else {}
-
-
-def _names(rank: int, rank_name: str, streams: Sequence[str]) -> Iterator[dict[str, Any]]:
-    yield _metadata("process_name", rank, 0, {"name": f"{rank_name} {rank}"})
-    yield _metadata("process_sort_index", rank, 0, {"sort_index": rank})
-    for index, stream in enumerate(streams):
-        yield _metadata("thread_name", rank, index, {"name": stream})
-        yield _metadata("thread_sort_index", rank, index, {"sort_index": index})
-
-
-def _metadata(name: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, Any]:
-    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args}
+    return tuple(map(_timed, ours))
 
 
 def _event(timed: TimedAction, streams: Sequence[str]) -> dict[str, Any]:
@@ -101,17 +81,12 @@ def _event(timed: TimedAction, streams: Sequence[str]) -> dict[str, Any]:
 
 def _timed(arguments: Mapping[str, Any]) -> TimedAction:
     try:
-        timed = TimedAction(
-            Action.parse(str(arguments["action"])),
-            int(arguments["rank"]),
-            float(arguments["start_s"]),
-            float(arguments["end_s"]),
-            str(arguments["lane"]),
-        )
-        if not -math.inf < timed.start_s <= timed.end_s < math.inf:
-            raise ValueError(f"it lasts from {timed.start_s} s to {timed.end_s} s")
-        return timed
+        action, rank, stream = Action.parse(str(arguments["action"])), int(arguments["rank"]), str(arguments["lane"])
+        start_s, end_s = float(arguments["start_s"]), float(arguments["end_s"])
+        if not -math.inf < start_s <= end_s < math.inf:
+            raise ValueError(f"it lasts from {start_s} s to {end_s} s")
     except (KeyError, TypeError, ValueError) as error:
         raise ScheduleError(
             "trace-event-damaged", f"damaged event of the action {arguments['action']!r}: {error}; record the run again"
         ) from None
+    return TimedAction(action, rank, start_s, end_s, stream)

@@ -16,12 +16,9 @@ import math
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import chain
 from typing import Any, Final, Literal
 
-from shardwise.report.palette import fill, ink
-from shardwise.report.panel import SYMBOLS, WORDS, TerminalPanel, word_of
+from shardwise.report.panel import LOOKS, TerminalPanel, fill, ink, word_of
 from shardwise.schedule import TimedAction
 
 _WIDTH: Final = 4
@@ -49,56 +46,38 @@ def num_chars(value: Any) -> int:
     return sum(map(num_chars, value)) if isinstance(value, list | tuple) else 0
 
 
-@dataclass(frozen=True)
-class _Detail:
-    """Say how much of a timeline is stored: ticks of its makespan, its thin rows, one of how many ranks."""
-
-    num_ticks: int
-    has_streams: bool = True
-    every: int = 1
-
-
 def packed_timeline(panel: TerminalPanel, max_chars: int) -> dict[str, Any]:
-    """Return a timeline for the page, as finely as `max_chars` characters allow; it says what was left out.
-
-    Args:
-        panel: the timeline; actions that take no time are left out.
-        max_chars: characters that its columns may take together.
-    """
-    details = chain(
-        (_Detail(_FINE_TICKS), _Detail(_COARSE_TICKS), _Detail(_COARSE_TICKS, has_streams=False)),
-        (_Detail(_COARSE_TICKS, has_streams=False, every=2**power) for power in range(1, 20)),
-    )
-    for detail in details:
-        if detail.num_ticks == _FINE_TICKS and len(panel.actions) * _FINE_CHARS > max_chars:
-            continue
-        columns = _columns(panel, detail)
+    """Return a timeline for the page, as finely as `max_chars` characters allow; it says what was left out."""
+    few_chars = len(panel.actions) * _FINE_CHARS > max_chars
+    # Ticks of the makespan, streams, one of how many ranks.
+    levels = [] if few_chars else [(_FINE_TICKS, panel.streams, 1)]
+    levels += [(_COARSE_TICKS, panel.streams, 1)]
+    levels += [(_COARSE_TICKS, panel.streams[:1], 2**power) for power in range(20)]
+    for num_ticks, streams, every in levels:
+        ranks = list(panel.rows)[::every]
+        columns = _columns(panel, ranks, streams, num_ticks)
         if num_chars(columns) <= max_chars:
             break
-    left_out = [] if detail.has_streams else [f"transfers and collectives ({', '.join(panel.streams[1:])})"]
-    left_out += [] if detail.every == 1 else [f"all ranks but every {detail.every}th"]
-    kept = list(panel.rows)[:: detail.every]
+    dropped = panel.streams[len(streams) :]
+    left_out = [f"transfers and collectives ({', '.join(dropped)})"] if dropped else []
+    left_out += [] if every == 1 else [f"all ranks but every {every}th"]
     return {
         "title": panel.title,
         "bubble": panel.bubble_line,
         "makespan_s": panel.makespan_s,
-        "num_ticks": detail.num_ticks,
+        "num_ticks": num_ticks,
         "num_chunks": panel.num_chunks,
-        "streams": panel.streams if detail.has_streams else panel.streams[:1],
+        "streams": streams,
         "left_out": left_out,
-        "idle": packed("f", (panel.idle_fractions[rank] for rank in kept)),
-        "span_idle_s": packed("f", (panel.spans_s[rank][1] for rank in kept)),
+        "idle": packed("f", (panel.idle_fractions[rank] for rank in ranks)),
+        "span_idle_s": packed("f", (panel.spans_s[rank][1] for rank in ranks)),
         **columns,
     }
 
 
-def _columns(panel: TerminalPanel, detail: _Detail) -> dict[str, Any]:
+def _columns(panel: TerminalPanel, ranks: Sequence[int], streams: Sequence[str], num_ticks: int) -> dict[str, Any]:
     """Return a row for each rank and stream; an action is its gap to the one before it, and its length, in ticks."""
-    ticks_per_s = detail.num_ticks / panel.makespan_s if panel.makespan_s > 0 else 0.0
-    streams = panel.streams if detail.has_streams else panel.streams[:1]
-    groups: dict[str, int] = {}
-    kinds: dict[str, int] = {}
-    ranks = list(panel.rows)[:: detail.every]
+    ticks_per_s = num_ticks / panel.makespan_s if panel.makespan_s > 0 else 0.0
     rows = [
         [each for each in panel.rows[rank] if each.stream == stream and each.duration_s > 0]
         for rank in ranks
@@ -114,8 +93,16 @@ def _columns(panel: TerminalPanel, detail: _Detail) -> dict[str, Any]:
             lengths.append(end - start)
     every: Sequence[TimedAction] = [each for row in rows for each in row]
     # Thousands of timed actions share one action, whose word and group need to be looked up once.
-    words = {each: _index(kinds, word_of(each)) for each in {timed.action: None for timed in every}}
-    names = {each: _index(groups, each.group) for each in words}
+    actions = list(dict.fromkeys(timed.action for timed in every))
+    groups: dict[str, int] = {}
+    kinds: dict[str, int] = {}
+    words = {each: kinds.setdefault(word_of(each), len(kinds)) for each in actions}
+    names = {each: _NONE if each.group is None else groups.setdefault(each.group, len(groups)) for each in actions}
+    looks = {word_of(each): LOOKS[each.kind] for each in actions}
+    fills = {
+        word_of(each): [fill(each.kind, at, panel.num_chunks) for at in range(panel.num_chunks)] for each in actions
+    }
+    numbers = (each.action.micro_batch for each in every)
     return {
         "ranks": packed("i", ranks),
         "counts": packed("i", map(len, rows)),
@@ -124,26 +111,14 @@ def _columns(panel: TerminalPanel, detail: _Detail) -> dict[str, Any]:
         "kind": packed("i", (words[each.action] for each in every)),
         "stage": packed("i", (each.action.stage for each in every)),
         "chunk": packed("i", (panel.chunk(each) for each in every)),
-        "micro_batch": packed("i", (_or_none(each.action.micro_batch) for each in every)),
+        "micro_batch": packed("i", (_NONE if number is None else number for number in numbers)),
         "group": packed("i", (names[each.action] for each in every)),
         "group_names": list(groups),
-        "kinds": [_kind(word, panel) for word in kinds],
+        "kinds": [
+            {"word": word, "symbol": looks[word].symbol, "colours": [[each, ink(each)] for each in fills[word]]}
+            for word in kinds
+        ],
     }
-
-
-def _kind(word: str, panel: TerminalPanel) -> dict[str, Any]:
-    """Return what the page says of a kind of action, and its colours, with the ink on them, by chunk."""
-    kind = next(kind for kind, name in WORDS.items() if word.startswith(name))
-    colours = [fill(kind, chunk, panel.num_chunks) for chunk in range(panel.num_chunks)]
-    return {"word": word, "symbol": SYMBOLS.get(kind, ""), "colours": [[each, ink(each)] for each in colours]}
-
-
-def _or_none(number: int | None) -> int:
-    return _NONE if number is None else number
-
-
-def _index(names: dict[str, int], name: str | None) -> int:
-    return _NONE if name is None else names.setdefault(name, len(names))
 
 
 def buckets(values: Sequence[float], size: int) -> dict[str, Any]:

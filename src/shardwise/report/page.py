@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
-from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.resolve import Config
 from shardwise.report.packing import packed_timeline
 from shardwise.report.panel import TerminalPanel
 
@@ -34,48 +34,47 @@ def share_of(num_sources: int) -> int:
 
 
 def draw(sources: Sequence[Source], *, same_axis: bool = True) -> str:
-    """Return the page.
-
-    Args:
-        sources: runs and plans; the first one gives the title, the others are compared with it.
-        same_axis: draw all timelines on one scale of time, so that lengths can be compared.
-    """
+    """Return the page."""
     assets = files("shardwise.report") / "assets"
 
     def read(names: Iterable[str]) -> str:
         return "\n".join((assets / name).read_text(encoding="utf-8") for name in names)
 
-    values = {
-        "written": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "version": _version(),
-        "same_axis": same_axis,
-        "sources": sources,
-    }
+    written, own = time.strftime("%Y-%m-%d %H:%M:%S"), installed("shardwise") or ""
+    values = {"written": written, "version": own, "same_axis": same_axis, "sources": sources}
     # A script element ends at the first "</script", in a string too.
     text = json.dumps(values, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    page = (assets / "page.html").read_text(encoding="utf-8")
+    page = read(["page.html"])
     for mark, part in (("/*STYLES*/", read(_STYLES)), ("/*SCRIPTS*/", read(_SCRIPTS)), ("/*DATA*/", text)):
         page = page.replace(mark, part, 1)
     return page
 
 
 def write(path: Path, sources: Sequence[Source]) -> None:
-    """Write the page; who reads the file meanwhile sees the old or the new one, whole.
+    """Write the page, as `write_whole` does."""
+    write_whole(path, draw(sources))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file; who reads it meanwhile sees the old or the new one, whole.
 
     Raises:
         OSError: the disk is full, or the path is no file.
     """
-    unfinished = unfinished_path(path, os.getpid())
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        unfinished.write_text(draw(sources), encoding="utf-8")
+        unfinished.write_text(text, encoding="utf-8")
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
 
 
-def unfinished_path(path: Path, pid: int) -> Path:
-    """Return where a process writes a page until it is whole."""
-    return path.with_name(f".{path.name}.{pid}")
+def installed(package: str) -> str | None:
+    """Return the version of a package; None where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def source(name: str, what: str, why: str) -> Source:
@@ -84,7 +83,7 @@ def source(name: str, what: str, why: str) -> Source:
     Args:
         name: of the run or plan.
         what: a line about it.
-        why: what each section says until it is replaced; "" leaves it out.
+        why: as in `absent`, for each section.
     """
     sections = ("curves", "memory", "parts", "wire", "timelines", "config", "environment")
     return {"name": name, "what": what, "facts": [], **{each: absent(why) for each in sections}}
@@ -96,13 +95,7 @@ def absent(why: str) -> dict[str, Any]:
 
 
 def fact(label: str, value: str, note: str = "") -> dict[str, str]:
-    """Return one figure of the page's head.
-
-    Args:
-        label: a word for it.
-        value: as it is shown.
-        note: what it is to be compared with, in small print.
-    """
+    """Return one figure of the page's head: its `label`, its `value`, and a `note` on it in small print."""
     return {"label": label, "value": value, "note": note}
 
 
@@ -125,27 +118,15 @@ def config_section(values: Mapping[str, Any]) -> dict[str, Any]:
     return {"keys": keys, "set": [key for key in keys if keys[key] != defaults.get(key)]}
 
 
-def resolved(values: Mapping[str, Any]) -> Config | None:
-    """Return the config of values that were read from a file; None where they are none."""
-    try:
-        return Config.from_dict(dict(values))
-    except ConfigError:
-        return None
-
-
-def _version() -> str:
-    try:
-        return version("shardwise")
-    except PackageNotFoundError:
-        return ""
-
-
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return nested values as text, by dotted key."""
-    found: dict[str, str] = {}
+def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested mappings by dotted key."""
     for key, value in values.items():
         if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value)
-    return found
+            yield prefix + key, value
+
+
+def flat(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return nested values as text, by dotted key."""
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in leaves(values)}

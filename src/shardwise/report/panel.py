@@ -1,4 +1,4 @@
-"""Define `TerminalPanel`, one timeline of timed actions, and the figures and texts that all drawings of it show.
+"""Define `TerminalPanel`, one timeline of timed actions, and the words, colours and figures that all drawings share.
 
 >>> panel = TerminalPanel("plan", [TimedAction(Action.parse("0F0"), rank=1, start_s=2.0, end_s=3.0, stream="compute")])
 >>> panel.start_s, panel.makespan_s, panel.idle_fractions
@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
+from typing import Final, NamedTuple
 
 from shardwise.schedule import (
     COMPUTATIONS,
@@ -26,39 +27,39 @@ from shardwise.schedule import (
     rank_span_s,
 )
 
-COMPUTE = STREAMS[ActionKind.FORWARD]
+COMPUTE: Final = STREAMS[ActionKind.FORWARD]
 # Times are sums of floats: a value that is below a round number by less than this counts as that number.
 _ROUNDING = 1 + 1e-9
 _ZERO = 1e-9
 _MANY = 1e4
+_DARK_INK, _LIGHT_INK = "#14181f", "#ffffff"
+_LIGHTEST = 0.75
+_MID_LUMINANCE = 150
 
-SYMBOLS: Mapping[ActionKind, str] = MappingProxyType(
-    {
-        ActionKind.FORWARD: "F",
-        ActionKind.RECOMPUTE: "R",
-        ActionKind.BACKWARD: "B",
-        ActionKind.BACKWARD_INPUT: "I",
-        ActionKind.BACKWARD_WEIGHT: "W",
-        ActionKind.STEP: "S",
-    }
-)
-"""A drawing writes these characters into the cells of each kind."""
 
-WORDS: Mapping[ActionKind, str] = MappingProxyType(
+class Look(NamedTuple):
+    """Says how drawings show a kind of action: its word, its character in a cell, its colour."""
+
+    word: str
+    symbol: str
+    colour: str
+
+
+LOOKS: Final[Mapping[ActionKind, Look]] = MappingProxyType(
     {
-        ActionKind.FORWARD: "forward",
-        ActionKind.RECOMPUTE: "recomputed forward",
-        ActionKind.BACKWARD: "backward",
-        ActionKind.BACKWARD_INPUT: "input gradient",
-        ActionKind.BACKWARD_WEIGHT: "weight gradient",
-        ActionKind.SEND: "send",
-        ActionKind.RECEIVE: "receive",
-        ActionKind.UNSHARD: "unshard",
-        ActionKind.RESHARD: "reshard",
-        ActionKind.REDUCE: "reduce",
-        ActionKind.FETCH: "fetch",
-        ActionKind.EVICT: "evict",
-        ActionKind.STEP: "optimizer step",
+        ActionKind.FORWARD: Look("forward", "F", "#2f6fb7"),
+        ActionKind.RECOMPUTE: Look("recomputed forward", "R", "#8a6fc8"),
+        ActionKind.BACKWARD: Look("backward", "B", "#2b8a5a"),
+        ActionKind.BACKWARD_INPUT: Look("input gradient", "I", "#1f9aa0"),
+        ActionKind.BACKWARD_WEIGHT: Look("weight gradient", "W", "#d99a1c"),
+        ActionKind.SEND: Look("send", "", "#c2557f"),
+        ActionKind.RECEIVE: Look("receive", "", "#e59ab8"),
+        ActionKind.UNSHARD: Look("unshard", "", "#7d8794"),
+        ActionKind.RESHARD: Look("reshard", "", "#b4bcc6"),
+        ActionKind.REDUCE: Look("reduce", "", "#5a4a42"),
+        ActionKind.FETCH: Look("fetch", "", "#6fae3d"),
+        ActionKind.EVICT: Look("evict", "", "#a8772f"),
+        ActionKind.STEP: Look("optimizer step", "S", "#c8452e"),
     }
 )
 
@@ -103,12 +104,6 @@ class TerminalPanel:
         return tuple(sorted(used, key=lambda stream: (known.index(stream) if stream in known else len(known), stream)))
 
     @cached_property
-    def kinds(self) -> tuple[ActionKind, ...]:
-        """Return the kinds on which time is spent, in the order of `ActionKind`."""
-        used = {each.action.kind for each in self.actions if each.duration_s > 0}
-        return tuple(kind for kind in ActionKind if kind in used)
-
-    @cached_property
     def stages(self) -> dict[int, tuple[int, ...]]:
         """Return the stages that each rank computes, in order."""
         return {
@@ -139,28 +134,21 @@ class TerminalPanel:
 
     @cached_property
     def spans_s(self) -> dict[int, tuple[float, float]]:
-        """Return for each rank the seconds from its first computation to its last one's end, and the idle ones of them.
-
-        The second is the bubble that `shardwise.schedule.formulas` computes: ranks need not begin and end together.
-        """
+        """Return each rank's seconds from its first computation to its last one's end, and the idle ones of them."""
         return {rank: (rank_span_s(row, rank), rank_bubble_s(row, rank)) for rank, row in self.rows.items()}
-
-    @property
-    def span_bubble_s(self) -> float:
-        """Return the idle seconds of the rank with the longest span, within that span."""
-        return max(self.spans_s.values(), default=(0.0, 0.0))[1]
 
     @property
     def bubble_line(self) -> str:
         """Return the line with the bubble of the drawing, and with the formula's where that is known."""
-        within, formula = (format_tick_s(each or 0.0, self.makespan_s) for each in (self.span_bubble_s, self.formula_s))
-        drawn = f"{percent(self.bubble)} of {format_tick_s(self.makespan_s)}; within a rank's span {within}"
+        span_bubble_s = max(self.spans_s.values(), default=(0.0, 0.0))[1]  # of the rank with the longest span
+        within, formula = (format_tick_s(each or 0.0, self.makespan_s) for each in (span_bubble_s, self.formula_s))
+        drawn = f"{100 * self.bubble:.1f} % of {format_tick_s(self.makespan_s)}; within a rank's span {within}"
         return drawn if self.formula_s is None else f"{drawn}, by the formula {formula}"
 
 
 def word_of(action: Action) -> str:
     """Return the word of an action's kind, and what it sends or receives."""
-    return WORDS[action.kind] + (f" {action.payload.name.lower()}" if action.payload is not None else "")
+    return LOOKS[action.kind].word + (f" {action.payload.name.lower()}" if action.payload is not None else "")
 
 
 def describe(action: Action) -> str:
@@ -168,12 +156,35 @@ def describe(action: Action) -> str:
 
     >>> describe(Action(ActionKind.FORWARD, stage=1, micro_batch=2))
     'forward of stage 1, micro-batch 2'
-    >>> describe(Action.parse("1SEND_F0"))
-    'send activation of stage 1, micro-batch 0'
     """
     group = f", {action.group}" if action.group is not None else ""
     micro_batch = f", micro-batch {action.micro_batch}" if action.micro_batch is not None else ""
     return f"{word_of(action)} of stage {action.stage}{group}{micro_batch}"
+
+
+def fill(kind: ActionKind, chunk: int = 0, num_chunks: int = 1) -> str:
+    """Return the colour of an action as `#rrggbb`, lighter for each later stage.
+
+    >>> fill(ActionKind.FORWARD), fill(ActionKind.FORWARD, chunk=1, num_chunks=2)
+    ('#2f6fb7', '#97b7db')
+
+    Args:
+        kind: kind of the action.
+        chunk: which of its rank's stages it belongs to, from 0.
+        num_chunks: the most stages that a rank has.
+    """
+    white = chunk / num_chunks if num_chunks <= 2 else _LIGHTEST * chunk / (num_chunks - 1)
+    return "#" + "".join(f"{round(each + (255 - each) * white):02x}" for each in _channels(LOOKS[kind].colour))
+
+
+def ink(colour: str) -> str:
+    """Return a colour for text that can be read on `colour`."""
+    red, green, blue = _channels(colour)
+    return _DARK_INK if 0.299 * red + 0.587 * green + 0.114 * blue > _MID_LUMINANCE else _LIGHT_INK
+
+
+def _channels(colour: str) -> tuple[int, int, int]:
+    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
 
 
 def typical_s(panel: TerminalPanel) -> float:
@@ -185,15 +196,6 @@ def typical_s(panel: TerminalPanel) -> float:
         each.duration_s for each in panel.actions if each.action.kind in COMPUTATIONS and each.duration_s > 0
     )
     return durations[len(durations) // 4] if durations else panel.makespan_s
-
-
-def percent(fraction: float) -> str:
-    """Format a share as percent, with one digit after the point.
-
-    >>> percent(0.2727)
-    '27.3 %'
-    """
-    return f"{100 * fraction:.1f} %"
 
 
 def format_tick_s(seconds: float, span_s: float | None = None) -> str:

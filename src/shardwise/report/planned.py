@@ -1,4 +1,6 @@
-"""Simulate a config's pipeline schedule, with times that are given, measured, or noted in the file of a plan.
+"""Simulate a config's pipeline schedule, and read what a page shows of a plan from the planner's answer.
+
+Times of a schedule are given, measured, or noted in the file of a plan.
 
 >>> note = PlanNote("h100:512", 8, 128, OpTimes(0.03, 0.03, 0.025, 0.001))
 >>> PlanNote.of(f"[mesh]\\n{note.line}\\n") == note
@@ -7,26 +9,27 @@ True
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from shardwise.config.resolve import Config, ConfigError, resolve_batch
 from shardwise.config.validate import wrong_schedule_size
+from shardwise.report import page
+from shardwise.report.page import absent, fact
 from shardwise.report.panel import TerminalPanel
+from shardwise.runtime.format import format_bytes, format_s
 from shardwise.schedule import ScheduleError, bubble_s, insert_transfers, pipeline_step, placement_of, simulate
 from shardwise.schedule.simulate import OpTimes
 
+_GIB = 2**30
 MAX_CELLS: Final = 70_000
 """The most forwards of a schedule that is drawn: a larger one takes minutes to simulate."""
 HERE: Final = "here"
 """The cluster of a plan for the machine on which it was made."""
-_NUMBER: Final = r"=([0-9.e+-]+)"
-_NOTE: Final = re.compile(
-    rf"^# planned for (\S+): pp{_NUMBER} num_micro_batches{_NUMBER} forward_s{_NUMBER} backward_input_s{_NUMBER} "
-    rf"backward_weight_s{_NUMBER} transfer_s{_NUMBER}$",
-    re.MULTILINE,
-)
+_NOTE: Final = re.compile(r"^# planned for (\S+): (.+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -56,13 +59,13 @@ class PlanNote:
     def of(cls, text: str) -> Self | None:
         """Read the comment of a file's text; None where it has none."""
         found = _NOTE.search(text)
-        if found is None:
-            return None
         try:
-            num_ranks, num_micro_batches = int(found[2]), int(found[3])
-            return cls(found[1], num_ranks, num_micro_batches, OpTimes(*map(float, found.groups()[3:])))
-        except ValueError:
+            numbers = dict(each.split("=") for each in found[2].split()) if found else {}
+            num_ranks, num_micro_batches = int(numbers.pop("pp")), int(numbers.pop("num_micro_batches"))
+            times = OpTimes(**{name: float(seconds) for name, seconds in numbers.items()})
+        except (KeyError, TypeError, ValueError):
             return None
+        return None if found is None else cls(found[1], num_ranks, num_micro_batches, times)
 
     def times_of(self, config: Config) -> OpTimes | None:
         """Return the times where they are those of a config; None where its pipeline was changed since."""
@@ -91,8 +94,8 @@ def planned(config: Config, op_times: OpTimes, max_cells: int = MAX_CELLS) -> Te
     schedule = pipeline_step(recipe, num_ranks, num_micro_batches, config.pipeline.virtual_stages)
     num_stages = placement_of(recipe, num_ranks, config.pipeline.virtual_stages).stages_per_rank
     actions = simulate(insert_transfers(schedule), op_times.cost(num_stages))
-    stages = f" x {num_stages} stages" if num_stages > 1 else ""
-    title = f"{recipe}, planned: {_count(num_ranks, 'rank')}{stages}, {_count(num_micro_batches, 'micro-batch')}"
+    ranks = f"{num_ranks} rank{'s' * (num_ranks > 1)}" + (f" x {num_stages} stages" if num_stages > 1 else "")
+    title = f"{recipe}, planned: {ranks}, {num_micro_batches} micro-batch{'es' * (num_micro_batches > 1)}"
     times_s = (op_times.forward_s, op_times.backward_input_s, op_times.backward_weight_s)
     try:
         formula_s = bubble_s(recipe, num_ranks, num_micro_batches, num_stages, *times_s)
@@ -122,5 +125,110 @@ def num_micro_batches_of(config: Config) -> int:
     return accumulation or 1
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
+def plan_source(name: str, answer: Mapping[str, Any], config: Mapping[str, Any] | None, max_bytes: int) -> page.Source:
+    """Return what a page shows of a plan.
+
+    Args:
+        name: of the plan.
+        answer: what `shardwise plan --json` writes; of several layouts the best is shown.
+        config: the planned config; None where only the answer is there.
+        max_bytes: the size of what is returned.
+
+    Raises:
+        ConfigError: the answer is none, or has no layout that fits.
+    """
+    try:
+        best = answer.get("best", [answer])
+        price, job = best[0], answer["job"]
+        facts = list(_facts(price, job))
+        limit = (price["peak_gib"] + price["margin_gib"]) * _GIB
+        rows = [
+            {"name": f"pipeline rank {each['pipeline_rank']}", "predicted": _known(each["peak_bytes"])}
+            for each in price["ranks"]
+        ]
+        parts = _known(price["parts_s"])
+        layout = str(price["layout"])
+        values = price.get("micro_batch_s")
+        times = None if values is None else OpTimes(**{name: float(seconds) for name, seconds in values.items()})
+        wire = [["data", str(op), size] for op, size in _known(price.get("sent_bytes") or {}).items()]
+        if not math.isfinite(limit):
+            raise ValueError("the device's memory")
+    except (IndexError, KeyError, TypeError, ValueError, AttributeError):
+        raise ConfigError(
+            "no-plan-answer", f"{name} holds no layout; give what shardwise plan --json or --write wrote"
+        ) from None
+    found = page.source(name, layout, "")
+    found["facts"] = facts
+    found["memory"] = {"rows": rows, "limit": limit, "notes": [], "when": "peak within a step, by pipeline rank"}
+    found["parts"] = {"rows": [("predicted", parts)]}
+    found["wire"] = absent("one rank alone sends nothing; shardwise plan --dry-run counts every axis")
+    if wire:
+        note = "sent by a rank of the fullest pipeline rank in a step, for parameters and gradients"
+        found["wire"] = {"rows": wire, "note": f"{note}; shardwise plan --dry-run counts every axis"}
+    found["timelines"] = planned_timeline(_pipeline_of(price), times, max_bytes)
+    lacking = absent("an answer has no config: give the file that shardwise plan --write wrote")
+    found["config"] = lacking if config is None else page.config_section(config)
+    cluster = {key: job[key] for key in ("gpu", "num_gpus", "gpus_per_node", "seq_len", "global_batch") if key in job}
+    found["environment"] = {"keys": page.flat({"planned for": cluster})}
+    return found
+
+
+def planned_timeline(config: Config | None, times: OpTimes | None, max_bytes: int) -> dict[str, Any]:
+    """Return the section of a plan's timeline; the arguments are those of `config_source`, without a config none."""
+    if config is None or config.mesh.pp == 1:
+        return absent("a schedule is drawn of a config with pipeline stages (mesh.pp > 1)")
+    note = "Each rank takes the planner's mean times of a micro-batch; gathers, reductions and steps are not drawn."
+    try:
+        panel = planned(config, times or OpTimes())
+    except (ConfigError, ScheduleError) as error:
+        return absent(f"the schedule is not drawn: {error}")
+    notes = [note] if times else ["The planner's times are not known, so each pass takes 1 s."]
+    return page.timelines([panel], notes, max_bytes)
+
+
+def config_source(name: str, config: Config, times: OpTimes | None, max_bytes: int) -> page.Source:
+    """Return what a page shows of a config that has no price, since its cluster is not known.
+
+    Args:
+        name: of the config.
+        config: what its file says.
+        times: of a micro-batch; None takes 1 s a pass.
+        max_bytes: the size of what is returned.
+    """
+    found = page.source(name, "a config", "its cluster is not known: add --cluster, such as --cluster h100:512")
+    found["curves"] = absent("")
+    found["timelines"] = planned_timeline(config, times, max_bytes)
+    found["config"] = page.config_section(config.model_dump(mode="json"))
+    return found
+
+
+def _pipeline_of(price: Mapping[str, Any]) -> Config | None:
+    """Return the pipeline of a layout as a config: its schedule and sizes, and nothing else."""
+    try:
+        strategy = price["strategy"]
+        return Config.from_dict(
+            {
+                "mesh": {"pp": strategy["pp"]},
+                "pipeline": {key: strategy[key] for key in ("schedule", "virtual_stages")},
+                "batch": {"accumulation": strategy["num_micro_batches"]},
+            }
+        )
+    except (ConfigError, KeyError, TypeError):
+        return None
+
+
+def _facts(price: Mapping[str, Any], job: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+    low_s, high_s = price["low_s"], price["high_s"]
+    yield fact("a step", format_s(price["step_s"]), f"{format_s(low_s)} to {format_s(high_s)} expected")
+    yield fact("speed", f"{price['tokens_per_s_per_gpu'] * job['num_gpus']:,.0f}", "tokens/s of all devices")
+    if price["mfu"] is not None:
+        yield fact("MFU", f"{100 * price['mfu']:.1f} %", "model FLOPs of the devices' peak")
+    limit = (price["peak_gib"] + price["margin_gib"]) * _GIB
+    yield fact("peak memory", format_bytes(price["peak_gib"] * _GIB), f"of {format_bytes(limit)}, fullest rank")
+    if price["bubble_rate"] is not None:
+        yield fact("bubble", f"{100 * price['bubble_rate']:.1f} %", "of the pipeline's span")
+    yield fact("devices", f"{job['num_gpus']:,}", str(job["gpu"]))
+
+
+def _known(sizes: Mapping[str, float]) -> dict[str, float]:
+    return {name: float(size) for name, size in sizes.items() if 0 < size < math.inf}

@@ -1,6 +1,6 @@
 """Read what a page shows of a run from its folder, whatever is there: a run may just have begun, or have been killed.
 
-`python -m shardwise.report.run_folder RUN` writes the page of a run that goes on; `shardwise.train.run_page` starts it.
+`python -m shardwise.report.run_folder RUN` writes the page of a run that goes on; `train.rank0_logger` starts it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -23,17 +24,19 @@ from shardwise.report.page import absent, fact
 from shardwise.report.panel import TerminalPanel
 from shardwise.report.planned import MAX_CELLS, planned
 from shardwise.runtime.format import format_bytes, format_clock, format_s
-from shardwise.schedule import Action, ScheduleError, TimedAction
+from shardwise.schedule import ScheduleError
 from shardwise.schedule.simulate import OpTimes, mean_times
 
 METRICS_NAME: Final = "metrics.jsonl"
 WIRE_NAME: Final = "wire.json"
 PAGE_NAME: Final = "report.html"
+TIMELINE_NAME: Final = "timeline.json"
 _QUICK_CELLS: Final = 5_000
 _METRICS: Final = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu")
 _CHARS_A_VALUE: Final = 5.0
-_MAX_JSON_BYTES: Final = 64 * 2**20
+_MAX_JSON_BYTES: Final = 2**29
 _SHARE_OF_CURVES: Final = 0.4
+_MACHINE: Final = ("versions", "device", "world_size")
 
 
 @dataclass
@@ -61,11 +64,7 @@ class _Steps:
 
 
 def write_run_page(folder: Path) -> Path:
-    """Write the page of a run into its folder, without a schedule that takes seconds to simulate; return its path.
-
-    Raises:
-        OSError: the disk is full.
-    """
+    """Write the page of a run into its folder, without a schedule that takes seconds to simulate; return its path."""
     path = folder / PAGE_NAME
     page.write(path, [run_source(folder, page.share_of(1), _QUICK_CELLS)])
     return path
@@ -87,7 +86,9 @@ def run_source(folder: Path, max_bytes: int, max_cells: int = MAX_CELLS) -> page
     steps = _read_steps(folder / METRICS_NAME)
     values, prediction = _read(folder / "config.json"), _read(folder / "prediction.json")
     memory, environment = _read(folder / "memory.json"), _read(folder / "environment.json")
-    config = page.resolved(values) if values else None
+    config = None
+    with suppress(ConfigError):
+        config = Config.from_dict(values) if values else None
     found = page.source(folder.resolve().name, "run", "")
     found["facts"] = list(_facts(steps, config, memory, prediction))
     found["curves"] = _curves(steps, _SHARE_OF_CURVES * max_bytes)
@@ -97,7 +98,9 @@ def run_source(folder: Path, max_bytes: int, max_cells: int = MAX_CELLS) -> page
     left = max_bytes - len(json.dumps(found))
     found["timelines"] = _timelines(folder, config, left - left // 8, max_cells)
     found["config"] = page.config_section(values) if values else absent("the folder has no config.json")
-    found["environment"] = _environment(environment, prediction)
+    shown = environment or {key: prediction[key] for key in _MACHINE if key in prediction}
+    lacking = absent("the folder has neither environment.json nor prediction.json")
+    found["environment"] = {"keys": page.flat(shown)} if shown else lacking
     return found
 
 
@@ -170,11 +173,9 @@ def _late_median(column: Sequence[float]) -> float:
     return late[len(late) // 2] if late else math.nan
 
 
-def _within(value: Mapping[str, Any], *keys: str) -> Any:
-    found: Any = value
-    for key in keys:
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found
+def _within(value: Mapping[str, Any], key: str, inner: str) -> Any:
+    found = value.get(key)
+    return found.get(inner) if isinstance(found, Mapping) else None
 
 
 def _curves(steps: _Steps, max_chars: float) -> dict[str, Any]:
@@ -235,66 +236,26 @@ def _wire(values: Mapping[str, Any]) -> dict[str, Any]:
     return {"rows": rows, "note": "sent by rank 0, a mean over its steps"}
 
 
-def _environment(values: Mapping[str, Any], prediction: Mapping[str, Any]) -> dict[str, Any]:
-    shown = values or {key: prediction[key] for key in ("versions", "device", "world_size") if key in prediction}
-    if not shown:
-        return absent("the folder has neither environment.json nor prediction.json")
-    return {"keys": page.flat(shown)}
-
-
 def _timelines(folder: Path, config: Config | None, max_bytes: int, max_cells: int) -> dict[str, Any]:
     panels, notes = [], []
-    recorded, title = _recorded(folder)
-    if recorded and title.startswith("timeline-"):
-        notes.append("Each rank's clock begins at its first action; run.record_timeline=N records step N on one clock.")
+    try:
+        recorded = read_chrome_trace(_read(folder / TIMELINE_NAME))
+    except ScheduleError:
+        recorded = ()
+        notes.append("A run writes its last step's timeline at its end; run.record_timeline=N writes step N's.")
     try:
         if config is None:
             notes.append("No plan is drawn, since the folder has no config.json.")
         elif config.mesh.pp == 1:
             notes.append("No plan is drawn, since the run has no pipeline stages (mesh.pp = 1).")
-        elif not recorded:
-            notes.append("The plan takes 1 s for each pass, until a step is recorded.")
-        if config is not None and config.mesh.pp > 1:
+        else:
             panels.append(planned(config, mean_times(recorded) if recorded else OpTimes(), max_cells))
+            notes += [] if recorded else ["The plan takes 1 s for each pass, until a step is recorded."]
     except (ConfigError, ScheduleError) as error:
         notes.append(f"No plan is drawn: {error}.")
     if recorded:
-        panels.append(TerminalPanel(f"recorded: {title}", recorded))
-    else:
-        notes.append("A run writes its last step's timeline at its end; run.record_timeline=N writes step N's, too.")
-    if not panels:
-        return absent(" ".join(notes))
-    return page.timelines(panels, notes, max_bytes)
-
-
-def _recorded(folder: Path) -> tuple[list[TimedAction], str]:
-    """Return the timeline of all ranks on one clock where there is one, else of each rank's last step; and its name."""
-    trace = folder / "timeline.json"
-    if trace.is_file():
-        try:
-            return list(read_chrome_trace(_read(trace))), trace.name
-        except ScheduleError:
-            pass
-    found: list[TimedAction] = []
-    known: dict[str, Action] = {}
-    paths = sorted(folder.glob("timeline-*.jsonl"))
-    for path in paths:
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                found.append(_timed(json.loads(line), known))
-            except (ValueError, KeyError, TypeError, ScheduleError):
-                continue  # half written
-    return found, paths[0].name if len(paths) == 1 else f"timeline-*.jsonl, the last step of {len(paths)} ranks"
-
-
-def _timed(line: Mapping[str, Any], known: dict[str, Action]) -> TimedAction:
-    text = str(line["action"])
-    if text not in known:
-        known[text] = Action.parse(text)
-    start_s, end_s = float(line["start_s"]), float(line["end_s"])
-    if not -math.inf < start_s <= end_s < math.inf:
-        raise ValueError(text)
-    return TimedAction(known[text], int(line["rank"]), start_s, end_s, str(line["lane"]))
+        panels.append(TerminalPanel(f"recorded: {TIMELINE_NAME}", recorded))
+    return page.timelines(panels, notes, max_bytes) if panels else absent(" ".join(notes))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """Draw timelines for the terminal: a row a rank, time along the columns, a dot where the rank computes nothing.
 
 Each column shows what fills most of it. A long timeline is first wrapped into a few bands, then scaled down. Only
-computations are drawn; SVG, HTML and trace show transfers and collectives too. The caller that prints the
-`rich.text.Text` decides whether colours are shown.
+computations are drawn; the page and the trace show transfers and collectives too.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ from itertools import groupby
 from rich.style import Style
 from rich.text import Text
 
-from shardwise.report.palette import fill, ink
-from shardwise.report.panel import COMPUTE, SYMBOLS, WORDS, TerminalPanel, format_tick_s, ticks, typical_s
-from shardwise.schedule import ActionKind, TimedAction
+from shardwise.report.panel import COMPUTE, LOOKS, TerminalPanel, fill, format_tick_s, ink, ticks, typical_s
+from shardwise.schedule import TimedAction
 
 IDLE = "·"
 _MAX_BANDS = 4
@@ -132,27 +130,24 @@ def _add_cells(text: Text, panel: TerminalPanel, columns: Sequence[TimedAction |
             text.append(IDLE * length, _DIM)
         else:
             name = next((name for name in _names(panel, each) if len(name) <= length), "")
-            text.append(name.ljust(length), _style(panel, each))
+            colour = fill(each.action.kind, panel.chunk(each), panel.num_chunks)
+            text.append(name.ljust(length), Style(color=ink(colour), bgcolor=colour))
 
 
 def _names(panel: TerminalPanel, timed: TimedAction) -> tuple[str, ...]:
     """Return the texts that may be written into a cell, the longest first."""
-    symbol = SYMBOLS.get(timed.action.kind, "")
+    symbol = LOOKS[timed.action.kind].symbol
     number = "" if timed.action.micro_batch is None else str(timed.action.micro_batch)
     stage = str(timed.action.stage) if panel.num_chunks > 1 and number else ""
     return f"{stage}{symbol}{number}", f"{symbol}{number}", symbol
 
 
-def _style(panel: TerminalPanel, timed: TimedAction) -> Style:
-    colour = fill(timed.action.kind, panel.chunk(timed), panel.num_chunks)
-    return Style(color=ink(colour), bgcolor=colour)
-
-
 def _add_legend(text: Text, panels: Sequence[TerminalPanel]) -> None:
-    kinds = [kind for kind in ActionKind if kind in SYMBOLS and any(kind in panel.kinds for panel in panels)]
-    for kind in kinds:
-        text.append(f" {SYMBOLS[kind]} ", Style(color=ink(fill(kind)), bgcolor=fill(kind)))
-        text.append(f" {WORDS[kind]}   ")
+    used = {each.action.kind for panel in panels for each in panel.actions if each.duration_s > 0}
+    for kind, (word, symbol, colour) in LOOKS.items():
+        if symbol and kind in used:
+            text.append(f" {symbol} ", Style(color=ink(colour), bgcolor=colour))
+            text.append(f" {word}   ")
     text.append(f" {IDLE} ", _DIM)
     text.append(" idle\n")
     if any(panel.num_chunks > 1 for panel in panels):

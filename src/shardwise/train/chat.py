@@ -34,13 +34,7 @@ def is_chat(record: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class ChatEncoder:
-    """Writes chats out by a chat template and reads their tokens.
-
-    Attributes:
-        tokenizer: of transformers, with a chat template, where the chats are messages.
-        train_on: which tokens count.
-        name: of the tokenizer, for messages.
-    """
+    """Writes chats out by the chat template of a `tokenizer` of transformers, and reads their tokens."""
 
     tokenizer: Any
     train_on: Literal["completions", "all"]
@@ -48,10 +42,6 @@ class ChatEncoder:
 
     def encode(self, record: Mapping[str, Any], where: str) -> tuple[NDArray[np.uint32], NDArray[np.uint8]]:
         """Return the token ids of a record, and 1 for each that counts in the loss.
-
-        Args:
-            record: as `is_chat` describes it.
-            where: the record's place, for messages.
 
         Raises:
             ConfigError: it is no such record, it has no answer, or there is no chat template for it.
@@ -131,8 +121,7 @@ class ChatEncoder:
 def _messages_of(record: Mapping[str, Any], where: str) -> tuple[Messages, int]:
     """Return a record's messages, and how many of them are a prompt."""
     if "messages" in record or "conversations" in record:
-        found = record.get("messages", record.get("conversations"))
-        parts: tuple[Any, ...] = (found,)
+        parts: tuple[Any, ...] = (record.get("messages", record.get("conversations")),)
     else:
         parts = (record["prompt"], record["completion"])
     both: list[Messages] = []

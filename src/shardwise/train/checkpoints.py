@@ -1,33 +1,52 @@
-"""Decides when a run saves, adds its position in the data to checkpoints, and resumes from one, on every rank."""
+"""Finds the checkpoint that a run goes on from and its config, loads it on every rank, and decides when a run saves.
+
+The user's values come first, then the saved run's, then the job's defaults. Values that belong to the saved run's
+machines (world size, devices, folders) are not taken over. The global batch stays the same on any number of ranks:
+
+>>> batch = BatchConfig(global_size=24, micro_size=4)
+>>> fit_micro_size(batch, num_data_ranks=4).micro_size, fit_micro_size(batch, num_data_ranks=3).micro_size
+(3, 4)
+"""
 
 from __future__ import annotations
 
+import difflib
 import logging
 import tempfile
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Final
 
 from shardwise.checkpoint.commit import rename_later, step_folders, step_of
-from shardwise.checkpoint.manifest import CheckpointError
+from shardwise.checkpoint.find import newest_whole
+from shardwise.checkpoint.manifest import CheckpointError, DamagedError, Manifest
 from shardwise.checkpoint.match import LENIENT_FIX
 from shardwise.config.errors import system_code
-from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.resolve import BatchConfig, Config, ConfigError, TiersConfig, read_toml
+from shardwise.config.untrusted_files import UntrustedFileError, read_json
 from shardwise.engine.checkpoint_api import saves_from_files
+from shardwise.layout.mesh_shape import MeshShape
+from shardwise.layout.tp_sharding import nearest_legal
+from shardwise.models import decoder_config
+from shardwise.train.job_model import model_name
 from shardwise.train.loop import Trainer
-from shardwise.train.resume import FOLDER_NAME
+from shardwise.train.setup import CONFIG_NAME, RUN_NAME, job_config
+
+AUTO: Final = "auto"
+FOLDER_NAME: Final = "checkpoints"
+# These keys of the saved run say where and how it ran, not what it trained.
+_NOT_TAKEN_OVER: Final = frozenset(
+    {"batch.accumulation", "checkpoint.path", "mesh.dp_shard", "mesh.dp_replicate", "run.device", "run.dir",
+     "run.num_procs", "run.num_threads", "tiers.cores"}
+)  # fmt: skip
 
 log = logging.getLogger("shardwise")
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """Names the checkpoint that a run goes on from.
-
-    Attributes:
-        path: the checkpoint's folder.
-        step: number of steps that were taken when it was saved.
-        notes: what a user should know about it, a line each.
-    """
+    """Names the folder of the checkpoint that a run goes on from, its step, and what a user should know about it."""
 
     path: Path
     step: int
@@ -52,12 +71,7 @@ class SavedCheckpoint:
 
 
 class RunCheckpoints:
-    """Saves a run's states into one folder.
-
-    Args:
-        trainer: the run's trainer.
-        root: the folder of its checkpoints.
-    """
+    """Saves a run's states into one folder, `root`."""
 
     def __init__(self, trainer: Trainer, root: Path) -> None:
         self.root = root
@@ -145,18 +159,18 @@ def checkpoint_root(config: Config, folder: Path) -> Path:
 def make_root(config: Config, source: Path | None) -> None:
     """Make the folder that `checkpoint.path` names, so that a run that could not save does not start.
 
-    Args:
-        config: the run's config.
-        source: as for `refuse_foreign_checkpoints`.
-
     Raises:
         ConfigError: the folder holds checkpoints of another run, or it cannot be made or written to.
     """
-    refuse_foreign_checkpoints(config, source)
     path = config.checkpoint.path
-    if path is None or (config.checkpoint.every is None and not config.checkpoint.at_end):
+    if path is None:
         return
     root = Path(path).expanduser()
+    own = None if source is None else source.parent if step_of(source) is not None else source
+    if own is None or own.resolve() != root.resolve():
+        _refuse_foreign_checkpoints(path, root)
+    if config.checkpoint.every is None and not config.checkpoint.at_end:
+        return
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=root):
@@ -169,23 +183,7 @@ def make_root(config: Config, source: Path | None) -> None:
         ) from None
 
 
-def refuse_foreign_checkpoints(config: Config, source: Path | None) -> None:
-    """Raise if a run would save among the checkpoints of another run that it does not go on from.
-
-    Args:
-        config: the run's config.
-        source: the checkpoint that it goes on from, or a folder of checkpoints; None where it starts afresh.
-
-    Raises:
-        ConfigError: `checkpoint.path` holds checkpoints of another run; it names the newest.
-    """
-    path = config.checkpoint.path
-    if path is None:
-        return
-    root = Path(path).expanduser()
-    own = None if source is None else source.parent if step_of(source) is not None else source
-    if own is not None and own.resolve() == root.resolve():
-        return
+def _refuse_foreign_checkpoints(path: str, root: Path) -> None:
     try:
         if root.exists() and not root.is_dir():
             raise ConfigError("not-a-folder", f"checkpoint.path={path} is a file; give a folder")
@@ -198,3 +196,211 @@ def refuse_foreign_checkpoints(config: Config, source: Path | None) -> None:
             f"checkpoint.path={path} holds {found[0].name} of another run; go on from it with --resume auto, or choose "
             "another folder",
         )
+
+
+def resumed_job(path: str | Path | None, assignments: Sequence[str], resume: str) -> tuple[Config, Path | None]:
+    """Return the config of a run that goes on from a checkpoint, and where that is; None where there is none.
+
+    Args:
+        path: a TOML file, or None; it and the next are as for `job_config`.
+        assignments: the user's `section.key=value`.
+        resume: a checkpoint, a folder of checkpoints, or a run's folder; or "auto": the newest in `checkpoint.path`,
+            or without one, that of the newest run of this name in `run.dir` that has saved; where there is none, the
+            run starts afresh.
+
+    Raises:
+        ConfigError: a key or a value is wrong, there is no checkpoint where `resume` says, none there is whole, or the
+            checkpoint has another model.
+    """
+    config = job_config(path, assignments)
+    source = _newest_root(config) if resume == AUTO else _root_of(Path(resume).expanduser())
+    if source is None:
+        return config, None
+    try:
+        newest, manifest = newest_whole(source)
+    except DamagedError as error:
+        raise ConfigError(
+            "no-whole-checkpoint",
+            f"no checkpoint in {source} is whole; of the newest: {error}, given to --resume, or move them away",
+        ) from None
+    except CheckpointError as error:
+        fix = f"; did you mean --resume {AUTO}?" if difflib.get_close_matches(resume.lower(), [AUTO]) else ""
+        raise ConfigError(error.code, f"--resume {resume}: {error}{fix}") from None
+    _refuse_unless_of_a_run(newest, manifest)
+    saved = manifest.config
+    config = job_config(path, assignments, base=_taken_over(saved))
+    if config.mesh.pp != saved["mesh"]["pp"]:  # for which schedule and cut were chosen
+        without = {section: keys for section, keys in saved.items() if section != "pipeline"}
+        config = job_config(path, assignments, base=_taken_over(without))
+    _refuse_another_model(newest, manifest, config)
+    in_file = read_toml(path) if path is not None else {}
+    batch = _resumed_batch(Config.from_dict(in_file).override(assignments).batch, manifest.config["batch"])
+    keys = {each.partition("=")[0].strip().removeprefix("tiers.") for each in assignments}
+    tiers = _resumed_tiers(config, keys.union(in_file.get("tiers", {})))
+    return config.model_copy(update={"batch": batch, "tiers": tiers}), source
+
+
+def auto_place(config: Config) -> str:
+    """Say in words where `--resume auto` looks."""
+    if config.checkpoint.path is not None:
+        return config.checkpoint.path
+    return f"{config.run.dir} of a run named {config.run.name or model_name(config)}"
+
+
+def keep_global_batch(config: Config, world_size: int) -> Config:
+    """Let the micro-batch of a resumed run divide each rank's part of its global batch.
+
+    Raises:
+        ConfigError: the ranks do not divide the global batch.
+    """
+    mesh = config.model_copy(update={"batch": BatchConfig()}).resolve(world_size).mesh
+    batch = fit_micro_size(config.batch, MeshShape.from_config(mesh).num_data_ranks)
+    return config.model_copy(update={"batch": batch})
+
+
+def fit_micro_size(batch: BatchConfig, num_data_ranks: int) -> BatchConfig:
+    """Return the batch with the largest micro-batch, up to the one given, that makes up the global batch.
+
+    Raises:
+        ConfigError: the ranks do not divide the global batch.
+    """
+    total, micro = batch.global_size, batch.micro_size
+    if total is None or batch.accumulation is not None:
+        return batch
+    per_rank, remainder = divmod(total, num_data_ranks)
+    if remainder:
+        raise ConfigError(
+            "batch-multiple",
+            f"{num_data_ranks} data-parallel ranks do not divide the global batch of {total}; nearest legal: "
+            f"{nearest_legal(total, num_data_ranks)}; or set batch.global_size",
+        )
+    fitting = next(size for size in range(min(micro or per_rank, per_rank), 0, -1) if per_rank % size == 0)
+    return BatchConfig(global_size=total, micro_size=fitting)
+
+
+def _resumed_batch(given: BatchConfig, saved: Mapping[str, Any]) -> BatchConfig:
+    """Return the saved global batch unless the user gives another, or the two numbers that make one up."""
+    total, micro, accumulation = given.global_size, given.micro_size, given.accumulation
+    if micro is None or accumulation is None:
+        total = total or saved["global_size"]
+    if micro is None and accumulation is None:
+        micro = saved["micro_size"]
+    return BatchConfig(global_size=total, micro_size=micro, accumulation=accumulation)
+
+
+def _resumed_tiers(config: Config, given: Collection[str]) -> TiersConfig:
+    """Return the tiers without saved values that no longer have a use, such as the folder of states once on NVMe."""
+    tiers = config.tiers
+    where = {"params": tiers.params, "grads": tiers.grads, "optimizer": tiers.optimizer}
+    idle = [f"{state}_on_device" for state, tier in where.items() if tier == "device"]
+    idle += [] if "nvme" in where.values() else ["nvme_path"]
+    idle += ["activations"] if config.recompute.mode == "none" else []
+    defaults = {key: TiersConfig.model_fields[key].default for key in idle if key not in given}
+    return tiers.model_copy(update=defaults)
+
+
+def _root_of(path: Path) -> Path:
+    """Return the folder of checkpoints that a user means, who may give the run's folder instead."""
+    inner = path / FOLDER_NAME
+    try:
+        if not path.is_dir() or step_of(path) is not None or step_folders(path):
+            return path
+    except CheckpointError:  # to be said by who reads it
+        return path
+    if inner.is_dir():
+        return inner
+    runs = [run for run in _runs(path) if step_folders(run / FOLDER_NAME)]
+    if runs:
+        raise ConfigError(
+            "runs-not-checkpoints", f"--resume {path}: {path} has runs, not checkpoints; did you mean {runs[0]}?"
+        )
+    root = _saved_to(path)
+    return root if root != inner and step_folders(root) else path
+
+
+def _newest_root(config: Config) -> Path | None:
+    """Return the newest folder in which a run of this config has saved checkpoints; None where there is none."""
+    try:
+        if config.checkpoint.path is not None:
+            root = Path(config.checkpoint.path).expanduser()
+            return root if step_folders(root) else None
+        name = config.run.name or model_name(config)
+        runs = _runs(Path(config.run.dir).expanduser())
+        roots = (_saved_to(run) for run in runs if _name_of(run) == name)
+        return next((root for root in roots if step_folders(root)), None)
+    except CheckpointError as error:
+        raise ConfigError(error.code, f"--resume {AUTO}: {error}") from None
+
+
+def _runs(folder: Path) -> list[Path]:
+    """List the run folders in this folder, newest first."""
+    found = [each for each in folder.iterdir() if RUN_NAME.fullmatch(each.name)] if folder.is_dir() else []
+    # Their names begin with the time; runs of the same second end in -2, -3, ... in their order.
+    return sorted(found, key=lambda each: (each.name[:15], len(each.name), each.name), reverse=True)
+
+
+def _name_of(run: Path) -> str:
+    """Return the name that a run was given, or that of its model."""
+    try:
+        config = _config_of(run)
+        path = config["model"].get("path")
+        return str(config["run"]["name"] or (config["model"]["preset"] if path is None else Path(path).name))
+    except (KeyError, TypeError):
+        return ""
+
+
+def _saved_to(run: Path) -> Path:
+    """Return the folder in which a run has saved: its own, if that holds checkpoints, else `checkpoint.path`."""
+    inner = run / FOLDER_NAME
+    try:
+        path = _config_of(run)["checkpoint"]["path"]
+    except (KeyError, TypeError):
+        path = None
+    return inner if path is None or step_folders(inner) else Path(path).expanduser()
+
+
+def _config_of(run: Path) -> Any:
+    """Read the config in a run's folder; return an empty one where that cannot be read."""
+    try:
+        return read_json(run / CONFIG_NAME, "")
+    except UntrustedFileError:
+        return {}
+
+
+def _refuse_unless_of_a_run(newest: Path, manifest: Manifest) -> None:
+    extra = manifest.extra if isinstance(manifest.extra, Mapping) else {}
+    if manifest.contents == "weights":
+        raise ConfigError(
+            "checkpoint-not-all",
+            f"{newest} has {manifest.contents} only, so a run cannot go on from it; give one with all",
+        )
+    if "tokens_hash" not in extra or "batch" not in manifest.config:
+        raise ConfigError(
+            "checkpoint-of-script",
+            f"{newest} is not of shardwise train: where its data ended is unknown; load it in a script (engine.load)",
+        )
+
+
+def _refuse_another_model(newest: Path, manifest: Manifest, config: Config) -> None:
+    saved, given = Config.from_dict({"model": manifest.config["model"]}).model, config.model
+    if saved.path == given.path and (given.path is not None or decoder_config(saved) == decoder_config(given)):
+        return
+    was, now = saved.model_dump(), given.model_dump()
+    others = [key for key in was if was[key] != now[key]]
+
+    def said(values: Mapping[str, Any]) -> str:
+        shown = {key: "its default" if values[key] is None else values[key] for key in others}
+        return ", ".join(f"model.{key}={value}" for key, value in shown.items())
+
+    raise ConfigError(
+        "checkpoint-of-other-model",
+        f"{newest} is of another model: it has {said(was)}, and you give {said(now)}; leave that out, or start afresh "
+        "without --resume",
+    )
+
+
+def _taken_over(saved: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        section: {key: value for key, value in keys.items() if f"{section}.{key}" not in _NOT_TAKEN_OVER}
+        for section, keys in saved.items()
+    }

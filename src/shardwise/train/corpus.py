@@ -1,7 +1,7 @@
-"""Reads the data to train on: text, records of text or chats, or the source of Python's own standard library.
+"""Reads the data to train on: text, records of text or chats, tokens of Megatron-LM, or Python's own library.
 
 `open_corpus` lists files and reads none; `read_pieces` streams their text, a piece at a time, whatever the
-size of a file. Tokens are made elsewhere (`tokenizer`, `prepare`).
+size of a file.
 
 >>> corpus = open_corpus(DataConfig())
 >>> tally = CorpusCounts()
@@ -12,18 +12,22 @@ size of a file. Tokens are made elsewhere (`tokenizer`, `prepare`).
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import json
 import os
 import stat
+import struct
 import sys
 import sysconfig
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, NoReturn, Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shardwise.config.resolve import ConfigError, DataConfig
 from shardwise.train.chat import is_chat
@@ -40,6 +44,12 @@ _PARQUET_SUFFIX = ".parquet"
 _ROWS_AT_ONCE = 1000
 
 
+_MAGIC: Final = b"MMIDIDX\x00\x00"
+_HEADER: Final = struct.Struct("<9sQBQQ")
+_DTYPES: Final = MappingProxyType({1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"})
+_FIX: Final = "write it again by Megatron-LM's tools/preprocess_data.py"
+
+
 @dataclass(frozen=True)
 class TextFile:
     """Describes a file of the corpus as its folder lists it; messages call it `name`."""
@@ -50,13 +60,23 @@ class TextFile:
     mtime_ns: int
     ctime_ns: int
 
-    @property
-    def is_jsonl(self) -> bool:
-        return self.path.suffix.lower() in _JSONL_SUFFIXES
+    @classmethod
+    def of(cls, path: Path, name: str) -> Self:
+        """Ask the system about a file."""
+        status = path.stat()
+        return cls(path, name, status.st_size, mtime_ns=status.st_mtime_ns, ctime_ns=status.st_ctime_ns)
 
-    @property
-    def is_parquet(self) -> bool:
-        return self.path.suffix.lower() == _PARQUET_SUFFIX
+
+def hash_of_files(files: Iterable[TextFile], text_key: str) -> str:
+    """Return a hash of every file's path, size and times of change, and of `text_key`.
+
+    A program that writes to a file may set the time of its content back (mtime), but not that of its entry (ctime).
+    """
+    digest = hashlib.blake2b(text_key.encode(), digest_size=16)
+    for file in files:
+        times = f"{file.mtime_ns}\0{file.ctime_ns}"
+        digest.update(f"\0{file.path}\0{file.num_bytes}\0{times}".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -80,19 +100,12 @@ class Corpus:
         return sum(file.num_bytes for file in self.files)
 
     def fingerprint(self) -> str:
-        """Return a hash of every file's path, size and times of change, and of `text_key`.
-
-        A program that writes to a file may set the time of its content back (mtime), but not that of its entry (ctime).
-        """
-        digest = hashlib.blake2b(self.text_key.encode(), digest_size=16)
-        for file in self.files:
-            times = f"{file.mtime_ns}\0{file.ctime_ns}"
-            digest.update(f"\0{file.path}\0{file.num_bytes}\0{times}".encode("utf-8", "surrogateescape"))
-        return digest.hexdigest()
+        """Return a hash that changes with the files and the key."""
+        return hash_of_files(self.files, self.text_key)
 
 
 class CorpusChunk(NamedTuple):
-    """Holds a document, or a part of one that is longer than PIECE_CHARS; a part ends at a line end where it can."""
+    """Holds a document, or a part of a long text file, which ends at a line end where it can."""
 
     text: str
     ends_document: bool
@@ -139,19 +152,14 @@ def open_corpus(data: DataConfig, exclude: Collection[Path] = (), takes_chats: b
     except OSError as error:
         _refuse_unreadable(path, error)
     if stat.S_ISDIR(mode):
-        try:
-            files = _list_folder(path, frozenset(folder.absolute() for folder in exclude))
-        except RecursionError:
-            raise ConfigError(
-                "folders-too-deep", f"data.path={data.path} nests its folders too deeply; give one further in"
-            ) from None
+        files = _list_folder(path, frozenset(folder.absolute() for folder in exclude))
         if not any(file.num_bytes for file in files):
             found = f"{len(files)} files, all empty" if files else "no files (hidden ones are left out)"
             raise ConfigError(
                 "no-text", f"data.path={data.path} holds {found}; give a folder with text or .jsonl files"
             )
     elif stat.S_ISREG(mode):
-        files = [_text_file(path, path.name)]
+        files = [TextFile.of(path, path.name)]
         if not files[0].num_bytes:
             raise ConfigError("no-text", f"data.path={data.path} is empty; give a file with text")
     else:
@@ -170,16 +178,14 @@ def read_pieces(corpus: Corpus, tally: CorpusCounts) -> Iterator[CorpusChunk | C
     """
     for file in corpus.files:
         try:
-            for document in _documents(file, corpus, tally):
-                if isinstance(document, CorpusChat):
-                    tally.num_text_bytes += len(json.dumps(document.record, default=str))
-                    tally.num_documents += 1
-                    yield document
-                    continue
-                for piece in _cut(document):
-                    tally.num_text_bytes += len(piece.text.encode())
-                    tally.num_documents += piece.ends_document
-                    yield piece
+            for piece in _pieces_of(file, corpus, tally):
+                if isinstance(piece, CorpusChat):
+                    text, is_end = json.dumps(piece.record, default=str), True
+                else:
+                    text, is_end = piece
+                tally.num_text_bytes += len(text.encode())
+                tally.num_documents += is_end
+                yield piece
         except OSError as error:
             _refuse_unreadable(file.path, error)
     if not tally.num_documents:
@@ -234,24 +240,21 @@ def _list_folder(root: Path, exclude: Collection[Path | str]) -> list[TextFile]:
         for path in (here / name for name in sorted(names) if not name.startswith(".")):
             try:
                 if path.is_file():
-                    files.append(_text_file(path, path.relative_to(root).as_posix()))
+                    files.append(TextFile.of(path, path.relative_to(root).as_posix()))
             except OSError as error:
                 _refuse_unreadable(path, error)
     return files
 
 
-def _text_file(path: Path, name: str) -> TextFile:
-    status = path.stat()
-    return TextFile(path, name, status.st_size, mtime_ns=status.st_mtime_ns, ctime_ns=status.st_ctime_ns)
-
-
-def _documents(file: TextFile, corpus: Corpus, tally: CorpusCounts) -> Iterator[Iterable[str] | CorpusChat]:
-    """Yield the documents of a file: blocks of text, one for a text file; or for each record a text or a chat."""
-    if file.is_jsonl or file.is_parquet:
-        records = _jsonl_records(file, tally) if file.is_jsonl else _parquet_records(file, tally)
+def _pieces_of(file: TextFile, corpus: Corpus, tally: CorpusCounts) -> Iterator[CorpusChunk | CorpusChat]:
+    """Yield the pieces of a text file, or each record of a file of records."""
+    suffix = file.path.suffix.lower()
+    if suffix in _JSONL_SUFFIXES or suffix == _PARQUET_SUFFIX:
+        records = _jsonl_records(file, tally) if suffix in _JSONL_SUFFIXES else _parquet_records(file, tally)
         for record, where in records:
             if corpus.text_key in record or not is_chat(record):
-                yield [_text_of(record, where, corpus.text_key)]
+                if text := _text_of(record, where, corpus.text_key):
+                    yield CorpusChunk(text, ends_document=True)
             elif corpus.takes_chats:
                 yield CorpusChat(record, where)
             else:
@@ -262,8 +265,12 @@ def _documents(file: TextFile, corpus: Corpus, tally: CorpusCounts) -> Iterator[
                 )
         return
     try:
-        for _ in _text_blocks(file.path, CorpusCounts()):
-            pass
+        if corpus.skip_binary:
+            for _ in _text_pieces(file.path):
+                pass
+        for piece in _text_pieces(file.path):
+            tally.num_read_bytes += len(piece.text.encode())
+            yield piece
     except UnicodeDecodeError as error:
         if not corpus.skip_binary:
             raise ConfigError(
@@ -271,20 +278,21 @@ def _documents(file: TextFile, corpus: Corpus, tally: CorpusCounts) -> Iterator[
             ) from None
         tally.num_skipped += 1
         tally.num_read_bytes += file.num_bytes
-        return
-    yield _text_blocks(file.path, tally)
 
 
-def _text_blocks(path: Path, tally: CorpusCounts) -> Iterator[str]:
-    """Yield the file's text a block at a time; a zero byte, valid UTF-8 but never text, counts as undecodable."""
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    with path.open("rb") as file:
-        while block := file.read(PIECE_CHARS):
-            if b"\0" in block:
+def _text_pieces(path: Path) -> Iterator[CorpusChunk]:
+    """Yield the file's text in pieces of at most PIECE_CHARS; a zero byte, valid UTF-8 but never text, is refused."""
+    held, half = "", PIECE_CHARS // 2
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        while text := file.read(half):
+            text += file.readline(half)
+            if "\0" in text:
                 raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "it holds zero bytes")
-            tally.num_read_bytes += len(block)
-            yield decoder.decode(block)
-    yield decoder.decode(b"", final=True)
+            if held:
+                yield CorpusChunk(held, ends_document=False)
+            held = text
+    if held:
+        yield CorpusChunk(held, ends_document=True)
 
 
 def _jsonl_records(file: TextFile, tally: CorpusCounts) -> Iterator[tuple[Mapping[str, Any], str]]:
@@ -349,31 +357,106 @@ def _text_of(record: Mapping[str, Any], where: str, text_key: str) -> str:
     return text
 
 
-def _cut(blocks: Iterable[str]) -> Iterator[CorpusChunk]:
-    """Join blocks into pieces of at most PIECE_CHARS, the last one marked."""
-    held = ""
-    for block in blocks:
-        text, start = held + block, 0
-        while len(text) - start > PIECE_CHARS:
-            end = _cut_point(text, start)
-            yield CorpusChunk(text[start:end], ends_document=False)
-            start = end
-        held = text[start:]
-    if held:
-        yield CorpusChunk(held, ends_document=True)
-
-
-def _cut_point(text: str, start: int) -> int:
-    end = start + PIECE_CHARS
-    for separator in ("\n", " "):
-        found = text.rfind(separator, start + 1, end)
-        if found != -1:
-            return found + 1 if separator == "\n" else found
-    return end
-
-
 def _refuse_unreadable(path: Path, error: OSError) -> NoReturn:
     name = error.filename or path
     raise ConfigError(
         "file-unreadable", f"cannot read {name}: {error.strerror}; make it readable or move it away"
     ) from None
+
+
+@dataclass(frozen=True)
+class MegatronCorpus:
+    """Describes tokens that Megatron-LM's preprocessing wrote: a pair of files, of tokens and of their index.
+
+    The index is little-endian: nine bytes `MMIDIDX\\0\\0`, a version (uint64, 1), the code of the tokens' type (uint8),
+    the numbers of sequences and of document bounds (uint64 each); then the arrays, of which these are memory maps.
+
+    Attributes:
+        label: as the user gave it.
+        dtype: of the tokens.
+        lengths: tokens of each sequence.
+        pointers: bytes before each sequence.
+        bounds: sequences before each document, and in all.
+    """
+
+    label: str
+    files: tuple[TextFile, TextFile]
+    dtype: str
+    lengths: NDArray[np.int32]
+    pointers: NDArray[np.int64]
+    bounds: NDArray[np.int64]
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of all tokens."""
+        return int(self.lengths.sum(dtype=np.int64)) * np.dtype(self.dtype).itemsize
+
+    def fingerprint(self) -> str:
+        """Return a hash that changes with the files."""
+        return hash_of_files(self.files, "")
+
+    def documents(self, vocab_size: int) -> Iterator[NDArray]:
+        """Yield the tokens of each document that has any.
+
+        Raises:
+            ConfigError: a token is not one of the tokenizer's.
+        """
+        tokens = np.memmap(self.files[0].path, dtype=np.uint8, mode="r")
+        itemsize = np.dtype(self.dtype).itemsize
+        for first, last in zip(self.bounds[:-1], self.bounds[1:], strict=True):
+            spans = zip(self.pointers[first:last].tolist(), self.lengths[first:last].tolist(), strict=True)
+            parts = [tokens[start : start + length * itemsize].view(self.dtype) for start, length in spans if length]
+            if not parts:
+                continue
+            document = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            if document.min() < 0 or document.max() >= vocab_size:
+                raise ConfigError(
+                    "megatron-token-range",
+                    f"{self.label} has token {document.max()}, and data.tokenizer has {vocab_size}; give the tokenizer "
+                    "that the data were written with",
+                )
+            yield document
+
+
+def open_megatron(data: DataConfig, has_tokenizer: bool) -> MegatronCorpus | None:
+    """Open the pair of files that `data.path` names, with `.bin`, `.idx` or neither; None where it names none.
+
+    Raises:
+        ConfigError: the index is not one of Megatron-LM's or does not fit the tokens, or the tokenizer is missing.
+    """
+    path = Path(data.path or "").expanduser().absolute()
+    prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+    pair = [prefix.with_name(prefix.name + end) for end in (".bin", ".idx")]
+    if data.path is None or not all(each.is_file() for each in pair):
+        return None
+    if not has_tokenizer:
+        raise ConfigError(
+            "megatron-without-tokenizer",
+            f"data.path={data.path} holds tokens of Megatron-LM's; name their tokenizer by data.tokenizer",
+        )
+    try:
+        return _read_index(data.path, TextFile.of(pair[0], pair[0].name), TextFile.of(pair[1], pair[1].name))
+    except (struct.error, ValueError) as error:
+        raise ConfigError("megatron-index", f"{pair[1]}: {error}; {_FIX}") from None
+
+
+def _read_index(label: str, tokens: TextFile, indices: TextFile) -> MegatronCorpus:
+    index = np.memmap(indices.path, dtype=np.uint8, mode="r")
+    magic, version, code, num_sequences, num_bounds = _HEADER.unpack(index[: _HEADER.size].tobytes())
+    if magic != _MAGIC or version != 1:
+        raise ValueError("it is not an index of version 1")
+    if code not in _DTYPES:
+        raise ValueError(f"tokens of type {code} are no whole numbers")
+    ends = np.cumsum([_HEADER.size, 4 * num_sequences, 8 * num_sequences, 8 * num_bounds], dtype=object)
+    if len(index) < ends[-1]:  # data of several kinds have one more byte a sequence
+        raise ValueError(f"it has {len(index):,} bytes where {ends[-1]:,} belong")
+    lengths, pointers, bounds = (
+        index[ends[part] : ends[part + 1]].view(dtype) for part, dtype in enumerate(("<i4", "<i8", "<i8"))
+    )
+    corpus = MegatronCorpus(label, (tokens, indices), _DTYPES[code], lengths, pointers, bounds)
+    stops = pointers + lengths.astype(np.int64) * np.dtype(corpus.dtype).itemsize
+    if not num_bounds or bounds[0] != 0 or bounds[-1] != num_sequences or (np.diff(bounds) < 0).any():
+        raise ValueError(f"its documents do not take up its {num_sequences:,} sequences")
+    if num_sequences and (min(lengths.min(), pointers.min()) < 0 or stops.max() > tokens.num_bytes):
+        raise ValueError(f"its sequences end at byte {stops.max():,} of {tokens.num_bytes:,}")
+    return corpus

@@ -1,11 +1,10 @@
 """Reads token shards as sequences of one length, in an order that every rank computes without communication.
 
 A token shard is a folder: `tokens.bin` (all tokens of all documents, uint16 or uint32), `tokens.crc` (a CRC-32 for
-each 64 KiB of it), `documents.bin` (uint64, where each document starts), `tokenizer.json` and `index.json`
-(`ShardIndex`), which holds hashes of the others. A shard of chats has `counts.bin` too: a byte for each token, 1 where
-it counts in the loss; its sequences are whole chats, packed. Tokens are checked when they are first read. Which
-sequence a sample is depends on (seed, sample index) alone, so a run can go on at another world size. `prepare` writes
-token shards.
+each 64 KiB of it), `documents.bin` (uint64, where each document starts), `tokenizer.json`, and `index.json`
+(`ShardIndex`) with a checksum of itself and of all the others but the tokens, which are checked when they are first
+read. A shard of chats has `counts.bin` too: a byte for each token, 1 where it counts in the loss. Which sequence a
+sample is depends on (seed, sample index) alone, so a run can go on at another world size.
 
 >>> [sample_order(seed=0, index=index, num_sequences=5) for index in range(10)]  # two epochs
 [2, 0, 4, 3, 1, 2, 0, 4, 1, 3]
@@ -19,23 +18,22 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from shardwise.config.resolve import BatchConfig, ConfigError
 from shardwise.config.untrusted_files import open_regular, read_json
 from shardwise.models.decoder import IGNORED_TARGET
 
-SHARD_FORMAT: Final = 3
+SHARD_FORMAT: Final = 4
 INDEX_NAME, TOKENS_NAME, CHECKSUMS_NAME = "index.json", "tokens.bin", "tokens.crc"
 DOCUMENTS_NAME, TOKENIZER_NAME, COUNTS_NAME = "documents.bin", "tokenizer.json", "counts.bin"
-_OWN_HASH = "index_hash"
+_CHECKSUM = "checksum"
 _CHUNK_BYTES = 1 << 16
 _ROUNDS = 12
 _MASK = (1 << 64) - 1
@@ -49,7 +47,6 @@ class ShardIndex(BaseModel):
     Attributes:
         num_bytes: bytes of UTF-8 text that the tokens stand for.
         tokens_hash: blake2b of `tokens.bin`, which names the data in checkpoints.
-        hashes: blake2b of each other file of the shard, by name.
         has_chats: whether the documents are chats, and there is a `counts.bin`.
     """
 
@@ -64,76 +61,52 @@ class ShardIndex(BaseModel):
     num_bytes: NotNegative
     num_skipped: NotNegative
     tokens_hash: str
-    hashes: dict[str, str]
     has_chats: bool = False
-    format: Literal[3] = SHARD_FORMAT
-
-    def to_json(self) -> str:
-        """Write the fields, and a hash of them that `read_index` compares."""
-        return json.dumps(self.model_dump() | {_OWN_HASH: self._hash()}, indent=2)
-
-    def _hash(self) -> str:
-        return _new_hash(json.dumps(self.model_dump(), sort_keys=True).encode()).hexdigest()
+    format: Literal[4] = SHARD_FORMAT
 
 
-def _new_hash(data: bytes = b"") -> hashlib.blake2b:
-    return hashlib.blake2b(data, digest_size=16)
-
-
-def hash_file(path: Path) -> str:
-    """Return the blake2b of the bytes of a shard's file."""
-    with open(open_regular(path, path.parent), "rb") as file:
-        return hashlib.file_digest(file, _new_hash).hexdigest()
-
-
-def write_checksums(folder: Path) -> None:
-    """Write `tokens.crc` beside a finished `tokens.bin`."""
+def seal(folder: Path, **facts: Any) -> ShardIndex:
+    """Write `tokens.crc` and, last, `index.json` into a folder that has the other files; `facts` are its fields."""
+    tokens_hash = hashlib.blake2b(digest_size=16)
     with (folder / TOKENS_NAME).open("rb") as tokens, (folder / CHECKSUMS_NAME).open("wb") as checksums:
         while chunk := tokens.read(_CHUNK_BYTES):
+            tokens_hash.update(chunk)
             checksums.write(zlib.crc32(chunk).to_bytes(4, "little"))
+    index = ShardIndex(tokens_hash=tokens_hash.hexdigest(), **facts)
+    fields = index.model_dump() | {_CHECKSUM: _checksum(folder, index)}
+    (folder / INDEX_NAME).write_text(json.dumps(fields, indent=2), encoding="utf-8")
+    return index
 
 
-def read_index(path: Path, checks_documents: bool = True) -> ShardIndex:
+def _checksum(folder: Path, index: ShardIndex) -> str:
+    """Return a hash of the index and of all files but the tokens."""
+    digest = hashlib.blake2b(index.model_dump_json().encode(), digest_size=16)
+    for name in (CHECKSUMS_NAME, DOCUMENTS_NAME, TOKENIZER_NAME, *((COUNTS_NAME,) if index.has_chats else ())):
+        with open(open_regular(folder / name, folder), "rb") as file:
+            digest.update(hashlib.file_digest(file, "blake2b").digest())
+    return digest.hexdigest()
+
+
+def read_index(path: Path) -> ShardIndex:
     """Read the index of the shard in folder `path`, and check every file of it but the tokens.
-
-    Args:
-        path: the shard's folder.
-        checks_documents: also hash `documents.bin` (8 bytes a document); one rank of a machine is enough.
 
     Raises:
         ConfigError: the shard is missing, not whole or damaged.
     """
     try:
         fields = read_json(path / INDEX_NAME, "build it again", folder=path)
-        own_hash = fields.pop(_OWN_HASH, None) if isinstance(fields, dict) else None
+        checksum = fields.pop(_CHECKSUM, None) if isinstance(fields, dict) else None
         index = ShardIndex.model_validate(fields)
-        if index._hash() != own_hash:
-            raise ValueError(f"{INDEX_NAME} does not have its own checksum")
-        counts = {COUNTS_NAME} if index.has_chats else set()
-        if set(index.hashes) != {CHECKSUMS_NAME, DOCUMENTS_NAME, TOKENIZER_NAME} | counts:
-            raise ValueError(f"{INDEX_NAME} lists other files")
-        _check_size(path / TOKENS_NAME, index.num_tokens * np.dtype(index.dtype).itemsize)
-        _check_size(path / DOCUMENTS_NAME, index.num_documents * 8)
-        for name, expected in index.hashes.items():
-            if (checks_documents or name != DOCUMENTS_NAME) and hash_file(path / name) != expected:
-                raise ValueError(f"{name} does not have the checksum that {INDEX_NAME} gives it")
+        if _checksum(path, index) != checksum:
+            raise ValueError("its files are not those that were written")
+        with open(open_regular(path / TOKENS_NAME, path), "rb") as file:
+            found, wanted = os.fstat(file.fileno()).st_size, index.num_tokens * np.dtype(index.dtype).itemsize
+        if found != wanted:
+            raise ValueError(f"{TOKENS_NAME} has {found:,} bytes where {wanted:,} belong")
     except (OSError, ValueError) as error:
-        raise damaged(path, _reason(error)) from None
+        reason = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
+        raise damaged(path, str(reason)) from None
     return index
-
-
-def _check_size(path: Path, num_bytes: int) -> None:
-    with open(open_regular(path, path.parent), "rb") as file:
-        found = os.fstat(file.fileno()).st_size
-    if found != num_bytes:
-        raise ValueError(f"{path.name} has {found:,} bytes where {num_bytes:,} belong")
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, ValidationError):
-        first = error.errors()[0]
-        return f"{INDEX_NAME}: {'.'.join(map(str, first['loc'])) or 'all of it'}: {first['msg']}"
-    return str(error.strerror if isinstance(error, OSError) else error)
 
 
 def damaged(path: Path, reason: str) -> ConfigError:
@@ -145,14 +118,13 @@ def damaged(path: Path, reason: str) -> ConfigError:
 class TokenDataset:
     """Reads a range of a shard's tokens, memory-mapped, as consecutive sequences.
 
+    Reading raises ConfigError where the tokens are not those that were written.
+
     Args:
         path: folder of the shard.
         start: first token of the range.
         stop: end of the range; the shard's end by default.
         index: the shard's index, where it has been read already.
-
-    Raises:
-        ConfigError: the shard is missing or not whole; from reading, the tokens read are not those that were written.
     """
 
     def __init__(
@@ -196,11 +168,11 @@ class TokenDataset:
         for number in range(wanted.start // chunk_tokens, -(-wanted.stop // chunk_tokens)):
             if not self._is_checked[number]:
                 chunk = self._shard[number * chunk_tokens : (number + 1) * chunk_tokens]
-                where = f"bytes {number * _CHUNK_BYTES:,} to {number * _CHUNK_BYTES + chunk.nbytes:,} of {TOKENS_NAME}"
                 if zlib.crc32(chunk.tobytes()) != self._checksums[number]:
+                    where = (
+                        f"bytes {number * _CHUNK_BYTES:,} to {number * _CHUNK_BYTES + chunk.nbytes:,} of {TOKENS_NAME}"
+                    )
                     raise damaged(self.path, f"{where} are not those that were written")
-                if chunk.max() >= self.index.vocab_size:
-                    raise damaged(self.path, f"{where} hold token {chunk.max()} of {self.index.vocab_size}")
                 self._is_checked[number] = True
         return self._shard[wanted.start : wanted.stop]
 
@@ -330,18 +302,14 @@ def _mix(value: int) -> int:
 def sample_positions(batch: BatchConfig, data_rank: int, num_data_ranks: int) -> list[range]:
     """Return the positions of the global batch that are this data rank's rows, a range for every micro-batch.
 
-    Position = (micro-batch x num_data_ranks + data_rank) x micro_size + row: all ranks' first micro-batches
-    come first. So the same `micro_size` positions make a micro-batch, whatever ranks and accumulation share
-    the batch.
+    All ranks' first micro-batches come first. So the same `micro_size` positions make a micro-batch, whatever ranks
+    and accumulation share the batch.
 
     >>> batch = BatchConfig(global_size=8, micro_size=2, accumulation=2)
     >>> sample_positions(batch, data_rank=0, num_data_ranks=2)
     [range(0, 2), range(4, 6)]
     >>> sample_positions(batch, data_rank=1, num_data_ranks=2)
     [range(2, 4), range(6, 8)]
-    >>> alone = BatchConfig(global_size=8, micro_size=2, accumulation=4)
-    >>> sample_positions(alone, data_rank=0, num_data_ranks=1)
-    [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
     """
     size, micro, accumulation = batch.global_size, batch.micro_size, batch.accumulation
     if size is None or micro is None or accumulation is None:
@@ -366,11 +334,11 @@ def batches_for_step(
     seed: int,
     seq_len: int,
 ) -> list[tuple[torch.Tensor, ...]]:
-    """Return this data rank's micro-batches of one optimizer step: one (tokens, targets) for each accumulation.
+    """Return this data rank's micro-batches of one optimizer step.
 
     Args:
         dataset: the split that the sequences come from.
-        first: the run's samples before this step; with a constant batch, `step * global_size`, steps counted from 0.
+        first: the run's samples before this step.
         batch: the resolved batch sizes.
         data_rank: this rank's place among the data ranks; the ranks of one pp x tp x cp cell share it.
         num_data_ranks: how many data ranks share the global batch.
@@ -391,17 +359,12 @@ def batches_for_step(
             f"data.seq_len={seq_len} but the split holds {dataset.num_tokens} tokens; "
             f"use seq_len <= {dataset.num_tokens - 1} or more data",
         )
-    shares = sample_positions(batch, data_rank, num_data_ranks)
     batches = []
-    for positions in shares:
+    for positions in sample_positions(batch, data_rank, num_data_ranks):
         numbers = [sample_order(seed, first + position, num_sequences) for position in positions]
         columns = zip(*(dataset.sample(number, seq_len) for number in numbers), strict=True)
-        batches.append(tuple(_stack(column) for column in columns))
+        batches.append(tuple(torch.from_numpy(np.stack(column).astype(np.int64)) for column in columns))
     return batches
-
-
-def _stack(rows: Sequence[NDArray[Any]]) -> torch.Tensor:
-    return torch.from_numpy(np.stack(rows).astype(np.int64))  # [micro_size, seq_len]
 
 
 def split_point(document_starts: NDArray[Any], num_tokens: int, *, val_fraction: float, seq_len: int) -> int:
@@ -412,8 +375,6 @@ def split_point(document_starts: NDArray[Any], num_tokens: int, *, val_fraction:
 
     >>> split_point(np.array([0, 40, 88, 94]), 100, val_fraction=0.1, seq_len=4)
     88
-    >>> split_point(np.array([0]), 100, val_fraction=0.1, seq_len=4)
-    90
 
     Args:
         document_starts: [documents] tokens at which documents start, rising.

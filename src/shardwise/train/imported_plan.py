@@ -13,7 +13,7 @@ from shardwise.planner.hardware import Cluster
 from shardwise.planner.imports.huggingface import is_huggingface, read_json
 from shardwise.planner.imports.megatron import read_megatron
 from shardwise.planner.job import ModelSource, PlanJob, Strategy
-from shardwise.planner.request import PlanRequest, ask, read_model
+from shardwise.planner.request import ask, read_model
 from shardwise.train.setup import check_job, job_config
 
 
@@ -50,15 +50,20 @@ def read_explained(
         ConfigError: the file is wrong, names no model, or its strategy does not fit the cluster.
     """
     if is_config(source):
-        given = [*_given(seq_len, global_batch), *settings]
-        return _of_toml(source, model, cluster, given)
+        preset = [] if model is None else [f"model.preset={model}"]
+        given = [*preset, *_given(seq_len, global_batch), *settings]
+        config = _config_on(source, cluster, given)
+        check_job(config, cluster.num_gpus)
+        return ImportedPlan(job=job_of(config, cluster), strategy=strategy_of(config, cluster.num_gpus))
     imported = _imported(source)
     if model is None and Path(source).suffix == ".json":
         raise ConfigError(
             "model-not-named", f"{Path(source).name} names no model; add --model, such as --model llama-7b"
         )
     wanted = read_model(model) if model is not None else imported
-    return _of_settings(imported, wanted, cluster, (seq_len, global_batch), settings)
+    strategy = _strategy(imported, cluster, global_batch or imported.global_batch, settings)
+    asked = ask(wanted, cluster, seq_len=seq_len or imported.seq_len, global_batch=strategy.global_batch)
+    return ImportedPlan(job=asked.job, strategy=strategy, notes=tuple(dict.fromkeys((*imported.notes, *asked.notes))))
 
 
 def read_deepspeed(path: str | Path) -> ModelSource:
@@ -90,32 +95,14 @@ def _given(seq_len: int | None, global_batch: int | None) -> list[str]:
     return lengths + ([] if global_batch is None else [f"batch.global_size={global_batch}"])
 
 
-def _of_toml(path: str, model: str | None, cluster: Cluster, settings: Sequence[str]) -> ImportedPlan:
-    if model is not None:
-        settings = [f"model.preset={model}", *settings]
-    device = "cpu" if cluster.gpu.is_cpu else "cuda"
-    config = job_config(path, [f"run.device={device}", *settings])
-    check_job(config, cluster.num_gpus)
-    return ImportedPlan(job=job_of(config, cluster), strategy=strategy_of(config, cluster.num_gpus))
-
-
-def _of_settings(
-    imported: ModelSource,
-    model: ModelSource,
-    cluster: Cluster,
-    sizes: tuple[int | None, int | None],
-    settings: Sequence[str],
-) -> ImportedPlan:
-    """Return the plan of an imported job; a batch that is left open is one micro-batch for each rank."""
-    seq_len, global_batch = sizes[0] or imported.seq_len, sizes[1] or imported.global_batch
-    strategy = _strategy(imported, cluster, global_batch, settings)
-    asked: PlanRequest = ask(model, cluster, seq_len=seq_len, global_batch=strategy.global_batch)
-    return ImportedPlan(job=asked.job, strategy=strategy, notes=tuple(dict.fromkeys((*imported.notes, *asked.notes))))
+def _config_on(path: str, cluster: Cluster, settings: Sequence[str]) -> Config:
+    return job_config(path, [f"run.device={'cpu' if cluster.gpu.is_cpu else 'cuda'}", *settings])
 
 
 def _strategy(
     imported: ModelSource, cluster: Cluster, global_batch: int | None, settings: Sequence[str] = ()
 ) -> Strategy:
+    """Return the strategy of an imported job; a batch that is left open is one micro-batch for each rank."""
     config = Config().override([*imported.assignments, *settings])
     if config.batch.global_size is None and global_batch is not None:
         config = config.override([f"batch.global_size={global_batch}", "batch.accumulation=none"])
@@ -144,16 +131,11 @@ def named_batch(source: str, num_gpus: int) -> int | None:
 def strategy_for(source: str, job: PlanJob) -> Strategy:
     """Return the strategy by which a config would split a job; nothing else of the config is read.
 
-    Args:
-        source: as for `read_explained`.
-        job: the job that is planned.
-
     Raises:
         ConfigError: the file is wrong, or its strategy does not fit the job or its cluster.
     """
     if is_config(source):
-        device = "cpu" if job.cluster.gpu.is_cpu else "cuda"
-        config = job_config(source, [f"run.device={device}", *_given(job.seq_len, job.global_batch)])
+        config = _config_on(source, job.cluster, _given(job.seq_len, job.global_batch))
         strategy = strategy_of(config, job.cluster.num_gpus)
     else:
         strategy = _strategy(_imported(source), job.cluster, job.global_batch)

@@ -1,7 +1,7 @@
-"""Describes what a run trains: our decoder by a preset, or a Hugging Face model in a folder.
+"""Describes what a run trains: our decoder by a preset, or a causal model of transformers in a folder.
 
-`JobModel` is what the rest of `train/` needs of either. It is made from the config alone, so every process makes its
-own.
+`DecoderModel` and `HuggingFaceModel` have the same members. They are made from the config alone, so every process makes
+its own. None of several ranks ever holds the whole model of a folder: each keeps its slices while it is read.
 
 >>> model = job_model(Config.from_dict({"model": {"preset": "25m"}}))
 >>> model.name, model.vocab_size, model.words
@@ -12,66 +12,88 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from shardwise.config.resolve import Config, ConfigError
+from shardwise.construction.context import init
 from shardwise.engine.engine import Engine
 from shardwise.engine.initialize import initialize
 from shardwise.models import Decoder, DecoderConfig, decoder_config, flops_per_token, generate, lm_loss, num_params
+from shardwise.models.decoder import IGNORED_TARGET
 from shardwise.runtime.format import format_count
 from shardwise.runtime.keyed_rng import keyed_generator
+from shardwise.schedule.formulas import training_flops_per_token
+from shardwise.train.packed_base import check_packing, pack_on_meta, packing
 
 TEMPERATURE, TOP_K = 0.8, 40
 
 
-class JobModel(Protocol):
-    """What a run needs to know of its model, and to do with it."""
+@dataclass(frozen=True)
+class DecoderModel:
+    """Is our decoder; `shape` has the preset's vocabulary where the config gives none."""
+
+    config: Config
+    shape: DecoderConfig
 
     @property
     def name(self) -> str:
         """Return a name for the run's folder."""
+        return self.config.model.preset
 
     @property
     def words(self) -> str:
         """Return name and sizes in a few words."""
+        sizes = f"{self.shape.num_layers} layers of {self.shape.hidden_size}"
+        return f"{self.name}, {format_count(self.num_params)} parameters, {sizes}"
 
     @property
     def vocab_size(self) -> int:
         """Return how many tokens the embedding has."""
+        return self.shape.vocab_size
 
     @property
     def num_params(self) -> int:
         """Return the number of parameters, frozen ones included."""
-
-    @property
-    def longest(self) -> int | None:
-        """Return the most tokens of a sequence that it is made for; None where any are."""
+        return num_params(self.shape)
 
     @property
     def num_heads(self) -> int:
         """Return the query heads of each attention."""
+        return self.shape.num_heads
 
-    def for_tokens(self, vocab_size: int) -> JobModel:
+    def for_tokens(self, vocab_size: int) -> DecoderModel:
         """Return the model for a tokenizer of so many tokens; refuse more than the embedding can have."""
+        config = self.config
+        shape = decoder_config(config.model, config.data.seq_len, vocab_size, config.attention)
+        return DecoderModel(config, shape)
 
     def skeleton(self) -> nn.Module:
         """Return the model on meta, adapters included."""
+        return Decoder(self.shape, device="meta")
 
     def initialize(self, config: Config) -> Engine:
-        """Build the model, and shard it; all ranks call it."""
+        """Build the model, and shard it; all ranks call it, and each draws its own weights."""
+        return initialize(self.skeleton(), config, loss_fn=self.loss_fn)
 
     def flops_per_token(self, seq_len: int) -> float:
         """Return the FLOPs of forward and backward, a token."""
+        return flops_per_token(self.shape, seq_len)
 
     def batch(self, columns: Sequence[Tensor]) -> Any:
         """Return what `Engine.train_step` takes of tokens, targets and, for packed samples, positions [B, S]."""
+        tokens, targets = columns
+        return tokens, targets
 
     @property
-    def loss_fn(self) -> Callable[[Any, Any], Any] | None:
+    def loss_fn(self) -> Callable[[Any, Any], Any]:
         """Return what computes the sum and the count of a micro-batch's loss; None where the model itself does."""
+        return lambda logits, batch: lm_loss(logits, batch[1])
 
     def generate(self, model: nn.Module, prompt: Tensor, num_tokens: int, config: Config) -> Tensor:
         """Return the prompt and what the model adds, on every rank the same.
@@ -82,9 +104,205 @@ class JobModel(Protocol):
             num_tokens: so many are added, or fewer where the text ends.
             config: whose seed the sample has.
         """
+        return generate(
+            model,
+            prompt,
+            num_tokens,
+            max_seq_len=config.data.seq_len,
+            temperature=TEMPERATURE,
+            top_k=TOP_K,
+            generator=keyed_generator(config.run.seed, "sample", device=prompt.device),
+        )
 
     def export(self, engine: Engine, folder: Path) -> Path | None:
         """Write a folder for other tools, with the tokenizer; all ranks call it. A preset's run writes none (None)."""
+        return None
+
+
+@dataclass(frozen=True)
+class HuggingFaceModel:
+    """Is a causal model of transformers in a `folder` of this machine, whose config is `theirs`."""
+
+    config: Config
+    folder: Path
+    theirs: Any
+
+    @classmethod
+    def open(cls, config: Config) -> HuggingFaceModel:
+        """Read the folder's config, downloading what `model.path` names on the Hub.
+
+        Raises:
+            ConfigError: transformers or peft is missing, or there is no such model.
+        """
+        path = config.model.path or ""
+        for package, is_needed in (("transformers", True), ("peft", config.lora.rank > 0)):
+            if is_needed and find_spec(package) is None:
+                why = f"model.path={path}" if package == "transformers" else f"lora.rank={config.lora.rank}"
+                raise ConfigError("extra-missing", f"{why} needs {package}; pip install 'shardwise[hf]'")
+        check_packing(config)
+        from transformers import AutoConfig
+
+        folder = model_folder(path)
+        try:
+            return cls(config, folder, AutoConfig.from_pretrained(folder))
+        except (OSError, ValueError, KeyError) as error:
+            line = str(error).strip().partition("\n")[0]
+            raise ConfigError(
+                "not-a-model-folder", f"model.path={path} is no model of transformers: {line}; give its folder"
+            ) from None
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @cached_property
+    def words(self) -> str:
+        text = self._text
+        sizes = f"{text.num_hidden_layers} layers of {text.hidden_size}"
+        words = f"{self.name} ({type(self._base).__name__}), {format_count(self.num_params)} parameters, {sizes}"
+        if not self.config.lora.rank:
+            return words
+        trained = sum(each.numel() for each in self.skeleton().parameters() if each.requires_grad)
+        return f"{words}, LoRA of rank {self.config.lora.rank}: {format_count(trained)} train"
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._text.vocab_size)
+
+    @cached_property
+    def num_params(self) -> int:
+        return sum(each.numel() for each in self._base.parameters())
+
+    @property
+    def longest(self) -> int | None:
+        """Return the most tokens of a sequence that it is made for; None where it does not say."""
+        return getattr(self._text, "max_position_embeddings", None)
+
+    @property
+    def num_heads(self) -> int:
+        return int(self._text.num_attention_heads)
+
+    def for_tokens(self, vocab_size: int) -> HuggingFaceModel:
+        """Return the model, whose embedding stays as it is; refuse a tokenizer that has more tokens."""
+        if vocab_size > self.vocab_size:
+            raise ConfigError(
+                "tokenizer-exceeds-model",
+                f"the tokenizer has {vocab_size:,} tokens and the embedding of {self.name} {self.vocab_size:,}; give "
+                "the model's own tokenizer, or resize its embedding first",
+            )
+        return self
+
+    def skeleton(self) -> nn.Module:
+        """Return the model on meta, adapters included."""
+        with torch.device("meta"):
+            base = self._on_meta()
+            return self._adapted(pack_on_meta(base) if self.config.lora.base == "nf4" else base, low_cpu_mem_usage=True)
+
+    def initialize(self, config: Config) -> Engine:
+        """Read the weights, each rank its slices, and shard the model; all ranks call it."""
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        with init():
+            how = packing(config)
+            model = AutoModelForCausalLM.from_pretrained(self.folder, dtype="auto", config=self.theirs, **how)
+        # With a cache transformers does not see where packed samples begin, and lets them attend to each other.
+        model.config.use_cache = False
+        return initialize(self._adapted(model), config)
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Return the model FLOPs of forward and backward for one token, with causal attention."""
+        text = self._text
+        num_looked_up = 0 if getattr(text, "tie_word_embeddings", False) else self.vocab_size * text.hidden_size
+        num_params, width = self.num_params - num_looked_up, text.num_hidden_layers * text.hidden_size
+        return training_flops_per_token(num_params, width, seq_len / 2, trains=not self.config.lora.rank)
+
+    @property
+    def loss_fn(self) -> None:
+        """Return None: the model computes its loss."""
+        return None
+
+    def batch(self, columns: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return keyword arguments of the model, which itself compares each label with the position before it."""
+        tokens, targets, *positions = columns
+        labels = torch.full_like(targets, IGNORED_TARGET)
+        labels[:, 1:] = targets[:, :-1]
+        batch = {"input_ids": tokens, "labels": labels}
+        return batch | ({"position_ids": positions[0]} if positions else {})
+
+    def generate(self, model: nn.Module, prompt: Tensor, num_tokens: int, config: Config) -> Tensor:
+        """Return the prompt and what transformers' own sampling adds; the arguments are those of `DecoderModel`."""
+        device = prompt.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(config.run.seed)
+            tokens: Tensor = model.generate(  # type: ignore[operator]
+                input_ids=prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=num_tokens,
+                do_sample=True,
+                temperature=TEMPERATURE,
+                top_k=TOP_K,
+                use_cache=True,
+            )
+        return tokens
+
+    def export(self, engine: Engine, folder: Path) -> Path:
+        """Write the weights, or with LoRA the adapter, and the tokenizer; all ranks call it.
+
+        Raises:
+            CheckpointError: they cannot be written.
+        """
+        tokenizer = open_tokenizer(self.config, self.folder)
+        model: Any = engine.model
+        model.config.use_cache = True
+        if not self.config.lora.rank:
+            return engine.export_weights(folder, tokenizer=tokenizer)
+        names = [name for name, each in model.named_parameters() if each.requires_grad]
+        adapter = {name: engine.read(name, to_rank=0) for name in names}  # whole, where tp holds parts
+        if engine.comm.rank == 0:
+            model.save_pretrained(folder, state_dict=adapter)
+            tokenizer.save_pretrained(folder)
+        return folder
+
+    @cached_property
+    def _base(self) -> nn.Module:
+        return self._on_meta()
+
+    def _on_meta(self) -> nn.Module:
+        """Return a new model on meta, without adapters, which PEFT would put into the model that it is given."""
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(self.theirs)
+
+    @property
+    def _text(self) -> Any:
+        return self.theirs.get_text_config()
+
+    def _adapted(self, model: nn.Module, **how: Any) -> nn.Module:
+        lora = self.config.lora
+        if not lora.rank:
+            return model
+        from peft import LoraConfig, get_peft_model
+
+        settings = LoraConfig(
+            r=lora.rank,
+            lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
+            lora_dropout=lora.dropout,
+            target_modules=lora.targets[0] if len(lora.targets) == 1 else [*lora.targets],
+            task_type="CAUSAL_LM",
+        )
+        try:
+            return get_peft_model(model, settings, **how)
+        except ValueError as error:
+            line = str(error).partition("\n")[0]
+            raise ConfigError(
+                "lora-targets", f"lora.targets={list(lora.targets)} do not fit {self.name}: {line}"
+            ) from None
+
+
+JobModel: TypeAlias = DecoderModel | HuggingFaceModel
 
 
 def job_model(config: Config) -> JobModel:
@@ -94,8 +312,6 @@ def job_model(config: Config) -> JobModel:
         ConfigError: there is none, or transformers is needed and missing.
     """
     if config.model.path is not None:
-        from shardwise.train.huggingface_model import HuggingFaceModel
-
         return HuggingFaceModel.open(config)
     if config.lora.rank:
         raise ConfigError(
@@ -111,71 +327,42 @@ def model_name(config: Config) -> str:
     return config.model.preset if path is None else Path(path).expanduser().absolute().name
 
 
-@dataclass(frozen=True)
-class DecoderModel:
-    """Is our decoder; `shape` has the preset's vocabulary where the config gives none."""
+def model_folder(path: str) -> Path:
+    """Return the folder of a model, which is downloaded where `path` is a name on the Hub and no folder.
 
-    config: Config
-    shape: DecoderConfig
+    Raises:
+        ConfigError: there is no such folder, and no such name can be had.
+    """
+    folder = Path(path).expanduser().absolute()
+    if folder.is_dir():
+        return folder
+    if path.count("/") == 1 and not path.startswith((".", "/", "~")):
+        from huggingface_hub import snapshot_download
 
-    @property
-    def name(self) -> str:
-        return self.config.model.preset
+        try:
+            return Path(snapshot_download(path, ignore_patterns=["*.bin", "*.pth", "original/*"]))
+        except Exception as error:  # of the network, of the Hub, of its cache: each has a class of its own
+            line = str(error).strip().partition("\n")[0]
+            raise ConfigError(
+                "model-not-on-hub", f"model.path={path} is no folder here, and the Hub does not give it: {line}"
+            ) from None
+    raise ConfigError("model-missing", f"model.path={path} is no folder here; give the folder that has its config.json")
 
-    @property
-    def words(self) -> str:
-        sizes = f"{self.shape.num_layers} layers of {self.shape.hidden_size}"
-        return f"{self.name}, {format_count(self.num_params)} parameters, {sizes}"
 
-    @property
-    def vocab_size(self) -> int:
-        return self.shape.vocab_size
+def open_tokenizer(config: Config, folder: Path) -> Any:
+    """Return the tokenizer of `data.tokenizer` where that is given, else of the model's folder.
 
-    @property
-    def num_params(self) -> int:
-        return num_params(self.shape)
+    Raises:
+        ConfigError: there is none that transformers loads.
+    """
+    from transformers import AutoTokenizer
 
-    @property
-    def longest(self) -> int | None:
-        return None
-
-    @property
-    def num_heads(self) -> int:
-        return self.shape.num_heads
-
-    def for_tokens(self, vocab_size: int) -> DecoderModel:
-        config = self.config
-        shape = decoder_config(config.model, config.data.seq_len, vocab_size, config.attention)
-        return DecoderModel(config, shape)
-
-    def skeleton(self) -> nn.Module:
-        return Decoder(self.shape, device="meta")
-
-    def initialize(self, config: Config) -> Engine:
-        return initialize(self.skeleton(), config, loss_fn=self.loss_fn)  # which draws the weights, each rank its own
-
-    def flops_per_token(self, seq_len: int) -> float:
-        return flops_per_token(self.shape, seq_len)
-
-    def batch(self, columns: Sequence[Tensor]) -> Any:
-        tokens, targets = columns
-        return tokens, targets
-
-    @property
-    def loss_fn(self) -> Callable[[Any, Any], Any]:
-        return lambda logits, batch: lm_loss(logits, batch[1])
-
-    def generate(self, model: nn.Module, prompt: Tensor, num_tokens: int, config: Config) -> Tensor:
-        """Return the prompt and what is sampled, as `JobModel.generate`; `model`, `num_tokens`, `config` as there."""
-        return generate(
-            model,
-            prompt,
-            num_tokens,
-            max_seq_len=config.data.seq_len,
-            temperature=TEMPERATURE,
-            top_k=TOP_K,
-            generator=keyed_generator(config.run.seed, "sample", device=prompt.device),
-        )
-
-    def export(self, engine: Engine, folder: Path) -> Path | None:
-        return None
+    source = config.data.tokenizer or folder
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError) as error:
+        line = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            "model-without-tokenizer",
+            f"{source} has no tokenizer that transformers loads: {line}; give one as data.tokenizer",
+        ) from None

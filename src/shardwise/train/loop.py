@@ -1,7 +1,6 @@
 """Runs the training loop of one rank: steps, evaluation, a sample of text. Every rank makes the same calls.
 
-It prints nothing and writes nothing: it returns values, which rank 0 shows and keeps. Processes, folders and exit
-codes are the work of `run` and `setup`.
+It prints nothing and writes nothing: it returns values, which rank 0 shows and keeps.
 
     trainer = build_trainer(config, data)
     for record in trainer.steps(should_stop, announce=print):
@@ -14,7 +13,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,14 @@ import torch
 from numpy.typing import NDArray
 
 from shardwise.checkpoint.manifest import CheckpointError
-from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.resolve import Config
 from shardwise.engine.engine import Engine
+from shardwise.engine.types import StepResult
 from shardwise.planner.hardware import known_gpu
-from shardwise.runtime.memory_tracker import Category, MemorySnapshot, first_line, is_out_of_memory
+from shardwise.runtime.memory_tracker import MemorySnapshot, first_line, is_out_of_memory
 from shardwise.train.dataset import PackedDataset, TokenDataset, batches_for_step, sample_order
 from shardwise.train.job_model import JobModel, job_model
-from shardwise.train.metrics import StepRecord, record_of
+from shardwise.train.metrics import StepRecord
 from shardwise.train.prepare import PreparedData
 
 # The first two: the first may be the one that runs out of memory, the second holds the optimizer's states too.
@@ -38,6 +38,7 @@ NUM_FIRST_METERED = 2
 METER_EVERY = 50
 PROMPT_TOKENS = 24
 BASELINE_TOKENS = 1 << 27
+_CHUNK_TOKENS = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -48,16 +49,57 @@ class Sample:
     text: str
 
 
-@dataclass(frozen=True)
-class StoredBytes:
-    """Holds one state's bytes between steps on rank 0, as the Layout predicts and as the memory tracker counts them.
+class StepMeter:
+    """Measures each step's time, and the memory of some: a meter slows every op on the CPU.
 
-    The tracker does not count states on NVMe.
+    Args:
+        engine: that takes the steps.
+
+    Attributes:
+        peak: the memory of the last step that was metered.
     """
 
-    name: str
-    predicted_bytes: int
-    measured_bytes: int | None
+    def __init__(self, engine: Engine) -> None:
+        self.peak: MemorySnapshot | None = None
+        self._engine = engine
+        self._num_begun = 0
+        self._is_metered = False
+        self._meter = ExitStack()
+        self._start_s = 0.0
+
+    def begin(self, may_meter: bool = True) -> None:
+        """Begin a step, the reading of its batch included; no meter follows what comes after the last one."""
+        self._num_begun += 1
+        is_due = self._num_begun <= NUM_FIRST_METERED or (self._engine.num_steps + 1) % METER_EVERY == 0
+        self._is_metered = may_meter and is_due
+        if self._is_metered:
+            self._engine.memory.reset_peak()
+            self._meter.enter_context(self._engine.memory.meter())
+        self._start_s = time.perf_counter()
+
+    def end(self, result: StepResult) -> StepRecord:
+        """Return the record of the step that has just been taken."""
+        step_s = max(1e-9, self._engine.step_context.timeline.clock.closed_s - self._start_s)
+        self.close()
+        snapshot = self._engine.memory.snapshot()
+        self.peak = snapshot if self._is_metered else self.peak
+        peak_bytes = {category.value: num_bytes for category, num_bytes in snapshot.peak_live_bytes.items()}
+        return StepRecord(
+            step=result.step,
+            loss=result.loss,
+            count=result.count,
+            grad_norm=result.grad_norm,
+            lr=result.lr,
+            skipped=result.skipped,
+            step_s=step_s,
+            tokens_per_s=result.count / step_s,
+            memory_bytes={category.value: num_bytes for category, num_bytes in snapshot.live_bytes.items()},
+            peak_bytes=peak_bytes if self._is_metered else None,
+        )
+
+    def close(self) -> None:
+        """Stop to meter a step that did not end."""
+        self._meter.close()
 
 
 class Trainer:
@@ -69,17 +111,17 @@ class Trainer:
         model: what the engine trains.
 
     Attributes:
-        peak: the memory of the last step that was metered.
+        was_stopped: whether the ranks agreed to stop before the last step.
+        first_step: how many steps were taken before this run: 0, or those of the checkpoint that it goes on from.
     """
 
     def __init__(self, engine: Engine, data: PreparedData, model: JobModel) -> None:
         self.engine = engine
         self.data = data
         self.model = model
-        self.peak: MemorySnapshot | None = None
-        self._rank = engine.comm.rank
-        self._was_stopped = False
-        self._first_step = self._num_samples_before = 0
+        self.was_stopped = False
+        self.first_step = self._num_samples_before = 0
+        self._meter = StepMeter(engine)
 
     @property
     def config(self) -> Config:
@@ -87,14 +129,9 @@ class Trainer:
         return self.engine.config
 
     @property
-    def was_stopped(self) -> bool:
-        """Say whether the ranks agreed to stop before the last step."""
-        return self._was_stopped
-
-    @property
-    def first_step(self) -> int:
-        """Return how many steps were taken before this run: 0, or those of the checkpoint that it goes on from."""
-        return self._first_step
+    def peak(self) -> MemorySnapshot | None:
+        """Return the memory of the last step that was metered."""
+        return self._meter.peak
 
     def steps(
         self,
@@ -108,20 +145,16 @@ class Trainer:
             should_stop: called on every rank in each step and evaluation.
             announce: called with a few words on work other than steps.
             after_step: called on every rank with the number of a step that was taken, before anything is evaluated.
-
-        Raises:
-            NonFiniteLossError: as `Engine.step`.
-            torch.OutOfMemoryError: as the engine's methods.
         """
         run = self.config.run
         self.engine.step_context.should_stop = should_stop
-        while self.engine.num_steps < run.steps and not self._was_stopped:
+        while self.engine.num_steps < run.steps and not self.was_stopped:
             record = self._take_step()
-            self._was_stopped = self.engine.preempted and record.step < run.steps
+            self.was_stopped = self.engine.preempted and record.step < run.steps
             after_step(record.step)
             is_due = record.step == run.steps or (run.eval_every is not None and record.step % run.eval_every == 0)
             eval_loss = None
-            if is_due and not self._was_stopped:
+            if is_due and not self.was_stopped:
                 announce("evaluating on held-out data")
                 eval_loss = self.evaluate()
             yield replace(record, eval_loss=eval_loss)
@@ -145,7 +178,7 @@ class Trainer:
                 f"{self.data.source} ({own_hash}); give the same data.path and data.tokenizer, or load its weights in "
                 "a script of your own",
             )
-        self._first_step, self._num_samples_before = self.engine.num_steps, int(position["num_samples"])
+        self.first_step, self._num_samples_before = self.engine.num_steps, int(position["num_samples"])
 
     def evaluate(self) -> float:
         """Return the mean loss over `run.eval_batches` global batches of held-out data, the same in every layout."""
@@ -181,23 +214,6 @@ class Trainer:
         tokenizer = self.data.tokenizer
         return Sample(tokenizer.decode(ids[: len(prompt_ids)]), tokenizer.decode(ids[len(prompt_ids) :]))
 
-    def at_rest(self) -> list[StoredBytes]:
-        """Return the bytes of each state between steps, predicted and measured."""
-        by_tier = self.engine.layout.bytes_by_tier()
-        live = {
-            "device": self.engine.memory.snapshot().live_bytes,
-            "host": self.engine.tiers.memory.snapshot().live_bytes,
-        }
-        roles = (("param", Category.PARAMETERS), ("grad", Category.GRADIENTS), ("optimizer", Category.OPTIMIZER))
-        states = []
-        for role, category in roles:
-            for tier, predicted in by_tier.items():
-                if predicted[role] or len(by_tier) == 1:
-                    where = "" if len(by_tier) == 1 else f" ({'NVMe' if tier == 'nvme' else tier})"
-                    measured_bytes = live[tier][category] if tier in live else None
-                    states.append(StoredBytes(category.value + where, predicted[role], measured_bytes))
-        return states
-
     @property
     def host(self) -> MemorySnapshot | None:
         """Return the memory of the host tier until now; None where all states are stored on the device."""
@@ -206,31 +222,21 @@ class Trainer:
 
     def mfu(self, tokens_per_s: float) -> float | None:
         """Return the model FLOPs utilisation, a share of the devices' dense peak; None where the peak is not known."""
-        if self.engine.device.type != "cuda" or self.config.precision.param not in ("bf16", "fp16"):
+        if self.config.precision.param not in ("bf16", "fp16"):
             return None
-        peak = peak_flops(torch.cuda.get_device_name(self.engine.device))
-        flops = self.model.flops_per_token(self.config.data.seq_len) * tokens_per_s
-        return None if peak is None else flops / (peak * self.engine.comm.world_size)
+        return mfu_of(self.engine, self.model.flops_per_token(self.config.data.seq_len) * tokens_per_s)
 
     def _take_step(self) -> StepRecord:
         number = self.engine.num_steps + 1
-        is_metered = number - self._first_step <= NUM_FIRST_METERED or number % METER_EVERY == 0
-        memory = self.engine.memory
-        if is_metered:
-            memory.reset_peak()
-        start_s = time.perf_counter()
-        # On the CPU a meter slows every op, so activations are counted in a few steps only.
-        with memory.meter() if is_metered else nullcontext():
-            result = self.engine.train_step(self._batches(self.data.train, self._num_samples(number - 1)))
-        step_s = time.perf_counter() - start_s
-        snapshot = memory.snapshot()
-        if is_metered:
-            self.peak = snapshot
-        return record_of(result, step_s, snapshot, is_metered)
+        with closing(self._meter):
+            self._meter.begin()
+            return self._meter.end(
+                self.engine.train_step(self._batches(self.data.train, self._num_samples(number - 1)))
+            )
 
     def _num_samples(self, num_steps: int) -> int:
         """Return the samples that the run has taken after so many steps."""
-        return self._num_samples_before + (num_steps - self._first_step) * self._global_size()
+        return self._num_samples_before + (num_steps - self.first_step) * self._global_size()
 
     def _batches(self, dataset: TokenDataset | PackedDataset, first: int) -> list[Any]:
         mesh = self.engine.layout.mesh
@@ -238,7 +244,7 @@ class Trainer:
             dataset,
             first,
             self.config.batch,
-            data_rank=mesh.data_index(self._rank),
+            data_rank=mesh.data_index(self.engine.comm.rank),
             num_data_ranks=mesh.num_data_ranks,
             seed=self.config.run.seed,
             seq_len=self.config.data.seq_len,
@@ -262,10 +268,6 @@ class Trainer:
 
 def build_trainer(config: Config, data: PreparedData) -> Trainer:
     """Build the config's model, draw its weights by parameter name or read them, and shard it.
-
-    Args:
-        config: the config, for as many ranks as the process group has.
-        data: the data, opened on this rank; its tokenizer gives the size of the vocabulary.
 
     Raises:
         ConfigError: model, data and world do not fit each other.
@@ -291,16 +293,17 @@ def build_trainer(config: Config, data: PreparedData) -> Trainer:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return a device's dense FLOP/s in bf16, or fp16 if it has no bf16; None for a device that the planner lacks.
-
-    >>> peak_flops("NVIDIA H100 80GB HBM3")
-    989000000000000.0
-    """
+    """Return a device's dense FLOP/s in bf16, or fp16 if it has no bf16; None for a device that the planner lacks."""
     device = known_gpu(device_name)
     return None if device is None else device.peak_flops_per_s.get("bf16", device.peak_flops_per_s["fp16"])
 
 
-_CHUNK_TOKENS = 1 << 22
+def mfu_of(engine: Engine, flops_per_s: float) -> float | None:
+    """Return the share of the devices' dense peak that a speed is; None on a CPU, and where the peak is not known."""
+    if engine.device.type != "cuda":
+        return None
+    peak = peak_flops(torch.cuda.get_device_name(engine.device))
+    return None if peak is None else flops_per_s / (peak * engine.comm.world_size)
 
 
 def unigram_loss(
@@ -310,29 +313,11 @@ def unigram_loss(
 
     Args:
         train_tokens: [T] token ids; read in chunks, so it may be a memory map.
-        held_out_tokens: [H] token ids, H > 0.
-        vocab_size: number of ids; tokens never seen in training get 1 / (T + vocab_size).
-
-    Raises:
-        ConfigError: there is no held-out token, or an id is not below `vocab_size`.
+        held_out_tokens: [H] token ids.
+        vocab_size: number of ids.
     """
-    if not len(held_out_tokens):
-        raise ConfigError(
-            "no-held-out-tokens", "the held-out split has no tokens; raise data.val_fraction or give more data"
-        )
-    probability = (_count(train_tokens, vocab_size) + 1) / (len(train_tokens) + vocab_size)
-    share = _count(held_out_tokens, vocab_size) / len(held_out_tokens)
-    return float(-(share * np.log(probability)).sum())
-
-
-def _count(tokens: NDArray[np.unsignedinteger], vocab_size: int) -> NDArray[np.int64]:
     counts = np.zeros(vocab_size, dtype=np.int64)
-    for start in range(0, len(tokens), _CHUNK_TOKENS):
-        chunk = np.bincount(tokens[start : start + _CHUNK_TOKENS], minlength=vocab_size)
-        if len(chunk) > vocab_size:
-            raise ConfigError(
-                "token-id-range",
-                f"token id {len(chunk) - 1} is not below vocab_size={vocab_size}; use the tokenizer's own",
-            )
-        counts += chunk
-    return counts
+    for start in range(0, len(train_tokens), _CHUNK_TOKENS):
+        counts += np.bincount(train_tokens[start : start + _CHUNK_TOKENS], minlength=vocab_size)
+    probability = (counts + 1) / (len(train_tokens) + vocab_size)
+    return float(-np.log(probability[held_out_tokens]).mean())

@@ -1,6 +1,8 @@
-"""Defines the numbers that are kept of each step, and the one name that each has: in files, on screens, in sinks.
+"""Defines the numbers that are kept of each step, and writes them where people look: JSONL, TensorBoard, W&B, MLflow.
 
-`sinks` writes them, `progress` and `summary` show them.
+Each number has one name, in files, on screens and in sinks. A sink that raises never stops training: it is logged once,
+dropped, and named at the end of the run. Where Weights & Biases and MLflow write is up to their own settings
+(`WANDB_MODE=offline`, `MLFLOW_TRACKING_URI`, ...).
 
 >>> record = StepRecord(step=1, loss=8.25, count=4096, grad_norm=2.0, lr=1e-4, skipped=False, step_s=0.5,
 ...                     tokens_per_s=8192.0, memory_bytes={"parameters": 1024})
@@ -11,16 +13,23 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
-from shardwise.engine.types import StepResult
-from shardwise.runtime.memory_tracker import MemorySnapshot
-from shardwise.schedule.actions import TimedAction
+from shardwise.report.page import flat
+
+METRICS_NAME: Final = "metrics.jsonl"
+TENSORBOARD_NAME: Final = "tensorboard"
+_MOST_PARAM_CHARS: Final = 500  # of a value, in MLflow
+
+log = logging.getLogger("shardwise")
 
 # What people read for each name of a file.
 WORDS: Final[Mapping[str, str]] = MappingProxyType(
@@ -35,6 +44,7 @@ WORDS: Final[Mapping[str, str]] = MappingProxyType(
         "slow": "slow step",
     }
 )
+_SCALARS: Final = ("loss", "grad_norm", "lr", "tokens_per_s", "step_s", "eval_loss", "mfu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,38 +80,11 @@ class StepRecord:
     slow: Mapping[str, Any] | None = None
 
 
-def record_of(result: StepResult, step_s: float, snapshot: MemorySnapshot, is_metered: bool) -> StepRecord:
-    """Return the record of a step.
-
-    Args:
-        result: of the engine.
-        step_s: seconds of the whole step.
-        snapshot: of the memory after the step.
-        is_metered: whether the peak in the snapshot is the step's.
-    """
-    peak = {category.value: num_bytes for category, num_bytes in snapshot.peak_live_bytes.items()}
-    return StepRecord(
-        step=result.step,
-        loss=result.loss,
-        count=result.count,
-        grad_norm=result.grad_norm,
-        lr=result.lr,
-        skipped=result.skipped,
-        step_s=step_s,
-        tokens_per_s=result.count / step_s,
-        memory_bytes={category.value: num_bytes for category, num_bytes in snapshot.live_bytes.items()},
-        peak_bytes=peak if is_metered else None,
-    )
-
-
 def to_json_line(record: StepRecord) -> str:
     """Return the record as one line of strict JSON: unknown values are left out; those that are not finite are null."""
     known = {key: value for key, value in asdict(record).items() if value is not None}
-    return json.dumps({key: _finite(value) for key, value in known.items()}, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in known.items()}
+    return json.dumps(finite, allow_nan=False)
 
 
 def scalars(record: StepRecord) -> dict[str, float]:
@@ -112,38 +95,173 @@ def scalars(record: StepRecord) -> dict[str, float]:
     >>> [name for name in scalars(record) if name.endswith(("parameters", "total"))]
     ['memory_bytes/parameters', 'peak_bytes/parameters', 'peak_bytes/total']
     """
-    found: dict[str, float] = {
-        "loss": record.loss,
-        "grad_norm": record.grad_norm,
-        "lr": record.lr,
-        "tokens_per_s": record.tokens_per_s,
-        "step_s": record.step_s,
-    }
-    found |= {f"memory_bytes/{category}": num_bytes for category, num_bytes in record.memory_bytes.items()}
-    if record.peak_bytes is not None:
-        found |= {f"peak_bytes/{category}": num_bytes for category, num_bytes in record.peak_bytes.items()}
-        found["peak_bytes/total"] = sum(record.peak_bytes.values())
-    if record.eval_loss is not None:
-        found["eval_loss"] = record.eval_loss
-    if record.mfu is not None:
-        found["mfu"] = record.mfu
-    return found
+    numbers = {name: getattr(record, name) for name in _SCALARS}
+    found = {name: value for name, value in numbers.items() if value is not None}
+    for name, sizes in (("memory_bytes", record.memory_bytes), ("peak_bytes", record.peak_bytes or {})):
+        found |= {f"{name}/{category}": num_bytes for category, num_bytes in sizes.items()}
+    return found | ({"peak_bytes/total": sum(record.peak_bytes.values())} if record.peak_bytes else {})
 
 
-def write_timeline(path: Path, actions: Iterable[TimedAction]) -> None:
-    """Write one line of JSON for each timed action; times are seconds since the first one began."""
-    timed = list(actions)
-    origin_s = min((each.start_s for each in timed), default=0.0)
-    lines = [
-        json.dumps(
-            {
-                "rank": each.rank,
-                "lane": each.stream,
-                "action": str(each.action),
-                "start_s": round(each.start_s - origin_s, 6),
-                "end_s": round(each.end_s - origin_s, 6),
-            }
-        )
-        for each in timed
-    ]
-    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+@dataclass(frozen=True)
+class RunInfo:
+    """Describes a run to its sinks.
+
+    Attributes:
+        name: of the run; "" leaves it to the sink.
+        folder: of the run's files; None where it has none.
+        first_step: steps that were taken before; a run that goes on adds to the files that it finds.
+    """
+
+    name: str
+    folder: Path | None
+    first_step: int = 0
+
+
+class Sink:
+    """Takes the numbers of a run, on rank 0; this one takes none."""
+
+    def start(self, config: Mapping[str, Any], run: RunInfo) -> None:
+        """Open what is written to, before the first step."""
+
+    def write(self, record: StepRecord) -> None:
+        """Write one step; the next waits for it."""
+
+    def close(self) -> None:
+        """Write what is left, after the last step."""
+
+
+class JsonlSink(Sink):
+    """Writes a line of JSON a step to `metrics.jsonl`; a run that is killed keeps every step that it took."""
+
+    _lines: TextIO
+
+    def start(self, config: Mapping[str, Any], run: RunInfo) -> None:
+        if run.folder is not None:  # a new run must not find the file
+            self._lines = (run.folder / METRICS_NAME).open("a" if run.first_step else "x", encoding="utf-8")
+
+    def write(self, record: StepRecord) -> None:
+        self._lines.write(to_json_line(record) + "\n")
+        self._lines.flush()
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+class TensorBoardSink(Sink):
+    """Writes TensorBoard events to the folder `tensorboard` of a run."""
+
+    _events: Any = None
+
+    def start(self, config: Mapping[str, Any], run: RunInfo) -> None:
+        self._folder = (run.folder or Path()) / TENSORBOARD_NAME
+
+    def write(self, record: StepRecord) -> None:
+        if self._events is None:  # torch takes seconds to import its writer, for which the first step does not wait
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._events = SummaryWriter(str(self._folder), flush_secs=10)
+        for name, value in scalars(record).items():
+            self._events.add_scalar(name, value, record.step)
+
+    def close(self) -> None:
+        if self._events is not None:
+            self._events.close()
+
+
+class WandbSink(Sink):
+    """Writes a run of Weights & Biases; its files are in the run's folder."""
+
+    def start(self, config: Mapping[str, Any], run: RunInfo) -> None:
+        import wandb
+
+        settings = wandb.Settings(console="off")  # or it takes stdout, on which the display draws
+        folder = None if run.folder is None else str(run.folder)
+        self._run = wandb.init(dir=folder, name=run.name or None, config=dict(config), settings=settings)
+
+    def write(self, record: StepRecord) -> None:
+        self._run.log(scalars(record), step=record.step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MlflowSink(Sink):
+    """Writes a run of MLflow, or into the run that the process has begun already, with the config as parameters."""
+
+    def start(self, config: Mapping[str, Any], run: RunInfo) -> None:
+        import mlflow
+
+        self._mlflow = mlflow
+        self._is_own = mlflow.active_run() is None
+        if self._is_own:
+            mlflow.start_run(run_name=run.name or None)
+        mlflow.log_params({key: value[:_MOST_PARAM_CHARS] for key, value in flat(config).items()})
+
+    def write(self, record: StepRecord) -> None:
+        self._mlflow.log_metrics(scalars(record), step=record.step)
+
+    def close(self) -> None:
+        if self._is_own:
+            self._mlflow.end_run()
+
+
+SINKS: Final[Mapping[str, Callable[[], Sink]]] = MappingProxyType(
+    {"jsonl": JsonlSink, "tensorboard": TensorBoardSink, "wandb": WandbSink, "mlflow": MlflowSink}
+)
+_NEEDS_FOLDER: Final = ("jsonl", "tensorboard")
+_INSTALL: Final[Mapping[str, str]] = MappingProxyType({"wandb": "wandb", "mlflow": "mlflow-skinny"})
+
+
+class SinkSet:
+    """Writes to several sinks; what raises is dropped and named by `failures`.
+
+    Args:
+        sinks: by name.
+    """
+
+    def __init__(self, sinks: Mapping[str, Sink]) -> None:
+        self._sinks = dict(sinks)
+        self._failures: dict[str, str] = {}
+
+    @classmethod
+    def of(cls, names: Sequence[str], folder: Path | None) -> SinkSet:
+        """Make the sinks of some names; without a folder those that write files there are left out.
+
+        TensorBoard is on by default and no dependency, so where it is not installed the log alone says so.
+        """
+        names = [name for name in names if folder is not None or name not in _NEEDS_FOLDER]
+        if "tensorboard" in names and find_spec("tensorboard") is None:
+            names.remove("tensorboard")
+            log.warning("no TensorBoard events: pip install tensorboard for them")
+        return cls({name: SINKS[name]() for name in names})
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Return a line for each sink that was dropped."""
+        return tuple(f"{name}: {words}" for name, words in self._failures.items())
+
+    def start(self, config: Mapping[str, Any], run: RunInfo) -> None:
+        """Start all of them; arguments as for `Sink.start`."""
+        self._each("at the start", lambda sink: sink.start(config, run))
+
+    def write(self, record: StepRecord) -> None:
+        """Write a step to all of them."""
+        self._each(f"in step {record.step}", lambda sink: sink.write(record))
+
+    def close(self) -> None:
+        """Close all of them; a second call does nothing."""
+        self._each("at the end", lambda sink: sink.close())
+        self._sinks.clear()
+
+    def _each(self, when: str, call: Callable[[Sink], None]) -> None:
+        for name, sink in list(self._sinks.items()):
+            try:
+                call(sink)
+            except Exception as error:  # of whatever kind: a run is worth more than what is written of it
+                del self._sinks[name]
+                with suppress(Exception):
+                    sink.close()
+                hint = f"; pip install {_INSTALL[name]}" if isinstance(error, ImportError) and name in _INSTALL else ""
+                text = str(error).strip().partition("\n")[0]
+                self._failures[name] = f"dropped {when}: {type(error).__name__}: {text}{hint}"
+                log.warning("%s", self.failures[-1])

@@ -10,30 +10,25 @@ count here too.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Self, TypeVar
 
-import torch
 from rich.console import Console
 
-from shardwise.config.resolve import ConfigError, batch_equation
+from shardwise.config.resolve import ConfigError
 from shardwise.engine.engine import Engine
 from shardwise.engine.types import StepResult
 from shardwise.runtime.format import format_count
-from shardwise.train.console_notes import tiers_line
-from shardwise.train.loop import METER_EVERY, NUM_FIRST_METERED, peak_flops
-from shardwise.train.metrics import record_of
-from shardwise.train.profile import ProfileWindow
-from shardwise.train.progress import Header, Progress
-from shardwise.train.rank0_logger import StepLogger
+from shardwise.train.loop import StepMeter, mfu_of
+from shardwise.train.metrics import METRICS_NAME, RunInfo, SinkSet
+from shardwise.train.progress import Progress, say
+from shardwise.train.rank0_logger import StepLogger, header_of
 from shardwise.train.rank_watch import RankWatch
-from shardwise.train.setup import CONFIG_NAME, layout_line
-from shardwise.train.sinks import METRICS_NAME, RunInfo, SinkSet
-from shardwise.train.summary import RunOutcome, render_outcome
+from shardwise.train.recording import ProfileWindow
+from shardwise.train.setup import CONFIG_NAME
+from shardwise.train.summary import render_outcome
 
 Item = TypeVar("Item")
 
@@ -57,25 +52,13 @@ class OwnRun:
         self._folder = folder
         self._flops_per_token = flops_per_token
         self._console = console
-        self._first_step = engine.num_steps
         self._logger: StepLogger | None = None
-        self._meter = ExitStack()
-        self._is_metered = False
-        self._start_s = time.perf_counter()
+        self._meter = StepMeter(engine)
 
     def __enter__(self) -> Self:
         engine, config = self._engine, self._engine.config
         if engine.comm.rank == 0:
-            if self._folder is not None:
-                self._folder.mkdir(parents=True, exist_ok=True)
-                (self._folder / CONFIG_NAME).write_text(config.to_json() + "\n", encoding="utf-8")
-            sinks = SinkSet.of(config.run.sinks, self._folder)
-            name = "" if self._folder is None else self._folder.name
-            sinks.start(config.model_dump(mode="json"), RunInfo(name, self._folder, self._first_step))
-            for line in sinks.failures:
-                self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-            state = Progress(_header(engine), self._num_steps, step=self._first_step, first_step=self._first_step)
-            self._logger = StepLogger(state, self._console, sinks, self._mfu)
+            self._logger = self._start_logger()
         self._watch = RankWatch(engine, self._folder)
         self._window = ProfileWindow(config.run.profile_steps, self._folder, engine)
         self._begin()
@@ -88,14 +71,12 @@ class OwnRun:
         if self._logger is not None:
             self._logger.close()
             if error is None:
-                self._console.print(render_outcome(self._outcome(self._logger)), crop=False)
+                evaluated = self._logger.state.eval_loss
+                outcome = self._logger.outcome(self._folder, evaluated and evaluated[1], loss_unit="")
+                self._console.print(render_outcome(outcome), crop=False)
 
     def steps(self, loader: Iterable[Item]) -> Iterator[Item]:
-        """Yield what a loader yields, pass after pass, until the last step is taken or the loader has no more.
-
-        Args:
-            loader: of what one step takes; a pass that yields nothing is the last.
-        """
+        """Yield what a loader yields, pass after pass, until the last step is taken or a pass yields nothing."""
         is_over = False
         while not is_over and self._engine.num_steps < self._num_steps:
             is_over = True
@@ -117,49 +98,34 @@ class OwnRun:
             result: what `engine.train_step` or `engine.step` returned.
             eval_loss: on held-out data after the step, such as `engine.eval_step(batches).loss`; None without one.
         """
-        engine = self._engine
-        step_s = max(1e-9, engine.step_context.timeline.clock.closed_s - self._start_s)
-        self._meter.close()
-        record = replace(record_of(result, step_s, engine.memory.snapshot(), self._is_metered), eval_loss=eval_loss)
-        facts = self._watch.see(record.step, step_s, record.peak_bytes)
+        record = replace(self._meter.end(result), eval_loss=eval_loss)
+        facts = self._watch.see(record.step, record.step_s, record.peak_bytes)
         if self._logger is not None:
             self._logger.see(record, facts)
         self._begin()
 
     def _begin(self) -> None:
-        """Prepare for the next step: the memory of some is metered, which slows them on the CPU."""
-        number, memory = self._engine.num_steps + 1, self._engine.memory
-        self._window.between(number - 1)
-        has_more = number <= self._num_steps
-        self._is_metered = has_more and (number - self._first_step <= NUM_FIRST_METERED or number % METER_EVERY == 0)
-        if self._is_metered:
-            memory.reset_peak()
-            self._meter.enter_context(memory.meter())
-        self._start_s = time.perf_counter()
+        self._window.between(self._engine.num_steps)
+        self._meter.begin(may_meter=self._engine.num_steps < self._num_steps)
+
+    def _start_logger(self) -> StepLogger:
+        engine, config, folder = self._engine, self._engine.config, self._folder
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / CONFIG_NAME).write_text(config.to_json() + "\n", encoding="utf-8")
+        sinks, first_step = SinkSet.of(config.run.sinks, folder), engine.num_steps
+        name = "" if folder is None else folder.name
+        sinks.start(config.model_dump(mode="json"), RunInfo(name, folder, first_step))
+        for line in sinks.failures:
+            say(self._console, line)
+        num_params = sum(place.numel for group in engine.layout.model_groups for place in group.params)
+        header = header_of(engine, f"{type(engine.model).__name__}, {format_count(num_params)} parameters")
+        state = Progress(header, self._num_steps, step=first_step, first_step=first_step)
+        return StepLogger(state, self._console, sinks, self._mfu)
 
     def _mfu(self, tokens_per_s: float) -> float | None:
-        device = self._engine.device
-        if self._flops_per_token is None or device.type != "cuda":
-            return None
-        peak = peak_flops(torch.cuda.get_device_name(device))
-        flops = self._flops_per_token * tokens_per_s
-        return None if peak is None else flops / (peak * self._engine.comm.world_size)
-
-    def _outcome(self, logger: StepLogger) -> RunOutcome:
-        state = logger.state
-        return RunOutcome(
-            folder=self._folder,
-            num_steps=state.step,
-            num_taken=state.num_taken,
-            total_steps=state.total_steps,
-            elapsed_s=state.elapsed_s,
-            tokens_per_s=logger.tokens_per_s,
-            at_rest=(),
-            train_loss=state.loss if state.num_taken else None,
-            eval_loss=state.eval_losses[-1][1] if state.eval_losses else None,
-            dropped_sinks=logger.failures,
-            loss_unit="",
-        )
+        flops = self._flops_per_token
+        return None if flops is None else mfu_of(self._engine, flops * tokens_per_s)
 
 
 def progress(
@@ -191,15 +157,3 @@ def progress(
             f"folder={place} has the metrics of another run; name a new folder, or load its checkpoint first to go on",
         )
     return OwnRun(engine, steps or engine.config.run.steps, place, flops_per_token, console or Console())
-
-
-def _header(engine: Engine) -> Header:
-    config, mesh, layout = engine.config, engine.layout.mesh, engine.layout
-    num_params = sum(place.numel for group in layout.model_groups for place in group.params)
-    device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "CPU"
-    return Header(
-        model=f"{type(engine.model).__name__}, {format_count(num_params)} parameters",
-        layout=f"{layout_line(config, mesh)}, {device}, {config.precision.param}",
-        batch=batch_equation(config.batch, mesh.num_data_ranks, mesh.pp > 1),
-        tiers=tiers_line(layout),
-    )

@@ -6,12 +6,10 @@ reads the files of many runs and corrects the machine's profile with them.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -24,6 +22,7 @@ from shardwise.planner.hardware import CPU, Cluster, GpuSpec, cluster_of, known_
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.profile import find_profile
 from shardwise.planner.recalibrate import PARTS, PREDICTION_NAME, by_part
+from shardwise.report.page import installed, write_whole
 from shardwise.runtime.memory_tracker import Category
 from shardwise.schedule.actions import COMPUTATIONS, ActionKind, TimedAction
 from shardwise.train.loop import Trainer
@@ -61,49 +60,27 @@ log = logging.getLogger("shardwise")
 
 
 @dataclass(frozen=True)
-class MeasuredStep:
-    """Holds the memory and time of a run that were measured on rank 0.
+class StepFigures:
+    """Holds memory and time of a step of rank 0, as the planner predicts them or as a run measures them.
 
     Attributes:
-        at_rest: bytes between steps by the memory tracker's category.
-        peak: bytes of the device at its peak, by the same category.
-        parts: seconds of a step by part; empty where no step was timed.
-        step_s: the median seconds of the steps that no meter slowed; None where there is none.
-    """
-
-    at_rest: Mapping[str, int]
-    peak: Mapping[str, int]
-    parts: Mapping[str, float]
-    step_s: float | None
-
-
-@dataclass(frozen=True)
-class PredictedStep:
-    """Holds the planner's prediction for rank 0, in the memory tracker's categories and the timeline's parts.
-
-    Attributes:
-        at_rest: bytes between steps by category.
-        peak: bytes of the device at its peak, by category.
-        parts: seconds of a step by part; empty where this machine's speed is not known.
+        peak: bytes of the device at its peak, by the memory tracker's category.
+        parts: seconds of a step by part; empty where they are not known.
+        step_s: seconds of a step, measured as the median of the steps that no meter slowed; None where not known.
         low_s: the least seconds expected of a step.
         high_s: the most seconds expected of a step.
-        note: what would make the prediction better.
+        note: what would make a prediction better.
     """
 
-    at_rest: Mapping[str, int]
     peak: Mapping[str, int]
     parts: Mapping[str, float]
+    step_s: float | None = None
     low_s: float = 0.0
     high_s: float = 0.0
     note: str = ""
 
-    @property
-    def step_s(self) -> float | None:
-        """Return the seconds of one step; None where they are not known."""
-        return sum(self.parts.values()) if self.parts else None
 
-
-def predict(trainer: Trainer, folder: Path, cache: Path | None) -> PredictedStep | None:
+def predict(trainer: Trainer, folder: Path, cache: Path | None) -> StepFigures | None:
     """Ask the planner about a run, and keep the answer in its folder; log a warning and return None if it fails.
 
     Args:
@@ -122,8 +99,8 @@ def predict(trainer: Trainer, folder: Path, cache: Path | None) -> PredictedStep
 
 
 def compare(
-    trainer: Trainer, folder: Path, prediction: PredictedStep | None, step_s: Sequence[float]
-) -> MeasuredStep | None:
+    trainer: Trainer, folder: Path, prediction: StepFigures | None, step_s: Sequence[float]
+) -> StepFigures | None:
     """Keep what was measured beside what was predicted; log a warning and return None if that fails.
 
     Args:
@@ -171,13 +148,12 @@ def exposed_s(actions: Iterable[TimedAction]) -> dict[str, float]:
 def planned_cluster(trainer: Trainer, cache: Path | None) -> tuple[Cluster, str]:
     """Return this machine as a cluster, and a note on what is not known about it."""
     device, num_ranks = trainer.engine.device, trainer.engine.comm.world_size
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else CPU
+    name = _device_name(device)
     profile = None if cache is None else find_profile(cache, name, num_ranks)
     if profile is not None:
         return cluster_of(profile, num_ranks), ""
     note = "this machine's speed was not measured: shardwise doctor --calibrate lets the planner say times, too"
-    known = known_gpu(name) if device.type == "cuda" else None
-    if known is not None:
+    if device.type == "cuda" and (known := known_gpu(name)) is not None:
         num_local = min(num_ranks, torch.cuda.device_count())
         cluster = Cluster(gpu=known, num_gpus=num_ranks, gpus_per_node=num_local, nic_bytes_per_s=known.nic_bytes_per_s)
         return cluster, "times are of data sheets; shardwise doctor --calibrate measures this machine"
@@ -195,72 +171,52 @@ def planned_cluster(trainer: Trainer, cache: Path | None) -> tuple[Cluster, str]
     return Cluster(gpu=gpu, num_gpus=num_ranks, gpus_per_node=num_ranks, nic_bytes_per_s=1.0), note
 
 
-def _priced(trainer: Trainer, cluster: Cluster, note: str) -> PredictedStep:
+def _priced(trainer: Trainer, cluster: Cluster, note: str) -> StepFigures:
     config = trainer.config
     job = job_of(config, cluster)
     if config.model.path is None:  # its vocabulary is the tokenizer's
         job = replace(job, shape=replace(job.shape, vocab_size=trainer.model.vocab_size))
     price = Pricer(job).price(strategy_of(config, cluster.num_gpus))
-    memory, layout = price.memory.ranks[0], trainer.engine.layout
-    at_rest = layout.bytes_at_rest()
+    memory = price.memory.ranks[0]
     is_known = cluster.profile is not None or not cluster.gpu.is_cpu
-    return PredictedStep(
-        at_rest={
-            Category.PARAMETERS.value: at_rest["param"],
-            Category.GRADIENTS.value: at_rest["grad"],
-            Category.OPTIMIZER.value: at_rest["optimizer"],
-        },
+    return StepFigures(
         peak={category.value: round(memory.bytes_of(*names)) for category, names in _CATEGORIES.items()},
         parts=by_part(price.time.parts) if is_known else {},
+        step_s=price.time.step_s if is_known else None,
         low_s=price.time.low_s if is_known else 0.0,
         high_s=price.time.high_s if is_known else 0.0,
         note=note,
     )
 
 
-def measured_step(trainer: Trainer, step_s: Sequence[float]) -> MeasuredStep:
-    """Return what the run took: bytes by category, and the parts of the step of median length.
-
-    Args:
-        trainer: after its last step.
-        step_s: seconds of each step that was timed; without any, the result has no times.
-    """
-    at_rest = dict.fromkeys((Category.PARAMETERS.value, Category.GRADIENTS.value, Category.OPTIMIZER.value), 0)
-    for state in trainer.at_rest():
-        at_rest[state.name.partition(" ")[0]] += state.measured_bytes or 0
+def measured_step(trainer: Trainer, step_s: Sequence[float]) -> StepFigures:
+    """Return what the run took: bytes by category, and the parts of the median of the timed steps, if there are any."""
     peak = {} if trainer.peak is None else {each.value: size for each, size in trainer.peak.peak_live_bytes.items()}
     if not step_s:
-        return MeasuredStep(at_rest, peak, {}, None)
+        return StepFigures(peak, {})
     median_s = sorted(step_s)[len(step_s) // 2]
     last = exposed_s(trainer.engine.timeline)
     # The timeline is the last step's; its parts are scaled to the median step.
     scale = median_s / max(step_s[-1], 1e-9)
     parts = {name: scale * last.get(name, 0.0) for name in PARTS}
     parts["other"] = max(median_s - sum(parts.values()), 0.0)
-    return MeasuredStep(at_rest, peak, parts, median_s)
+    return StepFigures(peak, parts, median_s)
 
 
-def _write(trainer: Trainer, folder: Path, prediction: PredictedStep, measured: MeasuredStep | None) -> None:
-    """Write all that a later refit of the planner's models needs, whole or not at all."""
-    config = trainer.config
+def _write(trainer: Trainer, folder: Path, prediction: StepFigures, measured: StepFigures | None) -> None:
+    """Write all that a later refit of the planner's models needs."""
     values: dict[str, Any] = {
         "schema": SCHEMA,
-        "versions": {"shardwise": _version(), "torch": torch.__version__},
-        "device": torch.cuda.get_device_name(trainer.engine.device) if trainer.engine.device.type == "cuda" else CPU,
+        "versions": {"shardwise": installed("shardwise") or "", "torch": torch.__version__},
+        "device": _device_name(trainer.engine.device),
         "world_size": trainer.engine.comm.world_size,
         "vocab_size": trainer.model.vocab_size,
-        "config": config.model_dump(mode="json"),
-        "predicted": dataclasses.asdict(prediction),
-        "measured": None if measured is None else dataclasses.asdict(measured),
+        "config": trainer.config.model_dump(mode="json"),
+        "predicted": asdict(prediction),
+        "measured": None if measured is None else asdict(measured),
     }
-    path = folder / PREDICTION_NAME
-    unfinished = path.with_suffix(".json.new")
-    unfinished.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    unfinished.replace(path)
+    write_whole(folder / PREDICTION_NAME, json.dumps(values, indent=1) + "\n")
 
 
-def _version() -> str:
-    try:
-        return version("shardwise")
-    except PackageNotFoundError:
-        return ""
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else CPU

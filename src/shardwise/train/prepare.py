@@ -1,8 +1,8 @@
 """Turns the config's data section into two memory-mapped splits, through a cache of token shards on disk.
 
 `prepare_data` is called once, by the launcher or rank 0; the other ranks call `open_data` on the path it
-returns. A shard is built in a folder of its own and renamed into place when all of it is on disk, so a reader
-sees a whole shard or none, and of two builders one wins. Batches are made in `dataset`.
+returns. A shard is built in a folder of its own and renamed into place, so a reader sees a whole shard or none, and of
+two builders one wins.
 
     data = prepare_data(config, cache_dir=Path("cache"))
     batches_for_step(data.train, first, config.batch, data_rank=0, num_data_ranks=1, seed=0, seq_len=256)
@@ -11,9 +11,7 @@ sees a whole shard or none, and of two builders one wins. Batches are made in `d
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
-import time
 import uuid
 from array import array
 from collections.abc import Callable, Iterable, Iterator
@@ -28,35 +26,37 @@ from numpy.typing import NDArray
 from shardwise.config.errors import system_code
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.train.chat import ChatEncoder
-from shardwise.train.corpus import Corpus, CorpusChat, CorpusChunk, CorpusCounts, open_corpus, read_pieces, sample_texts
+from shardwise.train.corpus import (
+    Corpus,
+    CorpusChat,
+    CorpusChunk,
+    CorpusCounts,
+    MegatronCorpus,
+    open_corpus,
+    open_megatron,
+    read_pieces,
+    sample_texts,
+)
 from shardwise.train.dataset import (
-    CHECKSUMS_NAME,
     COUNTS_NAME,
     DOCUMENTS_NAME,
-    INDEX_NAME,
     SHARD_FORMAT,
     TOKENIZER_NAME,
     TOKENS_NAME,
     PackedDataset,
     ShardIndex,
     TokenDataset,
-    damaged,
-    hash_file,
     read_index,
+    seal,
     split_point,
-    write_checksums,
 )
-from shardwise.train.job_model import JobModel, job_model
-from shardwise.train.megatron_data import MegatronCorpus, open_megatron
+from shardwise.train.job_model import JobModel, job_model, model_folder, open_tokenizer
 from shardwise.train.tokenizer import SAMPLE_BYTES, Tokenizer, load_tokenizer, make_tokenizer, tokenizer_fingerprint
 
 BATCH_CHARS = 1 << 20
 # A guess, by which progress is shown as often for chats as for text.
 _CHAT_CHARS = 1000
-ABANDONED_AFTER_S = 3600.0
 _KEY_BYTES = 12
-_HEX = "[0-9a-f]"
-_TEMPORARY = f".{2 * _KEY_BYTES * _HEX}.{32 * _HEX}.tmp"
 
 Progress = Callable[[int, int], None]
 
@@ -125,7 +125,9 @@ def prepare_data(config: Config, cache_dir: str | Path, progress: Progress | Non
             tokenizer = make_tokenizer(data.tokenizer, model.vocab_size, texts)
         model.for_tokens(tokenizer.vocab_size)  # refuses before the work, not after it
         try:
-            _build(path, corpus, _Encoder(tokenizer, chats), data.val_fraction, progress)
+            tally = CorpusCounts()
+            encoded = _encode(corpus, tokenizer, chats, tally, progress)
+            _build(path, encoded, tally, corpus.label, tokenizer, data.val_fraction)
         except OSError as error:
             raise ConfigError(
                 system_code(error, "folder-not-writable"),
@@ -135,23 +137,16 @@ def prepare_data(config: Config, cache_dir: str | Path, progress: Progress | Non
     return open_data(path, config)
 
 
-def open_data(path: str | Path, config: Config, checks_documents: bool = True) -> PreparedData:
+def open_data(path: str | Path, config: Config) -> PreparedData:
     """Open the shard that `prepare_data` wrote to `path`; the tokens are read when they are needed.
-
-    Args:
-        path: the shard's folder.
-        config: the run's config.
-        checks_documents: as for `read_index`.
 
     Raises:
         ConfigError: the shard is missing or not whole, too short for `data.seq_len`, or its tokenizer has more tokens
             than the model.
     """
     path = Path(path)
-    index = read_index(path, checks_documents)
+    index = read_index(path)
     tokenizer = load_tokenizer(path / TOKENIZER_NAME, index.eot_id)
-    if index.vocab_size != tokenizer.vocab_size or not 0 <= index.eot_id < index.vocab_size:
-        raise damaged(path, f"{INDEX_NAME} is of a vocabulary of {index.vocab_size}, {TOKENIZER_NAME} of another")
     job_model(config).for_tokens(index.vocab_size)  # refuses a model too small for the tokens
     starts = np.memmap(path / DOCUMENTS_NAME, dtype=np.uint64, mode="r")
     val_fraction, seq_len = config.data.val_fraction, config.data.seq_len
@@ -194,8 +189,6 @@ def _chat_encoder(config: Config, model: JobModel) -> ChatEncoder | None:
     """Return what encodes chats; None for a preset, which has no chat template."""
     if config.model.path is None:
         return None
-    from shardwise.train.huggingface_model import model_folder, open_tokenizer
-
     tokenizer = open_tokenizer(config, model_folder(config.model.path))
     return ChatEncoder(tokenizer, config.data.train_on, model.name)
 
@@ -208,57 +201,12 @@ def _tokenizer_fingerprint(config: Config, model: JobModel, chats: ChatEncoder |
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 
 
-@dataclass(frozen=True)
-class _Encoder:
-    """Encodes documents: texts by the tokenizer, chats by theirs."""
-
-    tokenizer: Tokenizer
-    chats: ChatEncoder | None
-
-
 def _is_whole(path: Path) -> bool:
     try:
         read_index(path)
     except ConfigError:
         return False
     return True
-
-
-def _build(
-    path: Path, corpus: Corpus | MegatronCorpus, encoder: _Encoder, val_fraction: float, progress: Progress | None
-) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(path.parent)
-    folder = _temporary(path)
-    folder.mkdir()
-    tokenizer = encoder.tokenizer
-    try:
-        dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
-        tally = CorpusCounts()
-        encoded = _encode(corpus, encoder, dtype, tally, progress)
-        num_tokens, has_chats = _write_tokens(folder, encoded, val_fraction)
-        names = (CHECKSUMS_NAME, DOCUMENTS_NAME, TOKENIZER_NAME, *((COUNTS_NAME,) if has_chats else ()))
-        write_checksums(folder)
-        (folder / TOKENIZER_NAME).write_text(tokenizer.to_json(), encoding="utf-8")
-        index = ShardIndex(
-            source=corpus.label,
-            dtype="uint16" if dtype == np.uint16 else "uint32",
-            vocab_size=tokenizer.vocab_size,
-            eot_id=tokenizer.eot_id,
-            num_tokens=num_tokens,
-            num_documents=tally.num_documents,
-            num_bytes=tally.num_text_bytes,
-            num_skipped=tally.num_skipped,
-            tokens_hash=hash_file(folder / TOKENS_NAME),
-            hashes={name: hash_file(folder / name) for name in names},
-            has_chats=has_chats,
-        )
-        (folder / INDEX_NAME).write_text(index.to_json(), encoding="utf-8")
-        for name in (TOKENS_NAME, *names, INDEX_NAME, "."):
-            _sync(folder / name)
-        _publish(folder, path)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Encoded(NamedTuple):
@@ -269,30 +217,65 @@ class _Encoded(NamedTuple):
     ends_document: bool
 
 
+def _build(
+    path: Path,
+    encoded: Iterable[_Encoded],
+    tally: CorpusCounts,
+    label: str,
+    tokenizer: Tokenizer,
+    val_fraction: float,
+) -> None:
+    """Write a shard and rename it to `path`; `tally` counts what has been encoded."""
+    folder = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
+    folder.mkdir(parents=True)
+    try:
+        dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+        num_tokens, has_chats = _write_tokens(folder, encoded, val_fraction, dtype)
+        (folder / TOKENIZER_NAME).write_text(tokenizer.to_json(), encoding="utf-8")
+        seal(
+            folder,
+            source=label,
+            dtype=dtype.name,
+            vocab_size=tokenizer.vocab_size,
+            eot_id=tokenizer.eot_id,
+            num_tokens=num_tokens,
+            num_documents=tally.num_documents,
+            num_bytes=tally.num_text_bytes,
+            num_skipped=tally.num_skipped,
+            has_chats=has_chats,
+        )
+        _publish(folder, path)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def _encode(
-    corpus: Corpus | MegatronCorpus, encoder: _Encoder, dtype: np.dtype, tally: CorpusCounts, progress: Progress | None
+    corpus: Corpus | MegatronCorpus,
+    tokenizer: Tokenizer,
+    chats: ChatEncoder | None,
+    tally: CorpusCounts,
+    progress: Progress | None,
 ) -> Iterator[_Encoded]:
     """Yield the tokens of every piece; a document's last one gets the end of text, and its first what begins one."""
-    num_all, tokenizer, at_start = corpus.num_bytes, encoder.tokenizer, True
+    at_start = True
     if isinstance(corpus, MegatronCorpus):
         for tally.num_documents, ids in enumerate(corpus.documents(tokenizer.vocab_size), 1):
-            yield _Encoded(ids.astype(dtype), None, ends_document=True)
+            yield _Encoded(ids, None, True)
         return
     for pieces in _in_batches(read_pieces(corpus, tally)):
         texts = iter(tokenizer.encode_batch([piece.text for piece in pieces if isinstance(piece, CorpusChunk)]))
         for piece in pieces:
             if isinstance(piece, CorpusChat):
-                assert encoder.chats is not None, "a corpus yields chats only where it takes them"
-                ids, counts = encoder.chats.encode(piece.record, piece.where)
-                yield _Encoded(ids.astype(dtype), counts, ends_document=True)
+                assert chats is not None, "a corpus yields chats only where it takes them"
+                yield _Encoded(*chats.encode(piece.record, piece.where), True)
                 continue
             begin = [tokenizer.bos_id] if at_start and tokenizer.bos_id is not None else []
             end = [tokenizer.eot_id] if piece.ends_document else []
             ids = np.concatenate([np.array(begin, np.uint32), next(texts), np.array(end, np.uint32)])
-            yield _Encoded(ids.astype(dtype), None, piece.ends_document)
+            yield _Encoded(ids, None, piece.ends_document)
             at_start = piece.ends_document
         if progress is not None:
-            progress(tally.num_read_bytes, num_all)
+            progress(tally.num_read_bytes, corpus.num_bytes)
 
 
 def _in_batches(pieces: Iterator[CorpusChunk | CorpusChat]) -> Iterator[list[CorpusChunk | CorpusChat]]:
@@ -308,7 +291,7 @@ def _in_batches(pieces: Iterator[CorpusChunk | CorpusChat]) -> Iterator[list[Cor
         yield batch
 
 
-def _write_tokens(folder: Path, encoded: Iterable[_Encoded], val_fraction: float) -> tuple[int, bool]:
+def _write_tokens(folder: Path, encoded: Iterable[_Encoded], val_fraction: float, dtype: np.dtype) -> tuple[int, bool]:
     """Write the files of tokens, documents and counts, the documents to hold out last.
 
     A document is held out when less than `val_fraction` of the tokens before it is: that spreads the held-out
@@ -334,16 +317,15 @@ def _write_tokens(folder: Path, encoded: Iterable[_Encoded], val_fraction: float
             if at_start:
                 held_out = int(num_tokens[1] < val_fraction * sum(num_tokens))
                 starts[held_out].append(num_tokens[held_out])
-            all_ids.write(held_out, ids)
+            all_ids.write(held_out, ids.astype(dtype))
             if counts is not None:
                 all_counts.write(held_out, counts)
             num_tokens[held_out] += len(ids)
             at_start = ends_document
     if not has_chats:
         (folder / COUNTS_NAME).unlink()
-    held_out_starts = np.array(starts[1], dtype=np.uint64) + np.uint64(num_tokens[0])
-    all_starts = np.concatenate([np.array(starts[0], dtype=np.uint64), held_out_starts])
-    (folder / DOCUMENTS_NAME).write_bytes(all_starts.tobytes())
+    all_starts = [np.array(starts[0], dtype=np.uint64), np.array(starts[1], dtype=np.uint64) + np.uint64(num_tokens[0])]
+    (folder / DOCUMENTS_NAME).write_bytes(np.concatenate(all_starts).tobytes())
     return sum(num_tokens), bool(has_chats)
 
 
@@ -368,37 +350,12 @@ class _Halves:
         self._second.unlink()
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _publish(folder: Path, path: Path) -> None:
     """Rename `folder` to `path`; keep a whole shard that another process put there, and delete a broken one."""
     if path.exists() and not _is_whole(path):
-        broken = path.rename(_temporary(path))
-        shutil.rmtree(broken, ignore_errors=True)
+        shutil.rmtree(path, ignore_errors=True)
     try:
         folder.rename(path)
     except OSError:
         if not _is_whole(path):
             raise
-    _sync(path.parent)
-
-
-def _temporary(path: Path) -> Path:
-    return path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
-
-
-def _remove_abandoned(cache: Path) -> None:
-    """Delete the folders of killed builds; a build that is still running writes to its folder all the time."""
-    for folder in cache.glob(_TEMPORARY):
-        try:
-            newest = max(entry.stat().st_mtime for entry in (folder, *folder.iterdir()))
-        except OSError:
-            continue
-        if time.time() - newest > ABANDONED_AFTER_S:
-            shutil.rmtree(folder, ignore_errors=True)

@@ -1,11 +1,11 @@
 """Shows a run while it trains: a frozen state, its picture, and the live display that draws it.
 
-The picture is a pure function of the state and a size, so it can be tested and put into a document without a run.
-`metrics` names a run's numbers, and `summary` shows its end. Speed and the loss curve are smoothed, and say so.
+The picture is a pure function of the state and a size. Speed and the loss curve are smoothed, and say so.
 
 >>> header = Header(model="tiny, 6.0 M parameters", layout="ZeRO-2 over 2 ranks", batch="8 samples", data="a text")
->>> state = Progress(header, total_steps=400).after_step(
-...     step=1, loss=8.3, lr=1e-4, grad_norm=2.0, step_s=0.5, tokens_per_s=8192.0)
+>>> record = StepRecord(step=1, loss=8.3, count=4096, grad_norm=2.0, lr=1e-4, skipped=False, step_s=0.5,
+...                     tokens_per_s=8192.0, memory_bytes={})
+>>> state = Progress(header, total_steps=400).after_step(record)
 >>> plain_line(state)
 'step 1/400  loss 8.3000  lr 1.00e-04  grad norm 2.00  tokens/s 8,192 (smoothed)  eta 3:20'
 """
@@ -16,10 +16,11 @@ import io
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from types import MappingProxyType
 from typing import Final, Self
 
+import numpy as np
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
@@ -28,18 +29,15 @@ from rich.text import Text
 from shardwise.planner.render import bar_of
 from shardwise.runtime.format import format_bytes, format_clock
 from shardwise.runtime.memory_tracker import Category
-from shardwise.train.curve import MARK, Point, curve, with_point
-from shardwise.train.metrics import WORDS
+from shardwise.train.metrics import WORDS, StepRecord
 from shardwise.train.rank_watch import RanksMemory, SlowStep
 
 CURVE_POINTS = 240
 _SMOOTHING = 0.9
-_WIDE = 110
 _PAIRED = 70
 _MAX_WIDTH = 140
 _LABEL_WIDTH = 13
-_FIGURES_WIDTH = 70
-_MIN_ROWS, _MAX_ROWS, _WIDE_ROWS = 3, 10, 7
+_MIN_ROWS, _MAX_ROWS = 3, 10
 _NUM_PLAIN_LINES = 20
 _REFRESH_S = 0.25
 # The colours of `shardwise plan` for the same things.
@@ -55,20 +53,19 @@ _MARKS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
     }
 )
 
+Point = tuple[int, float]
+
 
 @dataclass(frozen=True)
 class Header:
-    """Holds the lines that do not change during a run; empty ones are left out.
-
-    `resumed` is empty where the run started afresh, `tiers` where all states are stored on the device.
-    """
+    """Holds the lines that do not change during a run; empty ones are left out."""
 
     model: str
     layout: str
-    batch: str
+    tiers: str = ""
+    batch: str = ""
     data: str = ""
     resumed: str = ""
-    tiers: str = ""
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,7 @@ class Progress:
         loss: the last step's loss, as it is recorded.
         trend: the loss smoothed over about ten steps.
         losses: steps, and the trend after each; at even intervals, about CURVE_POINTS at most.
-        eval_losses: steps, and the loss on held-out data after each.
+        eval_loss: the last step after which held-out data were evaluated, and their loss.
         tokens_per_s: tokens a second of all ranks together, smoothed.
         mfu: share of the devices' peak FLOP/s at that speed; None where that is not known.
         memory: of all ranks at their peaks; None before it was measured.
@@ -96,7 +93,7 @@ class Progress:
     loss: float = math.nan
     trend: float = math.nan
     losses: tuple[Point, ...] = ()
-    eval_losses: tuple[Point, ...] = ()
+    eval_loss: Point | None = None
     lr: float = 0.0
     grad_norm: float = math.nan
     step_s: float = 0.0
@@ -117,39 +114,27 @@ class Progress:
         """Return the seconds that the remaining steps take at the present rate."""
         return (self.total_steps - self.step) * self.step_s
 
-    def after_step(
-        self, *, step: int, loss: float, lr: float, grad_norm: float, step_s: float, tokens_per_s: float
-    ) -> Self:
-        """Return the state after one more step.
-
-        Args:
-            step: its number, counted from 1 over all runs.
-            loss: its loss; one that is not finite leaves the trend as it is.
-            lr: its learning rate.
-            grad_norm: the global gradient norm before clipping.
-            step_s: seconds that it took.
-            tokens_per_s: tokens a second of all ranks together.
-        """
-        number = step - self.first_step
+    def after_step(self, record: StepRecord) -> Self:
+        """Return the state after one more step."""
+        number = record.step - self.first_step
         # A loss that an fp16 overflow left infinite would stay in the average for ever.
-        trend = _smoothed(self.trend, loss, number) if math.isfinite(loss) else self.trend
+        trend = _smoothed(self.trend, record.loss, number) if math.isfinite(record.loss) else self.trend
+        stride = 1 << max(0, math.ceil(math.log2(number / CURVE_POINTS)))
+        kept = (each for each in self.losses if (each[0] - self.first_step - 1) % stride == 0)
         return replace(
             self,
-            step=step,
-            loss=loss,
+            step=record.step,
+            loss=record.loss,
             trend=trend,
-            losses=with_point(self.losses, (step, trend), self.first_step, CURVE_POINTS),
-            lr=lr,
-            grad_norm=grad_norm,
-            step_s=_smoothed(self.step_s, step_s, number),
-            tokens_per_s=_smoothed(self.tokens_per_s, tokens_per_s, number),
-            elapsed_s=self.elapsed_s + step_s,
+            losses=(*kept, (record.step, trend)),
+            eval_loss=self.eval_loss if record.eval_loss is None else (record.step, record.eval_loss),
+            lr=record.lr,
+            grad_norm=record.grad_norm,
+            step_s=_smoothed(self.step_s, record.step_s, number),
+            tokens_per_s=_smoothed(self.tokens_per_s, record.tokens_per_s, number),
+            elapsed_s=self.elapsed_s + record.step_s,
             activity="",
         )
-
-    def with_eval_loss(self, eval_loss: float) -> Self:
-        """Return the state with the loss on held-out data after the step just taken."""
-        return replace(self, eval_losses=(*self.eval_losses[-CURVE_POINTS:], (self.step, eval_loss)))
 
 
 def _smoothed(average: float, value: float, number: int) -> float:
@@ -163,113 +148,118 @@ def render(state: Progress, width: int, height: int = 24, *, is_coloured: bool =
 
     Args:
         state: the run's state.
-        width: columns there are; from 110 on, the curve is drawn beside the figures.
+        width: columns there are.
         height: lines there are; a higher terminal has a higher curve.
         is_coloured: whether the terminal shows colours.
     """
-    is_wide = width >= _WIDE
     width = min(width, _MAX_WIDTH) - 2
-    inner = _FIGURES_WIDTH if is_wide else width
-    top: list[RenderableType] = [_header(state.header), "", _bar_line(state, width), ""]
-    figures: list[RenderableType] = [_figures(state, inner), *_slow(state), ""]
-    memory = list(_memory(state, inner, is_coloured))
-    if is_wide:
-        body = Table.grid()
-        body.add_column(width=_FIGURES_WIDTH + 2)
-        body.add_row(Group(*figures, *memory), Group(*_curve(state, width - _FIGURES_WIDTH - 2, _WIDE_ROWS)))
-        parts = [*top, body]
-    else:
-        measure = Console(width=width, file=io.StringIO())
-        num_lines = len(measure.render_lines(Group(*top, *figures, *memory), pad=False))
-        # The cursor needs a line, and so do the curve's title and its steps.
-        rows = min(_MAX_ROWS, height - num_lines - 3)
-        parts = [*top, *figures, *(_curve(state, width, rows) if rows >= _MIN_ROWS else ()), *memory]
-    return Padding(Group(*parts), (0, 1), expand=False)
+    header = labelled()
+    for label, value in _header_rows(state.header):
+        header.add_row(label, Text(value, style="bold" if label == "model" else ""))
+    top: list[RenderableType] = [header, "", _bar_line(state, width), "", _figures(state, width), ""]
+    memory = _memory(state, width, is_coloured)
+    num_lines = len(Console(width=width, file=io.StringIO()).render_lines(Group(*top, memory), pad=False))
+    # The cursor needs a line, and so do the curve's title and its steps.
+    rows = min(_MAX_ROWS, height - num_lines - 3)
+    lines = curve(state.losses, width, rows) if state.num_taken > 1 and rows >= _MIN_ROWS else []
+    title = [Text(f"{WORDS['loss']}, smoothed over about 10 steps", style="dim")] if lines else []
+    return Padding(Group(*top, *title, *lines, memory), (0, 1), expand=False)
 
 
-def _grid() -> Table:
+def labelled() -> Table:
     """Return an empty table of labels and values; all such tables line up."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", width=_LABEL_WIDTH)
     return grid
 
 
-def _header(header: Header) -> Table:
-    grid = _grid()
-    rows = (
-        ("model", Text(header.model, style="bold")),
-        ("layout", Text(header.layout)),
-        ("at rest", Text(header.tiers)),
-        ("batch", Text(header.batch)),
-        ("data", Text(header.data)),
-        ("resumed", Text(header.resumed)),
-    )
-    for label, value in rows:
-        if value:
-            grid.add_row(label, value)
-    return grid
+def _header_rows(header: Header) -> Iterator[tuple[str, str]]:
+    labels = ("model", "layout", "at rest", "batch", "data", "resumed")
+    return ((label, value) for label, value in zip(labels, astuple(header), strict=True) if value)
 
 
 def _bar_line(state: Progress, width: int) -> Text:
     left = f"step {state.step}/{state.total_steps} "
-    right = (
-        f" {format_clock(state.elapsed_s)} gone, {format_clock(state.eta_s)} to go" if state.num_taken else " starting"
+    times = (
+        f"{format_clock(state.elapsed_s)} gone, {format_clock(state.eta_s)} to go" if state.num_taken else "starting"
     )
-    right = f" {state.activity}" if state.activity else right
+    right = f" {state.activity or times}"
     bar = max(10, width - len(left) - len(right))
     done = bar * state.step // max(1, state.total_steps)
     return Text.assemble((left, "bold"), ("━" * done, "cyan"), ("─" * (bar - done), "bright_black"), right)
 
 
-def _figures(state: Progress, width: int) -> Table:
-    """Show the numbers, two in a line where there is space."""
-    cells = [(WORDS[name], value) for name, value in _numbers(state)]
-    grid = _grid()
+def _figures(state: Progress, width: int) -> RenderableType:
+    """Show the numbers, two in a line where there is space, and the last slow step."""
+    cells = [(WORDS[name], value if state.num_taken else Text()) for name, value in _numbers(state)]
+    grid = labelled()
     if width < _PAIRED:
         for label, value in cells:
             grid.add_row(label, value)
     else:
         grid.add_column(width=19)
         grid.add_column(style="dim", width=_LABEL_WIDTH)
-        for (label, value), (other_label, other_value) in zip(cells[::2], cells[1::2], strict=True):
-            grid.add_row(label, value, other_label, other_value)
-    return grid
-
-
-def _slow(state: Progress) -> Iterator[RenderableType]:
-    if state.slow is not None:
-        grid = _grid()
-        grid.add_row(WORDS["slow"], Text(state.slow.brief, style="yellow"))
-        yield grid
+        for left, right in zip(cells[::2], cells[1::2], strict=True):
+            grid.add_row(*left, *right)
+    if state.slow is None:
+        return grid
+    slow = labelled()
+    slow.add_row(WORDS["slow"], Text(str(state.slow), style="yellow"))
+    return Group(grid, slow)
 
 
 def _numbers(state: Progress) -> Iterator[tuple[str, Text]]:
     """Yield the names and values of the last step's numbers, an even number of them."""
-    is_begun = state.num_taken > 0
-    eval_step, eval_loss = state.eval_losses[-1] if state.eval_losses else (0, math.nan)
-    yield "loss", Text(f"{state.loss:.4f}" if is_begun else "", style="bold")
-    yield "eval_loss", Text(f"{eval_loss:.4f}, step {eval_step}" if eval_step else "")
-    yield "lr", Text(f"{state.lr:.2e}" if is_begun else "")
-    yield "grad_norm", Text(f"{state.grad_norm:.2f}" if is_begun else "")
-    yield "tokens_per_s", Text(f"{state.tokens_per_s:,.0f}, smoothed" if is_begun else "")
-    yield "mfu", Text("not known" if state.mfu is None else f"{state.mfu:.0%}, smoothed") if is_begun else Text("")
+    yield "loss", Text(f"{state.loss:.4f}", style="bold")
+    yield "eval_loss", Text("{1:.4f}, step {0}".format(*state.eval_loss) if state.eval_loss else "")
+    yield "lr", Text(f"{state.lr:.2e}")
+    yield "grad_norm", Text(f"{state.grad_norm:.2f}")
+    yield "tokens_per_s", Text(f"{state.tokens_per_s:,.0f}, smoothed")
+    yield "mfu", Text("not known" if state.mfu is None else f"{state.mfu:.0%}, smoothed")
 
 
-def _curve(state: Progress, width: int, height: int) -> list[RenderableType]:
-    lines = curve(state.losses, width, height, state.eval_losses) if state.num_taken > 1 else []
-    held_out = f", {MARK} {WORDS['eval_loss']}" if state.eval_losses else ""
-    title = Text(f"{WORDS['loss']}, smoothed over about 10 steps{held_out}", style="dim")
-    return [title, *lines] if lines else []
+def curve(points: Sequence[Point], width: int, height: int) -> list[Text]:
+    """Draw a curve in blocks, with its largest and least value at the left and its first and last step under it.
+
+    >>> for line in curve([(1, 8.0), (50, 4.0), (100, 2.0)], width=30, height=3):
+    ...     print(line.plain)
+    8.00 ┤█▇▅▄▃▁
+         │███████▇▅▄▃▁
+    2.00 ┤██████████████▇▆▆▅▄▄▃▂▂▁
+         └ step 1 ──────────── 100
+
+    Args:
+        points: steps, rising, and values; those that are not finite are left out.
+        width: of all, in characters.
+        height: of the curve alone, in lines.
+    """
+    finite = [point for point in points if math.isfinite(point[1])]
+    if not finite or height < 2:
+        return []
+    steps, values = zip(*finite, strict=True)
+    low, span = min(values), max(max(values) - min(values), 1e-3 * abs(max(values)) + 1e-9)
+    digits = min(6, max(2, 1 + math.ceil(-math.log10(span))))
+    labels = {0: f"{max(values):.{digits}f}", height - 1: f"{low:.{digits}f}"}
+    left = max(map(len, labels.values()))
+    num_columns = max(4, width - left - 2)
+    shares = (np.interp(np.linspace(steps[0], steps[-1], num_columns), steps, values) - low) / span
+    eighths = 1 + np.rint(shares * (8 * height - 1)).astype(int)
+    lines = []
+    for row in range(height):
+        cells = "".join(" ▁▂▃▄▅▆▇█"[each] for each in np.clip(eighths - 8 * (height - 1 - row), 0, 8))
+        axis = f"{labels.get(row, ''):>{left}} {'┤' if row in labels else '│'}"
+        lines.append(Text.assemble((axis, "dim"), (cells.rstrip(), "cyan")))
+    ends = f" step {steps[0]} ", f" {steps[-1]}"
+    rule = "─" * max(1, num_columns - len(ends[0]) - len(ends[1]))
+    return [*lines, Text(f"{'':>{left}} └{ends[0]}{rule}{ends[1]}", style="dim")]
 
 
-def _memory(state: Progress, width: int, is_coloured: bool) -> Iterator[RenderableType]:
-    """Yield how near the fullest rank is to the end of its memory, and what fills it."""
-    grid = _grid()
-    memory = state.memory
+def _memory(state: Progress, width: int, is_coloured: bool) -> Table:
+    """Show how near the fullest rank is to the end of its memory, and what fills it."""
+    grid, memory = labelled(), state.memory
     if memory is None:
         grid.add_row(WORDS["peak_bytes"], Text("measured in the first steps", style="dim"))
-        yield grid
-        return
+        return grid
     held = {name: size for name, size in memory.ranks[memory.fullest].items() if size}
     whole_bytes = memory.total_bytes(memory.fullest)
     words = Text(format_bytes(whole_bytes), style="bold")
@@ -279,27 +269,18 @@ def _memory(state: Progress, width: int, is_coloured: bool) -> Iterator[Renderab
     num_ranks = len(memory.ranks)
     words.append(f", step {memory.step}" + (f", rank {memory.fullest} of {num_ranks}" if num_ranks > 1 else ""))
     bar_width = max(8, width - _LABEL_WIDTH - 2)
-    bar = bar_of(held, _MARKS, memory.limit_bytes or whole_bytes, bar_width, is_coloured=is_coloured)
-    signs = {name: ("■" if is_coloured else sign, colour) for name, (sign, colour) in _MARKS.items()}
-    by_size = sorted(held, key=lambda name: -held[name])
-    legend = [Text.assemble(signs[name], f" {name} {format_bytes(held[name])}") for name in by_size]
     grid.add_row(WORDS["peak_bytes"], words)
-    grid.add_row("", bar)
-    for line in _packed(legend, bar_width):
-        grid.add_row("", line)
-    yield grid
-
-
-def _packed(items: Sequence[Text], width: int) -> Iterator[Text]:
-    """Put as many items into each line as it holds; lines break between them only."""
+    grid.add_row("", bar_of(held, _MARKS, memory.limit_bytes or whole_bytes, bar_width, is_coloured=is_coloured))
     line = Text()
-    for item in items:
-        if line and len(line) + 2 + len(item) > width:
-            yield line
+    for name in sorted(held, key=lambda name: -held[name]):
+        sign, colour = _MARKS[name]
+        item = Text.assemble(("■" if is_coloured else sign, colour), f" {name} {format_bytes(held[name])}")
+        if line and len(line) + 2 + len(item) > bar_width:  # lines break between items only
+            grid.add_row("", line)
             line = Text()
         line = Text("  ").join([line, item]) if line else item
-    if line:
-        yield line
+    grid.add_row("", line)
+    return grid
 
 
 def plain_line(state: Progress) -> str:
@@ -311,8 +292,8 @@ def plain_line(state: Progress) -> str:
         f"grad norm {state.grad_norm:.2f}",
         f"{WORDS['tokens_per_s']} {state.tokens_per_s:,.0f} (smoothed)",
     ]
-    if state.eval_losses and state.eval_losses[-1][0] == state.step:
-        parts.insert(2, f"{WORDS['eval_loss']} {state.eval_losses[-1][1]:.4f}")
+    if state.eval_loss is not None and state.eval_loss[0] == state.step:
+        parts.insert(2, f"{WORDS['eval_loss']} {state.eval_loss[1]:.4f}")
     if state.mfu is not None:
         parts.append(f"{WORDS['mfu']} {state.mfu:.0%}")
     if (memory := state.memory) is not None:
@@ -324,8 +305,9 @@ def plain_line(state: Progress) -> str:
 class Display:
     """Shows states: drawn in place on a terminal, else as a plain line now and then.
 
-    Each picture is one write over the picture before, so it neither flickers nor scrolls. The cursor stays below the
-    picture. Do not call `show` after something else has written to the terminal.
+    Each picture is one write over the picture before, so it neither flickers nor scrolls, and a rank that is killed
+    leaves the cursor visible, which rich's Live hides. Do not call `show` after something else has written to the
+    terminal.
 
     Args:
         console: the console to draw on.
@@ -339,14 +321,14 @@ class Display:
         self._drawn_size: tuple[int, int] | None = None
         self._num_drawn_lines = 0
         self._drawn_at_s = -math.inf
-        if self._is_plain:
-            header = state.header
-            tiers = [f"at rest: {header.tiers}"] if header.tiers else []
-            resumed = [f"resumed {header.resumed}"] if header.resumed else []
-            for line in filter(None, (header.model, header.layout, *tiers, header.batch, header.data, *resumed)):
-                self._print(line)
-        else:
+        if not self._is_plain:
             self._draw()
+            return
+        for label, value in _header_rows(state.header):
+            say(
+                self._console,
+                f"{label}: {value}" if label == "at rest" else f"{label} {value}" if label == "resumed" else value,
+            )
 
     def show(self, state: Progress) -> None:
         """Show a state; the terminal is redrawn at most four times a second, and always after the last step."""
@@ -355,12 +337,14 @@ class Display:
         if not self._is_plain:
             if state.activity or is_last or time.monotonic() - self._drawn_at_s >= _REFRESH_S:
                 self._draw()
-        elif state.activity:
-            self._print(state.activity)
-        elif is_last or state.num_taken == 1 or state.step % max(1, state.total_steps // _NUM_PLAIN_LINES) == 0:
-            self._print(plain_line(state))
-        if self._is_plain and state.slow is not None and state.slow.step == state.step and not state.activity:
-            self._print(str(state.slow))
+            return
+        if state.activity:
+            say(self._console, state.activity)
+            return
+        if is_last or state.num_taken == 1 or state.step % max(1, state.total_steps // _NUM_PLAIN_LINES) == 0:
+            say(self._console, plain_line(state))
+        if state.slow is not None and state.slow.step == state.step:
+            say(self._console, str(state.slow))
 
     def close(self) -> None:
         """Draw the last state without its activity; the picture stays on the terminal."""
@@ -382,5 +366,7 @@ class Display:
         self._console.file.flush()
         self._num_drawn_lines, self._drawn_size = len(lines), size
 
-    def _print(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+def say(console: Console, line: str) -> None:
+    """Print a line as it is: a path may hold brackets, which rich would take for markup."""
+    console.print(line, markup=False, highlight=False, soft_wrap=True)

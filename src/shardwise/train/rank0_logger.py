@@ -1,30 +1,115 @@
-"""Shows the steps of rank 0, gives them to the sinks, and collects the run's outcome at the end.
+"""Shows the steps of rank 0, gives them to sinks, keeps `report.html` up to date, and collects the run's outcome.
 
-The other ranks have no logger. `progress` and `summary` draw the pictures, `sinks` writes.
+The other ranks have no logger.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Final
 
 import torch
 from rich.console import Console
 
+from shardwise.comm.records import CollectiveCount
 from shardwise.config.resolve import batch_equation
+from shardwise.engine.engine import Engine
+from shardwise.report.page import write_whole
+from shardwise.report.run_folder import WIRE_NAME, write_run_page
 from shardwise.runtime.format import format_count
 from shardwise.train.checkpoints import Resumed
-from shardwise.train.console_notes import tiers_line
 from shardwise.train.loop import Trainer
-from shardwise.train.metrics import StepRecord
-from shardwise.train.prediction import PredictedStep, compare
+from shardwise.train.metrics import SinkSet, StepRecord
+from shardwise.train.prediction import StepFigures, compare
 from shardwise.train.progress import Display, Header, Progress
 from shardwise.train.rank_watch import StepFacts
-from shardwise.train.run_page import RunPage
-from shardwise.train.setup import layout_line, sparse_words
-from shardwise.train.sinks import SinkSet
+from shardwise.train.setup import layout_line, sparse_words, tiers_line
 from shardwise.train.summary import RunEnding, RunOutcome
+
+EVERY_S: Final = 30.0
+_LARGEST_SHARE: Final = 0.02
+_LOWEST_PRIORITY: Final = 19
+
+log = logging.getLogger("shardwise")
+
+
+class RunPage:
+    """Refreshes the page of a run on rank 0, from its first step to its end, and counts what it sends for the page.
+
+    A process of the lowest priority reads the run's files and writes the page, so a step never waits for it. It is
+    started at most every `every_s`, and so rarely that it takes 2 % of one core at most. Nothing here ends a run.
+
+    Args:
+        folder: the run's folder.
+        counts: what this rank has sent so far, by axis and op; they grow while it trains.
+        every_s: the least seconds between two pages.
+    """
+
+    def __init__(
+        self, folder: Path, counts: Mapping[tuple[str, str], CollectiveCount], every_s: float = EVERY_S
+    ) -> None:
+        self._folder = folder
+        self._counts = counts
+        self._every_s = every_s
+        self._first: dict[tuple[str, str], int] = {}
+        self._num_steps = -1
+        self._child: subprocess.Popen[bytes] | None = None
+        self._started_s = time.monotonic()
+        self._due_s = self._started_s + every_s
+
+    def see_step(self) -> None:
+        """Count a step; start to write the page if it is due."""
+        self._num_steps += 1
+        if self._num_steps == 0:  # what was sent before and in the first step is setup, too
+            self._first = {key: count.wire_bytes for key, count in self._counts.items()}
+        now_s = time.monotonic()
+        if self._child is not None and self._child.poll() is not None:
+            self._due_s = self._started_s + max(self._every_s, (now_s - self._started_s) / _LARGEST_SHARE)
+            self._child = None
+        if self._child is None and now_s >= self._due_s:
+            self._started_s = now_s
+            self._start()
+
+    def finish(self) -> Path | None:
+        """Write the last page, and return its path; None where it cannot be written."""
+        try:
+            if self._child is not None:
+                self._child.wait()
+            self._write_counts()
+            return write_run_page(self._folder)
+        except Exception as error:  # of whatever kind: a run is worth more than its page
+            log.warning("the page of this run is not written: %s: %s", type(error).__name__, error)
+            return None
+
+    def _start(self) -> None:
+        try:
+            self._write_counts()
+            argv = [sys.executable, "-m", "shardwise.report.run_folder", str(self._folder)]
+            nowhere = subprocess.DEVNULL
+            self._child = subprocess.Popen(argv, stdin=nowhere, stdout=nowhere, stderr=nowhere)
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, self._child.pid, _LOWEST_PRIORITY)
+        except OSError as error:
+            self._due_s = float("inf")
+            log.warning("the page of this run is written at its end alone: %s", error)
+
+    def _write_counts(self) -> None:
+        if self._num_steps < 1:
+            return
+        axes = [
+            {"axis": axis, "op": op, "bytes": (count.wire_bytes - self._first.get((axis, op), 0)) / self._num_steps}
+            for (axis, op), count in self._counts.items()
+        ]
+        write_whole(self._folder / WIRE_NAME, json.dumps({"steps": self._num_steps, "axes": axes}) + "\n")
 
 
 class StepLogger:
@@ -41,7 +126,6 @@ class StepLogger:
     Attributes:
         state: of the run now.
         step_s: seconds of the steps that no meter slowed.
-        eval_loss: on held-out data after the last step; None where it was not evaluated there.
     """
 
     def __init__(
@@ -55,7 +139,6 @@ class StepLogger:
     ) -> None:
         self.state = state
         self.step_s: list[float] = []
-        self.eval_loss: float | None = None
         self._num_tokens = 0.0
         self._sinks = sinks
         self._mfu = mfu
@@ -63,45 +146,20 @@ class StepLogger:
         self._page = page
         self._display = Display(console, state)
 
-    @property
-    def tokens_per_s(self) -> float:
-        """Return the tokens a second over all steps."""
-        return self._num_tokens / self.state.elapsed_s if self.state.elapsed_s else 0.0
-
-    @property
-    def failures(self) -> tuple[str, ...]:
-        """Return a line for each sink that was dropped."""
-        return self._sinks.failures
-
     def announce(self, activity: str) -> None:
         """Show work that is not a step, such as an evaluation."""
         self._show(replace(self.state, activity=activity))
 
     def see(self, record: StepRecord, facts: StepFacts) -> None:
-        """Record and show one step.
-
-        Args:
-            record: the step.
-            facts: what all ranks together found.
-        """
+        """Record and show one step, with what all ranks together found in `facts`."""
         slow = None if facts.slow is None else facts.slow.to_dict()
         self._sinks.write(replace(record, mfu=self._mfu(record.tokens_per_s), slow=slow))
         if self._page is not None:
             self._page.see_step()
-        self.eval_loss = record.eval_loss
         self._num_tokens += record.count
-        state = self.state.after_step(
-            step=record.step,
-            loss=record.loss,
-            lr=record.lr,
-            grad_norm=record.grad_norm,
-            step_s=record.step_s,
-            tokens_per_s=record.tokens_per_s,
-        )
         if record.peak_bytes is None:
             self.step_s.append(record.step_s)
-        if record.eval_loss is not None:
-            state = state.with_eval_loss(record.eval_loss)
+        state = self.state.after_step(record)
         memory, last_slow = facts.memory or state.memory, facts.slow or state.slow
         self._show(replace(state, mfu=self._mfu(state.tokens_per_s), memory=memory, slow=last_slow))
 
@@ -111,9 +169,17 @@ class StepLogger:
             self._display.close()
         self._sinks.close()
 
-    def finish_page(self) -> Path | None:
-        """Write the last page, and return its path; None where there is none."""
-        return None if self._page is None else self._page.finish()
+    def outcome(self, folder: Path | None, eval_loss: float | None, **more: Any) -> RunOutcome:
+        """Return what `render_outcome` shows at the end, and write the last page; `more` are fields of `RunOutcome`."""
+        return RunOutcome(
+            state=self.state,
+            folder=folder,
+            tokens_per_s=self._num_tokens / self.state.elapsed_s if self.state.elapsed_s else 0.0,
+            eval_loss=eval_loss,
+            dropped_sinks=self._sinks.failures,
+            page=None if self._page is None else self._page.finish(),
+            **more,
+        )
 
     def _show(self, state: Progress) -> None:
         self.state = state
@@ -121,26 +187,51 @@ class StepLogger:
             self._display.show(state)
 
 
-def first_state(trainer: Trainer, resumed: Resumed | None) -> Progress:
-    """Return the state of a run before its first step.
+def header_of(engine: Engine, model: str, tokens: str = "", data: str = "", resumed: str = "") -> Header:
+    """Return the lines above a run's figures.
 
     Args:
-        trainer: of the run.
-        resumed: the checkpoint that the run goes on from; None where it starts afresh.
+        engine: that takes the steps.
+        model: words on the model.
+        tokens: words on a sample, which follow the batch.
+        data: words on the data.
+        resumed: words on the checkpoint that the run goes on from.
     """
-    first_step = trainer.first_step
-    return Progress(_header(trainer, resumed), trainer.config.run.steps, step=first_step, first_step=first_step)
+    config, mesh = engine.config, engine.layout.mesh
+    device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "CPU"
+    master = " with fp32 master" if config.precision.param in ("bf16", "fp16") else ""
+    return Header(
+        model=model,
+        layout=f"{layout_line(config, mesh)}, {device}, {config.precision.param}{master}",
+        tiers=tiers_line(engine.layout),
+        batch=batch_equation(config.batch, mesh.num_data_ranks, mesh.pp > 1) + tokens,
+        data=data,
+        resumed=resumed,
+    )
+
+
+def first_state(trainer: Trainer, resumed: Resumed | None) -> Progress:
+    """Return the state of a run before its first step; `resumed` is the checkpoint that it goes on from, if any."""
+    config, first_step = trainer.config, trainer.first_step
+    header = header_of(
+        trainer.engine,
+        model=f"{trainer.model.words}{sparse_words(config, trainer.model.num_heads)}",
+        tokens=f", {config.data.seq_len} tokens each",
+        data=f"{trainer.data.source}, {format_count(trainer.data.num_tokens)} tokens",
+        resumed="" if resumed is None else f"from step {resumed.step} of {resumed.path.parent}",
+    )
+    return Progress(header, config.run.steps, step=first_step, first_step=first_step)
 
 
 def outcome_of(
     trainer: Trainer,
     logger: StepLogger,
     folder: Path,
-    prediction: PredictedStep | None,
+    prediction: StepFigures | None,
     ending: RunEnding,
     stopped_by: str | None,
 ) -> RunOutcome:
-    """Collect what `render_outcome` shows at the end of the run.
+    """Collect what `render_outcome` shows at the end of a run of `shardwise train`.
 
     Args:
         trainer: of the run.
@@ -151,45 +242,17 @@ def outcome_of(
         stopped_by: as in `RunOutcome`.
     """
     state = logger.state
-    eval_loss = logger.eval_loss if state.num_taken else ending.eval_loss
+    is_evaluated = state.eval_loss is not None and state.eval_loss[0] == state.step
+    eval_loss = state.eval_loss[1] if state.eval_loss is not None and is_evaluated else ending.eval_loss
     measured = compare(trainer, folder, prediction, logger.step_s)  # which the page shows
-    return RunOutcome(
-        folder=folder,
-        num_steps=state.step,
-        num_taken=state.num_taken,
-        total_steps=state.total_steps,
-        elapsed_s=state.elapsed_s,
-        tokens_per_s=logger.tokens_per_s,
-        at_rest=trainer.at_rest(),
+    return logger.outcome(
+        folder,
+        eval_loss,
+        ending=ending,
+        stopped_by=stopped_by,
+        unigram_loss=None if eval_loss is None else trainer.unigram_loss(),
         peak=trainer.peak,
         host=trainer.host,
-        stopped_by=stopped_by,
-        pipeline=ending.pipeline,
-        train_loss=state.loss if state.num_taken else None,
-        eval_loss=eval_loss,
-        unigram_loss=trainer.unigram_loss() if eval_loss is not None else None,
-        sample=ending.sample,
-        saved=ending.saved,
-        exported=ending.exported,
-        dropped_sinks=logger.failures,
         prediction=prediction,
         measured=measured,
-        page=logger.finish_page(),
-    )
-
-
-def _header(trainer: Trainer, resumed: Resumed | None) -> Header:
-    config, engine = trainer.config, trainer.engine
-    is_half = config.precision.param in ("bf16", "fp16")
-    device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "CPU"
-    mesh = engine.layout.mesh
-    layout = layout_line(config, mesh)
-    equation = batch_equation(config.batch, mesh.num_data_ranks, mesh.pp > 1)
-    return Header(
-        model=f"{trainer.model.words}{sparse_words(config, trainer.model.num_heads)}",
-        layout=f"{layout}, {device}, {config.precision.param}{' with fp32 master' if is_half else ''}",
-        batch=f"{equation}, {config.data.seq_len} tokens each",
-        data=f"{trainer.data.source}, {format_count(trainer.data.num_tokens)} tokens",
-        tiers=tiers_line(engine.layout),
-        resumed="" if resumed is None else f"from step {resumed.step} of {resumed.path.parent}",
     )

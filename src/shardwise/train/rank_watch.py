@@ -17,8 +17,8 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -27,6 +27,7 @@ import torch
 
 from shardwise.engine.engine import Engine
 from shardwise.launch.host import machine_name, usable_bytes
+from shardwise.report.page import installed, write_whole
 from shardwise.runtime.format import format_s
 from shardwise.runtime.timeline import WAIT
 from shardwise.zero.state_access import exchange_texts
@@ -78,10 +79,8 @@ class SlowStep:
     """Says which rank the others waited for in a step that took long, and in which part of it.
 
     Attributes:
-        step: its number.
         step_s: seconds that it took on the slowest rank.
         median_s: of the steps before.
-        num_ranks: of the run.
         rank: that the others waited for; None where all of them were slow, or the communication was.
         part: "data", "forward", "backward", "step", "other", or "communication".
         extra_s: seconds that the part took longer than it does as a rule.
@@ -101,13 +100,6 @@ class SlowStep:
             return f"{took}: waited for rank {self.rank}, {format_s(self.extra_s)} longer in {self.part}"
         who = "" if self.num_ranks == 1 else "all ranks "
         return f"{took}: {who}{format_s(self.extra_s)} longer in {self.part}"
-
-    @property
-    def brief(self) -> str:
-        """Return the same in few words, for a line of a display."""
-        who = f"rank {self.rank}, " if self.rank is not None and self.num_ranks > 1 else ""
-        times = f"{format_s(self.step_s)}, {self.step_s / self.median_s:.1f} x median"
-        return f"step {self.step}: {times}; {who}{format_s(self.extra_s)} longer in {self.part}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return what a line of metrics keeps of it."""
@@ -139,8 +131,18 @@ class RankWatch:
         num_local = sum(host[0] == hosts[engine.comm.rank][0] for host in hosts)
         self._limit_bytes = device_limit_bytes(engine.device, num_local)
         if self._folder is not None:
-            values = _environment(engine, [name for _, name in hosts])
-            self._write(ENVIRONMENT_NAME, values | _noted(self._folder))
+            device = engine.device
+            versions = {"python": platform.python_version()} | {name: installed(name) for name in _VERSIONS}
+            values = {
+                "versions": {name: each for name, each in versions.items() if each is not None},
+                "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+                "world_size": engine.comm.world_size,
+                "hosts": list(dict.fromkeys(name for _, name in hosts)),
+                "command": list(sys.argv),
+            }
+            with suppress(OSError, ValueError, KeyError):  # `note_command` may have kept none
+                values["command"] = json.loads((self._folder / ENVIRONMENT_NAME).read_text())["command"]
+            self._write(ENVIRONMENT_NAME, values)
 
     def see(self, step: int, step_s: float, peak_bytes: Mapping[str, int] | None) -> StepFacts:
         """Compare the ranks after a step.
@@ -150,28 +152,26 @@ class RankWatch:
             step_s: seconds that it took on this rank.
             peak_bytes: this rank's memory by category; None where the step was not metered, which slows it.
         """
-        if peak_bytes is not None:
-            return StepFacts(memory=self._gather_memory(step, peak_bytes))
-        return StepFacts(slow=self._find_slow(step, step_s))
-
-    def _gather_memory(self, step: int, peak_bytes: Mapping[str, int]) -> RanksMemory:
+        if peak_bytes is None:
+            return StepFacts(slow=self._find_slow(step, step_s))
         found = [json.loads(text) for text in self._exchange([dict(peak_bytes), self._limit_bytes], "memory")]
         limits = [limit for _, limit in found if limit is not None]
         memory = RanksMemory(step, min(limits, default=None), tuple(held for held, _ in found))
-        values = {"step": step, "limit_bytes": memory.limit_bytes, "ranks": list(memory.ranks)}
-        self._write(MEMORY_NAME, values)
-        return memory
+        self._write(MEMORY_NAME, {"step": step, "limit_bytes": memory.limit_bytes, "ranks": list(memory.ranks)})
+        return StepFacts(memory=memory)
 
     def _find_slow(self, step: int, step_s: float) -> SlowStep | None:
         """Agree on how long the step took, so that all ranks decide equally, and compare them where that was long."""
         own = torch.tensor([step_s], dtype=torch.float64, device=self._engine.device)
         (longest_s,) = self._engine.comm.max_scalars(own, "time of the step")
-        parts = parts_of_step(self._engine, step_s)
+        parts = dict(self._engine.step_context.timeline.clock.parts_s)
+        parts["data"] = max(0.0, step_s - sum(parts.values()))  # what comes before and between the passes
         slow = None
         if len(self._recent_s) >= _NUM_BEFORE:
             usual_s = median(self._recent_s)
             if longest_s > SLOW_FACTOR * usual_s and longest_s - usual_s > LEAST_EXCESS_S:
-                extra = {name: seconds - self._usual_s(name) for name, seconds in parts.items()}
+                usual = {name: median(each.get(name, 0.0) for each in self._recent_parts) for name in parts}
+                extra = {name: seconds - usual[name] for name, seconds in parts.items()}
                 extras = [json.loads(text) for text in self._exchange(extra, "slow step")]
                 slow = explain_slow(step, longest_s, usual_s, extras)
                 if self._engine.comm.rank in (0, slow.rank):
@@ -180,40 +180,22 @@ class RankWatch:
         self._recent_parts.append(parts)
         return slow
 
-    def _usual_s(self, part: str) -> float:
-        return median(parts.get(part, 0.0) for parts in self._recent_parts)
-
     def _exchange(self, value: Any, name: str) -> list[str]:
         """Return the JSON of every rank's value, of this rank alone where the others are simulated."""
         comm, text = self._engine.comm, json.dumps(value)
         return [text] * comm.world_size if comm.is_simulated else exchange_texts(comm, text, name)
 
     def _write(self, name: str, values: Mapping[str, Any]) -> None:
-        """Write a file whole or not at all; a run goes on without it."""
-        if self._folder is None:
-            return
-        path = self._folder / name
-        unfinished = path.with_suffix(".json.new")
-        try:
-            unfinished.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-            unfinished.replace(path)
-        except OSError as error:
-            log.warning("%s is not written: %s", path, error.strerror)
-
-
-def parts_of_step(engine: Engine, step_s: float) -> dict[str, float]:
-    """Return the seconds of this rank's last step by part; what comes before and between its passes is "data".
-
-    Args:
-        engine: after a step.
-        step_s: seconds of the whole step.
-    """
-    parts = dict(engine.step_context.timeline.clock.parts_s)
-    return parts | {"data": max(0.0, step_s - sum(parts.values()))}
+        """Write a file; a run goes on without it."""
+        if self._folder is not None:
+            try:
+                write_whole(self._folder / name, json.dumps(values, indent=1) + "\n")
+            except OSError as error:
+                log.warning("%s is not written: %s", self._folder / name, error.strerror)
 
 
 def explain_slow(step: int, step_s: float, median_s: float, extras: Sequence[Mapping[str, float]]) -> SlowStep:
-    """Say whom the others waited for: the rank whose own work took longest beyond what it takes as a rule.
+    """Say which rank the others waited for: the one whose own work took longest beyond what it takes as a rule.
 
     >>> usual = {"data": 0.0, "forward": 0.01, "wait": 0.8}
     >>> explain_slow(57, 1.2, 0.4, [usual, {"data": 0.8, "forward": 0.0, "wait": -0.1}]).rank
@@ -239,12 +221,7 @@ def explain_slow(step: int, step_s: float, median_s: float, extras: Sequence[Map
 
 
 def device_limit_bytes(device: torch.device, num_local_ranks: int) -> int | None:
-    """Return the memory that one rank may fill: a GPU's, or its share of the host's.
-
-    Args:
-        device: on which the rank computes.
-        num_local_ranks: the ranks that share the host.
-    """
+    """Return the memory that one rank may fill: a GPU's, or its share of the host's, which `num_local_ranks` share."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return usable_bytes() // num_local_ranks if device.type == "cpu" else None
@@ -253,37 +230,7 @@ def device_limit_bytes(device: torch.device, num_local_ranks: int) -> int | None
 def note_command(folder: Path) -> None:
     """Keep the command of this process for the ranks that it starts, whose own command says little.
 
-    Args:
-        folder: of the run.
-
     Raises:
         OSError: the disk is full.
     """
     (folder / ENVIRONMENT_NAME).write_text(json.dumps({"command": sys.argv}) + "\n", encoding="utf-8")
-
-
-def _noted(folder: Path) -> dict[str, Any]:
-    """Return what `note_command` has kept."""
-    try:
-        return {"command": json.loads((folder / ENVIRONMENT_NAME).read_text(encoding="utf-8"))["command"]}
-    except (OSError, ValueError, KeyError):
-        return {}
-
-
-def _environment(engine: Engine, hosts: Sequence[str]) -> dict[str, Any]:
-    device = engine.device
-    versions = {"python": platform.python_version()} | {name: _version(name) for name in _VERSIONS}
-    return {
-        "versions": {name: each for name, each in versions.items() if each is not None},
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
-        "world_size": engine.comm.world_size,
-        "hosts": list(dict.fromkeys(hosts)),
-        "command": list(sys.argv),
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

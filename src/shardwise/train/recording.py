@@ -1,4 +1,4 @@
-"""Gathers the timeline of a pipeline's last step from all of its ranks, on one clock, and writes it to a file.
+"""Records steps: the timeline of a pipeline's last step, on one clock for its ranks, and windows of torch.profiler.
 
     engine.train_step(batches)
     shardwise.save_timeline(engine, "timeline.json")    # all ranks call it
@@ -9,15 +9,24 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from shardwise.engine.engine import Engine
 from shardwise.report.chrome_trace import chrome_trace
 from shardwise.schedule import Action, TimedAction
+from shardwise.zero.param_group import ParamState
 from shardwise.zero.state_access import exchange_texts
+
+PROFILE_NAME: Final = "profile"
+
+log = logging.getLogger("shardwise")
 
 
 def gather_timeline(engine: Engine) -> tuple[TimedAction, ...]:
@@ -59,6 +68,63 @@ def save_timeline(engine: Engine, path: str | Path) -> None:
     Raises:
         OSError: rank 0 cannot write it.
     """
-    actions = gather_timeline(engine)
+    write_timeline(engine, path, gather_timeline(engine))
+
+
+def write_timeline(engine: Engine, path: str | Path, actions: Sequence[TimedAction]) -> None:
+    """Write `actions` to `path` as a Chrome trace, on rank 0 of the `engine` alone."""
     if engine.comm.comm_log.rank == 0:
         Path(path).write_text(json.dumps(chrome_trace(actions)), encoding="utf-8")
+
+
+class ProfileWindow:
+    """Records the steps of a window; what fails is logged once, and the run goes on.
+
+    Args:
+        steps: the first and the last step; None records nothing.
+        folder: of the run; None records nothing.
+        engine: that takes the steps.
+    """
+
+    def __init__(self, steps: tuple[int, int] | None, folder: Path | None, engine: Engine) -> None:
+        self._steps = steps if folder is not None else None
+        self._path = (folder or Path()) / PROFILE_NAME / f"rank-{engine.comm.rank}.pt.trace.json.gz"
+        self._engine = engine
+        self._profile: profile | None = None
+
+    def between(self, num_steps: int) -> None:
+        """Begin or end the window after `num_steps` steps."""
+        if self._steps is None:
+            return
+        first, last = self._steps
+        if self._profile is not None and num_steps >= last:
+            self.close()
+        elif self._profile is None and first <= num_steps + 1 <= last:
+            activities = [ProfilerActivity.CPU]
+            activities += [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+            try:
+                self._settle()
+                self._profile = profile(activities=activities)
+                self._profile.start()
+            except RuntimeError as error:  # another profiler is on
+                self._profile = self._steps = None
+                log.warning("steps %d to %d are not profiled: %s", first, last, error)
+
+    def close(self) -> None:
+        """End a window that is open, and write its file."""
+        recorded, self._profile, self._steps = self._profile, None, None
+        if recorded is None:
+            return
+        try:
+            self._settle()
+            recorded.stop()
+            self._path.parent.mkdir(exist_ok=True)
+            recorded.export_chrome_trace(str(self._path))
+        except (RuntimeError, OSError) as error:
+            log.warning("%s is not written: %s", self._path, error)
+
+    def _settle(self) -> None:
+        """Wait for the collectives that a step leaves under way; one that outlives a profile corrupts its memory."""
+        for group in self._engine.step_context.states().sharding.groups:
+            if group.state is ParamState.UNSHARDING:
+                group.wait()

@@ -1,7 +1,4 @@
-"""Runs a job from its start to its exit code: it starts ranks here, or is one of the ranks that were started.
-
-`loop` computes; `shardwise.cli.main` reads the environment and passes it in.
-"""
+"""Runs a job from its start to its exit code: it starts ranks here, or is one of the ranks that were started."""
 
 from __future__ import annotations
 
@@ -11,10 +8,9 @@ import json
 import logging
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -27,40 +23,37 @@ from rich.progress import BarColumn, SpinnerColumn, TaskProgressColumn, TextColu
 from rich.progress import Progress as ProgressBar
 
 from shardwise.checkpoint.manifest import AbsentRankError, CheckpointError
-from shardwise.comm.loss import NonFiniteLossError
 from shardwise.comm.records import CommError
 from shardwise.comm.store import PatientStore
-from shardwise.config.errors import with_code
+from shardwise.config.errors import CodedError, with_code
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.config.untrusted_files import UntrustedFileError, read_text
+from shardwise.engine.engine import Engine
 from shardwise.launch.environment import RankEnv
 from shardwise.launch.local import default_num_ranks, launch_local
-from shardwise.launch.process_group import LaunchError, start_process_group
+from shardwise.launch.process_group import start_process_group
 from shardwise.launch.signals import StopFlag
+from shardwise.layout.stage_partition import find_partition
+from shardwise.offload.disk_bench import USEFUL_BYTES_PER_S, measure_swap, passes_s, step_s
 from shardwise.offload.nvme import SwapError
-from shardwise.offload.worker import HostWorkError
-from shardwise.runtime.clock import AwakeClock
-from shardwise.runtime.format import format_bytes
+from shardwise.report.panel import TerminalPanel
+from shardwise.report.run_folder import TIMELINE_NAME
+from shardwise.runtime.format import format_bytes, format_s
 from shardwise.train.checkpoints import Resumed, RunCheckpoints, checkpoint_root, make_root
-from shardwise.train.console_notes import measure_disk, measured_note, plan_note
 from shardwise.train.loop import Trainer, build_trainer
-from shardwise.train.metrics import StepRecord, write_timeline
+from shardwise.train.metrics import RunInfo, SinkSet, StepRecord
 from shardwise.train.prediction import predict
 from shardwise.train.prepare import PreparedData, open_data
-from shardwise.train.profile import ProfileWindow
-from shardwise.train.rank0_logger import StepLogger, first_state, outcome_of
+from shardwise.train.progress import say
+from shardwise.train.rank0_logger import RunPage, StepLogger, first_state, outcome_of
 from shardwise.train.rank_watch import RankWatch, note_command
-from shardwise.train.recording import save_timeline
-from shardwise.train.run_page import RunPage
+from shardwise.train.recording import ProfileWindow, gather_timeline, save_timeline, write_timeline
 from shardwise.train.setup import CONFIG_NAME, create_folder, device_kind, prepare_job_data, resolve_job, with_steps
-from shardwise.train.sinks import RunInfo, SinkSet
 from shardwise.train.summary import RunEnding, render_outcome
 
 # A rank that is asked to stop bounds its step itself (`StopFlag.armed`); its save may take long.
 STOP_GRACE_S = 1800.0
-# Rank 0 may tokenize for hours while the ranks that join wait, so it shows at this interval that it is alive.
-_LIFE_S: Final = 1.0
-_LIFE_KEY: Final = "shardwise/alive"
+_POLL_S: Final = 0.1
 _STOPPED_BY: Final[Mapping[int, str]] = MappingProxyType(
     {128 + signal.SIGINT: "Ctrl-C", 128 + signal.SIGTERM: "SIGTERM", 128 + signal.SIGHUP: "SIGHUP"}
 )
@@ -69,17 +62,7 @@ _FAILED = "failed"
 EXPORT_NAME: Final = "model"
 _PLACE_KEY = "shardwise/place"
 # The messages of these errors are enough; for any other error the log gets the traceback.
-_EXPECTED = (
-    ConfigError,
-    CheckpointError,
-    NonFiniteLossError,
-    torch.OutOfMemoryError,
-    MemoryError,
-    CommError,
-    LaunchError,
-    SwapError,
-    HostWorkError,
-)
+_EXPECTED = (CodedError, torch.OutOfMemoryError, MemoryError)
 
 log = logging.getLogger("shardwise")
 
@@ -109,7 +92,7 @@ def start(config: Config, console: Console, resume: Path | None = None) -> int:
     folder = create_folder(with_steps(resolved, data), time.localtime())
     note_command(folder)
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
-    _say(console, f"run folder {folder}, starting {ranks}")
+    say(console, f"run folder {folder}, starting {ranks}")
     argv = ["-m", "shardwise.cli", "train", "--prepared", str(folder), str(data.path)]
     exit_code = launch_local(
         argv if resume is None else [*argv, "--resume", str(resume)],
@@ -120,7 +103,7 @@ def start(config: Config, console: Console, resume: Path | None = None) -> int:
         grace_s=STOP_GRACE_S,
     )
     if exit_code in _STOPPED_BY:
-        _say(console, f"stopped by {_STOPPED_BY[exit_code]}; what was done until then is in {folder}")
+        say(console, f"stopped by {_STOPPED_BY[exit_code]}; what was done until then is in {folder}")
     return exit_code
 
 
@@ -128,14 +111,8 @@ def join(config: Config, env: RankEnv, stop: StopFlag, console: Console, resume:
     """Run as one of the ranks that torchrun or srun started, and return the exit code.
 
     Rank 0 prepares the data, makes the folder, and sends both paths to the other ranks through the store. For a resumed
-    run it sends its config too, which depends on the checkpoint: another rank may have found another checkpoint.
-
-    Args:
-        config: the resolved config.
-        env: which rank this is.
-        stop: says after each step whether to stop.
-        console: the console on which rank 0 shows the run.
-        resume: the checkpoint to go on from, or a folder of checkpoints; None starts afresh.
+    run it sends its config too, which depends on the checkpoint: another rank may have found another checkpoint. The
+    arguments are those of `run_rank`.
 
     Raises:
         ConfigError: this rank has no GPU, or rank 0 could not prepare the run.
@@ -149,15 +126,7 @@ def join(config: Config, env: RankEnv, stop: StopFlag, console: Console, resume:
 def run_prepared(
     folder: Path, shard_path: Path, env: RankEnv, stop: StopFlag, console: Console, resume: Path | None = None
 ) -> int:
-    """Run as one of the ranks that `start` started, and return the exit code.
-
-    Args:
-        folder: the run's folder, which holds its config.
-        shard_path: the folder of the token shard.
-        env: which rank this is.
-        stop: says after each step whether to stop.
-        console: the console on which rank 0 shows the run.
-        resume: the checkpoint to go on from, or a folder of checkpoints; None starts afresh.
+    """Run as one of the ranks that `start` started, and return the exit code; the arguments are those of `run_rank`.
 
     Raises:
         ConfigError: the folder holds no config.
@@ -197,7 +166,7 @@ def run_rank(
         _log_to(folder, env)
         if config.run.num_threads is not None:
             torch.set_num_threads(config.run.num_threads)
-        trainer = build_trainer(config, open_data(shard_path, config, checks_documents=env.local_rank == 0))
+        trainer = build_trainer(config, open_data(shard_path, config))
         log.info("%s", trainer.engine.layout.mesh)
         checkpoints = RunCheckpoints(trainer, checkpoint_root(config, folder))
         resumed = None if resume is None else checkpoints.resume(resume)
@@ -210,7 +179,6 @@ def run_rank(
             prediction = predict(trainer, folder, env.cache)
             observer = _observer(trainer, folder, notes, resumed, console, stop)
         ending = _train(trainer, checkpoints, folder, observer, stop, console)
-        write_timeline(folder / f"timeline-{env.rank}.jsonl", trainer.engine.timeline)
         if observer is not None:
             stopped_by = _stopped_by(stop, env) if trainer.was_stopped else None
             said = outcome_of(trainer, observer, folder, prediction, ending, stopped_by)
@@ -255,14 +223,14 @@ def _train(
             armed.enter_context(stop.armed(trainer.config.run.timeout_s))
         window.between(step)
         if step == trainer.config.run.record_timeline:
-            save_timeline(trainer.engine, folder / "timeline.json")
+            save_timeline(trainer.engine, folder / TIMELINE_NAME)
         if not checkpoints.is_due(step):
             return
         doing = f"saving step {step}"
         if checkpoints.waits(step):
             announce(doing)
         if trainer.was_stopped and observer is not None:
-            _say(console, f"{doing} into {checkpoints.root}")
+            say(console, f"{doing} into {checkpoints.root}")
         try:
             with stop.saving():
                 checkpoints.save(step)
@@ -284,12 +252,25 @@ def _train(
                 saved = checkpoints.finish()
         except CheckpointError as error:
             saved, failure = None, failure or error
-    if trainer.was_stopped:
-        _log_who_stopped(trainer)
-    exported = None
-    if failure is None:
-        exported, failure = _export(trainer, folder / EXPORT_NAME, stop)
-    return replace(ending, saved=saved, failure=failure, exported=exported, pipeline=measured_note(trainer))
+    if trainer.was_stopped:  # the last line of the log, which the local launcher quotes if it stopped no rank itself
+        num_asked, rank = trainer.engine.step_context.asking
+        who = f"rank {rank} was" if num_asked == 1 else f"{num_asked} ranks were"
+        log.info("stopped after step %d, as %s asked to", trainer.engine.num_steps, who)
+    exported, failure = (None, failure) if failure else _export(trainer, folder / EXPORT_NAME, stop)
+    pipeline = _keep_last_step(trainer, folder / TIMELINE_NAME)
+    return replace(ending, saved=saved, failure=failure, exported=exported, pipeline=pipeline)
+
+
+def _keep_last_step(trainer: Trainer, path: Path) -> str:
+    """Write the last step's timeline, unless the run has recorded another; return words on a pipeline's bubble."""
+    engine, recorded = trainer.engine, trainer.config.run.record_timeline or 0
+    if engine.num_steps == trainer.first_step:
+        return ""
+    actions = gather_timeline(engine)
+    if not trainer.first_step < recorded <= engine.num_steps:
+        write_timeline(engine, path, actions)
+    bubble = TerminalPanel("the last step", actions).bubble_line
+    return "" if engine.layout.pipeline is None else f"bubble of the last step {bubble}"
 
 
 def _observer(
@@ -299,8 +280,8 @@ def _observer(
     config = trainer.config
     sinks = SinkSet.of(config.run.sinks, folder)
     sinks.start(config.model_dump(mode="json"), RunInfo(folder.name, folder))
-    for note in filter(None, [*notes, plan_note(trainer), *sinks.failures]):
-        _say(console, note)
+    for note in filter(None, [*notes, _cut_note(trainer), *sinks.failures]):
+        say(console, note)
     trainer.data.tokenizer.save(folder / "tokenizer", config.data.tokenizer or config.model.path)
     page = RunPage(folder, trainer.engine.comm.comm_log.counts)
     return StepLogger(first_state(trainer, resumed), console, sinks, trainer.mfu, stop.__bool__, page)
@@ -315,13 +296,6 @@ def _export(trainer: Trainer, folder: Path, stop: StopFlag) -> tuple[Path | None
             return trainer.model.export(trainer.engine, folder), None
     except CheckpointError as error:
         return None, error
-
-
-def _log_who_stopped(trainer: Trainer) -> None:
-    """Write the last line of the log, which the local launcher quotes if it stopped no rank itself."""
-    num_asked, rank = trainer.engine.step_context.asking
-    who = f"rank {rank} was" if num_asked == 1 else f"{num_asked} ranks were"
-    log.info("stopped after step %d, as %s asked to", trainer.engine.num_steps, who)
 
 
 def _log_step(record: StepRecord) -> None:
@@ -371,13 +345,8 @@ def _prepare(config: Config, console: Console) -> PreparedData:
 
         data = prepare_job_data(config, show)
     took_s = time.monotonic() - start_s
-    _say(console, f"{data.words}, {took_s:.1f} s")
+    say(console, f"{data.words}, {took_s:.1f} s")
     return data
-
-
-def _say(console: Console, line: str) -> None:
-    # A path may hold brackets, which rich would take for markup.
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _agree_on_place(
@@ -389,18 +358,18 @@ def _agree_on_place(
     store = PatientStore(group.get_group_store(), config.run.timeout_s)
     if env.rank == 0:
         try:
-            with _signs_of_life(store):
-                make_root(config, resume)
-                data = _prepare(config, console)
-                config, shard_path = with_steps(config, data), data.path
-                folder = create_folder(config, time.localtime()).absolute()
+            make_root(config, resume)
+            data = _prepare(config, console)
+            config, shard_path = with_steps(config, data), data.path
+            folder = create_folder(config, time.localtime()).absolute()
         except Exception:
             store.set(_PLACE_KEY, _FAILED)
             raise
         past = None if resume is None else str(resume.absolute())
         store.set(_PLACE_KEY, json.dumps([config.to_json(), str(folder), str(shard_path), past]))
         return config, folder, shard_path, resume
-    _await_place(store, env.rank, config.run.timeout_s)
+    while not store.check([_PLACE_KEY]):  # rank 0 may tokenize for hours; the store's own death or silence ends this
+        time.sleep(_POLL_S)
     word = store.get(_PLACE_KEY).decode()
     if word == _FAILED:
         raise ConfigError(
@@ -410,45 +379,6 @@ def _agree_on_place(
     if past is not None or resume is not None or config.run.epochs is not None:
         config = Config.from_json(config_text)
     return config, Path(folder_text), Path(shard_text), None if past is None else Path(past)
-
-
-@contextmanager
-def _signs_of_life(store: dist.Store) -> Iterator[None]:
-    """Show the other ranks, for as long as the block takes, that this process is alive."""
-    is_done = threading.Event()
-
-    def show() -> None:
-        with suppress(RuntimeError):  # the store has gone, and the others with it
-            while not is_done.wait(_LIFE_S):
-                store.add(_LIFE_KEY, 1)
-
-    thread = threading.Thread(target=show, name="shardwise-life", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_done.set()
-        thread.join()
-
-
-def _await_place(store: dist.Store, rank: int, timeout_s: float) -> None:
-    """Return when rank 0 has prepared the run, for which it may take hours.
-
-    Raises:
-        LaunchError: rank 0 has shown no sign of life for `timeout_s`.
-    """
-    clock, seen = AwakeClock(gap_s=2 * _LIFE_S), (-1, 0.0)
-    while not store.check([_PLACE_KEY]):
-        now_s, count = clock.now_s(), store.add(_LIFE_KEY, 0)
-        if count != seen[0]:
-            seen = count, now_s
-        if now_s - seen[1] > timeout_s:
-            raise LaunchError(
-                "rank-0-silent",
-                f"rank {rank} waits for rank 0, which prepares the run and has shown no sign of life for "
-                f"{timeout_s:g} s: it is stopped, or has died; see its log",
-            )
-        time.sleep(_LIFE_S / 10)
 
 
 def _log_to(folder: Path, env: RankEnv) -> None:
@@ -482,3 +412,33 @@ def _stopped_by(stop: StopFlag, env: RankEnv) -> str:
     if env.launcher == "local":
         return ""
     return "Ctrl-C" if stop.signal_name == "SIGINT" else stop.signal_name
+
+
+def measure_disk(engine: Engine, rank: int) -> str:
+    """Measure the disk that stores states and return what it means for a step; empty without states on NVMe.
+
+    It takes less than a second. Every rank calls it at the same time, so each measures its share of a common disk.
+    """
+    path = engine.config.tiers.nvme_path
+    if path is None or "nvme" not in engine.layout.bytes_by_tier():
+        return ""
+    try:
+        speed = measure_swap(Path(path), rank)
+    except SwapError as error:  # its own files the engine has made by now
+        log.warning("the disk was not measured: %s", error)
+        return f"the disk of {path} was not measured: {error}"
+    read_rate, write_rate = speed.read_bytes_per_s, speed.write_bytes_per_s
+    rates = f"reads {read_rate / 1e9:.2f} GB/s and writes {write_rate / 1e9:.2f} GB/s a rank"
+    if engine.device.type == "cuda" and min(read_rate, write_rate) < USEFUL_BYTES_PER_S:  # a CPU needs less
+        rates += f", less than the {USEFUL_BYTES_PER_S / 1e9:g} that a GPU needs"
+    optimizer_s = step_s(engine.layout, read_rate, write_rate)
+    others_s = passes_s(engine.layout, engine.config.batch.accumulation or 1, read_rate, write_rate)
+    times = [f"{format_s(optimizer_s)} for the optimizer"] if optimizer_s else []
+    times += [f"{format_s(others_s)} for the forward and backward"] if others_s else []
+    return f"{speed.path} {rates}; of each step the disk works at most {' and '.join(times)}"
+
+
+def _cut_note(trainer: Trainer) -> str:
+    """Return the table of the pipeline's stages; empty without a pipeline."""
+    config = trainer.config
+    return "" if config.mesh.pp == 1 else find_partition(trainer.model.skeleton(), config).describe()

@@ -17,7 +17,7 @@ import re
 import resource
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -27,7 +27,7 @@ import torch
 
 from shardwise.attention.from_config import structure_of
 from shardwise.config.errors import system_code
-from shardwise.config.resolve import Config, ConfigError, read_toml, set_key
+from shardwise.config.resolve import Config, ConfigError, Tier, read_toml, set_key
 from shardwise.context.apply import check_split
 from shardwise.engine.initialize import check_tiers
 from shardwise.launch.host import usable_bytes
@@ -35,11 +35,12 @@ from shardwise.layout.layout import TIERS, Layout
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.tp_sharding import check_length
 from shardwise.offload.nvme import SwapError, SwapFolder
+from shardwise.report.page import leaves
 from shardwise.runtime.format import format_bytes
 from shardwise.runtime.optimizers import optimizer_kind
 from shardwise.runtime.recompute import check_backend
 from shardwise.tensor.plan_layout import plan_layout
-from shardwise.train.job_model import job_model, model_name
+from shardwise.train.job_model import HuggingFaceModel, job_model, model_name
 from shardwise.train.prepare import PreparedData, Progress, prepare_data
 
 CONFIG_NAME = "config.json"
@@ -75,6 +76,9 @@ _MAX_FILES = 4096
 # A step that reads the training data more often than this is a mistake in a number.
 _MAX_PASSES_A_STEP = 100
 
+_NAMES: tuple[tuple[Tier, str], ...] = (("device", "device"), ("host", "host"), ("nvme", "NVMe"))
+_ROLES = (("param", "parameters"), ("grad", "gradients"), ("optimizer", "optimizer"))
+
 
 def job_config(
     path: str | Path | None,
@@ -92,12 +96,12 @@ def job_config(
         ConfigError: a key or a value is wrong.
     """
     values = {section: dict(keys) for section, keys in (base or {}).items()}
-    for key, value in _leaves(read_toml(path) if path is not None else {}):
+    for key, value in leaves(read_toml(path) if path is not None else {}):
         set_key(values, key, value)
     assigned = {assignment.partition("=")[0].strip() for assignment in assignments}
     if "run.steps" in assigned and "run.epochs" not in assigned:  # those of the file, or the saved run, would win
         values.get("run", {}).pop("epochs", None)
-    given = assigned.union(key for key, _ in _leaves(values))
+    given = assigned.union(key for key, _ in leaves(values))
     config = Config.from_dict(values).override(assignments)
     merged = config.model_dump()
     for key, value in _job_defaults(config, given).items():
@@ -114,8 +118,7 @@ def resolve_job(config: Config, world_size: int, num_local_ranks: int) -> Config
         num_local_ranks: the number of ranks that share this machine.
 
     Raises:
-        ConfigError: mesh, batch, model, layout, optimizer, device or a path do not fit, or the states are larger than
-            memory.
+        ConfigError: it does not fit itself or this machine.
     """
     run = config.run.model_copy(update={"device": device_kind(config)})
     _refuse_unknown_homes(config)
@@ -184,29 +187,27 @@ def _refuse_too_large(layout: Layout, config: Config, num_local_ranks: int) -> N
     """Refuse states that the memories which store them cannot hold even without activations."""
     device_bytes, host_bytes, nvme_bytes = (sum(layout.bytes_at_rest(tier=tier).values()) for tier in TIERS)
     host_bytes *= num_local_ranks
+    memories = []
     if config.run.device == "cuda":
-        held_bytes = torch.cuda.get_device_properties(0).total_memory
-        _refuse_if_larger(device_bytes, held_bytes, "a GPU", layout, config)
+        memories.append((device_bytes, torch.cuda.get_device_properties(0).total_memory, "a GPU"))
     else:
         host_bytes += num_local_ranks * device_bytes
-    _refuse_if_larger(host_bytes, usable_bytes(), "this machine", layout, config)
+    memories.append((host_bytes, usable_bytes(), "this machine"))
+    model = config.model
+    named = f"model.preset={model.preset}" if model.path is None else f"model.path={model.path}"
+    for needed_bytes, held_bytes, what in memories:
+        if needed_bytes > held_bytes:
+            raise ConfigError(
+                "states-exceed-memory",
+                f"{named} needs {format_bytes(needed_bytes)} for its states under zero.stage={config.zero.stage} over "
+                f"{layout.mesh.world_size} ranks, but {what} has {format_bytes(held_bytes)}; use a smaller model, "
+                "zero.stage=3, more ranks, or another tier for states",
+            )
     if config.tiers.nvme_path is not None and nvme_bytes:
         try:
             SwapFolder.check_free_space(Path(config.tiers.nvme_path), num_local_ranks * nvme_bytes)
         except SwapError as error:
             raise ConfigError(error.code, str(error)) from None
-
-
-def _refuse_if_larger(needed_bytes: int, held_bytes: int, what: str, layout: Layout, config: Config) -> None:
-    if needed_bytes > held_bytes:
-        model = config.model
-        named = f"model.preset={model.preset}" if model.path is None else f"model.path={model.path}"
-        raise ConfigError(
-            "states-exceed-memory",
-            f"{named} needs {format_bytes(needed_bytes)} for its states under "
-            f"zero.stage={config.zero.stage} over {layout.mesh.world_size} ranks, but {what} has "
-            f"{format_bytes(held_bytes)}; use a smaller model, zero.stage=3, more ranks, or another tier for states",
-        )
 
 
 def layout_line(config: Config, mesh: MeshShape) -> str:
@@ -219,47 +220,45 @@ def layout_line(config: Config, mesh: MeshShape) -> str:
     'pipeline over 2 of 8 ranks x ZeRO-2 over 4 ranks'
     >>> layout_line(Config(), MeshShape(dp_shard=2, cp=2))
     'ZeRO-2 over 4 ranks, sequences split over 2 of them (ring)'
-    >>> layout_line(Config(), MeshShape(cp=2))
-    'ZeRO-2 over 2 ranks, sequences split over them (ring)'
     """
-    if mesh.pp > 1:
-        others = replace(mesh, pp=1)
-        inner = f" x {layout_line(config, others)}" if others.world_size > 1 else ""
-        return (
-            f"pipeline over {mesh.pp} of {mesh.world_size:,} ranks{inner}"
-            if inner
-            else f"pipeline over {mesh.pp} ranks"
-        )
     if mesh.world_size == 1:
         return "1 rank, so nothing is sharded"
-    num_sharing = mesh.world_size // mesh.tp // mesh.pp
-    over_pp = f" x pipeline over {mesh.pp}" if mesh.pp > 1 else ""
+    if mesh.pp > 1:
+        inner = replace(mesh, pp=1)
+        if inner.world_size == 1:
+            return f"pipeline over {mesh.pp} ranks"
+        return f"pipeline over {mesh.pp} of {mesh.world_size:,} ranks x {layout_line(config, inner)}"
+    num_sharing = mesh.world_size // mesh.tp
     kinds = "tensor and sequence parallel" if config.tensor.sequence_parallel else "tensor parallel"
     if num_sharing == 1:
-        over = f"{kinds} over {mesh.tp} ranks{over_pp}" if mesh.tp > 1 else f"pipeline over {mesh.pp} ranks"
-        return f"{over}, so ZeRO has nothing to shard"
-    is_part = num_sharing < mesh.world_size
-    ranks = f"{num_sharing:,} of {mesh.world_size:,} ranks" if is_part else f"{num_sharing:,} ranks"
-    num_shards = mesh.dp_shard * mesh.cp
-    groups = f", {mesh.dp_replicate} replicas of {num_shards} shards" if mesh.dp_replicate > 1 else ""
-    sharing = f"{mesh.cp} of them" if mesh.cp < num_sharing else "them"
-    groups += f", sequences split over {sharing} ({_transport_words(config)})" if mesh.cp > 1 else ""
-    over_tp = f" x {kinds} over {mesh.tp}" if mesh.tp > 1 else ""
-    return f"ZeRO-{config.zero.stage} over {ranks}{groups}{over_tp}{over_pp}"
+        return f"{kinds} over {mesh.tp} ranks, so ZeRO has nothing to shard"
+    of = f" of {mesh.world_size:,}" if num_sharing < mesh.world_size else ""
+    words = f"ZeRO-{config.zero.stage} over {num_sharing:,}{of} ranks"
+    if mesh.dp_replicate > 1:
+        words += f", {mesh.dp_replicate} replicas of {mesh.dp_shard * mesh.cp} shards"
+    if mesh.cp > 1:
+        sharing = f"{mesh.cp} of them" if mesh.cp < num_sharing else "them"
+        transport, size = config.context.transport, config.context.heads_over or 1
+        teams = f" of teams of {size} that exchange heads" if 1 < size < config.mesh.cp else ""
+        words += f", sequences split over {sharing} ({transport}{teams})"
+    return words + (f" x {kinds} over {mesh.tp}" if mesh.tp > 1 else "")
 
 
-def _transport_words(config: Config) -> str:
-    transport, size = config.context.transport, config.context.heads_over or 1
-    return f"{transport} of teams of {size} that exchange heads" if 1 < size < config.mesh.cp else transport
+def tiers_line(layout: Layout) -> str:
+    """Return the bytes of rank 0's states by tier as text; empty where all are stored on the device."""
+    by_tier = layout.bytes_by_tier()
+    if not by_tier.keys() - {"device"}:
+        return ""
+    parts = []
+    for tier, place in _NAMES:
+        held = by_tier.get(tier, {})
+        states = ", ".join(f"{name} {format_bytes(held[role])}" for role, name in _ROLES if held.get(role))
+        parts += [f"{place}: {states}"] if states else []
+    return "; ".join(parts)
 
 
 def sparse_words(config: Config, num_heads: int) -> str:
-    """Return words on a run's sparse attention that follow other words in a line; empty where it is dense.
-
-    >>> config = Config.from_dict({"attention": {"kind": "sliding-window"}, "data": {"seq_len": 1024}})
-    >>> sparse_words(config, num_heads=4)
-    ', sliding-window attention over 18 % of the causal half'
-    """
+    """Return words on a run's sparse attention that follow other words in a line; empty where it is dense."""
     structure = structure_of(config.attention, num_heads)
     if structure is None:
         return ""
@@ -369,7 +368,7 @@ def _job_defaults(config: Config, given: set[str]) -> dict[str, Any]:
 
 def _tuning_defaults(config: Config) -> dict[str, Any]:
     """Return what suits a model that knows its language already: a lower rate, longer samples, an epoch."""
-    longest = job_model(config).longest or _TUNING_SEQ_LEN
+    longest = HuggingFaceModel.open(config).longest or _TUNING_SEQ_LEN
     defaults = {"batch.micro_size": 1, "optimizer.lr": _LORA_LR if config.lora.rank else _TUNING_LR}
     return defaults | {"data.seq_len": min(longest, _TUNING_SEQ_LEN), "run.epochs": 1.0, "optimizer.weight_decay": 0.0}
 
@@ -378,12 +377,3 @@ def has_fast_bf16() -> bool:
     """Say whether this CPU multiplies bf16 in hardware, so that it is faster than fp32; False under an older torch."""
     capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
-
-
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys and their values."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value

@@ -1,7 +1,6 @@
 """Turns text into token ids, with a byte-level BPE trained on the spot, plain bytes, or a tokenizer.json.
 
-All three are a `tokenizers.Tokenizer`, so they are saved, loaded and decoded in the same way. `corpus` reads the text;
-`prepare` and `dataset` keep the tokens.
+All three are a `tokenizers.Tokenizer`, so they are saved, loaded and decoded in the same way.
 
 >>> tokenizer = byte_tokenizer()
 >>> tokenizer.encode("né")
@@ -67,11 +66,7 @@ class Tokenizer:
 
     @classmethod
     def of_transformers(cls, tokenizer: Any, source: str) -> Tokenizer:
-        """Wrap a tokenizer of transformers, with the tokens that it begins and ends a text with.
-
-        Raises:
-            ConfigError: it is not one of the `tokenizers` library, or has no token that ends a text.
-        """
+        """Wrap one of transformers, with what begins and ends its texts; raise ConfigError where that is unknown."""
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None or tokenizer.eos_token_id is None:
             what = "is not of the tokenizers library" if backend is None else "has no token that ends a text"
@@ -105,11 +100,7 @@ class Tokenizer:
         return text
 
     def save(self, folder: Path, source: str | None) -> None:
-        """Write a folder that `AutoTokenizer` loads.
-
-        Args:
-            folder: the folder, which is made where it does not exist.
-            source: the value of `data.tokenizer`; a folder's own settings, such as a chat template, are copied.
+        """Write a folder that `AutoTokenizer` loads, with the settings beside `source`, the value of `data.tokenizer`.
 
         Raises:
             ConfigError: one of the settings cannot be read.
@@ -124,13 +115,7 @@ class Tokenizer:
 
 
 def make_tokenizer(name: str | None, vocab_size: int, sample: Iterable[str]) -> Tokenizer:
-    """Return the tokenizer that `data.tokenizer` names.
-
-    Args:
-        name: "bytes", the path of a tokenizer.json, or None to train one.
-        vocab_size: the most tokens of a tokenizer that is trained.
-        sample: texts to train on; left untouched where nothing is trained.
-    """
+    """Return the tokenizer of that `name`, or without one train one of at most `vocab_size` tokens on a `sample`."""
     if name == "bytes":
         return byte_tokenizer()
     if name is not None:
@@ -162,13 +147,8 @@ def byte_tokenizer() -> Tokenizer:
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Learn a byte-level BPE; the same texts give the same tokenizer.
 
-    Args:
-        texts: what to learn from; a few megabytes take a second.
-        vocab_size: tokens at most, with the 256 bytes and the end of text; fewer where the texts give no
-            more.
-
     Raises:
-        ConfigError: `vocab_size` is too small for the bytes.
+        ConfigError: `vocab_size` is less than the 256 bytes and the end of text.
     """
     if vocab_size < NUM_BYTE_TOKENS:
         raise ConfigError(
@@ -190,12 +170,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def load_tokenizer(path: str | Path, eot_id: int | None = None) -> Tokenizer:
-    """Read a tokenizer.json, or the one in a folder; raise ConfigError where there is none or it is not one.
-
-    Args:
-        path: of the file or the folder.
-        eot_id: the id that ends a document; None looks for a token that is known to.
-    """
+    """Read a tokenizer.json, or the one in a folder; raise ConfigError where there is none or it is not one."""
     text = _read(path)
     try:
         backend = tokenizers.Tokenizer.from_buffer(text)

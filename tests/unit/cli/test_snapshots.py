@@ -92,10 +92,10 @@ COMMANDS = {
         "timeline mesh.pp=2 pipeline.schedule=interleaved pipeline.virtual_stages=2 batch.accumulation=4",
         *(f"timeline {GPIPE} --transfer-s 0.5", f"timeline {GPIPE} --recorded run.json"),
         f"timeline {GPIPE} --recorded run.json --forward-s 0.03",
-        f"timeline {GPIPE} --svg plan.svg --html plan.html --chrome-trace plan.json",
+        f"timeline {GPIPE} --html plan.html --chrome-trace plan.json",
         *("timeline pipeline.shedule=gpipe", "timeline --forward-s -1", "timeline --recorded nowhere.json"),
         *("timeline --recorded text.txt", "timeline --recorded other.json", "timeline pipeline.schedule=interleaved"),
-        "timeline --svg nowhere/plan.svg",
+        "timeline --html nowhere/plan.html",
     ],
     "attention": [
         "attention show --help",

@@ -21,7 +21,7 @@ from shardwise.planner.plan import plan
 from shardwise.planner.shape import ModelShape
 from shardwise.planner.step_time import TimeModel
 from shardwise.tensor.plan_layout import plan_layout
-from shardwise.train.huggingface_model import HuggingFaceModel
+from shardwise.train.job_model import HuggingFaceModel
 
 EIGHT: Cluster = parse_cluster("a100-80gb:8")
 SIZES = {

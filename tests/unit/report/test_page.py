@@ -68,8 +68,7 @@ def test_a_run_is_drawn_whole(run, tmp_path):
 
 def test_a_run_that_goes_on_is_shown_up_to_its_last_whole_line(tmp_path):
     write_run(tmp_path / "run")
-    for path in tmp_path.glob("run/timeline-*"):
-        path.unlink()
+    (tmp_path / "run" / "timeline.json").unlink()
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 22, "loss": 3.')
     (tmp_path / "run" / "memory.json").write_text('{"step": 3, "ran')

@@ -1,13 +1,12 @@
 """What every drawing says about a timeline, whatever its form."""
 
 from itertools import pairwise
-from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.report import timeline_svg, timeline_text
+from shardwise.report import timeline_text
 from shardwise.report.panel import TerminalPanel, format_tick_s, ticks
 from shardwise.schedule import Schedule, TimedAction, bubble_fraction, data_parallel_step, simulate
 from shardwise.schedule.actions import Action, ActionKind
@@ -48,7 +47,6 @@ def test_no_actions_are_a_timeline_of_nothing():
     panel = TerminalPanel("", ())
     assert (panel.start_s, panel.makespan_s, panel.rows, panel.bubble) == (0.0, 0.0, {}, 0.0)
     assert "bubble" in timeline_text.draw([panel]).plain
-    assert ElementTree.fromstring(timeline_svg.draw([panel])).tag.endswith("svg")
 
 
 @given(span_s=st.floats(1e-7, 1e6), max_num=st.integers(2, 60))

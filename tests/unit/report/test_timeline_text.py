@@ -6,8 +6,7 @@ import pytest
 from rich.console import Console
 
 from shardwise.report import timeline_text
-from shardwise.report.palette import fill
-from shardwise.report.panel import TerminalPanel
+from shardwise.report.panel import TerminalPanel, fill
 from shardwise.schedule import ActionKind, Schedule, TimedAction, simulate
 from shardwise.schedule.actions import Action
 

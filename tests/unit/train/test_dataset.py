@@ -12,14 +12,12 @@ from hypothesis import strategies as st
 from harness.refusals import refused
 from shardwise.config.resolve import BatchConfig, resolve_batch
 from shardwise.train.dataset import (
-    ShardIndex,
     TokenDataset,
     batches_for_step,
-    hash_file,
     sample_order,
     sample_positions,
+    seal,
     split_point,
-    write_checksums,
 )
 
 
@@ -28,8 +26,8 @@ def write_shard(folder: Path, num_tokens: int, dtype: str = "uint16") -> Path:
     np.arange(num_tokens, dtype=dtype).tofile(folder / "tokens.bin")
     np.zeros(1, dtype=np.uint64).tofile(folder / "documents.bin")
     (folder / "tokenizer.json").write_text("{}")
-    write_checksums(folder)
-    index = ShardIndex(
+    seal(
+        folder,
         source="test",
         dtype=dtype,
         vocab_size=num_tokens,
@@ -38,10 +36,7 @@ def write_shard(folder: Path, num_tokens: int, dtype: str = "uint16") -> Path:
         num_documents=1,
         num_bytes=num_tokens,
         num_skipped=0,
-        tokens_hash="",
-        hashes={name: hash_file(folder / name) for name in ("tokens.crc", "documents.bin", "tokenizer.json")},
     )
-    (folder / "index.json").write_text(index.to_json())
     return folder
 
 

@@ -10,7 +10,7 @@ import pytest
 from harness.refusals import refused
 from shardwise.config.resolve import Config
 from shardwise.config.sections import DataConfig
-from shardwise.train.megatron_data import open_megatron
+from shardwise.train.corpus import open_megatron
 from shardwise.train.prepare import prepare_data
 
 CODES = {np.uint8: 1, np.int8: 2, np.int16: 3, np.int32: 4, np.int64: 5, np.uint16: 8}

@@ -5,8 +5,7 @@ import math
 
 import pytest
 
-from shardwise.schedule.actions import Action, ActionKind, TimedAction
-from shardwise.train.metrics import WORDS, StepRecord, scalars, to_json_line, write_timeline
+from shardwise.train.metrics import WORDS, StepRecord, scalars, to_json_line
 
 
 def make_record(step: int, **changes) -> StepRecord:
@@ -50,12 +49,3 @@ def test_every_number_has_its_name_of_the_file():
     assert {"eval_loss", "mfu"} <= set(names)
     assert not {"eval_loss", "mfu", "peak_bytes/total"} & set(scalars(make_record(1)))
     assert WORDS["eval_loss"] == "held-out loss"
-
-
-def test_the_timeline_keeps_actions_in_their_text_form(tmp_path):
-    forward, step = Action(ActionKind.FORWARD, micro_batch=0, group="blocks.1"), Action(ActionKind.STEP)
-    actions = [TimedAction(forward, 1, 100.5, 100.75, "compute"), TimedAction(step, 1, 101.0, 101.25, "compute")]
-    write_timeline(tmp_path / "timeline-1.jsonl", actions)
-    lines = [json.loads(line) for line in (tmp_path / "timeline-1.jsonl").read_text().splitlines()]
-    assert [Action.parse(line["action"]) for line in lines] == [forward, step]
-    assert [(line["rank"], line["start_s"], line["end_s"]) for line in lines] == [(1, 0.0, 0.25), (1, 0.5, 0.75)]

@@ -23,17 +23,16 @@ from shardwise.planner.profile import AttentionTime, MatmulTime, Profile, write_
 from shardwise.planner.recalibrate import PARTS, PREDICTION_NAME
 from shardwise.schedule import Action, TimedAction
 from shardwise.train import prediction as prediction_module
-from shardwise.train.loop import StoredBytes, Trainer, build_trainer
+from shardwise.train.loop import Trainer, build_trainer
 from shardwise.train.prediction import (
-    MeasuredStep,
-    PredictedStep,
+    StepFigures,
     compare,
     exposed_s,
-    measured_step,
     planned_cluster,
     predict,
 )
 from shardwise.train.prepare import prepare_data
+from shardwise.train.progress import Header, Progress
 from shardwise.train.summary import RunOutcome, render_outcome
 
 PROFILE = Profile(
@@ -84,12 +83,7 @@ def test_on_a_machine_that_was_not_measured_memory_alone_is_predicted(trainer: T
     assert prediction.step_s is None
     assert (prediction.low_s, prediction.high_s) == (0.0, 0.0)
     assert "shardwise doctor --calibrate" in prediction.note
-    assert prediction.at_rest == trainer_at_rest(trainer)
     assert kept(tmp_path)["measured"] is None
-
-
-def trainer_at_rest(trainer: Trainer) -> dict[str, int]:
-    return {state.name: state.predicted_bytes for state in trainer.at_rest()}
 
 
 def test_a_profile_gives_times_and_the_file_has_both_sides(trainer: Trainer, tmp_path: Path) -> None:
@@ -106,8 +100,6 @@ def test_a_profile_gives_times_and_the_file_has_both_sides(trainer: Trainer, tmp
     assert sum(measured.parts.values()) == pytest.approx(step_s[-1])
     assert measured.parts["compute"] == exposed_s(trainer.engine.timeline)["compute"] > 0
     assert measured.peak["activations"] > 0
-    # adamw counts its steps in a scalar for each parameter, which is not predicted
-    assert measured.at_rest["optimizer"] == pytest.approx(prediction.at_rest["optimizer"], rel=0.01)
     values = kept(tmp_path)
     assert set(values["predicted"]["parts"]) == set(values["measured"]["parts"]) == set(PARTS)
     assert Config.from_dict(values["config"]) == trainer.config
@@ -145,7 +137,7 @@ def test_what_is_predicted_is_the_price_of_rank_0_in_the_trackers_words(
 
 
 def test_parts_of_the_last_step_are_shares_of_the_median_one(trainer: Trainer, tmp_path: Path) -> None:
-    prediction = PredictedStep({}, {}, {})
+    prediction = StepFigures({}, {})
     take_steps(trainer)
     last = exposed_s(trainer.engine.timeline)
     total_s = sum(last.values())
@@ -161,17 +153,6 @@ def test_parts_of_the_last_step_are_shares_of_the_median_one(trainer: Trainer, t
     nothing = compare(trainer, tmp_path, prediction, [0.0])
     assert nothing is not None
     assert set(nothing.parts.values()) == {0.0}
-
-
-def test_states_in_several_memories_are_counted_together() -> None:
-    states = [
-        StoredBytes("parameters", 5, 8),
-        StoredBytes("optimizer (device)", 1, 2),
-        StoredBytes("optimizer (host)", 1, 32),
-        StoredBytes("optimizer (NVMe)", 99, None),
-    ]
-    found = measured_step(SimpleNamespace(at_rest=lambda: states, peak=None), [])  # type: ignore[arg-type]
-    assert found == MeasuredStep({"parameters": 8, "gradients": 0, "optimizer": 34}, {}, {}, None)
 
 
 def run_on(device: str, num_ranks: int) -> Any:
@@ -255,9 +236,10 @@ def test_parts_sum_to_the_time_in_which_anything_is_under_way(spans: list[tuple[
 
 @pytest.mark.parametrize(("step_s", "is_expected"), [(0.9, True), (1.1, True), (1.11, False), (0.2, False)])
 def test_a_step_that_was_not_expected_is_said_to_be_learnt_from(step_s: float, is_expected: bool) -> None:
-    prediction = PredictedStep({}, {}, {"compute": 1.0}, low_s=0.9, high_s=1.1)
-    measured = MeasuredStep({}, {"parameters": 1}, {"compute": step_s}, step_s)
-    outcome = RunOutcome(Path("runs/a"), 2, 2, 2, 1.0, 1.0, (), prediction=prediction, measured=measured)
+    prediction = StepFigures({}, {"compute": 1.0}, 1.0, low_s=0.9, high_s=1.1)
+    measured = StepFigures({"parameters": 1}, {"compute": step_s}, step_s)
+    state = Progress(Header("", ""), total_steps=2, step=2)
+    outcome = RunOutcome(state=state, folder=Path("runs/a"), tokens_per_s=1.0, prediction=prediction, measured=measured)
     console = Console(width=120, file=io.StringIO())
     with console.capture() as captured:
         console.print(render_outcome(outcome))

@@ -1,22 +1,17 @@
 """The cache that holds the tokens: whole or absent, built once, and every way a build can fail."""
 
-import dataclasses
 import json
 import os
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from harness.refusals import refused
 from shardwise.config.resolve import Config
-from shardwise.launch.environment import lone_rank
-from shardwise.launch.signals import StopFlag
-from shardwise.train import corpus, dataset, prepare, run
-from shardwise.train.dataset import TokenDataset, hash_file
+from shardwise.train import corpus, prepare
+from shardwise.train.dataset import TokenDataset
 from shardwise.train.prepare import open_data, prepare_data
 from shardwise.train.tokenizer import byte_tokenizer
 
@@ -118,7 +113,7 @@ def test_two_builders_at_once(config, tmp_path, monkeypatch):
 
 
 def test_killed_build_leaves_nothing_that_is_read(config, tmp_path, monkeypatch):
-    """A kill before the rename leaves its folder; the next build is whole and removes old leftovers."""
+    """A kill before the rename leaves its folder; the next build is whole."""
     with monkeypatch.context() as patch:
         patch.setattr(prepare, "_publish", lambda folder, path: (_ for _ in ()).throw(KeyboardInterrupt))
         patch.setattr(prepare.shutil, "rmtree", lambda *args, **kwargs: None)
@@ -130,16 +125,6 @@ def test_killed_build_leaves_nothing_that_is_read(config, tmp_path, monkeypatch)
     data = prepare_data(config, tmp_path / "cache")
     assert data.num_documents == 40
     assert leftover.exists(), "a build that may be alive is left alone"
-
-    long_ago = time.time() - 2 * prepare.ABANDONED_AFTER_S
-    for entry in (*leftover.iterdir(), leftover):
-        os.utime(entry, (long_ago, long_ago))
-    foreign = tmp_path / "cache" / ".other.tmp"
-    foreign.mkdir()
-    os.utime(foreign, (long_ago, long_ago))
-    prepare_data(config.override(["data.tokenizer=bytes"]), tmp_path / "cache")
-    assert not leftover.exists()
-    assert foreign.exists(), "only folders of its own naming are removed"
 
 
 def test_failed_build_cleans_up(config, tmp_path, monkeypatch):
@@ -211,24 +196,6 @@ def test_index_with_other_facts_is_refused(config, tmp_path):
             open_data(path, config)
 
 
-def test_one_rank_of_a_machine_reads_all_documents(config, tmp_path, monkeypatch):
-    path = prepare_data(config, tmp_path / "cache").path
-    hashed = []
-
-    def open_and_stop(*arguments, **options):
-        open_data(*arguments, **options)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(dataset, "hash_file", lambda file: hashed.append(file.name) or hash_file(file))
-    monkeypatch.setattr(run, "open_data", open_and_stop)
-    checked = {"documents.bin", "tokens.crc", "tokenizer.json"}
-    for local_rank, names in enumerate([checked, checked - {"documents.bin"}]):
-        hashed.clear()
-        env = dataclasses.replace(lone_rank(), rank=local_rank, world_size=2, local_rank=local_rank, local_world_size=2)
-        assert run.run_rank(config, tmp_path / "run", path, env=env, stop=StopFlag(), console=Console()) == 130
-        assert set(hashed) == names
-
-
 def test_one_long_text_is_held_out_at_its_end(tmp_path, monkeypatch):
     """It is one document however many pieces it is read in, so it ends once."""
     monkeypatch.setattr(corpus, "PIECE_CHARS", 500)
@@ -251,24 +218,6 @@ def test_large_vocabularies_take_four_bytes(config, tmp_path):
     data = prepare_data(config, tmp_path / "cache")
     assert tokens_of(data.train).dtype == np.uint32
     assert data.tokenizer.decode(tokens_of(data.train)[:2].tolist()) == "00"
-
-
-def test_tokens_outside_of_the_vocabulary_are_refused_where_all_checksums_are_right(config, tmp_path):
-    config = config.override(["data.tokenizer=bytes"])
-    path = prepare_data(config, tmp_path / "cache").path
-    index = dataset.read_index(path)
-    for change in ({"vocab_size": 258}, {"vocab_size": 100}, {"eot_id": 300}):
-        (path / "index.json").write_text(index.model_copy(update=change).to_json())
-        with refused("token-shard-damaged", "index.json"):
-            open_data(path, config)
-    tokens = np.fromfile(path / "tokens.bin", dtype=np.uint16)
-    tokens[0] = 999
-    tokens.tofile(path / "tokens.bin")
-    dataset.write_checksums(path)
-    hashes = index.hashes | {"tokens.crc": hash_file(path / "tokens.crc")}
-    (path / "index.json").write_text(index.model_copy(update={"hashes": hashes}).to_json())
-    with refused("token-shard-damaged", "999", "257"):
-        tokens_of(open_data(path, config).train)
 
 
 def test_progress_ends_at_all_bytes(config, tmp_path):
@@ -306,10 +255,10 @@ def test_cache_that_cannot_be_written(config, tmp_path):
 
 
 def test_full_disk_is_named_and_leaves_nothing(config, tmp_path, monkeypatch):
-    def full(path):
+    def full(path, **facts):
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr(prepare, "_sync", full)
+    monkeypatch.setattr(prepare, "seal", full)
     with refused("disk-full", "No space left on device", "data.cache_dir"):
         prepare_data(config, tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []

@@ -11,8 +11,7 @@ from shardwise.checkpoint.commit import begin, commit
 from shardwise.checkpoint.manifest import MANIFEST_NAME, Manifest
 from shardwise.config.resolve import AttentionConfig, BatchConfig, Config
 from shardwise.models import decoder_config
-from shardwise.train.checkpoints import make_root, refuse_foreign_checkpoints
-from shardwise.train.resume import FOLDER_NAME, fit_micro_size, keep_global_batch, resumed_job
+from shardwise.train.checkpoints import FOLDER_NAME, fit_micro_size, keep_global_batch, make_root, resumed_job
 from shardwise.train.setup import create_folder
 
 SAVED = {
@@ -300,15 +299,15 @@ def test_a_run_saves_only_where_it_starts_afresh_or_goes_on(tmp_path):
     Path("empty").mkdir()
     for source in (None, theirs):
         for path in (None, "new", "empty"):
-            refuse_foreign_checkpoints(job(path), source)
+            make_root(job(path), source)
     for source in (ours, ours / "step-00000005", tmp_path / "ours"):
-        refuse_foreign_checkpoints(job("ours"), source)
+        make_root(job("ours"), source)
     for source in (None, theirs, theirs / "step-00000005"):
         with refused("checkpoints-of-another-run", "checkpoint.path=ours", "step-00000005"):
-            refuse_foreign_checkpoints(job("ours"), source)
+            make_root(job("ours"), source)
     Path("file").touch()
     with refused("not-a-folder", "checkpoint.path=file"):
-        refuse_foreign_checkpoints(job("file"), None)
+        make_root(job("file"), None)
 
 
 def test_a_folder_that_cannot_be_saved_to_is_refused_before_anything_starts(tmp_path):

@@ -6,23 +6,20 @@ import json
 import os
 import re
 import signal
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-import torch.distributed as dist
 from rich.console import Console
 
-from harness.refusals import refused
-from harness.waiting import wait_until
 from shardwise.config.resolve import Config
 from shardwise.launch.environment import lone_rank
 from shardwise.launch.signals import StopFlag
-from shardwise.train import run, sinks
+from shardwise.train import metrics as sinks
+from shardwise.train import run
+from shardwise.train.metrics import JsonlSink
 from shardwise.train.prepare import prepare_data
 from shardwise.train.rank0_logger import StepLogger
 from shardwise.train.setup import resolve_job
-from shardwise.train.sinks import JsonlSink
 
 
 @pytest.fixture
@@ -149,20 +146,6 @@ def test_sigterm_kills_in_the_first_step_and_asks_to_stop_in_the_next(train, mon
     train(StopFlag(in_steps=(signal.SIGTERM,)))
     assert found == [True, False, False]
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-
-def test_ranks_that_join_wait_for_a_rank_0_that_lives_and_for_no_other(monkeypatch):
-    monkeypatch.setattr(run, "_LIFE_S", 0.02)
-    store = dist.HashStore()
-    with ThreadPoolExecutor(1) as pool:
-        with run._signs_of_life(store):
-            waiting = pool.submit(run._await_place, store, 1, 1.0)
-            assert wait_until(lambda: store.add(run._LIFE_KEY, 0) > 100)
-            assert not waiting.done(), "two seconds are over, but rank 0 lives"
-        with refused("rank-0-silent", "for 1 s"):
-            waiting.result()
-        store.set(run._PLACE_KEY, "there")
-        run._await_place(store, 1, 1.0)
 
 
 def test_a_full_disk_is_one_line(train, tmp_path, monkeypatch, capsys):

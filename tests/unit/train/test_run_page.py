@@ -5,7 +5,7 @@ import time
 
 from harness.run_folders import write_run
 from shardwise.comm.records import CollectiveCount
-from shardwise.train.run_page import RunPage
+from shardwise.train.rank0_logger import RunPage
 
 
 def test_a_process_writes_the_page_once_it_is_due(tmp_path):

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from shardwise.train import sinks as train_sinks
-from shardwise.train.metrics import StepRecord, scalars
-from shardwise.train.sinks import RunInfo, SinkSet
+from shardwise.train import metrics as train_sinks
+from shardwise.train.metrics import RunInfo, SinkSet, StepRecord, scalars
 
 CONFIG = {"zero": {"stage": 3}, "run": {"sinks": ["jsonl"]}}
 

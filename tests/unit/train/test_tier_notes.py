@@ -15,12 +15,13 @@ from shardwise.config.resolve import Config
 from shardwise.offload.disk_bench import SwapSpeed
 from shardwise.offload.nvme import SwapError
 from shardwise.runtime.memory_tracker import Category
-from shardwise.train import console_notes as tiers
+from shardwise.train import run as tiers
 from shardwise.train import setup as job
-from shardwise.train.console_notes import measure_disk, tiers_line
 from shardwise.train.loop import Trainer, build_trainer
 from shardwise.train.prepare import prepare_data
-from shardwise.train.setup import check_job, resolve_job
+from shardwise.train.progress import Header, Progress
+from shardwise.train.run import measure_disk
+from shardwise.train.setup import check_job, resolve_job, tiers_line
 from shardwise.train.summary import RunOutcome, render_outcome
 
 MODEL = {"preset": "tiny", "num_layers": 2, "hidden_size": 32, "num_heads": 2, "num_kv_heads": 2, "vocab_size": 257}
@@ -53,26 +54,24 @@ def trainer(tmp_path):
 
 def test_states_on_the_host_are_measured_there(trainer) -> None:
     at_host = trainer(optimizer="host", grads="host")
-    states = {state.name: state for state in at_host.at_rest()}
-    assert list(states) == ["parameters (device)", "gradients (host)", "optimizer (host)"]
-    assert all(state.measured_bytes == state.predicted_bytes > 0 for state in states.values())
+    held = at_host.engine.layout.bytes_by_tier()["host"]
     assert at_host.host is not None
-    assert at_host.host.live_bytes[Category.OPTIMIZER] == states["optimizer (host)"].predicted_bytes
+    assert at_host.host.live_bytes[Category.OPTIMIZER] == held["optimizer"] > 0
+    state = Progress(Header("", ""), total_steps=2, step=2)
+    text = Console(width=100, file=io.StringIO(), record=True)
+    text.print(render_outcome(RunOutcome(state=state, folder=None, tokens_per_s=1.0, host=at_host.host)))
+    assert re.search(r"host's peak +[\d.]+ \w+: .*optimizer", text.export_text())
 
 
 def test_states_on_nvme_are_predicted_and_the_disk_is_measured(trainer, tmp_path, monkeypatch) -> None:
     speed = SwapSpeed(str(tmp_path), 2**20, True, 1e8, 1e8)
     monkeypatch.setattr(tiers, "measure_swap", lambda path, rank: speed)
     at_disk = trainer(optimizer="nvme", nvme_path=str(tmp_path / "nvme"))
-    optimizer = next(state for state in at_disk.at_rest() if state.name == "optimizer (NVMe)")
-    assert optimizer.measured_bytes is None
+    held = at_disk.engine.layout.bytes_by_tier()["nvme"]
     line = measure_disk(at_disk.engine, rank=0)
     found = re.search(r"reads 0\.10 GB/s .*the disk works at most ([\d.]+) ms for the optimizer$", line)
     assert found is not None, line
-    assert float(found[1]) == pytest.approx(2e3 * optimizer.predicted_bytes / 1e8, rel=0.01)
-    text = Console(width=100, file=io.StringIO(), record=True)
-    text.print(render_outcome(RunOutcome(Path("runs/a"), 2, 2, 2, 1.0, 1.0, at_disk.at_rest(), None, at_disk.host)))
-    assert re.search(r"optimizer \(NVMe\) +[\d.]+ \w+ +-", text.export_text())
+    assert float(found[1]) == pytest.approx(2e3 * held["optimizer"] / 1e8, rel=0.01)
 
 
 def test_a_disk_that_cannot_be_measured_does_not_end_the_run(trainer, tmp_path, monkeypatch) -> None:

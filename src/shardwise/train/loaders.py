@@ -1,22 +1,23 @@
-"""Reads any dataset with rows by number for an engine: the right rows for each rank, in an order of no layout.
+"""Makes an engine's micro-batches of any dataset with rows by number, or of a stream: each rank gets its own rows.
 
-    loader = shardwise.data_loader(engine, dataset, collate_fn=collate)
-    for batches in loader:                        # one pass over the data, in an order of its own
+    loader = shardwise.data_loader(engine, dataset, collate_fn=collate)     # or shardwise.stream_loader(engine, stream)
+    for batches in loader:                        # one pass over the data
         engine.train_step(batches)
-    engine.save("checkpoints", extra=loader.state_dict())
+    engine.save("checkpoints", data=loader)
 
 Ranks that compute a micro-batch together (along tp, pp, cp) get the same rows, other ranks get others. Which rows make
-the global batch of a step depends on the seed and on how many rows were taken before, not on the number of ranks. So a
-run may go on from `state_dict` on any number of ranks, in the midst of a pass.
+the global batch of a step does not depend on the number of ranks. So a run may go on from `state_dict` on any number of
+them, in the midst of a pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from itertools import islice
 from typing import Any, Final, Protocol, cast
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from shardwise.config.resolve import ConfigError
 from shardwise.engine.engine import Engine
@@ -53,14 +54,12 @@ class EngineDataLoader:
     """
 
     def __init__(self, engine: Engine, dataset: MapDataset, seed: int | None, options: Mapping[str, Any]) -> None:
-        mesh, batch = engine.layout.mesh, engine.config.batch
         self.num_samples = 0
         self._dataset = dataset
         self._seed = seed
         self._options = dict(options)
-        self._data_rank = mesh.data_index(engine.comm.rank)
-        self._shares = sample_positions(batch, self._data_rank, mesh.num_data_ranks)
-        self._global_size = batch.global_size or 1
+        self._data_rank = engine.layout.mesh.data_index(engine.comm.rank)
+        self._shares, self._global_size = _shares_of(engine)
         if len(dataset) < self._global_size:
             raise ConfigError(
                 "dataset-below-batch",
@@ -70,13 +69,16 @@ class EngineDataLoader:
 
     def __len__(self) -> int:
         """Return the steps of the pass that begins, or goes on, at the present row."""
-        return (self._end_of_pass() - self.num_samples) // self._global_size
+        num_rows = len(self._dataset)
+        end = (self.num_samples // num_rows + 1) * num_rows
+        end += 0 if self.num_samples + self._global_size <= end else num_rows  # a pass has one step at least
+        return (end - self.num_samples) // self._global_size
 
     def __iter__(self) -> Iterator[list[Any]]:
         starts = [self.num_samples + number * self._global_size for number in range(len(self))]
         # It seeds worker processes: equally on ranks that compute the same rows, and without torch's own numbers.
         generator = torch.Generator().manual_seed((self._seed or 0) + self._data_rank + self.num_samples)
-        rows = _MicroBatches(starts, self._shares, self._row)
+        rows = ([self._row(start + position) for position in share] for start in starts for share in self._shares)
         dataset = cast("Dataset[Any]", self._dataset)
         loader = iter(DataLoader(dataset, batch_sampler=rows, generator=generator, **self._options))
         for start in starts:
@@ -89,10 +91,7 @@ class EngineDataLoader:
         return {"num_samples": self.num_samples, "num_rows": len(self._dataset), "seed": self._seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on at a position.
-
-        Args:
-            state: what `state_dict` returned.
+        """Go on at a position that `state_dict` returned.
 
         Raises:
             ConfigError: it is a position in other data, or in another order.
@@ -106,30 +105,71 @@ class EngineDataLoader:
                 )
         self.num_samples = int(state["num_samples"])
 
-    def _end_of_pass(self) -> int:
-        """Return after how many rows the pass ends, which has space for one global batch at least."""
-        num_rows = len(self._dataset)
-        end = (self.num_samples // num_rows + 1) * num_rows
-        return end if self.num_samples + self._global_size <= end else end + num_rows
-
     def _row(self, position: int) -> int:
         num_rows = len(self._dataset)
         return position % num_rows if self._seed is None else sample_order(self._seed, position, num_rows)
 
 
-class _MicroBatches(Sampler[list[int]]):
-    """Lists the rows of this rank's micro-batches, step after step."""
+class StreamLoader:
+    """Yields this rank's micro-batches of one optimizer step after the other; made by `stream_loader`.
 
-    def __init__(self, starts: Sequence[int], shares: Sequence[range], row: Callable[[int], int]) -> None:
-        self._starts, self._shares, self._row = starts, shares, row
+    An iteration is one pass over the stream, or what is left of it; samples that fill no global batch are left out.
+    Every rank reads the whole stream and keeps its own samples.
 
-    def __iter__(self) -> Iterator[list[int]]:
-        for start in self._starts:
-            for share in self._shares:
-                yield [self._row(start + position) for position in share]
+    Args:
+        engine: whose mesh and batch sizes count.
+        stream: begins again at each `iter`, with the same samples; its `set_epoch`, if it has one, numbers the pass.
+        collate: makes a micro-batch of samples.
 
-    def __len__(self) -> int:
-        return len(self._starts) * len(self._shares)
+    Attributes:
+        num_samples: of this pass, that all ranks together have taken.
+        epoch: the number of the pass.
+    """
+
+    def __init__(self, engine: Engine, stream: Iterable[Any], collate: Callable[[list[Any]], Any]) -> None:
+        self.num_samples = self.epoch = 0
+        self._stream = stream
+        self._collate = collate
+        self._shares, self._global_size = _shares_of(engine)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        if hasattr(self._stream, "set_epoch"):
+            self._stream.set_epoch(self.epoch)
+        samples = iter(self._stream)
+        num_passed = sum(1 for _ in islice(samples, self.num_samples))
+        if num_passed < self.num_samples:
+            raise ConfigError(
+                "stream-too-short",
+                f"the stream ended after {num_passed} samples, and the run had taken {self.num_samples}; give the same "
+                "stream",
+            )
+        own = {position for share in self._shares for position in share}
+        while True:
+            taken: dict[int, Any] = {}
+            num_read = 0
+            for position, sample in enumerate(islice(samples, self._global_size)):
+                num_read += 1
+                if position in own:
+                    taken[position] = sample
+            if num_read < self._global_size:
+                break
+            self.num_samples += self._global_size  # before the step: who saves after it goes on after it
+            yield [self._collate([taken[position] for position in share]) for share in self._shares]
+        self.num_samples, self.epoch = 0, self.epoch + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position as JSON, in samples of all ranks: it means the same on any number of them."""
+        return {"num_samples": self.num_samples, "epoch": self.epoch}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on at a position that `state_dict` returned, in the next iteration."""
+        self.num_samples, self.epoch = int(state["num_samples"]), int(state["epoch"])
+
+
+def _shares_of(engine: Engine) -> tuple[list[range], int]:
+    """Return which positions of a global batch are this rank's, by micro-batch, and the size of that batch."""
+    mesh, batch = engine.layout.mesh, engine.config.batch
+    return sample_positions(batch, mesh.data_index(engine.comm.rank), mesh.num_data_ranks), batch.global_size or 1
 
 
 def data_loader(
@@ -167,3 +207,24 @@ def data_loader(
         )
     number = engine.config.run.seed if seed is None else seed
     return EngineDataLoader(engine, dataset, number if shuffle else None, {"collate_fn": collate_fn, **options})
+
+
+def stream_loader(
+    engine: Engine, stream: Iterable[Any], *, collate_fn: Callable[[list[Any]], Any] = default_collate
+) -> StreamLoader:
+    """Return a loader whose items are this rank's list of micro-batches for one `engine.train_step`.
+
+    Args:
+        engine: whose mesh and `batch` section say which samples are this rank's.
+        stream: any iterable that gives the same samples each time, such as a streaming dataset of Hugging Face's. It is
+            not split over ranks before.
+        collate_fn: makes a micro-batch of `batch.micro_size` samples.
+
+    Raises:
+        ConfigError: it is an iterator, which cannot begin again.
+    """
+    if iter(stream) is stream:
+        raise ConfigError(
+            "stream-begins-once", f"a {type(stream).__name__} cannot be read again; give what makes it, by __iter__"
+        )
+    return StreamLoader(engine, stream, collate_fn)
