@@ -17,11 +17,12 @@ from typing import Any, Final
 
 from torch import nn
 
-from shardwise.config.resolve import Config
+from shardwise.config.resolve import Config, ConfigError
 from shardwise.context.apply import check_context
 from shardwise.dropout import ShardRegion, may_drop_by_function
-from shardwise.layout.layout import Layout, build_layout
-from shardwise.layout.param_groups import wide_parameters
+from shardwise.layout.layout import MATRIX_STATES, Layout, build_layout
+from shardwise.layout.matrices import fused_dims
+from shardwise.layout.param_groups import FusedDim, wide_parameters
 from shardwise.layout.precision import TORCH_DTYPES
 from shardwise.layout.stage_partition import partition_model
 from shardwise.layout.tensor_plan import TensorLayout, TensorPlan, is_within, tensor_layout
@@ -52,11 +53,22 @@ def plan_layout(
     check_context(model, config)
     degree, sequence_parallel = config.mesh.tp, config.tensor.sequence_parallel
     pipeline = partition_model(model, config, rank) if config.mesh.pp > 1 else None
+    fused = _fused(model, config, plan)
     if degree == 1:
-        return build_layout(model, config, pipeline=pipeline)
+        return build_layout(model, config, pipeline=pipeline, fused=fused)
     found = find_plan(model, degree, plan, sequence_parallel)
     _LOG.info("split over tp=%d:\n%s", degree, found)
-    return build_layout(model, config, tensor_layout(model, found, degree, sequence_parallel), pipeline)
+    return build_layout(model, config, tensor_layout(model, found, degree, sequence_parallel), pipeline, fused=fused)
+
+
+def _fused(model: nn.Module, config: Config, plan: TensorPlan | Mapping[str, Any] | None) -> dict[str, FusedDim]:
+    """Return what the plan knows of fused weights, in every layout the same: without tensor parallelism, too."""
+    if config.optimizer.name.lower() not in MATRIX_STATES:
+        return {}
+    try:
+        return fused_dims(find_plan(model, 1, plan, sequence_parallel=False))
+    except ConfigError:
+        return {}  # no plan: such weights are one matrix
 
 
 def with_own_dtype(model: nn.Module, config: Config, *, rank: int = 0) -> Config:
