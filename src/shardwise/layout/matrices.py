@@ -1,4 +1,4 @@
-"""Matrix optimizers (Muon) step whole matrices: this module says which parameters are such, and which rank steps each.
+"""This module says which parameters a matrix optimizer (Muon) steps as whole matrices, and which rank steps each.
 
 A matrix has one owner among the ranks that share its elements: along the axes of ZeRO's shards and of tensor
 parallelism. The owners are chosen so that all have about as much to compute, over all groups together.

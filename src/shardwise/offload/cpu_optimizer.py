@@ -118,7 +118,7 @@ def rule_of(optimizer: Optimizer, *, is_matrix: bool = False) -> CpuOptimizer:
     if kind not in _RULES:
         raise ConfigError(
             "host-step-optimizer",
-            "a step on the host or of encoded states is one of Adam, AdamW, SGD, Adagrad, Lion and Muon; "
+            "a step on the host or of encoded states is one of Muon, Adam, AdamW, SGD, Adagrad and Lion; "
             f"got {kind.__name__}; use one of these, or tiers.optimizer=device and precision.states=master",
         )
     return _RULES[kind]

@@ -1,4 +1,4 @@
-"""Muon steps matrices by their orthogonalized momentum; all other parameters take AdamW's step in the same optimizer.
+"""This module has Muon, which subtracts from matrices their orthogonalized momentum, and steps all else as AdamW does.
 
 The definition is `torch.optim.Muon`'s with `adjust_lr_fn="match_rms_adamw"`: updates are as large as AdamW's, so one
 learning rate serves both (Jordan et al. 2024, kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv 2502.16982).
