@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
@@ -11,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from harness import split_sequences, tensor
 from harness.models import CASES, every_rank, make_batches
@@ -19,10 +21,12 @@ from harness.reference import Trace, check_parity, train_reference
 from harness.refusals import refused
 from harness.tensor import CLIP_NORM
 from harness.training import LR, make_config, merge_ranks, train_engine
-from shardwise import Config, initialize
+from shardwise import Config, Layout, initialize
 from shardwise.layout.layout import build_layout
-from shardwise.layout.matrices import assign_owners, matrices_of, newton_schulz_flops, rounds_of
+from shardwise.layout.matrices import assign_owners, held_ranges, matrices_of, newton_schulz_flops, rounds_of
 from shardwise.layout.param_groups import FusedDim, GroupSpec, ParamSpec
+from shardwise.runtime.memory_tracker import Category
+from shardwise.runtime.muon import orthogonalize, update_scale
 from shardwise.zero import matrix_step
 
 NUM_STEPS: Final = 3
@@ -142,3 +146,260 @@ def test_split_models_equal_one_process(ranks: WorkerPool, model: str, mesh: dic
     traces = ranks(num_ranks).run(train, model, sections, 2, NUM_STEPS)
     num_data_ranks = mesh.get("dp_shard", 1) * mesh.get("dp_replicate", 1)
     check_parity(merge_ranks(traces), split_reference(model, num_data_ranks))
+
+
+def count_calls(rank: int, world_size: int, sections: dict[str, Any]) -> tuple[int, dict[str, int], Layout]:
+    """Calls of Newton-Schulz on one rank in two steps, and the bytes that it sent for them, by name."""
+    case, calls = CASES["transformer"], []
+    batches = make_batches(case, num_steps=2, world_size=world_size, num_micro_batches=1)
+
+    def counted(matrix: Tensor) -> Tensor:
+        calls.append(matrix.shape)
+        return orthogonalize(matrix)
+
+    config = make_config(1, {"optimizer": MUON, **sections})
+    with (
+        mock.patch.object(matrix_step, "orthogonalize", counted),
+        initialize(case.build(torch.float64), config, loss_fn=case.loss) as engine,
+    ):
+        for step in batches:
+            engine.train_step(step[rank])
+        wire = {op: count.wire_bytes for (_, op), count in engine.comm.comm_log.counts.items()}
+        return len(calls), wire, engine.layout
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_each_matrix_is_orthogonalized_once_a_step(ranks: WorkerPool, num_ranks: int, stage: int) -> None:
+    found = ranks(num_ranks).run(count_calls, {"zero": {"stage": stage}})
+    owned = assign_owners(found[0][2].groups, tp=1)
+    assert len(owned) == 3 * 4
+    assert [num_calls for num_calls, _, _ in found] == [
+        2 * sum(each.owner == rank for each in owned) for rank in range(num_ranks)
+    ]
+    # All that the owner does not have goes there, where it is sharded, and as much comes back.
+    elements = sum(each.place.numel for each in owned) * (num_ranks - 1)
+    sent = sum(wire.get("exchange", 0) for _, wire, _ in found)
+    if stage == 0:
+        assert sent == 2 * 8 * elements
+    else:
+        held = sum(
+            stop - start
+            for each in owned
+            for shard, (start, stop) in held_ranges(found[0][2].groups[each.group], each.place, False).items()
+            if shard != each.owner
+        )
+        assert sent == 2 * 8 * 2 * held
+
+
+def group_of(shapes: Sequence[tuple[int, ...]], num_shards: int, unit: str = "0") -> GroupSpec:
+    places, offset = [], 0
+    for number, shape in enumerate(shapes):
+        places.append(ParamSpec(f"{unit}.{number}", (), shape, offset))
+        offset += math.prod(shape)
+    return GroupSpec(f"{unit}:matrix", unit, tuple(places), True, num_shards, num_shards, is_matrix=True)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 8])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_owners_have_equal_work(num_shards: int, tp: int) -> None:
+    shapes = [(64, 64)] * 4 + [(256, 64), (256, 64), (64, 256), (8, 64, 32)]
+    groups = [group_of(shapes, num_shards, str(index)) for index in range(12)]
+    owned = assign_owners(groups, tp)
+    assert owned == assign_owners(groups, tp)
+    assert [(each.group, each.place) for each in owned] == [
+        (index, place) for index, group in enumerate(groups) for place in group.params
+    ]
+    work = dict.fromkeys(range(num_shards * tp), 0)
+    for each in owned:
+        work[each.owner] += newton_schulz_flops(each.place.shape)
+    largest = newton_schulz_flops((256, 64))
+    assert max(work.values()) - min(work.values()) <= largest
+    assert max(work.values()) <= 1.1 * sum(work.values()) / len(work)
+
+
+def test_rounds_keep_the_order_and_bound_what_an_owner_holds() -> None:
+    owned = assign_owners([group_of([(16, 16)] * 5 + [(64, 64)] + [(16, 16)] * 6, 2)], tp=1)
+    rounds = rounds_of(owned, most_numel=512)
+    assert [each for matrices in rounds for each in matrices] == list(owned)
+    for matrices in rounds:
+        for owner in (0, 1):
+            numels = [each.place.numel for each in matrices if each.owner == owner]
+            assert sum(numels) <= 512 or len(numels) == 1
+    assert 3 <= len(rounds) < len(owned)
+
+
+def test_a_step_in_several_rounds_is_the_same(ranks: WorkerPool) -> None:
+    found = ranks(3).run(train_in_rounds, 150)
+    check_parity(merge_ranks(found), reference("transformer", 3, 1))
+
+
+def train_in_rounds(rank: int, world_size: int, most_numel: int) -> Trace:
+    with mock.patch.object(matrix_step, "ROUND_NUMEL", most_numel):
+        sections = {"zero": {"stage": 3}, "optimizer": MUON}
+        return train_engine(rank, world_size, "transformer", 1, NUM_STEPS, sections)
+
+
+def test_operations_of_newton_schulz_are_those_of_its_products() -> None:
+    with FlopCounterMode(display=False) as counter:
+        orthogonalize(torch.randn(3, 24, 16))
+    assert counter.get_total_flops() == newton_schulz_flops((3, 24, 16))
+
+
+def test_fused_weights_and_stacks_are_stepped_matrix_by_matrix() -> None:
+    torch.manual_seed(0)
+    stack = torch.randn(3, 8, 5, dtype=torch.float64)
+    for matrix, found in zip(stack, orthogonalize(stack), strict=True):
+        torch.testing.assert_close(found, orthogonalize(matrix))
+    place = ParamSpec("qkv", (), (12, 4), 0, fused=FusedDim(0, (6, 3, 3)))
+    assert [rect.shape for rect in matrices_of(place)] == [(6, 4), (3, 4), (3, 4)]
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(4, 3)
+        self.up = nn.Parameter(torch.randn(3, 4, 6))
+        self.scale = nn.Parameter(torch.ones(4, 1, 1))
+        self.table = nn.Embedding(5, 4)
+        self.bias_table = nn.Parameter(torch.randn(7, 4))
+        self.mix = nn.Conv1d(4, 4, 3)
+
+
+def test_linear_layers_inside_blocks_are_the_matrices() -> None:
+    model = nn.Module()
+    model.embed = nn.Embedding(9, 4)
+    model.blocks = nn.ModuleList([Experts()])
+    model.head = nn.Linear(4, 9)
+    config = Config.from_dict({"optimizer": {"name": "muon"}, "precision": {"param": "bf16"}}).resolve(2)
+    layout = build_layout(model, config)
+    matrices = [place.name for group in layout.groups if group.is_matrix for place in group.params]
+    assert matrices == ["blocks.0.up", "blocks.0.router.weight"]
+    states = {state.name: [group.name for group in layout.groups if state.is_kept_by(group)] for state in layout.states}
+    assert states["momentum_buffer"] == ["blocks.0:matrix"]
+    assert states["exp_avg"] == states["exp_avg_sq"] == ["root", "blocks.0"]
+    with refused("muon-no-matrix", "optimizer.name=muon", "zero.blocks"):
+        build_layout(nn.Linear(4, 4), config)
+
+
+def measure_at_rest(rank: int, world_size: int, sections: dict[str, Any]) -> tuple[int, int]:
+    """Bytes of the optimizer on the device, as tracked and by the layout."""
+    case = CASES["transformer"]
+    config = make_config(1, {"optimizer": MUON, "precision": {"param": "bf16"}, **sections})
+    with initialize(case.build(torch.float32), config, loss_fn=case.loss) as engine:
+        for step in make_batches(case, num_steps=2, world_size=world_size, num_micro_batches=1):
+            engine.train_step(step[rank])
+        states = [value for state in engine.optimizer.state.values() for value in state.values()]
+        counters = sum(value.nbytes for value in states if value.dim() == 0)
+        tracked = engine.memory.snapshot().live_bytes[Category.OPTIMIZER] - counters
+        shard = engine.step_context.comms.shards.rank
+        return tracked, engine.layout.bytes_at_rest(shard, "device")["optimizer"]
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [*({"zero": {"stage": stage}} for stage in range(4)), {"zero": {"stage": 2}, "precision": {"states": "bf16"}}],
+)
+def test_bytes_at_rest_are_those_of_one_state_of_matrices_and_two_of_others(
+    ranks: WorkerPool, sections: dict[str, Any]
+) -> None:
+    sections = {**sections, "precision": {"param": "bf16", **sections.get("precision", {})}}
+    for tracked, at_rest in ranks(2).run(measure_at_rest, sections):
+        assert tracked == at_rest
+
+
+def go_on(
+    rank: int, world_size: int, sections: dict[str, Any], num_steps: int, places: tuple[str, str]
+) -> dict[str, Tensor]:
+    """Load, take steps, save; return all states."""
+    case = CASES["transformer"]
+    mesh = sections.get("mesh", {})
+    num_data = world_size // mesh.get("tp", 1) // mesh.get("pp", 1)
+    accumulation = 4 // num_data
+    config = make_config(accumulation, {"optimizer": MUON, **sections})
+    with initialize(case.build(torch.float64, seed=1), config, loss_fn=case.loss) as engine:
+        if places[0]:
+            engine.load(places[0])
+        first, index = engine.num_steps, engine.layout.mesh.data_index(rank)
+        batches = make_batches(case, num_steps=first + num_steps, world_size=num_data, num_micro_batches=accumulation)
+        for step in batches[first:]:
+            engine.train_step(step[index])
+        if places[1]:
+            engine.save(places[1])
+        return {
+            f"{name} {state}": value.clone()
+            for name in ("embedding.weight", "blocks.1.qkv.weight", "blocks.2.down.weight", "blocks.0.up.bias")
+            for state in engine.states_of(name)
+            if state != "grad" and (value := engine.read(name, state)) is not None
+        }
+
+
+RESUMED: Final = [
+    (1, {"zero": {"stage": 0}}),
+    (2, {"zero": {"stage": 3}}),
+    (4, {"zero": {"stage": 1}, "mesh": {"dp_shard": 2}}),
+    (2, {"zero": {"stage": 2}, "tiers": {"optimizer": "host", "grads": "host"}}),
+    (2, {"zero": {"stage": 1}, "mesh": {"pp": 2}}),
+]
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("second", range(len(RESUMED)))
+@pytest.mark.parametrize("first", [0, 1, 3])
+def test_a_checkpoint_goes_on_in_another_layout(ranks: WorkerPool, tmp_path: Path, first: int, second: int) -> None:
+    (expected, *_) = ranks(1).run(go_on, {"zero": {"stage": 0}}, 4, ("", ""))
+    assert expected.keys() >= {"blocks.1.qkv.weight momentum_buffer", "embedding.weight exp_avg_sq"}
+    assert "blocks.1.qkv.weight exp_avg" not in expected
+    for number, place in ((first, ("", str(tmp_path))), (second, (str(tmp_path), ""))):
+        num_ranks, sections = RESUMED[number]
+        found = ranks(num_ranks).run(go_on, sections, 2, place)
+    for states in found:
+        assert states.keys() == expected.keys()
+        for key, value in expected.items():
+            torch.testing.assert_close(states[key], value, rtol=1e-9, atol=1e-12, msg=key)
+
+
+def write_momentum(rank: int, world_size: int, sections: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    case, name = CASES["transformer"], "blocks.1.up.weight"
+    config = make_config(1, {"optimizer": {**MUON, "weight_decay": 0.0}, **sections})
+    with initialize(case.build(torch.float64), config, loss_fn=case.loss) as engine:
+        batches = make_batches(case, num_steps=2, world_size=world_size, num_micro_batches=1)
+        engine.train_step(batches[0][rank])
+        momentum = torch.arange(24 * 12, dtype=torch.float64).view(24, 12).sin() * 1e6
+        engine.write(name, momentum, "momentum_buffer")
+        before = engine.read(name)
+        assert torch.equal(engine.read(name, "momentum_buffer"), momentum)
+        engine.train_step(batches[1][rank])
+        return (before - engine.read(name)) / LR, momentum
+
+
+@pytest.mark.parametrize("sections", [{"zero": {"stage": 3}}, {"tiers": {"optimizer": "host", "grads": "host"}}])
+def test_what_is_written_into_the_momentum_counts(ranks: WorkerPool, sections: dict[str, Any]) -> None:
+    for update, momentum in ranks(2).run(write_momentum, sections):  # the gradient is nothing beside it
+        torch.testing.assert_close(update, orthogonalize(momentum) * update_scale((24, 12)), rtol=1e-3, atol=1e-3)
+
+
+def train_frozen(rank: int, world_size: int, sections: dict[str, Any]) -> dict[str, Tensor]:
+    """Two steps with a frozen block between steps with all of them."""
+    case = CASES["transformer"]
+    model = case.build(torch.float64)
+    with initialize(model, make_config(1, {"optimizer": MUON, **sections}), loss_fn=case.loss) as engine:
+        for number, step in enumerate(make_batches(case, num_steps=5, world_size=2, num_micro_batches=1)):
+            model.blocks[1].requires_grad_(not 1 <= number <= 2)
+            engine.train_step(step[rank % 2])
+        return {name: engine.read(name) for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_frozen_block_keeps_its_momentum(ranks: WorkerPool, stage: int) -> None:
+    expected = ranks(2).run(train_frozen, {"zero": {"stage": 0}})[0]
+    for found in ranks(2).run(train_frozen, {"zero": {"stage": stage}}):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_torchs_own_is_refused_with_ours() -> None:
+    model = CASES["transformer"].build(torch.float32)
+    matrices = [each for each in model.blocks.parameters() if each.dim() == 2]
+    with refused("optimizer-element-wise", "Muon", "optimizer.name=muon"):
+        initialize(model, make_config(1, {}), optimizer=torch.optim.Muon(matrices))

@@ -118,7 +118,11 @@ _TABLE: Final = (
         "zero_optimization: load_from_fp32_weights elastic_checkpoint ignore_unused_parameters compute_grad_norm",
     ),
     ("N", "run.check_collectives compares what ranks send", "zero_optimization: enable_sanity_checks"),
-    ("N", "the momentum of Muon is stored as other states are", "zero_optimization: save_muon_momentum_buffer_in_memory"),
+    (
+        "N",
+        "the momentum of Muon is stored as other states are",
+        "zero_optimization: save_muon_momentum_buffer_in_memory",
+    ),
     ("M", "tiers.optimizer: gradients go to the host, too", "zero_optimization.offload_optimizer: device"),
     ("M", "tiers.params", "zero_optimization.offload_param: device"),
     ("M", "tiers.nvme_path", "zero_optimization: offload_optimizer.nvme_path offload_param.nvme_path"),

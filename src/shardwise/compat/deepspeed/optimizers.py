@@ -40,7 +40,9 @@ def build_optimizer(section: Mapping[str, Any], param_groups: Iterable[Any]) -> 
     if name in _ADAMS:
         name = "adamw" if is_decoupled or name == "adamw" else "adam"
     if name == "muon":  # its matrices are not among these parameters, but in the layout
-        raise ConfigError("deepspeed-optimizer-muon", f"optimizer.type={section['type']}: {KEYS['optimizer.type=muon'].text}")
+        raise ConfigError(
+            "deepspeed-optimizer-muon", f"optimizer.type={section['type']}: {KEYS['optimizer.type=muon'].text}"
+        )
     kind = optimizer_kind(name)
     options: dict[str, Any] = {} if is_torch else dict(_DEFAULTS.get(name, {}))
     accepted = inspect.signature(kind).parameters
