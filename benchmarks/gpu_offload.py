@@ -28,12 +28,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import torch
 
 from shardwise import Engine, initialize
 from shardwise.config.resolve import Config
 from shardwise.construction.values import ParamInitializer
-from shardwise.doctor.system_info import read_memory
+from shardwise.launch.host import cgroup_limit_bytes
 from shardwise.models.decoder import Decoder, DecoderConfig, flops_per_token, lm_loss, num_params
 from shardwise.models.presets import preset
 from shardwise.offload.step_pipeline import CHUNK_NUMEL
@@ -208,9 +209,8 @@ def union(spans: Iterable[tuple[float, float]]) -> float:
 
 def host_bytes() -> float:
     """What states may take of the host's memory."""
-    memory = read_memory()
-    known = [each for each in (memory.available_bytes, memory.limit_bytes, memory.total_bytes) if each]
-    return HOST_SHARE * min(known) - HOST_MARGIN_BYTES
+    available_bytes = psutil.virtual_memory().available
+    return HOST_SHARE * min(available_bytes, cgroup_limit_bytes() or available_bytes) - HOST_MARGIN_BYTES
 
 
 def largest_case(mode: str, load: Load, device_bytes: float) -> Case:

@@ -222,7 +222,7 @@ def main(arguments: Sequence[str]) -> None:
         for name, some in by(chosen, _key(options.by)).items():
             print(f"\n{name}\n{table(some)}")
     if options.spread:
-        print("\n".join(spread_lines(chosen)))
+        print("\n".join(spread_lines(chosen, unseen)))
     if options.markdown:
         first = read_first_priced(options.unseen) if options.unseen else {}
         section = unseen_section(unseen, first, figures(unseen)) if unseen else ""

@@ -104,9 +104,11 @@ def document(
         "## Out of memory\n\n" + _matrix({"core": core, "held out": bulk, "all": rows}) + "\n",
         _fenced(
             "## The interval",
-            "`low_s` and `high_s` are meant to contain four of five runs. Their width depends on what a prediction is\n"
-            "based on (`interval_s` in `planner/step_time.py`). The figures count all rows, the held-out ones too.\n"
-            "`by other sources alone` counts the rows that are within a width computed without their own source.",
+            "`low_s` and `high_s` are meant to contain four of five runs of an unknown source. Their width is the\n"
+            "conformal quantile over sources, each of equal weight whatever the number of its rows (`interval_s`\n"
+            "in `planner/step_time.py`). `by other sources alone` is the mean share of a source's rows within the\n"
+            "width that the other sources give. Large sources are those that the models fit best, so more of all\n"
+            "rows are within.",
             "\n".join([*spread_lines(rows), *_held({"core": core, "held out": bulk})]),
         ),
         _fenced(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from planner_scores import Scored
 from shardwise.planner.step_time import SHARES, Kind, kind_of
@@ -25,42 +25,47 @@ def kinds(rows: Sequence[Scored]) -> dict[Kind, list[Scored]]:
     return found
 
 
-def width(rows: Sequence[Scored], counts: Mapping[str, int]) -> float | None:
-    """The share, to each side, within which four of five measured times lie, each source by the root of its rows.
+def width(rows: Sequence[Scored]) -> float | None:
+    """Return the share, to each side, in which four of five runs of a further source are.
 
-    Args:
-        counts: of each source, its rows of any kind.
+    This is the conformal quantile (Vovk et al. 2005) over sources: each has the same weight, and the further one counts
+    as off by more than all of them. None where they are too few to say.
     """
-    off = sorted((_off(each), counts[each.case.group] ** -0.5) for each in rows)
-    left = 0.8 * sum(weight for _, weight in off)
-    for share, weight in off:
+    counts = Counter(each.case.group for each in rows)
+    left = 0.8 * (len(counts) + 1)
+    for share, weight in sorted((_off(each), 1 / counts[each.case.group]) for each in rows):
         left -= weight
-        if left <= 0:
+        if left <= 1e-9:
             return share
     return None
 
 
-def held_by_others(rows: Sequence[Scored], counts: Mapping[str, int]) -> float | None:
-    """The share of rows that lie within the width that the other sources tell."""
-    found: list[bool] = []
+def held_by_others(rows: Sequence[Scored]) -> float | None:
+    """Return the share of sources' rows, each source of equal weight, within the width that the others tell."""
+    found = []
     for source in {each.case.group for each in rows}:
-        others = width([each for each in rows if each.case.group != source], counts)
+        others = width([each for each in rows if each.case.group != source])
+        own = [each for each in rows if each.case.group == source]
         if others is not None:
-            found += [_off(each) <= others for each in rows if each.case.group == source]
+            found.append(sum(_off(each) <= others for each in own) / len(own))
     return sum(found) / len(found) if found else None
 
 
-def spread_lines(rows: Sequence[Scored]) -> list[str]:
-    """Of each kind of prediction, how wide it is by these rows and how wide it is said to be."""
-    found = []
-    some_of = kinds(rows)
-    counts = Counter(each.case.group for some in some_of.values() for each in some)
-    for kind, some in some_of.items():
-        shares = [width(some, counts), within_interval(some) if some else None, held_by_others(some, counts)]
+def spread_lines(rows: Sequence[Scored], unseen: Sequence[Scored] = ()) -> list[str]:
+    """Say how wide each kind of prediction is by these rows, how wide it is said to be, and what that holds.
+
+    Args:
+        rows: to which the width is set.
+        unseen: of sources to which nothing is.
+    """
+    lines = []
+    for kind, some in kinds(rows).items():
+        shares = [width(some), within_interval(some) if some else None, held_by_others(some)]
         own, held, others = ("–" if share is None else f"{share:.1%}" for share in shares)
         words = f"four of five within {own:>6}  predicted {SHARES[kind]:.0%}, holds {held:>6}"
-        found.append(f"{kind:<9} n {len(some):>3}  {words}  by other sources alone {others:>6}")
-    return [*found, f"within the predicted interval: {within_interval(rows):.1%}"]
+        lines.append(f"{kind:<9} n {len(some):>3}  {words}  by other sources alone {others:>6}")
+    lines.append(f"within the predicted interval: {within_interval(rows):.1%}")
+    return lines + ([f"of rows never fitted: {within_interval(unseen):.1%}"] if unseen else [])
 
 
 def _off(each: Scored) -> float:

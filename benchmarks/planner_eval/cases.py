@@ -25,7 +25,7 @@ from planner_eval import words as words
 from planner_eval.refusals import refusal, stages_refusal
 from planner_eval.rows import tidied
 from planner_eval.traits import compiles_blocks, is_before_h100, traits_of
-from shardwise.config.resolve import ConfigError
+from shardwise.config.resolve import ConfigError, LoraConfig
 from shardwise.planner.hardware import Cluster, GpuSpec, in_nodes_of, usual_node
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.shape import Experts, ModelShape
@@ -84,6 +84,14 @@ class Case:
     refusal: str | None = None
 
 
+def _lora(row: Row) -> LoraConfig:
+    """Return the adapters of a row, of rank 16 as no row says; Megatron Bridge's recipes adapt one layer alone."""
+    if not words.is_adapter(_section(row, "parallel")):
+        return LoraConfig()
+    targets = ("qkv_proj",) if row.get("group") == "megatron_bridge" else ("all-linear",)
+    return LoraConfig(rank=16, targets=targets)
+
+
 def read_case(row: Row) -> Case:
     """Read a row of a file of cases, by its inputs alone."""
     row = tidied(row)
@@ -109,6 +117,7 @@ def read_case(row: Row) -> Case:
         global_batch=strategy.global_batch,
         cluster=cluster,
         traits=traits_of(row, shape, strategy, cluster.gpu),
+        lora=_lora(row),
     )
     return dataclasses.replace(
         case,

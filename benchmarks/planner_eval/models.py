@@ -10,7 +10,7 @@ from planner_eval.traits import PublishedTraits
 from shardwise.config.resolve import Tier
 from shardwise.layout.layout import Layout
 from shardwise.layout.zero_stages import Placement
-from shardwise.planner.comm_time import CommTimeModel, DataParallelComm, PricedCollective
+from shardwise.planner.comm_time import CommTimeModel, OverlapTimes, PricedCollective
 from shardwise.planner.compact_layout import CompactLayout, LayerCount, RankLayerCounts
 from shardwise.planner.compute_time import ComputeTimeModel
 from shardwise.planner.job import PlanJob, Strategy
@@ -82,7 +82,7 @@ class PublishedMemoryModel(MemoryModel):
         numel, shape = self.compact.rank(strategy, rank).numel, self.job.shape
         states["params"] *= traits.params_share
         states["optimizer"] *= traits.optimizer_share
-        if traits.trains_all and traits.unsharded_grad_bytes:
+        if self.job.trains_all and traits.unsharded_grad_bytes:
             waits = traits.reduces_once and strategy.zero_stage >= 2  # until the last micro-batch there are no others
             states["grads"] = (0.0 if waits else states["grads"]) + traits.unsharded_grad_bytes * numel
         more = (1 - 1 / strategy.tp) * shape.vocab_size * shape.hidden_size if traits.whole_embedding else 0.0
@@ -112,7 +112,7 @@ class PublishedComputeModel(ComputeTimeModel):
 class PublishedCommModel(CommTimeModel):
     """Gather after the step, reduce once, or over other ranks, where the code does."""
 
-    def data(self, strategy: Strategy, pipeline_rank: int = 0) -> DataParallelComm:
+    def data(self, strategy: Strategy, pipeline_rank: int = 0) -> OverlapTimes:
         found = super().data(strategy, pipeline_rank)
         if strategy.zero_stage not in (1, 2) or published_traits(self.job).defers_gathers:
             return found

@@ -125,7 +125,7 @@ def traits_of(row: Mapping[str, Any], shape: ModelShape, strategy: Strategy, gpu
         fuses_gate=is_compiled or is_liger or is_new,
         # Code that sharded parameters in fp16 hooked into each layer of the model; later code, in bf16, wraps blocks.
         moves_tensors=strategy.zero_stage == 3 and strategy.param == "fp16",
-        trains_all=not words.is_adapter(p),
+        expert_imbalance=1.0,  # benchmarks send as many tokens to each expert
         has_tuned_attention=words.is_tuned_attention(p.get("attention_kernel")) or is_after_h100(gpu),
         has_first_flash=words.is_first_flash(p.get("attention_kernel")),
     )

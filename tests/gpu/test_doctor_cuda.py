@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise import initialize
-from shardwise.doctor.collective_bench import OPS, SIZES_BYTES, measure_collectives
-from shardwise.doctor.measure import measure_device_copies, measure_matmul
+from shardwise.doctor.calibrate import OPS, SIZES_BYTES, glance
 from shardwise.doctor.system_info import gather_facts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -27,28 +26,17 @@ def test_every_gpu_is_a_fact(tmp_path) -> None:
     assert facts.software.has_nccl
 
 
-def test_products_and_copies_are_measured() -> None:
-    half = measure_matmul(DEVICE, torch.float16, budget_s=0.2)
-    assert (half.device, half.num_threads) == ("cuda:0", 1)
-    assert half.size > 256
-    copies = measure_device_copies(DEVICE, budget_s=0.05)
-    assert [(copy.source, copy.target, copy.pinned) for copy in copies] == [
-        ("cuda:0", "cuda:0", False),
-        ("cpu", "cuda:0", True),
-        ("cuda:0", "cpu", True),
-        ("cpu", "cuda:0", False),
-        ("cuda:0", "cpu", False),
-    ]
-    assert all(copy.bytes_per_s > 0 for copy in copies)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_nccl_is_measured() -> None:
-    collectives, failure = measure_collectives("cuda", 2, os.environ)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_products_copies_and_collectives_are_measured(num_ranks: int) -> None:
+    if num_ranks > torch.cuda.device_count():
+        pytest.skip("needs two GPUs")
+    ranks, failure = glance("cuda", num_ranks, os.environ)
     assert failure is None
-    assert [(each.backend, each.num_bytes, each.op) for each in collectives] == [
-        ("nccl", size, op) for size in SIZES_BYTES for op in OPS
-    ]
+    assert len(ranks) == num_ranks
+    for each in ranks:
+        assert {shape.dtype for shape in each.matmuls} == {"bf16", "fp16", "fp32"}
+        assert {way for way, _ in each.copies_bytes_per_s} == {"host->host", "host->device", "device->host"}
+        assert len(each.collectives) == (len(OPS) * len(SIZES_BYTES) if num_ranks > 1 else 0)
 
 
 def test_a_gpu_that_is_full_says_what_holds_it() -> None:

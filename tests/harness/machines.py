@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shardwise.doctor.measure import CollectiveSpeed, CopySpeed, DiskSpeed, MatmulSpeed, Measurements
+from shardwise.doctor.calibrate import Measurements
 from shardwise.doctor.system_info import CpuInfo, DiskInfo, GpuInfo, MemoryInfo, NetworkInfo, SoftwareInfo, SystemInfo
+from shardwise.offload.disk_bench import SwapSpeed
+from shardwise.planner.profile import CollectiveTime, MatmulTime, Profile
 
 GIB = 2**30
 GPU = GpuInfo("NVIDIA H100 80GB HBM3", 80 * GIB, 79 * GIB, "9.0", has_bf16=True, num_ecc_errors=0)
@@ -25,11 +27,8 @@ SOUND = SystemInfo(
         cxx_path="/usr/bin/g++",
         has_python_headers=True,
     ),
-    cpu=CpuInfo("a CPU", num_machine=8, num_usable=8, quota_cores=None, load=0.1),
-    cpu_has_fast_bf16=True,
-    memory=MemoryInfo(
-        64 * GIB, 60 * GIB, limit_bytes=None, swap_used_bytes=0, shm_bytes=32 * GIB, shm_free_bytes=32 * GIB
-    ),
+    cpu=CpuInfo("a CPU", num_machine=8, num_usable=8, quota_cores=None, load=0.1, has_fast_bf16=True),
+    memory=MemoryInfo(64 * GIB, 60 * GIB, limit_bytes=None, swap_used_bytes=0, shm_bytes=32 * GIB),
     gpus=(),
     gpus_reach_each_other=None,
     network=NetworkInfo("node1", ("10.0.0.7",), error=None, interfaces=("lo", "eth0")),
@@ -47,12 +46,31 @@ ON_GPUS = {
     "gpus_reach_each_other": True,
     "environ": SOUND_ENVIRON | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
 }
-FAST = Measurements(
-    matmuls=(MatmulSpeed("cpu", "float32", 1024, 8, 4e11, None), MatmulSpeed("cpu", "bfloat16", 2048, 8, 16e11, None)),
-    copies=(CopySpeed("cpu", "cpu", False, 2**27, 2e10),),
-    collectives=(CollectiveSpeed("gloo", 2, "all_reduce", 4096, 2e-4, 2e7),),
-    disk=DiskSpeed("/data/runs", 2**28, True, 2e9, 3e9, 1e-4),
-)
+
+
+def rank(
+    device: str = "cpu", seconds: float = 1e-4, flops_per_s: dict[str, float] | None = None, **fields: Any
+) -> Profile:
+    """What a glance finds on one of two ranks.
+
+    Args:
+        device: its name.
+        seconds: each collective's time.
+        flops_per_s: by dtype.
+        fields: further fields of the profile.
+    """
+    rates = {"fp32": 4e11, "bf16": 16e11} if flops_per_s is None else flops_per_s
+    matmuls = tuple(MatmulTime(dtype=each, m=1024, n=1024, k=1024, seconds=2**31 / rates[each]) for each in rates)
+    collectives = tuple(
+        CollectiveTime(op=op, num_ranks=2, num_bytes=size, seconds=seconds)
+        for size in (4096, 2**20)
+        for op in ("all_gather", "all_reduce")
+    )
+    speeds = {"copies_bytes_per_s": (("host->host", 2e10),), "memory_bytes": 64.0 * GIB} | fields
+    return Profile(device=device, num_ranks=2, num_threads=4, matmuls=matmuls, collectives=collectives, **speeds)
+
+
+FAST = Measurements((rank(), rank()), disk=SwapSpeed("/data/runs", 2**27, True, 3e9, 2e9))
 
 
 def changed(changes: dict[str, Any]) -> SystemInfo:

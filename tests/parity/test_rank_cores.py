@@ -14,7 +14,7 @@ from harness.refusals import refused
 from shardwise.comm.mesh import open_store
 from shardwise.config.resolve import Config
 from shardwise.engine.initialize import with_own_cores
-from shardwise.launch.cpu_affinity import usable_cores
+from shardwise.launch.host import usable_cores
 
 BIND = Config.from_dict({"tiers": {"bind_cores": True}, "run": {"timeout_s": 60.0}})
 UNKNOWN = range(1000, 1008)  # no system says where they lie

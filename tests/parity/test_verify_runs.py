@@ -17,8 +17,7 @@ from shardwise.pipeline.boundary import RemoteEnd
 from shardwise.runtime.float64 import float64_throughout
 from shardwise.verify.compare import PARITY, TrainingTrace, first_difference
 from shardwise.verify.job import VerifyJob, make_job, small_layout
-from shardwise.verify.rank import train_layout
-from shardwise.verify.run import VerifyOutcome, judge, train_reference
+from shardwise.verify.run import VerifyOutcome, judge, train_layout, train_reference
 
 QWEN2 = {
     "model_type": "qwen2",
@@ -159,7 +158,7 @@ def test_a_wrong_gradient_between_stages_is_found(ranks, tmp_path):
     found = outcome.difference
     assert outcome.exit_code == 1
     assert (found.what, found.step, found.names[0]) == ("gradient", 1, "embed.weight")
-    assert outcome.holders[0] == "stages 0, 1, ranks 0 to 1"  # it is tied
+    assert outcome.holders[0] == "stages 0-1, ranks 0-1"  # it is tied
     # What the second stage computes from its own gradients is right.
     layout = small_layout(job)
     assert {layout.pipeline.stages_of[name] for name in found.names} == {(0, 1), (0,)}

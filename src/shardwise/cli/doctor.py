@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
 from shardwise.cli.command import COUNT, FILE, settings, split
 from shardwise.config.errors import with_code
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.launch.environment import cache_folder, detect, lone_rank
 from shardwise.launch.local import default_num_ranks, launch_local
-from shardwise.report.console import Terminal
+from shardwise.report.console import Terminal, progress
 
 
 @click.command(epilog="exit code: 0, or 1 where a finding is an error")
@@ -28,21 +27,18 @@ from shardwise.report.console import Terminal
 @click.option("--num-procs", type=COUNT, help="ranks that --calibrate lets work at once (default: as for train)")
 @click.option("--dir", "folder", type=FILE, help="whose disk is measured (default: run.dir)")
 @click.option("--nvme-path", type=FILE, help="the folder for states on NVMe (default: tiers.nvme_path)")
-# How the doctor starts the processes between which it measures collectives: a launcher, and its ranks.
-@click.option("--launch-peers", nargs=3, hidden=True)
-@click.option("--be-peer", nargs=2, hidden=True)
+# How the doctor starts the processes that measure together: a launcher, and its ranks.
 @click.option("--launch-calibrators", nargs=5, hidden=True)
 @click.option("--be-calibrator", nargs=4, hidden=True)
 def doctor(settings: Sequence[str], folder: Path | None, nvme_path: Path | None, **given: Any) -> int:
     """Say what this machine can do, what is wrong with it and how to fix that, in about 15 seconds."""
-    for role in ("peer", "calibrator"):
-        if (arguments := given[f"launch_{role}s"]) is not None:
-            return _launch(role, *arguments)
-        if (arguments := given[f"be_{role}"]) is not None:
-            return _be_rank(role, *arguments)
+    if given["launch_calibrators"] is not None:
+        return _launch(*given["launch_calibrators"])
+    if given["be_calibrator"] is not None:
+        return _be_rank(*given["be_calibrator"])
     if given["calibrate"]:
         return _calibrate(settings, nvme_path or folder, given["num_procs"], given["quick"], given["as_json"])
-    with Console(stderr=True).status("starting torch") as status:
+    with progress("starting torch") as announce:
         from shardwise.doctor import diagnose, read_swap
         from shardwise.train.setup import job_config
 
@@ -52,7 +48,7 @@ def doctor(settings: Sequence[str], folder: Path | None, nvme_path: Path | None,
             folder or Path((config or Config()).run.dir),
             swap=read_swap(nvme_path, config),
             quick=given["quick"],
-            announce=status.update,
+            announce=announce,
         )
     if given["as_json"]:
         print(json.dumps(diagnosis.to_dict(), indent=2))
@@ -63,24 +59,19 @@ def doctor(settings: Sequence[str], folder: Path | None, nvme_path: Path | None,
     return diagnosis.exit_code
 
 
-def _launch(role: str, folder: str, device_kind: str, num_ranks: str, *more: str) -> int:
-    argv = ["-m", "shardwise.cli", "doctor", f"--be-{role}", folder, device_kind, *more]
+def _launch(folder: str, device_kind: str, num_ranks: str, disk: str, extent: str) -> int:
+    argv = ["-m", "shardwise.cli", "doctor", "--be-calibrator", folder, device_kind, disk, extent]
     return launch_local(argv, int(num_ranks), Path(folder), grace_s=1.0, failure_grace_s=1.0)
 
 
-def _be_rank(role: str, folder: str, device_kind: str, disk: str = "", extent: str = "") -> int:
+def _be_rank(folder: str, device_kind: str, disk: str, extent: str) -> int:
     from shardwise.comm.collectives import CommError
     from shardwise.doctor.calibrate import be_calibrator
-    from shardwise.doctor.collective_bench import DeviceKind, be_peer
     from shardwise.launch.process_group import LaunchError, leave
 
     env = detect(os.environ) or lone_rank()
-    device: DeviceKind = "cuda" if device_kind == "cuda" else "cpu"
     try:
-        if role == "peer":
-            be_peer(env, Path(folder), device)
-        else:
-            be_calibrator(env, Path(folder), device, Path(disk), quick=extent == "quick")
+        be_calibrator(env, Path(folder), "cuda" if device_kind == "cuda" else "cpu", Path(disk), extent)
     except (ConfigError, LaunchError, CommError) as error:
         print(with_code(error), file=sys.stderr)
         return leave(1)
@@ -96,7 +87,7 @@ def _calibrate(settings: Sequence[str], disk: Path | None, num_procs: int | None
         raise ConfigError(
             "profile-not-writable", f"the profile cannot be kept in {cache}; set XDG_CACHE_HOME to a writable folder"
         )
-    with Console(stderr=True).status("starting torch") as status:
+    with progress("starting torch") as announce:
         from shardwise.doctor.calibrate import LIMIT_S, calibrate
         from shardwise.doctor.show import render_profile
         from shardwise.planner.profile import write_profile
@@ -105,7 +96,7 @@ def _calibrate(settings: Sequence[str], disk: Path | None, num_procs: int | None
         config = job_config(*split(settings))
         num_ranks = num_procs or config.run.num_procs or default_num_ranks(config.run.device)
         limit_words = "about a minute" if is_quick else f"at most {LIMIT_S / 60:.0f} minutes"
-        status.update(f"measuring {num_ranks} ranks at work at once, {limit_words}")
+        announce(f"measuring {num_ranks} ranks at work at once, {limit_words}")
         disk = disk or Path(config.tiers.nvme_path or ".")
         profile, failure = calibrate(device_kind(config), num_ranks, os.environ, disk, quick=is_quick)
     if failure is not None and not profile.matmuls:

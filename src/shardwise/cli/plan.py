@@ -29,7 +29,7 @@ from shardwise.cli.command import (
 )
 from shardwise.config.resolve import Config, ConfigError, is_config
 from shardwise.launch.targets import PORT, LaunchJob, c10d, torchrun
-from shardwise.report.console import Terminal
+from shardwise.report.console import Terminal, progress
 
 if TYPE_CHECKING:
     from shardwise.planner.hardware import Cluster
@@ -242,10 +242,11 @@ def _here(num_procs: int | None) -> Cluster:
 
 def _search(arguments: SimpleNamespace, cluster: Cluster, model: str, assignments: Sequence[str]) -> int:
     with Console(stderr=True).status("starting torch") as status:
+        from shardwise.planner.expert_parallel import expert_notes
         from shardwise.planner.explain import reasons_of
         from shardwise.planner.plan_view import page_dict, plan_dict, plan_view
         from shardwise.planner.pricer import Pricer
-        from shardwise.planner.request import ask, read_model
+        from shardwise.planner.request import ask, is_split, read_model
         from shardwise.planner.search import Limits, search
         from shardwise.train.imported_plan import named_batch
 
@@ -253,7 +254,7 @@ def _search(arguments: SimpleNamespace, cluster: Cluster, model: str, assignment
         batch = arguments.global_batch or known.global_batch or (own and named_batch(own, cluster.num_gpus))
         asked = ask(known, cluster, seq_len=arguments.seq, global_batch=batch, settings=assignments)
         pricer = Pricer(asked.job)
-        yours, note = _yours(pricer, own, model if known.is_split else None)
+        yours, note = _yours(pricer, own, model if is_split(known) else None)
         status.update(f"searching layouts of {cluster.num_gpus:,} {cluster.gpu.name}")
         limits = Limits(num_best=max(10, arguments.top or 0), margin_share=arguments.margin)
         plan = search(asked.job, asked.space, limits, pricer)
@@ -268,7 +269,7 @@ def _search(arguments: SimpleNamespace, cluster: Cluster, model: str, assignment
         num_shown=arguments.top,
         is_whole=arguments.more,
         yours=yours,
-        notes=(*asked.notes, *note),
+        notes=(*asked.notes, *note, *expert_notes(plan, pricer)),
     )
     answer = plan_dict(plan, reasons, yours)
     if plan.winner is not None:
@@ -460,8 +461,8 @@ def _dry_run(arguments: SimpleNamespace, path: str | None, assignments: Sequence
     from shardwise.verify.dry_run import dry_run, dry_run_size, render
 
     config = job_config(path, assignments)
-    with Console(stderr=True).status("reading the config") as status:
-        run = dry_run(config, dry_run_size(config, arguments.world_size), ranks, status.update)
+    with progress("reading the config") as announce:
+        run = dry_run(config, dry_run_size(config, arguments.world_size), ranks, announce)
     Terminal().print(render(run))
     return 0
 

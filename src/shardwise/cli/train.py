@@ -16,7 +16,7 @@ from shardwise.cli.command import COUNT, as_written, settings, split
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.launch.environment import RankEnv, cache_folder, detect, lone_rank
 from shardwise.launch.signals import StopFlag, install_stop_signal
-from shardwise.report.console import Terminal, refuse
+from shardwise.report.console import Terminal, progress, refuse
 
 
 @click.command(
@@ -115,8 +115,8 @@ def _dry_run(path: str | None, assignments: Sequence[str], resume: str | None, w
     num_ranks = dry_run_size(config, world_size)
     if source is not None:
         config = keep_global_batch(config, num_ranks)
-    with Console(stderr=True).status("reading the config") as status:
-        simulated = dry_run(config, num_ranks, announce=status.update)
+    with progress("reading the config") as announce:
+        simulated = dry_run(config, num_ranks, announce=announce)
     Terminal().print(render(simulated))
     return 0
 

@@ -78,7 +78,7 @@ def verify(
 def _be_rank(folder: Path) -> None:
     from shardwise.comm.collectives import CommError
     from shardwise.launch.process_group import LaunchError, leave
-    from shardwise.verify.rank import be_rank
+    from shardwise.verify.run import be_rank
 
     try:
         be_rank(detect(os.environ) or lone_rank(), folder)

@@ -1,7 +1,6 @@
-"""Finds out what this machine has, how fast it is, what is wrong with it and how to fix that (`shardwise doctor`).
+"""Find out what this machine has, how fast it is, what is wrong with it and how to fix that (`shardwise doctor`).
 
-`system_info` looks, `measure` and `collective_bench` take times, `checks` judges, `show` prints; `diagnose` does all of
-that but print. `calibrate` and `kernel_bench` measure the machine for the planner.
+`system_info` looks, `calibrate` measures, also for the planner, `checks` judges, `show` prints.
 
     diagnosis = diagnose(os.environ, Path("runs"))
     print(json.dumps(diagnosis.to_dict()))
@@ -9,41 +8,23 @@ that but print. `calibrate` and `kernel_bench` measure the machine for the plann
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch
+from typing import Any
 
 from shardwise.config.resolve import Config
+from shardwise.doctor.calibrate import Measurements, glance
 from shardwise.doctor.checks import Finding, list_findings
-from shardwise.doctor.collective_bench import DeviceKind, measure_collectives
-from shardwise.doctor.measure import (
-    MATMUL_DTYPES,
-    CollectiveSpeed,
-    CopySpeed,
-    MatmulSpeed,
-    Measurements,
-    ProbeFailure,
-    measure_device_copies,
-    measure_disk,
-    measure_host_copy,
-    measure_matmul,
-)
-from shardwise.doctor.system_info import SwapInfo, SystemInfo, gather_facts, read_disk
+from shardwise.doctor.system_info import DiskInfo, SystemInfo, gather_facts, read_disk
 from shardwise.launch.local import default_num_ranks
-from shardwise.offload.disk_bench import measure_swap
+from shardwise.offload.disk_bench import SwapSpeed, measure_swap
 from shardwise.runtime.memory_tracker import first_line
 from shardwise.train.setup import check_job
 
-__all__ = ["Diagnosis", "SwapInfo", "diagnose", "read_swap"]
+__all__ = ["Diagnosis", "diagnose", "read_swap"]
 
-SCHEMA = 1
-_GPU_BUDGET_S = 0.5
-
-Result = TypeVar("Result")
+SCHEMA = 2
 Announce = Callable[[str], None]
 
 
@@ -62,17 +43,14 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON; `schema` changes when a key is removed or changes its meaning."""
-        values = asdict(self)
-        for finding in values["findings"]:
-            finding["cure"] = finding.pop("fix")
-        return {"schema": SCHEMA, **values}
+        return {"schema": SCHEMA, **asdict(self)}
 
 
 def diagnose(
     environ: Mapping[str, str],
     folder: Path,
     *,
-    swap: SwapInfo | None = None,
+    swap: DiskInfo | None = None,
     quick: bool = False,
     announce: Announce = lambda doing: None,
 ) -> Diagnosis:
@@ -91,7 +69,7 @@ def diagnose(
     return Diagnosis(facts, measurements, tuple(list_findings(facts, measurements)))
 
 
-def read_swap(nvme_path: Path | None, config: Config | None) -> SwapInfo | None:
+def read_swap(nvme_path: Path | None, config: Config | None) -> DiskInfo | None:
     """Look at the folder that would store a job's states on NVMe; return None where no state would be stored there.
 
     Args:
@@ -108,62 +86,21 @@ def read_swap(nvme_path: Path | None, config: Config | None) -> SwapInfo | None:
         needed_bytes = num_ranks * sum(layout.bytes_at_rest(tier="nvme").values()) or None
         if needed_bytes is not None and nvme_path is None and config.tiers.nvme_path is not None:
             nvme_path = Path(config.tiers.nvme_path)
-    return None if nvme_path is None else SwapInfo(read_disk(nvme_path), needed_bytes)
-
-
-class _Probes:
-    """Runs probes one after another, and keeps going when one fails."""
-
-    def __init__(self, announce: Announce) -> None:
-        self.failures: list[ProbeFailure] = []
-        self._announce = announce
-
-    def run(self, name: str, probe: Callable[[], Result]) -> Result | None:
-        self._announce(f"measuring {name}")
-        try:
-            return probe()
-        except (RuntimeError, OSError, MemoryError) as error:
-            self.failures.append(ProbeFailure(name, first_line(error)))
-            return None
+    return None if nvme_path is None else replace(read_disk(nvme_path), needed_bytes=needed_bytes)
 
 
 def _measure(facts: SystemInfo, environ: Mapping[str, str], announce: Announce) -> Measurements:
-    probes = _Probes(announce)
-    matmuls: list[MatmulSpeed] = []
-    copies: list[CopySpeed] = []
-    for device, budget_s in _devices(len(facts.gpus)):
-        for dtype in MATMUL_DTYPES:
-            name = f"matmul in {str(dtype).removeprefix('torch.')} on {device}"
-            matmul = probes.run(name, partial(measure_matmul, device, dtype, budget_s))
-            matmuls += [matmul] if matmul else []
-        if device.type == "cuda":
-            copies += probes.run(f"copies to {device}", partial(measure_device_copies, device, budget_s / 2)) or []
-    host_copy = probes.run("copies in the host's memory", measure_host_copy)
-    disk = probes.run("disk", partial(measure_disk, Path(facts.disk.path))) if facts.disk.writable else None
-    swap_disk = facts.swap.disk if facts.swap is not None else None
-    swap = None
-    if swap_disk is not None and swap_disk.writable:
-        swap = probes.run("swap files", partial(measure_swap, Path(swap_disk.path)))
-    collectives: list[CollectiveSpeed] = []
-    for backend, device_kind, num_ranks in _groups(facts):
-        name = f"{backend} between {num_ranks} processes"
-        announce(f"measuring {name}")
-        found, failure = measure_collectives(device_kind, num_ranks, environ)
-        collectives += found
-        probes.failures += [ProbeFailure(name, failure)] if failure else []
-    copies += [host_copy] if host_copy else []
-    return Measurements(tuple(matmuls), tuple(copies), tuple(collectives), disk, tuple(probes.failures), swap)
-
-
-def _devices(num_gpus: int) -> Iterator[tuple[torch.device, float]]:
-    """Yield the devices that compute, and the seconds to spend on each dtype's matrix products."""
-    for index in range(num_gpus):
-        yield torch.device("cuda", index), max(0.1, _GPU_BUDGET_S / num_gpus)
-    yield torch.device("cpu"), 0.5
-
-
-def _groups(facts: SystemInfo) -> Iterator[tuple[str, DeviceKind, int]]:
-    if facts.software.has_gloo:
-        yield "gloo", "cpu", 2
-    if len(facts.gpus) > 1 and facts.software.has_nccl:
-        yield "nccl", "cuda", len(facts.gpus)
+    num_ranks = facts.num_train_ranks
+    probe = f"with {num_ranks} rank{'s' if num_ranks > 1 else ''} at work at once"
+    announce(f"measuring {probe}")
+    ranks, failure = glance("cuda" if facts.gpus else "cpu", num_ranks, environ)
+    failures = {} if failure is None else {probe: failure}
+    speeds: dict[str, SwapSpeed] = {}
+    for name, disk in (("disk", facts.disk), ("swap", facts.swap)):
+        if disk is not None and disk.writable:
+            announce(f"measuring {disk.path}")
+            try:
+                speeds[name] = measure_swap(Path(disk.path))
+            except (RuntimeError, OSError) as error:
+                failures[disk.path] = first_line(error)
+    return Measurements(ranks, failures=failures, **speeds)

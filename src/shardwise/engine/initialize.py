@@ -32,7 +32,7 @@ from shardwise.engine.build import EngineInputs
 from shardwise.engine.engine import Engine
 from shardwise.engine.hf_api import Names, check_folder
 from shardwise.engine.types import Scheduler
-from shardwise.launch.cpu_affinity import (
+from shardwise.launch.host import (
     check_cores,
     machine_name,
     quota_cores,

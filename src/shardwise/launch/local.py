@@ -21,16 +21,15 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
 from types import FrameType, MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from shardwise.config.resolve import ConfigError
-from shardwise.launch.cpu_affinity import num_cores
 from shardwise.launch.environment import LAUNCHER_FD, LAUNCHER_PATIENCE_S
 from shardwise.launch.exit_report import RankExit, exit_code, first_cause, lost_peer, report, stopped_note
+from shardwise.launch.host import num_cores
 from shardwise.runtime.clock import StopDetector, is_stopped
 
 # Settings of CUDA's allocator; torch reads one of these variables, and the first is its name in torch >= 2.9.
@@ -50,8 +49,7 @@ _NOTICE_S = 3.0
 _SHOW_CURSOR = "\x1b[?25h"
 
 
-@dataclass(frozen=True)
-class _Signalled:
+class _Signalled(NamedTuple):
     signum: signal.Signals
     at_s: float
 
@@ -63,14 +61,6 @@ class _Phase(Enum):
     SETTLING = auto()  # a rank lost its peer; the peer's own end is waited for
     STOPPING = auto()  # SIGTERM was sent
     KILLED = auto()  # SIGKILL was sent
-
-
-_SENT: Mapping[_Phase, tuple[signal.Signals, ...]] = {
-    _Phase.RUNNING: (),
-    _Phase.SETTLING: (),
-    _Phase.STOPPING: (signal.SIGTERM,),
-    _Phase.KILLED: (signal.SIGTERM,),
-}
 
 
 def default_num_ranks(device: Literal["auto", "cpu", "cuda"]) -> int:
@@ -274,8 +264,9 @@ class _Watch:
             # which handlers run, asleep.
             time.sleep(_POLL_S)
             for rank, returncode in self._ranks.fetch_ended():
-                sent = (*_SENT[self._phase], *([signal.SIGKILL] if rank in self._ranks.killed else []))
-                self._on_end(RankExit(rank, returncode, self._ranks.log_path(rank), sent))
+                sent = [signal.SIGTERM] if self._phase in (_Phase.STOPPING, _Phase.KILLED) else []
+                sent += [signal.SIGKILL] if rank in self._ranks.killed else []
+                self._on_end(RankExit(rank, returncode, self._ranks.log_path(rank), tuple(sent)))
             while self._received:
                 self._on_signal(self._received.popleft())
             now_s = time.monotonic()

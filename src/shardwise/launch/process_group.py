@@ -30,6 +30,7 @@ from shardwise.comm.store import PatientStore, StoreSilentError, ask_in_time
 from shardwise.config.errors import CodedError
 from shardwise.config.resolve import ConfigError
 from shardwise.launch.environment import RankEnv, detect, lone_rank
+from shardwise.runtime.memory_tracker import first_line
 
 _POLL_S = 0.01
 # Rank 0 finds out who is missing; the others wait this much longer for its answer.
@@ -110,7 +111,7 @@ def start_process_group(env: RankEnv, device_kind: Literal["cpu", "cuda"], timeo
     except RuntimeError as error:
         raise LaunchError(
             "ranks-not-connected",
-            f"rank {env.rank} met the others but could not connect to them: {_first_line(error)}; if the machine has "
+            f"rank {env.rank} met the others but could not connect to them: {first_line(error)}; if the machine has "
             f"several networks, name the right one in GLOO_SOCKET_IFNAME (on GPUs also NCCL_SOCKET_IFNAME)",
         ) from error
 
@@ -194,7 +195,7 @@ def _open_store(env: RankEnv, timeout_s: float) -> dist.Store:
         address = f"{env.master_addr}:{env.master_port}"
         if hosts:
             raise ConfigError(
-                "port-taken", f"rank 0 cannot listen on {address}: {_first_line(error)}; choose a free MASTER_PORT"
+                "port-taken", f"rank 0 cannot listen on {address}: {first_line(error)}; choose a free MASTER_PORT"
             ) from error
         raise LaunchError(
             "rank-zero-unreachable",
@@ -239,7 +240,7 @@ def _ask_to_join(env: RankEnv, store: dist.Store, timeout_s: float) -> tuple[str
         raise LaunchError(
             "rank-zero-absent",
             f"rank {env.rank} on {_own_name()} waited for rank 0 at {env.master_addr}:{env.master_port}, which did not "
-            f"come within {timeout_s:g} s or went away: see rank 0's log ({_first_line(error)})",
+            f"come within {timeout_s:g} s or went away: see rank 0's log ({first_line(error)})",
         ) from error
 
 
@@ -281,7 +282,3 @@ def _wait_for_all(timeout_s: float) -> None:
 
 def _own_name() -> str:
     return f"{socket.gethostname()} (process {os.getpid()})"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]

@@ -13,11 +13,13 @@ import dataclasses
 import json
 import re
 import shlex
+import string
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 from shardwise.config.resolve import ConfigError
 from shardwise.launch.hosts import remote_line, ssh_command
@@ -25,7 +27,7 @@ from shardwise.launch.hosts import remote_line, ssh_command
 PORT: Final = 29500
 # What a pre-empted rank has for its step and its save, of the seconds between a cluster's signal and its kill.
 NOTICE_S: Final = 300
-_SHUTDOWN: Final = MappingProxyType({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(NOTICE_S - 30)})
+_TEMPLATES: Final = Path(__file__).with_name("templates")
 # torchrun under a name that needs no PATH on the other host.
 _MODULE: Final = (sys.executable, "-m", "torch.distributed.run")
 
@@ -149,193 +151,63 @@ def _ssh(job: LaunchJob) -> str:
 
 
 def _slurm(job: LaunchJob) -> str:
-    gpus = f"{job.gpu}:{job.num_ranks_per_node}" if job.gpu else str(job.num_ranks_per_node)
-    options = {
-        "job-name": job.name,
-        "nodes": job.num_nodes,
-        "ntasks-per-node": 1,
-        "gpus-per-node": gpus,
-        "exclusive": None,
-        "time": job.time_limit,
-        "requeue": None,
-        "open-mode": "append",
-        "signal": f"B:TERM@{NOTICE_S}",
-    }
-    lines = [
-        f"#SBATCH --{name}" + ("" if value is None else f"={value}")
-        for name, value in options.items()
-        if value is not None or name in ("exclusive", "requeue")
-    ]
+    gpus = f"{job.gpu}:{job.num_ranks_per_node}" if job.gpu else job.num_ranks_per_node
+    time = "" if job.time_limit is None else f"#SBATCH --time={job.time_limit}\n"
+    head = 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\nport=$((10000 + SLURM_JOB_ID % 20000))\n'
     command = _shell(torchrun(job, c10d("$head:$port", "$SLURM_JOB_ID")))
-    head = ""
-    if job.num_nodes > 1:
-        head = 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
-        head += "port=$((10000 + SLURM_JOB_ID % 20000))\n"
-    settings = "\n".join(lines)
-    return f"""#!/bin/bash
-{settings}
-
-{head}{_exports()}
-# Before the time limit, and when another job takes the nodes, the ranks save and end, and the job is queued again.
-stopped=
-trap 'stopped=yes; kill -TERM "$run"' TERM
-srun --kill-on-bad-exit=1 --cpu-bind=none {command} &
-run=$!
-wait "$run"; code=$?
-while kill -0 "$run" 2> /dev/null; do wait "$run"; code=$?; done
-# The signal may have ended a wait after the run had ended: the shell still knows how.
-if [ -n "$stopped" ] && [ "$code" -eq 143 ]; then wait "$run"; last=$?; [ "$last" -eq 127 ] || code=$last; fi
-state=$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T)  # no more RUNNING where scancel sent the signal
-if [ -n "$stopped" ] && [ "$code" -ne 0 ] && [ "$state" = RUNNING ]; then scontrol requeue "$SLURM_JOB_ID"; fi
-exit "$code"
-"""
+    return _fill("slurm.sh", job, gpus=gpus, time=time, head=head if job.num_nodes > 1 else "", command=command)
 
 
 def _trainjob(job: LaunchJob) -> str:
-    # Kubeflow's torch runtime gives torchrun the nodes, the ranks and the address by variables PET_...
     restarts = ["--max-restarts", str(job.max_restarts)] if job.max_restarts else []
-    trainer = {
-        "image": job.image,
-        "command": ["torchrun", *restarts, *job.program],
-        "numNodes": job.num_nodes,
-        "resourcesPerNode": {"limits": {"nvidia.com/gpu": job.num_ranks_per_node}},
-    }
-    return to_yaml(
-        {
-            "apiVersion": "trainer.kubeflow.org/v1alpha1",
-            "kind": "TrainJob",
-            "metadata": {"name": job.name},
-            "spec": {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer},
-        }
-    )
+    return _fill("trainjob.yaml", job, command=json.dumps(["torchrun", *restarts, *job.program]))
 
 
 def _jobset(job: LaunchJob) -> str:
     meeting = static("$(JOB_COMPLETION_INDEX)", f"{job.name}-node-0-0.{job.name}", job.port)
-    container = {
-        "name": "train",
-        "image": job.image,
-        "command": torchrun(dataclasses.replace(job, max_restarts=0), meeting),
-        "env": [{"name": name, "value": value} for name, value in _SHUTDOWN.items()],
-        "ports": [{"containerPort": job.port}],
-        "resources": {"limits": {"nvidia.com/gpu": job.num_ranks_per_node}},
-    }
-    pod = {"restartPolicy": "Never", "terminationGracePeriodSeconds": NOTICE_S, "containers": [container]}
-    index = {"parallelism": job.num_nodes, "completions": job.num_nodes, "completionMode": "Indexed", "backoffLimit": 0}
-    replicated = {"name": "node", "replicas": 1, "template": {"spec": {**index, "template": {"spec": pod}}}}
-    return to_yaml(
-        {
-            "apiVersion": "jobset.x-k8s.io/v1alpha2",
-            "kind": "JobSet",
-            "metadata": {"name": job.name},
-            "spec": {"failurePolicy": {"maxRestarts": job.max_restarts}, "replicatedJobs": [replicated]},
-        }
-    )
+    command = torchrun(dataclasses.replace(job, max_restarts=0), meeting)
+    return _fill("jobset.yaml", job, command=json.dumps(command))
 
 
 def _sky(job: LaunchJob) -> str:
-    run = _shell(torchrun(job, static("$SKYPILOT_NODE_RANK", "$head", job.port)))
-    head = "" if job.num_nodes == 1 else 'head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)\n'
-    return to_yaml(
-        {
-            "name": job.name,
-            "num_nodes": job.num_nodes,
-            "workdir": ".",
-            "resources": {"accelerators": f"{job.gpu}:{job.num_ranks_per_node}"}
-            | ({"image_id": f"docker:{job.image}"} if job.image else {}),
-            "run": f"{head}{_exports()}{run}\n",
-        }
-    )
+    command = _shell(torchrun(job, static("$SKYPILOT_NODE_RANK", "$head", job.port)))
+    head = "" if job.num_nodes == 1 else 'head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)\n  '
+    image = f"  image_id: {json.dumps(f'docker:{job.image}')}" if job.image else ""
+    gpus = json.dumps(f"{job.gpu}:{job.num_ranks_per_node}")
+    return _fill("sky.yaml", job, gpus=gpus, image=image, head=head, command=command)
 
 
 def _ray(job: LaunchJob) -> str:
     start = json.dumps(torchrun(dataclasses.replace(job, program=(), max_restarts=0))[1:])
     meeting = ', "--node-rank", str(node), "--master-addr", address, "--master-port", str(port)'
     command = start[:-1] + (meeting if job.num_nodes > 1 else "") + "]"
-    return f'''"""Starts {job.name} by Ray Train: one worker on each node runs torchrun."""
-
-import os
-import socket
-import subprocess
-import sys
-
-import ray
-import torch.distributed as dist
-from ray.train import FailureConfig, RunConfig, ScalingConfig, get_context
-from ray.train.torch import TorchConfig, TorchTrainer
-
-PROGRAM = {json.dumps(job.program)}
-FOLDER = os.getcwd()  # Ray Train gives workers another one
+    return _fill("ray.py.txt", job, program=json.dumps(job.program), command=command)
 
 
-def run_node() -> None:
-    node = get_context().get_world_rank()
-    with socket.create_server(("", 0)) as free:
-        place = [ray.util.get_node_ip_address(), free.getsockname()[1]]
-    dist.broadcast_object_list(place)  # every node takes the first one's
-    address, port = place
-    command = {command}
-    subprocess.run([sys.executable, "-m", "torch.distributed.run", *command, *PROGRAM], cwd=FOLDER, check=True)
+class _Template(string.Template):
+    """Has values as %name, since the texts are full of $."""
+
+    delimiter = "%"
 
 
-trainer = TorchTrainer(
-    run_node,
-    torch_config=TorchConfig(backend="gloo"),
-    scaling_config=ScalingConfig(
-        num_workers={job.num_nodes}, use_gpu=True, resources_per_worker={{"GPU": {job.num_ranks_per_node}}}
-    ),
-    run_config=RunConfig(name={json.dumps(job.name)}, failure_config=FailureConfig(max_failures={job.max_restarts})),
-)
-trainer.fit()
-'''
-
-
-def _exports() -> str:
-    return "".join(f"export {name}={value}\n" for name, value in _SHUTDOWN.items())
+def _fill(template: str, job: LaunchJob, **values: object) -> str:
+    """Fill in a template's own values, and those that several templates have."""
+    shared = {
+        "name": job.name,
+        "nodes": job.num_nodes,
+        "ranks": job.num_ranks_per_node,
+        "restarts": job.max_restarts,
+        "image": json.dumps(job.image),
+        "port": job.port,
+        "notice": NOTICE_S,
+        "patience": NOTICE_S - 30,
+    }
+    return _Template((_TEMPLATES / template).read_text(encoding="utf-8")).substitute(shared | values)
 
 
 def _shell(words: Sequence[str]) -> str:
     """Join the words of a command; the shell fills in those that begin with $."""
     return " ".join(f'"{word}"' if re.fullmatch(r"(\$\w+:?)+", word) else shlex.quote(word) for word in words)
-
-
-def to_yaml(value: Mapping[str, Any]) -> str:
-    """Write dicts, lists, texts and whole numbers as YAML.
-
-    >>> print(to_yaml({"run": "a\\nb\\n", "of": [{"x": 1, "z": "no"}], "nothing": []}), end="")
-    run: |
-      a
-      b
-    of:
-      - x: 1
-        z: "no"
-    nothing: []
-    """
-    return "\n".join(_yaml_lines(value)) + "\n"
-
-
-def _yaml_lines(value: Any) -> Iterator[str]:
-    """Yield the lines of a dict or list that is not empty."""
-    for key, item in value.items() if isinstance(value, Mapping) else ((None, each) for each in value):
-        head = "-" if key is None else f"{_scalar(key)}:"
-        if isinstance(item, str) and re.fullmatch(r"([!-~][ -~]*\n)+", item):
-            yield f"{head} |"
-            yield from (f"  {line}" for line in item.splitlines())
-        elif not (isinstance(item, Mapping | list | tuple) and item):
-            yield f"{head} {_scalar(item)}"
-        elif key is None:
-            first, *more = _yaml_lines(item)
-            yield f"- {first}"
-            yield from (f"  {line}" for line in more)
-        else:
-            yield head
-            yield from (f"  {line}" for line in _yaml_lines(item))
-
-
-def _scalar(value: Any) -> str:
-    is_plain = isinstance(value, str) and re.fullmatch(r"[A-Za-z][\w./-]*", value, re.ASCII)
-    is_word = isinstance(value, str) and value.lower() in ("yes", "no", "on", "off", "true", "false", "null", "y", "n")
-    return str(value) if is_plain and not is_word else json.dumps(value)
 
 
 _GPU: Final = MappingProxyType({"gpu": "the GPUs' name, such as --gpus H100:8"})

@@ -9,19 +9,49 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from functools import cache
 
-from shardwise.config.resolve import Dtype
+from shardwise.config.resolve import Dtype, LoraConfig
 from shardwise.planner.job import PlanJob, Strategy
-from shardwise.planner.profile import BlockTime, HeadTime, Profile
+from shardwise.planner.profile import BlockTime, HeadTime
 from shardwise.planner.shape import ModelShape
 
-if TYPE_CHECKING:
-    from shardwise.planner.memory_traffic import PassTimes
+
+@dataclass(frozen=True)
+class PassTimes:
+    """Hold the seconds of one micro-batch on one rank; `recompute_s` is part of none of the others."""
+
+    forward_s: float = 0.0
+    backward_input_s: float = 0.0
+    backward_weight_s: float = 0.0
+    recompute_s: float = 0.0
+
+    @property
+    def backward_s(self) -> float:
+        """Return the seconds of both gradients."""
+        return self.backward_input_s + self.backward_weight_s
+
+    @property
+    def total_s(self) -> float:
+        """Return the seconds of all passes."""
+        return self.forward_s + self.backward_s + self.recompute_s
+
+    def times(self, factor: float) -> PassTimes:
+        """Multiply all times by `factor`."""
+        return PassTimes(*(factor * each for each in self._seconds))
+
+    def plus(self, other: PassTimes) -> PassTimes:
+        """Add the times of two units that run one after the other."""
+        return PassTimes(*(a + b for a, b in zip(self._seconds, other._seconds, strict=True)))
+
+    @property
+    def _seconds(self) -> tuple[float, float, float, float]:
+        return self.forward_s, self.backward_input_s, self.backward_weight_s, self.recompute_s
 
 
-Price = Callable[[PlanJob, Strategy], "PassTimes"]
+Price = Callable[[PlanJob, Strategy], PassTimes]
+Point = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 class Corrections:
@@ -35,67 +65,50 @@ class Corrections:
 
     def __init__(self, job: PlanJob, price_block: Price, price_head: Price) -> None:
         profile = job.cluster.profile
-        # What is compiled has other kernels than those that were measured.
-        is_measured = profile is not None and not job.traits.is_compiled
-        self._profile = profile if is_measured else None
         self._job = job
+        # What is compiled has other kernels than those that were measured.
+        self._profile = None if job.traits.is_compiled else profile
         self._price_block, self._price_head = price_block, price_head
-        self._blocks: dict[str, LogInterpolator | None] = {}
-        self._heads: dict[str, LogInterpolator | None] = {}
+        self._block_factors, self._head_factors = cache(self._of_blocks), cache(self._of_heads)
 
     def block(self, times: PassTimes, strategy: Strategy, tokens: float) -> PassTimes:
-        """Return the corrected times of a block; `recompute_s` stays as it is.
-
-        Args:
-            times: the priced seconds of each pass.
-            strategy: its dtype and tensor-parallel size.
-            tokens: of a micro-batch on a rank.
-        """
+        """Return the corrected `times` of a block under a strategy, for `tokens` of a micro-batch on a rank."""
         shape, dtype = self._job.shape, strategy.param
         if self._profile is None or shape.experts is not None or strategy.matmul not in (None, dtype):
             return times
-        if dtype not in self._blocks:
-            self._blocks[dtype] = _interpolator(self._block_points(self._profile, dtype))
-        return _scaled(times, self._blocks[dtype], tokens, _num_weights(shape) / strategy.tp)
+        return _scaled(times, self._block_factors(dtype), tokens, _num_weights(shape) / strategy.tp)
 
     def head(self, times: PassTimes, strategy: Strategy, tokens: float) -> PassTimes:
-        """Return the corrected times of the last norm, the head and the loss.
-
-        Args:
-            times: the priced seconds of each pass.
-            strategy: its dtype and tensor-parallel size.
-            tokens: of a micro-batch on a rank.
-        """
-        dtype = strategy.param
+        """Return the corrected `times` of the last norm, the head and the loss; the arguments are those of `block`."""
         if self._profile is None:
             return times
-        if dtype not in self._heads:
-            self._heads[dtype] = _interpolator(self._head_points(self._profile, dtype))
         width = self._job.shape.vocab_size * self._job.shape.hidden_size / strategy.tp
-        return _scaled(times, self._heads[dtype], tokens, width)
+        return _scaled(times, self._head_factors(strategy.param), tokens, width)
 
-    def _block_points(self, profile: Profile, dtype: Dtype) -> list[Point]:
+    def _of_blocks(self, dtype: Dtype) -> LogInterpolator | None:
         points = []
-        for each in profile.blocks:
+        for each in () if self._profile is None else self._profile.blocks:
             if each.dtype == dtype:
-                shape = _block_shape(each)
-                priced = self._price_block(self._reference(profile, shape, each.seq_len), Strategy(param=dtype))
+                shape = _shape(each, each.num_heads, each.num_kv_heads, each.head_dim, each.ffn_size)
+                priced = self._price_block(self._measured_job(shape, each.seq_len), Strategy(param=dtype))
                 points.append(_point(each, priced, each.seq_len, _num_weights(shape)))
-        return points
+        return LogInterpolator(points) if points else None
 
-    def _head_points(self, profile: Profile, dtype: Dtype) -> list[Point]:
+    def _of_heads(self, dtype: Dtype) -> LogInterpolator | None:
         points = []
-        for each in profile.heads:
+        for each in () if self._profile is None else self._profile.heads:
             if each.dtype == dtype:
-                reference = self._reference(profile, _head_shape(each), each.num_tokens)
-                priced = self._price_head(reference, Strategy(param=dtype))
+                shape = _shape(each, 1, 1, each.hidden_size, each.hidden_size, each.vocab_size)
+                priced = self._price_head(self._measured_job(shape, each.num_tokens), Strategy(param=dtype))
                 points.append(_point(each, priced, each.num_tokens, each.hidden_size * each.vocab_size))
-        return points
+        return LogInterpolator(points) if points else None
 
-    def _reference(self, profile: Profile, shape: ModelShape, seq_len: int) -> PlanJob:
+    def _measured_job(self, shape: ModelShape, seq_len: int) -> PlanJob:
         """Return the job that was measured, to be priced by kernels alone."""
-        kernels = replace(self._job.cluster, profile=replace(profile, blocks=(), heads=()))
-        return replace(self._job, shape=shape, seq_len=seq_len, global_batch=1, cluster=kernels)
+        profile = self._job.cluster.profile
+        kernels = None if profile is None else replace(profile, blocks=(), heads=())
+        cluster = replace(self._job.cluster, profile=kernels)
+        return replace(self._job, shape=shape, seq_len=seq_len, global_batch=1, cluster=cluster, lora=LoraConfig())
 
 
 def _point(measured: BlockTime | HeadTime, priced: PassTimes, tokens: int, width: float) -> Point:
@@ -103,20 +116,14 @@ def _point(measured: BlockTime | HeadTime, priced: PassTimes, tokens: int, width
     return (tokens, width**0.5), (measured.forward_s / priced.forward_s, measured.backward_s / priced.backward_s)
 
 
-def _interpolator(points: Sequence[Point]) -> LogInterpolator | None:
-    return LogInterpolator(points) if points else None
-
-
 def _scaled(times: PassTimes, factors: LogInterpolator | None, tokens: float, width: float) -> PassTimes:
     if factors is None:
         return times
     forward, backward = factors.at(tokens, width**0.5)
-    return replace(
-        times,
-        forward_s=times.forward_s * forward,
-        backward_input_s=times.backward_input_s * backward,
-        backward_weight_s=times.backward_weight_s * backward,
-    )
+    return PassTimes(
+        times.forward_s * forward, times.backward_input_s * backward, times.backward_weight_s * backward,
+        times.recompute_s,
+    )  # fmt: skip
 
 
 def _num_weights(shape: ModelShape) -> int:
@@ -124,31 +131,18 @@ def _num_weights(shape: ModelShape) -> int:
     return shape.attention_params + shape.num_ffn_matrices * shape.hidden_size * shape.ffn_size
 
 
-def _block_shape(each: BlockTime) -> ModelShape:
+def _shape(
+    each: BlockTime | HeadTime, num_heads: int, num_kv_heads: int, head_dim: int, ffn_size: int, vocab_size: int = 1
+) -> ModelShape:
     return ModelShape(
         num_layers=1,
         hidden_size=each.hidden_size,
-        num_heads=each.num_heads,
-        num_kv_heads=each.num_kv_heads,
-        head_dim=each.head_dim,
-        ffn_size=each.ffn_size,
-        vocab_size=1,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        ffn_size=ffn_size,
+        vocab_size=vocab_size,
     )
-
-
-def _head_shape(each: HeadTime) -> ModelShape:
-    return ModelShape(
-        num_layers=1,
-        hidden_size=each.hidden_size,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=each.hidden_size,
-        ffn_size=each.hidden_size,
-        vocab_size=each.vocab_size,
-    )
-
-
-Point = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 class LogInterpolator:
@@ -170,13 +164,12 @@ class LogInterpolator:
         """Return the values at some coordinates, between the least and the greatest known."""
         bounds = zip(map(math.log, where), self._low, self._high, strict=True)
         logs = [min(max(each, low), high) for each, low, high in bounds]
-        distances = [sum((a - b) ** 2 for a, b in zip(known, logs, strict=True)) for known, _ in self._points]
+        distances = [math.dist(known, logs) ** 2 for known, _ in self._points]
         if min(distances) < 1e-12:
             return tuple(map(math.exp, self._points[distances.index(min(distances))][1]))
         weights = [1 / distance**2 for distance in distances]
-        total = sum(weights)
-        sums = zip(
-            *([w * value for value in values] for w, (_, values) in zip(weights, self._points, strict=True)),
-            strict=True,
+        columns = zip(*(values for _, values in self._points), strict=True)
+        return tuple(
+            math.exp(sum(w * value for w, value in zip(weights, column, strict=True)) / sum(weights))
+            for column in columns
         )
-        return tuple(math.exp(sum(column) / total) for column in sums)

@@ -5,11 +5,10 @@ is recomputed. A placement candidate says where states are stored: ZeRO stage, s
 generated one after the other, and only those that the engine runs.
 
 >>> from shardwise.models.presets import preset
->>> from shardwise.planner.hardware import find_gpu
->>> from shardwise.planner.hardware import Cluster
+>>> from shardwise.planner.hardware import parse_cluster
 >>> from shardwise.planner.shape import ModelShape
->>> job = PlanJob(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=16,
-...           cluster=Cluster(gpu=find_gpu("h100"), num_gpus=8, gpus_per_node=8, nic_bytes_per_s=50e9))
+>>> shape = ModelShape.of_decoder(preset("llama-3-8b"))
+>>> job = PlanJob(shape=shape, seq_len=8192, global_batch=16, cluster=parse_cluster("h100:8"))
 >>> space = SearchSpace(pins={"pp": (1,), "cp": (1,), "recompute": ("none",), "micro_size": (1,)})
 >>> [(each.tp, each.num_micro_batches) for each in candidates(job, space)]
 [(1, 2), (2, 4), (4, 8), (8, 16)]
@@ -20,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple
 
@@ -39,6 +39,8 @@ RECOMPUTES: Final[tuple[tuple[Literal["none", "selective", "full"], int], ...]] 
 )
 """Modes of recomputation, and every how many blocks they apply to; the one that keeps most comes first."""
 _MAX_MICRO_SIZE: Final = 64
+# All but four of 799 published runs have at most so many; a pin may have more.
+_MAX_VIRTUAL_STAGES: Final = 12
 # Tokens of a micro-batch on a rank; from here on matrix products gain nothing by being larger.
 _MAX_TOKENS: Final = 2**16
 # Tokens of a rank's part of a sequence; below it matrix products are too small to be worth a split.
@@ -130,15 +132,6 @@ class SearchSpace:
         """Say whether no pin forbids a value."""
         return name not in self.pins or value in self.pins[name]
 
-    def has(self, strategy: Strategy, job: PlanJob) -> bool:
-        """Say whether a strategy of the job is in the space: as pinned, and off the devices only where allowed."""
-        tiers = {strategy.params_tier, strategy.grads_tier, strategy.optimizer_tier, strategy.activations_tier}
-        if strategy.chunk_tokens != self.base.chunk_tokens:
-            return False
-        if tiers != {"device"} and not (are_states_crowded(job, self.base) if self.offloads is None else self.offloads):
-            return False
-        return all(self.allows(name, getattr(strategy, name)) for name in KEYS.values())
-
 
 def candidates(job: PlanJob, space: SearchSpace) -> Iterator[ParallelismCandidate]:
     """Yield every parallelism candidate of a job that the engine runs; all GPUs of the cluster take part."""
@@ -148,6 +141,7 @@ def candidates(job: PlanJob, space: SearchSpace) -> Iterator[ParallelismCandidat
             sequence_parallel = _sequence_parallel(job, space, tp, cp)
             if sequence_parallel is None:
                 continue
+            split = (cp, tp, sequence_parallel, transport, heads_over)
             for pp in _pipeline_sizes(job, space, num_gpus // (tp * cp)):
                 num_data_ranks = num_gpus // (tp * cp * pp)
                 if job.global_batch % num_data_ranks:
@@ -156,21 +150,8 @@ def candidates(job: PlanJob, space: SearchSpace) -> Iterator[ParallelismCandidat
                 for micro_size in _micro_sizes(job, space, each_batch, cp):
                     for schedule, virtual_stages in _schedules(job, space, pp):
                         for recompute, every in _recomputes(space):
-                            yield ParallelismCandidate(
-                                pp,
-                                num_data_ranks,
-                                cp,
-                                tp,
-                                sequence_parallel,
-                                transport,
-                                heads_over,
-                                micro_size,
-                                each_batch // micro_size,
-                                schedule,
-                                virtual_stages,
-                                recompute,
-                                every,
-                            )
+                            work = (micro_size, each_batch // micro_size, schedule, virtual_stages, recompute, every)
+                            yield ParallelismCandidate._make((pp, num_data_ranks, *split, *work))
 
 
 def why_none(job: PlanJob, space: SearchSpace) -> str:
@@ -313,12 +294,8 @@ def _pipeline_sizes(job: PlanJob, space: SearchSpace, num_ranks: int) -> list[in
 
 def _micro_sizes(job: PlanJob, space: SearchSpace, each_batch: int, cp: int) -> list[int]:
     most = min(_MAX_MICRO_SIZE, max(1, _MAX_TOKENS * cp // job.seq_len))
-    sizes = [each for each in divisors(each_batch) if each <= most or "micro_size" in space.pins]
-    return [
-        each
-        for each in sizes
-        if space.allows("micro_size", each) and space.allows("num_micro_batches", each_batch // each)
-    ]
+    sizes = [each for each in divisors(each_batch) if space.allows("num_micro_batches", each_batch // each)]
+    return [each for each in sizes if each in space.of("micro_size", range(1, most + 1))]
 
 
 def _schedules(job: PlanJob, space: SearchSpace, pp: int) -> Iterator[tuple[str, int]]:
@@ -333,14 +310,12 @@ def _schedules(job: PlanJob, space: SearchSpace, pp: int) -> Iterator[tuple[str,
         if recipe.splits_backward and not splits_weights:
             continue
         most = (num_layers + 2) // pp
+        numbers = [recipe.min_virtual_stages]
         if recipe.is_interleaved:
-            whole = [v for v in range(2, most + 1) if num_layers % (pp * v) == 0 or (num_layers + 2) % (pp * v) == 0]
-            numbers = sorted({*whole, *(v for v in (2, 4) if v <= most)})
-        else:
-            numbers = [recipe.min_virtual_stages]
+            tried = range(2, min(most, _MAX_VIRTUAL_STAGES) + 1)
+            numbers = [v for v in tried if v in (2, 4) or 0 in (num_layers % (pp * v), (num_layers + 2) % (pp * v))]
         for virtual_stages in space.of("virtual_stages", numbers):
-            is_possible = virtual_stages <= most and virtual_stages >= recipe.min_virtual_stages
-            if is_possible and (recipe.max_virtual_stages is None or virtual_stages <= recipe.max_virtual_stages):
+            if recipe.min_virtual_stages <= virtual_stages <= min(most, recipe.max_virtual_stages or most):
                 yield schedule, virtual_stages
 
 
@@ -353,9 +328,7 @@ def _recomputes(space: SearchSpace) -> list[tuple[str, int]]:
 
 
 def _all_tiers(job: PlanJob, space: SearchSpace, candidate: ParallelismCandidate) -> list[tuple[str, str, str, str]]:
-    """Return the tiers to try of parameters, gradients, optimizer and activations, those with less off the device
-    first.
-    """
+    """Return the tiers to try of parameters, gradients, optimizer and activations, the device first."""
     names = ("params_tier", "grads_tier", "optimizer_tier", "activations_tier")
     ladder = [("device", "device", "device")]
     offloads = are_states_crowded(job, space.base) if space.offloads is None else space.offloads
@@ -368,9 +341,7 @@ def _all_tiers(job: PlanJob, space: SearchSpace, candidate: ParallelismCandidate
     tried = [(*states, kept) for states in ladder for kept in activations]
     if any(name in space.pins for name in names):
         options = [space.of(name, sorted({each[index] for each in tried})) for index, name in enumerate(names)]
-        pinned = [(p, g, o, a) for p in options[0] for g in options[1] for o in options[2] for a in options[3]]
-        wanted = {each for each in pinned if all(space.allows(n, t) for n, t in zip(names, each, strict=True))}
-        tried = sorted(wanted, key=lambda each: (sum(tier != "device" for tier in each), each))
+        tried = sorted(set(product(*options)), key=lambda each: (sum(tier != "device" for tier in each), each))
     return tried
 
 

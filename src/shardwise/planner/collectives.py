@@ -3,16 +3,6 @@
 A group spans levels: devices that links join (NVLink), devices of a node (PCIe), nodes (network). A ring over all of
 them crosses each level's border as often as it must, and moves through it what the level's ranks share; the slowest
 level bounds it, since data flows through all of them at once.
-
-
->>> from shardwise.planner.hardware import find_gpu
->>> h100 = find_gpu("h100")
->>> network = NetworkModel(Cluster(gpu=h100, num_gpus=64, gpus_per_node=8, nic_bytes_per_s=h100.nic_bytes_per_s))
->>> [level.num_ranks for level in network.levels(num_ranks=32, stride=2)]   # 4 of each node, 8 nodes
-[4, 8]
->>> in_node, over_nodes = network.collective_s("all_gather", 2**30, 8), network.collective_s("all_gather", 2**30, 16)
->>> in_node < over_nodes
-True
 """
 
 from __future__ import annotations
@@ -21,6 +11,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Final, Literal, get_args
 
@@ -100,9 +91,8 @@ class NetworkModel:
         sends each peer its n-th.
 
         Args:
-            op: all_reduce, all_gather, reduce_scatter, all_to_all or send.
-            num_bytes: of the whole buffer: what a gather ends with, what a reduction starts from, what each rank has
-                before an all-to-all, what is sent.
+            op: one of `OPS`.
+            num_bytes: of the whole buffer; what each rank has before an all-to-all, what is sent.
             num_ranks: of the group; a send goes to the next one of so many, and the slowest counts.
             stride: how far apart in rank order the group's ranks stand.
 
@@ -114,18 +104,17 @@ class NetworkModel:
         if num_ranks <= 1 or num_bytes <= 0:
             return 0.0
         key = (op, num_bytes, num_ranks, stride)
-        found = self._known.get(key)
-        if found is None:
+        if key not in self._known:
             measured = self._measured_s(op, num_bytes, num_ranks, stride)
-            found = self._known[key] = self._modelled_s(*key) if measured is None else measured
-        return found
+            self._known[key] = self._modelled_s(*key) if measured is None else measured
+        return self._known[key]
 
     def levels(self, num_ranks: int, stride: int) -> tuple[NetworkLevel, ...]:
         """Return the levels that a group spans, the innermost first, without those that join nothing."""
-        found = self._levels.get((num_ranks, stride))
-        if found is None:
-            found = self._levels[num_ranks, stride] = tuple(self._find_levels(num_ranks, stride))
-        return found
+        key = (num_ranks, stride)
+        if key not in self._levels:
+            self._levels[key] = tuple(self._find_levels(num_ranks, stride))
+        return self._levels[key]
 
     def _find_levels(self, num_ranks: int, stride: int) -> list[NetworkLevel]:
         levels, left, width = [], num_ranks, stride
@@ -139,9 +128,7 @@ class NetworkModel:
         return levels
 
     def _reached_share(self, tier: int, num_ranks: int) -> float:
-        """Return the share of a device's links that leads to ranks of the group; for a network, the share that
-        collisions leave.
-        """
+        """Return the share of a device's links that leads to ranks of the group, or that collisions leave."""
         gpu = self.cluster.gpu
         if tier == len(self._tiers) - 1:
             return 1 / (1 + self._collisions * math.log2(num_ranks))
@@ -174,9 +161,7 @@ class NetworkModel:
         return CALL_S + _TRAVERSALS[op] * (hops_s + moved_s)
 
     def _measured_s(self, op: str, num_bytes: float, num_ranks: int, stride: int) -> float | None:
-        """Scale the table of the nearest number of ranks, where the group is within a node as in the table; else return
-        None.
-        """
+        """Scale the table of the nearest number of ranks where the group is within a node, as in the table."""
         tables = self._tables.get(op)
         if not tables or stride * num_ranks > self.cluster.gpus_per_node:
             return None
@@ -187,25 +172,21 @@ class NetworkModel:
 
 def _read_tables(cluster: Cluster) -> dict[str, dict[int, _Table]]:
     """Return the measured tables by op and number of ranks; a larger buffer is never faster, whatever was measured."""
-    tables: dict[str, dict[int, list[tuple[float, float]]]] = {}
-    for each in () if cluster.profile is None else cluster.profile.collectives:
+    rows = () if cluster.profile is None else cluster.profile.collectives
+    points: dict[str, dict[int, list[tuple[float, float]]]] = {}
+    for each in rows:
         if each.num_ranks > 1 and each.num_bytes > 0:
-            tables.setdefault(each.op, {}).setdefault(each.num_ranks, []).append((each.num_bytes, each.seconds))
-    return {op: {n: _ascending(points) for n, points in of_op.items()} for op, of_op in tables.items()}
+            points.setdefault(each.op, {}).setdefault(each.num_ranks, []).append((each.num_bytes, each.seconds))
+    return {op: {n: _ascending(sorted(table)) for n, table in of_op.items()} for op, of_op in points.items()}
 
 
 def _ascending(points: list[tuple[float, float]]) -> _Table:
-    slowest, table = 0.0, []
-    for num_bytes, seconds in sorted(points):
-        slowest = max(slowest, seconds)
-        table.append((num_bytes, slowest))
-    return tuple(table)
+    sizes, seconds = zip(*points, strict=True)
+    return tuple(zip(sizes, accumulate(seconds, max), strict=True))
 
 
 def _interpolated(table: _Table, num_bytes: float) -> float:
-    """Interpolate log-log between two points; return the first's seconds below it, and the last's bytes a second above
-    it.
-    """
+    """Interpolate log-log; below the first point take its seconds, above the last its bytes a second."""
     index = bisect_left(table, (num_bytes, 0.0))
     if index == 0:
         return table[0][1]

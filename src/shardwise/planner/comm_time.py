@@ -2,19 +2,6 @@
 
 Times are of collectives alone; `exposed_s` says how much of them remains visible in a step that computes at the same
 time.
-
->>> from shardwise.models.presets import preset
->>> from shardwise.planner.hardware import find_gpu
->>> from shardwise.planner.hardware import Cluster
->>> from shardwise.planner.shape import ModelShape
->>> cluster = Cluster(gpu=find_gpu("h100"), num_gpus=64, gpus_per_node=8, nic_bytes_per_s=50e9)
->>> job = PlanJob(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=64, cluster=cluster)
->>> model = CommTimeModel(job)
->>> model.block(Strategy(tp=8, dp_shard=8)).forward.tensor_s > model.block(Strategy(tp=2, dp_shard=32)).forward.tensor_s
-True
->>> once, often = (model.data(Strategy(dp_shard=64, zero_stage=3, num_micro_batches=m)) for m in (1, 2))
->>> once.total_s < often.total_s
-True
 """
 
 from __future__ import annotations
@@ -64,12 +51,7 @@ class TokenExchange:
     hidden_context: float = 0.0
 
     def exposed(self, compute_s: float, attention_s: float) -> dict[str, float]:
-        """Return by part the seconds by which the pass takes longer.
-
-        Args:
-            compute_s: seconds of the unit's pass, attention included.
-            attention_s: seconds of its attention alone.
-        """
+        """Return by part the seconds by which the pass, whose attention is part of `compute_s`, takes longer."""
         products_s = max(0.0, compute_s - attention_s)
         return {
             "tensor": _beside(self.tensor_s, self.hidden_tensor, products_s),
@@ -87,8 +69,8 @@ class BlockComm:
     recompute: TokenExchange = TokenExchange()
 
 
-Moment = Literal["forward", "backward", "first forward", "last backward"]
-"""A moment of a step: a pass of each micro-batch, or of one of them alone."""
+Moment = Literal["forward", "backward", "first forward", "last backward", "step"]
+"""A moment of a step: a pass of each micro-batch, or of one of them alone, or the optimizer's step."""
 
 
 @dataclass(frozen=True)
@@ -113,52 +95,43 @@ class PricedCollective:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataParallelComm:
-    """Hold the seconds of a step's gathers and reductions on one rank, by when they run.
+class OverlapTimes:
+    """Hold the seconds in which one rank moves data for a step, by when, and say what computing does not hide.
 
     Attributes:
-        forward_s: of gathers in the forward of each micro-batch.
-        backward_s: of gathers and reductions in the backward of each micro-batch.
-        first_forward_s: of gathers that the first micro-batch alone waits for, such as those after a step.
-        last_backward_s: of reductions in the last micro-batch's backward alone.
-        alone_forward_s, alone_backward_s: of the first gathers and the last reductions, which nothing can run beside;
-            they are part of the others.
-        step_s: of collectives in the step itself; nothing hides them.
+        forward_s, backward_s: in that pass of each micro-batch.
+        first_forward_s, last_backward_s: in addition, in that pass of one micro-batch alone, as after a step.
+        alone_forward_s, alone_backward_s: what is part of these and has nothing to run beside.
+        step_s: in the step itself; nothing hides it.
         num_micro_batches: of the step.
         num_hiding: micro-batches at the step's ends whose computation may hide what is needed once.
-        may_hide: whether they run while others compute.
+        may_hide: whether data move while others compute.
         hidden_share: the most of their time that computing hides.
     """
 
-    forward_s: float
-    backward_s: float
-    first_forward_s: float
-    last_backward_s: float
-    alone_forward_s: float
-    alone_backward_s: float
-    step_s: float
-    num_micro_batches: int
-    num_hiding: int
-    may_hide: bool
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    first_forward_s: float = 0.0
+    last_backward_s: float = 0.0
+    alone_forward_s: float = 0.0
+    alone_backward_s: float = 0.0
+    step_s: float = 0.0
+    num_micro_batches: int = 1
+    num_hiding: int = 1
+    may_hide: bool = True
     hidden_share: float = HIDDEN_SHARE
 
     @property
     def total_s(self) -> float:
-        """Return the seconds of all collectives of a step."""
+        """Return the seconds of all moves of a step."""
         each = self.num_micro_batches * (self.forward_s + self.backward_s)
         return each + self.first_forward_s + self.last_backward_s + self.step_s
 
     def exposed_s(self, forward_s: float, backward_s: float) -> float:
-        """Return the seconds of a step that computing does not hide.
-
-        Args:
-            forward_s: seconds that the rank computes in one micro-batch's forward.
-            backward_s: seconds in its backward, recomputation included.
-        """
+        """Return the seconds of a step that the passes of micro-batches, recomputation included, do not hide."""
         if not self.may_hide:
             return self.total_s
-        num_ends = self.num_hiding
-        share = self.hidden_share
+        num_ends, share = self.num_hiding, self.hidden_share
         inner = exposed_s(self.forward_s, forward_s, share) + exposed_s(self.backward_s, backward_s, share)
         first_s = num_ends * self.forward_s + self.first_forward_s - self.alone_forward_s
         last_s = num_ends * self.backward_s + self.last_backward_s - self.alone_backward_s
@@ -168,17 +141,12 @@ class DataParallelComm:
 
 
 def exposed_s(communication_s: float, compute_s: float, hidden_share: float = HIDDEN_SHARE) -> float:
-    """Return the seconds by which a collective lengthens what is computed beside it.
+    """Return the seconds by which a collective of `communication_s` lengthens `compute_s` of computing beside it.
 
     Even where the computation lasts longer, the collective slows it: at most `hidden_share` of its time is hidden.
 
     >>> exposed_s(3.0, 0.0), exposed_s(0.0, 3.0), round(exposed_s(1.0, 9.0), 3)
     (3.0, 0.0, 0.2)
-
-    Args:
-        communication_s: seconds of the collective alone.
-        compute_s: seconds of the computation that may hide it.
-        hidden_share: the most of the collective's time that may hide; by default from `OVERLAP_SLOWDOWN`.
     """
     return max(communication_s - compute_s, communication_s * (1 - hidden_share))
 
@@ -199,10 +167,9 @@ class CommTimeModel:
         self.job = job
         self.compact = compact or CompactLayout(job)
         self.network = NetworkModel(job.cluster)
-        fitted = replace(
-            job.cluster.gpu.fitted, network_share=max(DISPATCH_SHARE, job.cluster.gpu.fitted.network_share)
-        )
-        gpu = replace(job.cluster.gpu, fitted=fitted)
+        gpu = job.cluster.gpu
+        share = max(DISPATCH_SHARE, gpu.fitted.network_share)
+        gpu = replace(gpu, fitted=replace(gpu.fitted, network_share=share))
         self._dispatch_network = NetworkModel(replace(job.cluster, gpu=gpu), collisions=0.0)
         self._blocks: dict[tuple[object, ...], BlockComm] = {}
 
@@ -215,10 +182,9 @@ class CommTimeModel:
         s = strategy
         split = (s.tp, s.cp, s.ep, s.micro_size, s.sequence_parallel, s.param)
         key = (*split, s.transport, s.heads_over, s.recompute, s.recompute_every)
-        found = self._blocks.get(key)
-        if found is None:
-            found = self._blocks[key] = self._block(strategy)
-        return found
+        if key not in self._blocks:
+            self._blocks[key] = self._block(s)
+        return self._blocks[key]
 
     def embedding(self, strategy: Strategy) -> BlockComm:
         """Price the embedding: each tp rank looks up its part of the vocabulary, and the results are summed."""
@@ -229,9 +195,7 @@ class CommTimeModel:
         )
 
     def head(self, strategy: Strategy) -> BlockComm:
-        """Price the head and the loss: the input is gathered, its gradient summed, and three numbers a token in
-        between.
-        """
+        """Price the head and the loss: the input is gathered, its gradient summed; between, three numbers a token."""
         s = strategy
         tokens_bytes = 4.0 * self._tokens(s)
         forward_s = 3 * self.network.collective_s("all_reduce", tokens_bytes, s.tp)
@@ -251,32 +215,30 @@ class CommTimeModel:
         num_bytes *= self.job.cluster.gpu.fitted.network_share
         return self.network.collective_s("send", num_bytes, s.pp, s.num_ranks // s.pp)
 
-    def data(self, strategy: Strategy, pipeline_rank: int = 0) -> DataParallelComm:
+    def data(self, strategy: Strategy, pipeline_rank: int = 0) -> OverlapTimes:
         """Price a step's gathers and reductions over the ranks that share parameters.
 
         Where a rank has several stages, the first's parameters are needed, and the last's gradients reduced, while the
         others compute: each takes groups of as many micro-batches as there are ranks (Narayanan et al. 2021, arXiv
         2104.04473, figure 4).
         """
-        s = strategy
-        profile = self.job.cluster.profile
+        s, profile = strategy, self.job.cluster.profile
         measured = None if profile is None else profile.hidden_share
         seconds: dict[str, float] = dict.fromkeys(get_args(Moment), 0.0)
-        alone = {"first forward": 0.0, "last backward": 0.0}
+        alone = {"forward": 0.0, "backward": 0.0}
         for call in self.data_calls(s, pipeline_rank):
             each_s = self.network.collective_s(call.op, call.num_bytes, call.num_ranks, call.stride)
             seconds[call.moment] += call.count * each_s
             if call.is_alone:
-                alone["first forward" if "forward" in call.moment else "last backward"] += each_s
-        step_s = NUM_STEP_SUMS * self.network.collective_s("all_reduce", 4.0, s.num_ranks)
-        return DataParallelComm(
+                alone[call.moment.rpartition(" ")[2]] += each_s
+        return OverlapTimes(
             forward_s=seconds["forward"],
             backward_s=seconds["backward"],
             first_forward_s=seconds["first forward"],
             last_backward_s=seconds["last backward"],
-            alone_forward_s=alone["first forward"],
-            alone_backward_s=alone["last backward"],
-            step_s=step_s,
+            alone_forward_s=alone["forward"],
+            alone_backward_s=alone["backward"],
+            step_s=NUM_STEP_SUMS * self.network.collective_s("all_reduce", 4.0, s.num_ranks),
             num_micro_batches=s.num_micro_batches,
             num_hiding=min(s.num_micro_batches, s.pp) if s.virtual_stages > 1 else 1,
             may_hide=self.job.traits.overlaps_data,
@@ -309,12 +271,14 @@ class CommTimeModel:
             return PricedCollective(op, num_bytes, num_ranks, stride, moment, times * fold.count, is_alone=is_alone)
 
         uses = layout.num_unshards(group, s.num_micro_batches)
-        if (uses == 1 and s.num_micro_batches > 1) or stage.unshard_after_step:
+        if (uses == 1 and s.num_micro_batches > 1) or (stage.unshard_after_step and group.trainable):
             yield call("all_gather", param_bytes, group.num_shards, near, "first forward")
         elif uses:
             back = uses // s.num_micro_batches // 2
             yield call("all_gather", param_bytes, group.num_shards, near, "forward", uses // s.num_micro_batches - back)
             yield call("all_gather", param_bytes, group.num_shards, near, "backward", back)
+        if not group.trainable:
+            return
         if len(group.stages) > 1 and (holders := len(layout.holders(group))) > 1:
             is_whole = stage.optimizer is Placement.REPLICATE
             numel = group.padded_numel if is_whole else group.shard_numel
@@ -330,42 +294,34 @@ class CommTimeModel:
     def _block(self, s: Strategy) -> BlockComm:
         pass_s = self._tensor_pass_s(s)
         hidden = (TENSOR_CHUNKS - 1) / TENSOR_CHUNKS if self.job.traits.overlaps_tensor else 0.0
-        context = self._context_passes(s)
-        hidden_context = 1.0 if s.transport == "ring" and (s.heads_over or 1) < s.cp else 0.0
+        forward_s, backward_s = self._context_passes(s)
         experts_s = self._experts_s(s)
         repeats = 1.0 / s.recompute_every if s.recompute == "full" else 0.0
         # Beside the gradients of inputs, in every code; what runs again gathers anyway.
         regathered_s = (1 - repeats) * 2 * self._tensor_s("all_gather", s) if s.sequence_parallel else 0.0
-        backward_s = pass_s + regathered_s
-        hidden_back = (hidden * pass_s + regathered_s) / backward_s if backward_s else 0.0
+        tensor_s = pass_s + regathered_s
+        forward = TokenExchange(
+            tensor_s=pass_s,
+            context_s=forward_s,
+            experts_s=experts_s,
+            hidden_tensor=hidden,
+            hidden_context=1.0 if s.transport == "ring" and (s.heads_over or 1) < s.cp else 0.0,
+        )
         return BlockComm(
-            forward=TokenExchange(
-                tensor_s=pass_s,
-                context_s=context[0],
-                experts_s=experts_s,
-                hidden_tensor=hidden,
-                hidden_context=hidden_context,
+            forward=forward,
+            backward=replace(
+                forward,
+                tensor_s=tensor_s,
+                context_s=backward_s,
+                hidden_tensor=(hidden * pass_s + regathered_s) / tensor_s if tensor_s else 0.0,
             ),
-            backward=TokenExchange(
-                tensor_s=backward_s,
-                context_s=context[1],
-                experts_s=experts_s,
-                hidden_tensor=hidden_back,
-                hidden_context=hidden_context,
-            ),
-            recompute=TokenExchange(
-                tensor_s=repeats * pass_s,
-                context_s=repeats * context[0],
-                experts_s=repeats * experts_s,
-                hidden_tensor=hidden,
-                hidden_context=hidden_context,
+            recompute=replace(
+                forward, tensor_s=repeats * pass_s, context_s=repeats * forward_s, experts_s=repeats * experts_s
             ),
         )
 
     def _tensor_pass_s(self, s: Strategy) -> float:
-        """Return the seconds of a forward, of a forward that runs again, or of a backward without what it gathers
-        again.
-        """
+        """Return the seconds of a forward, or of a backward without what it gathers again."""
         if s.tp == 1:
             return 0.0
         if s.sequence_parallel:
@@ -380,11 +336,8 @@ class CommTimeModel:
         if s.cp == 1:
             return 0.0, 0.0
         shape, over = self.job.shape, s.heads_over or (s.cp if s.transport == "ulysses" else 1)
-        num_tokens, heads, kv_heads = (
-            self.job.seq_len // s.cp,
-            shape.num_heads // s.tp,
-            max(1, shape.num_kv_heads // s.tp),
-        )
+        num_tokens, heads = self.job.seq_len // s.cp, shape.num_heads // s.tp
+        kv_heads = max(1, shape.num_kv_heads // s.tp)
         element_bytes = DTYPE_BYTES[s.param]
         sizes = AttentionSizes(s.micro_size, heads, kv_heads, shape.head_dim, element_bytes)
         forward_s = backward_s = 0.0
@@ -402,9 +355,7 @@ class CommTimeModel:
         return forward_s, backward_s
 
     def _around_s(self, s: Strategy, sent_bytes: float, num_ranks: int, stride: int) -> float:
-        """Return the seconds until keys and values reach all ranks, each having sent `sent_bytes`, one by one or at
-        once.
-        """
+        """Return the seconds until keys and values reach all ranks, each having sent `sent_bytes`."""
         if s.transport == "all-gather":
             whole_bytes = sent_bytes * num_ranks / (num_ranks - 1)
             return self.network.collective_s("all_gather", whole_bytes, num_ranks, stride)

@@ -14,12 +14,14 @@ from itertools import islice
 from typing import Any
 
 from shardwise.config.resolve import OptimizerConfig, PrecisionConfig, Tier, TiersConfig
+from shardwise.layout.codec import BLOCK_NUMEL
 from shardwise.layout.layout import TIERS, Layout, assign_tiers, states_of
 from shardwise.layout.mesh_shape import GRADIENT_AXES, SHARD_AXES, MeshShape
-from shardwise.layout.param_groups import ROOT, GroupSpec, ParamEntry, build_groups
+from shardwise.layout.param_groups import ROOT, GroupSpec, ParamEntry, aligned, build_groups
 from shardwise.layout.pipeline_layout import PipelineLayout
 from shardwise.layout.precision import precision_policy
 from shardwise.layout.zero_stages import ZeroStage, effective_stage
+from shardwise.planner.adapters import is_adapter, with_adapters
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.stages import (
     SkeletonParam,
@@ -33,7 +35,6 @@ from shardwise.planner.stages import (
 
 _LAST = "last"
 _EXPERTS = ":experts"
-_WHOLE = ":whole"
 
 
 @dataclass(frozen=True)
@@ -110,14 +111,14 @@ class CompactLayout:
 
     def _bytes_at_rest(self, strategy: Strategy, pipeline_rank: int, tier: Tier | None) -> dict[str, int]:
         rank = self.rank(strategy, pipeline_rank)
-        found = rank.total(lambda group: rank.layout.group_bytes_at_rest(group, 0, tier))
-        # Where adapters alone are trained, their own are too few to count.
-        return found if self.job.traits.trains_all else {"param": found["param"], "grad": 0, "optimizer": 0}
+        return rank.total(lambda group: rank.layout.group_bytes_at_rest(group, 0, tier))
 
     def _fold(self, strategy: Strategy, pipeline_rank: int) -> RankLayerCounts:
         s, stages = strategy, self.stages.of(strategy)
         mesh, tiers, stage = MeshShape(s.pp, s.dp_replicate, s.dp_shard, s.cp, s.tp), _tiers_of(s), _stage_of(s)
-        policy = precision_policy(PrecisionConfig(param=s.param, reduce=s.reduce, accumulate=s.accumulate))
+        policy = precision_policy(
+            PrecisionConfig(param=s.param, reduce=s.reduce, accumulate=s.accumulate, states=self.job.states)
+        )
         held = [
             LayerCount(_placed(fold.group, mesh, s.ep), fold.count) for fold in self._held(s, stages, pipeline_rank)
         ]
@@ -177,12 +178,14 @@ class CompactLayout:
         below = self._keep_whole_below(strategy)
         key = (strategy.tp, strategy.ep, name, stage, below)
         if key not in self._templates:
-            params = block_params(self.job.shape, has_experts=has_experts, expert_ranks=strategy.ep)
+            params = with_adapters(
+                block_params(self.job.shape, has_experts=has_experts, expert_ranks=strategy.ep), self.job.lora
+            )
             parts = {kind: [each for each in params if each.is_of_experts is bool(kind)] for kind in ("", _EXPERTS)}
             self._templates[key] = tuple(
-                replace(group, name=name + whole + kind, stages=(stage,))
+                replace(group, name=group.name + kind, stages=(stage,))
                 for kind, part in parts.items()
-                for group, whole in zip(_templates(part, strategy.tp, name, below), ("", _WHOLE), strict=False)
+                for group in self._templates_of(part, strategy.tp, name, below)
             )
         return self._templates[key]
 
@@ -207,11 +210,22 @@ class CompactLayout:
         for used_by, param in members:
             by_stages.setdefault(used_by if strategy.pp > 1 else (0,), []).append(param)
         self._templates[key] = tuple(
-            replace(group, name=f"{ROOT}@{'+'.join(map(str, used_by))}{whole}", stages=used_by)
+            replace(group, name=f"{ROOT}@{'+'.join(map(str, used_by))}{group.name.removeprefix(ROOT)}", stages=used_by)
             for used_by, params in sorted(by_stages.items())
-            for group, whole in zip(_templates(params, strategy.tp, ROOT, below), ("", _WHOLE), strict=False)
+            for group in self._templates_of(params, strategy.tp, ROOT, below)
         )
         return self._templates[key]
+
+    def _templates_of(self, params: Sequence[SkeletonParam], tp: int, unit: str, below: int) -> tuple[GroupSpec, ...]:
+        """Return the groups of some parameters on one data rank: trained ones, frozen ones, those kept whole."""
+        trains_all = self.job.trains_all
+        entries = [
+            ParamEntry(each.name, (), unit, each.shape, requires_grad=trains_all or is_adapter(each)) for each in params
+        ]
+        splits = {each.name: each.split(tp) for each in params} if tp > 1 else None
+        units = () if unit == ROOT else (unit,)
+        groups = build_groups(entries, units, 1, 1, self.job.replicate_frozen, splits, keep_whole_below=below)
+        return tuple(aligned(each, BLOCK_NUMEL) for each in groups) if self.job.states == "int8" else groups
 
 
 def is_of_experts(group: GroupSpec) -> bool:
@@ -239,11 +253,3 @@ def _tiers_of(s: Strategy) -> TiersConfig:
         grads_on_device=s.grads_on_device,
         optimizer_on_device=s.optimizer_on_device,
     )
-
-
-def _templates(params: Sequence[SkeletonParam], tp: int, unit: str, below: int) -> tuple[GroupSpec, ...]:
-    """Return the groups of some parameters on one data rank: of those that stay whole, the last."""
-    entries = [ParamEntry(each.name, (), unit, each.shape, requires_grad=True) for each in params]
-    splits = {each.name: each.split(tp) for each in params} if tp > 1 else None
-    units = () if unit == ROOT else (unit,)
-    return build_groups(entries, units, 1, 1, splits=splits, keep_whole_below=below)

@@ -3,81 +3,93 @@
 A block is a list of kernels: matrix products, attention, and element-wise streams. A matrix product is looked up in
 the machine's table where one was measured; else it takes its FLOPs at the rate that its shape can reach, or its bytes
 at the memory's, whichever is longer (Williams et al. 2009, the roofline). Nothing here communicates.
-
->>> from shardwise.models.presets import preset
->>> from shardwise.planner.hardware import find_gpu
->>> from shardwise.planner.hardware import Cluster
->>> from shardwise.planner.shape import ModelShape
->>> cluster = Cluster(gpu=find_gpu("h100"), num_gpus=8, gpus_per_node=8, nic_bytes_per_s=5e10)
->>> job = PlanJob(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=8, cluster=cluster)
->>> block = ComputeTimeModel(job).block(Strategy(dp_shard=8, zero_stage=3))
->>> 1.5 < block.backward_s / block.forward_s < 3.0
-True
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Final
 
-from shardwise.planner import memory_traffic as passes
-from shardwise.planner.calibration import Corrections, LogInterpolator
+from shardwise.planner.adapters import is_adapter, with_adapters
+from shardwise.planner.calibration import Corrections, LogInterpolator, PassTimes
 from shardwise.planner.job import PlanJob, Strategy
-from shardwise.planner.memory_traffic import PassTimes
 from shardwise.planner.profile import AttentionTime, MatmulTime
+from shardwise.planner.stages import SkeletonParam, block_params
 
 _WIDTHS: Final[Mapping[str, float]] = MappingProxyType(
     {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "fp4": 0.5}
 )
+# Output tiles that libraries choose from, and the share of a core's rate that each reaches: a smaller one reads its
+# inputs more often.
 _TILES: Final = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (64, 128, 0.75), (64, 64, 0.6))
-"""Output tiles that libraries choose from, and the share of a core's rate that each reaches: a smaller one reads its
-inputs more often."""
-_PROLOGUE: Final = 96
-"""Elements of the inner dim in which a tile's pipeline of loads fills and its result is written."""
-_SPLIT_PROLOGUE: Final = 1.5 * _PROLOGUE
-"""The same where the inner dim is split: partial outputs are added up after it."""
+# Elements of the inner dim in which a tile's pipeline of loads fills and its result is written; more where the inner
+# dim is split, since partial outputs are added up.
+_PROLOGUE, _SPLIT_PROLOGUE = 96, 144
+# Share of its peak that a device's best product reaches, where none was measured in any dtype.
 _USUAL_CEILING_SHARE: Final = 0.8
-"""Share of its peak that a device's best product reaches, where none was measured in any dtype."""
 _LINE_BYTES, _VECTOR_BYTES = 128, 16
+# Share of its rate that a product reaches whose rows begin on no cache line, on no vector's address.
 _OFF_LINE_SHARE, _OFF_VECTOR_SHARE = 0.9, 0.1
-"""Share of its rate that a product reaches whose rows begin on no cache line, on no vector's address; see
-`alignment_share`."""
-_FLASH_SHARES: Final = (0.97, 0.86)
-"""Share of a large product's rate that flash attention reaches forward and backward over long sequences: Dao 2023
-(arXiv 2307.08691), figures 4 to 6, on an A100; Shah et al. 2024 (arXiv 2407.08608), figures 5 and 6, on an H100."""
-_FLASH_RAMPS: Final = (600.0, 1000.0)
-"""Keys at which it loses half of that to the start and end of each row of tiles, and to masked halves."""
-_FULL_HEAD_DIM: Final = 128
-"""Elements of a head from which on attention's products reach their full rate."""
-_LEAST_FLASH_SHARE: Final = 0.6
-"""Share of that rate where heads are very small, so that those of 64 elements reach 0.8 of it."""
+# Share of a large product's rate that flash attention reaches forward and backward over long sequences, and the keys
+# at which it loses half of that: Dao 2023 (arXiv 2307.08691), figures 4 to 6; Shah et al. 2024 (arXiv 2407.08608),
+# figures 5 and 6.
+_FLASH_SHARES, _FLASH_RAMPS = (0.97, 0.86), (600.0, 1000.0)
+# Elements of a head from which on attention reaches its full rate, and its least share: heads of 64 reach 0.8.
+_FULL_HEAD_DIM, _LEAST_FLASH_SHARE = 128, 0.6
+# FLOPs a second that a core does at most in a kernel that does not use what came with Hopper: FlashAttention-2 reaches
+# 350 to 400 TFLOPS on 132 cores (Shah et al. 2024, figure 5).
 _PLAIN_FLASH_CORE: Final = 3.6e12
-"""FLOPs a second that a core does at most, where nothing else limits it, in a kernel that does not use what came with
-Hopper: FlashAttention-2 reaches 350 to 400 TFLOPS on 132 of them (Shah et al. 2024, figure 5)."""
+# Share of a large product's rate that unfused attention's batched products reach.
 _BATCHED_SHARE: Final = 0.6
-"""Share of a large product's rate that unfused attention's batched products reach: small outputs, short inner dim."""
+# More reads of what is cast to fp4 than to fp8: its largest element is looked for, and a Hadamard matrix rotates it
+# (NVIDIA 2025, arXiv 2509.25149, section 4).
 _FP4_READS: Final = 2.0
-"""More reads of what is cast to fp4 than to fp8: its largest element is looked for, and a Hadamard matrix rotates it
-(NVIDIA 2025, arXiv 2509.25149, section 4)."""
-_KERNEL_S: Final = 2.5e-6
-"""Seconds that a kernel takes on a device beyond its work: it starts, fills the cores and drains them."""
-_DISPATCH_S: Final = 12e-6
-"""Seconds that the host takes to launch one kernel from Python; they show where kernels are shorter."""
+# Seconds that a kernel takes on a device beyond its work, and that the host takes to launch one from Python.
+_KERNEL_S, _DISPATCH_S = 2.5e-6, 12e-6
+
+# Reads and writes of a tensor in the parameters' dtype, forward and backward, by kernel; nothing here is fitted. A
+# kernel that works in fp32 takes two for each.
+_NORM = (2.0, 3.5)  # input, output; input, both gradients, and the weight's in pieces
+_NORM_IN_FP32 = (18.0, 42.0)  # cast 3, square 4, mean 2, scale 4, cast back 3, weigh 2; backward as much for each
+_SUM = 3.0
+_DROPOUT = 2.5  # a read, a write, a mask of one byte
+_GATE, _FUSED_GATE = (5.0, 8.0), (3.0, 5.0)
+_ACTIVATION, _FUSED_ACTIVATION = (4.0, 6.0), (2.0, 3.0)  # of a plain feed-forward, the bias with it
+_ROTATION, _FUSED_ROTATION = 10.0, 2.0
+_SOFTMAX = (14.0, 15.0)  # over scores: scale, mask, widen, softmax, narrow, half of them in fp32
+_WIDE_SOFTMAX = (9.0, 10.0)  # the same where scores are fp32
+_FUSED_SOFTMAX = (5.0, 6.0)
+_EXPERTS, _FUSED_EXPERTS = (6.0, 8.0), (4.0, 4.0)  # tokens are sorted and copied, results copied back and summed
+_EMBEDDING = (2.0, 4.0)
+_ADAPTER = 3.0  # an adapter's output is added to its layer's, and so is its input's gradient
+# Bytes of each logit in fp32: the log-softmax reads and writes; its backward twice, as the sum comes first.
+_LOSS_BYTES = (8.0, 16.0)
+# Bytes of an element that Adam steps in fp32: gradient, master and two moments are read, three written; and the cast.
+_STEP_BYTES, _STEP_CAST_BYTES = 28.0, 2.0
+# Kernels that a block's forward launches, and where element-wise ones are fused; more where attention is written out,
+# and for each adapted layer; those of the backward of weights are a third.
+_NUM_KERNELS, _NUM_COMPILED_KERNELS, _NUM_SOFTMAX_KERNELS, _NUM_ADAPTER_KERNELS = 40.0, 14.0, 6.0, 4.0
+_WEIGHT_KERNELS_SHARE: Final = 1 / 3
+
+EXPERT_IMBALANCE: Final = 1.2
+"""Tokens of the fullest rank of experts over the mean, where experts are split over ranks and routing is free: the
+fullest expert of a layer has 1.04 to 1.72 times the mean, by how it is balanced (Wang et al. 2024, arXiv 2408.15664,
+table 2), and a rank's several experts even out."""
 
 
 @dataclass(frozen=True)
 class GemmShape:
-    """Describe a linear layer on one rank: [m, k] by [k, n], `count` times side by side, as the products of experts
-    run.
-    """
+    """Describe a linear layer on one rank: [m, k] by [k, n], `count` side by side, as the products of experts run."""
 
     m: float
     n: float
     k: float
     count: float = 1.0
+    is_frozen: bool = False
 
 
 class ComputeTimeModel:
@@ -89,7 +101,6 @@ class ComputeTimeModel:
         self._rates: dict[str, LogInterpolator | None] = {}
         self._blocks: dict[tuple[object, ...], PassTimes] = {}
         gpu = job.cluster.gpu
-        self._is_cpu = gpu.is_cpu  # one thread runs one kernel after the other
         self._corrections = Corrections(
             job, lambda job, s: ComputeTimeModel(job).block(s), lambda job, s: ComputeTimeModel(job).head(s)
         )
@@ -112,57 +123,47 @@ class ComputeTimeModel:
 
     def head(self, strategy: Strategy) -> PassTimes:
         """Price the last norm, the head and the loss, in `param` even where the blocks' products are narrower."""
-        shape, traits = self.job.shape, self.job.traits
+        shape, traits, width = self.job.shape, self.job.traits, _WIDTHS[strategy.param]
         tokens = self._tokens(strategy)
-        linear = GemmShape(tokens, shape.vocab_size / strategy.tp, shape.hidden_size)
+        linear = GemmShape(tokens, shape.vocab_size / strategy.tp, shape.hidden_size, is_frozen=not self.job.trains_all)
         products = self._linears([linear], strategy, strategy.param)
-        width = _WIDTHS[strategy.param]
         logits = tokens * shape.vocab_size / (strategy.tp if traits.splits_logits else 1)
         if (traits.logits_bytes or 0.0) <= 2 * width:
             moved_bytes = (2 * width, 2 * width)
         else:
             # The log-softmax and its gradient are fp32's, and are cast to and from what is narrower.
             casts = 0.0 if width == _WIDTHS["fp32"] else width + _WIDTHS["fp32"]
-            moved_bytes = (passes.LOSS_BYTES[0] + casts, passes.LOSS_BYTES[1] + casts)
-        streams = PassTimes(*(self._stream_s(logits * each) for each in moved_bytes))
-        return self._corrections.head(products.plus(streams), strategy, tokens)
+            moved_bytes = (_LOSS_BYTES[0] + casts, _LOSS_BYTES[1] + casts)
+        return self._corrections.head(products.plus(self._streamed(logits, moved_bytes)), strategy, tokens)
 
     def embedding(self, strategy: Strategy) -> PassTimes:
         """Price the lookup, and the sum of its gradients."""
         wide = self._tokens(strategy) * self.job.shape.hidden_size * _WIDTHS[strategy.param]
-        forward, backward = passes.EMBEDDING_PASSES
-        return PassTimes(self._stream_s(forward * wide), 0.0, self._stream_s(backward * wide) * self._trains)
-
-    def attention(self, strategy: Strategy) -> PassTimes:
-        """Price the attention of one block alone, without its linear layers; it is part of `block`."""
-        return self._attention(strategy)
+        forward, backward = _EMBEDDING
+        return PassTimes(self._stream_s(forward * wide), 0.0, self._stream_s(backward * wide) * self.job.trains_all)
 
     def step_s(self, strategy: Strategy, numel: float) -> float:
         """Return the seconds of the optimizer's step over `numel` elements that are stored on the device."""
         profile = self.job.cluster.profile
         measured = profile.step_bytes_per_s if profile is not None else 0.0
-        width = passes.STEP_BYTES + (0.0 if strategy.param == "fp32" else passes.STEP_CAST_BYTES)
+        width = _STEP_BYTES + (0.0 if strategy.param == "fp32" else _STEP_CAST_BYTES)
         return numel * width / (measured or self._bandwidth)
-
-    @property
-    def _trains(self) -> float:
-        return 1.0 if self.job.traits.trains_all else 0.0
 
     def _tokens(self, strategy: Strategy) -> float:
         return self.job.seq_len * strategy.micro_size / strategy.cp
 
     def _block(self, s: Strategy) -> PassTimes:
         shape = self.job.shape
-        attention = self._attention(s)
-        streams = self._streams(s)
+        attention, streams = self.attention(s), self._streams(s)
         products = self._linears(self._attention_linears(s), s, s.product_dtype)
-        dense_share = 1.0 - shape.num_expert_layers / shape.num_layers
-        if dense_share > 0:
-            dense = self._linears(self._dense_linears(s), s, s.product_dtype)
-            products = products.plus(dense.times(dense_share))
-        if shape.experts is not None:
-            experts = self._linears(self._expert_linears(s), s, s.product_dtype)
-            products = products.plus(experts.plus(self._permutation(s)).times(1.0 - dense_share))
+        expert_share = shape.num_expert_layers / shape.num_layers
+        for has_experts, share in ((False, 1 - expert_share), (True, expert_share)):
+            if share > 0:
+                linears = (
+                    self._expert_linears(s) if has_experts else self._ffn_linears(s, shape.ffn_size, self._tokens(s))
+                )
+                kernels = self._linears(linears, s, s.product_dtype).plus(self._adapters(s, has_experts=has_experts))
+                products = products.plus((kernels.plus(self._permutation(s)) if has_experts else kernels).times(share))
         kernels = self._launched(products.plus(attention).plus(streams))
         whole = self._corrections.block(kernels, s, self._tokens(s))
         streamed_s = max(0.0, streams.forward_s + whole.forward_s - kernels.forward_s)
@@ -171,12 +172,7 @@ class ComputeTimeModel:
             "full": whole.forward_s,
             "selective": streamed_s if self.job.traits.attention == "flash" else attention.forward_s,
         }[s.recompute]
-        return PassTimes(
-            whole.forward_s,
-            whole.backward_input_s,
-            whole.backward_weight_s * self._trains,
-            again / s.recompute_every,
-        )
+        return replace(whole, recompute_s=again / s.recompute_every)
 
     def _launched(self, times: PassTimes) -> PassTimes:
         """Raise each pass to at least what the host takes to launch its kernels."""
@@ -184,7 +180,7 @@ class ComputeTimeModel:
         return PassTimes(
             max(times.forward_s, least_s),
             max(times.backward_input_s, least_s),
-            max(times.backward_weight_s, least_s * passes.WEIGHT_KERNELS_SHARE),
+            max(times.backward_weight_s, least_s * _WEIGHT_KERNELS_SHARE),
             times.recompute_s,
         )
 
@@ -194,74 +190,94 @@ class ComputeTimeModel:
         profile, traits = self.job.cluster.profile, self.job.traits
         if profile is not None and profile.call_s:
             return 0.0
-        kernels = passes.NUM_COMPILED_KERNELS if traits.is_compiled else passes.NUM_KERNELS
-        kernels += 0.0 if traits.attention == "flash" else passes.NUM_SOFTMAX_KERNELS
-        return kernels * _DISPATCH_S
+        kernels = _NUM_COMPILED_KERNELS if traits.is_compiled else _NUM_KERNELS
+        kernels += 0.0 if traits.attention == "flash" else _NUM_SOFTMAX_KERNELS
+        return (kernels + _NUM_ADAPTER_KERNELS * self._num_adapted) * _DISPATCH_S
 
     # --- matrix products -------------------------------------------------------------------------------------------
 
+    @cached_property
+    def _num_adapted(self) -> int:
+        """Return the number of a dense block's layers that have adapters."""
+        return len(self._adapters_of(has_experts=False)) // 2
+
     def _attention_linears(self, s: Strategy) -> list[GemmShape]:
-        shape, tokens = self.job.shape, self._tokens(s)
+        shape, tokens, is_frozen = self.job.shape, self._tokens(s), not self.job.trains_all
         kv_heads = max(shape.num_kv_heads / s.tp, 1)
         width = (shape.num_heads / s.tp + 2 * kv_heads) * shape.head_dim
         return [
-            GemmShape(tokens, width, shape.hidden_size),
-            GemmShape(tokens, shape.hidden_size, shape.num_heads / s.tp * shape.head_dim),
+            GemmShape(tokens, width, shape.hidden_size, is_frozen=is_frozen),
+            GemmShape(tokens, shape.hidden_size, shape.num_heads / s.tp * shape.head_dim, is_frozen=is_frozen),
         ]
 
-    def _dense_linears(self, s: Strategy) -> list[GemmShape]:
-        shape, tokens = self.job.shape, self._tokens(s)
-        inner = shape.ffn_size / s.tp
+    def _ffn_linears(
+        self, s: Strategy, ffn_size: float, tokens: float, count: float = 1.0, *, is_frozen: bool | None = None
+    ) -> list[GemmShape]:
+        """Return the layers of `count` feed-forwards that run side by side, each over so many tokens."""
+        shape, inner = self.job.shape, ffn_size / s.tp
+        is_frozen = not self.job.trains_all if is_frozen is None else is_frozen
         return [
-            GemmShape(tokens, inner * (shape.num_ffn_matrices - 1), shape.hidden_size),
-            GemmShape(tokens, shape.hidden_size, inner),
+            GemmShape(tokens, inner * (shape.num_ffn_matrices - 1), shape.hidden_size, count, is_frozen),
+            GemmShape(tokens, shape.hidden_size, inner, count, is_frozen),
         ]
 
     def _expert_linears(self, s: Strategy) -> list[GemmShape]:
-        """Return the experts' linear layers; each expert has its share of the tokens sent here, as many as were sent
-        away.
-        """
-        shape, experts, tokens = self.job.shape, self.job.shape.experts, self._tokens(s)
+        """Return the router and the experts; those of the fullest rank count, as the others wait for it."""
+        experts, tokens = self.job.shape.experts, self._tokens(s)
         if experts is None:
             return []
-        inner = experts.ffn_size / s.tp
         here = max(experts.num_experts / s.ep, 1)
-        each = tokens * experts.num_chosen / here
-        found = [
-            GemmShape(tokens, experts.num_experts, shape.hidden_size),
-            GemmShape(each, inner * (shape.num_ffn_matrices - 1), shape.hidden_size, here),
-            GemmShape(each, shape.hidden_size, inner, here),
-        ]
-        if experts.num_shared:
-            wide = experts.num_shared * inner
-            found += [
-                GemmShape(tokens, wide * (shape.num_ffn_matrices - 1), shape.hidden_size),
-                GemmShape(tokens, shape.hidden_size, wide),
-            ]
-        return found
+        each = tokens * experts.num_chosen / here * (self.job.traits.expert_imbalance if s.ep > 1 else 1.0)
+        adapters = self._adapters_of(has_experts=True)
+        # PEFT adds an adapter's product to the experts' weights, whose gradients are computed for it.
+        is_frozen = not (self.job.trains_all or any(one.is_of_experts for one in adapters))
+        router = GemmShape(tokens, experts.num_experts, self.job.shape.hidden_size, is_frozen=not self.job.trains_all)
+        routed = self._ffn_linears(s, experts.ffn_size, each, here, is_frozen=is_frozen)
+        shared = experts.num_shared * experts.ffn_size
+        return [router, *routed, *(self._ffn_linears(s, shared, tokens) if shared else [])]
+
+    def _adapters_of(self, *, has_experts: bool) -> list[SkeletonParam]:
+        params = block_params(self.job.shape, has_experts=has_experts)
+        return [each for each in with_adapters(params, self.job.lora) if is_adapter(each)]
+
+    def _adapters(self, s: Strategy, *, has_experts: bool) -> PassTimes:
+        """Price the adapters of a block, of which there are none where all weights train."""
+        tokens, width, times = self._tokens(s), _WIDTHS[s.param], PassTimes()
+        for each in self._adapters_of(has_experts=has_experts):
+            if each.is_of_experts:
+                experts_s = self._stream_s(_ADAPTER / 2 * width * self._expert_numel / (s.ep * s.tp))
+                times = times.plus(PassTimes(experts_s, experts_s))
+                continue
+            outputs, inputs = each.split(s.tp).local_shape
+            times = times.plus(self._linears([GemmShape(tokens, outputs, inputs)], s, s.param))
+            summed_s = self._stream_s(_ADAPTER * tokens * max(outputs, inputs) * width)
+            times = times.plus(PassTimes(summed_s) if outputs > inputs else PassTimes(0.0, summed_s))
+        return times
+
+    @property
+    def _expert_numel(self) -> float:
+        """Return the elements of one of the matrices that each expert has, of all experts."""
+        experts = self.job.shape.experts
+        return 0 if experts is None else experts.num_experts * experts.ffn_size * self.job.shape.hidden_size
 
     def _permutation(self, s: Strategy) -> PassTimes:
-        """Price the copies of tokens for each of their experts, and the weighted sum of the results.
-
-        Each copy reads and writes; where kernels are fused, the experts' activation applies the weights.
-        """
+        """Price the copies of tokens for each of their experts, and the weighted sum of the results."""
         experts = self.job.shape.experts
-        if experts is None:
-            return PassTimes()
-        copied = self._tokens(s) * experts.num_chosen * self.job.shape.hidden_size * _WIDTHS[s.param]
-        num_passes = passes.FUSED_EXPERTS_PASSES if self.job.traits.is_compiled else passes.EXPERTS_PASSES
-        return PassTimes(*(self._stream_s(each * copied) for each in num_passes))
+        copies = self._tokens(s) * (0 if experts is None else experts.num_chosen)
+        num_passes = _FUSED_EXPERTS if self.job.traits.is_compiled else _EXPERTS
+        return self._streamed(copies * self.job.shape.hidden_size * _WIDTHS[s.param], num_passes)
 
     def _linears(self, linears: Iterable[GemmShape], s: Strategy, dtype: str) -> PassTimes:
         forward_s = input_s = weight_s = 0.0
         wide = _WIDTHS[s.param]
+        is_fused = self.job.traits.is_compiled and not self.job.cluster.gpu.is_cpu  # a thread runs one kernel at a time
         for each in linears:
             forward_s += self._product_s(each.m, each.n, each.k, dtype, each.count)
             input_s += self._product_s(each.m, each.k, each.n, dtype, each.count)
-            accumulated_s = self._stream_s(each.count * each.n * each.k * self._accumulation_bytes(s))
-            product_s = self._product_s(each.k, each.n, each.m, dtype, each.count, is_weight=True)
-            is_fused = self.job.traits.is_compiled and not self._is_cpu
-            weight_s += max(product_s, accumulated_s) if is_fused else product_s + accumulated_s
+            if not each.is_frozen:
+                accumulated_s = self._stream_s(each.count * each.n * each.k * self._accumulation_bytes(s))
+                product_s = self._product_s(each.k, each.n, each.m, dtype, each.count, is_weight=True)
+                weight_s += max(product_s, accumulated_s) if is_fused else product_s + accumulated_s
             if _WIDTHS[dtype] < wide:
                 # Once as it is and once transposed; fused with what made it, nothing more is read.
                 narrow = (0.0 if self.job.traits.is_compiled else wide) + 2 * _WIDTHS[dtype]
@@ -271,9 +287,7 @@ class ComputeTimeModel:
         return PassTimes(forward_s, input_s, weight_s)
 
     def _accumulation_bytes(self, s: Strategy) -> float:
-        """Return the bytes to add a weight's gradient to earlier micro-batches'; the product's own write is not
-        counted.
-        """
+        """Return the bytes to add an element's gradient to earlier micro-batches', beyond the product's own write."""
         if s.num_micro_batches == 1 or s.zero_stage >= 3:
             return 0.0
         return 2 * _WIDTHS["fp32" if s.accumulate == "fp32" else s.param]
@@ -295,11 +309,10 @@ class ComputeTimeModel:
         return self._rates[dtype]
 
     def _roofline_s(self, m: float, n: float, k: float, count: float, dtype: str, is_weight: bool) -> float:
-        cores = self.job.cluster.gpu.num_cores
         features = (m, n) if is_weight else (n, k)  # rows run along them, not along the tokens
-        share = shape_share(m, n, k, cores, count) * alignment_share(*features, _WIDTHS[dtype])
-        wide = max(_WIDTHS[dtype], 2.0)
-        moved = (m * k + k * n) * _WIDTHS[dtype] + m * n * wide
+        share = shape_share(m, n, k, self.job.cluster.gpu.num_cores, count)
+        share *= alignment_share(*features, _WIDTHS[dtype])
+        moved = (m * k + k * n) * _WIDTHS[dtype] + m * n * max(_WIDTHS[dtype], 2.0)
         return max(count * 2 * m * n * k / (self._rate(dtype) * share), self._stream_s(count * moved)) + self._kernel_s
 
     def _rate(self, dtype: str) -> float:
@@ -309,21 +322,16 @@ class ComputeTimeModel:
     @property
     def _kernel_s(self) -> float:
         profile = self.job.cluster.profile
-        if profile is not None and profile.call_s:
-            return profile.call_s
-        return _KERNEL_S
-
-    def _stream_s(self, num_bytes: float) -> float:
-        return num_bytes / self._bandwidth
+        return (0.0 if profile is None else profile.call_s) or _KERNEL_S
 
     # --- attention -------------------------------------------------------------------------------------------------
 
-    def _attention(self, s: Strategy) -> PassTimes:
-        shape, traits = self.job.shape, self.job.traits
+    def attention(self, s: Strategy) -> PassTimes:
+        """Price the attention of one block alone, without its linear layers; it is part of `block`."""
+        shape, traits, profile = self.job.shape, self.job.traits, self.job.cluster.profile
         keys = self.job.seq_len if shape.window is None else min(self.job.seq_len, 2 * shape.window)
         heads = shape.num_heads / s.tp
         forward = 4.0 * self._tokens(s) * keys * heads * shape.head_dim
-        profile = self.job.cluster.profile
         rates = None if profile is None else _attention_rates(profile.attentions, s.param)
         if rates is not None:
             forward_rate, backward_rate = rates.at(keys, self._tokens(s) * heads * shape.head_dim)
@@ -337,16 +345,13 @@ class ComputeTimeModel:
             )
             return PassTimes(forward / 2 / (rate * forward_share), 2.5 * forward / 2 / (rate * backward_share))
         scores = self._tokens(s) * keys * heads * _WIDTHS[s.param]
-        written_out = passes.WIDE_SOFTMAX_PASSES if s.param == "fp32" else passes.SOFTMAX_PASSES
+        written_out = _WIDE_SOFTMAX if s.param == "fp32" else _SOFTMAX
         is_fused = traits.attention == "fused-softmax"
-        forward_passes, backward_passes = passes.FUSED_SOFTMAX_PASSES if is_fused else written_out
-        dropout = passes.DROPOUT_PASSES if traits.has_dropout else 0.0
+        dropout = _DROPOUT if traits.has_dropout else 0.0
         batched = rate * _BATCHED_SHARE * min(shape.head_dim / _FULL_HEAD_DIM, 1.0) ** 0.5
         batched *= alignment_share(shape.head_dim, shape.head_dim, _WIDTHS[s.param])
-        return PassTimes(
-            forward / batched + self._stream_s(scores * (forward_passes + dropout)),
-            2 * forward / batched + self._stream_s(scores * (backward_passes + dropout)),
-        )
+        around = self._streamed(scores, [each + dropout for each in (_FUSED_SOFTMAX if is_fused else written_out)])
+        return PassTimes(forward / batched, 2 * forward / batched).plus(around)
 
     def _flash_rate(self, rate: float) -> float:
         """Return the FLOPs a second of flash attention at its best, where products reach `rate`."""
@@ -357,26 +362,20 @@ class ComputeTimeModel:
 
     def _streams(self, s: Strategy) -> PassTimes:
         """Price norms, residual sums, activation, rotation and dropout by their passes over each tensor."""
-        shape, traits = self.job.shape, self.job.traits
-        tokens, width = self._tokens(s), _WIDTHS[s.param]
-        whole = tokens / (s.tp if s.sequence_parallel else 1) * shape.hidden_size * width
-        is_one_kernel = traits.is_compiled or not traits.saves_norm_in_fp32
-        norm = passes.NORM_PASSES if is_one_kernel else passes.NORM_IN_FP32_PASSES
-        dropout = passes.DROPOUT_PASSES if traits.has_dropout else 0.0
-        # Each of them twice: of attention and of the feed-forward.
-        around = [2 * (each + added + dropout) for each, added in zip(norm, passes.SUM_PASSES, strict=True)]
-        inner = tokens / s.tp * self._ffn_width() * width
+        shape, traits, tokens, width = self.job.shape, self.job.traits, self._tokens(s), _WIDTHS[s.param]
+        norm = _NORM if traits.is_compiled or not traits.saves_norm_in_fp32 else _NORM_IN_FP32
+        dropout = _DROPOUT if traits.has_dropout else 0.0
+        around = [2 * (each + _SUM + dropout) for each in norm]  # of attention and of the feed-forward
         if shape.ffn == "gated":
-            activation = passes.FUSED_GATE_PASSES if traits.is_compiled else passes.GATE_PASSES
+            activation = _FUSED_GATE if traits.is_compiled else _GATE
         else:
             is_fused = traits.is_compiled or traits.attention == "fused-softmax"
-            activation = passes.FUSED_ACTIVATION_PASSES if is_fused else passes.ACTIVATION_PASSES
-        heads = tokens / s.tp * (shape.num_heads + shape.num_kv_heads) * shape.head_dim * width
-        rotation = passes.FUSED_ROTATION_PASSES if traits.is_compiled else passes.ROTATION_PASSES
-        rotated = 0.0 if shape.num_positions else heads * rotation
-        return PassTimes(
-            *(self._stream_s(whole * a + inner * b + rotated) for a, b in zip(around, activation, strict=True))
-        )
+            activation = _FUSED_ACTIVATION if is_fused else _ACTIVATION
+        rotation = 0.0 if shape.num_positions else _FUSED_ROTATION if traits.is_compiled else _ROTATION
+        hidden = tokens / (s.tp if s.sequence_parallel else 1) * shape.hidden_size
+        heads = tokens / s.tp * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+        times = self._streamed(hidden * width, around).plus(self._streamed(heads * width, (rotation, rotation)))
+        return times.plus(self._streamed(tokens / s.tp * self._ffn_width() * width, activation))
 
     def _ffn_width(self) -> float:
         """Return the elements a token of the activation, a mean over blocks."""
@@ -386,6 +385,13 @@ class ComputeTimeModel:
         chosen = experts.ffn_size * (experts.num_chosen + experts.num_shared)
         share = shape.num_expert_layers / shape.num_layers
         return chosen * share + shape.ffn_size * (1 - share)
+
+    def _streamed(self, size: float, num_passes: Iterable[float]) -> PassTimes:
+        """Price a forward and a backward that each pass so many times over `size` bytes."""
+        return PassTimes(*(self._stream_s(size * each) for each in num_passes))
+
+    def _stream_s(self, num_bytes: float) -> float:
+        return num_bytes / self._bandwidth
 
 
 def ceiling_flops_per_s(job: PlanJob, dtype: str) -> float:
@@ -399,46 +405,33 @@ def ceiling_flops_per_s(job: PlanJob, dtype: str) -> float:
 
 
 def shape_share(m: float, n: float, k: float, num_cores: int, count: float = 1.0) -> float:
-    """Return the share of the full rate that a product can reach on the cores.
+    """Return the share of the full rate that `count` products [m, k] by [k, n] can reach at once on `num_cores`.
 
     Cores take the output's tiles in waves, of which the last is partly empty; each tile has a prologue and an
     epilogue. The inner dim may be split where tiles are few. The best tile counts, as libraries choose it.
 
     >>> shape_share(8192, 8192, 8192, 132) > 0.9 > 0.3 > shape_share(128, 128, 128, 132)
     True
-
-    Args:
-        m, n, k: the product is [m, k] by [k, n].
-        num_cores: of the device.
-        count: how many such products run at once.
     """
-    best = 0.0
-    cores = max(num_cores, 1)
+    best, cores = 0.0, max(num_cores, 1)
     for rows, columns, rate in _TILES:
         tiles = math.ceil(m / rows) * math.ceil(n / columns)
         filled = (m * n / (rows * columns)) / tiles
         for split in (1, 2, 4, 8):
-            waves = count * tiles * split / cores
-            depth = k / split
+            waves, depth = count * tiles * split / cores, k / split
             prologue = _PROLOGUE if split == 1 else _SPLIT_PROLOGUE
-            share = rate * filled * waves / math.ceil(waves) * depth / (depth + prologue)
-            best = max(best, share)
+            best = max(best, rate * filled * waves / math.ceil(waves) * depth / (depth + prologue))
             if waves > 1:
                 break
     return best
 
 
 def alignment_share(n: float, k: float, width: float) -> float:
-    """Return the share of the rate that rows reach by where they begin: on a cache line, a vector's address, or
-    neither.
+    """Return the share of the rate that rows of n and k elements of `width` bytes reach, by where they begin.
 
     Below 16 bytes tensor cores get inputs element by element: the chronicles of BLOOM's training list models whose
-    heads have 108 or 150 dims at half the speed of those of 128 or 144. Source of the other share: NVIDIA, Matrix
-    Multiplication Background User's Guide, section 4.1 (A100: multiples of 128 bytes).
-
-    Args:
-        n, k: elements of the rows of the two operands.
-        width: bytes of an element.
+    heads have 108 or 150 dims at half the speed of those of 128 or 144. For cache lines: NVIDIA, Matrix Multiplication
+    Background User's Guide, section 4.1.
     """
     share = 1.0
     for size in (n, k):

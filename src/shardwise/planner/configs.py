@@ -25,7 +25,7 @@ from shardwise.config.resolve import Config, ConfigError, ModelConfig
 from shardwise.models.decoder import DecoderConfig
 from shardwise.models.presets import PRESETS, decoder_config
 from shardwise.planner.hardware import Cluster
-from shardwise.planner.imports.huggingface import read_huggingface
+from shardwise.planner.imports.huggingface import cached_config, read_huggingface
 from shardwise.planner.job import SHARDWISE, PlanJob, Strategy
 from shardwise.planner.shape import ModelShape
 
@@ -83,11 +83,7 @@ _LAST_UNIT: Final = "head"
 
 
 def strategy_of(config: Config, world_size: int) -> Strategy:
-    """Return the strategy by which a config splits its job.
-
-    Args:
-        config: resolved or not.
-        world_size: ranks of the job.
+    """Return the strategy by which a config, resolved or not, splits its job over so many ranks.
 
     Raises:
         ConfigError: it cannot be resolved for so many ranks.
@@ -99,19 +95,13 @@ def strategy_of(config: Config, world_size: int) -> Strategy:
         values["virtual_stages"] = 2
     if resolved.context.transport == "ulysses":
         values["heads_over"] = None
-    cut = resolved.pipeline.cut
-    if cut is not None and resolved.mesh.pp > 1:
-        num_layers = shape_of(resolved).num_layers
-        values["stage_layers"] = _layers_between(cut, num_layers)
+    if resolved.pipeline.cut is not None and resolved.mesh.pp > 1:
+        values["stage_layers"] = _layers_between(resolved.pipeline.cut, shape_of(resolved).num_layers)
     return Strategy(**values)
 
 
 def job_of(config: Config, cluster: Cluster) -> PlanJob:
-    """Return the job that a config's model, data and batch describe.
-
-    Args:
-        config: resolved or not.
-        cluster: all of its GPUs take part.
+    """Return the job that the model, data and batch of a config, resolved or not, describe on all GPUs of a cluster.
 
     Raises:
         ConfigError: the model or the batch is none.
@@ -133,6 +123,9 @@ def job_of(config: Config, cluster: Cluster) -> PlanJob:
         traits=traits,
         optimizer=resolved.optimizer.name,
         keep_whole_below=resolved.zero.keep_whole_below,
+        states=resolved.precision.states,
+        replicate_frozen=resolved.zero.replicate_frozen,
+        lora=resolved.lora,
     )
 
 
@@ -143,7 +136,8 @@ def shape_of(config: Config) -> ModelShape:
         ConfigError: there is none, or its folder has no config.json that gives the sizes.
     """
     if config.model.path is not None:
-        found = read_huggingface(Path(config.model.path).expanduser() / "config.json").shape
+        path = Path(config.model.path).expanduser() / "config.json"
+        found = read_huggingface(path if path.is_file() else cached_config(config.model.path) or path).shape
         if found is None:
             raise ConfigError("model-not-named", f"model.path={config.model.path} names no model; give its folder")
         return found
@@ -162,7 +156,12 @@ def config_of(job: PlanJob, strategy: Strategy, base: Config | None = None) -> C
     Raises:
         ConfigError: our decoder cannot have the shape, or our engine does not run the strategy.
     """
-    _refuse_foreign(strategy)
+    if strategy.ep != 1:
+        raise ConfigError("ep-plan-only", f"ep={strategy.ep}: our engine splits no experts over ranks; plan with ep=1")
+    if strategy.matmul is not None:
+        raise ConfigError(
+            "matmul-plan-only", f"matmul={strategy.matmul}: our engine multiplies in precision.param; leave matmul out"
+        )
     base = Config() if base is None else base
     values = base.model_dump()
     if base.model.path is None:
@@ -248,11 +247,7 @@ def pins_of(assignments: Sequence[str]) -> dict[str, tuple[Any, ...]]:
 
 
 def to_toml(config: Config, always: Collection[str] = ()) -> str:
-    """Write what differs from the defaults in a config as TOML.
-
-    Args:
-        config: resolved or not.
-        always: dotted keys that are written although they are the defaults.
+    """Write what differs from the defaults in a config as TOML, and the dotted keys of `always`.
 
     Raises:
         ConfigError: a value is None where the default is none, which TOML cannot say.
@@ -285,15 +280,6 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, Sequence):
         return "[" + ", ".join(map(_toml_value, value)) + "]"
     return repr(value)
-
-
-def _refuse_foreign(strategy: Strategy) -> None:
-    if strategy.ep != 1:
-        raise ConfigError("ep-plan-only", f"ep={strategy.ep}: our engine splits no experts over ranks; plan with ep=1")
-    if strategy.matmul is not None:
-        raise ConfigError(
-            "matmul-plan-only", f"matmul={strategy.matmul}: our engine multiplies in precision.param; leave matmul out"
-        )
 
 
 def _as_shape(decoder: DecoderConfig) -> ModelShape:

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
@@ -15,11 +15,10 @@ from shardwise.planner.candidates import divisors, is_legal
 from shardwise.planner.format import layout_words
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.memory_limit import MissingMemory, missing_memory
-from shardwise.planner.neighbours import Change, price_changes
-from shardwise.planner.pricer import Pricer, Pricing
-from shardwise.planner.results import TIME_PARTS, Estimate, RankMemory, extras_words, num_extras
+from shardwise.planner.pricer import Pricer, Pricing, priced
+from shardwise.planner.results import TIME_PARTS, Estimate, extras_words, num_extras
 from shardwise.planner.search import SearchResult
-from shardwise.planner.suggestions import smallest_change, suggest, would_fit
+from shardwise.planner.suggestions import Change, PricingOf, smallest_change, suggest, would_fit
 from shardwise.runtime.format import format_bytes, format_s
 
 PART_WORDS: Final[Mapping[str, str]] = MappingProxyType(
@@ -68,15 +67,13 @@ class Reasons:
         wins: why the winner beats the next.
         runners_up: why each loses, in the order of `SearchResult.runners_up`.
         defaults: why popular layouts lose.
-        changes: what one change of the winner does; those that fit come first.
-        misses, suggestions: where nothing fits: what the nearest lacks, and what would make it fit.
+        misses, suggestions: where nothing fits: what the nearest lacks, and what would make it fit, the best first.
         yours: how the user's own strategy does; empty where there is none.
     """
 
-    wins: str
-    runners_up: tuple[str, ...]
-    defaults: tuple[DefaultChoice, ...]
-    changes: tuple[Change, ...] = ()
+    wins: str = ""
+    runners_up: tuple[str, ...] = ()
+    defaults: tuple[DefaultChoice, ...] = ()
     misses: str = ""
     suggestions: tuple[str, ...] = ()
     yours: str = ""
@@ -92,7 +89,7 @@ class Reasons:
 def reasons_of(
     plan: SearchResult,
     pricing: Pricing | None = None,
-    pricing_of: Callable[[PlanJob], Pricing] | None = None,
+    pricing_of: PricingOf | None = None,
     yours: Estimate | None = None,
 ) -> Reasons:
     """Explain a plan.
@@ -106,22 +103,20 @@ def reasons_of(
     make = pricing_of or Pricer
     pricing = pricing or make(plan.job)
     winner, margin_share = plan.winner, plan.limits.margin_share
-    own = "" if yours is None else why_yours(yours, winner, pricing, margin_share)
-    usual = tuple(defaults(plan, pricing))
-    if winner is None:
-        if plan.nearest is None:
-            return Reasons(wins="", runners_up=(), defaults=usual, yours=own)
-        price, missing = plan.nearest
-        found = tuple(suggest(price, missing, pricing, make, margin_share))
-        misses = lacks(price, missing)
-        return Reasons(wins="", runners_up=(), defaults=usual, misses=misses, suggestions=found, yours=own)
-    return Reasons(
-        wins=why_faster(winner, plan.runners_up[0]) if plan.runners_up else "no other mesh or schedule fits",
-        runners_up=tuple(why_slower(each, winner) for each in plan.runners_up),
-        defaults=usual,
-        changes=price_changes(plan.job, winner.strategy, pricing, margin_share),
-        yours=own,
+    found = Reasons(
+        defaults=tuple(defaults(plan, pricing)),
+        yours="" if yours is None else why_yours(yours, winner, pricing, margin_share),
     )
+    if winner is not None:
+        return replace(
+            found,
+            wins=why_faster(winner, plan.runners_up[0]) if plan.runners_up else "no other mesh or schedule fits",
+            runners_up=tuple(why_slower(each, winner) for each in plan.runners_up),
+        )
+    if plan.nearest is None:
+        return found
+    suggestions = tuple(suggest(*plan.nearest, pricing, make, margin_share))
+    return replace(found, misses=lacks(*plan.nearest), suggestions=suggestions)
 
 
 def why_faster(winner: Estimate, other: Estimate) -> str:
@@ -180,17 +175,15 @@ def parts_words(differences: Mapping[str, float]) -> str:
 
 
 def why_not(price: Estimate, missing: MissingMemory, change: Change | None) -> str:
-    """Say how much memory a strategy lacks, and the smallest change that makes it fit.
+    """Say how much memory a strategy lacks, and what makes it fit.
 
     Args:
-        price: the price of the strategy.
+        price: of the strategy.
         missing: what does not fit.
-        change: the change; None where no single change makes it fit.
+        change: the change; None where none makes it fit.
     """
-    words = lacks(price, missing)
-    if change is None:
-        return f"{words}; nothing less of it fits"
-    return f"{words}; {would_fit(change)}"
+    fix = "nothing less of it fits" if change is None else would_fit(change)
+    return f"{lacks(price, missing)}; {fix}"
 
 
 def defaults(plan: SearchResult, pricing: Pricing) -> Iterator[DefaultChoice]:
@@ -198,43 +191,42 @@ def defaults(plan: SearchResult, pricing: Pricing) -> Iterator[DefaultChoice]:
     job = plan.job
     for name, strategies in _default_strategies(job, plan):
         legal = [each for each in strategies if is_legal(job, each)]
-        if not legal:
+        if legal:
+            yield _default(name, legal, plan, pricing)
+        else:
             what = "heads, layers or tokens" if strategies else f"{job.global_batch:,} sequences"
             sentence = f"cannot be run: {what} do not divide by its ranks"
             yield DefaultChoice(name=name, price=None, missing=None, sentence=sentence)
-            continue
-        yield _default(name, legal, plan, pricing)
 
 
 def _default(name: str, strategies: list[Strategy], plan: SearchResult, pricing: Pricing) -> DefaultChoice:
-    job, margin_share = plan.job, plan.limits.margin_share
+    job, margin_share, winner = plan.job, plan.limits.margin_share, plan.winner
     for recompute in ("none", "full"):  # the memories of the last are those of what misses by least
         tried = [replace(each, recompute=recompute) for each in strategies]
         memories = [(each, pricing.memory.estimate(each)) for each in tried]
         fitting = [
-            Estimate(job=job, strategy=each, memory=memory, time=pricing.time.estimate(each))
+            priced(job, each, pricing, memory)
             for each, memory in memories
             if missing_memory(memory, job.cluster, margin_share) is None
         ]
         if fitting:
             best = min(fitting, key=lambda each: each.time.step_s)
-            winner, words = plan.winner, "with recompute full, " if recompute == "full" else ""
-            if winner is None or best.time.step_s <= winner.time.step_s:
-                sentence = f"{format_s(best.time.step_s)}, nothing is faster"
-            else:
+            sentence = f"{format_s(best.time.step_s)}, nothing is faster"
+            if winner is not None and best.time.step_s > winner.time.step_s:
                 sentence = why_slower(best, winner)
+            words = "with recompute full, " if recompute == "full" else ""
             return DefaultChoice(name=name, price=best, missing=None, sentence=words + sentence)
     strategy, memory = min(memories, key=lambda each: each[1].worst.peak_bytes)
-    price = Estimate(job=job, strategy=strategy, memory=memory, time=pricing.time.estimate(strategy))
-    missing = missing_memory(memory, job.cluster, margin_share)
+    price = priced(job, strategy, pricing, memory)
+    missing = missing_memory(price.memory, job.cluster, margin_share)
     assert missing is not None, "what fits has been returned"
-    change = smallest_change(job, strategy, pricing, margin_share)
+    change = smallest_change(job, price.strategy, pricing, margin_share)
     return DefaultChoice(name=name, price=price, missing=missing, sentence=why_not(price, missing, change))
 
 
 def _default_strategies(job: PlanJob, plan: SearchResult) -> Iterator[tuple[str, list[Strategy]]]:
     num_gpus = job.cluster.num_gpus
-    found = (plan.winner or (plan.nearest[0] if plan.nearest else None)) if plan else None
+    found = plan.winner or (plan.nearest[0] if plan.nearest else None)
     base = Strategy() if found is None else found.strategy
     base = Strategy(param=base.param, reduce=base.reduce, accumulate=base.accumulate, matmul=base.matmul)
     host = {"optimizer_tier": "host", "grads_tier": "host"}
@@ -273,9 +265,5 @@ def lacks(price: Estimate, missing: MissingMemory) -> str:
         return f"{words} of each node's {missing.tier} memory"
     rank = next(each for each in price.memory.ranks if each.pipeline_rank == missing.pipeline_rank)
     where = f" on pipeline rank {rank.pipeline_rank}" if price.strategy.pp > 1 else ""
-    return f"{words}{where}: {_largest_words(rank)}"
-
-
-def _largest_words(rank: RankMemory) -> str:
     largest = sorted(rank.peak.items(), key=lambda each: -each[1])[:2]
-    return ", ".join(f"{name} {format_bytes(size)}" for name, size in largest)
+    return f"{words}{where}: {', '.join(f'{name} {format_bytes(size)}' for name, size in largest)}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 from shardwise.config.resolve import Dtype
@@ -16,8 +17,8 @@ from shardwise.planner.hardware import Cluster
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.memory import MemoryModel
 from shardwise.planner.memory_limit import USUAL_MARGIN, missing_memory
-from shardwise.planner.neighbours import CHUNK_TOKENS
 from shardwise.planner.shape import ModelShape
+from shardwise.planner.suggestions import CHUNK_TOKENS
 
 _HEAD_DIM: Final = 128
 _VOCAB_SIZE: Final = 128_256
@@ -95,14 +96,10 @@ def family_shape(num_heads: int) -> ModelShape:
 def setups(cluster: Cluster, param: Dtype = "bf16") -> Iterator[FitSetup]:
     """Yield well-known ways to split a job, from the simplest to the one that holds most."""
     ranks = cluster.num_gpus
-    whole = replace(Strategy(dp_shard=ranks), param=param)
-    if ranks > 1:
-        yield FitSetup(name="DDP", strategy=whole)
-        yield FitSetup(name="ZeRO-1", strategy=replace(whole, zero_stage=1))
-        yield FitSetup(name="ZeRO-2", strategy=replace(whole, zero_stage=2))
-        yield FitSetup(name="ZeRO-3", strategy=replace(whole, zero_stage=3))
-    else:
-        yield FitSetup(name="on the device", strategy=whole)
+    whole = Strategy(dp_shard=ranks, param=param)
+    yield FitSetup(name="DDP" if ranks > 1 else "on the device", strategy=whole)
+    for stage in (1, 2, 3) if ranks > 1 else ():
+        yield FitSetup(name=f"ZeRO-{stage}", strategy=replace(whole, zero_stage=stage))
     saving = replace(whole, zero_stage=3, recompute="full")
     yield FitSetup(name="... recompute full" if ranks > 1 else "recompute full", strategy=saving)
     team = min(cluster.gpus_per_node, max(1, cluster.gpu.link_domain), 8)
@@ -138,35 +135,28 @@ def fit(
         param: dtype of the parameters.
     """
     for setup in setups(cluster, param):
-        models = _MemoryFit(cluster, setup.strategy, margin_share)
-
-        def holds_heads(count: int, models: _MemoryFit = models) -> bool:
-            return models.holds(family_shape(_HEADS_STEP * count), seq_len, 1)
-
-        count = largest(holds_heads, 1, _MOST_HEADS // _HEADS_STEP)
-        found = Fit(setup=setup, shape=None if count is None else family_shape(_HEADS_STEP * count))
-        if shape is not None and _splits(setup.strategy, shape):
-            found = _fit_model(found, models, shape, seq_len)
-        yield found
+        holds = partial(_holds, cluster, setup.strategy, margin_share)
+        yield _largest_of(setup, holds, seq_len, shape)
 
 
-def _splits(strategy: Strategy, shape: ModelShape) -> bool:
-    return shape.num_heads % strategy.tp == 0
+def _largest_of(
+    setup: FitSetup, holds: Callable[[ModelShape, int, int], bool], seq_len: int, shape: ModelShape | None
+) -> Fit:
+    def holds_heads(count: int) -> bool:
+        return holds(family_shape(_HEADS_STEP * count), seq_len, 1)
 
-
-def _fit_model(found: Fit, models: _MemoryFit, shape: ModelShape, seq_len: int) -> Fit:
-    samples = largest(lambda size: models.holds(shape, seq_len, size), 1, _MOST_SAMPLES)
-    lengths = largest(lambda count: models.holds(shape, _LENGTH_STEP * count, 1), 1, _MOST_LENGTHS)
+    heads = largest(holds_heads, 1, _MOST_HEADS // _HEADS_STEP)
+    found = Fit(setup=setup, shape=None if heads is None else family_shape(_HEADS_STEP * heads))
+    if shape is None or shape.num_heads % setup.strategy.tp:
+        return found
+    samples = largest(lambda size: holds(shape, seq_len, size), 1, _MOST_SAMPLES)
+    lengths = largest(lambda count: holds(shape, _LENGTH_STEP * count, 1), 1, _MOST_LENGTHS)
     return replace(found, micro_size=samples, seq_len=None if lengths is None else _LENGTH_STEP * lengths)
 
 
-class _MemoryFit:
-    """Say whether one strategy holds a model, by its memory alone."""
-
-    def __init__(self, cluster: Cluster, strategy: Strategy, margin_share: float) -> None:
-        self._cluster, self._strategy, self._margin_share = cluster, strategy, margin_share
-
-    def holds(self, shape: ModelShape, seq_len: int, micro_size: int) -> bool:
-        strategy = replace(self._strategy, micro_size=micro_size)
-        job = PlanJob(shape=shape, seq_len=seq_len, global_batch=strategy.global_batch, cluster=self._cluster)
-        return missing_memory(MemoryModel(job).estimate(strategy), self._cluster, self._margin_share) is None
+def _holds(
+    cluster: Cluster, strategy: Strategy, margin_share: float, shape: ModelShape, seq_len: int, micro_size: int
+) -> bool:
+    strategy = replace(strategy, micro_size=micro_size)
+    job = PlanJob(shape=shape, seq_len=seq_len, global_batch=strategy.global_batch, cluster=cluster)
+    return missing_memory(MemoryModel(job).estimate(strategy), cluster, margin_share) is None

@@ -17,7 +17,11 @@ from shardwise.runtime.format import format_count, three_digits
 
 
 def layout_words(strategy: Strategy) -> str:
-    """Write a strategy on one line; what has its usual value is left out."""
+    """Write a strategy on one line; what has its usual value is left out.
+
+    >>> layout_words(Strategy(pp=8, schedule="interleaved", virtual_stages=10))
+    'PP 8 interleaved (10 virtual stages), micro-batch 1'
+    """
     return ", ".join(_layout_parts(strategy))
 
 
@@ -25,10 +29,12 @@ def _layout_parts(s: Strategy) -> Iterator[str]:
     if s.tp > 1:
         yield f"TP {s.tp}+SP" if s.sequence_parallel else f"TP {s.tp}"
     if s.pp > 1:
-        yield f"PP {s.pp} {s.schedule}" + (f" x{s.virtual_stages}" if s.virtual_stages > 1 else "")
+        yield f"PP {s.pp} {s.schedule}" + (
+            f" ({s.virtual_stages} virtual stages)" if s.schedule == "interleaved" else ""
+        )
     if s.cp > 1:
-        teams = f" of teams of {s.heads_over}" if s.heads_over and s.transport != "ulysses" else ""
-        yield f"CP {s.cp} {s.transport}{teams}"
+        heads = f" with Ulysses over {s.heads_over}" if s.heads_over and s.transport != "ulysses" else ""
+        yield f"CP {s.cp} {s.transport}{heads}"
     if s.ep > 1:
         yield f"EP {s.ep}"
     yield from _data_parts(s)

@@ -13,15 +13,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+from pydantic import Field, ValidationError, create_model
 
 from shardwise.config.resolve import ConfigError, read_toml
+from shardwise.config.sections import NotNegative, Section
 from shardwise.planner.profile import Profile
 
 CPU: Final = "cpu"
 """The device name of a rank that computes on its share of a host."""
 GIB: Final = 2**30
 _UNKNOWN_BYTES_PER_S: Final = 1e9
+# Devices of a node, and where links join more than one node.
+_USUAL_NODE, _NODE_OF_RACKS = 8, 4
+# How figures end in files, how their fields end, and what their units are there.
+_UNITS: Final = (("_gib", "_bytes", GIB), ("_gb_per_s", "_bytes_per_s", 1e9), ("_tflops", "_flops_per_s", 1e12))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +56,7 @@ class GpuSpec:
         memory_bytes_per_s: bandwidth of its own memory.
         peak_flops_per_s: dense, by dtype of the matrix product: fp32, tf32, fp16, bf16, fp8, fp4.
         ceiling_flops_per_s: rate of the best matrix product that was measured, by dtype; a missing dtype takes the
-            share
-            of the peak that another dtype reached.
+            share of the peak that another reached.
         link_bytes_per_s: to the devices of its domain (NVLink and the like), of all links; 0 where there is none.
         link_domain: number of devices that such links join.
         has_pairwise_links: whether each link leads to one other device, so that few ranks reach only some of them.
@@ -111,13 +117,13 @@ class Cluster:
     profile: Profile | None = None
 
 
-# Words of a device's name that do not identify it.
+# Words of a device's name that do not identify it, those of its form, and its size; a larger one is of the host's half
+# of a superchip.
 _NOISE: Final = frozenset(
     {"nvidia", "amd", "instinct", "geforce", "tesla", "quadro", "rtx", "gpu", "generation", "gb", "superchip", "nvl72"}
 )
 _FORMS: Final = re.compile(r"sxm\d?|pcie|nvl|hbm\d\w?|oam|leonardo")
 _SIZE: Final = re.compile(r"(\d{1,3})(?:gb|gib|g)?")
-# More is the memory of the host's half of a superchip.
 _MAX_SIZE_GB: Final = 300
 
 
@@ -139,21 +145,10 @@ class CatalogueEntry:
     sources: Mapping[str, str]
 
 
-@dataclass(frozen=True)
-class _Words:
-    """Split a device's name into its parts."""
-
-    model: frozenset[str]
-    size_gb: int | None
-    forms: frozenset[str]
-
-
 def find_gpu(name: str) -> GpuSpec:
-    """Return the device that a name means, in the catalogue's, a driver's or a paper's spelling.
+    """Return the device that a name means, such as `h100`, `A100-80GB` or `NVIDIA GeForce RTX 4090`.
 
-    Args:
-        name: such as `h100`, `A100-80GB`, `NVIDIA GeForce RTX 4090`; where it leaves the size or the form open, the
-            usual one is taken.
+    Where the name leaves the size or the form open, the usual one is taken.
 
     Raises:
         ConfigError: no such device is known.
@@ -174,27 +169,20 @@ def known_gpu(name: str) -> GpuSpec | None:
     """
     if name in ENTRIES:
         return ENTRIES[name].gpu
-    words = _words_of(name)
-    of_model = [entry for entry in ENTRIES.values() if entry.model == words.model]
-    return min(of_model, key=lambda entry: _distance(entry, words)).gpu if of_model else None
-
-
-def _distance(entry: CatalogueEntry, words: _Words) -> tuple[float, bool, int]:
-    """Rank a device of the right model: first by size, then by whether a named form fits, then by forms that do not."""
-    size = 0.0 if words.size_gb is None else abs(entry.sold_gb / words.size_gb - 1)
-    return size, bool(words.forms) and not words.forms & entry.forms, len(words.forms - entry.forms)
-
-
-def _words_of(name: str) -> _Words:
-    """Split a name into words, without what stands in brackets and the count of `8xA100`."""
-    bare = re.sub(r"\(.*?\)", " ", name.lower())
-    bare = re.sub(r"^\s*\d+\s*x\s*", "", bare)
+    # Without what stands in brackets and the count of `8xA100`.
+    bare = re.sub(r"\(.*?\)|^\s*\d+\s*x\s*", " ", name.lower())
     words = [word for word in re.findall(r"[a-z0-9]+", re.sub(r"rtx(?=\d)", "rtx ", bare)) if word not in _NOISE]
-    sizes = [match for word in words if (match := _SIZE.fullmatch(word))]
-    forms = frozenset(word for word in words if _FORMS.fullmatch(word))
-    used = forms | {match[0] for match in sizes}
-    sizes_gb = [int(match[1]) for match in sizes if int(match[1]) <= _MAX_SIZE_GB]
-    return _Words(frozenset(words) - used, sizes_gb[0] if sizes_gb else None, forms)
+    forms = {word for word in words if _FORMS.fullmatch(word)}
+    sizes = {word: int(found[1]) for word in words if (found := _SIZE.fullmatch(word))}
+    size = next((each for each in sizes.values() if each <= _MAX_SIZE_GB), None)
+
+    def distance(entry: CatalogueEntry) -> tuple[float, bool, int]:
+        """Rank by size, then by whether a named form fits, then by forms that do not."""
+        off = 0.0 if size is None else abs(entry.sold_gb / size - 1)
+        return off, bool(forms) and not forms & entry.forms, len(forms - entry.forms)
+
+    of_model = [entry for entry in ENTRIES.values() if entry.model == set(words) - forms - sizes.keys()]
+    return min(of_model, key=distance).gpu if of_model else None
 
 
 def _read_entries(path: Path) -> Mapping[str, CatalogueEntry]:
@@ -204,70 +192,61 @@ def _read_entries(path: Path) -> Mapping[str, CatalogueEntry]:
     return MappingProxyType({name: _entry(name, table, sources) for name, table in tables.items()})
 
 
-def _entry(name: str, table: Mapping[str, Any], sources: Mapping[str, str]) -> CatalogueEntry:
-    device = GpuSpec(
-        name=name,
-        memory_bytes=table["memory_gib"] * GIB,
-        memory_bytes_per_s=table["memory_gb_per_s"] * 1e9,
-        peak_flops_per_s=_tera(table["peak_tflops"]),
-        ceiling_flops_per_s=_tera(table.get("ceiling_tflops", {})),
-        link_bytes_per_s=table.get("link_gb_per_s", 0.0) * 1e9,
-        link_domain=table.get("link_domain", 1),
-        has_pairwise_links=table.get("has_pairwise_links", False),
-        host_bytes_per_s=table["host_gb_per_s"] * 1e9,
-        nic_bytes_per_s=table["nic_gb_per_s"] * 1e9,
-        num_cores=table["num_cores"],
-        price_per_hour=table.get("price_per_hour", 0.0),
-        fitted=FittedConstants(**table.get("fitted", {})),
-    )
+def _entry(name: str, table: dict[str, Any], sources: Mapping[str, str]) -> CatalogueEntry:
+    model, sold_gb, forms, source = (table.pop(key) for key in ("model", "sold_gb", "forms", "source"))
+    fitted = FittedConstants(**table.pop("fitted", {}))
     return CatalogueEntry(
-        gpu=device,
-        model=frozenset(table["model"].split()),
-        sold_gb=table["sold_gb"],
-        forms=frozenset(table["forms"]),
-        sources=MappingProxyType({figure: sources[key] for figure, key in table["source"].items()}),
+        gpu=GpuSpec(name=name, fitted=fitted, **{"link_domain": 1, **_in_si(table)}),
+        model=frozenset(model.split()),
+        sold_gb=sold_gb,
+        forms=frozenset(forms),
+        sources=MappingProxyType({figure: sources[key] for figure, key in source.items()}),
     )
 
 
-def _tera(flops: Mapping[str, float]) -> dict[str, float]:
-    return {dtype: value * 1e12 for dtype, value in flops.items()}
+def _in_si(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return figures by the names of fields, whose units are bytes, FLOPs and seconds.
+
+    >>> _in_si({"memory_gib": 2, "peak_tflops": {"bf16": 1.0}, "num_cores": 8})
+    {'memory_bytes': 2147483648, 'peak_flops_per_s': {'bf16': 1000000000000.0}, 'num_cores': 8}
+    """
+    found = {}
+    for key, value in values.items():
+        end, name, unit = next((each for each in _UNITS if key.endswith(each[0])), ("", "", 1))
+        scaled = {each: n * unit for each, n in value.items()} if isinstance(value, Mapping) else value * unit
+        found[key.removesuffix(end) + name] = scaled if unit != 1 else value
+    return found
 
 
 ENTRIES: Final = _read_entries(Path(__file__).with_name("catalogue.toml"))
 GPUS: Final[Mapping[str, GpuSpec]] = MappingProxyType({name: entry.gpu for name, entry in ENTRIES.items()})
 
 _COUNT: Final = re.compile(r"(?:(\d{1,9})x)?(\d{1,9})")
-# Devices of a node where links join more than one node.
-_NODE_OF_RACKS: Final = 4
-_USUAL_NODE: Final = 8
-
-# By key of a cluster's file: the field, and what its unit is in the field's.
-_GPU_KEYS: Final = (
-    ("memory_gib", "memory_bytes", GIB),
-    ("memory_gb_per_s", "memory_bytes_per_s", 1e9),
-    ("link_gb_per_s", "link_bytes_per_s", 1e9),
-    ("link_domain", "link_domain", 1),
-    ("host_link_gb_per_s", "host_bytes_per_s", 1e9),
-    ("price_per_hour", "price_per_hour", 1),
+_COUNTS: Final = ("num_gpus", "num_nodes", "gpus_per_node", "link_domain", "host_cores")
+_OF_GPU: Final = ("memory_gib", "memory_gb_per_s", "link_gb_per_s", "host_link_gb_per_s", "price_per_hour")
+_OF_HOST: Final = (
+    "host_memory_gib", "host_memory_gb_per_s", "nvme_gib", "nvme_read_gb_per_s", "nvme_write_gb_per_s",
+)  # fmt: skip
+# What these are called without the prefix of their section.
+_FIELD_NAMES: Final[Mapping[str, str]] = MappingProxyType(
+    {"host_link_gb_per_s": "host_gb_per_s", "host_cores": "num_cores", "host_memory_gib": "memory_gib",
+     "host_memory_gb_per_s": "memory_gb_per_s"}
+)  # fmt: skip
+_Speed = Annotated[float, Field(ge=0.0, le=1e12)]
+_FIELDS: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "gpu": (str, ...),
+        **dict.fromkeys(_COUNTS, (NotNegative | None, None)),
+        **dict.fromkeys((*_OF_GPU, *_OF_HOST, "nic_gbps"), (_Speed | None, None)),
+    }
 )
-_HOST_KEYS: Final = (
-    ("host_memory_gib", "memory_bytes", GIB),
-    ("host_memory_gb_per_s", "memory_bytes_per_s", 1e9),
-    ("host_cores", "num_cores", 1),
-    ("nvme_gib", "nvme_bytes", GIB),
-    ("nvme_read_gb_per_s", "nvme_read_bytes_per_s", 1e9),
-    ("nvme_write_gb_per_s", "nvme_write_bytes_per_s", 1e9),
-)
-_COUNT_KEYS: Final = ("gpu", "num_gpus", "num_nodes", "gpus_per_node", "nic_gbps")
-KEYS: Final = (*_COUNT_KEYS, *(key for key, _, _ in (*_GPU_KEYS, *_HOST_KEYS)))
+_ClusterFile = create_model("_ClusterFile", __base__=Section, **_FIELDS)
+KEYS: Final = tuple(_ClusterFile.model_fields)
 """What a cluster's file may say; `nic_gbps` is one GPU's share of the network, in gigabits a second."""
 
 
 def parse_cluster(text: str) -> Cluster:
-    """Return the cluster that a user means.
-
-    Args:
-        text: `GPU:NUM_GPUS`, `GPU:NUM_NODESxGPUS_PER_NODE`, or the path of a TOML file.
+    """Return the cluster of `GPU:NUM_GPUS`, of `GPU:NUM_NODESxGPUS_PER_NODE`, or of the path of a TOML file.
 
     Raises:
         ConfigError: there is no such device or file, or a number cannot be.
@@ -321,27 +300,12 @@ def _cluster(device: GpuSpec, num_gpus: int, gpus_per_node: int, source: str) ->
 
 
 def _read_cluster(path: Path) -> Cluster:
-    values = read_toml(path)
-    for key, value in values.items():
-        if key not in KEYS:
-            close = difflib.get_close_matches(key, KEYS, n=1)
-            fix = f"did you mean {close[0]}?" if close else f"keys are {', '.join(KEYS)}"
-            raise ConfigError("unknown-cluster-key", f"{path.name}: {key} is no key of a cluster; {fix}")
-        if key == "gpu":
-            continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-            raise ConfigError(
-                "cluster-value-number", f"{path.name}: {key}={value!r} must be a number >= 0; correct it there"
-            )
-    if not isinstance(values.get("gpu"), str):
-        raise ConfigError(
-            "cluster-no-device", f'{path.name} names no device; add gpu = "h100", or another of {", ".join(GPUS)}'
-        )
-    device = find_gpu(values["gpu"])
-    per_node = _whole(values, "gpus_per_node", path, usual_node(device))
-    num_nodes = _whole(values, "num_nodes", path, 0)
-    num_gpus = _whole(values, "num_gpus", path, num_nodes * per_node)
-    if not num_gpus:
+    file = _read_file(path)
+    device = find_gpu(file["gpu"])
+    per_node = file.get("gpus_per_node", usual_node(device))
+    num_nodes = file.get("num_nodes", 0)
+    num_gpus = file.get("num_gpus", num_nodes * per_node)
+    if not num_gpus and per_node:
         raise ConfigError(
             "gpu-count-missing", f"{path.name} names no number of GPUs; add num_gpus = 512, or num_nodes = 64"
         )
@@ -351,26 +315,35 @@ def _read_cluster(path: Path) -> Cluster:
             f"{path.name}: num_gpus={num_gpus} is not num_nodes {num_nodes} x gpus_per_node {per_node} = "
             f"{num_nodes * per_node}; leave one of them out",
         )
-    if "gpus_per_node" not in values:
+    if "gpus_per_node" not in file:
         per_node = min(per_node, num_gpus)
-    elif "link_domain" not in values:
+    elif "link_domain" not in file:
         device = in_nodes_of(per_node, device)
-    cluster = _cluster(replace(device, **_fields(values, _GPU_KEYS)), num_gpus, per_node, path.name)
-    nic = values["nic_gbps"] * 1e9 / 8 if "nic_gbps" in values else cluster.nic_bytes_per_s
-    return replace(cluster, nic_bytes_per_s=nic, host=replace(Host(), **_fields(values, _HOST_KEYS)))
+    of_gpu, of_host = (
+        _in_si({_FIELD_NAMES.get(key, key): file[key] for key in keys if key in file})
+        for keys in ((*_OF_GPU, "link_domain"), (*_OF_HOST, "host_cores"))
+    )
+    cluster = _cluster(replace(device, **of_gpu), num_gpus, per_node, path.name)
+    nic = file["nic_gbps"] * 1e9 / 8 if "nic_gbps" in file else cluster.nic_bytes_per_s
+    return replace(cluster, nic_bytes_per_s=nic, host=replace(Host(), **of_host))
 
 
-def _fields(values: Mapping[str, Any], keys: tuple[tuple[str, str, float], ...]) -> dict[str, Any]:
-    return {name: values[key] * unit for key, name, unit in keys if key in values}
-
-
-def _whole(values: Mapping[str, Any], key: str, path: Path, default: int) -> int:
-    value = values.get(key, default)
-    if not isinstance(value, int):
-        raise ConfigError(
-            "cluster-value-whole", f"{path.name}: {key}={value!r} must be a whole number; correct it there"
-        )
-    return value
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        return _ClusterFile(**read_toml(path)).model_dump(exclude_none=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = str(first["loc"][0])
+        if first["type"] == "extra_forbidden":
+            close = difflib.get_close_matches(key, KEYS, n=1)
+            fix = f"did you mean {close[0]}?" if close else f"keys are {', '.join(KEYS)}"
+            raise ConfigError("unknown-cluster-key", f"{path.name}: {key} is no key of a cluster; {fix}") from None
+        if key == "gpu":
+            raise ConfigError(
+                "cluster-no-device", f'{path.name} names no device; add gpu = "h100", or another of {", ".join(GPUS)}'
+            ) from None
+        line = f"{path.name}: {key}={first['input']!r}: {first['msg'].lower()}; correct it there"
+        raise ConfigError("cluster-value", line) from None
 
 
 def cluster_words(cluster: Cluster) -> str:
@@ -393,11 +366,7 @@ def cluster_words(cluster: Cluster) -> str:
 
 
 def cluster_of(profile: Profile, num_ranks: int | None = None) -> Cluster:
-    """Return the machine of a profile as a cluster.
-
-    Args:
-        profile: what was measured there.
-        num_ranks: that a job will have; by default those that were measured.
+    """Return the machine of a profile as a cluster of `num_ranks`, by default those that were measured.
 
     Raises:
         ConfigError: not even a matrix product was measured, so that nothing is known of a device.
@@ -426,7 +395,7 @@ def reached_flops_per_s(profile: Profile) -> Mapping[str, float]:
 
 def _cpu(profile: Profile, num_ranks: int) -> GpuSpec:
     """Describe a rank's share of the host as a device; its measured rates are reached in full."""
-    reached = reached_flops_per_s(profile)
+    reached, links = reached_flops_per_s(profile), _link_bytes_per_s(profile)
     if not reached:
         raise ConfigError("profile-no-products", "the profile has no matrix product; run shardwise doctor --calibrate")
     copied = profile.copy_bytes_per_s("host", "host") or profile.stream_bytes_per_s or _UNKNOWN_BYTES_PER_S
@@ -436,10 +405,10 @@ def _cpu(profile: Profile, num_ranks: int) -> GpuSpec:
         memory_bytes_per_s=profile.stream_bytes_per_s or copied,
         peak_flops_per_s=reached,
         ceiling_flops_per_s=reached,
-        link_bytes_per_s=_link_bytes_per_s(profile),
+        link_bytes_per_s=links,
         link_domain=num_ranks,
         host_bytes_per_s=copied,
-        nic_bytes_per_s=_link_bytes_per_s(profile),
+        nic_bytes_per_s=links,
         num_cores=profile.num_threads,
         fitted=FittedConstants(matmul_share=1.0, memory_share=1.0, network_share=1.0),
     )
@@ -448,22 +417,20 @@ def _cpu(profile: Profile, num_ranks: int) -> GpuSpec:
 def _gpu(profile: Profile) -> GpuSpec:
     """Return the catalogue's device with what was measured of it; an unknown device has only what was measured."""
     reached = reached_flops_per_s(profile)
-    stream = profile.stream_bytes_per_s
     known = known_gpu(profile.device)
-    if known is None:
-        if not reached:
-            raise ConfigError(
-                "device-not-measured",
-                f"{profile.device} is not known and was not measured; run shardwise doctor --calibrate",
-            )
-        known = GpuSpec(
-            name=profile.device,
-            memory_bytes=profile.memory_bytes,
-            memory_bytes_per_s=stream or _UNKNOWN_BYTES_PER_S,
-            peak_flops_per_s=reached,
-            link_domain=profile.num_ranks,
-            fitted=FittedConstants(matmul_share=0.9, memory_share=1.0, network_share=0.9),
+    if known is None and not reached:
+        raise ConfigError(
+            "device-not-measured",
+            f"{profile.device} is not known and was not measured; run shardwise doctor --calibrate",
         )
+    known = known or GpuSpec(
+        name=profile.device,
+        memory_bytes=profile.memory_bytes,
+        memory_bytes_per_s=profile.stream_bytes_per_s or _UNKNOWN_BYTES_PER_S,
+        peak_flops_per_s=reached,
+        link_domain=profile.num_ranks,
+        fitted=FittedConstants(matmul_share=0.9, memory_share=1.0, network_share=0.9),
+    )
     return replace(
         known,
         memory_bytes=profile.memory_bytes or known.memory_bytes,
@@ -475,7 +442,9 @@ def _gpu(profile: Profile) -> GpuSpec:
 
 def _link_bytes_per_s(profile: Profile) -> float:
     """Return what each rank sends a second, as a ring, in the best all-gather; else the speed of a copy."""
-    gathers = [each for each in profile.collectives if each.op == "all_gather"]
-    if not gathers:
-        return profile.copy_bytes_per_s("host", "host") or _UNKNOWN_BYTES_PER_S
-    return max(each.num_bytes * (each.num_ranks - 1) / each.num_ranks / each.seconds for each in gathers)
+    rates = [
+        each.num_bytes * (each.num_ranks - 1) / each.num_ranks / each.seconds
+        for each in profile.collectives
+        if each.op == "all_gather"
+    ]
+    return max(rates, default=profile.copy_bytes_per_s("host", "host") or _UNKNOWN_BYTES_PER_S)

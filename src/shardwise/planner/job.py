@@ -3,6 +3,7 @@
     PlanJob          the model's shape, tokens of a sequence, samples of a step, the cluster
     Strategy         how that is split over ranks, memories and time; what a config says in its sections
     FrameworkTraits  facts about the code that runs it; `SHARDWISE` are ours, published runs used other code
+    ModelSource      what a file says of a job: ours, a model's, another tool's
 
 >>> Strategy(tp=2, pp=2, dp_shard=4, micro_size=1, num_micro_batches=8).num_ranks
 16
@@ -10,10 +11,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from shardwise.config.resolve import Dtype, Tier
+from shardwise.config.resolve import Config, Dtype, LoraConfig, Tier
+from shardwise.layout.precision import StatesDtype
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.shape import ModelShape
 
@@ -107,13 +111,12 @@ class FrameworkTraits:
         overlaps_tensor: whether tensor-parallel collectives run while a product's other part is computed.
         saves_norm_in_fp32: whether norms keep a widened copy of their input.
         has_dropout: whether masks are kept.
-        trains_all: whether all weights have gradients; False where adapters alone are trained.
+        expert_imbalance: tokens of the fullest rank of experts over the mean, where `ep` splits them.
         selective: what selective recomputation keeps: the outputs of matrix products and attention, those of every
             other product and attention, or all but the scores of attention.
         fuses_gate: whether the activated gate is made again from the gate, not kept.
         reduces_in_place: whether gradients of weights are added where they are stored, and, where they are stored
-            whole,
-            are sent from there, through no other buffer.
+            whole, are sent from there, through no other buffer.
         is_own: whether it is this library's: its loss, where `logits_bytes` is None, its pool of buffers, its tables of
             angles for each micro-batch, its first block that splits sequences.
     """
@@ -127,7 +130,7 @@ class FrameworkTraits:
     overlaps_tensor: bool = False
     saves_norm_in_fp32: bool = False
     has_dropout: bool = False
-    trains_all: bool = True
+    expert_imbalance: float = 1.2
     selective: Literal["products", "half", "all-but-scores"] = "products"
     fuses_gate: bool = False
     reduces_in_place: bool = False
@@ -146,7 +149,10 @@ class PlanJob:
         global_batch: sequences of an optimizer step.
         traits: facts about the code that trains it.
         optimizer: its name, which says what states it keeps.
+        states: how the optimizer's moments are stored, as `precision.states`.
         keep_whole_below: elements below which ZeRO-3 keeps a parameter whole.
+        replicate_frozen: whether every rank keeps frozen parameters whole.
+        lora: the adapters that train beside frozen weights; of rank 0, all weights train.
     """
 
     shape: ModelShape
@@ -155,9 +161,53 @@ class PlanJob:
     cluster: Cluster
     traits: FrameworkTraits = SHARDWISE
     optimizer: str = "adamw"
+    states: StatesDtype = "master"
     keep_whole_below: int = 0
+    replicate_frozen: bool = False
+    lora: LoraConfig = field(default_factory=LoraConfig)
+
+    @property
+    def trains_all(self) -> bool:
+        """Say whether all weights have gradients and optimizer states."""
+        return self.lora.rank == 0
 
     @property
     def tokens(self) -> int:
         """Return the tokens of an optimizer step, all ranks together."""
         return self.global_batch * self.seq_len
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """Describe a job as a file does, ours or another tool's; what it leaves open is None or missing.
+
+    Attributes:
+        shape: of the model; None where the file names none.
+        config: the user's own, from which the plan's config starts.
+        given: keys that the user's config sets.
+        settings: of another tool's strategy, by dotted key of our config.
+        seq_len: tokens of a sequence.
+        global_batch: sequences of an optimizer step.
+        longest: the longest sequence that the model is made for, in tokens.
+        ep: ranks over which experts are split.
+        notes: what was read differently than it was written, or left out, for people.
+    """
+
+    shape: ModelShape | None = None
+    config: Config = field(default_factory=Config)
+    given: frozenset[str] = frozenset()
+    settings: Mapping[str, object] = field(default_factory=dict)
+    seq_len: int | None = None
+    global_batch: int | None = None
+    longest: int | None = None
+    ep: int = 1
+    notes: tuple[str, ...] = ()
+
+    @property
+    def assignments(self) -> list[str]:
+        """Return the settings as `Config.override` takes them.
+
+        >>> ModelSource(settings={"zero.stage": 3, "precision.param": "bf16"}).assignments
+        ['zero.stage=3', 'precision.param="bf16"']
+        """
+        return [f"{key}={json.dumps(value)}" for key, value in self.settings.items()]

@@ -282,16 +282,18 @@ class MemoryModel:
         root, block, whole = self._numels(fold for fold in used if not fold.group.is_stored_whole)
         size = DTYPE_BYTES[s.param] if layout.stage.params is Placement.SHARD else 0
         params = Buffers(size * whole, 0.0) if s.pp > 1 and all_stages else Buffers(size * root, size * block)
+        if not self.job.trains_all:
+            return params
         wire, width = DTYPE_BYTES[layout.precision.reduce], DTYPE_BYTES[layout.precision.accumulate]
         root, block, whole = self._numels(own)
-        is_sharded = layout.stage.grads is Placement.SHARD and traits.trains_all
+        is_sharded = layout.stage.grads is Placement.SHARD
         is_replicated = layout.stage.optimizer is Placement.REPLICATE
         waiting = 0.0
         if is_sharded:
             width = wire if s.pp == 1 else width
             waiting = width * float(root + 2 * block if s.pp == 1 else folds.numel if all_stages else whole)
         num_shards = layout.mesh.dp_shard * layout.mesh.cp
-        is_split = num_shards * (layout.mesh.dp_replicate if is_replicated else 1) > 1 and traits.trains_all
+        is_split = num_shards * (layout.mesh.dp_replicate if is_replicated else 1) > 1
         copies = is_split and width != wire and not traits.reduces_in_place
         receives = is_split and (is_sharded or not (traits.reduces_in_place or (is_replicated and width == wire)))
         # What NCCL sums arrives as a slice; others copy all gradients of a group together before they send them.
@@ -313,9 +315,10 @@ class MemoryModel:
     def _step_bytes(self, strategy: Strategy, folds: RankLayerCounts) -> float:
         """Return the bytes of gradients that the step widens, where they are stored narrower than the master."""
         s, is_narrow = strategy, DTYPE_BYTES[folds.layout.precision.accumulate] < FP32_BYTES
-        if not is_narrow or not self.job.traits.trains_all or s.optimizer_tier != "device":
+        if not is_narrow or s.optimizer_tier != "device":
             return 0.0
-        return FP32_BYTES * folds.numel / (s.dp_shard * s.cp if folds.layout.stage.optimizer is Placement.SHARD else 1)
+        numel = sum(fold.count * fold.group.padded_numel for fold in folds.folds if fold.group.trainable)
+        return FP32_BYTES * numel / (s.dp_shard * s.cp if folds.layout.stage.optimizer is Placement.SHARD else 1)
 
     def _stage(self, strategy: Strategy, stages: StageLayouts, stage: int, of_kind: Blocks) -> StageBytes:
         """Count what one stage keeps of one micro-batch."""

@@ -3,16 +3,6 @@
 Devices of a node share its memory and its disks; each has its own PCIe link, both directions at once. What moves in a
 pass may be hidden by what the pass computes. A step waits for all gradients, unless each group is stepped as soon as it
 has its own.
-
->>> from shardwise.models.presets import preset
->>> from shardwise.planner.hardware import find_gpu
->>> from shardwise.planner.hardware import Cluster
->>> from shardwise.planner.shape import ModelShape
->>> cluster = Cluster(gpu=find_gpu("h100"), num_gpus=8, gpus_per_node=8, nic_bytes_per_s=50e9)
->>> job = PlanJob(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=8, cluster=cluster)
->>> times = OffloadTimeModel(job).times(Strategy(dp_shard=8, zero_stage=2, optimizer_tier="host"))
->>> 1.0 < times.step_s < 10.0
-True
 """
 
 from __future__ import annotations
@@ -20,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final, Literal
+from typing import Final, cast
 
 from shardwise.config.resolve import Tier
 from shardwise.layout.layout import TIERS, Layout
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.planner.collectives import PLAIN_HOST_BYTES_PER_S
-from shardwise.planner.comm_time import HIDDEN_SHARE, exposed_s
+from shardwise.planner.comm_time import HIDDEN_SHARE, Moment, OverlapTimes
 from shardwise.planner.compact_layout import CompactLayout, LayerCount
 from shardwise.planner.hardware import CPU
 from shardwise.planner.job import PlanJob, Strategy
@@ -38,8 +28,6 @@ PLAIN_DISK_READ_BYTES_PER_S: Final = 3e9
 PLAIN_DISK_WRITE_BYTES_PER_S: Final = 1.5e9
 """Bandwidths of one NVMe disk, where none are given."""
 
-Moment = Literal["forward", "backward", "first forward", "last backward", "step"]
-
 
 @dataclass(frozen=True)
 class TierTransfer:
@@ -50,46 +38,6 @@ class TierTransfer:
     num_bytes: int
     moment: Moment
     count: int = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class OffloadTimes:
-    """Hold the seconds that one rank's moves take, by when they run.
-
-    Attributes:
-        forward_s, backward_s: in each micro-batch's pass.
-        first_forward_s, last_backward_s: in addition, in the first forward or the last backward alone.
-        step_s: of the step where it is on the host, and of what moves in it.
-        alone_s: of the step's last group, after which nothing is computed.
-        num_micro_batches: of the step.
-        steps_in_backward: whether the step of all but the last group is hidden by the last backward.
-        hidden_share: the most of the moves' time that computing hides.
-    """
-
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    first_forward_s: float = 0.0
-    last_backward_s: float = 0.0
-    step_s: float = 0.0
-    alone_s: float = 0.0
-    num_micro_batches: int = 1
-    steps_in_backward: bool = False
-    hidden_share: float = HIDDEN_SHARE
-
-    def exposed_s(self, forward_s: float, backward_s: float) -> float:
-        """Return the seconds of a step that computing does not hide.
-
-        Args:
-            forward_s: seconds that the rank computes in one micro-batch's forward.
-            backward_s: seconds in its backward, recomputation included.
-        """
-        share = self.hidden_share
-        inner = exposed_s(self.forward_s, forward_s, share) + exposed_s(self.backward_s, backward_s, share)
-        first = exposed_s(self.forward_s + self.first_forward_s, forward_s, share)
-        last_s, alone_s = self.backward_s + self.last_backward_s, self.step_s
-        if self.steps_in_backward:
-            last_s, alone_s = last_s + self.step_s - self.alone_s, self.alone_s
-        return (self.num_micro_batches - 1) * inner + first + exposed_s(last_s, backward_s, share) + alone_s
 
 
 class OffloadTimeModel:
@@ -117,25 +65,24 @@ class OffloadTimeModel:
         self._hidden_share = HIDDEN_SHARE
         self._take_measured()
 
-    def times(self, strategy: Strategy, pipeline_rank: int = 0) -> OffloadTimes:
+    def times(self, strategy: Strategy, pipeline_rank: int = 0) -> OverlapTimes:
         """Return the times of one rank at a place of the pipeline; all are 0 where everything is on the device."""
         s = strategy
         tiers = (s.params_tier, s.grads_tier, s.optimizer_tier, s.activations_tier)
         if all(tier == "device" for tier in tiers):
-            return OffloadTimes()
-        moves = self.moves(s, pipeline_rank)
-        stepped_s = [self._host_step_s(layout, fold) for layout, fold in self._away(s, pipeline_rank)]
-        moved_s = self._moved_s(moves, "step")
-        step_s = max(moved_s, sum(stepped_s))
-        return OffloadTimes(
+            return OverlapTimes()
+        moves, away = self.moves(s, pipeline_rank), self._away(s, pipeline_rank)
+        step_s = max(self._moved_s(moves, "step"), sum(self._host_step_s(layout, fold) for layout, fold in away))
+        hidden_s = 0.0
+        if self.job.traits.steps_in_backward:  # the last group's step alone has nothing to run beside
+            hidden_s = step_s - step_s / max(1, sum(fold.count for _, fold in away))
+        return OverlapTimes(
             forward_s=self._moved_s(moves, "forward"),
             backward_s=self._moved_s(moves, "backward"),
             first_forward_s=self._moved_s(moves, "first forward"),
-            last_backward_s=self._moved_s(moves, "last backward"),
-            step_s=step_s,
-            alone_s=step_s / max(1, sum(fold.count for _, fold in self._away(s, pipeline_rank))),
+            last_backward_s=self._moved_s(moves, "last backward") + hidden_s,
+            step_s=step_s - hidden_s,
             num_micro_batches=s.num_micro_batches,
-            steps_in_backward=self.job.traits.steps_in_backward,
             hidden_share=HIDDEN_SHARE if "nvme" in tiers else self._hidden_share,  # a disk takes no core
         )
 
@@ -162,9 +109,7 @@ class OffloadTimeModel:
         yield TierTransfer("host", "device", num_bytes, "backward", num_kept)
 
     def _moved_s(self, moves: tuple[TierTransfer, ...], moment: Moment) -> float:
-        """Return the seconds of a moment's moves: ways run side by side, so the longest counts; a disk reads or writes
-        at a time.
-        """
+        """Return the seconds of a moment's moves: ways run side by side; a disk either reads or writes."""
         seconds = dict.fromkeys(self._bytes_per_s, 0.0)
         for move in moves:
             if move.moment == moment:
@@ -189,22 +134,16 @@ class OffloadTimeModel:
         return fold.count * group.shard_numel * each_bytes / self._host_step_bytes_per_s
 
     def _take_measured(self) -> None:
-        """Use measured bandwidths where there are any; measured with all ranks at work, they are already a rank's
-        share.
-        """
+        """Use measured bandwidths where there are any; measured with all ranks at work, they are a rank's share."""
         profile = self.job.cluster.profile
         if profile is None:
             return
-        copies = dict(profile.copies_bytes_per_s)
-        for source, target in (("device", "host"), ("host", "device")):
-            self._bytes_per_s[source, target] = copies.get(  # type: ignore[index]
-                f"{source}->{target}",
-                self._bytes_per_s[source, target],  # type: ignore[index]
-            )
-        if profile.disk_read_bytes_per_s:
-            self._bytes_per_s["nvme", "host"] = profile.disk_read_bytes_per_s
-        if profile.disk_write_bytes_per_s:
-            self._bytes_per_s["host", "nvme"] = profile.disk_write_bytes_per_s
+        measured = {way: profile.copy_bytes_per_s(*way) for way in (("device", "host"), ("host", "device"))}
+        measured |= {
+            ("nvme", "host"): profile.disk_read_bytes_per_s,
+            ("host", "nvme"): profile.disk_write_bytes_per_s,
+        }
+        self._bytes_per_s |= {cast(tuple[Tier, Tier], way): speed for way, speed in measured.items() if speed}
         if profile.device == CPU:  # what copies there takes the cores that compute, as a gather does
             self._host_step_bytes_per_s = profile.step_bytes_per_s or self._host_step_bytes_per_s
             self._hidden_share = HIDDEN_SHARE if profile.hidden_share is None else profile.hidden_share

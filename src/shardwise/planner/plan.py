@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from rich.console import Console
 
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.planner.configs import config_of
+from shardwise.planner.expert_parallel import expert_notes
 from shardwise.planner.explain import Reasons, reasons_of
 from shardwise.planner.format import layout_words
 from shardwise.planner.hardware import Cluster, parse_cluster
@@ -117,5 +118,6 @@ def plan(
     asked = ask(model_of(model), place, seq_len=seq_len, global_batch=global_batch, settings=settings)
     pricer = Pricer(asked.job)
     result = search(asked.job, asked.space, limits, pricer)
+    asked = replace(asked, notes=(*asked.notes, *expert_notes(result, pricer)))
     choices = tuple(PlanChoice(price, asked.base) for price in result.best)
     return Plan(choices=choices, result=result, reasons=reasons_of(result, pricer), asked=asked)

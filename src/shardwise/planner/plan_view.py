@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from types import MappingProxyType
 from typing import Any, Final
 
 from rich.console import Group, RenderableType
@@ -13,17 +12,15 @@ from rich.text import Text
 
 from shardwise.planner.compact_layout import CompactLayout
 from shardwise.planner.compute_time import ComputeTimeModel
+from shardwise.planner.cost import cost_per_step, run_cost, run_words, usd_per_million_tokens
 from shardwise.planner.explain import PART_WORDS, DefaultChoice, Reasons
 from shardwise.planner.fit import Fit
-from shardwise.planner.format import layout_words
+from shardwise.planner.format import layout_words, money_words
 from shardwise.planner.hardware import GIB, Cluster, cluster_words
 from shardwise.planner.job import PlanJob
 from shardwise.planner.memory_limit import USUAL_MARGIN, missing_memory
-from shardwise.planner.neighbours import CHUNK_TOKENS
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.render import (
-    PLAIN,
-    YOURS,
     bare_table,
     blocks,
     facts,
@@ -34,15 +31,24 @@ from shardwise.planner.render import (
     time_rows,
 )
 from shardwise.planner.results import Estimate
-from shardwise.planner.search import SearchResult, cost_per_step
+from shardwise.planner.search import SearchResult
 from shardwise.planner.shape import ModelShape
+from shardwise.planner.suggestions import CHUNK_TOKENS
 from shardwise.runtime.format import format_bytes, format_count, format_s
 
 _FEW_SHOWN: Final = 3
 _MANY_SHOWN: Final = 5
-_FEW_FRONT: Final = 4
-_MOST_FRONT: Final = 6
-_MOST_CHANGES: Final = 8
+# Share of a step from which on a part is mentioned.
+_LARGE_SHARE: Final = 0.15
+_FIXES: Final[Mapping[str, str]] = {
+    "tensor": "try a smaller mesh.tp, or tensor.overlap_chunks",
+    "context": "try a smaller mesh.cp, or another context.transport",
+    "experts": "keep the ranks of an expert group in one node",
+    "bubble": "try more micro-batches, more virtual stages, or a zero-bubble schedule",
+    "data": "try a smaller mesh.dp_shard with replicas, a lower zero.stage, or more micro-batches",
+    "offload": "try to keep a state on the device, or more tokens a step",
+    "recompute": "try recompute.mode=selective, or a larger recompute.every",
+}
 
 
 def plan_view(
@@ -64,39 +70,34 @@ def plan_view(
         width: of the terminal, in characters.
         is_coloured: whether the terminal shows colours.
         num_shown: how many of the winner and the best of each other mesh and schedule; None shows a few.
-        is_whole: whether sentences are whole, with where the time goes, what one change does and what was searched.
+        is_whole: whether sentences are whole, with where the time goes and what was searched.
         yours: the user's own strategy, to be shown beside them; None where there is none.
         notes: on how the question was read.
     """
-    winner = plan.winner
+    winner, plain = plan.winner, reasons.plain
     num_shown = num_shown or (_MANY_SHOWN if is_whole else _FEW_SHOWN)
     parts: list[RenderableType] = [facts(job_rows(plan.job, notes))]
     if winner is None:
-        parts += _no_winner(plan, reasons, is_coloured)
+        parts += _no_winner(plan, reasons, is_coloured, is_whole)
     else:
         rows = price_rows(winner, is_coloured=is_coloured)
         rows += time_rows(winner, is_coloured=is_coloured) if is_whole else []
-        rows.append(("why", reasons.wins))
-        parts.append(facts(rows))
-        shown = (winner, *plan.runners_up)[:num_shown]
-        plain = reasons.plain
-        beside = {} if yours is None else {YOURS: yours}
-        if plain is not None and plain.price is not None and plain.price.time.step_s > winner.time.step_s:
-            beside[PLAIN] = plain.price
-        parts.append(price_table(shown, width=width, is_coloured=is_coloured, beside=beside))
+        parts.append(facts([*rows, ("why", reasons.wins), *_proof_rows(plan)]))
+        beside = {} if yours is None else {"yours": yours}
         losers = [(f"{number}", words) for number, words in enumerate(reasons.runners_up[: num_shown - 1], 2)]
         losers = losers if is_whole else losers[1:]  # how the second does is why the first is first
-        losers += [] if yours is None else [(YOURS, reasons.yours)]
-        losers += [(PLAIN, f"{plain.name}, {plain.sentence}")] if plain is not None and PLAIN in beside else []
-        if losers:
-            parts.append(titled("why the others lose", losers))
+        losers += [] if yours is None else [("yours", reasons.yours)]
+        if plain is not None and plain.price is not None and plain.price.time.step_s > winner.time.step_s:
+            beside["plain"] = plain.price
+            losers.append(("plain", f"{plain.name}, {plain.sentence}"))
+        shown = (winner, *plan.runners_up)[:num_shown]
+        parts.append(price_table(shown, width=width, is_coloured=is_coloured, beside=beside))
+        parts += [_titled("why the others lose", losers)] if losers else []
     if reasons.defaults:
         sentences = [(each.name, each.sentence if is_whole else default_words(each)) for each in reasons.defaults]
-        parts.append(titled("what many would start with", sentences))
+        parts.append(_titled("what many would start with", sentences))
     if is_whole:
-        parts += _all_else(plan, reasons)
-    elif winner is not None and (trades := _trade_words(plan.front)):
-        parts.append(facts([("more free", trades)]))
+        parts.append(Text(_counts(plan), style="dim"))
     return blocks(*parts)
 
 
@@ -108,26 +109,29 @@ def default_words(default: DefaultChoice) -> str:
     return f"{words.partition(':')[0]}; {fix}" if fix else words.partition(":")[0]
 
 
-def _trade_words(front: Sequence[Estimate]) -> str:
-    """Say what more free memory costs in time."""
-    words = dict.fromkeys(
-        f"{format_bytes(price.margin_bytes)} for {100 * (price.time.step_s / front[0].time.step_s - 1):+.1f} %"
-        for price in _spread(front, _FEW_FRONT)[1:]
-    )
-    return f"{', '.join(words)} of a step's time" if words else ""
+def _no_winner(plan: SearchResult, reasons: Reasons, is_coloured: bool, is_whole: bool) -> Iterator[RenderableType]:
+    yield Text("nothing fits", style="bold red")
+    if plan.nearest is not None:
+        rows = price_rows(plan.nearest[0], is_coloured=is_coloured, label="nearest")
+        rows.append(("misses", reasons.misses))
+        fixes = reasons.suggestions if is_whole else reasons.suggestions[:1]
+        yield facts([*rows, *(("fix", words) for words in fixes)])
+    if proof := list(_proof_rows(plan)):
+        yield facts(proof)
+    if reasons.yours:
+        yield facts([("yours", reasons.yours)])
 
 
-def _all_else(plan: SearchResult, reasons: Reasons) -> Iterator[RenderableType]:
-    """Yield what one change does, what more free memory costs, and what was searched."""
-    if plan.winner is not None and reasons.changes:
-        yield _changes_table(plan.winner, reasons)
-    if len(plan.front) > 1:
-        yield _front_table(plan)
-    yield Text(" ".join(_counts(plan)), style="dim")
+def _proof_rows(plan: SearchResult) -> Iterator[tuple[str, str]]:
+    """Yield what was not looked at, and how much faster that may be."""
+    if plan.is_proven:
+        return
+    left = f"{plan.rejected.get('not looked at', 0):,} of {plan.num_candidates:,} candidates were not looked at"
+    may = f"and may be up to {100 * plan.gap_share:.1f} % faster" if plan.best else "and may fit"
+    yield "unproven", f"{left} {may}: pin a dimension, such as mesh.tp=8, to look closer"
 
 
-def titled(title: str, rows: Sequence[tuple[str, str]]) -> RenderableType:
-    """Show a title, and below it names with sentences."""
+def _titled(title: str, rows: Sequence[tuple[str, str]]) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     grid.add_column()
     grid.add_column(overflow="fold")
@@ -136,59 +140,62 @@ def titled(title: str, rows: Sequence[tuple[str, str]]) -> RenderableType:
     return Group(Text(title, style="dim"), grid)
 
 
-def _changes_table(winner: Estimate, reasons: Reasons) -> Table:
-    """Show what one change of the winner does to time and memory."""
-    table = bare_table("one thing changed", "step", "memory", " ", texts=("one thing changed",))
-    for change in reasons.changes[:_MOST_CHANGES]:
-        slower = change.price.time.step_s / winner.time.step_s - 1
-        more = change.price.memory.worst.peak_bytes - winner.memory.worst.peak_bytes
-        sign = "+" if more >= 0 else "-"
-        words = Text(f"{sign}{format_bytes(abs(more))}")
-        fits = "" if change.missing is None else Text("does not fit", style="red")
-        table.add_row(change.words, f"{100 * slower:+.1f} %", words, fits)
-    return table
-
-
-def _no_winner(plan: SearchResult, reasons: Reasons, is_coloured: bool) -> Iterator[RenderableType]:
-    yield Text("nothing fits", style="bold red")
-    if plan.nearest is not None:
-        rows = price_rows(plan.nearest[0], is_coloured=is_coloured, label="nearest")
-        rows.append(("misses", reasons.misses))
-        yield facts([*rows, *(("fix", words) for words in reasons.suggestions)])
-    if reasons.yours:
-        yield facts([(YOURS, reasons.yours)])
-
-
-def _front_table(plan: SearchResult) -> Table:
-    """Show step time against free memory: what each further GiB costs in time."""
-    table = bare_table("more memory free", "step", "slower", "layout", texts=("layout",))
-    best = plan.front[0]
-    for price in _spread(plan.front, _MOST_FRONT):
-        slower = price.time.step_s / best.time.step_s - 1
-        table.add_row(
-            format_bytes(price.margin_bytes),
-            format_s(price.time.step_s),
-            f"{100 * slower:.1f} %" if price is not best else "",
-            Text(layout_words(price.strategy)),
-        )
-    return table
-
-
-def _spread(prices: Sequence[Estimate], most: int) -> list[Estimate]:
-    """Return at most `most` prices, evenly spread, the first and the last among them."""
-    if len(prices) <= most:
-        return list(prices)
-    return [prices[round(index * (len(prices) - 1) / (most - 1))] for index in range(most)]
-
-
-def _counts(plan: SearchResult) -> Iterator[str]:
-    yield f"{plan.num_candidates:,} candidates, {plan.num_priced:,} strategies priced in {plan.elapsed_s:.1f} s;"
+def _counts(plan: SearchResult) -> str:
     reasons = sorted(plan.rejected.items(), key=lambda each: -each[1])
-    yield "left out: " + ", ".join(f"{count:,} {reason}" for reason, count in reasons) + "."
-    margin = plan.limits.margin_share
-    yield f"{100 * margin:.0f} % of a device's memory is kept free (--margin)."
-    if not plan.is_proven:
-        yield "The search ended before every bound was passed: pin a dimension, such as mesh.tp=8, to look closer."
+    proof = " No layout is faster, by this model." if plan.is_proven and plan.best else ""
+    return (
+        f"{plan.num_candidates:,} candidates, {plan.num_priced:,} estimates in {plan.elapsed_s:.1f} s; left out: "
+        f"{', '.join(f'{count:,} {reason}' for reason, count in reasons if count)}.{proof} "
+        f"{100 * plan.limits.margin_share:.0f} % of a device's memory is kept free (--margin)."
+    )
+
+
+def cost_view(
+    plan: SearchResult,
+    num_tokens: float | None = None,
+    budget_usd: float | None = None,
+    sizes: Sequence[SearchResult] = (),
+) -> RenderableType:
+    """Show what a run takes, and what tokens cost on other numbers of GPUs.
+
+    Args:
+        plan: whose winner runs.
+        num_tokens, budget_usd: of the run, as in `run_cost`.
+        sizes: of `by_num_gpus`.
+    """
+    parts: list[RenderableType] = []
+    if plan.winner is not None and (words := run_words(plan.winner, num_tokens, budget_usd)):
+        parts.append(facts([("run", words)]))
+    if sizes:
+        table = bare_table("GPUs", "step", "tok/s/GPU", "$/M tokens", "days", "layout", texts=("layout",))
+        for price in (each.winner for each in sizes):
+            if price is not None:
+                usd, run = usd_per_million_tokens(price), run_cost(price, num_tokens, budget_usd)
+                table.add_row(
+                    f"{price.job.cluster.num_gpus:,}",
+                    format_s(price.time.step_s),
+                    f"{price.tokens_per_s_per_gpu:,.0f}",
+                    "-" if usd is None else money_words(usd),
+                    "-" if run is None else f"{run.days:,.1f}",
+                    Text(layout_words(price.strategy)),
+                )
+        parts.append(table)
+    return blocks(*parts)
+
+
+def cost_dict(
+    plan: SearchResult,
+    num_tokens: float | None = None,
+    budget_usd: float | None = None,
+    sizes: Sequence[SearchResult] = (),
+) -> dict[str, Any]:
+    """Return what `cost_view` shows as JSON takes it; the arguments are those of `cost_view`."""
+    run = None if plan.winner is None else run_cost(plan.winner, num_tokens, budget_usd)
+    prices = [each.winner for each in sizes if each.winner is not None]
+    return {
+        "run": None if run is None else asdict(run),
+        "sizes": [{"num_gpus": each.job.cluster.num_gpus, **price_dict(each)} for each in prices],
+    }
 
 
 def explain_view(
@@ -240,24 +247,15 @@ def fit_view(fits: Sequence[Fit], cluster: Cluster, seq_len: int, shape: ModelSh
     texts = ("over all ranks" if cluster.gpu.is_cpu else "over all GPUs", f"largest at {seq_len:,} tokens")
     table = bare_table(*texts, *(() if shape is None else ("micro-batch", "sequence")), texts=texts)
     for each in fits:
-        model = "-"
-        if each.shape is not None:
-            model = f"{format_count(each.shape.num_params):>7} ({each.shape.name})"
-        cells = [each.setup.name, model]
-        if shape is not None:
-            cells += ["-" if number is None else f"{number:,}" for number in (each.micro_size, each.seq_len)]
-        table.add_row(*cells)
-    rows: list[tuple[str, RenderableType]] = [("cluster", cluster_words(cluster))]
+        model = "-" if each.shape is None else f"{format_count(each.shape.num_params):>7} ({each.shape.name})"
+        numbers = () if shape is None else (each.micro_size, each.seq_len)
+        table.add_row(each.setup.name, model, *("-" if number is None else f"{number:,}" for number in numbers))
     words = "the largest model is of the Llama family, one sequence a micro-batch"
     if shape is not None:
         words += f"; micro-batch at {seq_len:,} tokens and longest sequence are of {shape.name}"
-    more = (
-        "Lines with ... add to ZeRO-3 with full recomputation"
-        if cluster.num_gpus > 1
-        else "Lines with ... recompute all"
-    )
-    chunks = f"chunks are of {CHUNK_TOKENS:,} tokens, of MLPs, head and loss"
-    return blocks(facts(rows), table, Text(f"{words}. {more}; {chunks}.", style="dim"))
+    added = "add to ZeRO-3 with full recomputation" if cluster.num_gpus > 1 else "recompute all"
+    words += f". Lines with ... {added}; chunks are of {CHUNK_TOKENS:,} tokens, of MLPs, head and loss."
+    return blocks(facts([("cluster", cluster_words(cluster))]), table, Text(words, style="dim"))
 
 
 def fit_dict(fits: Sequence[Fit], cluster: Cluster, seq_len: int, shape: ModelShape | None = None) -> dict[str, Any]:
@@ -289,7 +287,6 @@ def plan_dict(plan: SearchResult, reasons: Reasons, yours: Estimate | None = Non
         "runners_up": [price_dict(price) for price in plan.runners_up],
         "yours": None if yours is None else price_dict(yours),
         "plain": None if reasons.plain is None or reasons.plain.price is None else price_dict(reasons.plain.price),
-        "front": [price_dict(price) for price in plan.front],
         "nearest": None if plan.nearest is None else price_dict(plan.nearest[0]),
         "why": reasons.wins,
         "why_not": list(reasons.runners_up),
@@ -302,6 +299,7 @@ def plan_dict(plan: SearchResult, reasons: Reasons, yours: Estimate | None = Non
         "num_outlines": plan.num_candidates,
         "num_priced": plan.num_priced,
         "is_proven": plan.is_proven,
+        "gap_share": plan.gap_share,
         "elapsed_s": plan.elapsed_s,
     }
 
@@ -334,6 +332,7 @@ def price_dict(price: Estimate) -> dict[str, Any]:
         "mfu": price.mfu(),
         "mfu_convention": "model FLOPs with all keys of attention, nothing that is computed twice",
         "cost_per_step": cost_per_step(price),
+        "usd_per_million_tokens": usd_per_million_tokens(price),
         "peak_gib": worst.peak_bytes / GIB,
         "margin_gib": price.margin_bytes / GIB,
         "ranks": [
@@ -355,21 +354,6 @@ def page_dict(price: Estimate, pricer: Pricer) -> dict[str, Any]:
         "micro_batch_s": asdict(pricer.time.op_times(price.strategy)),
         "sent_bytes": pricer.time.compact.on_wire(price.strategy, rank),
     }
-
-
-# Share of a step from which on a part is mentioned.
-_LARGE_SHARE: Final = 0.15
-_FIXES: Mapping[str, str] = MappingProxyType(
-    {
-        "tensor": "try a smaller mesh.tp, or tensor.overlap_chunks",
-        "context": "try a smaller mesh.cp, or another context.transport",
-        "experts": "keep the ranks of an expert group in one node",
-        "bubble": "try more micro-batches, more virtual stages, or a zero-bubble schedule",
-        "data": "try a smaller mesh.dp_shard with replicas, a lower zero.stage, or more micro-batches",
-        "offload": "try to keep a state on the device, or more tokens a step",
-        "recompute": "try recompute.mode=selective, or a larger recompute.every",
-    }
-)
 
 
 def cautions(price: Estimate, compute: ComputeTimeModel, margin_share: float) -> Iterator[str]:

@@ -43,9 +43,17 @@ class Pricer:
 
     def price(self, strategy: Strategy) -> Estimate:
         """Return the memory and time of one strategy."""
-        return Estimate(
-            job=self.job,
-            strategy=strategy,
-            memory=self.memory.estimate(strategy),
-            time=self.time.estimate(strategy),
-        )
+        return priced(self.job, strategy, self)
+
+
+def priced(job: PlanJob, strategy: Strategy, pricing: Pricing, memory: MemoryEstimate | None = None) -> Estimate:
+    """Return the memory and time of one strategy.
+
+    Args:
+        job: the job that `pricing` prices.
+        strategy: how it is split.
+        pricing: makes the estimates.
+        memory: what it holds, where that is known already.
+    """
+    memory = memory or pricing.memory.estimate(strategy)
+    return Estimate(job=job, strategy=strategy, memory=memory, time=pricing.time.estimate(strategy))

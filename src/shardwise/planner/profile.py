@@ -40,50 +40,49 @@ class MatmulTime:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionTime:
-    """Time causal attention forward and backward, of `num_heads` heads and one sequence."""
+class _PassesTime:
+    """Time a unit forward and backward."""
 
     dtype: str
-    num_heads: int
-    head_dim: int
-    seq_len: int
     forward_s: float
     backward_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockTime:
-    """Time one block of our decoder forward and backward, with all its kernels, of one sequence."""
+class AttentionTime(_PassesTime):
+    """Time causal attention of `num_heads` heads and one sequence."""
 
-    dtype: str
+    num_heads: int
+    head_dim: int
+    seq_len: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockTime(_PassesTime):
+    """Time one block of our decoder, with all its kernels, of one sequence."""
+
     seq_len: int
     hidden_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     ffn_size: int
-    forward_s: float
-    backward_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadTime:
-    """Time the last norm, the head and the loss, forward and backward, of `num_tokens` tokens."""
+class HeadTime(_PassesTime):
+    """Time the last norm, the head and the loss of `num_tokens` tokens."""
 
-    dtype: str
     num_tokens: int
     hidden_size: int
     vocab_size: int
-    forward_s: float
-    backward_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveTime:
-    """Time one collective over `num_ranks` ranks on a whole buffer of `num_bytes`.
+    """Time one collective (all_gather, reduce_scatter, all_reduce, all_to_all or send) on a buffer of `num_bytes`.
 
-    `op` is all_gather, reduce_scatter, all_reduce, all_to_all or send; for a send, `num_bytes` are those sent. Where
-    the group is not all ranks, the others form equal groups that are equally busy.
+    Where the group of `num_ranks` is not all ranks, the others form equal groups that are equally busy.
     """
 
     op: str
@@ -174,15 +173,10 @@ TABLES: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
 
 
 def profile_path(folder: Path, device: str, num_ranks: int) -> Path:
-    """Return the path of the profile of `num_ranks` ranks on a device.
+    """Return the path in the cache folder of the profile of `num_ranks` ranks on a device.
 
     >>> print(profile_path(Path("cache"), "NVIDIA H200", 8))
     cache/profiles/nvidia-h200-8.json
-
-    Args:
-        folder: the cache folder.
-        device: such as `cpu` or the GPU's name.
-        num_ranks: processes that were at work together.
     """
     slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
     return folder / "profiles" / f"{slug}-{num_ranks}.json"
@@ -209,29 +203,21 @@ def write_profile(profile: Profile, folder: Path) -> Path:
 
 
 def find_profile(folder: Path, device: str, num_ranks: int) -> Profile | None:
-    """Read the profile of a device with `num_ranks` ranks, else with the nearest number of ranks; None where there is
-    none.
+    """Read from the cache `folder` the profile of a device with `num_ranks` ranks, else with the nearest number.
 
-    Args:
-        folder: the cache folder.
-        device: such as `cpu` or the GPU's name.
-        num_ranks: ranks that the job will have.
+    It is None where there is none.
 
     Raises:
         ConfigError: the file is damaged or old.
     """
     path = profile_path(folder, device, num_ranks)
-    stem = path.stem.removesuffix(f"-{num_ranks}")
-    counts = [int(other.stem.rpartition("-")[2]) for other in path.parent.glob(f"{stem}-*.json") if _has_count(other)]
-    if not counts:
+    stem = path.stem.removesuffix(str(num_ranks))
+    ends = [other.stem.removeprefix(stem) for other in path.parent.glob(f"{stem}*.json")]
+    nearest = min((int(end) for end in ends if end.isdecimal()), key=lambda n: (abs(n - num_ranks), n), default=None)
+    if nearest is None:
         return None
-    nearest = min(counts, key=lambda count: (abs(count - num_ranks), count))
     found = profile_path(folder, device, nearest)
     try:
         return Profile.from_json(read_text(found, _FIX))
     except (ConfigError, UntrustedFileError) as error:
         raise ConfigError(error.code, f"{found}: {error}") from error
-
-
-def _has_count(path: Path) -> bool:
-    return path.stem.rpartition("-")[2].isdigit()

@@ -3,26 +3,22 @@
 Each run keeps what it measured, by part of its step (`prediction.json`). For each part, the speeds that it depends on
 are scaled by the factor that brings the logarithms of predicted and measured seconds nearest together. Few runs move a
 factor little, and it is at most 3 either way.
-
->>> run = StoredRun(device="cpu", world_size=1, vocab_size=64, config=Config(), parts={"compute": 2.0}, step_s=2.0)
->>> by_part({"compute": 1.0, "tensor": 0.5, "data": 0.25})["compute"]
-1.5
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, TypeVar
+from typing import Any, Final
 
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.config.untrusted_files import read_json
 from shardwise.planner.configs import job_of, strategy_of
 from shardwise.planner.hardware import cluster_of
-from shardwise.planner.profile import AttentionTime, BlockTime, HeadTime, Profile
+from shardwise.planner.profile import Profile
 from shardwise.planner.step_time import TimeModel
 
 PREDICTION_NAME: Final = "prediction.json"
@@ -44,26 +40,14 @@ PARTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 _FITTED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {"compute": ("compute", "other"), "data": ("data",), "offload": ("offload",), "step": ("step",)}
 )
-# Runs of no effect that each part is assumed to have besides: few runs move a profile little.
-_PRIOR_RUNS: Final = 0.25
-# No machine computes three times as fast as it was measured: something else is wrong then.
-_MOST: Final = math.log(3.0)
-# Share of a step; in a smaller part the timeline's own cost is too large a share.
-_LEAST_SHARE: Final = 0.01
-_NUM_ROUNDS: Final = 3
-
-_Passes = TypeVar("_Passes", AttentionTime, BlockTime, HeadTime)
+# Runs of no effect that each part is assumed to have besides, and the most that a factor may be: else something else is
+# wrong. In a smaller share of a step the timeline's own cost is too large.
+_PRIOR_RUNS, _MOST, _LEAST_SHARE, _NUM_ROUNDS = 0.25, math.log(3.0), 0.01, 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredRun:
-    """Hold what a run stored: its config, and what its steps took on rank 0.
-
-    Attributes:
-        vocab_size: of its data.
-        config: resolved.
-        parts: seconds of a step, by `PARTS`.
-    """
+    """Hold what a run stored: its resolved config, and what its steps took on rank 0, by `PARTS` too."""
 
     device: str
     world_size: int
@@ -89,10 +73,11 @@ class Refit:
     after: float
 
     def __str__(self) -> str:
-        runs = "1 run" if self.num_runs == 1 else f"{self.num_runs} runs"
+        runs, ranks = (
+            f"{n} {what}{'s' * (n != 1)}" for n, what in ((self.num_runs, "run"), (self.profile.num_ranks, "rank"))
+        )
         changed = ", ".join(f"{name} x {factor:.2f}" for name, factor in self.factors.items() if factor != 1.0)
         error = f"error of a step {100 * self.before:.1f} % before, {100 * self.after:.1f} % after"
-        ranks = "1 rank" if self.profile.num_ranks == 1 else f"{self.profile.num_ranks} ranks"
         return f"{self.profile.device}, {ranks}: {runs}, {error}; {changed or 'nothing to correct'}"
 
     @property
@@ -112,16 +97,12 @@ def read_runs(folder: Path) -> tuple[StoredRun, ...]:
     Raises:
         ConfigError: there is none.
     """
-    runs = []
-    for path in sorted(folder.rglob(PREDICTION_NAME)):
-        run = _read_run(path)
-        if run is not None:
-            runs.append(run)
+    runs = tuple(run for path in sorted(folder.rglob(PREDICTION_NAME)) if (run := _read_run(path)) is not None)
     if not runs:
         raise ConfigError(
             "no-timed-run", f"{folder} holds no run that was timed; give a folder in which shardwise train has run"
         )
-    return tuple(runs)
+    return runs
 
 
 def refit(profile: Profile, runs: Sequence[StoredRun]) -> Refit:
@@ -196,13 +177,21 @@ def _error(profile: Profile, runs: Sequence[StoredRun]) -> float:
 def scaled(profile: Profile, logs: Mapping[str, float]) -> Profile:
     """Return the profile with the seconds of each part multiplied by the exponential of its entry in `logs`."""
     compute, data, offload, step = (math.exp(logs[name]) for name in ("compute", "data", "offload", "step"))
+
+    def longer(rows: tuple[Any, ...], factor: float) -> tuple[Any, ...]:
+        """Multiply all seconds of a table's rows."""
+        return tuple(
+            replace(row, **{each.name: factor * getattr(row, each.name) for each in fields(row) if _is_time(each.name)})
+            for row in rows
+        )
+
     return replace(
         profile,
-        matmuls=tuple(replace(each, seconds=compute * each.seconds) for each in profile.matmuls),
-        attentions=tuple(_longer(each, compute) for each in profile.attentions),
-        blocks=tuple(_longer(each, compute) for each in profile.blocks),
-        heads=tuple(_longer(each, compute) for each in profile.heads),
-        collectives=tuple(replace(each, seconds=data * each.seconds) for each in profile.collectives),
+        matmuls=longer(profile.matmuls, compute),
+        attentions=longer(profile.attentions, compute),
+        blocks=longer(profile.blocks, compute),
+        heads=longer(profile.heads, compute),
+        collectives=longer(profile.collectives, data),
         stream_bytes_per_s=profile.stream_bytes_per_s / compute,
         call_s=profile.call_s * compute,
         step_bytes_per_s=profile.step_bytes_per_s / step,
@@ -212,5 +201,5 @@ def scaled(profile: Profile, logs: Mapping[str, float]) -> Profile:
     )
 
 
-def _longer(each: _Passes, factor: float) -> _Passes:
-    return replace(each, forward_s=factor * each.forward_s, backward_s=factor * each.backward_s)
+def _is_time(name: str) -> bool:
+    return name == "seconds" or name.endswith("_s")

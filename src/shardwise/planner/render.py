@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Final
@@ -14,23 +14,31 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.config.resolve import Tier
-from shardwise.planner.format import batch_words, layout_words, money_words
+from shardwise.planner.cost import cost_words
+from shardwise.planner.format import batch_words, layout_words
 from shardwise.planner.hardware import GIB, Host, cluster_words
 from shardwise.planner.job import PlanJob
 from shardwise.planner.memory_limit import held_on_node
 from shardwise.planner.results import MEMORY_CATEGORIES, TIME_PARTS, Estimate, RankMemory
-from shardwise.planner.search import cost_per_step
 from shardwise.runtime.format import format_bytes, format_count, format_s, format_span_s
 
-LABEL_WIDTH: Final = 9
-YOURS: Final = "yours"
-PLAIN: Final = "plain"
-BAR_WIDTH: Final = 60
-_DAY_S: Final = 86_400.0
-_MANY_TOKENS: Final = 1e12
+# Of docs/planner-accuracy.md, where `tests/unit/planner/test_planner_page.py` looks for them.
+VALIDATION: Final = (
+    "10.4 % off on average of 300 published runs that nothing is fitted to; "
+    "its first choice in 10 comparisons of layouts was 1.5 % slower than the best"
+)
+_BAR_WIDTH: Final = 60
 _MOST_STAGES: Final = 8
 _NARROW: Final = 100
 _LEAST_SHARE: Final = 0.01
+_LIMITS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "compute": ("compute",),
+        "links": ("tensor", "context", "experts", "data"),
+        "memory": ("recompute", "offload", "step"),
+        "pipeline": ("bubble",),
+    }
+)
 # As many as 80 columns can show.
 _STAGE_COLUMNS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
@@ -45,251 +53,9 @@ _STAGE_COLUMNS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "other": ("overhead", "rounding"),
     }
 )
-
-
-def facts(rows: Sequence[tuple[str, RenderableType]]) -> Table:
-    """Show labels and what they are about in two columns."""
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", width=LABEL_WIDTH)
-    grid.add_column(overflow="fold")
-    for label, value in rows:
-        grid.add_row(label, Text(value) if isinstance(value, str) else value)
-    return grid
-
-
-def job_rows(job: PlanJob, notes: Sequence[str] = ()) -> list[tuple[str, RenderableType]]:
-    """Describe the model, the batch and the cluster."""
-    shape = job.shape
-    count = format_count(shape.num_params)
-    words = f"{shape.name}, {count} parameters, {shape.num_layers} layers of {shape.hidden_size:,}"
-    if shape.experts is not None:
-        words += f", {shape.experts.num_chosen} of {shape.experts.num_experts} experts"
-    rows: list[tuple[str, RenderableType]] = [("model", Text(words, style="bold")), ("batch", batch_words(job))]
-    rows.append(("cluster", cluster_words(job.cluster)))
-    rows += [("note", Text(note, style="yellow")) for note in notes]
-    return rows
-
-
-def price_rows(price: Estimate, *, is_coloured: bool, label: str = "best") -> list[tuple[str, RenderableType]]:
-    """Describe one strategy: its layout, speed, memory on the worst rank, and cost.
-
-    Args:
-        price: of the strategy.
-        is_coloured: whether the terminal shows colours.
-        label: of the first row.
-    """
-    rows: list[tuple[str, RenderableType]] = [
-        (label, Text(layout_words(price.strategy), style="bold green" if price.margin_bytes >= 0 else "bold red")),
-        ("step", speed_words(price)),
-        *([] if price.job.cluster.gpu.is_cpu else [("checked", VALIDATION)]),
-        ("limit", limit_words(price)),
-        ("memory", memory_words(price)),
-        ("", memory_bar(price.memory.worst, price.job.cluster.gpu.memory_bytes, BAR_WIDTH, is_coloured=is_coloured)),
-        ("", _memory_legend(price.memory.worst, is_coloured)),
-    ]
-    if money := cost_words(price):
-        rows.append(("cost", money))
-    return rows
-
-
-# Of docs/planner-accuracy.md, where `tests/unit/planner/test_planner_page.py` looks for them.
-VALIDATION: Final = "10.4 % off on average of 300 published runs that nothing is fitted to"
-_LIMITS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {
-        "compute": ("compute",),
-        "links": ("tensor", "context", "experts", "data"),
-        "memory": ("recompute", "offload", "step"),
-        "pipeline": ("bubble",),
-    }
-)
-
-
-def limit_words(price: Estimate) -> str:
-    """Say what limits a step most: computing, links, what memory costs in time, or the pipeline's bubble."""
-    parts = price.time.parts
-    shares = {name: sum(parts.get(each, 0.0) for each in of) / price.time.step_s for name, of in _LIMITS.items()}
-    first, *others = sorted(shares, key=lambda name: -shares[name])
-    words = [f"{each} {100 * shares[each]:.0f} %" for each in others if shares[each] >= _LEAST_SHARE]
-    return f"{first}, {100 * shares[first]:.0f} % of a step{'; ' if words else ''}{', '.join(words)}"
-
-
-def device_word(job: PlanJob) -> str:
-    """Name what a rank computes on: a GPU, or a rank on a CPU."""
-    return "rank" if job.cluster.gpu.is_cpu else "GPU"
-
-
-def speed_words(price: Estimate) -> str:
-    """Write the time of a step with its interval, and what follows from it."""
-    time = price.time
-    words = f"{format_s(time.step_s)} ({format_span_s(time.low_s, time.high_s)})"
-    words += f", {price.tokens_per_s_per_gpu:,.0f} tokens/s a {device_word(price.job)}"
-    mfu, halved = price.mfu(), price.mfu(is_causal_halved=True)
-    if mfu is None or halved is None:
-        return words
-    dtype = price.strategy.product_dtype
-    return f"{words}, MFU {100 * mfu:.1f} % of {dtype} ({100 * halved:.1f} % with causal attention halved)"
-
-
-def memory_words(price: Estimate) -> str:
-    """Write the worst rank's peak against the device's memory, and what is stored elsewhere."""
-    worst, strategy = price.memory.worst, price.strategy
-    where = f" on pipeline rank {worst.pipeline_rank} of {strategy.pp}" if strategy.pp > 1 else ""
-    capacity = price.job.cluster.gpu.memory_bytes
-    margin = price.margin_bytes
-    fits = f"{format_bytes(margin)} left" if margin >= 0 else f"out of memory by {format_bytes(-margin)}"
-    words = f"{format_bytes(worst.peak_bytes)} of {format_bytes(capacity)}{where}: {fits}"
-    away = [_elsewhere_words(price, tier) for tier, size in worst.elsewhere.items() if tier != "device" and size > 0]
-    return f"{words}; {' and '.join(away)}" if away else words
-
-
-def _elsewhere_words(price: Estimate, tier: Tier) -> str:
-    """Write what a node's ranks hold of a shared memory, and whether the size of that memory is an assumption."""
-    host = price.job.cluster.host
-    held = held_on_node(price.memory, price.job.cluster, tier)
-    sizes = {"host": host.memory_bytes, "nvme": host.nvme_bytes}
-    is_assumed = host == Host() and tier == "host"
-    words = f"{format_bytes(held)} of {'an assumed ' if is_assumed else ''}{format_bytes(sizes[tier])} on {tier}"
-    if price.job.cluster.gpus_per_node > 1:
-        words += ", all ranks of a node"
-    return f"{words} (host_memory_gib in a cluster's file)" if is_assumed else words
-
-
-def cost_words(price: Estimate) -> str:
-    """Write what a step, a day and many tokens cost; return "" where no price is known."""
-    step = cost_per_step(price)
-    if step is None:
-        return ""
-    hourly = price.job.cluster.gpu.price_per_hour
-    day = step / price.time.step_s * _DAY_S
-    tokens = step / price.job.tokens * _MANY_TOKENS
-    return (
-        f"{money_words(step)} a step, {money_words(day)} a day, {money_words(tokens)} for 1 T tokens, "
-        f"at ${hourly:.2f} an hour and GPU"
-    )
-
-
-def _memory_legend(rank: RankMemory, is_coloured: bool) -> RenderableType:
-    unit, name = memory_unit([rank])
-    sizes = {category: size / unit for category, size in rank.peak.items()}
-    return legend_line(sizes, MEMORY_MARKS, is_coloured=is_coloured, digits=1 if name == "GiB" else 0)
-
-
-def memory_unit(ranks: Sequence[RankMemory]) -> tuple[int, str]:
-    """Return the unit, in bytes and by name, in which the peaks of all these ranks are easy to read."""
-    is_large = max(rank.peak_bytes for rank in ranks) >= GIB
-    return (GIB, "GiB") if is_large else (2**20, "MiB")
-
-
-def legend_line(
-    sizes: Mapping[str, float], marks: Mapping[str, tuple[str, str]], *, is_coloured: bool, digits: int = 1
-) -> RenderableType:
-    """Show a legend that breaks lines only between its parts.
-
-    Args:
-        sizes: of the parts, by name.
-        marks: sign and colour of each part, by name.
-        is_coloured: whether parts differ by colour and not by sign.
-        digits: after the point.
-    """
-    return Columns(legend(sizes, marks, is_coloured=is_coloured, digits=digits), padding=(0, 2))
-
-
-def price_table(
-    prices: Sequence[Estimate], *, width: int, is_coloured: bool, beside: Mapping[str, Estimate] = MappingProxyType({})
-) -> Table:
-    """Show the best few strategies, one below the other, and others by name below them, such as the user's own.
-
-    Args:
-        prices: of the best, in order.
-        width: of the terminal, in characters; a wide one has bars of memory too.
-        is_coloured: whether the terminal shows colours.
-        beside: prices of others, by name.
-    """
-    table = bare_table("#")
-    table.add_column("layout", overflow="fold", min_width=24)
-    unit, unit_name = memory_unit([price.memory.worst for price in prices])
-    for name in ("step", f"tok/s/{device_word(prices[0].job)}", "MFU %", unit_name):
-        table.add_column(name, justify="right", no_wrap=True)
-    is_wide = width >= _NARROW
-    if is_wide:
-        table.add_column("memory of the worst rank", no_wrap=True)
-    rows = [(f"{number}", price) for number, price in enumerate(prices, 1)]
-    for label, price in (*rows, *beside.items()):
-        cells: list[RenderableType] = [label, Text(layout_words(price.strategy)), *_figures(price, unit)]
-        if is_wide:
-            cells.append(
-                memory_bar(price.memory.worst, price.job.cluster.gpu.memory_bytes, 24, is_coloured=is_coloured)
-            )
-        table.add_row(*cells)
-    return table
-
-
-def bare_table(*columns: str, texts: Sequence[str] = ()) -> Table:
-    """Return a table without lines: columns of texts are on the left and fold, those of numbers on the right."""
-    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
-    for name in columns:
-        is_text = name in texts
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
-    return table
-
-
-def _figures(price: Estimate, unit: int) -> Iterator[str]:
-    yield format_s(price.time.step_s)
-    yield f"{price.tokens_per_s_per_gpu:,.0f}"
-    mfu = price.mfu()
-    yield "-" if mfu is None else f"{100 * mfu:.1f}"
-    yield f"{price.memory.worst.peak_bytes / unit:,.{1 if unit == GIB else 0}f}"
-
-
-def stage_table(price: Estimate, *, is_coloured: bool) -> Table:
-    """Show the memory of each pipeline rank by category; of a long pipeline only some ranks, the worst among them."""
-    ranks = _shown_ranks(price)
-    unit, unit_name = memory_unit(ranks)
-    shown = [
-        (name, parts) for name, parts in _STAGE_COLUMNS.items() if any(r.bytes_of(*parts) >= unit / 20 for r in ranks)
-    ]
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
-    table.add_column(f"{unit_name}, rank", no_wrap=True)
-    for name in (*(name for name, _ in shown), "all"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for rank in ranks:
-        cells = [f"{rank.bytes_of(*parts) / unit:,.1f}" for _, parts in shown]
-        is_worst = rank is price.memory.worst and len(ranks) > 1
-        total = Text(f"{rank.peak_bytes / unit:,.1f}", style="bold" if is_worst and is_coloured else "")
-        table.add_row(f"{rank.pipeline_rank}{' worst' if is_worst else ''}", *cells, total)
-    return table
-
-
-def _shown_ranks(price: Estimate) -> list[RankMemory]:
-    ranks = price.memory.ranks
-    if len(ranks) <= _MOST_STAGES:
-        return list(ranks)
-    chosen = {0: ranks[0], 1: ranks[1], len(ranks) // 2: ranks[len(ranks) // 2], len(ranks) - 1: ranks[-1]}
-    chosen[price.memory.worst.pipeline_rank] = price.memory.worst
-    return [chosen[place] for place in sorted(chosen)]
-
-
-def time_rows(price: Estimate, *, is_coloured: bool) -> list[tuple[str, RenderableType]]:
-    """Show where a step's time goes."""
-    time = price.time
-    unit, name = (1.0, "s") if time.step_s >= 1 else (1e-3, "ms")
-    parts = {part: seconds / unit for part, seconds in time.parts.items()}
-    rows: list[tuple[str, RenderableType]] = [
-        ("time", time_bar(time.parts, BAR_WIDTH, is_coloured=is_coloured)),
-        (f"in {name}", legend_line(parts, TIME_MARKS, is_coloured=is_coloured, digits=2)),
-    ]
-    if time.bubble_rate is not None and price.strategy.pp > 1:
-        rows.append(("bubble", f"{100 * time.bubble_rate:.1f} % of a rank's time in the pipeline"))
-    return rows
-
-
-def blocks(*parts: RenderableType) -> RenderableType:
-    """Put an empty line between parts."""
-    return Group(*(Padding(part, (1, 1, 0, 1), expand=False) for part in parts))
-
-
 # A sign for each, and a colour that the eight of every terminal have, or near to one.
-MEMORY_MARKS: Mapping[str, tuple[str, str]] = MappingProxyType(
+Marks = Mapping[str, tuple[str, str]]
+MEMORY_MARKS: Final[Marks] = MappingProxyType(
     {
         "params": ("p", "blue"),
         "grads": ("g", "green"),
@@ -303,7 +69,7 @@ MEMORY_MARKS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "rounding": ("r", "bright_black"),
     }
 )
-TIME_MARKS: Mapping[str, tuple[str, str]] = MappingProxyType(
+TIME_MARKS: Final[Marks] = MappingProxyType(
     {
         "compute": ("c", "blue"),
         "recompute": ("r", "bright_blue"),
@@ -317,9 +83,172 @@ TIME_MARKS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "other": ("·", "bright_black"),
     }
 )
-_FREE: Final = "·"
-_EDGE: Final = "|"
-_BLOCK: Final = "█"
+Rows = Sequence[tuple[str, RenderableType]]
+
+
+def facts(rows: Rows) -> Table:
+    """Show labels and what they are about in two columns."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", width=9)
+    grid.add_column(overflow="fold")
+    for label, value in rows:
+        grid.add_row(label, Text(value) if isinstance(value, str) else value)
+    return grid
+
+
+def bare_table(*columns: str, texts: Sequence[str] = ()) -> Table:
+    """Return a table without lines: columns of texts are on the left and fold, those of numbers on the right."""
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
+    for name in columns:
+        is_text = name in texts
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
+    return table
+
+
+def blocks(*parts: RenderableType) -> RenderableType:
+    """Put an empty line between parts."""
+    return Group(*(Padding(part, (1, 1, 0, 1), expand=False) for part in parts))
+
+
+def job_rows(job: PlanJob, notes: Sequence[str] = ()) -> list[tuple[str, RenderableType]]:
+    """Describe the model, the batch and the cluster."""
+    shape = job.shape
+    words = f"{shape.name}, {format_count(shape.num_params)} parameters, "
+    words += f"{shape.num_layers} layers of {shape.hidden_size:,}"
+    if shape.experts is not None:
+        words += f", {shape.experts.num_chosen} of {shape.experts.num_experts} experts"
+    rows: list[tuple[str, RenderableType]] = [("model", Text(words, style="bold")), ("batch", batch_words(job))]
+    rows.append(("cluster", cluster_words(job.cluster)))
+    return rows + [("note", Text(note, style="yellow")) for note in notes]
+
+
+def price_rows(price: Estimate, *, is_coloured: bool, label: str = "best") -> list[tuple[str, RenderableType]]:
+    """Describe one strategy: its layout, speed, memory on the worst rank, and cost.
+
+    Args:
+        price: of the strategy.
+        is_coloured: whether the terminal shows colours.
+        label: of the first row.
+    """
+    worst, gpu = price.memory.worst, price.job.cluster.gpu
+    unit, name = _memory_unit([worst])
+    sizes = {category: size / unit for category, size in worst.peak.items()}
+    rows: list[tuple[str, RenderableType]] = [
+        (label, Text(layout_words(price.strategy), style="bold green" if price.margin_bytes >= 0 else "bold red")),
+        ("step", speed_words(price)),
+        *([] if gpu.is_cpu else [("checked", VALIDATION)]),
+        ("limit", limit_words(price)),
+        ("memory", memory_words(price)),
+        ("", memory_bar(worst, gpu.memory_bytes, _BAR_WIDTH, is_coloured=is_coloured)),
+        ("", _legend(sizes, MEMORY_MARKS, is_coloured, digits=1 if name == "GiB" else 0)),
+    ]
+    return rows + [("cost", words) for words in (cost_words(price),) if words]
+
+
+def limit_words(price: Estimate) -> str:
+    """Say what limits a step most: computing, links, what memory costs in time, or the pipeline's bubble."""
+    parts = price.time.parts
+    shares = {name: sum(parts.get(each, 0.0) for each in of) / price.time.step_s for name, of in _LIMITS.items()}
+    first, *others = sorted(shares, key=lambda name: -shares[name])
+    words = [f"{each} {100 * shares[each]:.0f} %" for each in others if shares[each] >= _LEAST_SHARE]
+    return f"{first}, {100 * shares[first]:.0f} % of a step{'; ' if words else ''}{', '.join(words)}"
+
+
+def speed_words(price: Estimate) -> str:
+    """Write the time of a step with its interval, and what follows from it."""
+    time = price.time
+    words = f"{format_s(time.step_s)} ({format_span_s(time.low_s, time.high_s)})"
+    words += f", {price.tokens_per_s_per_gpu:,.0f} tokens/s a {_device_word(price.job)}"
+    mfu, halved = price.mfu(), price.mfu(is_causal_halved=True)
+    if mfu is None or halved is None:
+        return words
+    dtype = price.strategy.product_dtype
+    return f"{words}, MFU {100 * mfu:.1f} % of {dtype} ({100 * halved:.1f} % with causal attention halved)"
+
+
+def memory_words(price: Estimate) -> str:
+    """Write the worst rank's peak against the device's memory, and what is stored elsewhere."""
+    worst, strategy, cluster = price.memory.worst, price.strategy, price.job.cluster
+    where = f" on pipeline rank {worst.pipeline_rank} of {strategy.pp}" if strategy.pp > 1 else ""
+    margin = price.margin_bytes
+    fits = f"{format_bytes(margin)} left" if margin >= 0 else f"out of memory by {format_bytes(-margin)}"
+    words = f"{format_bytes(worst.peak_bytes)} of {format_bytes(cluster.gpu.memory_bytes)}{where}: {fits}"
+    away = []
+    memories: tuple[tuple[Tier, float], ...] = (("host", cluster.host.memory_bytes), ("nvme", cluster.host.nvme_bytes))
+    for tier, node_bytes in memories:
+        if worst.elsewhere.get(tier, 0.0) > 0:
+            is_assumed = cluster.host == Host() and tier == "host"
+            size = f"{'an assumed ' if is_assumed else ''}{format_bytes(node_bytes)} on {tier}"
+            ranks = ", all ranks of a node" if cluster.gpus_per_node > 1 else ""
+            key = " (host_memory_gib in a cluster's file)" if is_assumed else ""
+            away.append(f"{format_bytes(held_on_node(price.memory, cluster, tier))} of {size}{ranks}{key}")
+    return f"{words}; {' and '.join(away)}" if away else words
+
+
+def price_table(
+    prices: Sequence[Estimate], *, width: int, is_coloured: bool, beside: Mapping[str, Estimate] = MappingProxyType({})
+) -> Table:
+    """Show the best few strategies, one below the other, and others by name below them, such as the user's own.
+
+    Args:
+        prices: of the best, in order.
+        width: of the terminal, in characters; a wide one has bars of memory too.
+        is_coloured: whether the terminal shows colours.
+        beside: prices of others, by name.
+    """
+    unit, unit_name = _memory_unit([price.memory.worst for price in prices])
+    table = bare_table("#")
+    table.add_column("layout", overflow="fold", min_width=24)
+    for name in ("step", f"tok/s/{_device_word(prices[0].job)}", "MFU %", unit_name):
+        table.add_column(name, justify="right", no_wrap=True)
+    if width >= _NARROW:
+        table.add_column("memory of the worst rank", no_wrap=True)
+    rows = [(f"{number}", price) for number, price in enumerate(prices, 1)]
+    for label, price in (*rows, *beside.items()):
+        mfu, worst = price.mfu(), price.memory.worst
+        cells: list[RenderableType] = [label, Text(layout_words(price.strategy)), format_s(price.time.step_s)]
+        cells += [f"{price.tokens_per_s_per_gpu:,.0f}", "-" if mfu is None else f"{100 * mfu:.1f}"]
+        cells.append(f"{worst.peak_bytes / unit:,.{1 if unit == GIB else 0}f}")
+        if width >= _NARROW:
+            cells.append(memory_bar(worst, price.job.cluster.gpu.memory_bytes, 24, is_coloured=is_coloured))
+        table.add_row(*cells)
+    return table
+
+
+def stage_table(price: Estimate, *, is_coloured: bool) -> Table:
+    """Show the memory of each pipeline rank by category; of a long pipeline only some ranks, the worst among them."""
+    ranks = list(price.memory.ranks)
+    if len(ranks) > _MOST_STAGES:
+        shown = {0, 1, len(ranks) // 2, len(ranks) - 1, ranks.index(price.memory.worst)}
+        ranks = [ranks[place] for place in sorted(shown)]
+    unit, unit_name = _memory_unit(ranks)
+    columns = [
+        (name, parts) for name, parts in _STAGE_COLUMNS.items() if any(r.bytes_of(*parts) >= unit / 20 for r in ranks)
+    ]
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
+    table.add_column(f"{unit_name}, rank", no_wrap=True)
+    for name in (*(name for name, _ in columns), "all"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for rank in ranks:
+        cells = [f"{rank.bytes_of(*parts) / unit:,.1f}" for _, parts in columns]
+        is_worst = rank is price.memory.worst and len(ranks) > 1
+        total = Text(f"{rank.peak_bytes / unit:,.1f}", style="bold" if is_worst and is_coloured else "")
+        table.add_row(f"{rank.pipeline_rank}{' worst' if is_worst else ''}", *cells, total)
+    return table
+
+
+def time_rows(price: Estimate, *, is_coloured: bool) -> list[tuple[str, RenderableType]]:
+    """Show where a step's time goes."""
+    time = price.time
+    unit, name = (1.0, "s") if time.step_s >= 1 else (1e-3, "ms")
+    parts = {part: seconds / unit for part, seconds in time.parts.items()}
+    rows: list[tuple[str, RenderableType]] = [
+        ("time", time_bar(time.parts, _BAR_WIDTH, is_coloured=is_coloured)),
+        (f"in {name}", _legend(parts, TIME_MARKS, is_coloured, digits=2)),
+    ]
+    if time.bubble_rate is not None and price.strategy.pp > 1:
+        rows.append(("bubble", f"{100 * time.bubble_rate:.1f} % of a rank's time in the pipeline"))
+    return rows
 
 
 def memory_bar(rank: RankMemory, capacity_bytes: float, width: int, *, is_coloured: bool = False) -> Text:
@@ -335,14 +264,7 @@ def memory_bar(rank: RankMemory, capacity_bytes: float, width: int, *, is_colour
     return bar_of(sizes, MEMORY_MARKS, capacity_bytes, width, is_coloured=is_coloured)
 
 
-def bar_of(
-    sizes: Mapping[str, float],
-    marks: Mapping[str, tuple[str, str]],
-    capacity: float,
-    width: int,
-    *,
-    is_coloured: bool = False,
-) -> Text:
+def bar_of(sizes: Mapping[str, float], marks: Marks, capacity: float, width: int, *, is_coloured: bool = False) -> Text:
     """Draw parts in a container; what exceeds it comes after a `|`.
 
     Args:
@@ -352,13 +274,13 @@ def bar_of(
         width: of the whole bar, in characters.
         is_coloured: whether parts differ by colour and not by sign.
     """
-    bar, whole = _bar(list(sizes.items()), marks, is_coloured), sum(sizes.values())
+    whole = sum(sizes.values())
     if whole <= capacity:
-        filled = _filled(bar, width * whole / capacity)
-        return filled.append(_FREE * (width - len(filled)), style="dim")
-    filled = _filled(bar, width - 1)
+        filled = _filled(sizes.items(), marks, width * whole / capacity, is_coloured=is_coloured)
+        return filled.append("·" * (width - len(filled)), style="dim")
+    filled = _filled(sizes.items(), marks, width - 1, is_coloured=is_coloured)
     edge = round((width - 1) * capacity / whole)
-    return Text.assemble(filled[:edge], (_EDGE, "bold red"), filled[edge:])
+    return Text.assemble(filled[:edge], ("|", "bold red"), filled[edge:])
 
 
 def time_bar(parts: Mapping[str, float], width: int, *, is_coloured: bool = False) -> Text:
@@ -369,48 +291,37 @@ def time_bar(parts: Mapping[str, float], width: int, *, is_coloured: bool = Fals
         width: of the whole bar, in characters.
         is_coloured: whether parts differ by colour and not by sign.
     """
-    return _filled(_bar([(name, parts.get(name, 0.0)) for name in TIME_PARTS], TIME_MARKS, is_coloured), width)
+    return _filled([(name, parts.get(name, 0.0)) for name in TIME_PARTS], TIME_MARKS, width, is_coloured=is_coloured)
 
 
-def legend(
-    sizes: Mapping[str, float], marks: Mapping[str, tuple[str, str]], *, is_coloured: bool, digits: int = 1
-) -> list[Text]:
-    """List the parts of a bar that do not round to 0, by name and size.
+def _filled(sizes: Iterable[tuple[str, float]], marks: Marks, width: float, *, is_coloured: bool) -> Text:
+    """Draw parts in proportion, with rounded ends, so that all together have the given width."""
+    pairs = list(sizes)
+    total = sum(size for _, size in pairs) or 1.0
+    ends = [round(width * end / total) for end in accumulate(size for _, size in pairs)]
+    text = Text()
+    for (name, _), start, end in zip(pairs, [0, *ends], ends, strict=False):
+        sign, colour = marks[name]
+        text.append(("█" if is_coloured else sign) * (end - start), style=colour if is_coloured else "")
+    return text
 
-    >>> sizes = {"params": 20.04, "activations": 40.0, "logits": 0.001}
-    >>> [each.plain for each in legend(sizes, MEMORY_MARKS, is_coloured=False)]
-    ['p params 20.0', 'a activations 40.0']
 
-    Args:
-        sizes: of the parts, by name.
-        marks: sign and colour of each part, by name.
-        is_coloured: whether parts differ by colour and not by sign.
-        digits: after the point.
-    """
+def _legend(sizes: Mapping[str, float], marks: Marks, is_coloured: bool, *, digits: int) -> RenderableType:
+    """List the parts that do not round to 0, by name and size; lines break only between parts."""
     items = []
     for name, (mark, colour) in marks.items():
         size = sizes.get(name, 0.0)
         if round(size, digits) > 0:
             sign = ("■", colour) if is_coloured else (mark, "bold")
             items.append(Text.assemble(sign, f" {name} {size:,.{digits}f}"))
-    return items
+    return Columns(items, padding=(0, 2))
 
 
-Segments = Sequence[tuple[str, str, float]]
-"""The character, the style and the size of each part."""
+def _device_word(job: PlanJob) -> str:
+    return "rank" if job.cluster.gpu.is_cpu else "GPU"
 
 
-def _bar(sizes: Sequence[tuple[str, float]], marks: Mapping[str, tuple[str, str]], is_coloured: bool) -> Segments:
-    return [
-        (_BLOCK if is_coloured else marks[name][0], marks[name][1] if is_coloured else "", size) for name, size in sizes
-    ]
-
-
-def _filled(segments: Segments, width: float) -> Text:
-    """Draw parts in proportion, with rounded ends, so that all together have the given width."""
-    total = sum(size for _, _, size in segments) or 1.0
-    ends = [round(width * end / total) for end in accumulate(size for _, _, size in segments)]
-    text = Text()
-    for (character, style, _), start, end in zip(segments, [0, *ends], ends, strict=False):
-        text.append(character * (end - start), style=style)
-    return text
+def _memory_unit(ranks: Sequence[RankMemory]) -> tuple[int, str]:
+    """Return the unit, in bytes and by name, in which the peaks of all these ranks are easy to read."""
+    is_large = max(rank.peak_bytes for rank in ranks) >= GIB
+    return (GIB, "GiB") if is_large else (2**20, "MiB")

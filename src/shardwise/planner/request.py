@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -26,10 +26,9 @@ from shardwise.models.presets import PRESETS, preset
 from shardwise.planner.candidates import SearchSpace, divisors
 from shardwise.planner.configs import KEYS, job_of, pins_of, shape_of
 from shardwise.planner.hardware import Cluster
-from shardwise.planner.imports.huggingface import imported_of, is_deepspeed, read_huggingface, read_json
-from shardwise.planner.imports.imported import ImportedJob
+from shardwise.planner.imports.huggingface import cached_config, is_deepspeed, read_huggingface, read_json, source_of
 from shardwise.planner.imports.megatron import read_megatron
-from shardwise.planner.job import PlanJob, Strategy
+from shardwise.planner.job import ModelSource, PlanJob, Strategy
 from shardwise.planner.shape import ModelShape
 from shardwise.runtime.format import format_count
 from shardwise.runtime.optimizers import optimizer_kind
@@ -54,34 +53,6 @@ _OF_ALL: Final = frozenset({"precision.param", "precision.reduce", "precision.ac
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSource:
-    """Hold a model as a user named it, and what else its file says.
-
-    Attributes:
-        config: the user's config, from which the plan's config starts.
-        given: keys that the file sets.
-        seq_len, global_batch: of the file; None where it has none.
-        longest: the longest sequence that the model is made for, in tokens.
-        settings: of another tool's strategy, by our config's keys.
-    """
-
-    shape: ModelShape
-    config: Config = field(default_factory=Config)
-    given: frozenset[str] = frozenset()
-    seq_len: int | None = None
-    global_batch: int | None = None
-    longest: int | None = None
-    settings: Mapping[str, object] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-
-    @property
-    def is_split(self) -> bool:
-        """Say whether the file also says how the job is split."""
-        keys = self.given | set(self.settings)
-        return any(key in KEYS and key not in _OF_ALL and not key.startswith("batch.") for key in keys)
-
-
-@dataclass(frozen=True, kw_only=True)
 class PlanRequest:
     """Hold a job, the space to search for it, and the config that the plan's config starts from."""
 
@@ -96,24 +67,29 @@ def read_model(text: str) -> ModelSource:
 
     Args:
         text: a preset, or the hub's name of its model; the path of our own TOML file, of a Hugging Face `config.json`
-            or its folder, or of a script of Megatron's flags.
+            or its folder, of a folder of PEFT's adapters, or of a script of Megatron's flags.
 
     Raises:
         ConfigError: there is no such model, or its file is wrong.
     """
     path = Path(text)
     if "--" in text or path.suffix in _SCRIPTS:
-        return of_imported(read_megatron(text))
+        return read_megatron(text)
     if is_config(path):
         return _of_toml(path)
     if path.suffix == ".json":
         return _of_json(path)
     if (path / "config.json").is_file():
         return _of_json(path / "config.json")
+    if (path / "adapter_config.json").is_file():
+        return _of_adapters(path / "adapter_config.json")
     if path.is_dir():
         raise ConfigError(
             "folder-no-config", f"the folder {text} has no config.json; give one of Hugging Face's, or a preset"
         )
+    cached = cached_config(text) if "/" in text else None
+    if cached is not None:
+        return _of_json(cached)
     plain = _OF_HUB.sub("", text.rpartition("/")[2].lower())
     name = _ALIASES.get(plain, plain)
     if "/" in text and name not in PRESETS:
@@ -145,8 +121,7 @@ def model_of(model: object) -> ModelSource:
         return ModelSource(shape=ModelShape.of_decoder(model), longest=model.max_seq_len)
     values = model.to_dict() if hasattr(model, "to_dict") else model
     if isinstance(values, Mapping):
-        imported = imported_of(values, type(model).__name__)
-        return of_imported(replace(imported, seq_len=None), imported.seq_len)
+        return source_of(values, type(model).__name__)
     if hasattr(model, "config"):
         return model_of(model.config)
     raise ConfigError(
@@ -162,29 +137,22 @@ def _of_json(path: Path) -> ModelSource:
             f"{path.name} is a config of DeepSpeed's, which names no model; give it after --explain, and the model "
             "after --model",
         )
-    imported = read_huggingface(path)
-    source = of_imported(replace(imported, seq_len=None), imported.seq_len)
+    source = read_huggingface(path)
     if any(path.parent.glob("*.safetensors")):  # which shardwise train can fine-tune
         source = replace(source, config=Config().override([f"model.path={json.dumps(str(path.parent))}"]))
     return source
 
 
-def of_imported(imported: ImportedJob, longest: int | None = None) -> ModelSource:
-    """Return the model of another tool's file.
-
-    Raises:
-        ConfigError: it names none.
-    """
-    if imported.shape is None:
-        raise ConfigError("model-not-named", "the file names no model; give one after --model")
-    return ModelSource(
-        shape=imported.shape,
-        seq_len=imported.seq_len,
-        global_batch=imported.global_batch,
-        longest=longest,
-        settings=imported.settings,
-        notes=imported.notes,
-    )
+def _of_adapters(path: Path) -> ModelSource:
+    """Return the model that a folder of PEFT's adapters adapts, with adapters like those."""
+    values = read_json(path)
+    base, rank, targets = (values.get(key) for key in ("base_model_name_or_path", "r", "target_modules"))
+    if not isinstance(base, str) or not isinstance(rank, int):
+        raise ConfigError("adapters-no-base", f"{path} names no base model and rank; give the base model's folder")
+    source = read_model(base)
+    names = [targets] if isinstance(targets, str) else sorted(targets or [])
+    lora = [f"lora.rank={rank}", *([f"lora.targets={json.dumps(names)}"] if names else [])]
+    return replace(source, config=source.config.override(lora))
 
 
 def _of_toml(path: Path) -> ModelSource:
@@ -199,6 +167,12 @@ def _of_toml(path: Path) -> ModelSource:
         global_batch=config.batch.global_size,
         longest=None if "data.seq_len" in given else longest,
     )
+
+
+def is_split(source: ModelSource) -> bool:
+    """Say whether a model's file also says how the job is split."""
+    keys = source.given | set(source.settings)
+    return any(key in KEYS and key not in _OF_ALL and not key.startswith("batch.") for key in keys)
 
 
 def ask(
@@ -221,6 +195,8 @@ def ask(
     Raises:
         ConfigError: no length is known, or a setting is none.
     """
+    if model.shape is None:
+        raise ConfigError("model-not-named", "the file names no model; give one after --model")
     pinned = [each for each in settings if _key(each) in KEYS and _key(each) not in _OF_ALL]
     # Refuses a key that is neither with a suggestion.
     base = model.config.override([each for each in settings if each not in pinned])
@@ -284,7 +260,8 @@ def _job(shape: ModelShape, base: Config, cluster: Cluster, seq_len: int, global
     alone = replace(cluster, num_gpus=1, gpus_per_node=1)
     job = job_of(Config.from_dict(sections), alone)
     window = job.shape.window if job.shape.window is not None else shape.window
-    return replace(job, shape=replace(shape, window=window), cluster=cluster)
+    kept = {key: getattr(base.zero, key) for key in ("keep_whole_below", "replicate_frozen")}
+    return replace(job, shape=replace(shape, window=window), cluster=cluster, **kept)
 
 
-_OF_JOB: Final = frozenset({"model", "data", "precision", "attention", "optimizer", "compile"})
+_OF_JOB: Final = frozenset({"model", "data", "precision", "attention", "optimizer", "compile", "lora"})

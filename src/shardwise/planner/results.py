@@ -122,7 +122,9 @@ class Estimate:
         It is None where the device's peak in that dtype is not known.
         """
         peak = self.job.cluster.gpu.peak_flops_per_s.get(self.strategy.product_dtype)
-        flops = self.job.shape.flops_per_token(self.job.seq_len, is_causal_halved=is_causal_halved)
+        flops = self.job.shape.flops_per_token(
+            self.job.seq_len, is_causal_halved=is_causal_halved, trains_all=self.job.trains_all
+        )
         return flops * self.tokens_per_s_per_gpu / peak if peak else None
 
 

@@ -133,14 +133,16 @@ class ModelShape:
             total += self.num_expert_layers * hidden * (ffns * taken * self.experts.ffn_size + self.experts.num_experts)
         return total
 
-    def flops_per_token(self, seq_len: int, *, is_causal_halved: bool = False) -> float:
+    def flops_per_token(self, seq_len: int, *, is_causal_halved: bool = False, trains_all: bool = True) -> float:
         """Return the FLOPs of forward and backward for one token, as `training_flops_per_token` counts them.
 
         Args:
             seq_len: tokens of a sequence.
             is_causal_halved: whether half of the attention's matrix products are left out, since keys after a query
                 do not count.
+            trains_all: whether the gradients of all weights are computed.
         """
         keys = seq_len if self.window is None else min(seq_len, 2 * self.window)
         width = self.num_layers * self.num_heads * self.head_dim
-        return training_flops_per_token(self.num_matmul_params, width, keys / 2 if is_causal_halved else keys)
+        num_keys = keys / 2 if is_causal_halved else keys
+        return training_flops_per_token(self.num_matmul_params, width, num_keys, trains=trains_all)

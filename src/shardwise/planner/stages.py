@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -96,15 +96,15 @@ def _attention_params(shape: ModelShape) -> Iterator[SkeletonParam]:
     query = FusedPart(shape.num_heads * shape.head_dim, shape.num_heads)
     kv = FusedPart(shape.num_kv_heads * shape.head_dim, shape.num_kv_heads)
     for name, part in (("query", query), ("key", kv), ("value", kv)):
-        yield from _column(shape, f"attention.{name}", shape.hidden_size, part)
-    yield from _row(shape, "attention.out", query, shape.hidden_size)
+        yield from _linear(shape, f"attention.{name}", (part.size, shape.hidden_size), 0, part)
+    yield from _linear(shape, "attention.out", (shape.hidden_size, query.size), 1, query)
 
 
 def _ffn_params(shape: ModelShape, name: str, ffn_size: int) -> Iterator[SkeletonParam]:
     part = FusedPart(ffn_size)
     for column in ("gate", "up") if shape.ffn == "gated" else ("up",):
-        yield from _column(shape, f"{name}.{column}", shape.hidden_size, part)
-    yield from _row(shape, f"{name}.down", part, shape.hidden_size)
+        yield from _linear(shape, f"{name}.{column}", (ffn_size, shape.hidden_size), 0, part)
+    yield from _linear(shape, f"{name}.down", (shape.hidden_size, ffn_size), 1, part)
 
 
 def _expert_params(shape: ModelShape, expert_ranks: int) -> Iterator[SkeletonParam]:
@@ -115,25 +115,25 @@ def _expert_params(shape: ModelShape, expert_ranks: int) -> Iterator[SkeletonPar
     if experts.num_shared:
         yield from _ffn_params(shape, "ffn.shared", experts.num_shared * experts.ffn_size)
     num_here, size, hidden = -(-experts.num_experts // expert_ranks), experts.ffn_size, shape.hidden_size
-    for name in ("gate", "up") if shape.ffn == "gated" else ("up",):
+    names = ("gate", "up", "down") if shape.ffn == "gated" else ("up", "down")
+    for name in names:
+        dim, matrix = (2, (hidden, size)) if name == "down" else (1, (size, hidden))
         yield SkeletonParam(
-            name=f"ffn.experts.{name}", shape=(num_here, size, hidden), dim=1, part=FusedPart(size), is_of_experts=True
+            name=f"ffn.experts.{name}",
+            shape=(num_here, *matrix),
+            dim=dim,
+            part=FusedPart(size),
+            is_of_experts=True,
         )
-    yield SkeletonParam(
-        name="ffn.experts.down", shape=(num_here, hidden, size), dim=2, part=FusedPart(size), is_of_experts=True
-    )
 
 
-def _column(shape: ModelShape, name: str, num_inputs: int, part: FusedPart) -> Iterator[SkeletonParam]:
-    yield SkeletonParam(name=f"{name}.weight", shape=(part.size, num_inputs), dim=0, part=part)
-    if shape.has_biases:
-        yield SkeletonParam(name=f"{name}.bias", shape=(part.size,), dim=0, part=part)
-
-
-def _row(shape: ModelShape, name: str, part: FusedPart, num_outputs: int) -> Iterator[SkeletonParam]:
-    yield SkeletonParam(name=f"{name}.weight", shape=(num_outputs, part.size), dim=1, part=part)
-    if shape.has_biases:
-        yield SkeletonParam(name=f"{name}.bias", shape=(num_outputs,))
+def _linear(shape: ModelShape, name: str, size: tuple[int, int], dim: int, part: FusedPart) -> Iterator[SkeletonParam]:
+    """Yield a layer's weight, and its bias, which tp splits where it splits the outputs."""
+    yield SkeletonParam(name=f"{name}.weight", shape=size, dim=dim, part=part)
+    if shape.has_biases and dim == 0:
+        yield SkeletonParam(name=f"{name}.bias", shape=size[:1], dim=0, part=part)
+    elif shape.has_biases:
+        yield SkeletonParam(name=f"{name}.bias", shape=size[:1])
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,12 @@ class StageTable:
             return StageLayouts(StagePlacement(1), (shape.num_layers,), num_dense, 0)
         placement = placement_of(s.schedule, s.pp, s.virtual_stages)
         if s.stage_layers is not None:
-            _check_layers(s.stage_layers, placement, shape)
+            if len(s.stage_layers) != placement.num_stages or sum(s.stage_layers) != shape.num_layers:
+                raise ConfigError(
+                    "stage-layers-count",
+                    f"stage_layers of {len(s.stage_layers)} stages and {sum(s.stage_layers)} blocks, but there are "
+                    f"{placement.num_stages} stages and {shape.num_layers} blocks; give each stage its number",
+                )
             return StageLayouts(placement, s.stage_layers, num_dense, placement.num_stages - 1)
         if placement not in self._cuts:
             self._cuts[placement] = cut_by_cost(shape, placement)
@@ -232,17 +237,20 @@ def cut_by_cost(shape: ModelShape, placement: StagePlacement) -> tuple[tuple[int
     Raises:
         ConfigError: there are more stages than units.
     """
-    chosen = None if shape.experts is None else shape.experts.num_chosen / shape.experts.num_experts
+    chosen = 1.0 if shape.experts is None else shape.experts.num_chosen / shape.experts.num_experts
     num_dense = shape.num_layers - shape.num_expert_layers
-    kinds = {has: _PlannedUnit.of(block_params(shape, has_experts=has), chosen) for has in (False, True)}
-    head = head_params(shape)
-    units = [("embed", _PlannedUnit(0.0, _PlannedUnit.of(embedding_params(shape)).numel))]
-    units += [(f"blocks.{index}", kinds[index >= num_dense]) for index in range(shape.num_layers)]
-    units += [("norm", _PlannedUnit.of(norm_params(shape))), ("head", _PlannedUnit.of(head))]
+    kinds = {has: block_params(shape, has_experts=has) for has in (False, True)}
+    head, embed = head_params(shape), _cost_of("embed", embedding_params(shape))
+    costs = [replace(embed, compute=0.0)]  # rows are looked up
+    costs += [_cost_of(f"blocks.{index}", kinds[index >= num_dense], chosen) for index in range(shape.num_layers)]
+    costs += [_cost_of("norm", norm_params(shape)), _cost_of("head", head)]
     entry = head[0].entry("head")
     cut = partition_stages(
-        [StageUnit(name, (name,), (entry,), name != "blocks.0" or not shape.num_positions) for name, _ in units],
-        [UnitCost(name, unit.flops, unit.numel) for name, unit in units],
+        [
+            StageUnit(each.name, (each.name,), (entry,), each.name != "blocks.0" or not shape.num_positions)
+            for each in costs
+        ],
+        costs,
         placement.num_stages,
         placement=[placement.rank_of(stage) for stage in range(placement.num_stages)],
     )
@@ -251,26 +259,8 @@ def cut_by_cost(shape: ModelShape, placement: StagePlacement) -> tuple[tuple[int
     return layers, next(index for index, stage in enumerate(names) if "norm" in stage)
 
 
-@dataclass(frozen=True)
-class _PlannedUnit:
-    flops: float
-    numel: float
-
-    @classmethod
-    def of(cls, params: tuple[SkeletonParam, ...], share_of_experts: float | None = None) -> _PlannedUnit:
-        flops = numel = 0.0
-        for param in params:
-            size = float(math.prod(param.shape))
-            numel += size
-            if len(param.shape) > 1:
-                flops += 2.0 * size * (share_of_experts or 1.0 if param.is_of_experts else 1.0)
-        return cls(flops, numel)
-
-
-def _check_layers(layers: tuple[int, ...], placement: StagePlacement, shape: ModelShape) -> None:
-    if len(layers) != placement.num_stages or sum(layers) != shape.num_layers:
-        raise ConfigError(
-            "stage-layers-count",
-            f"stage_layers of {len(layers)} stages and {sum(layers)} blocks, but there are {placement.num_stages} "
-            f"stages and {shape.num_layers} blocks; give each stage its number of blocks",
-        )
+def _cost_of(name: str, params: tuple[SkeletonParam, ...], share_of_experts: float = 1.0) -> UnitCost:
+    """Return the cost of a unit for a token, of which experts compute their share."""
+    sizes = [(param, float(math.prod(param.shape))) for param in params]
+    flops = sum(2.0 * n * (share_of_experts if p.is_of_experts else 1.0) for p, n in sizes if len(p.shape) > 1)
+    return UnitCost(name, flops, sum(size for _, size in sizes))

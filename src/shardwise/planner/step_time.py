@@ -3,16 +3,6 @@
 Every stage has its forward and backward of one micro-batch, exposed exchanges included; the schedule that the runtime
 executes puts them in order, so what is left of the span is the bubble. The gathers and reductions of the data axes,
 the moves between memories and the optimizer's step come on top, as far as nothing hides them.
-
->>> from shardwise.models.presets import preset
->>> from shardwise.planner.hardware import find_gpu
->>> from shardwise.planner.hardware import Cluster
->>> from shardwise.planner.shape import ModelShape
->>> cluster = Cluster(gpu=find_gpu("h100"), num_gpus=8, gpus_per_node=8, nic_bytes_per_s=50e9)
->>> job = PlanJob(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=64, cluster=cluster)
->>> time = TimeModel(job).estimate(Strategy(pp=2, dp_shard=4, micro_size=1, num_micro_batches=16))
->>> abs(sum(time.parts.values()) - time.step_s) < 1e-9 and time.parts["bubble"] > 0
-True
 """
 
 from __future__ import annotations
@@ -24,12 +14,12 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Final, Literal
 
+from shardwise.planner.calibration import PassTimes
 from shardwise.planner.comm_time import BlockComm, CommTimeModel
 from shardwise.planner.compact_layout import CompactLayout
 from shardwise.planner.compute_time import ComputeTimeModel
 from shardwise.planner.hardware import FittedConstants
 from shardwise.planner.job import PlanJob, Strategy
-from shardwise.planner.memory_traffic import PassTimes
 from shardwise.planner.offload_time import OffloadTimeModel
 from shardwise.planner.results import TIME_PARTS, TimeEstimate
 from shardwise.planner.stages import StageLayouts
@@ -115,9 +105,7 @@ class TimeModel:
         return whole_s / strategy.pp + self._straggling_s(whole_s / strategy.pp)
 
     def op_times(self, strategy: Strategy) -> OpTimes:
-        """Return the mean times of one micro-batch on a rank, from which a schedule's bubble follows where stages are
-        equal.
-        """
+        """Return the mean times of one micro-batch on a rank, from which the bubble of equal stages follows."""
         stages = self._stages(strategy, self.compact.stages.of(strategy))
         return OpTimes(
             forward_s=sum(stage.times.forward_s for stage in stages) / strategy.pp,
@@ -129,11 +117,11 @@ class TimeModel:
     def _stages(self, s: Strategy, cut: StageLayouts) -> list[_Stage]:
         block = self._block(s)
         first, last = self._ends(s)
-        found = {}
-        for stage, num_blocks in enumerate(cut.layers):
-            extra = [first] * (stage == 0) + [last] * (stage == len(cut.layers) - 1)
-            found[stage] = _joined(block, num_blocks, extra)
-        return list(found.values())
+        inner = {num_blocks: _joined(block, num_blocks, ()) for num_blocks in set(cut.layers)}  # many stages are equal
+        found = [inner[num_blocks] for num_blocks in cut.layers]
+        for stage, unit in ((0, first), (-1, last)):
+            found[stage] = _joined(found[stage], 1, [unit])
+        return found
 
     def _block(self, s: Strategy) -> _Stage:
         return self._unit(self.compute.block(s), self.communication.block(s), self.compute.attention(s))
@@ -159,7 +147,9 @@ class TimeModel:
         if s.pp == 1:
             return busy[0], None
         transfer_s = self.communication.transfer_s(s)
-        times = [replace(stage.times, transfer_s=transfer_s) for stage in stages]
+        distinct = {id(stage): stage for stage in stages}  # equal stages are one object
+        timed = {key: replace(stage.times, transfer_s=transfer_s) for key, stage in distinct.items()}
+        times = [timed[id(stage)] for stage in stages]
         bubble = quick_bubble_s(s, times) if is_quick else None
         if bubble is not None:
             span_s = max(busy) + bubble + 2 * (len(stages) - 1) * transfer_s
@@ -171,11 +161,11 @@ class TimeModel:
     def _step_s(self, s: Strategy, pipeline_rank: int) -> float:
         """Return the seconds of the optimizer where its states are on the device; elsewhere they count as offload."""
         rank = self.compact.rank(s, pipeline_rank)
-        numel = rank.numel
-        if s.optimizer_tier != "device":
-            numel = sum(
-                each.count * each.group.padded_numel for each in rank.folds if each.group.tiers.optimizer == "device"
-            )
+        numel = sum(
+            each.count * each.group.padded_numel
+            for each in rank.folds
+            if each.group.trainable and (s.optimizer_tier == "device" or each.group.tiers.optimizer == "device")
+        )
         return self.compute.step_s(s, numel / self._num_optimizer_shards(s))
 
     def _num_optimizer_shards(self, s: Strategy) -> int:
@@ -217,31 +207,24 @@ def _joined(block: _Stage, num_blocks: int, extra: Sequence[_Stage]) -> _Stage:
     return _Stage(forward, backward, weight_s)
 
 
-Kind = Literal["measured", "unfitted", "narrow", "gathered", "usual"]
-"""The kinds of a prediction: the machine was measured; constants are defaults, or were fitted to products of another
-width; products in fp8 or fp4; parameters gathered before use (stage 3); none of these."""
+Kind = Literal["measured", "fitted", "unfitted"]
+"""What a prediction comes from: a profile of the machine; constants that are fitted to published runs on its devices;
+constants that are not."""
 
-SHARES: Final[Mapping[Kind, float]] = MappingProxyType(
-    {"measured": 0.12, "unfitted": 0.31, "narrow": 0.22, "gathered": 0.25, "usual": 0.14}
-)
-"""Half an interval as a share of the predicted time: the 80th percentile of |measured / predicted - 1| on all published
-rows, those that were held out of the fit too, where a source counts by the root of its rows, as
-`benchmarks/planner_accuracy.py --spread` prints it. `measured` holds the twelve runs of `benchmarks/planner_machine.py`
-(docs/benchmarks.md). `unfitted` has rows of two sources alone, too few: with default constants those of the fitted
-devices are within 0.18, and in addition a new device is as far off as `gathered`; both together, as independent errors
-add up."""
+SHARES: Final[Mapping[Kind, float]] = MappingProxyType({"measured": 0.12, "fitted": 0.22, "unfitted": 0.31})
+"""Half an interval as a share of the predicted time. A run of an unknown source is off by what its source is off,
+so `fitted` is the conformal quantile over 31 sources of published runs, each of equal weight whatever the
+number of its rows, as `benchmarks/planner_accuracy.py --spread` prints it. `measured` holds the twelve runs of
+`benchmarks/planner_machine.py` (docs/benchmarks.md). `unfitted` has rows of two sources alone, too few: its device is
+taken to be as far off as a source, and both as independent errors."""
 
 
 def kind_of(job: PlanJob, strategy: Strategy) -> Kind:
-    """Return what a prediction is based on: the first kind that holds, in the order of `Kind`."""
+    """Return what a prediction of a strategy comes from."""
     if job.cluster.profile is not None:
         return "measured"
-    dtype = strategy.product_dtype
-    if job.cluster.gpu.fitted == FittedConstants() or dtype in ("fp64", "fp32", "tf32"):
-        return "unfitted"
-    if dtype in ("fp8", "fp4"):
-        return "narrow"
-    return "gathered" if strategy.zero_stage == 3 else "usual"
+    is_fitted = job.cluster.gpu.fitted != FittedConstants() and strategy.product_dtype not in ("fp64", "fp32", "tf32")
+    return "fitted" if is_fitted else "unfitted"
 
 
 def interval_s(job: PlanJob, strategy: Strategy, step_s: float) -> tuple[float, float]:

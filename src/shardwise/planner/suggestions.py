@@ -5,28 +5,31 @@ Each is tried alone, by its memory, and named by the key, the flag or the file t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from shardwise.config.resolve import LoraConfig
 from shardwise.planner.candidates import is_legal
 from shardwise.planner.hardware import Cluster, usual_node
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.memory_limit import MissingMemory, held_on_node, missing_memory
-from shardwise.planner.neighbours import CHUNK_TOKENS, Change, price_changes
-from shardwise.planner.pricer import Pricing
+from shardwise.planner.pricer import Pricing, priced
 from shardwise.planner.results import Estimate
 from shardwise.runtime.format import format_bytes, format_s
 
+CHUNK_TOKENS: Final = 1024
 _MOST_MORE_GPUS: Final = 64
 _LEAST_TOKENS: Final = 512
 
 Saving = tuple[str, dict[str, Any]]
 """Keys of the config, and the fields of a strategy that they set."""
+PricingOf = Callable[[PlanJob], Pricing]
+"""Makes the pricing of another job."""
 
 # Changes that save memory, the cheapest first; each is tried on top of those before it.
 _SAVINGS: Final[tuple[Saving, ...]] = (
+    ("zero.stage=1", {"zero_stage": 1}),
     ("zero.stage=3", {"zero_stage": 3}),
     ("batch.micro_size=1", {"micro_size": 1}),
     (f"context.chunk_tokens={CHUNK_TOKENS}", {"chunk_tokens": CHUNK_TOKENS}),
@@ -36,17 +39,23 @@ _SAVINGS: Final[tuple[Saving, ...]] = (
     ("tiers.params=host", {"params_tier": "host"}),
     ("tiers.activations=host", {"activations_tier": "host"}),
 )
-_ON_DISKS: Final[tuple[dict[str, Any], ...]] = (
-    {"optimizer_tier": "nvme", "grads_tier": "host"},
-    {"optimizer_tier": "nvme", "grads_tier": "host", "params_tier": "host"},
-    {"optimizer_tier": "nvme", "grads_tier": "host", "params_tier": "nvme"},
-    {"optimizer_tier": "nvme", "grads_tier": "nvme", "params_tier": "nvme"},
-)
+
+
+@dataclass(frozen=True)
+class Change:
+    """Hold keys of the config with new values, and the price of the strategy to which they lead."""
+
+    words: str
+    price: Estimate
+
+
+def would_fit(change: Change) -> str:
+    """Say that a change would make a strategy fit, and its step time."""
+    return f"{change.words} would fit, at {format_s(change.price.time.step_s)}"
 
 
 def smallest_change(job: PlanJob, strategy: Strategy, pricing: Pricing, margin_share: float) -> Change | None:
-    """Return the single change that makes a strategy fit and leaves it fastest, else the fewest changes that do; else
-    None.
+    """Return the single saving that makes a strategy fit and leaves it fastest, else the fewest that do; else None.
 
     Args:
         job: the job.
@@ -54,15 +63,14 @@ def smallest_change(job: PlanJob, strategy: Strategy, pricing: Pricing, margin_s
         pricing: prices the strategies of the job.
         margin_share: share of a device's memory that is to stay free.
     """
-    changes = price_changes(job, strategy, pricing, margin_share)
-    if changes and changes[0].missing is None:
-        return changes[0]
-    return made_to_fit(job, strategy, pricing, margin_share)
-
-
-def would_fit(change: Change) -> str:
-    """Say that a change would make a strategy fit, and its step time."""
-    return f"{change.words} would fit, at {format_s(change.price.time.step_s)}"
+    alone = [(saving[0], _saved(strategy, [saving])) for saving in _SAVINGS]
+    fitting = [
+        Change(words, priced(job, other, pricing))
+        for words, other in alone
+        if other != strategy and _fits(job, other, pricing, margin_share)
+    ]
+    fastest = min(fitting, key=lambda each: each.price.time.step_s, default=None)
+    return fastest or made_to_fit(job, strategy, pricing, margin_share)
 
 
 def made_to_fit(job: PlanJob, strategy: Strategy, pricing: Pricing, margin_share: float) -> Change | None:
@@ -72,8 +80,7 @@ def made_to_fit(job: PlanJob, strategy: Strategy, pricing: Pricing, margin_share
     """
 
     def fits(savings: Sequence[Saving]) -> bool:
-        other = _saved(strategy, savings)
-        return is_legal(job, other) and _fits(job, other, pricing, margin_share)
+        return _fits(job, _saved(strategy, savings), pricing, margin_share)
 
     every = [each for each in _SAVINGS if any(getattr(strategy, name) != value for name, value in each[1].items())]
     enough = next((every[:count] for count in range(1, len(every) + 1) if fits(every[:count])), None)
@@ -83,19 +90,13 @@ def made_to_fit(job: PlanJob, strategy: Strategy, pricing: Pricing, margin_share
         fewer = [other for other in enough if other is not each]
         if fewer and fits(fewer):
             enough = fewer
-    other = _saved(strategy, enough)
-    price = Estimate(job=job, strategy=other, memory=pricing.memory.estimate(other), time=pricing.time.estimate(other))
-    return Change(words=" ".join(words for words, _ in enough), price=price, missing=None)
+    return Change(" ".join(words for words, _ in enough), priced(job, _saved(strategy, enough), pricing))
 
 
 def suggest(
-    price: Estimate,
-    missing: MissingMemory,
-    pricing: Pricing,
-    pricing_of: Callable[[PlanJob], Pricing],
-    margin_share: float,
+    price: Estimate, missing: MissingMemory, pricing: Pricing, pricing_of: PricingOf, margin_share: float
 ) -> Iterator[str]:
-    """Yield what would make it fit, one sentence each; disks and adapters only where no config would.
+    """Yield what would make it fit, one sentence each, the best first; adapters only where no config would.
 
     Args:
         price: of a strategy that does not fit.
@@ -108,23 +109,26 @@ def suggest(
     change = smallest_change(job, strategy, pricing, margin_share)
     if change is not None:
         yield would_fit(change)
-    seq_len = shorter(job, strategy, pricing_of, margin_share)
-    if seq_len is not None:
-        yield f"sequences of {seq_len:,} tokens would fit (--seq {seq_len})"
     if missing.tier == "host":
         needed = format_bytes(held_on_node(price.memory, job.cluster, "host"))
         yield f"host memory of {needed} a node would fit (host_memory_gib in the cluster's file)"
-    if change is None:
-        yield from _disks(job, strategy, pricing_of, margin_share)
     if (num_gpus := more_gpus(job, strategy, pricing_of, margin_share)) is not None:
         yield f"{num_gpus:,} GPUs would fit it, with a batch in proportion"
+    if (seq_len := shorter(job, strategy, pricing_of, margin_share)) is not None:
+        yield f"sequences of {seq_len:,} tokens would fit (--seq {seq_len})"
     if change is None:
-        yield from _adapters(job, strategy, pricing_of, margin_share)
+        lean = replace(job, lora=LoraConfig(rank=16))
+        here, lean_pricing = _on_device(strategy), pricing_of(lean)
+        for words, adapted in (
+            ("", here),
+            (" with tiers.params=host", replace(here, zero_stage=3, params_tier="host")),
+        ):
+            if _fits(lean, adapted, lean_pricing, margin_share):
+                yield f"adapters alone (LoRA, lora.rank=16){words} would fit (docs/finetune.md)"
+                return
 
 
-def shorter(
-    job: PlanJob, strategy: Strategy, pricing_of: Callable[[PlanJob], Pricing], margin_share: float
-) -> int | None:
+def shorter(job: PlanJob, strategy: Strategy, pricing_of: PricingOf, margin_share: float) -> int | None:
     """Return the tokens of the longest sequence, by repeated halving, with which a strategy fits; None where none does.
 
     Args:
@@ -136,15 +140,13 @@ def shorter(
     seq_len = job.seq_len // 2
     while seq_len >= _LEAST_TOKENS:
         less = replace(job, seq_len=seq_len)
-        if is_legal(less, strategy) and _fits(less, strategy, pricing_of(less), margin_share):
+        if _fits(less, strategy, pricing_of(less), margin_share):
             return seq_len
         seq_len //= 2
     return None
 
 
-def more_gpus(
-    job: PlanJob, strategy: Strategy, pricing_of: Callable[[PlanJob], Pricing], margin_share: float
-) -> int | None:
+def more_gpus(job: PlanJob, strategy: Strategy, pricing_of: PricingOf, margin_share: float) -> int | None:
     """Return the GPUs on which a strategy fits, sharded over all data ranks; None where 64 times as many are too few.
 
     The arguments are those of `shorter`.
@@ -152,11 +154,9 @@ def more_gpus(
     factor = 2
     while factor <= _MOST_MORE_GPUS:
         larger = replace(job, cluster=_enlarged(job.cluster, factor), global_batch=factor * job.global_batch)
-        more = replace(strategy, dp_shard=factor * strategy.dp_shard)
-        pricing = pricing_of(larger)
-        if _fits(larger, more, pricing, margin_share):
-            return larger.cluster.num_gpus
-        if made_to_fit(larger, _on_device(more), pricing, margin_share) is not None:
+        more, pricing = replace(strategy, dp_shard=factor * strategy.dp_shard), pricing_of(larger)
+        fits = missing_memory(pricing.memory.estimate(more), larger.cluster, margin_share) is None
+        if fits or made_to_fit(larger, _on_device(more), pricing, margin_share) is not None:
             return larger.cluster.num_gpus
         factor *= 2
     return None
@@ -168,36 +168,6 @@ def _enlarged(cluster: Cluster, factor: int) -> Cluster:
     if per_node == cluster.num_gpus:
         per_node = max(per_node, min(num_gpus, usual_node(cluster.gpu)))
     return replace(cluster, num_gpus=num_gpus, gpus_per_node=per_node)
-
-
-def _disks(
-    job: PlanJob, strategy: Strategy, pricing_of: Callable[[PlanJob], Pricing], margin_share: float
-) -> Iterator[str]:
-    """Yield the disks that would make it fit, for a cluster that has none."""
-    host = job.cluster.host
-    if host.nvme_bytes:
-        return
-    roomy = replace(job, cluster=replace(job.cluster, host=replace(host, nvme_bytes=math.inf)))
-    pricing = pricing_of(roomy)
-    for tiers in _ON_DISKS:
-        away = replace(strategy, zero_stage=3, **tiers)
-        if is_legal(roomy, away) and _fits(roomy, away, pricing, margin_share):
-            needed = format_bytes(held_on_node(pricing.memory.estimate(away), job.cluster, "nvme"))
-            step = format_s(pricing.time.estimate(away).step_s)
-            yield f"disks of {needed} a node for states would fit, at {step} (nvme_gib in the cluster's file)"
-            return
-
-
-def _adapters(
-    job: PlanJob, strategy: Strategy, pricing_of: Callable[[PlanJob], Pricing], margin_share: float
-) -> Iterator[str]:
-    lean = replace(job, traits=replace(job.traits, trains_all=False))
-    pricing = pricing_of(lean)
-    here = _on_device(strategy)
-    if _fits(lean, here, pricing, margin_share):
-        yield "adapters alone (LoRA) would fit, in code of your own (docs/models.md)"
-    elif _fits(lean, replace(here, zero_stage=3, params_tier="host"), pricing, margin_share):
-        yield "adapters alone (LoRA) with tiers.params=host would fit, in code of your own (docs/models.md)"
 
 
 def _on_device(strategy: Strategy) -> Strategy:
@@ -212,4 +182,6 @@ def _saved(strategy: Strategy, savings: Sequence[Saving]) -> Strategy:
 
 
 def _fits(job: PlanJob, strategy: Strategy, pricing: Pricing, margin_share: float) -> bool:
+    if not is_legal(job, strategy):
+        return False
     return missing_memory(pricing.memory.estimate(strategy), job.cluster, margin_share) is None

@@ -7,7 +7,9 @@ as wide as asked \\x1b[31m
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from rich.console import Console
@@ -34,6 +36,30 @@ class Terminal(Console):
     def on_broken_pipe(self) -> NoReturn:
         """Raise BrokenPipeError; rich would exit."""
         raise BrokenPipeError
+
+
+@contextmanager
+def progress(doing: str, every_s: float = 5.0) -> Iterator[Callable[[str], None]]:
+    """Say on stderr what is being done: in place on a terminal, elsewhere by a line every few seconds.
+
+    Args:
+        doing: what is done at first, in a few words.
+        every_s: seconds from line to line, and to the first one, so that what is short says nothing.
+    """
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with console.status(doing) as status:
+            yield status.update
+        return
+    last_s = time.monotonic()
+
+    def say(words: str) -> None:
+        nonlocal last_s
+        if time.monotonic() - last_s >= every_s:
+            last_s = time.monotonic()
+            print(printable(words), file=sys.stderr, flush=True)
+
+    yield say
 
 
 def refuse(error: Exception, exit_code: int = 2) -> int:

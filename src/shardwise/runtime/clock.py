@@ -8,7 +8,8 @@ True
 from __future__ import annotations
 
 import time
-from pathlib import Path
+
+import psutil
 
 
 class AwakeClock:
@@ -55,9 +56,8 @@ class StopDetector:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a process is stopped; False where the system has no /proc."""
+    """Return whether a process is stopped; False where there is none."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    except psutil.Error:
         return False
-    return stat.rpartition(")")[2].split()[:1] == ["T"]

@@ -11,10 +11,9 @@ from shardwise.config.resolve import Config, ConfigError, is_config
 from shardwise.planner.configs import job_of, strategy_of
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.imports.huggingface import is_huggingface, read_json
-from shardwise.planner.imports.imported import ImportedJob
 from shardwise.planner.imports.megatron import read_megatron
-from shardwise.planner.job import PlanJob, Strategy
-from shardwise.planner.request import ModelSource, PlanRequest, ask, of_imported, read_model
+from shardwise.planner.job import ModelSource, PlanJob, Strategy
+from shardwise.planner.request import PlanRequest, ask, read_model
 from shardwise.train.setup import check_job, job_config
 
 
@@ -58,11 +57,11 @@ def read_explained(
         raise ConfigError(
             "model-not-named", f"{Path(source).name} names no model; add --model, such as --model llama-7b"
         )
-    wanted = read_model(model) if model is not None else of_imported(imported)
+    wanted = read_model(model) if model is not None else imported
     return _of_settings(imported, wanted, cluster, (seq_len, global_batch), settings)
 
 
-def read_deepspeed(path: str | Path) -> ImportedJob:
+def read_deepspeed(path: str | Path) -> ModelSource:
     """Read the strategy in a DeepSpeed config as the library would run it; values "auto" are left open.
 
     Raises:
@@ -83,7 +82,7 @@ def read_deepspeed(path: str | Path) -> ImportedJob:
             settings["tiers.activations"] = "host"
     batch = settings.pop("batch.global_size", None)
     notes = (*found.notes, *(f"refused in a run: {line}" for line in found.refused))
-    return ImportedJob(settings=settings, global_batch=batch, notes=notes)
+    return ModelSource(settings=settings, global_batch=batch, notes=notes)
 
 
 def _given(seq_len: int | None, global_batch: int | None) -> list[str]:
@@ -101,7 +100,7 @@ def _of_toml(path: str, model: str | None, cluster: Cluster, settings: Sequence[
 
 
 def _of_settings(
-    imported: ImportedJob,
+    imported: ModelSource,
     model: ModelSource,
     cluster: Cluster,
     sizes: tuple[int | None, int | None],
@@ -115,7 +114,7 @@ def _of_settings(
 
 
 def _strategy(
-    imported: ImportedJob, cluster: Cluster, global_batch: int | None, settings: Sequence[str] = ()
+    imported: ModelSource, cluster: Cluster, global_batch: int | None, settings: Sequence[str] = ()
 ) -> Strategy:
     config = Config().override([*imported.assignments, *settings])
     if config.batch.global_size is None and global_batch is not None:
@@ -176,7 +175,7 @@ def strategy_for(source: str, job: PlanJob) -> Strategy:
     return strategy
 
 
-def _imported(source: str) -> ImportedJob:
+def _imported(source: str) -> ModelSource:
     if Path(source).suffix != ".json":
         return read_megatron(source)
     if is_huggingface(read_json(source)):

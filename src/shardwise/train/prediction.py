@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -19,6 +18,7 @@ from typing import Any, Final
 
 import torch
 
+from shardwise.launch.host import usable_bytes
 from shardwise.planner.configs import job_of, strategy_of
 from shardwise.planner.hardware import CPU, Cluster, GpuSpec, cluster_of, known_gpu
 from shardwise.planner.pricer import Pricer
@@ -182,10 +182,9 @@ def planned_cluster(trainer: Trainer, cache: Path | None) -> tuple[Cluster, str]
         cluster = Cluster(gpu=known, num_gpus=num_ranks, gpus_per_node=num_local, nic_bytes_per_s=known.nic_bytes_per_s)
         return cluster, "times are of data sheets; shardwise doctor --calibrate measures this machine"
     # Speeds of 1 give sizes, which depend on none.
-    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     gpu = GpuSpec(
         name=CPU,
-        memory_bytes=host_bytes / num_ranks,
+        memory_bytes=usable_bytes() / num_ranks,
         memory_bytes_per_s=1.0,
         peak_flops_per_s=dict.fromkeys(("fp64", "fp32", "tf32", "fp16", "bf16"), 1.0),
         link_bytes_per_s=1.0,

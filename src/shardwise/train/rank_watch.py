@@ -26,8 +26,7 @@ from typing import Any, Final
 import torch
 
 from shardwise.engine.engine import Engine
-from shardwise.launch.cpu_affinity import machine_name
-from shardwise.launch.host_memory import usable_bytes
+from shardwise.launch.host import machine_name, usable_bytes
 from shardwise.runtime.format import format_s
 from shardwise.runtime.timeline import WAIT
 from shardwise.zero.state_access import exchange_texts

@@ -30,6 +30,7 @@ from shardwise.config.errors import system_code
 from shardwise.config.resolve import Config, ConfigError, read_toml, set_key
 from shardwise.context.apply import check_split
 from shardwise.engine.initialize import check_tiers
+from shardwise.launch.host import usable_bytes
 from shardwise.layout.layout import TIERS, Layout
 from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.tp_sharding import check_length
@@ -188,9 +189,7 @@ def _refuse_too_large(layout: Layout, config: Config, num_local_ranks: int) -> N
         _refuse_if_larger(device_bytes, held_bytes, "a GPU", layout, config)
     else:
         host_bytes += num_local_ranks * device_bytes
-    _refuse_if_larger(
-        host_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine", layout, config
-    )
+    _refuse_if_larger(host_bytes, usable_bytes(), "this machine", layout, config)
     if config.tiers.nvme_path is not None and nvme_bytes:
         try:
             SwapFolder.check_free_space(Path(config.tiers.nvme_path), num_local_ranks * nvme_bytes)

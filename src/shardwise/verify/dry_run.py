@@ -1,4 +1,4 @@
-"""Simulates ranks of a job, without starting any, and shows what they would hold and send.
+"""Simulate ranks of a job, without starting any, and show what they would hold and send.
 
 The data are not read, so the vocabulary is the preset's where the config gives no size.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 from rich.console import Group, RenderableType
@@ -17,25 +17,30 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.config.resolve import Config, ConfigError, batch_equation
+from shardwise.config.resolve import Config, Tier, batch_equation
 from shardwise.launch.local import default_num_ranks
 from shardwise.layout.layout import OPTIMIZER_STATES, Layout
-from shardwise.layout.mesh_shape import Coordinate, MeshShape
+from shardwise.layout.mesh_shape import SHARD_AXES, Coordinate, MeshShape
 from shardwise.layout.pipeline_layout import PipelineLayout
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.layout.stage_partition import StagePartition, find_partition
-from shardwise.runtime.format import format_bytes
+from shardwise.runtime.format import format_bytes, format_count
+from shardwise.runtime.memory_tracker import Category
 from shardwise.schedule import bubble_share
 from shardwise.schedule.simulate import OpTimes
-from shardwise.train.console_notes import tiers_line
 from shardwise.train.job_model import JobModel, job_model
 from shardwise.train.setup import check_job, layout_line, sparse_words, wanted_device
-from shardwise.verify.dry_run_tables import rank_tables, ranks_tables
 from shardwise.verify.few_micro_batches import RankFigures, rank_figures
-from shardwise.verify.simulate import RankJob, resolved_for
+from shardwise.verify.simulate import RankJob, check_rank, resolved_for
 
-_LABEL_WIDTH = 11
-
+_UNITS: Final = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+_ROLES: Final[Mapping[str, str]] = {"param": "params", "grad": "grads", "optimizer": "optimizer"}
+_TIERS: Final[Mapping[Tier, str]] = {"device": "device", "host": "host", "nvme": "NVMe"}
+_CATEGORIES: Final[Mapping[Category, str]] = {
+    Category.PARAMETERS: "params",
+    Category.GRADIENTS: "grads",
+    Category.ACTIVATIONS: "activ.",
+}
 Choice = Literal["stages", "worst"]
 """Selects one rank of each place in a pipeline, or the one of them with the highest peak."""
 
@@ -124,29 +129,93 @@ def choose_ranks(mesh: MeshShape, ranks: Sequence[int] | Choice) -> list[int]:
     Raises:
         ConfigError: there is no such rank.
     """
-    if not isinstance(ranks, str):
-        for rank in ranks:
-            if not 0 <= rank < mesh.world_size:
-                raise ConfigError(
-                    "rank-out-of-range",
-                    f"rank {rank} is not in a world of {mesh.world_size}; give 0 to {mesh.world_size - 1}",
-                )
-        return list(dict.fromkeys(ranks))
-    return [mesh.rank_of(Coordinate(pp=place)) for place in range(mesh.pp)]
+    if isinstance(ranks, str):
+        return [mesh.rank_of(Coordinate(pp=place)) for place in range(mesh.pp)]
+    for rank in ranks:
+        check_rank(rank, mesh.world_size)
+    return list(dict.fromkeys(ranks))
 
 
 def render(run: DryRun) -> RenderableType:
     """Draw the header and the tables of what the ranks hold and send; 80 columns are enough."""
-    tables: list[RenderableType] = [_header(run)]
-    if run.partition is not None:
-        tables.append(Text(run.partition.describe()))
-    if len(run.ranks) == 1:
-        tables += rank_tables(run.ranks[0], run.config)
-    else:
-        tables += ranks_tables(run.ranks)
-    tables.append(Text(_footer(run), style="dim"))
-    parts = [Padding(table, (1, 1, 0, 1), expand=False) for table in tables]
-    return Group(*parts)
+    parts: list[RenderableType] = [_header(run)]
+    parts += [Text(run.partition.describe())] if run.partition is not None else []
+    parts += [_at_rest_table(run.ranks), *_moves_tables(run), _peak_table(run.ranks), _wire_table(run.ranks)]
+    parts.append(Text(_footer(run), style="dim"))
+    return Group(*(Padding(part, (1, 1, 0, 1), expand=False) for part in parts))
+
+
+def _at_rest_table(ranks: Sequence[RankFigures]) -> Table:
+    """Return a table of stages, parameters and states, with a row for each memory that stores any."""
+    tiers = [each.layout.bytes_by_tier(each.layout.mesh.index_along(SHARD_AXES, each.rank)) for each in ranks]
+    totals = [sum(sum(held.values()) for held in by_tier.values()) for by_tier in tiers]
+    unit, shown = _unit(max(totals))
+    table = _table(f"at rest, {unit}", "stages", "held", "in", *_ROLES.values(), "total")
+    for each, by_tier in zip(ranks, tiers, strict=True):
+        pipeline = each.layout.pipeline
+        stages = "-" if pipeline is None else ", ".join(map(str, sorted(pipeline.held)))
+        labels = [f"rank {each.rank:,}", stages, format_count(each.layout.numel)]
+        for tier, held in by_tier.items():
+            table.add_row(*labels, _TIERS[tier], *map(shown, (*(held[role] for role in _ROLES), sum(held.values()))))
+            labels = ["", "", ""]
+    if len(ranks) > 1:
+        table.add_row("largest", *[""] * (len(table.columns) - 2), shown(max(totals)), style="bold")
+    return table
+
+
+def _moves_tables(run: DryRun) -> Iterator[Table]:
+    """Yield a table of what moves between memories in a step of the first rank; none where nothing does."""
+    if moves := run.layout.bytes_across(run.config.batch.accumulation or 1):
+        table = _table("a step moves from", "to", "bytes")
+        for (source, target), num_bytes in moves.items():
+            table.add_row(_TIERS[source], _TIERS[target], _bytes(num_bytes))
+        yield table
+
+
+def _peak_table(ranks: Sequence[RankFigures]) -> Table:
+    """Return a table of the device's memory at its peak, by category."""
+    used = [category for category in Category if any(each.peak[category] for each in ranks)]
+    rows = [[*(each.peak[category] for category in used), each.peak_bytes] for each in ranks]
+    unit, shown = _unit(max(row[-1] for row in rows))
+    table = _table(f"peak, {unit}", *(_CATEGORIES.get(each, each.value) for each in used), "total")
+    for each, row in zip(ranks, rows, strict=True):
+        table.add_row(f"rank {each.rank:,}", *map(shown, row))
+    if len(ranks) > 1:
+        table.add_row("largest", *(shown(max(column)) for column in zip(*rows, strict=True)), style="bold")
+    return table
+
+
+def _wire_table(ranks: Sequence[RankFigures]) -> Table:
+    """Return a table, by axis and collective, of the least and the most that a rank sends."""
+    table = _table("a step sends over", "collective", "calls", "least", "most", "by rank")
+    for axis, op in sorted({kind for each in ranks for kind in each.wire_bytes}):
+        sizes = {each.rank: each.wire_bytes.get((axis, op), 0) for each in ranks}
+        most = max(ranks, key=lambda each: (sizes[each.rank], -each.rank))
+        calls, least, highest = f"{most.num_calls[axis, op]:,}", min(sizes.values()), sizes[most.rank]
+        table.add_row(axis, op.replace("_", "-"), calls, _bytes(least), _bytes(highest), f"{most.rank:,}")
+    totals = [sum(each.wire_bytes.values()) for each in ranks]
+    most = max(ranks, key=lambda each: sum(each.wire_bytes.values()))
+    calls = f"{sum(most.num_calls.values()):,}"
+    table.add_row("total", "", calls, _bytes(min(totals)), _bytes(max(totals)), f"{most.rank:,}", style="bold")
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for column in columns:
+        is_text = column in (columns[0], "collective", "to", "stages", "in")
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
+    return table
+
+
+def _unit(num_bytes: int) -> tuple[str, Callable[[int], str]]:
+    """Return one unit for a table with this largest size, and the function that writes a size in it."""
+    name, unit_bytes = next((each for each in _UNITS if num_bytes >= each[1]), _UNITS[-1])
+    return name, lambda size: f"{size / unit_bytes:,.2f}" if size else "-"
+
+
+def _bytes(num_bytes: int) -> str:
+    return format_bytes(num_bytes) if num_bytes else "-"
 
 
 def _footer(run: DryRun) -> str:
@@ -170,30 +239,22 @@ def _footer(run: DryRun) -> str:
 
 def _header(run: DryRun) -> Table:
     grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", width=_LABEL_WIDTH)
-    for label, text in _header_lines(run):
-        grid.add_row(label, Text(text, style="bold" if label == "model" else ""))
-    return grid
-
-
-def _header_lines(run: DryRun) -> Iterator[tuple[str, str]]:
+    grid.add_column(style="dim", width=11)
     config, mesh = run.config, run.layout.mesh
-    sparse = sparse_words(config, run.model.num_heads)
-    yield "model", f"{run.model.words}{sparse}, {run.model.vocab_size:,} tokens"
+    model = f"{run.model.words}{sparse_words(config, run.model.num_heads)}, {run.model.vocab_size:,} tokens"
+    grid.add_row("model", Text(model, style="bold"))
     recompute = "nothing" if config.recompute.mode == "none" else config.recompute.mode
-    yield "layout", f"{layout_line(config, mesh)}, {config.precision.param}, recompute {recompute}"
+    grid.add_row("layout", f"{layout_line(config, mesh)}, {config.precision.param}, recompute {recompute}")
     if run.layout.pipeline is not None:
-        yield "pipeline", _pipeline_line(config, run.layout.pipeline)
-    elif tiers := tiers_line(run.layout):
-        yield "at rest", tiers
-    yield (
-        "batch",
-        f"{batch_equation(config.batch, mesh.num_data_ranks, mesh.pp > 1)}, {config.data.seq_len:,} tokens each",
-    )
+        grid.add_row("pipeline", _pipeline_line(config, run.layout.pipeline))
+    batch = batch_equation(config.batch, mesh.num_data_ranks, mesh.pp > 1)
+    grid.add_row("batch", f"{batch}, {config.data.seq_len:,} tokens each")
     if num_bytes := _checkpoint_bytes(run):
-        yield "checkpoint", f"{format_bytes(num_bytes)} by all ranks together"
+        grid.add_row("checkpoint", f"{format_bytes(num_bytes)} by all ranks together")
     is_cuda = config.run.device == "cuda"
-    yield "device", "cuda: NCCL's collectives" if is_cuda else "cpu: gloo's collectives; run.device=cuda for NCCL's"
+    device = "cuda: NCCL's collectives" if is_cuda else "cpu: gloo's collectives; run.device=cuda for NCCL's"
+    grid.add_row("device", device)
+    return grid
 
 
 def _checkpoint_bytes(run: DryRun) -> int:
@@ -201,10 +262,9 @@ def _checkpoint_bytes(run: DryRun) -> int:
     if run.config.optimizer.name.lower() not in OPTIMIZER_STATES:
         return 0
     layout = run.layout
-    has_master = any(state.name == "master" for state in layout.states)
-    saved = [
-        state for state in layout.states if state.role == "optimizer" or (state.name == "param" and not has_master)
-    ]
+    # A master stands for its parameter.
+    weights = "master" if any(state.name == "master" for state in layout.states) else "param"
+    saved = [state for state in layout.states if state.role == "optimizer" or state.name == weights]
     return run.model.num_params * sum(DTYPE_BYTES[state.dtype] for state in saved)
 
 

@@ -38,7 +38,7 @@ from shardwise.train.setup import check_job
 from shardwise.verify.model import ModelSpec, build_skeleton
 
 MOST_PROCESSES: Final = 16
-MOST_VIRTUAL_STAGES: Final = 2
+_MOST_VIRTUAL_STAGES: Final = 2
 # With four ranks a pipeline has a first, a last, and two whose neighbours are both inner ones or ends.
 _MOST_PP: Final = 4
 # Where the product is still too large, these axes shrink in this order: axis, from, to. A mesh in which all five axes
@@ -97,15 +97,6 @@ def fold_micro_batches(num_micro_batches: int, num_ranks: int, num_folded_ranks:
     is_multiple = num_micro_batches % num_ranks == 0
     same_kind = [number for number in same_parity if (number % num_folded_ranks == 0) == is_multiple]
     return min(num_micro_batches, (same_kind or same_parity)[0])
-
-
-def fold_virtual_stages(virtual_stages: int) -> int:
-    """Return the stages a rank: several stay several.
-
-    >>> [fold_virtual_stages(number) for number in (1, 2, 6)]
-    [1, 2, 2]
-    """
-    return min(virtual_stages, MOST_VIRTUAL_STAGES)
 
 
 DEFAULT_STEPS = 3
@@ -183,7 +174,7 @@ def make_job(
     mesh = MeshShape.from_config(resolved.mesh)
     sizes = _sizes(whole)
     folded = fold_mesh(mesh, sizes.num_kv_heads, most_processes)
-    virtual_stages = fold_virtual_stages(config.pipeline.virtual_stages)
+    virtual_stages = min(config.pipeline.virtual_stages, _MOST_VIRTUAL_STAGES)
     recipe, pipeline = config.pipeline.schedule, config.pipeline
     scale = Scale(
         mesh,

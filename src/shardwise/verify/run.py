@@ -1,4 +1,9 @@
-"""Runs a verification: the reference here, the layout's ranks as processes of this machine, then the comparison."""
+"""Run a verification: the reference here, the layout's ranks as processes of this machine, then the comparison.
+
+The engine's gradients are sharded over ranks, and are freed when the step ends. So on the layout's side a probe engine
+takes one step of SGD first, with learning rate 1 and without decay and clipping: the change of the parameters is the
+gradient.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +13,9 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +23,26 @@ from torch import Tensor, nn
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.context.huggingface import target_counter
 from shardwise.dropout import KeyedDraws, key_dropouts
+from shardwise.engine.engine import Engine
+from shardwise.engine.initialize import initialize
+from shardwise.launch.environment import RankEnv
+from shardwise.launch.host import show_list
 from shardwise.launch.local import launch_local
+from shardwise.launch.process_group import start_process_group
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import AXES, PIPELINE_AXES, Coordinate, MeshShape
 from shardwise.runtime.float64 import float64_throughout
 from shardwise.runtime.optimizers import build_optimizer, own_scheduler
 from shardwise.verify.compare import TrainingDifference, TrainingTrace, first_difference, largest_error
 from shardwise.verify.job import VerifyJob, small_layout
-from shardwise.verify.model import build_whole, loss_of, make_batch
-from shardwise.verify.rank import JOB_NAME, TRACE_NAME
+from shardwise.verify.model import build_for_engine, build_whole, loss_of, make_batch
 
+_JOB_NAME, _TRACE_NAME = "job.json", "trace.safetensors"
+_SWAP_NAME: Final = "swap"
+_PROBE: Final = (
+    ("optimizer", {"name": "sgd", "lr": 1.0, "momentum": 0.0, "weight_decay": 0.0, "clip_norm": None}),
+    ("scheduler", {"name": "constant", "warmup_steps": 0}),
+)
 RANK_ARGV: Final = ("-m", "shardwise.cli", "verify", "--be-rank")
 _STOPPED: Final = tuple(128 + signum for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
 _NOT_PIPELINE: Final = tuple(axis for axis in AXES if axis not in PIPELINE_AXES)
@@ -79,7 +94,7 @@ def verify(
     folder = Path(tempfile.mkdtemp(prefix="shardwise-verify-"))
     keeps_logs = False
     try:
-        (folder / JOB_NAME).write_text(job.to_json(), encoding="utf-8")
+        (folder / _JOB_NAME).write_text(job.to_json(), encoding="utf-8")
         announce(f"training on {job.world_size} processes")
         exit_code = launch_local(
             [*argv, str(folder)], job.world_size, folder, threads_per_rank=1, environ=environ, grace_s=2.0
@@ -87,7 +102,7 @@ def verify(
         if exit_code != 0:
             keeps_logs = exit_code not in _STOPPED
             return VerifyOutcome(exit_code, folder=folder if keeps_logs else None)
-        actual = TrainingTrace.load(folder / TRACE_NAME)
+        actual = TrainingTrace.load(folder / _TRACE_NAME)
     finally:
         if not keeps_logs:
             shutil.rmtree(folder, ignore_errors=True)
@@ -124,11 +139,7 @@ def judge(layout: Layout, actual: TrainingTrace, expected: TrainingTrace, elapse
 
 
 def _holders(layout: Layout, name: str) -> str:
-    """Name the stages and ranks that hold a parameter.
-
-    Returns:
-        Words such as `stage 1, ranks 4 to 7`; without a pipeline, `all ranks`.
-    """
+    """Name the stages and ranks that hold a parameter, such as `stage 1, ranks 4-7`; without a pipeline all ranks."""
     pipeline = layout.pipeline
     if pipeline is None or name not in pipeline.stages_of:
         return "all ranks"
@@ -138,16 +149,8 @@ def _holders(layout: Layout, name: str) -> str:
         for index in pipeline.holders(stages)
         for rank in layout.mesh.ranks_along(_NOT_PIPELINE, layout.mesh.rank_of(Coordinate(pp=index)))
     ]
-    noun = "stage" if len(stages) == 1 else "stages"
-    return f"{noun} {', '.join(map(str, stages))}, {_rank_text(sorted(ranks))}"
-
-
-def _rank_text(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if ranks[-1] - ranks[0] == len(ranks) - 1:
-        return f"ranks {ranks[0]} to {ranks[-1]}"
-    return f"ranks {', '.join(map(str, ranks))}"
+    parts = (("stage", show_list(stages)), ("rank", show_list(ranks)))
+    return ", ".join(f"{noun}{'' if text.isdigit() else 's'} {text}" for noun, text in parts)
 
 
 def train_reference(job: VerifyJob) -> TrainingTrace:
@@ -212,3 +215,84 @@ def _param_groups(model: nn.Module, config: Config) -> list[dict[str, object]]:
     decayed = [each for each in parameters if each.dim() >= 2 or section.decay_1d]
     others = [each for each in parameters if each.dim() < 2 and not section.decay_1d]
     return [{"params": decayed, "weight_decay": section.weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+
+def be_rank(env: RankEnv, folder: Path) -> None:
+    """Run as one of the ranks: train the job in the folder; rank 0 writes the trace there.
+
+    Raises:
+        ConfigError: the small run has no layout.
+        LaunchError: the ranks did not meet.
+        CommError: a collective failed or hung.
+    """
+    torch.set_num_threads(1)
+    job = VerifyJob.from_json((folder / _JOB_NAME).read_text(encoding="utf-8"))
+    start_process_group(env, "cpu", job.config.run.timeout_s)
+    trace = train_layout(job, env.rank, folder)
+    if env.rank == 0:
+        trace.save(folder / _TRACE_NAME)
+
+
+def train_layout(job: VerifyJob, rank: int, folder: Path) -> TrainingTrace:
+    """Train the job on this rank of the process group.
+
+    Args:
+        job: the job, for as many processes as the group has.
+        rank: this process's rank.
+        folder: the folder for states on NVMe.
+
+    Returns:
+        The trace; only rank 0's has tensors.
+    """
+    config = job.config
+    if config.tiers.nvme_path is not None:
+        swap = folder / _SWAP_NAME
+        swap.mkdir(exist_ok=True)
+        config = _with(config, "tiers", {"nvme_path": str(swap)})
+    probe = config
+    for section, update in _PROBE:
+        probe = _with(probe, section, update)
+    trace = TrainingTrace()
+    with float64_throughout():
+        trace.gradients.update(_first_gradients(replace(job, config=probe), rank))
+        with _engine(job, config) as engine:
+            for step in range(job.num_steps):
+                result = engine.train_step(_batches(job, engine, step))
+                trace.losses.append(result.loss)
+                trace.grad_norms.append(result.grad_norm)
+                trace.parameters.append(_read(engine))
+    return trace
+
+
+def _first_gradients(job: VerifyJob, rank: int) -> dict[str, Tensor]:
+    with _engine(job, job.config) as engine:
+        engine.train_step(_batches(job, engine, 0))
+        after = _read(engine)
+    # If the engine started from other weights than these, the gradients differ, which is to be found too.
+    before = dict(build_whole(job.model, job.config.run.seed).named_parameters()) if rank == 0 else {}
+    return {name: before[name].detach() - tensor for name, tensor in after.items()}
+
+
+def _engine(job: VerifyJob, config: Config) -> Engine:
+    model = build_for_engine(job.model, config.run.seed)
+    return initialize(model, config, loss_fn=loss_of(job.model))
+
+
+def _batches(job: VerifyJob, engine: Engine, step: int) -> list[Any]:
+    """Return this data rank's micro-batches; all ranks' first micro-batches have the lowest numbers."""
+    mesh, batch = engine.layout.mesh, engine.config.batch
+    first, num = mesh.data_index(engine.comm.rank), mesh.num_data_ranks
+    numbers = range(first, (batch.accumulation or 1) * num, num)
+    shape = (batch.micro_size or 1, job.seq_len)
+    return [make_batch(job.model, engine.config.run.seed, step, number, shape) for number in numbers]
+
+
+def _read(engine: Engine) -> dict[str, Tensor]:
+    """Return the whole parameters on rank 0, and nothing on the others."""
+    names = [name for name, _ in engine.model.named_parameters()]
+    read = {name: engine.read(name, to_rank=0) for name in names}
+    return {name: tensor for name, tensor in read.items() if tensor is not None}
+
+
+def _with(config: Config, section: str, update: dict[str, Any]) -> Config:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=update)})

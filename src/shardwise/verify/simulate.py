@@ -1,9 +1,8 @@
-"""Simulates one rank of a world of any size on one CPU: it runs the engine itself, over tensors without memory.
+"""Simulate one rank of a world of any size on one CPU: run the engine itself, over tensors without memory.
 
-Nothing is modelled. Hooks, collectives, buffers, recomputation and the optimizer's step are those of a real run; only
-the tensors are fake and there are no peers. So the bytes at rest, at the peak and on the wire, and the order of the
-collectives and of the actions, are a real rank's (`tests/parity/test_simulation.py` compares them). Times and values
-mean nothing: all ranks take the same path through the model, and a model that decides on values is refused.
+Nothing is modelled: hooks, collectives, buffers, recomputation and the step are those of a real run, so bytes at rest,
+at the peak and on the wire, and the order of collectives and actions, are a real rank's
+(`tests/parity/test_simulation.py`). Times and values mean nothing, and a model that decides on values is refused.
 
 >>> from torch import nn
 >>> config = Config.from_dict({"zero": {"stage": 3, "blocks": ["Linear"]}, "precision": {"param": "bf16"}})
@@ -36,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.backends import Backend, SimulatedFactory
+from shardwise.comm.backends import SimulatedFactory
 from shardwise.comm.loss import LossFn
 from shardwise.comm.records import Collective
 from shardwise.config.resolve import (
@@ -55,7 +54,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.steps import RankBatch, run_model
 from shardwise.layout.layout import Layout
 from shardwise.layout.pipeline_layout import PipelineLayout
-from shardwise.runtime.memory_tracker import Category, MemorySnapshot, MemoryTracker, explain_out_of_memory
+from shardwise.runtime.memory_tracker import Category, MemorySnapshot, MemoryTracker, explain_out_of_memory, first_line
 from shardwise.runtime.module_hooks import watch_calls
 from shardwise.runtime.torch_private import NO_VALUE_ERRORS, fake_copy, fake_like, fake_tensors, pytree
 from shardwise.schedule.actions import TimedAction
@@ -141,7 +140,8 @@ def simulate(
             values.
     """
     start_s = time.perf_counter()
-    made = model if isinstance(model, nn.Module) else _make_on_meta(model)
+    with torch.device("meta"):
+        made = model if isinstance(model, nn.Module) else model()
     config = resolved_for(made, config, rank, world_size)
     job = RankJob(made, config, make_batch, rank, loss_fn, optimizer, device_gib)
     with fake_tensors(), values_refused():
@@ -168,10 +168,8 @@ class RankJob:
 
 def build_rank(job: RankJob) -> tuple[Engine, Callable[[int], list[Any]]]:
     """Make the engine of a simulated rank, and a function that makes so many micro-batches; call it on fake tensors."""
-    config, memory = (
-        job.config,
-        MemoryTracker("cpu", limit_bytes=None if job.device_gib is None else int(job.device_gib * 2**30)),
-    )
+    config, limit_bytes = job.config, None if job.device_gib is None else int(job.device_gib * 2**30)
+    memory = MemoryTracker("cpu", limit_bytes=limit_bytes)
     model = _without_memory(job.model)
     layout = plan_layout(model, config, rank=job.rank)
 
@@ -183,7 +181,7 @@ def build_rank(job: RankJob) -> tuple[Engine, Callable[[int], list[Any]]]:
     if layout.pipeline is not None:
         steps = [make_step(config.batch.accumulation or 1) for _ in range(2)]
         examples = _what_stages_receive(model, config, layout.pipeline, steps)
-    comm_factory = SimulatedFactory(layout.mesh, job.rank, _backend(config), examples)
+    comm_factory = SimulatedFactory(layout.mesh, job.rank, "nccl" if config.run.device == "cuda" else "gloo", examples)
     with explain_out_of_memory(memory, config, f"on rank {job.rank} while its engine is made"):
         engine = Engine(
             EngineInputs(model, config, layout, memory, comm_factory, loss_fn=job.loss_fn, optimizer=job.optimizer)
@@ -231,11 +229,16 @@ def resolved_for(model: nn.Module, config: Config | Mapping[str, Any] | None, ra
     """
     config = config if isinstance(config, Config) else Config.from_dict(config or {})
     config = with_own_dtype(model, config).resolve(world_size)
+    check_rank(rank, world_size)
+    return config
+
+
+def check_rank(rank: int, world_size: int) -> None:
+    """Refuse a rank that a world does not have."""
     if not 0 <= rank < world_size:
         raise ConfigError(
             "rank-out-of-range", f"rank {rank} is not in a world of {world_size}; give 0 to {world_size - 1}"
         )
-    return config
 
 
 @contextmanager
@@ -250,14 +253,9 @@ def values_refused() -> Iterator[None]:
     except NO_VALUE_ERRORS as error:
         raise ConfigError(
             "simulated-values-read",
-            f"model, loss or optimizer reads the values of a tensor ({_reason(error)}), and a simulated one has "
+            f"model, loss or optimizer reads the values of a tensor ({first_line(error)}), and a simulated one has "
             "none; simulate what does not decide on values, and an optimizer such as adamw",
         ) from error
-
-
-def _make_on_meta(make_model: Callable[[], nn.Module]) -> nn.Module:
-    with torch.device("meta"):
-        return make_model()
 
 
 def _what_stages_receive(
@@ -277,8 +275,10 @@ def _what_stages_receive(
     whole = _without_pipeline(config)
     copied = _copy_without_memory(model)
     layout = plan_layout(copied, whole)
-    comm_factory = SimulatedFactory(layout.mesh, 0, _backend(whole))
-    engine = Engine(EngineInputs(copied, whole, layout, MemoryTracker("cpu"), comm_factory, loss_fn=_no_loss))
+    comm_factory = SimulatedFactory(layout.mesh, 0, "nccl" if config.run.device == "cuda" else "gloo")
+    engine = Engine(
+        EngineInputs(copied, whole, layout, MemoryTracker("cpu"), comm_factory, loss_fn=lambda *_: torch.zeros(()))
+    )
     last_of = {units[-1]: stage + 1 for stage, units in enumerate(pipeline.units[:-1])}
     examples: dict[int, Any] = {}
     running: list[str] = []
@@ -319,14 +319,6 @@ def _size(leaf: Any) -> Any:
     return (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else None
 
 
-def _no_loss(output: Any, batch: Any) -> Tensor:
-    return torch.zeros(())
-
-
-def _backend(config: Config) -> Backend:
-    return "nccl" if config.run.device == "cuda" else "gloo"
-
-
 def _without_memory(model: nn.Module) -> nn.Module:
     """Return the module itself if all its tensors are fake and on the CPU, otherwise a copy with such tensors."""
     tensors = [*model.parameters(), *model.buffers()]
@@ -343,8 +335,3 @@ def _copy_without_memory(model: nn.Module) -> nn.Module:
 def _counter_bytes(engine: Engine) -> int:
     values = [value for state in engine.optimizer.state.values() for value in state.values()]
     return sum(value.element_size() for value in values if isinstance(value, Tensor) and value.dim() == 0)
-
-
-def _reason(error: Exception) -> str:
-    lines = str(error).splitlines()
-    return lines[0] if lines else type(error).__name__

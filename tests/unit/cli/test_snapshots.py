@@ -11,13 +11,11 @@ import pytest
 
 import shardwise
 from harness.checkpoints import flip, save, values_of
-from harness.machines import FAST, ON_GPUS, SOUND, changed
+from harness.machines import FAST, GPU, ON_GPUS, SOUND, changed, rank
 from harness.snapshots import Snapshots, transcript
 from shardwise.checkpoint.manifest import MANIFEST_NAME
 from shardwise.cli.verify import conclude, describe
 from shardwise.config.resolve import Config
-from shardwise.doctor.measure import MatmulSpeed, ProbeFailure
-from shardwise.doctor.system_info import SwapInfo
 from shardwise.offload.disk_bench import SwapSpeed
 from shardwise.report.chrome_trace import chrome_trace
 from shardwise.report.console import Terminal
@@ -166,14 +164,13 @@ def test_a_command_prints(name: str, snapshots: Snapshots, capsys: pytest.Captur
 def test_the_doctor_prints(
     snapshots: Snapshots, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    facts = changed(ON_GPUS | {"memory.shm_bytes": 2**26, "swap": SwapInfo(SOUND.disk, 2**30)})
-    ops = ("all_gather", "reduce_scatter", "all_reduce")
-    sizes = (4096, 2**18, 2**24)
+    facts = changed(ON_GPUS | {"memory.shm_bytes": 2**26, "swap": replace(SOUND.disk, needed_bytes=2**30)})
+    copies = (("host->host", 2e10), ("host->device", 5e10))
+    on_gpu = rank(GPU.name, flops_per_s={"fp32": 5e13, "bf16": 7e14}, copies_bytes_per_s=copies)
     measured = replace(
         FAST,
-        matmuls=(*FAST.matmuls, MatmulSpeed("cuda:0", "bfloat16", 8192, 1, 7e14, 9.89e14)),
-        collectives=tuple(replace(FAST.collectives[0], op=op, num_bytes=size) for size in sizes for op in ops),
-        failures=(ProbeFailure("nccl between 2 processes", "hung"),),
+        ranks=(on_gpu, on_gpu),
+        failures={"with 2 ranks at work at once": "rank 1 exited with code 1: no network here"},
         swap=SwapSpeed("/nvme", 2**27, direct=True, read_bytes_per_s=7e9, write_bytes_per_s=6e9),
     )
     monkeypatch.setattr("shardwise.doctor._measure", lambda *_, **__: measured)

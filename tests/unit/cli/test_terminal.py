@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.__main__ import main
-from shardwise.report.console import Terminal
+from shardwise.report.console import Terminal, progress
 
 
 class _Interrupted(ModuleType):
@@ -51,3 +51,14 @@ def test_what_a_file_says_steers_no_terminal(capsys: pytest.CaptureFixture[str])
     assert "\\x9b2J" in shown
     assert "\x1b[31mown" in shown
     assert not {"\x07", "\r", "\x9b", "\u202e"} & set(shown)
+
+
+def test_in_a_pipe_what_takes_long_is_said_by_a_line_now_and_then(monkeypatch, capsys) -> None:
+    now_s = iter([0.0, 1.0, 6.0, 6.0, 7.0])  # each line reads the clock twice
+    monkeypatch.setattr("shardwise.report.console.time.monotonic", lambda: next(now_s))
+    with progress("starting") as announce:
+        announce("first")
+        announce("second\x1b")
+        announce("third")
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", "second\\x1b\n")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import itertools
 import json
-import os
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
@@ -16,18 +15,13 @@ from rich.console import Console
 
 from shardwise.cli import main as cli
 from shardwise.doctor import calibrate as calibration
-from shardwise.doctor import kernel_bench as kernels
-from shardwise.doctor import kernel_bench as stopwatch
-from shardwise.doctor.calibrate import OPS, SIZES_BYTES, calibrate, profile_of
-from shardwise.doctor.kernel_bench import RankTimer
+from shardwise.doctor.calibrate import OPS, SIZES_BYTES, RankTimer, Shapes, block_row, profile_of
 from shardwise.doctor.show import render_profile
 from shardwise.models.decoder import DecoderBlock, DecoderConfig
 from shardwise.planner.hardware import cluster_of
 from shardwise.planner.profile import Profile
 
-SIZES = kernels.BenchSizes(
-    shapes=((32, 96, 2), (64, 128, 4)), seq_lens=(8, 16), vocab_sizes=(128,), dtypes=(torch.float32,)
-)
+SHAPES = Shapes(((32, 96, 2), (64, 128, 4)), (8, 16), (128,), (torch.float32,))
 
 
 DECODER = DecoderConfig(
@@ -35,30 +29,36 @@ DECODER = DecoderConfig(
 )
 
 
-def lone_watch(budget_s: float = 0.0, limit_s: float = float("inf")) -> RankTimer:
+@pytest.fixture(autouse=True)
+def _few_calls(monkeypatch):
+    monkeypatch.setattr(calibration, "_BUDGET_S", 0.0)
+
+
+def lone_timer(limit_s: float = float("inf")) -> RankTimer:
     comm: Any = SimpleNamespace(world_size=1, device=torch.device("cpu"))
-    return RankTimer(comm, budget_s, limit_s)
+    return RankTimer(comm, limit_s)
 
 
 def test_a_time_is_the_median_of_calls_made_in_turn(monkeypatch):
     now_s = itertools.accumulate(itertools.chain([0.0, 0.0], itertools.cycle([1.0, 0.0, 5.0, 0.0])))
-    monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: next(now_s))
+    monkeypatch.setattr(calibration.time, "perf_counter", lambda: next(now_s))
     calls = []
-    watch = lone_watch()
+    watch = lone_timer()
     assert watch.times_s(lambda: calls.append("a"), lambda: calls.append("b")) == (1.0, 5.0)
     assert calls == ["a", "b"] * 4, "one round to warm up, three that count, of which the first says how many"
 
 
-def test_of_each_call_the_slowest_rank_counts(monkeypatch):
+@pytest.mark.parametrize(("is_own", "expected"), [(False, 2.0), (True, 1.0)])  # the median of 3, 1 and 2, or of 1
+def test_of_each_call_the_slowest_rank_counts_unless_each_is_asked(monkeypatch, is_own, expected):
     now_s = itertools.accumulate(itertools.chain([0.0, 0.0], itertools.cycle([1.0, 0.0])))
-    monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: next(now_s))
+    monkeypatch.setattr(calibration.time, "perf_counter", lambda: next(now_s))
     neighbour = iter([[1.0], [3.0, 0.5, 2.0]])  # to agree how often to call, then call by call
     comm: Any = SimpleNamespace(
         world_size=2,
         device=torch.device("cpu"),
         max_scalars=lambda values, name: torch.maximum(values, values.new_tensor(next(neighbour))).tolist(),
     )
-    assert RankTimer(comm, budget_s=0.0).time_s(lambda: None) == 2.0, "the median of 3, 1 and 2"
+    assert RankTimer(comm, is_own=is_own).time_s(lambda: None) == expected
 
 
 def test_of_blocks_in_a_row_one_counts():
@@ -70,57 +70,43 @@ def test_of_blocks_in_a_row_one_counts():
         return 3.0, 6.0
 
     watch: Any = SimpleNamespace(comm=SimpleNamespace(device=torch.device("cpu")), times_s=times_s)
-    time = kernels.block_time(watch, torch.float32, 8, (32, 96, 2), num_chained=3)
-    assert (time.forward_s, time.backward_s) == (1.0, 2.0)
+    row = block_row(watch, torch.float32, 8, (32, 96, 2), most=3.5)
+    assert (row["forward_s"], row["backward_s"]) == (1.0, 2.0)
     num_parameters = len(list(DecoderBlock(DECODER).parameters()))
     assert len(found) == 1 + 3 * num_parameters, "gradients of the input and of each block's weights"
 
 
-def test_as_many_blocks_are_in_a_row_as_one_call_may_take():
-    pace = kernels.BestRate(lone_watch())
-    assert pace.num_within(1e18) == float("inf"), "nothing is known yet"
-    pace.note(1e9, seconds=1.0)
-    assert pace.num_within(0.1e9) == pytest.approx(3.0)
-
-
 def test_nothing_is_begun_when_the_time_is_over():
-    watch = lone_watch(limit_s=-1.0)
-    for measure in (kernels.matmul_times, kernels.attention_times, kernels.block_times, kernels.head_times):
-        assert list(measure(watch, SIZES)) == []
+    assert list(calibration.kernel_rows(lone_timer(limit_s=-1.0), SHAPES)) == []
 
 
-def test_calls_that_would_take_too_long_are_left_out():
-    pace = kernels.BestRate(lone_watch())
-    assert pace.allows(1e18), "nothing is known yet"
-    pace.note(1e9, seconds=1.0)
-    assert pace.allows(0.29e9)
-    assert not pace.allows(0.31e9)
+def test_calls_that_would_take_too_long_are_left_out(monkeypatch):
+    asked: list[float] = []
+
+    def cases(*arguments: Any) -> Any:
+        for flops in (1e9, 0.31e9, 0.29e9, 0.1e9):
+            yield flops, lambda most: asked.append(most) or {"seconds": 1.0}
+
+    monkeypatch.setattr(calibration, "_matmuls", cases)
+    rows = list(calibration.kernel_rows(lone_timer(), Shapes((), (), dtypes=(torch.float32,))))
+    assert asked == [float("inf"), pytest.approx(0.3 / 0.29), pytest.approx(3.0)], "0.3 s of 1 GFLOP/s each"
+    assert rows[0] == ("matmuls", {"dtype": "fp32", "seconds": 1.0})
 
 
 def test_each_kernel_of_each_shape_is_measured():
-    watch = lone_watch()
-    matmuls = list(kernels.matmul_times(watch, SIZES))
-    assert {(each.m, each.n, each.k) for each in matmuls} >= {(8, 96, 32), (8, 32, 96), (96, 32, 8), (16, 64, 64)}
-    assert [(each.num_heads, each.head_dim, each.seq_len) for each in kernels.attention_times(watch, SIZES)] == [
-        (2, 16, 8),
-        (2, 16, 16),
-        (4, 16, 8),
-        (4, 16, 16),
-    ]
-    blocks = list(kernels.block_times(watch, SIZES))
-    assert [(each.hidden_size, each.ffn_size, each.seq_len) for each in blocks] == [
-        (32, 96, 8),
-        (32, 96, 16),
-        (64, 128, 8),
-        (64, 128, 16),
-    ]
-    heads = list(kernels.head_times(watch, SIZES))
-    assert {(each.hidden_size, each.vocab_size, each.num_tokens) for each in heads} >= {(32, 128, 8), (64, 128, 16)}
-    assert min(each.seconds for each in matmuls) > 0
-    assert min(each.forward_s for each in (*blocks, *heads)) > 0
-    assert min(each.backward_s for each in (*blocks, *heads)) > 0
-    assert min(kernels.speeds(watch).values()) > 0
-    assert kernels.copy_speeds(watch)["host->host"] > 0
+    timer = lone_timer()
+    rows = [{"field": field, "value": value} for field, value in calibration.kernel_rows(timer, SHAPES)]
+    profile = profile_of(rows, num_ranks=1)
+    assert {(each.m, each.n, each.k) for each in profile.matmuls} >= {(8, 96, 32), (8, 32, 96), (96, 32, 8)}
+    heads_and_tokens = {(2, 8), (2, 16), (4, 8), (4, 16)}
+    assert {(each.num_heads, each.seq_len) for each in profile.attentions} == heads_and_tokens
+    assert {(each.num_heads, each.seq_len) for each in profile.blocks} == heads_and_tokens
+    assert {(each.hidden_size, each.vocab_size, each.num_tokens) for each in profile.heads} >= {(32, 128, 8)}
+    assert min(each.seconds for each in profile.matmuls) > 0
+    for each in (*profile.attentions, *profile.blocks, *profile.heads):
+        assert min(each.forward_s, each.backward_s) > 0
+    assert min(calibration.speeds(timer).values()) > 0
+    assert calibration.copy_speeds(timer)["host->host"] > 0
 
 
 def test_rows_become_a_profile():
@@ -160,12 +146,6 @@ def test_of_several_rounds_the_median_counts():
     assert profile.stream_bytes_per_s == 2.0
     assert profile.copies_bytes_per_s == (("host->host", 2.0),)
     assert profile.torch_version == "2.13.0"
-
-
-def test_a_launcher_that_fails_leaves_a_reason(tmp_path):
-    profile, failure = calibrate("cpu", 2, os.environ, tmp_path, argv=["-c", "import sys; sys.exit('no ranks')"])
-    assert failure == "no ranks"
-    assert profile.matmuls == ()
 
 
 @pytest.mark.full
@@ -261,18 +241,16 @@ def test_a_collective_is_timed_after_some_computing():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(calibration, "_factor", lambda device: None)
             found = list(calibration.time_collectives(watch, [comm]))
-        assert {each.seconds for each in found} == {float(num_calls)}, "the collective's own time"
+        assert {each["seconds"] for each in found} == {float(num_calls)}, "the collective's own time"
         assert set(asked) == {(num_calls, calibration.MIN_COLLECTIVES)}
         asked.clear()
 
 
 def test_an_odd_number_of_ranks_makes_no_pairs():
     comm: Any = SimpleNamespace(world_size=5)
-    env: Any = SimpleNamespace(world_size=5, rank=4)
-    assert calibration.rank_groups(comm, env) == [comm]
+    assert calibration.rank_groups(comm) == [comm]
 
 
 def test_a_limit_of_the_machine_is_all_its_memory(monkeypatch):
-    found = SimpleNamespace(total_bytes=10, limit_bytes=4)
-    monkeypatch.setattr(calibration, "read_memory", lambda: found)
+    monkeypatch.setattr(calibration, "usable_bytes", lambda: 4)
     assert profile_of([], num_ranks=1).memory_bytes == 4.0

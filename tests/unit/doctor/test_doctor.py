@@ -11,36 +11,23 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from rich.console import Console
 
-from harness.machines import FAST, GPU, ON_GPUS, SOUND, changed
+from harness.machines import FAST, GPU, ON_GPUS, SOUND, changed, rank
 from harness.waiting import PATIENCE_S, is_running, wait_until
 from shardwise.cli import main as cli
-from shardwise.doctor import Diagnosis
+from shardwise.doctor import Diagnosis, diagnose
 from shardwise.doctor.checks import list_findings
-from shardwise.doctor.measure import MatmulSpeed, ProbeFailure
 from shardwise.doctor.show import render
-from shardwise.doctor.system_info import SwapInfo
 from shardwise.models import PRESETS, Decoder
 from shardwise.offload.disk_bench import SwapSpeed
 from shardwise.tensor.plan_layout import plan_layout
 from shardwise.train.setup import job_config
 
-COLLECTIVES = tuple(
-    replace(FAST.collectives[0], op=op, num_bytes=num_bytes)
-    for num_bytes in (4096, 2**18, 2**24)
-    for op in ("all_gather", "reduce_scatter", "all_reduce")
-)
-SWAP_SPEED = SwapSpeed("/nvme", 2**27, True, 7e9, 6e9)
-
-
-def sick() -> Diagnosis:
-    """A machine with GPUs and a finding, everything measured, one failure."""
-    facts = changed(ON_GPUS | {"swap": SwapInfo(SOUND.disk, 2**30)})
-    failures = (ProbeFailure("nccl between 2 processes", "hung"),)
-    measured = replace(FAST, collectives=COLLECTIVES, failures=failures, swap=SWAP_SPEED)
-    return Diagnosis(facts, measured, tuple(list_findings(facts, measured)))
+ON_H100 = rank(GPU.name, flops_per_s={"fp32": 5e13, "bf16": 7e14}, copies_bytes_per_s=(("host->device", 5e10),))
+MEASURED = replace(FAST, ranks=(ON_H100, ON_H100), swap=SwapSpeed("/nvme", 2**27, True, 7e9, 6e9))
 
 
 def test_quick_looks_and_measures_nothing(capsys, monkeypatch) -> None:
@@ -69,7 +56,7 @@ def test_a_job_says_which_folder_is_looked_at_and_what_it_needs(capsys, tmp_path
     nvme = ["tiers.optimizer=nvme", f"tiers.nvme_path={tmp_path / 'nvme'}"]
     cli.main(["doctor", "--quick", "--json", *job, *nvme])
     facts = json.loads(capsys.readouterr().out)["facts"]
-    assert facts["swap"]["disk"]["path"] == facts["disk"]["path"] == str(tmp_path)
+    assert facts["swap"]["path"] == facts["disk"]["path"] == str(tmp_path)
     layout = plan_layout(Decoder(PRESETS["tiny"], device="meta"), job_config(None, [*job, *nvme]).resolve(2))
     expected = 2 * layout.bytes_by_tier()["nvme"]["optimizer"]
     assert abs(facts["swap"]["needed_bytes"] / expected - 1) < 0.05, "but for the length of positions"
@@ -84,30 +71,12 @@ def test_a_job_says_which_folder_is_looked_at_and_what_it_needs(capsys, tmp_path
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_text_fits_its_width_and_cuts_nothing(width) -> None:
     console = Console(width=width, record=True, file=io.StringIO())
-    nvme = SwapInfo(replace(SOUND.disk, path="/nvme"), 90 * 2**30)
+    nvme = replace(SOUND.disk, path="/nvme", needed_bytes=90 * 2**30)
     facts = changed(ON_GPUS | {"gpus": (GPU,), "memory.shm_bytes": 2**26, "swap": nvme})
-    matmuls = (*FAST.matmuls, MatmulSpeed("cuda:0", "bfloat16", 8192, 1, 7e14, 9.89e14))
-    measured = replace(FAST, collectives=COLLECTIVES, matmuls=matmuls, swap=SWAP_SPEED)
-    console.print(render(Diagnosis(facts, measured, tuple(list_findings(facts, measured)))))
+    console.print(render(Diagnosis(facts, MEASURED, tuple(list_findings(facts, MEASURED)))))
     text = console.export_text()
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text
-
-
-def descendants(pid: int) -> list[int]:
-    """The processes under `pid`, itself left out; those that ended are not seen."""
-    parents = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if fields[0] != "Z":
-            parents[int(path.parent.name)] = int(fields[1])
-    found = [pid]
-    for each in found:
-        found += [child for child, parent in parents.items() if parent == each]
-    return found[1:]
 
 
 def test_ctrl_c_in_the_middle_leaves_no_trace_and_no_process(tmp_path) -> None:
@@ -121,7 +90,7 @@ def test_ctrl_c_in_the_middle_leaves_no_trace_and_no_process(tmp_path) -> None:
     children: list[int] = []
 
     def has_started() -> bool:
-        children[:] = descendants(process.pid)
+        children[:] = [each.pid for each in psutil.Process(process.pid).children(recursive=True)]
         return len(children) == 3 or process.poll() is not None
 
     wait_until(has_started)
@@ -135,9 +104,24 @@ def test_ctrl_c_in_the_middle_leaves_no_trace_and_no_process(tmp_path) -> None:
 
 
 def test_a_diagnosis_is_a_value_that_json_holds() -> None:
-    diagnosis = sick()
-    found = json.loads(json.dumps(diagnosis.to_dict()))["findings"]
-    assert [(each["name"], each["what"], each["cure"]) for each in found] == [
-        (each.name, each.what, each.fix) for each in diagnosis.findings
-    ]
+    measured = replace(MEASURED, failures={"with 2 ranks at work at once": "hung"})
+    diagnosis = Diagnosis(changed(ON_GPUS), measured, tuple(list_findings(changed(ON_GPUS), measured)))
+    found = json.loads(json.dumps(diagnosis.to_dict()))
+    assert [each["name"] for each in found["findings"]] == ["probe-failed"]
+    assert found["measurements"]["ranks"][1]["device"] == GPU.name
     assert diagnosis.exit_code == 1
+
+
+def test_a_disk_that_fails_leaves_a_reason_and_the_ranks(monkeypatch, tmp_path) -> None:
+    def fail(path: Path) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("shardwise.doctor.glance", lambda *arguments: ((rank(),), "rank 1 died"))
+    monkeypatch.setattr("shardwise.doctor.measure_swap", fail)
+    monkeypatch.setattr("shardwise.doctor.gather_facts", lambda *arguments: SOUND)
+    diagnosis = diagnose({}, tmp_path)
+    assert diagnosis.measurements.ranks == (rank(),)
+    assert diagnosis.measurements.failures == {
+        "with 2 ranks at work at once": "rank 1 died",
+        SOUND.disk.path: "no space left",
+    }

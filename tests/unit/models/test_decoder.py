@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from harness.refusals import refused
@@ -24,6 +25,8 @@ from shardwise.models.decoder import (
 )
 from shardwise.models.presets import preset
 from shardwise.runtime.keyed_rng import init_parameters
+from shardwise.runtime.memory_tracker import MemoryTracker
+from shardwise.runtime.torch_private import fake_tensors
 
 SMALL = DecoderConfig(
     vocab_size=37,
@@ -259,3 +262,29 @@ def test_flops_per_token_count_matrix_products() -> None:
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(some_tokens(batch=1, seq_len=16))
     assert counter.get_total_flops() * 3 == 16 * flops_per_token(config, 16)
+
+
+class CountedOps(TorchDispatchMode):
+    """Counts the ops inside."""
+
+    num_ops = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num_ops += 1
+        return func(*args, **kwargs or {})
+
+
+def test_a_fake_loss_takes_the_peak_of_a_real_one_by_a_few_ops() -> None:
+    def peak_and_ops() -> tuple[int, int]:
+        logits = torch.zeros(1, 41, 2**17, requires_grad=True)  # 21 parts, of which the last is shorter
+        targets = torch.zeros(1, 41, dtype=torch.int64)
+        memory = MemoryTracker("cpu")
+        with memory.meter(), CountedOps() as counted:
+            lm_loss(logits, targets)[0].backward()
+        return memory.snapshot().peak_bytes, counted.num_ops
+
+    peak_bytes, num_ops = peak_and_ops()
+    with fake_tensors():
+        fake_peak_bytes, num_fake_ops = peak_and_ops()
+    assert fake_peak_bytes == peak_bytes > 0
+    assert num_fake_ops < num_ops

@@ -15,7 +15,7 @@ from shardwise.planner.job import FrameworkTraits, PlanJob, Strategy
 from shardwise.planner.shape import Experts, ModelShape
 
 # What holds of all published code, whatever it was.
-OTHERS = {"is_own": False, "reduces_in_place": True, "selective": "all-but-scores"}
+OTHERS = {"expert_imbalance": 1.0, "is_own": False, "reduces_in_place": True, "selective": "all-but-scores"}
 GPT = {"layers": 30, "hidden": 2304, "heads": 24, "ffn_type": "gelu_mlp", "seq": 1024, "name": "GPT"}
 GPT_SHAPE = ModelShape(
     num_layers=30, hidden_size=2304, num_heads=24, num_kv_heads=24, head_dim=96, ffn_size=9216, vocab_size=51200,
@@ -148,7 +148,7 @@ def test_a_run_of_long_sequences_in_chunks_with_adapters() -> None:
     )  # fmt: skip
     case, job, strategy = known(row)
     assert (case.guesses, case.trained_share, case.tokens_scale) == (("micro_batch",), 2 / 3, 1.0)
-    assert job.seq_len == 65536
+    assert (job.seq_len, job.lora.rank) == (65536, 16)
     assert facts_of(strategy) == {
         "tp": 2, "cp": 4, "dp_shard": 2, "zero_stage": 2, "micro_size": 2, "num_micro_batches": 2,
         "sequence_parallel": True, "transport": "ulysses", "chunk_tokens": 16384, "activations_tier": "host",
@@ -157,7 +157,7 @@ def test_a_run_of_long_sequences_in_chunks_with_adapters() -> None:
     assert facts_of(job.traits) == OTHERS | {
         "logits_bytes": 10.0, "optimizer_shards": 2, "unsharded_grad_bytes": 4.0, "defers_gathers": False,
         "reduces_once": True,
-        "saves_norm_in_fp32": True, "trains_all": False, "has_first_flash": True,
+        "saves_norm_in_fp32": True, "has_first_flash": True,
     }  # fmt: skip
 
 

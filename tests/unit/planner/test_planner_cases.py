@@ -112,9 +112,9 @@ def test_adapters_take_neither_gradients_nor_states_of_frozen_weights() -> None:
     frozen = predict(read_case(row)).price
     assert whole is not None
     assert frozen is not None
-    roles = ("grads", "optimizer", "workspace", "buckets")
     assert whole.memory.worst.bytes_of("optimizer") > frozen.memory.worst.bytes_of("params") > 0
-    assert frozen.memory.worst.bytes_of("grads", "optimizer") == 0 < whole.memory.worst.bytes_of(*roles)
+    states = ("grads", "optimizer")
+    assert 0 < frozen.memory.worst.bytes_of(*states) < 0.01 * whole.memory.worst.bytes_of(*states)
     assert frozen.margin_bytes > 0 > whole.margin_bytes
 
 

@@ -55,7 +55,7 @@ def test_the_best_is_shown_with_its_price(capsys):
     best = plan["best"][0]
     assert best["layout"] in text
     assert f"{best['tokens_per_s_per_gpu']:,.0f} tokens/s a GPU" in text
-    assert "for 1 T tokens" in text
+    assert "for a million tokens" in text
     assert plan["why"] in text
     assert "what many would start with" in text
     assert all(sentence in text for sentence in plan["defaults"].values())
@@ -77,7 +77,6 @@ def test_one_screen_says_what_matters(capsys):
     assert f"{best['tokens_per_s_per_gpu']:,.0f} tokens/s a GPU" in text
     assert f"why {plan['why']}" in text
     assert all(name in text for name in plan["defaults"])
-    assert "more free" in text
     assert "one thing changed" not in text
     assert text.endswith("--more tells more")
 

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from shardwise.config.resolve import Config, ConfigError, Tier
 from shardwise.layout.layout import Layout
+from shardwise.layout.precision import StatesDtype
 from shardwise.models import Decoder, DecoderConfig
+from shardwise.models.presets import preset
 from shardwise.planner.compact_layout import CompactLayout
 from shardwise.planner.hardware import Cluster, GpuSpec
 from shardwise.planner.job import PlanJob, Strategy
@@ -77,7 +79,7 @@ def strategies(draw: st.DrawFn) -> Strategy:
     )
 
 
-def config_of(s: Strategy, keep_whole_below: int = 0) -> Config:
+def config_of(s: Strategy, keep_whole_below: int = 0, states: str = "master") -> Config:
     mesh = {"pp": s.pp, "dp_replicate": s.dp_replicate, "dp_shard": s.dp_shard, "cp": s.cp, "tp": s.tp}
     tiers: dict[str, object] = {"params": s.params_tier, "grads": s.grads_tier, "optimizer": s.optimizer_tier}
     tiers |= {f"{state}_on_device": getattr(s, f"{state}_on_device") for state in ("params", "grads", "optimizer")}
@@ -89,7 +91,7 @@ def config_of(s: Strategy, keep_whole_below: int = 0) -> Config:
         "tiers": tiers,
         "tensor": {"sequence_parallel": s.sequence_parallel},
         "batch": {"accumulation": s.num_micro_batches},
-        "precision": {"param": s.param, "reduce": s.reduce, "accumulate": s.accumulate},
+        "precision": {"param": s.param, "reduce": s.reduce, "accumulate": s.accumulate, "states": states},
         "pipeline": {"schedule": s.schedule, "virtual_stages": s.virtual_stages, "gather": s.gather},
     }
     return Config.from_dict(sections).resolve(s.num_ranks)
@@ -115,6 +117,19 @@ def test_folded_bytes_are_those_of_the_whole_model(shape: DecoderConfig, strateg
         assert folded.at_rest(strategy, rank) == own.bytes_at_rest()
         assert folded.by_tier(strategy, rank) == own.bytes_by_tier()
         assert folded.on_wire(strategy, rank) == own.bytes_on_wire(strategy.num_micro_batches)
+
+
+@pytest.mark.parametrize("states", ["bf16", "int8"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_encoded_states_are_counted_to_the_byte(states: StatesDtype, tp: int) -> None:
+    shape = replace(preset("tiny"), hidden_size=512, ffn_size=1024, num_layers=3, num_heads=8, num_kv_heads=8)
+    shape = replace(shape, head_dim=64, vocab_size=1000)
+    job = PlanJob(shape=ModelShape.of_decoder(shape), seq_len=16, global_batch=8, cluster=CLUSTER, states=states)
+    strategy = Strategy(dp_shard=4, tp=tp, zero_stage=2)
+    own = plan_layout(Decoder(shape, device="meta"), config_of(strategy, states=states))
+    assert CompactLayout(job).at_rest(strategy) == own.bytes_at_rest()
+    plain = CompactLayout(replace(job, states="master")).at_rest(strategy)
+    assert CompactLayout(job).at_rest(strategy)["optimizer"] < 0.8 * plain["optimizer"]
 
 
 def test_experts_are_spread_over_fewer_ranks() -> None:

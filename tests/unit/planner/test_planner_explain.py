@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from shardwise.models.presets import preset
-from shardwise.planner.candidates import SearchSpace, is_legal
+from shardwise.planner.candidates import SearchSpace
+from shardwise.planner.cost import cost_per_step
 from shardwise.planner.explain import parts_words, reasons_of, why_faster, why_not, why_slower, why_yours
 from shardwise.planner.hardware import Cluster, Host, find_gpu
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.memory_limit import MissingMemory, missing_memory, usable_bytes
-from shardwise.planner.neighbours import neighbours, price_changes
 from shardwise.planner.results import Estimate, MemoryEstimate, RankMemory, TimeEstimate, num_extras, simplest
-from shardwise.planner.search import Limits, cost_per_step, search
+from shardwise.planner.search import Limits, search
 from shardwise.planner.shape import ModelShape
 from shardwise.planner.suggestions import smallest_change
 
@@ -117,21 +117,6 @@ def test_hosts_hold_what_all_their_ranks_move() -> None:
     assert said.startswith("out of memory by 8.00 GiB of each node's host memory")
 
 
-def test_neighbours_are_legal_and_differ_in_what_they_say() -> None:
-    strategy = Strategy(tp=2, pp=2, dp_shard=4, zero_stage=1, num_micro_batches=16, sequence_parallel=True)
-    found = dict(neighbours(JOB, strategy))
-    assert len(set(found.values())) == len(found)
-    assert all(is_legal(JOB, each) and each != strategy for each in found.values())
-    assert {"mesh.tp=4", "mesh.pp=1", "mesh.cp=2", "recompute.mode=full", "zero.stage=3"} <= set(found)
-    assert {"batch.micro_size=2", "pipeline.schedule=zb-v", "mesh.dp_shard=2", "tiers.optimizer=host"} <= set(found)
-    assert (found["mesh.tp=4"].dp_shard, found["mesh.tp=4"].num_micro_batches) == (2, 32)
-    assert (found["mesh.pp=1"].dp_shard, found["mesh.pp=1"].schedule) == (8, "1f1b")
-    assert found["batch.micro_size=2"].num_micro_batches == 8
-    alone = dict(neighbours(JOB, Strategy(tp=2, pp=8, num_micro_batches=64, sequence_parallel=True)))
-    assert alone
-    assert not any(words.startswith("zero.stage") for words in alone)
-
-
 def test_the_fastest_change_that_fits_is_the_fix() -> None:
     # 32 + 16 GiB a sample; two samples are 21 GiB too many, of which chunks save 32 at no time.
     strategy = Strategy(dp_shard=16, zero_stage=1, micro_size=2, num_micro_batches=2)
@@ -145,18 +130,13 @@ def test_the_fastest_change_that_fits_is_the_fix() -> None:
     # Of 8 samples neither is enough; less of them at a time and all recomputed.
     both = smallest_change(JOB, Strategy(dp_shard=8, tp=2, micro_size=8, sequence_parallel=True), Prices(), 0.06)
     assert both is not None
-    assert both.missing is None
-
-
-def test_changes_that_fit_stand_first() -> None:
-    changes = price_changes(JOB, Strategy(dp_shard=16, zero_stage=1, num_micro_batches=4), Prices(), 0.06)
-    assert [each.missing is not None for each in changes] == sorted(each.missing is not None for each in changes)
-    assert {each.words for each in changes if each.missing} >= {"batch.micro_size=2", "zero.stage=0"}
+    assert missing_memory(both.price.memory, CLUSTER, 0.06) is None
+    assert len(both.words.split()) > 1
 
 
 def test_reasons_of_a_plan() -> None:
     prices = Prices()
-    plan = search(JOB, limits=Limits(num_best=4, max_prices=4000), pricer=prices)
+    plan = search(JOB, limits=Limits(num_best=4), pricer=prices)
     reasons = reasons_of(plan, prices, lambda job: Prices())
     by_name = {each.name: each for each in reasons.defaults}
     ddp = by_name["DDP"]
@@ -257,7 +237,7 @@ def test_at_most_four_parts_are_said_and_none_that_is_next_to_nothing() -> None:
 
 def test_of_a_default_the_fastest_micro_batch_counts_and_of_what_does_not_fit_the_one_that_lacks_least() -> None:
     prices = Prices()
-    plan = search(JOB, limits=Limits(num_best=4, max_prices=4000), pricer=prices)
+    plan = search(JOB, limits=Limits(num_best=4), pricer=prices)
     by_name = {each.name: each for each in reasons_of(plan, prices, lambda job: Prices()).defaults}
     fsdp, ddp = by_name["FSDP (ZeRO-3 over all)"], by_name["DDP"]
     assert fsdp.price is not None
@@ -265,7 +245,7 @@ def test_of_a_default_the_fastest_micro_batch_counts_and_of_what_does_not_fit_th
     # 8 GiB of states and 48 of a sample: of 1, 2 and 4 samples on each of 16 ranks, one fits.
     assert (fsdp.price.strategy.micro_size, ddp.price.strategy.micro_size) == (1, 1)
     roomy = replace(JOB, cluster=replace(CLUSTER, gpu=replace(CLUSTER.gpu, memory_bytes=400 * GIB)))
-    plan = search(roomy, limits=Limits(num_best=4, max_prices=4000), pricer=prices)
+    plan = search(roomy, limits=Limits(num_best=4), pricer=prices)
     by_name = {each.name: each for each in reasons_of(plan, prices, lambda job: Prices()).defaults}
     ddp = by_name["DDP"]
     assert ddp.price is not None
@@ -275,17 +255,6 @@ def test_of_a_default_the_fastest_micro_batch_counts_and_of_what_does_not_fit_th
     assert megatron.price is not None
     # Each further rank of a tensor or a pipeline axis costs more than it brings, in `Time`.
     assert (megatron.price.strategy.tp, megatron.price.strategy.pp, megatron.price.strategy.zero_stage) == (2, 2, 1)
-
-
-def test_neighbours_carry_nothing_that_they_have_no_use_for() -> None:
-    split = Strategy(tp=2, dp_shard=8, zero_stage=1, num_micro_batches=8, sequence_parallel=True)
-    assert dict(neighbours(JOB, split))["mesh.dp_shard=4"].dp_replicate == 2  # those of a node of 8
-    gathering = Strategy(pp=2, dp_shard=8, zero_stage=3, gather="micro-batch", num_micro_batches=8)
-    assert dict(neighbours(JOB, gathering))["zero.stage=1"].gather == "batch"
-    away = Strategy(dp_shard=16, zero_stage=3, num_micro_batches=4, recompute="full", activations_tier="host")
-    assert dict(neighbours(JOB, away))["recompute.mode=none"].activations_tier == "device"
-    heads = Strategy(cp=2, dp_shard=8, zero_stage=1, num_micro_batches=8, transport="ulysses")
-    assert dict(neighbours(JOB, heads))["mesh.cp=1"].transport == "ring"
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from harness.refusals import refused
-from shardwise.planner.imports.huggingface import imported_of, is_deepspeed
-from shardwise.planner.imports.imported import ImportedJob
-from shardwise.planner.imports.megatron import flags_in, read_megatron, yaml_flags
+from shardwise.planner.imports import huggingface
+from shardwise.planner.imports.huggingface import is_deepspeed, source_of
+from shardwise.planner.imports.megatron import read_megatron, script_words, yaml_words
+from shardwise.planner.job import ModelSource
 from shardwise.planner.shape import Experts, ModelShape
 
 SIZES = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 1000}
@@ -32,7 +33,7 @@ def test_a_model_of_latent_attention_and_experts() -> None:
         experts=experts, name="deepseek_v3",
     )  # fmt: skip
     notes = ("latent attention is priced as attention with one head of keys and values",)
-    assert imported_of(values, "c") == ImportedJob(shape=shape, seq_len=4096, notes=notes)
+    assert source_of(values, "c") == ModelSource(shape=shape, longest=4096, notes=notes)
 
 
 def test_a_model_of_learned_positions_in_parts() -> None:
@@ -43,54 +44,65 @@ def test_a_model_of_learned_positions_in_parts() -> None:
     )  # fmt: skip
     whole = {"model_type": "seeing", "text_config": text, "_name_or_path": "someone/a-model"}
     notes = ("of a model with several parts, that of text alone is planned",)
-    assert imported_of(whole, "c") == ImportedJob(shape=shape, seq_len=32, notes=notes)
-    assert imported_of(text | {"text_config": {}}, "c").notes == ()
+    assert source_of(whole, "c") == ModelSource(shape=shape, longest=32, notes=notes)
+    assert source_of(text | {"text_config": {}}, "c").notes == ()
 
 
 def test_a_model_that_is_unknown() -> None:
     values = {
         "d_model": 96, "n_layers": 2, "n_heads": 6, "n_kv_heads": 2, "ffn_dim": 128, "vocab_size": 10,
-        "hidden_act": "GELU", "max_seq_len": 0, "seq_length": 64, "tie_word_embeddings": True,
+        "hidden_act": "GELU", "seq_length": 64, "tie_word_embeddings": True,
     }  # fmt: skip
     shape = ModelShape(
         num_layers=2, hidden_size=96, num_heads=6, num_kv_heads=2, head_dim=16, ffn_size=128, vocab_size=10,
         ffn="plain", is_tied=True,
     )  # fmt: skip
     notes = ("model_type none is read by its fields' names: check the number of parameters",)
-    assert imported_of(values, "c") == ImportedJob(shape=shape, seq_len=64, notes=notes)
+    assert source_of(values, "c") == ModelSource(shape=shape, longest=64, notes=notes)
 
 
+@pytest.mark.parametrize("is_installed", [True, False])
 @pytest.mark.parametrize(
-    ("kinds", "is_gated", "has_biases", "is_tied", "num_positions", "has_usual_ffn"),
+    ("kinds", "is_gated", "has_biases", "is_tied", "num_positions"),
     [
-        ("llama mistral mixtral qwen2 qwen3 qwen2_moe qwen3_moe phi3 olmo olmo2", True, False, False, 0, False),
-        ("deepseek_v2 deepseek_v3 stablelm granite internlm2 smollm3 gpt_oss", True, False, False, 0, False),
-        ("gemma gemma2 gemma3 gemma3_text cohere cohere2", True, False, True, 0, False),
-        ("gpt2 gpt_bigcode gpt_neo", False, True, True, 16, True),
-        ("opt", False, True, True, 18, True),
-        ("gptj", False, True, False, 0, True),
-        ("phi gpt_neox", False, True, False, 0, False),
-        ("bloom", False, True, True, 0, True),
-        ("falcon mpt", False, False, True, 0, True),
-        ("starcoder2", False, True, True, 0, False),
+        ("llama mistral qwen2 qwen3 phi3 olmo olmo2 stablelm granite smollm3", True, False, False, 0),
+        ("gemma gemma2 gemma3_text cohere cohere2", True, False, True, 0),
+        ("gpt2 gpt_neo", False, True, True, 16),
+        ("opt", False, True, True, 18),
+        ("gptj phi gpt_neox", False, True, False, 0),
+        ("bloom starcoder2", False, True, True, 0),
+        ("falcon", False, False, True, 0),
     ],
 )
-def test_what_families_leave_unsaid(
-    kinds: str, is_gated: bool, has_biases: bool, is_tied: bool, num_positions: int, has_usual_ffn: bool
-) -> None:
+def test_what_no_file_says(
+    kinds: str, is_gated: bool, has_biases: bool, is_tied: bool, num_positions: int, is_installed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    if is_installed:
+        pytest.importorskip("transformers")
+    else:
+        monkeypatch.setattr(huggingface, "find_spec", lambda name: None)
     for kind in kinds.split():
-        values = SIZES | {"model_type": kind, "max_position_embeddings": 16}
-        if not has_usual_ffn:
-            with refused("import-key-missing", "intermediate_size"):
-                imported_of(values, "c")
-            values |= {"intermediate_size": 2048}
-        imported = imported_of(values, "c")
-        assert imported.notes == ()
-        assert imported.shape == ModelShape(
+        values = SIZES | {
+            "model_type": kind, "max_position_embeddings": 16, "intermediate_size": 2048, "num_key_value_heads": 8,
+            "head_dim": 64, "multi_query": False, "ffn_dim": 2048, "tie_word_embeddings": is_tied, "max_seq_len": 16,
+            "sliding_window": None,
+        }  # fmt: skip
+        assert source_of(values, "c").shape == ModelShape(
             num_layers=4, hidden_size=512, num_heads=8, num_kv_heads=8, head_dim=64, ffn_size=2048, vocab_size=1000,
             ffn="gated" if is_gated else "plain", is_tied=is_tied, has_biases=has_biases, num_positions=num_positions,
             name=kind,
         )  # fmt: skip
+
+
+def test_transformers_completes_what_a_file_leaves_out() -> None:
+    pytest.importorskip("transformers")
+    values = {"model_type": "gemma3_text", "num_hidden_layers": 34, "hidden_size": 2560, "intermediate_size": 10240}
+    shape = source_of(values, "c").shape
+    assert shape is not None
+    # What Gemma 3's files leave out: 8 heads of 256, 4 of keys, and a tied head of 262,208 tokens.
+    assert (shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.is_tied) == (8, 4, 256, True)
+    assert shape.vocab_size == 262_208
 
 
 @pytest.mark.parametrize(
@@ -127,11 +139,10 @@ def test_what_families_leave_unsaid(
             {"experts": Experts(num_experts=4, num_chosen=1, ffn_size=100, num_shared=1)},
         ),
         ({"_name_or_path": ""}, {"name": "model"}),
-        ({"model_type": "opt"}, {"num_positions": 0}),  # no length is given
     ],
 )
 def test_fields_of_models(values: dict[str, Any], expected: dict[str, Any]) -> None:
-    shape = imported_of(SIZES | {"intermediate_size": 64} | values, "c").shape
+    shape = source_of(SIZES | {"intermediate_size": 64} | values, "c").shape
     assert {name: getattr(shape, name) for name in expected} == expected
 
 
@@ -145,10 +156,7 @@ def test_flags_alone_are_a_job() -> None:
     imported = read_megatron(f"{FLAGS} --micro-batch-size 2 --nproc-per-node 8 --nnodes 4 --bf16")
     shape = ModelShape(**FLAGS_SHAPE, ffn="plain", is_tied=True, has_biases=True, num_positions=1024)
     settings = {"zero.stage": 0, "precision.param": "bf16", "precision.reduce": "fp32", "batch.micro_size": 2}
-    assert imported == ImportedJob(shape=shape, settings=settings, seq_len=1024, num_gpus=32)
-    assert read_megatron(f"{FLAGS} --nproc-per-node 8 --world-size 16").num_gpus == 16
-    assert read_megatron(f"{FLAGS} --nproc-per-node 8").num_gpus == 8
-    assert read_megatron(FLAGS).num_gpus is None
+    assert imported == ModelSource(shape=shape, settings=settings, seq_len=1024)
     # A flag that is like one that is there, too, is another's.
     both = read_megatron(f"{FLAGS} --tensor-model-parallel-sizes 4 --tensor-model-parallel-size 2")
     assert both.settings["mesh.tp"] == 2
@@ -158,9 +166,9 @@ def test_flags_alone_are_a_job() -> None:
     ("flags", "code", "named"),
     [
         ("--num-layers 2", "megatron-flag-missing", "--hidden-size"),
-        ("--num-attention-heads --hidden-size 64", "megatron-flag-whole", "--num-attention-heads"),
-        ("--hidden-size \u00b2", "megatron-flag-whole", "the flags: --hidden-size \u00b2"),
-        (f"{FLAGS} --data-parallel-sharding-strategy most", "megatron-sharding", "no-shard, optim, optim-grads"),
+        ("--num-attention-heads --hidden-size 64", "megatron-flag-refused", "--num-attention-heads"),
+        ("--hidden-size \u00b2", "megatron-flag-refused", "--hidden-size: \u00b2"),
+        (f"{FLAGS} --data-parallel-sharding-strategy most", "megatron-flag-refused", "no-shard"),
     ],
 )
 def test_flags_that_cannot_be_are_named(flags: str, code: str, named: str) -> None:
@@ -271,28 +279,30 @@ def test_what_megatron_does_otherwise_is_noted(more: str, words: str | None) -> 
 
 
 @pytest.mark.parametrize(
-    ("script", "flags"),
+    ("script", "words"),
     [
-        ("run --a=1 --b = --c x --a 2", {"a": "2", "b": "=", "c": "x"}),
-        ("run -- --a --b-c_d 'x y'", {"a": True, "b-c-d": "x y"}),
-        ("run --a \\\n 3 # --b", {"a": "3"}),
-        (
-            "N=2\nexport M='4'\nlocal K=\"5\"; # five\nrun --n $N --m ${M} --k ${K} --z ${Z}",
-            {"n": "2", "m": "4", "k": "5", "z": "${Z}"},
-        ),
-        ("run --a ${A:-7} --b ${B-8} --c ${C:-}", {"a": "7", "b": "8", "c": True}),
-        ("A=9\nrun --a ${A:-7}", {"a": "9"}),
-        ("run --a $((7)) --b 2", {"a": "$((7", "b": "2"}),  # nothing is calculated
-        ('ARGS="\n  --a 1\n  --b # no\n"', {"a": "1", "b": True}),
+        ("run --a=1 --b = --c x", "run --a=1 --b = --c x"),
+        ("run -- --a --b-c_d 'x y'", "run --a --b-c-d x y"),
+        ("run --a \\\n 3 # --b", "run --a 3"),
+        ("N=2\nexport M='4'\nrun --n $N --m ${M} --z ${Z}", "N=2 export M=4 run --n 2 --m 4 --z ${Z}"),
+        ("run --a ${A:-7} --b ${B-8}", "run --a 7 --b 8"),
+        ("A=9\nrun --a ${A:-7}", "A=9 run --a 9"),
+        ('ARGS="\n  --a 1\n  --b"', "ARGS=" + '" --a 1 --b'.strip('"')),
+        ("ARGS=(--a 1\n --b)", "ARGS=(--a 1 --b"),
+        ("echo don't\nrun --a 1 # --b", "echo don t run --a 1"),
     ],
 )
-def test_scripts_say_flags(script: str, flags: dict[str, Any]) -> None:
-    assert flags_in(script) == flags
+def test_scripts_say_flags(script: str, words: str) -> None:
+    assert " ".join(script_words(script)).split() == words.split()
 
 
 def test_yaml_says_flags() -> None:
-    text = "- --a: 1 # one\n'b_c': \"x\"\nsection:\n  d: True\n  e: ~\n  f: False\n  g: None\nno line\n# h: 1\n"
-    assert yaml_flags(text) == {"a": "1", "b-c": "x", "d": True}
+    text = "- --a: 1 # one\n- 'b_c': \"x\"\n- section:\n    d: True\n    e: ~\n    f: False\n    g: [h: 2]\n"
+    assert yaml_words(text) == ["--a", "1", "--b-c", "x", "--d", "--h", "2"]
+    # What contains itself is read once.
+    assert yaml_words("&all\na: 1\nb: *all\n") == ["--a", "1"]
+    with refused("not-yaml"):
+        yaml_words("a: [")
 
 
 @pytest.mark.parametrize(
@@ -302,18 +312,18 @@ def test_yaml_says_flags() -> None:
         "seq-length", "max-position-embeddings", "vocab-size", "make-vocab-size-divisible-by", "micro-batch-size",
         "global-batch-size", "tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size",
         "num-virtual-stages-per-pipeline-rank", "expert-model-parallel-size", "num-experts", "moe-router-topk",
-        "moe-ffn-hidden-size", "world-size", "nproc-per-node", "nnodes",
+        "moe-ffn-hidden-size",
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("value", ["0", "-1", "1.5"])
 def test_a_flag_that_counts_nothing_is_refused(flag: str, value: str) -> None:
     experts = "--num-experts 4 " if flag.startswith("moe") else ""
-    with refused("megatron-flag-whole", f"the flags: --{flag} {value}", ">= 1"):
+    with refused("megatron-flag-refused", f"the flags: argument --{flag}: {value}", ">= 1"):
         read_megatron(f"{FLAGS} --group-query-attention {experts}--{flag} {value}")
 
 
 def test_padding_and_experts_of_flags_count_something() -> None:
-    with refused("megatron-flag-whole", "--padded-vocab-size 0", ">= 1"):
+    with refused("megatron-flag-refused", "--padded-vocab-size: 0", ">= 1"):
         read_megatron(f"{FLAGS} --padded-vocab-size 0")
     none = "--num-layers-per-virtual-pipeline-stage 0 --recompute-num-layers 0 --recompute-granularity full"
     imported = read_megatron(f"{FLAGS} {none} --num-experts 4 --moe-shared-expert-intermediate-size 0")
@@ -341,14 +351,14 @@ def test_heads_of_flags_divide_the_hidden_size_or_say_theirs() -> None:
 )  # fmt: skip
 def test_a_size_of_a_model_that_is_none_is_refused(key: str, value: object) -> None:
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    least = 0 if key.startswith(("n_shared", "shared", "first")) else 1
+    least = 0 if key.startswith(("n_shared", "shared", "first", "max_position", "num_local")) else 1
     with refused("import-integer", f"c.json: {key}={value!r}", f">= {least}"):
-        imported_of(SIZES | {"intermediate_size": 2048} | experts | {key: value}, "c.json")
+        source_of(SIZES | {"intermediate_size": 2048} | experts | {key: value}, "c.json")
 
 
 def test_layers_without_experts_are_a_list_and_a_ratio_a_number() -> None:
     experts = {"intermediate_size": 2048, "num_local_experts": 4, "num_experts_per_tok": 2}
     with refused("mlp-only-layers", "c: mlp_only_layers=3"):
-        imported_of(SIZES | experts | {"mlp_only_layers": 3}, "c")
-    with refused("import-integer", "c: expansion_ratio='four'", ">= 1"):
-        imported_of(SIZES | {"expansion_ratio": "four"}, "c")
+        source_of(SIZES | experts | {"mlp_only_layers": 3}, "c")
+    with refused("import-integer", "c: expansion_ratio='four'"):
+        source_of(SIZES | {"expansion_ratio": "four"}, "c")

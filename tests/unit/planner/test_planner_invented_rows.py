@@ -99,7 +99,7 @@ def check(found: Prediction) -> None:
     worst = found.price.memory.worst
     tiers = {found.price.strategy.params_tier, found.price.strategy.grads_tier, found.price.strategy.optimizer_tier}
     if (
-        tiers == {"device"} and found.price.job.traits.trains_all
+        tiers == {"device"} and found.price.job.trains_all
     ):  # at rest counts states off the device, and of frozen weights
         assert memory_gib(worst, "allocated") >= memory_gib(worst, "states") > 0
     assert found.price.time.low_s < found.price.time.step_s < found.price.time.high_s

@@ -10,10 +10,10 @@ import pytest
 from planner_eval.models import PublishedComputeModel
 from planner_eval.traits import PublishedTraits
 from shardwise.layout.precision import DTYPE_BYTES
+from shardwise.planner.calibration import PassTimes
 from shardwise.planner.compute_time import ComputeTimeModel, ceiling_flops_per_s, shape_share
 from shardwise.planner.hardware import Cluster, FittedConstants, GpuSpec
 from shardwise.planner.job import FrameworkTraits, PlanJob, Strategy
-from shardwise.planner.memory_traffic import PassTimes
 from shardwise.planner.profile import AttentionTime, MatmulTime, Profile
 from shardwise.planner.shape import Experts, ModelShape
 
@@ -96,9 +96,19 @@ def test_a_plain_feed_forward_has_two_matrices() -> None:
 
 @pytest.mark.parametrize("ep", [1, 4])
 def test_tokens_pass_the_experts_that_they_chose_and_those_that_all_pass(ep: int) -> None:
-    block = model(products=RATE, shape=replace(SHAPE, experts=EXPERTS)).block(Strategy(ep=ep, dp_shard=8))
+    even = model(products=RATE, shape=replace(SHAPE, experts=EXPERTS), expert_imbalance=1.0)
+    block = even.block(Strategy(ep=ep, dp_shard=8))
     each_s = flops_s(ATTENTION_PARAMS + FFN_PARAMS / 4 + PASSED_PARAMS * 3 / 4)  # one layer of four is dense
     assert seconds(block) == pytest.approx((each_s, each_s, each_s, 0.0))
+
+
+def test_the_fullest_rank_of_experts_is_waited_for() -> None:
+    shape = replace(SHAPE, experts=EXPERTS)
+    even, free = (model(products=RATE, shape=shape, expert_imbalance=each) for each in (1.0, 1.5))
+    assert free.block(Strategy(dp_shard=8)) == even.block(Strategy(dp_shard=8))
+    over = [each.block(Strategy(ep=4, dp_shard=8)).forward_s for each in (even, free)]
+    routed = FFN_PARAMS / 96 * EXPERTS.ffn_size * EXPERTS.num_chosen
+    assert over[1] - over[0] == pytest.approx(0.5 * flops_s(routed * 3 / 4))
 
 
 def test_streams_of_experts_grow_with_the_tokens_they_are_sent() -> None:
@@ -186,7 +196,6 @@ def test_the_head_is_no_narrower_than_its_weights() -> None:
 def test_the_embedding_is_looked_up_and_its_gradients_are_summed() -> None:
     wide_s = 2 * TOKENS * 64 / RATE
     assert seconds(model(stream=RATE).embedding(Strategy())) == pytest.approx((2 * wide_s, 0.0, 4 * wide_s, 0.0))
-    assert model(stream=RATE, trains_all=False).embedding(Strategy()).backward_weight_s == 0
 
 
 def test_the_optimizer_moves_its_states_and_what_is_narrower_besides() -> None:

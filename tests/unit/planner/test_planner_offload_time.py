@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from shardwise.models.presets import preset
+from shardwise.planner.comm_time import OverlapTimes
 from shardwise.planner.hardware import Cluster, Host, find_gpu
 from shardwise.planner.job import FrameworkTraits, PlanJob, Strategy
-from shardwise.planner.offload_time import OffloadTimeModel, OffloadTimes
+from shardwise.planner.offload_time import OffloadTimeModel
 from shardwise.planner.profile import Profile
 from shardwise.planner.shape import ModelShape
 
@@ -27,8 +28,8 @@ def of_host(**fields: float) -> OffloadTimeModel:
 
 
 def test_what_is_stored_on_the_device_takes_no_time() -> None:
-    assert MODEL.times(Strategy(dp_shard=8, zero_stage=3)) == OffloadTimes()
-    assert OffloadTimes().exposed_s(1.0, 2.0) == 0
+    assert MODEL.times(Strategy(dp_shard=8, zero_stage=3)) == OverlapTimes()
+    assert OverlapTimes().exposed_s(1.0, 2.0) == 0
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])

@@ -36,6 +36,11 @@ def test_the_number_beside_a_step_is_that_of_the_rows_nothing_is_fitted_to() -> 
     found = re.search(r"time +n +(\d+) +mean +([\d.]+)%", held_out)
     assert found is not None
     assert f"{found[2]} % off on average of {found[1]} published runs" in VALIDATION
+    held_out = held_out[: held_out.index("###")]
+    mean = re.search(r"mean +tau +\S+ +regret +([\d.]+)%", held_out)
+    assert mean is not None
+    num_jobs = len(re.findall(r"^  .*regret", held_out, re.MULTILINE))
+    assert f"in {num_jobs} comparisons of layouts was {mean[1]} % slower" in VALIDATION
 
 
 def test_the_planners_page_shows_what_the_picture_does() -> None:

@@ -20,7 +20,7 @@ from shardwise.planner.shape import ModelShape
 
 GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
 PINS = ["mesh.cp=1", "recompute.mode=full", "tiers.optimizer=device"]
-FEW = Limits(num_best=3, max_prices=60)
+FEW = Limits(num_best=3, max_prices=600)
 
 
 class Configured:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,11 @@ from shardwise.config.resolve import Config
 from shardwise.models.presets import preset
 from shardwise.planner.fit import CHUNK_TOKENS, family_shape, fit, largest, setups
 from shardwise.planner.hardware import FittedConstants, Host, find_gpu, parse_cluster
-from shardwise.planner.job import PlanJob, Strategy
+from shardwise.planner.job import ModelSource, PlanJob, Strategy
 from shardwise.planner.memory import MemoryModel
 from shardwise.planner.memory_limit import missing_memory
 from shardwise.planner.profile import Profile
-from shardwise.planner.request import ModelSource, ask, read_model, usual_batch, usual_dtype
+from shardwise.planner.request import ask, is_split, read_model, usual_batch, usual_dtype
 from shardwise.planner.shape import ModelShape
 from shardwise.planner.step_time import SHARES, interval_s, kind_of
 
@@ -50,9 +51,9 @@ def test_what_is_given_goes_before_what_a_file_says(tmp_path: Path) -> None:
     base = own.space.base
     assert (base.param, base.reduce, base.accumulate, base.chunk_tokens) == ("bf16", "fp32", "param", 128)
     assert ask(model, NODE, settings=["precision.param=fp32"]).space.base.param == "fp32"
-    assert not model.is_split  # a batch, a precision and chunks are any layout's
+    assert not is_split(model)  # a batch, a precision and chunks are any layout's
     path.write_text(FILE + "[mesh]\ntp = 2\n")
-    assert read_model(str(path)).is_split
+    assert is_split(read_model(str(path)))
     path.write_text(FILE.replace("seq_len = 512", 'tokenizer = "bytes"'))
     assert read_model(str(path)).seq_len is None
 
@@ -96,8 +97,8 @@ def test_the_usual_batch_grows_with_the_gpus_and_divides_among_them(num_gpus: in
 
 
 def test_a_batch_alone_splits_nothing() -> None:
-    assert not ModelSource(shape=SHAPE, given=frozenset({"batch.micro_size", "precision.param"})).is_split
-    assert ModelSource(shape=SHAPE, settings={"zero.stage": 3}).is_split
+    assert not is_split(ModelSource(shape=SHAPE, given=frozenset({"batch.micro_size", "precision.param"})))
+    assert is_split(ModelSource(shape=SHAPE, settings={"zero.stage": 3}))
 
 
 def test_windows_of_a_model_or_of_the_attention_that_replaces_it() -> None:
@@ -214,9 +215,8 @@ def test_sizes_end_where_none_fits() -> None:
 @pytest.mark.parametrize(
     ("strategy", "facts", "kind"),
     [
-        (Strategy(), {}, "usual"),
-        (Strategy(zero_stage=3), {}, "gathered"),
-        (Strategy(matmul="fp8", zero_stage=3), {}, "narrow"),
+        (Strategy(), {}, "fitted"),
+        (Strategy(matmul="fp8", zero_stage=3), {}, "fitted"),
         (Strategy(param="fp32"), {}, "unfitted"),
         (Strategy(param="fp32", matmul="tf32"), {}, "unfitted"),
         (Strategy(param="fp32"), {"fitted": FittedConstants()}, "unfitted"),
@@ -232,8 +232,33 @@ def test_how_well_a_time_is_known(strategy: Strategy, facts: dict[str, Any], kin
 
 
 def test_what_is_known_better_is_given_more_closely() -> None:
-    kinds = ("measured", "usual", "narrow", "gathered", "unfitted")
+    kinds = ("measured", "fitted", "unfitted")
     assert sorted(SHARES, key=lambda kind: SHARES[kind]) == list(kinds)
     fitted = replace(NODE.gpu, fitted=FittedConstants())
     job = PlanJob(shape=SHAPE, seq_len=512, global_batch=8, cluster=replace(NODE, gpu=fitted))
     assert kind_of(job, Strategy()) == "unfitted"
+
+
+def test_a_folder_of_adapters_is_its_base_with_adapters(tmp_path: Path) -> None:
+    values = {"base_model_name_or_path": "llama-3-8b", "r": 8, "target_modules": ["q_proj", "v_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(values))
+    source = read_model(str(tmp_path))
+    assert source.shape == read_model("llama-3-8b").shape
+    asked = ask(source, parse_cluster("h100:8"))
+    assert (asked.job.lora.rank, asked.job.lora.targets) == (8, ("q_proj", "v_proj"))
+    assert not asked.job.trains_all
+
+
+def test_a_model_in_the_hubs_cache_is_read_by_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    folder = tmp_path / "models--some--one"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("1" * 40)
+    snapshot = folder / "snapshots" / ("1" * 40)
+    snapshot.mkdir(parents=True)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 99}
+    (snapshot / "config.json").write_text(json.dumps(sizes | {"intermediate_size": 256}))
+    monkeypatch.setattr(hub.file_download.constants, "HF_HUB_CACHE", str(tmp_path))
+    assert read_model("some/one").shape.num_layers == 3
+    with refused("model-not-local", "some/other"):
+        read_model("some/other")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 from harness.refusals import refused
 from shardwise.models.presets import preset
 from shardwise.planner.candidates import (
-    RECOMPUTES,
     PlacementCandidate,
     SearchSpace,
     candidates,
@@ -28,17 +26,12 @@ from shardwise.planner.hardware import Cluster, find_gpu
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.memory import MemoryModel
 from shardwise.planner.memory_limit import missing_memory
-from shardwise.planner.neighbours import neighbours
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.results import Estimate, MemoryEstimate, RankMemory, TimeEstimate, num_extras, simplest
 from shardwise.planner.search import (
     Limits,
-    MemoryBound,
-    holds_more,
-    moves_less,
-    pareto,
-    pipeline_of,
-    recomputes_less,
+    kind_of,
+    least_states_bytes,
     runners_up,
     search,
 )
@@ -193,13 +186,9 @@ def check_best(num_gpus: int, batches: int, memory_gib: float, seed: int) -> Non
         others = [each.time.step_s for each in plan.best[1:]]
         assert others == sorted(others)
         assert len({each.strategy for each in plan.best}) == len(plan.best)
-        kinds = [kind_of(each.strategy) for each in (plan.winner, *plan.runners_up)]
+        kinds = [kind_of(each.strategy) for each in (plan.best[0], *plan.runners_up)]
         assert len(set(kinds)) == len(kinds)
     assert plan.num_priced <= 100_000
-
-
-def kind_of(s: Strategy) -> tuple[object, ...]:
-    return s.pp, s.cp, s.tp, s.zero_stage if s.num_data_ranks * s.cp > 1 else 0, s.schedule
 
 
 def test_fewer_prices_than_strategies_find_it_too() -> None:
@@ -210,35 +199,6 @@ def test_fewer_prices_than_strategies_find_it_too() -> None:
     assert plan.num_priced < num_strategies / 5
 
 
-@dataclass(frozen=True)
-class RecordedTime(FakeTime):
-    """Keeps what is priced, in its order."""
-
-    priced: list[Strategy]
-
-    def estimate(self, s: Strategy, *, is_quick: bool = False) -> TimeEstimate:
-        if is_quick:
-            self.priced.append(s)
-        return super().estimate(s, is_quick=is_quick)
-
-
-def test_what_a_mesh_is_known_to_take_is_priced_in_its_order() -> None:
-    job = job_of(8, 48, 64.0)
-    weights = dict.fromkeys(("small", "split", "data", "offload", "tensor", "context"), 0.01)
-    time = RecordedTime(job, weights | {"transfer": 0.05, "shards": 0.0}, [])
-    pins: dict[str, tuple[Any, ...]] = {"schedule": ("1f1b",), "zero_stage": (1,), "dp_replicate": (1,)}
-    search(
-        job, SearchSpace(pins=pins), Limits(num_best=10**6, max_prices=10**6), FakePricer(FakeMemory(job, 1.0), time)
-    )
-    seen, known_s = set[tuple[int, ...]](), list[float]()
-    for s in time.priced:
-        mesh = (s.pp, s.tp, s.num_micro_batches)
-        known_s += [time.estimate(s).step_s] if mesh in seen else []
-        seen.add(mesh)
-    assert len(known_s) > 20
-    assert all(later_s > (1 - 1e-6) * one_s for one_s, later_s in pairwise(known_s))
-
-
 def test_prices_are_bounded_and_that_is_said() -> None:
     job = job_of(8, 48, 2.0)
     plan = search(job, limits=Limits(max_prices=20), pricer=fake_pricer(job, 7))
@@ -247,16 +207,18 @@ def test_prices_are_bounded_and_that_is_said() -> None:
     assert plan.rejected["not looked at"] > 0
 
 
-def test_where_prices_are_spent_no_neighbour_of_the_winner_is_better() -> None:
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("max_prices", [20, 200, 1000])
+def test_what_was_not_looked_at_is_no_faster_than_is_said(seed: int, max_prices: int) -> None:
     job = job_of(8, 48, 2.0)
-    pricer = fake_pricer(job, 7)
-    plan = search(job, SearchSpace(offloads=False), Limits(num_best=2, max_prices=20), pricer)
-    assert not plan.is_proven
-    assert plan.winner is not None
-    for words, strategy in neighbours(job, plan.winner.strategy):
-        is_asked_for = strategy.chunk_tokens is None and "tiers." not in words
-        if is_asked_for and missing_memory(pricer.memory.estimate(strategy), job.cluster, 0.06) is None:
-            assert pricer.time.estimate(strategy).step_s >= plan.winner.time.step_s, words
+    cut = search(job, limits=Limits(num_best=2, max_prices=max_prices), pricer=fake_pricer(job, seed))
+    whole = search(job, limits=Limits(num_best=2, max_prices=10**6), pricer=fake_pricer(job, seed))
+    assert cut.winner is not None
+    assert whole.winner is not None
+    assert whole.is_proven
+    fastest_s = min(each.time.step_s for each in whole.best)
+    assert fastest_s >= cut.winner.time.step_s * (1 - cut.gap_share) * (1 - 0.02 - 1e-9)  # simpler ones may win by 2 %
+    assert cut.is_proven or cut.rejected["not looked at"] > 0
 
 
 def test_twice_the_same() -> None:
@@ -311,9 +273,9 @@ def test_no_candidate_takes_less_than_its_bound(hidden_size: int) -> None:
         )
         least_s = model.busy_s(strategy_at(candidate, placement._replace(zero_stage=3), space.base))
         strategy = strategy_at(candidate, placement, space.base)
-        assert least_s * (1 + least_bubble_share(*pipeline_of(candidate))) <= model.estimate(
-            strategy, is_quick=True
-        ).step_s * (1 + 1e-9), strategy
+        pipeline = (candidate.schedule, candidate.pp, candidate.num_micro_batches, candidate.virtual_stages)
+        step_s = model.estimate(strategy, is_quick=True).step_s
+        assert least_s * (1 + least_bubble_share(*pipeline)) <= step_s * (1 + 1e-9), strategy
 
 
 @given(
@@ -365,20 +327,6 @@ def test_as_much_stays_on_the_device_as_fits_and_helps() -> None:
     assert missing_memory(more.memory, job.cluster, Limits().margin_share) is not None
 
 
-def test_the_front_has_what_none_beats() -> None:
-    points = [(float(x), float(y)) for x, y in [(3, 3), (1, 1), (2, 2), (2, 3), (4, 3), (1, 0), (5, 9)]]
-    assert [points[index] for index in pareto(points)] == [(1, 1), (2, 3), (5, 9)]
-
-
-@given(st.lists(st.tuples(st.integers(0, 5).map(float), st.integers(0, 5).map(float)), max_size=12))
-def test_of_points_on_the_front_none_beats_another_and_all_others_are_beaten(points: list[tuple[float, float]]) -> None:
-    kept = [points[index] for index in pareto(points)]
-    assert kept == sorted(set(kept))
-    for time_s, free in points:
-        is_beaten = any(a <= time_s and b >= free and (a, b) != (time_s, free) for a, b in points)
-        assert ((time_s, free) in kept) is not is_beaten
-
-
 @pytest.mark.parametrize(("num_gpus", "global_batch"), [(8, 64), (64, 256)])
 def test_winners_of_the_real_prices_can_be_trained(num_gpus: int, global_batch: int) -> None:
     shape = ModelShape.of_decoder(preset("llama-3-8b"))
@@ -417,7 +365,7 @@ def test_so_many_schedules_are_simulated_at_most_and_no_others_are_shown() -> No
     delayed = Delayed(pricer.time, [])
     space, limits = SearchSpace(pins={"pp": (2, 4), "recompute": ("none",)}), Limits(num_best=num_best)
     plan = search(job, space, limits, FakePricer(pricer.memory, delayed))  # type: ignore[arg-type]
-    assert len(delayed.simulated) == len(set(delayed.simulated)) == 20 * num_best
+    assert 5 * num_best <= len(delayed.simulated) == len(set(delayed.simulated)) <= 10 * num_best
     assert len(plan.best) == num_best
     assert all(price.time.step_s > 3600 for price in (*plan.best, *plan.runners_up))
     alone = Delayed(pricer.time, [])
@@ -452,65 +400,13 @@ def test_runners_up_are_the_best_of_each_other_mesh_and_schedule() -> None:
     assert [each.strategy for each in runners_up(prices, 3)] == [strategies[2], strategies[3]]
 
 
-def test_what_need_not_be_looked_at_is_known_by_what_was() -> None:
-    plain = next(candidates(job_of(4, 8, 80.0), SearchSpace()))._replace(micro_size=2)
-    none, selective, every_4, every_2, full = (
-        plain._replace(recompute=mode, recompute_every=every) for mode, every in RECOMPUTES
-    )
-    # By what it keeps each computes more again than those before it, but for selective ones and some of the blocks.
-    less = {(none, each) for each in (selective, every_4, every_2, full)}
-    less |= {(selective, full), (every_4, every_2), (every_4, full), (every_2, full)}
-    every = (none, selective, every_4, every_2, full)
-    assert {(one, other) for one in every for other in every if recomputes_less(one, other)} == less
-    # And holds more, with as many samples at once, where a known one's mode keeps no more.
-    more = {(each, full) for each in every} | {(none, each) for each in every}
-    more |= {(selective, selective), (every_4, every_4), (every_4, every_2), (every_2, every_2)}
-    assert {(one, other) for one in every for other in every if holds_more(one, other)} == more
-    assert holds_more(full._replace(micro_size=4), full)
-    assert not holds_more(none._replace(micro_size=1), full)
-    device, optimizer, states = (
-        ("device", "device", "device", "device"),
-        ("device", "device", "host", "device"),
-        ("host", "host", "host", "device"),
-    )
-    assert moves_less(device, optimizer)
-    assert moves_less(optimizer, states)
-    assert not moves_less(states, optimizer)
-    assert not moves_less(optimizer, optimizer)
-    assert not moves_less(("host", "device", "device", "device"), optimizer)
-    assert moves_less(optimizer, ("device", "device", "nvme", "device"))
-
-
 def test_what_a_strategy_is_known_to_hold_is_no_more_than_it_holds() -> None:
     shape = replace(SHAPE, num_layers=24, hidden_size=2048, num_heads=16, ffn_size=8192)
     job = replace(job_of(8, 16, 80.0, shape), seq_len=256)
     space, memory, drawn = SearchSpace(offloads=True), MemoryModel(job), random.Random(0)
-    bound = MemoryBound(job, space.base)
     for candidate in drawn.sample(list(candidates(job, space)), 80):
-        for placement in drawn.sample(
-            placements(job, space, candidate), min(3, len(placements(job, space, candidate)))
-        ):
-            states = bound.param_bytes(candidate, placement) * bound.params_of_rank(candidate)
-            kept = bound.activation_bytes(candidate) if placement.activations_tier == "device" else 0.0
+        options = placements(job, space, candidate)
+        for placement in drawn.sample(options, min(3, len(options))):
             held = memory.estimate(strategy_at(candidate, placement, space.base))
-            assert states + kept <= held.worst.peak_bytes, (candidate, placement)
-
-
-def test_a_neighbour_is_taken_only_from_the_space() -> None:
-    job = job_of(8, 16, 80.0)
-    plain, on_host = Strategy(dp_shard=8, zero_stage=1), Strategy(dp_shard=8, zero_stage=1, optimizer_tier="host")
-    space = SearchSpace(pins={"tp": (1,)}, offloads=False)
-    assert space.has(plain, job)
-    assert not space.has(replace(plain, tp=2, dp_shard=4), job)
-    assert not space.has(replace(plain, chunk_tokens=1024), job)
-    assert not space.has(on_host, job)
-    assert replace(space, offloads=True).has(on_host, job)
-    assert not replace(space, offloads=None).has(on_host, job)
-
-
-def test_nothing_is_computed_twice_that_fits_kept() -> None:
-    job = job_of(4, 8, 800.0)
-    space = SearchSpace(pins={"pp": (1,), "cp": (1,), "micro_size": (1,)})
-    plan = search(job, space, Limits(num_best=1000), fake_pricer(job, 0))
-    assert {price.strategy.recompute for price in plan.best} == {"none"}
-    assert plan.rejected["that compute twice what fits kept"] > 0
+            least = least_states_bytes(job, space.base, candidate, placement)
+            assert least <= held.worst.peak_bytes, (candidate, placement)

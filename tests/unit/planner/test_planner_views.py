@@ -11,15 +11,14 @@ from rich.console import Console, RenderableType
 
 from shardwise.config.resolve import Tier
 from shardwise.planner.compute_time import ComputeTimeModel
+from shardwise.planner.cost import cost_words, run_words
 from shardwise.planner.explain import DefaultChoice, Reasons, why_not
 from shardwise.planner.format import batch_words, layout_words
 from shardwise.planner.hardware import Cluster, GpuSpec, Host
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.memory_limit import MissingMemory
-from shardwise.planner.neighbours import Change
 from shardwise.planner.plan_view import cautions, default_words, plan_dict, plan_view, price_dict
 from shardwise.planner.render import (
-    cost_words,
     limit_words,
     memory_bar,
     memory_words,
@@ -30,7 +29,7 @@ from shardwise.planner.render import (
     time_rows,
 )
 from shardwise.planner.results import Estimate, MemoryEstimate, RankMemory, TimeEstimate
-from shardwise.planner.search import Limits, SearchResult, front
+from shardwise.planner.search import Limits, SearchResult
 from shardwise.planner.shape import ModelShape
 from shardwise.runtime.format import format_bytes, format_count, format_s
 
@@ -99,11 +98,24 @@ def test_memory_is_that_of_the_worst_rank_and_of_what_is_stored_elsewhere() -> N
     assert "out of memory by 20.0 GiB" in memory_words(price_of({"params": 100.0}))
 
 
-def test_cost_is_of_a_step_of_a_day_and_of_many_tokens() -> None:
-    # 16 devices for an hour at 2 dollars; 64 x 8,192 tokens.
-    words = cost_words(price_of({"params": 1.0}, compute=3600.0))
-    assert words.startswith("$32.0 a step, $768 a day, $61.0 M for 1 T tokens")
-    assert "$2.00" in words
+def test_cost_is_of_tokens_of_a_day_and_of_a_run() -> None:
+    # 16 devices for an hour at 2 dollars; 64 x 8,192 = 524,288 tokens: 61.04 dollars a million.
+    price = price_of({"params": 1.0}, compute=3600.0)
+    assert cost_words(price).startswith("$61.0 for a million tokens, $768 a day, at $2.00")
+    assert run_words(price) == ""
+    # 24 steps an hour each are a day; the interval is of 0.75 and 1.5 of it.
+    assert run_words(price, num_tokens=24 * 524_288).startswith("12.6 M tokens: $768, 1.00 days (0.75 to 1.50)")
+    assert run_words(price, budget_usd=7680.0).startswith("126 M tokens: $7.68 k, 10.0 days")
+    assert run_words(price, 24 * 524_288, 1000.0).endswith("; $232 left of the budget")
+    assert run_words(price, 24 * 524_288, 384.0).endswith("; $384 over the budget, which buys 6.29 M tokens")
+
+
+def test_without_a_price_of_the_devices_a_run_has_its_days_alone() -> None:
+    free = replace(JOB, cluster=replace(CLUSTER, gpu=replace(GPU, price_per_hour=0.0)))
+    price = replace(price_of({}, compute=3600.0), job=free)
+    assert cost_words(price) == ""
+    assert run_words(price, num_tokens=24 * 524_288) == "12.6 M tokens: 1.00 days (0.75 to 1.50)"
+    assert run_words(price, budget_usd=100.0) == ""
 
 
 def test_of_a_long_pipeline_its_worst_rank_is_among_those_shown() -> None:
@@ -222,19 +234,18 @@ def plan_of(*prices: Estimate, **facts: Any) -> SearchResult:
         "limits": Limits(),
         "best": prices,
         "runners_up": prices[1:],
-        "front": front(prices),
         "nearest": None,
         "rejected": {"slower": 1},
         "num_candidates": 7,
         "num_priced": 9,
-        "is_proven": True,
+        "gap_share": 0.0,
         "elapsed_s": 0.5,
     }
     return SearchResult(**(found | facts))
 
 
 def view_of(plan: SearchResult, is_whole: bool = False, **reasons: Any) -> str:
-    empty: dict[str, Any] = {"wins": "", "runners_up": (), "defaults": (), "changes": (), "suggestions": ()}
+    empty: dict[str, Any] = {"wins": "", "runners_up": (), "defaults": (), "suggestions": ()}
     said = Reasons(**(empty | reasons))
     return printed(plan_view(plan, said, width=120, is_coloured=False, is_whole=is_whole))
 
@@ -244,25 +255,16 @@ PRICES = tuple(
 )
 
 
-def test_more_free_memory_has_its_price_in_time() -> None:
-    plan = plan_of(*PRICES)
-    assert plan.front == PRICES
-    text = view_of(plan)
-    # Of 10 to 60 GiB free, at 4 to 9 s: the fastest is left out, of the others three are shown, the last among them.
-    for each in ("30.0 GiB", "+50.0 %", "40.0 GiB", "+75.0 %", "60.0 GiB", "+125.0 %"):
-        assert each in text
-    assert "+0.0 %" not in text
-    slower = price_of({"params": 75.0}, compute=9.0)
-    assert front([PRICES[0], slower]) == (PRICES[0],)
+def test_what_was_searched_is_in_the_whole_answer() -> None:
+    assert "9 estimates in 0.5 s" in view_of(plan_of(*PRICES), is_whole=True, wins="so")
+    assert "estimates" not in view_of(plan_of(*PRICES), wins="so")
 
 
-def test_a_change_is_described_by_what_it_takes_more_or_less() -> None:
-    change = Change(words="mesh.tp=4", price=PRICES[2], missing=None)
-    text = view_of(plan_of(*PRICES), is_whole=True, wins="so", changes=(change,))
-    assert "mesh.tp=4 +50.0 % -20.0 GiB" in text
-    assert "9 strategies priced in 0.5 s" in text
-    assert "pin" not in text
-    assert "pin a dimension" in view_of(plan_of(*PRICES, is_proven=False), is_whole=True, wins="so")
+def test_what_was_not_looked_at_is_said_in_the_short_answer_too() -> None:
+    assert "unproven" not in view_of(plan_of(*PRICES), wins="so")
+    text = view_of(plan_of(*PRICES, gap_share=0.031, rejected={"not looked at": 5}), wins="so")
+    assert "5 of 7 candidates were not looked at and may be up to 3.1 % faster" in text
+    assert "may fit" in view_of(plan_of(gap_share=1.0, rejected={"not looked at": 5}))
 
 
 def test_losers_are_numbered_as_in_the_table() -> None:
@@ -275,15 +277,15 @@ def test_a_plan_is_written_in_gib_and_with_what_is_nearest() -> None:
     found = price_dict(PRICES[0])
     assert (found["peak_gib"], found["margin_gib"], found["mfu"]) == (70.0, 10.0, 0.5)
     missing = MissingMemory("device", 1.0, 0)
-    said = Reasons(wins="", runners_up=(), defaults=(), changes=(), suggestions=())
+    said = Reasons(wins="", runners_up=(), defaults=(), suggestions=())
     assert plan_dict(plan_of(nearest=(PRICES[1], missing)), said)["nearest"] == price_dict(PRICES[1])
 
 
 @pytest.mark.parametrize(
     ("strategy", "words"),
     [
-        (Strategy(pp=2, schedule="zb-v", virtual_stages=2, num_micro_batches=4), "PP 2 zb-v x2, micro-batch 1 x 4"),
-        (Strategy(cp=4, dp_shard=2, heads_over=2, zero_stage=1), "CP 4 ring of teams of 2, ZeRO-1 over 8"),
+        (Strategy(pp=2, schedule="zb-v", virtual_stages=2, num_micro_batches=4), "PP 2 zb-v, micro-batch 1 x 4"),
+        (Strategy(cp=4, dp_shard=2, heads_over=2, zero_stage=1), "CP 4 ring with Ulysses over 2, ZeRO-1 over 8"),
         (Strategy(cp=4, transport="ulysses", heads_over=4), "CP 4 ulysses, DDP over 4"),
         (Strategy(pp=2, dp_shard=4, zero_stage=3, gather="micro-batch"), "ZeRO-3 over 4 each micro-batch"),
         (Strategy(pp=2, dp_shard=4, zero_stage=3), "PP 2 1f1b, ZeRO-3 over 4, micro-batch 1"),

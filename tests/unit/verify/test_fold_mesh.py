@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from harness.refusals import refused
 from shardwise.layout.mesh_shape import AXES, MeshShape
-from shardwise.verify.job import MOST_PROCESSES, fold_mesh, fold_micro_batches, fold_virtual_stages
+from shardwise.verify.job import MOST_PROCESSES, fold_mesh, fold_micro_batches
 
 SIZES = st.integers(1, 64)
 MESHES = st.builds(MeshShape, pp=SIZES, dp_replicate=SIZES, dp_shard=SIZES, tp=SIZES)
@@ -64,4 +64,3 @@ def test_multiples_of_the_ranks_stay_multiples():
     assert fold_micro_batches(63, 8, 4) == 9
     assert fold_micro_batches(62, 8, 4) == 10
     assert fold_micro_batches(1, 1, 1) == 1
-    assert fold_virtual_stages(4) == 2

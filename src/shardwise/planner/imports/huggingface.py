@@ -1,4 +1,7 @@
-"""Read the shape of a model from Hugging Face's `config.json`: known architectures, and others by their fields' names.
+"""Read the shape of a model from Hugging Face's `config.json`.
+
+Where transformers is installed it completes the file with what its architecture leaves out; else, and for architectures
+that it does not know, the fields' usual names are read.
 
 >>> shape_of({"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257,
 ...           "n_positions": 1024}, "config.json").num_params
@@ -7,8 +10,9 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -16,88 +20,81 @@ from typing import Any, Final
 from shardwise.config.resolve import ConfigError
 from shardwise.config.untrusted_files import UntrustedFileError
 from shardwise.config.untrusted_files import read_json as read_foreign_json
-from shardwise.planner.imports.imported import ImportedJob, whole_number
+from shardwise.planner.job import ModelSource
 from shardwise.planner.shape import Experts, ModelShape
 
-_HIDDEN: Final = ("hidden_size", "n_embd", "d_model", "n_embed", "dim")
-_LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_HEADS: Final = ("num_attention_heads", "n_head", "n_heads", "num_heads")
-_KV_HEADS: Final = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
-_FFN: Final = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "ffn_size")
-_POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
-_EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_CHOSEN: Final = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk")
-_GATED_ACTIVATIONS: Final = frozenset({"silu", "swish", "swiglu", "geglu"})
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Family:
-    """State facts that an architecture's files leave out.
-
-    Attributes:
-        is_tied: whether the head is tied, where `tie_word_embeddings` is missing.
-        learns_positions: whether positions are a table; it has `num_more_positions` additional rows.
-        ffn_factor: feed-forward size over hidden size, where no size is given; 0 where one must be.
-    """
-
-    is_gated: bool
-    has_biases: bool = False
-    is_tied: bool = False
-    learns_positions: bool = False
-    num_more_positions: int = 0
-    ffn_factor: int = 0
-
-
-_LLAMA: Final = _Family(is_gated=True)
-_GEMMA: Final = _Family(is_gated=True, is_tied=True)
-_FAMILIES: Mapping[str, _Family] = MappingProxyType(
+# The usual name of each size, and others that files have.
+_NAMES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
-        **dict.fromkeys(
-            ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "phi3", "olmo", "olmo2"), _LLAMA
-        ),
-        **dict.fromkeys(
-            ("deepseek_v2", "deepseek_v3", "stablelm", "granite", "internlm2", "smollm3", "gpt_oss"), _LLAMA
-        ),
-        **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text", "cohere", "cohere2"), _GEMMA),
-        "phi": _Family(is_gated=False, has_biases=True),
-        "gpt2": _Family(is_gated=False, has_biases=True, is_tied=True, learns_positions=True, ffn_factor=4),
-        "gpt_bigcode": _Family(is_gated=False, has_biases=True, is_tied=True, learns_positions=True, ffn_factor=4),
-        "gpt_neo": _Family(is_gated=False, has_biases=True, is_tied=True, learns_positions=True, ffn_factor=4),
-        "gptj": _Family(is_gated=False, has_biases=True, ffn_factor=4),
-        "gpt_neox": _Family(is_gated=False, has_biases=True),
-        "opt": _Family(
-            is_gated=False, has_biases=True, is_tied=True, learns_positions=True, num_more_positions=2, ffn_factor=4
-        ),
-        "bloom": _Family(is_gated=False, has_biases=True, is_tied=True, ffn_factor=4),
-        "falcon": _Family(is_gated=False, is_tied=True, ffn_factor=4),
-        "mpt": _Family(is_gated=False, is_tied=True, ffn_factor=4),
-        "starcoder2": _Family(is_gated=False, has_biases=True, is_tied=True),
+        "hidden_size": ("n_embd", "d_model", "n_embed", "dim"),
+        "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+        "num_attention_heads": ("n_head", "n_heads", "num_heads"),
+        "num_key_value_heads": ("num_kv_heads", "n_kv_heads"),
+        "intermediate_size": ("ffn_dim", "n_inner", "ffn_hidden_size", "ffn_size"),
+        "max_position_embeddings": ("n_positions", "max_seq_len", "max_sequence_length", "seq_length"),
+        "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
+        "num_experts_per_tok": ("num_experts_per_token", "moe_top_k", "moe_topk"),
+        "moe_intermediate_size": ("intermediate_size",),
     }
 )
+# What no file says: which architectures have biases and norms with them, a feed-forward of two matrices, a table of
+# positions (and its additional rows); and, where transformers is missing, whose head is tied.
+_WITH_BIASES: Final = frozenset(
+    {"gpt2", "gpt_bigcode", "gpt_neo", "gptj", "gpt_neox", "opt", "bloom", "starcoder2", "phi"}
+)
+_PLAIN: Final = _WITH_BIASES | {"falcon", "mpt"}
+_LEARNED: Final[Mapping[str, int]] = MappingProxyType({"gpt2": 0, "gpt_bigcode": 0, "gpt_neo": 0, "opt": 2})
+_UNTIED: Final = frozenset({"gptj", "gpt_neox", "phi"})
+_GATED: Final = frozenset({"silu", "swish", "swiglu", "geglu"})
+_MIXED_WINDOWS: Final = ("gemma2", "gemma3", "cohere2", "gpt_oss")
+# What no model has.
+_TOO_MANY: Final = 10**12
+_MAX_SHOWN, _MAX_KEYS = 60, 1000
 
 
-def read_huggingface(path: str | Path) -> ImportedJob:
+def read_huggingface(path: str | Path) -> ModelSource:
     """Read the shape in a `config.json`, and the longest sequence it was made for.
 
     Raises:
         ConfigError: the file cannot be read, is not JSON, or misses a size.
     """
-    return imported_of(read_json(path), Path(path).name)
+    return source_of(read_json(path), Path(path).name)
 
 
-def imported_of(values: Mapping[str, Any], source: str) -> ImportedJob:
+def cached_config(name: str) -> Path | None:
+    """Return the config.json of a model of the hub that is on this machine already; None where there is none."""
+    if find_spec("huggingface_hub") is None:
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except ValueError:  # no name of the hub
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def source_of(values: Mapping[str, Any], source: str) -> ModelSource:
     """Return the shape and the longest sequence of a parsed `config.json`.
 
     Args:
-        values: of the file.
+        values: of the file; of a model with several parts, that of text is taken.
         source: the file's name, for messages.
 
     Raises:
         ConfigError: a size is missing or is none.
     """
-    return ImportedJob(
-        shape=shape_of(values, source), seq_len=_num_positions(_text_part(values), source), notes=_notes(values)
-    )
+    text, is_known = _completed(values)
+    notes = []
+    if isinstance(values.get("text_config"), Mapping) and values["text_config"]:
+        notes.append("of a model with several parts, that of text alone is planned")
+    if text.get("kv_lora_rank"):
+        notes.append("latent attention is priced as attention with one head of keys and values")
+    if not is_known:
+        kind = text.get("model_type", "none")
+        notes.append(f"model_type {kind} is read by its fields' names: check the number of parameters")
+    longest = _size(text, "max_position_embeddings", source, default=0, least=0) or None
+    return ModelSource(shape=shape_of(values, source), longest=longest, notes=tuple(notes))
 
 
 def is_huggingface(values: Mapping[str, Any]) -> bool:
@@ -106,7 +103,8 @@ def is_huggingface(values: Mapping[str, Any]) -> bool:
     >>> is_huggingface({"n_embd": 768}), is_huggingface({"zero_optimization": {"stage": 3}})
     (True, False)
     """
-    return any(name in _text_part(values) for name in _HIDDEN)
+    part = values.get("text_config")
+    return any(name in (part or values) for name in ("hidden_size", *_NAMES["hidden_size"]))
 
 
 def is_deepspeed(values: Mapping[str, Any]) -> bool:
@@ -134,124 +132,139 @@ def read_json(path: str | Path) -> Mapping[str, Any]:
 
 
 def shape_of(values: Mapping[str, Any], source: str) -> ModelShape:
-    """Return the shape that a parsed `config.json` describes.
-
-    Args:
-        values: of the file; of a model with several parts, that of text is taken.
-        source: the file's name, for messages.
-
-    Raises:
-        ConfigError: a size is missing or is none.
-    """
-    text = _text_part(values)
-    kind = str(text.get("model_type", values.get("model_type", "")))
-    family = _FAMILIES.get(kind) or _guessed_family(text)
-    hidden = whole_number(text, _HIDDEN, source)
-    num_heads = whole_number(text, _HEADS, source)
-    positions = _num_positions(text, source) if family.learns_positions else 0
-    ffn = family.ffn_factor or whole_number(text, ("expansion_ratio",), source, default=0)
-    vocab_size = whole_number(text, ("vocab_size",), source)
+    """Return the shape that a parsed `config.json` describes; the arguments and errors are those of `source_of`."""
+    text, _ = _completed(values)
+    kind = str(text.get("model_type", ""))
+    hidden, num_heads = _size(text, "hidden_size", source), _size(text, "num_attention_heads", source)
+    positions = _size(text, "max_position_embeddings", source, default=0, least=0) if kind in _LEARNED else 0
+    factor = 4 if kind in _PLAIN else _size(text, "expansion_ratio", source, default=0, least=0)
+    is_tied = kind in _PLAIN - _UNTIED or kind.startswith(("gemma", "cohere"))
+    path = str(values.get("_name_or_path") or "").rstrip("/")
     return ModelShape(
-        num_layers=whole_number(text, _LAYERS, source),
+        num_layers=_size(text, "num_hidden_layers", source),
         hidden_size=hidden,
         num_heads=num_heads,
         num_kv_heads=_num_kv_heads(text, num_heads, source),
         head_dim=_head_dim(text, hidden, num_heads, source),
-        ffn_size=whole_number(text, _FFN, source, default=ffn * hidden or None),
-        vocab_size=vocab_size,
-        ffn="gated" if family.is_gated else "plain",
-        is_tied=bool(text.get("tie_word_embeddings", values.get("tie_word_embeddings", family.is_tied))),
-        has_biases=family.has_biases,
-        num_positions=(positions + family.num_more_positions) if positions else 0,
+        ffn_size=_size(text, "intermediate_size", source, default=factor * hidden or None),
+        vocab_size=_size(text, "vocab_size", source),
+        ffn="gated" if _is_gated(text, kind) else "plain",
+        is_tied=bool(text.get("tie_word_embeddings", is_tied)),
+        has_biases=kind in _WITH_BIASES,
+        num_positions=positions + _LEARNED[kind] if positions else 0,
         window=_window(text),
         experts=_experts(text, source),
-        name=_name(values, kind),
+        name=path.rpartition("/")[2] or kind or "model",
     )
 
 
-def _text_part(values: Mapping[str, Any]) -> Mapping[str, Any]:
+def _completed(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
+    """Return the text model's values with the defaults of its architecture, and whether that is known."""
     part = values.get("text_config")
-    return part if isinstance(part, Mapping) and part else values
+    plain = values
+    if isinstance(part, Mapping) and part:
+        plain = {**{key: values[key] for key in ("tie_word_embeddings", "model_type") if key in values}, **part}
+    kind = str(plain.get("model_type", ""))
+    if not kind or find_spec("transformers") is None:
+        return plain, kind in _PLAIN or kind.startswith(("llama", "mistral", "mixtral", "qwen", "gemma", "deepseek"))
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    if kind not in CONFIG_MAPPING:
+        return plain, False
+    try:
+        config = AutoConfig.for_model(**plain).get_text_config()
+        completed = config.to_dict()
+    except Exception:  # it checks types in its own words; ours name the file
+        return plain, True
+    named = {name: getattr(config, name) for name in _NAMES if getattr(config, name, None) is not None}
+    return {**plain, **completed, **named}, True
 
 
-def _guessed_family(text: Mapping[str, Any]) -> _Family:
-    """Guess the family of an unknown architecture: gated where its activation is one that gates use."""
-    activation = str(text.get("hidden_act", text.get("hidden_activation", text.get("activation_function", "silu"))))
-    return _Family(is_gated=activation.lower() in _GATED_ACTIVATIONS)
+def _size(values: Mapping[str, Any], name: str, source: str, default: int | None = None, *, least: int = 1) -> int:
+    """Return a size under any of its names.
+
+    Args:
+        values: of the file.
+        name: the usual one.
+        source: the file's name, for messages.
+        default: where it is not there; None to refuse that.
+        least: that it may be.
+
+    Raises:
+        ConfigError: it is not there, or it is no integer, or less than that.
+    """
+    names = (name, *_NAMES.get(name, ()))
+    found = next((each for each in names if values.get(each) is not None), None)
+    if found is None:
+        if default is not None:
+            return default
+        keys = [key for key, value in values.items() if value is not None][:_MAX_KEYS]
+        close = [each for like in names for each in difflib.get_close_matches(like, keys, n=1, cutoff=0.75)]
+        others = f" (or {', '.join(names[1:])})" if len(names) > 1 else ""
+        fix = f"did you mean it by {close[0]}?" if close else f"add {name}{others}"
+        raise ConfigError("import-key-missing", f"{source} misses {name}; {fix}")
+    value = values[found]
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < _TOO_MANY:
+        raise ConfigError(
+            "import-integer",
+            f"{source}: {found}={repr(value)[:_MAX_SHOWN]} must be an integer >= {least} and below {_TOO_MANY:,}; "
+            "correct it there",
+        )
+    return value
 
 
-def _num_positions(text: Mapping[str, Any], source: str) -> int | None:
-    said = {name: text[name] for name in _POSITIONS if text.get(name)}
-    return whole_number(said, _POSITIONS, source, default=0) or None
+def _is_gated(text: Mapping[str, Any], kind: str) -> bool:
+    """Say whether the feed-forward has three matrices; of unknown architectures by an activation that gates use."""
+    names = ("hidden_act", "hidden_activation", "activation_function")
+    activation = next((str(text[name]) for name in names if text.get(name)), "silu")
+    return kind.startswith("gemma") or (kind not in _PLAIN and activation.lower() in _GATED)
 
 
 def _num_kv_heads(text: Mapping[str, Any], num_heads: int, source: str) -> int:
-    if "kv_lora_rank" in text:
-        return 1
-    if text.get("multi_query") is True and not text.get("new_decoder_architecture"):
+    is_single = text.get("multi_query") is True and not text.get("new_decoder_architecture")
+    if text.get("kv_lora_rank") or is_single:
         return 1
     attention = text.get("attn_config")
     inner = attention if isinstance(attention, Mapping) else {}
-    return whole_number({**inner, **text}, _KV_HEADS, source, default=num_heads)
+    return _size({**inner, **text}, "num_key_value_heads", source, default=num_heads)
 
 
 def _head_dim(text: Mapping[str, Any], hidden: int, num_heads: int, source: str) -> int:
-    if "kv_lora_rank" in text:
-        return whole_number(text, ("v_head_dim",), source)
+    if text.get("kv_lora_rank"):
+        return _size(text, "v_head_dim", source)
     if text.get("head_dim") is None and hidden % num_heads:
         raise ConfigError(
             "heads-divide-hidden", f"{source}: {num_heads} heads do not divide the hidden size {hidden}; add head_dim"
         )
-    return whole_number(text, ("head_dim",), source, default=hidden // num_heads)
+    return _size(text, "head_dim", source, default=hidden // num_heads)
 
 
 def _window(text: Mapping[str, Any]) -> int | None:
     """Return the window where every layer has one; where only some do, the others decide the time, so return None."""
-    window = text.get("sliding_window")
-    is_used = (
-        text.get("use_sliding_window", True) and "layer_types" not in text and "sliding_window_pattern" not in text
-    )
-    is_mixed = str(text.get("model_type", "")).startswith(("gemma2", "gemma3", "cohere2", "gpt_oss"))
-    return window if isinstance(window, int) and window > 0 and is_used and not is_mixed else None
+    window, layers = text.get("sliding_window"), text.get("layer_types") or ()
+    is_mixed = str(text.get("model_type", "")).startswith(_MIXED_WINDOWS) or "sliding_window_pattern" in text
+    is_used = text.get("use_sliding_window", True) and not is_mixed and not set(layers) - {"sliding_attention"}
+    return window if isinstance(window, int) and window > 0 and is_used else None
 
 
 def _experts(text: Mapping[str, Any], source: str) -> Experts | None:
-    num_experts = whole_number(text, _EXPERTS, source, default=1)
-    if num_experts == 1:
+    num_experts = _size(text, "num_experts", source, default=1, least=0)
+    if num_experts <= 1:
         return None
-    ffn_size = whole_number(text, ("moe_intermediate_size", *_FFN), source)
-    shared = whole_number(text, ("n_shared_experts",), source, default=0, least=0)
+    ffn_size = _size(text, "moe_intermediate_size", source)
+    shared = _size(text, "n_shared_experts", source, default=0, least=0)
     if not shared:
-        shared_size = whole_number(text, ("shared_expert_intermediate_size",), source, default=0, least=0)
+        shared_size = _size(text, "shared_expert_intermediate_size", source, default=0, least=0)
         shared = max(1, round(shared_size / ffn_size)) if shared_size else 0
     dense_layers = text.get("mlp_only_layers") or ()
     if not isinstance(dense_layers, list | tuple):
         raise ConfigError(
             "mlp-only-layers", f"{source}: mlp_only_layers={dense_layers!r} must be a list of layers; correct it there"
         )
-    dense = whole_number(text, ("first_k_dense_replace",), source, default=0, least=0) or len(dense_layers)
     return Experts(
         num_experts=num_experts,
-        num_chosen=whole_number(text, _CHOSEN, source),
+        num_chosen=_size(text, "num_experts_per_tok", source),
         ffn_size=ffn_size,
         num_shared=shared,
-        num_dense_layers=dense,
+        num_dense_layers=_size(text, "first_k_dense_replace", source, default=0, least=0) or len(dense_layers),
     )
-
-
-def _name(values: Mapping[str, Any], kind: str) -> str:
-    path = values.get("_name_or_path")
-    return str(path).rstrip("/").rpartition("/")[2] if path else (kind or "model")
-
-
-def _notes(values: Mapping[str, Any]) -> tuple[str, ...]:
-    text = _text_part(values)
-    notes = []
-    if text is not values:
-        notes.append("of a model with several parts, that of text alone is planned")
-    if "kv_lora_rank" in text:
-        notes.append("latent attention is priced as attention with one head of keys and values")
-    if str(text.get("model_type", "")) not in _FAMILIES:
-        kind = text.get("model_type", "none")
-        notes.append(f"model_type {kind} is read by its fields' names: check the number of parameters")
-    return tuple(notes)

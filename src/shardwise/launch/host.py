@@ -1,4 +1,4 @@
-"""This module finds the cores that this process may use, their NUMA nodes, and this rank's share of them. No torch.
+"""Find the cores and the memory that this process may use, and a rank's share of the cores. No torch.
 
 >>> share_of_cores(range(8), num_local_ranks=3, local_rank=1)
 (2, 3, 4)
@@ -13,23 +13,28 @@ import os
 import re
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
+from typing import Final, NamedTuple
+
+import psutil
 
 from shardwise.config.resolve import ConfigError
 
-_ROOT = Path("/")
-_NO_PLACES: Mapping[int, CorePlace] = MappingProxyType({})
+ROOT: Final = Path("/")
+# cgroup v1 writes "no limit" as a number near 2**63.
+_NO_LIMIT_BYTES: Final = 1 << 60
 
 
-@dataclass(frozen=True, order=True)
-class CorePlace:
+class CorePlace(NamedTuple):
     """Says where a core is: its NUMA node, and the first of the hardware threads of its physical core."""
 
     node: int
     physical: int
+
+
+_NO_PLACES: Final[Mapping[int, CorePlace]] = MappingProxyType({})
 
 
 def usable_cores() -> tuple[int, ...]:
@@ -39,35 +44,44 @@ def usable_cores() -> tuple[int, ...]:
     return tuple(range(os.cpu_count() or 1))
 
 
-def num_cores(root: Path = _ROOT) -> int:
+def num_cores(root: Path = ROOT) -> int:
     """Count the cores' work this process may do at once: those it may run on, no more than its cgroup gives time for.
 
     Args:
         root: where proc and sys are found.
     """
-    quota = quota_cores(root)
-    num_usable = len(usable_cores())
-    return num_usable if quota is None else max(1, min(num_usable, int(quota)))
+    return max(1, int(min(len(usable_cores()), quota_cores(root) or float("inf"))))
 
 
-def quota_cores(root: Path = _ROOT) -> float | None:
+def quota_cores(root: Path = ROOT) -> float | None:
     """Return how many cores' time this process's cgroup allows; None for no limit, or where there are no cgroups."""
     quotas = []
-    for folder in cgroup_folders(root, "cpu"):
-        quota, _, period = (_text(folder / "cpu.max") or "").partition(" ")
+    for folder in _cgroup_folders(root, "cpu"):
+        quota, _, period = _text(folder / "cpu.max").partition(" ")
         if not quota:
-            quota, period = _text(folder / "cpu.cfs_quota_us") or "", _text(folder / "cpu.cfs_period_us") or ""
-        if quota.isdigit() and period.strip().isdigit():
+            quota, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")
+        if quota.isdigit() and period.isdigit():
             quotas.append(int(quota) / int(period))
     return min(quotas, default=None)
 
 
-def cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
-    """Yield the folders of this process's cgroup and of all above it; those that a container does not show are left
-    out.
-    """
+def cgroup_limit_bytes(root: Path = ROOT) -> int | None:
+    """Return the bytes that this process's cgroup may use; None for no limit, or where there are no cgroups."""
+    names = ("memory.max", "memory.limit_in_bytes")
+    texts = (_text(folder / name) for folder in _cgroup_folders(root, "memory") for name in names)
+    limits = [int(text) for text in texts if text.isdigit()]
+    return min((limit for limit in limits if limit < _NO_LIMIT_BYTES), default=None)
+
+
+def usable_bytes(root: Path = ROOT) -> int:
+    """Return the bytes of memory that the processes here may use together: the host's, or what the cgroup allows."""
+    return min(psutil.virtual_memory().total, cgroup_limit_bytes(root) or _NO_LIMIT_BYTES)
+
+
+def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
+    """Yield the folders of this process's cgroup and of all above it; a container may not show all of them."""
     mount = root / "sys/fs/cgroup"
-    for line in (_text(root / "proc/self/cgroup") or "").splitlines():
+    for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
@@ -75,26 +89,22 @@ def cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
         if controllers and not top.is_dir():
             top = mount / controller
         folder = top / path.lstrip("/")
-        while folder != top:
-            yield folder
-            folder = folder.parent
-        yield top
+        yield from (folder, *(each for each in folder.parents if each.is_relative_to(top)))
 
 
-def machine_name(root: Path = _ROOT) -> str:
+def machine_name(root: Path = ROOT) -> str:
     """Return one name for all processes that run on the same cores, in any container: this boot of the kernel."""
     return _text(root / "proc/sys/kernel/random/boot_id") or socket.gethostname()
 
 
-def read_places(cores: Iterable[int], root: Path = _ROOT) -> dict[int, CorePlace]:
+def read_places(cores: Iterable[int], root: Path = ROOT) -> dict[int, CorePlace]:
     """Read where each core is; one that the system does not place is a core of its own on node 0."""
     node_of: dict[int, int] = {}
     for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
-        node_of |= dict.fromkeys(parse_list(_text(folder / "cpulist") or ""), int(folder.name.removeprefix("node")))
-    topology = root / "sys/devices/system/cpu"
+        node_of |= dict.fromkeys(parse_list(_text(folder / "cpulist")), int(folder.name.removeprefix("node")))
     places = {}
     for core in cores:
-        threads = parse_list(_text(topology / f"cpu{core}/topology/thread_siblings_list") or "")
+        threads = parse_list(_text(root / f"sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list"))
         places[core] = CorePlace(node_of.get(core, 0), min(threads, default=core))
     return places
 
@@ -141,10 +151,8 @@ def parse_list(text: str) -> tuple[int, ...]:
     >>> parse_list("0-2,8")
     (0, 1, 2, 8)
     """
-    cores: list[int] = []
-    for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
-        cores += range(int(first), int(last or first) + 1)
-    return tuple(cores)
+    runs = re.findall(r"(\d+)(?:-(\d+))?", text)
+    return tuple(core for first, last in runs for core in range(int(first), int(last or first) + 1))
 
 
 def show_list(cores: Sequence[int]) -> str:
@@ -159,8 +167,9 @@ def show_list(cores: Sequence[int]) -> str:
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs if run)
 
 
-def _text(path: Path) -> str | None:
+def _text(path: Path) -> str:
+    """Return a file's text; nothing where it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
-        return None
+        return ""

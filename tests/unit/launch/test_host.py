@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.refusals import refused
-from shardwise.launch import cpu_affinity as cores
-from shardwise.launch.cpu_affinity import (
+from shardwise.launch import host as cores
+from shardwise.launch.host import (
     CorePlace,
     check_cores,
     num_cores,
@@ -25,6 +26,27 @@ TWO_NODES = {
     "sys/devices/system/node/node0/cpulist": "0-3,8-11",
     "sys/devices/system/node/node1/cpulist": "4-7,12-15",
     **{f"sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list": f"{n % 8},{n % 8 + 8}" for n in range(16)},
+}
+
+V2 = {
+    "proc/self/cgroup": "0::/jobs/one",
+    "sys/fs/cgroup/jobs/cpu.max": "150000 100000",
+    "sys/fs/cgroup/jobs/memory.max": "700000",
+    "sys/fs/cgroup/jobs/one/cpu.max": "max 100000",
+    "sys/fs/cgroup/jobs/one/memory.max": "max",
+}
+V1 = {
+    "proc/self/cgroup": "5:cpu,cpuacct:/jobs\n4:memory:/jobs\n1:name=systemd:/jobs",
+    "sys/fs/cgroup/cpu,cpuacct/jobs/cpu.cfs_quota_us": "150000",
+    "sys/fs/cgroup/cpu,cpuacct/jobs/cpu.cfs_period_us": "100000",
+    "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+    "sys/fs/cgroup/memory/jobs/memory.limit_in_bytes": "700000",
+}
+UNLIMITED = {
+    "proc/self/cgroup": "5:cpu,cpuacct:/\n4:memory:/",
+    "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "-1",
+    "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000",
+    "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
 }
 
 
@@ -87,6 +109,18 @@ def test_a_system_that_says_nothing_gives_shares_by_number(tmp_path) -> None:
     places = read_places(range(4), tmp_path)
     assert places == {core: CorePlace(0, core) for core in range(4)}
     assert [share_of_cores(range(4), 2, rank, places) for rank in range(2)] == [(0, 1), (2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("files", "quota_cores", "limit_bytes"),
+    [(V2, 1.5, 700_000), (V1, 1.5, 700_000), (UNLIMITED, None, None), ({}, None, None)],
+    ids=["v2", "v1", "unlimited", "none"],
+)
+def test_cgroups_limit_cores_and_memory(root, files, quota_cores, limit_bytes) -> None:
+    folder = root(files)
+    assert cores.quota_cores(folder) == quota_cores
+    assert cores.cgroup_limit_bytes(folder) == limit_bytes
+    assert cores.usable_bytes(folder) == (limit_bytes or psutil.virtual_memory().total)
 
 
 @pytest.mark.parametrize(("quota", "expected"), [("250000 100000", 2), ("50000 100000", 1), ("max 100000", 4)])

@@ -1,0 +1,49 @@
+"""Experts over ranks are priced and named where they are faster, and never written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardwise.planner.compact_layout import CompactLayout
+from shardwise.planner.hardware import Cluster, parse_cluster
+from shardwise.planner.job import PlanJob, Strategy
+from shardwise.planner.plan import plan
+from shardwise.planner.shape import Experts, ModelShape
+
+FAST = parse_cluster("h100:64")
+EXPERTS = Experts(num_experts=256, num_chosen=8, ffn_size=512, num_shared=1)
+SHAPE = ModelShape(
+    num_layers=6, hidden_size=7168, num_heads=64, num_kv_heads=8, head_dim=128, ffn_size=18432, vocab_size=32000,
+    experts=EXPERTS, name="wide",
+)  # fmt: skip
+PINS = ["mesh.tp=1", "mesh.pp=1", "mesh.cp=1", "batch.micro_size=1", "recompute.mode=full"]
+
+
+def notes_of(shape: ModelShape, cluster: Cluster = FAST) -> tuple[str, ...]:
+    found = plan(shape, cluster, global_batch=256, seq_len=2048, settings=PINS)
+    assert found.best.price.strategy.ep == 1
+    return found.asked.notes
+
+
+def test_experts_over_ranks_are_named_where_they_are_faster() -> None:
+    # Gathering 256 experts for few tokens takes longer than sending the tokens to them.
+    (note,) = (each for each in notes_of(SHAPE) if "EP" in each)
+    assert "an estimate" in note
+    assert "does not run mesh.ep yet" in note
+    # Few experts for as many tokens are gathered beside the computing.
+    few = replace(SHAPE, experts=replace(EXPERTS, num_experts=2, num_chosen=1, ffn_size=4096))
+    assert not any("EP" in each for each in notes_of(few))
+    assert not any("EP" in each for each in notes_of(replace(SHAPE, experts=None)))
+
+
+@pytest.mark.parametrize("ep", [2, 8])
+def test_each_rank_holds_its_experts_and_zero_shards_them_over_the_others(ep: int) -> None:
+    job = PlanJob(shape=SHAPE, seq_len=2048, global_batch=256, cluster=FAST)
+    one = Strategy(dp_shard=64, zero_stage=1)
+    whole, split = (CompactLayout(job).at_rest(replace(one, ep=each)) for each in (1, ep))
+    experts = 2 * SHAPE.num_layers * 256 * 3 * 7168 * 512
+    assert whole["param"] - split["param"] == pytest.approx(experts * (1 - 1 / ep), rel=0.001)
+    # ZeRO-1's states are as many on each rank: ep times fewer experts over ep times fewer ranks.
+    assert split["optimizer"] == pytest.approx(whole["optimizer"], rel=0.001)

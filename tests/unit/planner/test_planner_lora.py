@@ -1,0 +1,113 @@
+"""A job of adapters is priced as `shardwise train` builds it: frozen weights at rest, and states of adapters alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.refusals import refused
+from shardwise.config.resolve import Config, LoraConfig
+from shardwise.models.presets import preset
+from shardwise.planner.comm_time import CommTimeModel
+from shardwise.planner.compact_layout import CompactLayout
+from shardwise.planner.compute_time import ComputeTimeModel
+from shardwise.planner.configs import job_of, strategy_of, to_toml
+from shardwise.planner.hardware import Cluster, parse_cluster
+from shardwise.planner.job import PlanJob, Strategy
+from shardwise.planner.plan import plan
+from shardwise.planner.shape import ModelShape
+from shardwise.planner.step_time import TimeModel
+from shardwise.tensor.plan_layout import plan_layout
+from shardwise.train.huggingface_model import HuggingFaceModel
+
+EIGHT: Cluster = parse_cluster("a100-80gb:8")
+SIZES = {
+    "hidden_size": 96, "intermediate_size": 250, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "vocab_size": 301, "max_position_embeddings": 64, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def job(cluster: Cluster = EIGHT, **lora: Any) -> PlanJob:
+    shape = ModelShape.of_decoder(preset("llama-3-8b"), "llama-3-8b")
+    return PlanJob(shape=shape, seq_len=2048, global_batch=8, cluster=cluster, lora=LoraConfig(**lora))
+
+
+@pytest.mark.parametrize(
+    ("kind", "lora", "mesh", "is_whole"),
+    [
+        ("llama", {"rank": 4}, {"dp_shard": 8}, False),
+        ("llama", {"rank": 4}, {"dp_shard": 8}, True),
+        ("llama", {"rank": 4}, {"dp_shard": 4, "tp": 2}, False),
+        ("llama", {"rank": 3, "targets": ["q_proj", "down_proj"]}, {"dp_shard": 4, "dp_replicate": 2}, False),
+        ("qwen3_moe", {"rank": 4}, {"dp_shard": 8}, False),
+    ],
+)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_states_are_those_of_the_model_that_trains(
+    tmp_path: Path, kind: str, lora: dict[str, Any], mesh: dict[str, int], is_whole: bool, stage: int
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "head_dim": 16}
+    transformers.AutoConfig.for_model(kind, **SIZES | (experts if kind != "llama" else {})).save_pretrained(tmp_path)
+    config = Config.from_dict(
+        {
+            "model": {"path": str(tmp_path)}, "lora": lora, "mesh": mesh,
+            "zero": {"stage": stage, "replicate_frozen": is_whole},
+            "data": {"seq_len": 64}, "batch": {"micro_size": 1}, "precision": {"param": "bf16"},
+        }
+    )  # fmt: skip
+    resolved = config.resolve(8)
+    layout = plan_layout(HuggingFaceModel.open(config).skeleton(), resolved)
+    priced = CompactLayout(job_of(config, EIGHT)).at_rest(strategy_of(config, 8))
+    built = layout.bytes_at_rest()
+    assert priced == pytest.approx(built, rel=0.02)
+    assert built["optimizer"] < built["param"]
+
+
+def test_70b_with_adapters_fits_where_all_weights_do_not() -> None:
+    batch: dict[str, Any] = {"global_batch": 8, "seq_len": 2048}
+    tiers = ["tiers.params=device", "tiers.optimizer=device", "tiers.grads=device", "tiers.activations=device"]
+    full = plan("llama-3-70b", EIGHT, settings=tiers, **batch)
+    lora = plan("llama-3-70b", EIGHT, settings=[*tiers, "lora.rank=16"], **batch)
+    assert not full.choices
+    assert lora.choices
+    assert "[lora]\nrank = 16" in to_toml(lora.best.config())
+
+
+def test_frozen_weights_have_no_gradients_to_compute_or_reduce() -> None:
+    strategy = Strategy(dp_shard=8, zero_stage=3, recompute="none")
+    full, lora = ComputeTimeModel(job()), ComputeTimeModel(job(rank=16))
+    # The weights' gradients are a third of a step's products; the adapters' are few.
+    assert lora.block(strategy).backward_weight_s < 0.1 * full.block(strategy).backward_weight_s
+    assert full.block(strategy).forward_s < lora.block(strategy).forward_s
+    assert lora.head(strategy).backward_weight_s == 0.0
+    assert 0.6 < TimeModel(job(rank=16)).estimate(strategy).step_s / TimeModel(job()).estimate(strategy).step_s < 1.0
+    reduced = {
+        rank: sum(
+            call.num_bytes * call.count
+            for call in CommTimeModel(job(rank=rank)).data_calls(strategy)
+            if call.op != "all_gather"
+        )
+        for rank in (0, 16)
+    }
+    assert 0 < reduced[16] < 0.02 * reduced[0]
+
+
+def test_adapters_grow_with_their_rank_and_stand_beside_their_targets() -> None:
+    def optimizer_bytes(**lora: Any) -> int:
+        return CompactLayout(job(**lora)).at_rest(Strategy(dp_shard=8, zero_stage=0))["optimizer"]
+
+    assert optimizer_bytes(rank=32) == pytest.approx(2 * optimizer_bytes(rank=16), rel=0.001)
+    # A query's has 16 x (4096 + 4096) elements, of each of 32 blocks, with master and two moments in fp32.
+    assert optimizer_bytes(rank=16, targets=["q_proj"]) == 12 * 16 * 8192 * 32
+    with refused("lora-targets-unknown", "q_prj", "q_proj"):
+        optimizer_bytes(rank=16, targets=["q_prj"])
+
+
+def test_what_fits_by_adapters_is_suggested_as_a_key() -> None:
+    found = plan("llama-3-70b", replace(EIGHT, host=replace(EIGHT.host, memory_bytes=1e9)), global_batch=8, seq_len=512)
+    assert any("lora.rank=16" in each for each in found.reasons.suggestions)
