@@ -268,7 +268,8 @@ class Layout:
         micro-batch; without a pipeline, those of the root and of the last block stay unsharded in between and are
         gathered once. Replicas sum their shards once, in the last micro-batch. A pipeline that gathers once a batch
         also reduces once. Of the traffic between stages only the sums of tied parameters' gradients are counted:
-        activations do not belong to the Layout. The scalars of the step are not counted.
+        activations do not belong to the Layout. Neither the scalars of the step are counted, nor what a matrix
+        optimizer sends to the owners of matrices and back, which is in bf16 on GPUs: `exchanged_numel`.
         """
         return _summed(self.group_bytes_on_wire(group, num_micro_batches) for group in self.groups)
 
@@ -296,6 +297,16 @@ class Layout:
             replica_numel = group.shard_numel * (num_replicas - 1) // num_replicas
             wire["all_reduce"] += 2 * replica_numel * DTYPE_BYTES[precision.reduce]
         return wire
+
+    def exchanged_numel(self, group: GroupSpec) -> float:
+        """Return the elements that a rank sends in a step, on average, so that owners step the matrices of a group."""
+        num_owners = group.num_shards * self.mesh.tp
+        if not group.is_matrix or num_owners == 1:
+            return 0.0
+        if self.stage_of(group).optimizer is Placement.REPLICATE:  # only parts that tp splits go to the owner
+            split_numel = group.padded_numel * (self.mesh.tp - 1) / num_owners
+            return split_numel + group.padded_numel * (num_owners - 1) / num_owners
+        return 2.0 * group.shard_numel * (num_owners - 1) / num_owners
 
     def stage_of(self, group: GroupSpec) -> ZeroStage:
         """Return the placements of a group's states."""

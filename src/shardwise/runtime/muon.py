@@ -19,8 +19,11 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from shardwise.layout.matrices import NUM_ITERATIONS
+from shardwise.layout.param_groups import FusedDim
 
-IS_MATRIX: Final = "is_matrix"  # an option of the optimizer's parameter groups
+# Options of the optimizer's parameter groups: whether they are stepped by Muon, and of which parts they are made.
+IS_MATRIX: Final = "is_matrix"
+FUSED: Final = "fused_dim"
 MOMENTUM: Final = "momentum_buffer"
 
 _COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)  # the steepest at 0; singular values end between 0.7 and 1.2
@@ -143,5 +146,8 @@ class MuonWithAdamW(AdamW):
         if MOMENTUM not in state:
             state[MOMENTUM] = torch.zeros_like(param, memory_format=torch.preserve_format)
         ahead = advance_momentum(state[MOMENTUM], gradient, options["momentum"])
-        update = orthogonalize(ahead.to(compute_dtype(param.dtype, param.device)))
-        apply_update(param, update, update_scale(param.shape), options)
+        ahead = ahead.to(compute_dtype(param.dtype, param.device))
+        fused: FusedDim | None = options.get(FUSED)
+        dim, sizes = (0, (param.shape[0],)) if fused is None else (fused.dim, fused.sizes)
+        for part, values in zip(ahead.split(sizes, dim), param.split(sizes, dim), strict=True):
+            apply_update(values, orthogonalize(part), update_scale(part.shape), options)

@@ -120,7 +120,7 @@ _TABLE: Final = (
     ("N", "run.check_collectives compares what ranks send", "zero_optimization: enable_sanity_checks"),
     (
         "N",
-        "the momentum of Muon is stored as other states are",
+        "Muon's momentum is stored as other states are",
         "zero_optimization: save_muon_momentum_buffer_in_memory",
     ),
     ("M", "tiers.optimizer: gradients go to the host, too", "zero_optimization.offload_optimizer: device"),
