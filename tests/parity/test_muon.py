@@ -190,6 +190,9 @@ def test_each_matrix_is_orthogonalized_once_a_step(ranks: WorkerPool, num_ranks:
             if shard != each.owner
         )
         assert sent == 2 * 8 * 2 * held
+    layout = found[0][2]
+    estimate = 2 * 8 * num_ranks * sum(map(layout.exchanged_numel, layout.groups))
+    assert 0.5 * estimate <= sent <= estimate  # which counts padding, and no parts that owners happen to have
 
 
 def group_of(shapes: Sequence[tuple[int, ...]], num_shards: int, unit: str = "0") -> GroupSpec:
