@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
@@ -26,7 +27,7 @@ from shardwise.layout.layout import build_layout
 from shardwise.layout.matrices import assign_owners, held_ranges, matrices_of, newton_schulz_flops, rounds_of
 from shardwise.layout.param_groups import FusedDim, GroupSpec, ParamSpec
 from shardwise.runtime.memory_tracker import Category
-from shardwise.runtime.muon import orthogonalize, update_scale
+from shardwise.runtime.muon import advance_momentum, apply_update, orthogonalize, update_scale
 from shardwise.zero import matrix_step
 
 NUM_STEPS: Final = 3
@@ -406,3 +407,79 @@ def test_torchs_own_is_refused_with_ours() -> None:
     matrices = [each for each in model.blocks.parameters() if each.dim() == 2]
     with refused("optimizer-element-wise", "Muon", "optimizer.name=muon"):
         initialize(model, make_config(1, {}), optimizer=torch.optim.Muon(matrices))
+
+
+@pytest.mark.parametrize("shape", [(24, 12), (12, 24), (64, 64)])
+@pytest.mark.parametrize("in_bf16", [True, False])
+def test_newton_schulz_has_the_bits_of_torchs(shape: tuple[int, int], in_bf16: bool) -> None:
+    torch.manual_seed(0)
+    weight, gradient = torch.randn(shape), torch.randn(shape)
+    whole, ours = nn.Parameter(weight.clone()), weight.clone()
+    whole.grad = gradient.clone()
+    theirs = torch.optim.Muon([whole], lr=LR, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    with nullcontext() if in_bf16 else mock.patch.object(Tensor, "bfloat16", Tensor.clone):
+        theirs.step()
+    ahead = advance_momentum(torch.zeros(shape), gradient, 0.95)
+    apply_update(ours, orthogonalize(ahead.bfloat16() if in_bf16 else ahead), update_scale(shape), theirs.defaults)
+    assert torch.equal(ours, whole)
+
+
+def test_groups_stepped_in_the_backward_leave_matrices_to_the_step(ranks: WorkerPool) -> None:
+    sections = {
+        "zero": {"stage": 2},
+        "tiers": {"optimizer": "host", "grads": "host", "step_in_backward": True},
+        "optimizer": {**MUON, "clip_norm": None},
+    }
+    plain = {"zero": {"stage": 2}, "optimizer": {**MUON, "clip_norm": None}}
+    expected = merge_ranks(ranks(2).run(train_by_steps, plain))
+    check_parity(merge_ranks(ranks(2).run(train_by_steps, sections)), expected)
+
+
+def train_by_steps(rank: int, world_size: int, sections: dict[str, Any]) -> Trace:
+    case = CASES["transformer"]
+    with initialize(case.build(torch.float64), make_config(1, sections), loss_fn=case.loss) as engine:
+        batches = make_batches(case, num_steps=4, world_size=world_size, num_micro_batches=1)
+        results = [engine.train_step(step[rank]) for step in batches]
+        assert engine.step_context.step_in_backward.is_allowed == ("tiers" in sections)
+        names = [name for name, _ in engine.module.named_parameters()]
+        parameters = {name: engine.read(name) for name in names}
+    return Trace([each.loss for each in results], [each.grad_norm for each in results], {}, parameters)
+
+
+class Blocks(nn.Module):
+    """Two blocks of matrices that are large enough to be encoded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(80, 96), nn.Tanh(), nn.Linear(96, 80)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def train_encoded(rank: int, world_size: int, sections: dict[str, Any]) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    config = make_config(1, {"optimizer": {**MUON, "lr": 1e-2}, **sections, "batch": {"micro_size": 4 // world_size}})
+    loss_fn = lambda output, batch: (output.square().sum(), output.numel())  # noqa: E731
+    with initialize(Blocks().double(), config, loss_fn=loss_fn) as engine:
+        for step in range(NUM_STEPS):
+            batch = torch.linspace(-2, 2, 4 * 80, dtype=torch.float64).mul(step + 1).sin().view(4, 80)
+            engine.train_step([batch.chunk(world_size)[rank]])
+        names = [f"blocks.{index}.{layer}.weight" for index in (0, 1) for layer in (0, 2)]
+        return {f"{name} {state}": engine.read(name, state) for name in names for state in ("param", "momentum_buffer")}
+
+
+@pytest.mark.parametrize("states", ["int8", "bf16"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_encoded_momentum_does_not_depend_on_the_layout(ranks: WorkerPool, stage: int, states: str) -> None:
+    precision = {"precision": {"param": "fp64", "states": states}}
+    expected = ranks(1).run(train_encoded, precision)[0]
+    plain = ranks(1).run(train_encoded, {})[0]
+    for found in ranks(2).run(train_encoded, {**precision, "zero": {"stage": stage}}):
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-12, msg=key)
+            if "momentum" in key:
+                error = (value - plain[key]).norm() / plain[key].norm()
+                assert 1e-4 < error < 0.05

@@ -1,4 +1,4 @@
-"""What Muon's owners compute and exchange is in the planner's time of a step, and one state of matrices in its memory."""
+"""The planner prices what owners of matrices compute and exchange under Muon, and one state of each matrix."""
 
 from __future__ import annotations
 
