@@ -120,10 +120,12 @@ def test_the_commands_of_the_pages_are_commands(
 def parse(arguments: list[str]) -> dict[str, Any]:
     """Parse a command line of `shardwise` as it does, and run nothing."""
     command: click.Command = cli
+    context = click.Context(cli, **cli.context_settings)
     while isinstance(command, click.Group):
         name, *arguments = arguments
         command = command.commands[name]
-    return command.make_context(name, arguments).params
+    # A command keeps the names of its help option, which it has from the context above.
+    return command.make_context(name, arguments, parent=context).params
 
 
 def check_command(arguments: list[str], where: str) -> None:

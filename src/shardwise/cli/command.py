@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +34,22 @@ class _Count(click.ParamType):
         return int(digits)
 
 
+class _Amount(click.ParamType):
+    """Read a positive amount, such as 300e9 or 1,000,000."""
+
+    name = "n"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        try:
+            found = float(str(value).replace(",", "").replace("_", ""))
+        except ValueError:
+            found = 0.0
+        if not 0 < found < math.inf:
+            flag = param.opts[0] if param is not None else "it"
+            raise ConfigError("flag-amount", f"{flag} {shown(str(value))} must be more than 0, such as {flag} 300e9")
+        return found
+
+
 class _OutputFile(click.ParamType):
     """Read the path of a file to write; refuse one that cannot be written, before the work whose result it holds."""
 
@@ -52,6 +69,7 @@ class _OutputFile(click.ParamType):
 
 
 COUNT: Final = _Count()
+AMOUNT: Final = _Amount()
 OUTPUT: Final = _OutputFile()
 OUTPUT_OR_DASH: Final = _OutputFile(takes_dash=True)
 

@@ -16,6 +16,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from shardwise.cli.command import (
+    AMOUNT,
     COUNT,
     FILE,
     OUTPUT,
@@ -59,9 +60,10 @@ _PINS: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 # The flags that each question heeds; without a question, a search heeds all but those of a dry run.
+_NUM_SIMULATED: Final = 3
 _OF_JOB: Final = frozenset({"model", "cluster", "seq", "margin", "json"})
 _OF_DRY_RUN: Final = frozenset({"world_size", "ranks"})
-_EVERY: Final = _OF_JOB | _OF_DRY_RUN | {"global_batch", "html", "compare", "write", "top", "more"}
+_EVERY: Final = _OF_JOB | _OF_DRY_RUN | {"global_batch", "html", "compare", "write", "top", "more", "tokens", "budget"}
 _HEEDS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
     {
         "": _EVERY - _OF_DRY_RUN,
@@ -124,7 +126,14 @@ exit code: 0, 1 where nothing fits, 2 where the question is wrong, 130 after Ctr
 @click.option("--zero", metavar="N", help="pins zero.stage")
 @click.option("--micro-batch", metavar="N", help="pins batch.micro_size")
 @click.option("--recompute", metavar="MODE", help="pins recompute.mode")
-@click.option("--more", is_flag=True, help="all of the answer: where time goes, what each change does")
+@click.option("--lora", is_flag=True, help="train adapters of rank 16 (lora.rank)")
+@click.option("--tokens", type=AMOUNT, help="of the run, such as 300e9: what it costs and how long it takes")
+@click.option("--budget", type=AMOUNT, metavar="USD", help="of the run: how many tokens it buys")
+@click.option("--best", type=click.Choice(["time", "price"]), default="time", help="price also tries fewer GPUs")
+@click.option(
+    "--simulate", type=float, default=30.0, metavar="S", help="seconds for the exact memory of the best; 0: none"
+)
+@click.option("--more", is_flag=True, help="all of the answer: where time goes, every fix, what was searched")
 @click.option("--top", type=COUNT, help="layouts to show (default: 3, with --more 5)")
 @click.option("--margin", type=_Share(), help="of a device's memory kept free (default: 0.06)")
 @click.option("--json", type=OUTPUT_OR_DASH, help="write all of it as JSON; - for the terminal")
@@ -193,6 +202,7 @@ def with_words(arguments: SimpleNamespace) -> list[str]:
         raise ConfigError("two-clusters", f"{' and '.join(clusters)} are two clusters; give one of them")
     arguments.cluster = next(iter(clusters), None)
     pinned = [f"{key}={getattr(arguments, name)}" for name, key in _PINS.items() if getattr(arguments, name)]
+    pinned += ["lora.rank=16"] * arguments.lora
     return [each for each in arguments.settings if each not in words] + pinned
 
 
@@ -242,25 +252,33 @@ def _here(num_procs: int | None) -> Cluster:
 
 def _search(arguments: SimpleNamespace, cluster: Cluster, model: str, assignments: Sequence[str]) -> int:
     with Console(stderr=True).status("starting torch") as status:
+        from shardwise.planner.cost import by_num_gpus
         from shardwise.planner.expert_parallel import expert_notes
         from shardwise.planner.explain import reasons_of
-        from shardwise.planner.plan_view import page_dict, plan_dict, plan_view
+        from shardwise.planner.plan_view import cost_dict, cost_view, page_dict, plan_dict, plan_view
         from shardwise.planner.pricer import Pricer
         from shardwise.planner.request import ask, is_split, read_model
-        from shardwise.planner.search import Limits, search
+        from shardwise.planner.search import Limits, search, settle
         from shardwise.train.imported_plan import named_batch
+        from shardwise.verify.finalists import simulate_finalists
 
         known, own = read_model(model), arguments.compare
         batch = arguments.global_batch or known.global_batch or (own and named_batch(own, cluster.num_gpus))
         asked = ask(known, cluster, seq_len=arguments.seq, global_batch=batch, settings=assignments)
-        pricer = Pricer(asked.job)
-        yours, note = _yours(pricer, own, model if is_split(known) else None)
         status.update(f"searching layouts of {cluster.num_gpus:,} {cluster.gpu.name}")
         limits = Limits(num_best=max(10, arguments.top or 0), margin_share=arguments.margin)
-        plan = search(asked.job, asked.space, limits, pricer)
+        sizes = by_num_gpus(asked.job, asked.space, limits) if arguments.best == "price" else ()
+        plan = sizes[0] if sizes else search(asked.job, asked.space, limits)
+        if sizes and _CLUSTER.fullmatch(arguments.cluster or ""):
+            arguments.cluster = f"{arguments.cluster.partition(':')[0]}:{plan.job.cluster.num_gpus}"
+        pricer = Pricer(plan.job)
+        yours, note = _yours(pricer, own, model if is_split(known) else None)
+        shown = (*plan.best[:1], *plan.runners_up)[: arguments.top or _NUM_SIMULATED]
+        wanted = (*shown, *plan.near_misses)
+        plan = settle(plan, simulate_finalists(wanted, asked.base, arguments.simulate, status.update))
         status.update("looking at what else could be")
         reasons = reasons_of(plan, pricer, yours=yours)
-    console = Terminal()
+    console, of_run = Terminal(), (plan, arguments.tokens, arguments.budget, sizes)
     view = plan_view(
         plan,
         reasons,
@@ -271,11 +289,11 @@ def _search(arguments: SimpleNamespace, cluster: Cluster, model: str, assignment
         yours=yours,
         notes=(*asked.notes, *note, *expert_notes(plan, pricer)),
     )
-    answer = plan_dict(plan, reasons, yours)
+    answer = plan_dict(plan, reasons, yours) | cost_dict(*of_run)
     if plan.winner is not None:
         answer["best"][0] |= page_dict(plan.winner, pricer)
     try:
-        _give(arguments, Group(view, *_footer(arguments, plan.winner)), answer)
+        _give(arguments, Group(view, cost_view(*of_run), *_footer(arguments, plan.winner)), answer)
     finally:
         _write_config(arguments, plan, asked.base, pricer)
     return 0 if plan.winner is not None else 1

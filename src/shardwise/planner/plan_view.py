@@ -334,6 +334,7 @@ def price_dict(price: Estimate) -> dict[str, Any]:
         "cost_per_step": cost_per_step(price),
         "usd_per_million_tokens": usd_per_million_tokens(price),
         "peak_gib": worst.peak_bytes / GIB,
+        "is_memory_simulated": worst.is_simulated,
         "margin_gib": price.margin_bytes / GIB,
         "ranks": [
             {

@@ -172,7 +172,8 @@ def memory_words(price: Estimate) -> str:
     where = f" on pipeline rank {worst.pipeline_rank} of {strategy.pp}" if strategy.pp > 1 else ""
     margin = price.margin_bytes
     fits = f"{format_bytes(margin)} left" if margin >= 0 else f"out of memory by {format_bytes(-margin)}"
-    words = f"{format_bytes(worst.peak_bytes)} of {format_bytes(cluster.gpu.memory_bytes)}{where}: {fits}"
+    about = "" if worst.is_simulated else "about "
+    words = f"{about}{format_bytes(worst.peak_bytes)} of {format_bytes(cluster.gpu.memory_bytes)}{where}: {fits}"
     away = []
     memories: tuple[tuple[Tier, float], ...] = (("host", cluster.host.memory_bytes), ("nvme", cluster.host.nvme_bytes))
     for tier, node_bytes in memories:
@@ -208,7 +209,8 @@ def price_table(
         mfu, worst = price.mfu(), price.memory.worst
         cells: list[RenderableType] = [label, Text(layout_words(price.strategy)), format_s(price.time.step_s)]
         cells += [f"{price.tokens_per_s_per_gpu:,.0f}", "-" if mfu is None else f"{100 * mfu:.1f}"]
-        cells.append(f"{worst.peak_bytes / unit:,.{1 if unit == GIB else 0}f}")
+        about = "" if worst.is_simulated else "~"
+        cells.append(f"{about}{worst.peak_bytes / unit:,.{1 if unit == GIB else 0}f}")
         if width >= _NARROW:
             cells.append(memory_bar(worst, price.job.cluster.gpu.memory_bytes, 24, is_coloured=is_coloured))
         table.add_row(*cells)

@@ -38,6 +38,9 @@ from shardwise.schedule.formulas import least_bubble_share
 _NUM_KINDS: Final = 5
 # Schedules are simulated for at most this many times the number of wanted strategies.
 _MOST_SIMULATED: Final = 5
+# What exceeds a device's memory by less than this share of it may fit after all: estimates are that uncertain.
+_NEAR_SHARE: Final = 0.04
+_NUM_NEAR: Final = 2
 # A search that has found nothing yet may take so many times the prices.
 _MORE_IF_NONE: Final = 5
 # The share of a state that stays on the device is a multiple of one over this number.
@@ -69,6 +72,7 @@ class SearchResult:
     Attributes:
         best: those that fit: the simplest of those as fast as the fastest, then the others in order of time.
         runners_up: the best of each other mesh and schedule, in order of their time.
+        near_misses: the fastest that are faster than the winner, and miss the device's memory by little.
         nearest: where nothing fits, what misses by least, and by how much.
         rejected: how many candidates or strategies were left out, by reason.
         num_candidates: how many candidates there are.
@@ -80,6 +84,7 @@ class SearchResult:
     limits: Limits
     best: tuple[Estimate, ...]
     runners_up: tuple[Estimate, ...]
+    near_misses: tuple[Estimate, ...] = ()
     nearest: tuple[Estimate, MissingMemory] | None
     rejected: Mapping[str, int]
     num_candidates: int
@@ -125,6 +130,7 @@ def search(
         limits=search.limits,
         best=tuple(fitting[:num_best]),
         runners_up=tuple(runners_up(fitting, num_best)),
+        near_misses=tuple(search.near_misses(fitting)),
         nearest=None if fitting else search.nearest(),
         rejected=dict(search.rejected),
         num_candidates=search.num_candidates,
@@ -132,6 +138,32 @@ def search(
         gap_share=gap_share,
         elapsed_s=time.perf_counter() - began,
     )
+
+
+def settle(plan: SearchResult, settled: Sequence[Estimate]) -> SearchResult:
+    """Return what a search found, once the memory of some strategies is known: what no longer fits is left out.
+
+    Args:
+        plan: what the search found.
+        settled: some of its best, runners-up and near misses; those that were simulated have the memory that counts.
+    """
+    known = {price.strategy: price for price in settled if price.memory.worst.is_simulated}
+    found = {price.strategy: price for price in (*plan.best, *plan.runners_up)} | known
+    every, margin = list(found.values()), plan.limits.margin_share
+
+    def missing(price: Estimate) -> MissingMemory | None:
+        return missing_memory(price.memory, plan.job.cluster, margin)
+
+    fitting = sorted((price for price in every if missing(price) is None), key=lambda price: price.time.step_s)
+    if not fitting:
+        least = min(every, key=lambda price: price.memory.worst.peak_bytes, default=None)
+        lacking = None if least is None else missing(least)
+        nearest = plan.nearest if least is None or lacking is None else (least, lacking)
+        return replace(plan, best=(), runners_up=(), nearest=nearest)
+    first = simplest(fitting)
+    ordered = [first, *(price for price in fitting if price is not first)]
+    num_best = plan.limits.num_best
+    return replace(plan, best=tuple(ordered[:num_best]), runners_up=tuple(runners_up(ordered, num_best)))
 
 
 def runners_up(fitting: Sequence[Estimate], num_best: int) -> Iterator[Estimate]:
@@ -175,6 +207,7 @@ class _Search:
         self._fits_leanest: dict[tuple[Any, ...], bool] = {}
         self._fallbacks: list[Strategy] = []
         self._missed: tuple[float, Strategy] | None = None
+        self._near: list[Estimate] = []
 
     def run(self) -> None:
         """Open what has the least bound until it passes what was found, or the prices are spent."""
@@ -299,8 +332,11 @@ class _Search:
     def _add(self, strategy: Strategy, below_s: float = math.inf) -> bool:
         """Keep a strategy's price; return whether it fits and takes less than `below_s`."""
         memory = self._memory_of(strategy)
-        if missing_memory(memory, self.job.cluster, self.limits.margin_share) is not None:
+        missing = missing_memory(memory, self.job.cluster, self.limits.margin_share)
+        if missing is not None:
             self.rejected["out of memory"] += 1
+            if missing.tier == "device" and missing.missing_bytes <= _NEAR_SHARE * self._usable_bytes:
+                self._near.append(Estimate(job=self.job, strategy=strategy, memory=memory, time=self._quick(strategy)))
             return False
         found = self._quick(strategy)
         if found.step_s >= below_s:
@@ -330,6 +366,15 @@ class _Search:
         exact.sort(key=lambda each: (each.time.step_s, num_extras(each.strategy)))
         best = simplest(exact)
         return [best, *(each for each in exact if each is not best)]
+
+    def near_misses(self, fitting: Sequence[Estimate]) -> Iterator[Estimate]:
+        """Yield the fastest of those that miss by little, if they are faster than what fits."""
+        least_s = fitting[0].time.step_s if fitting else math.inf
+        fastest = sorted(self._near, key=lambda price: price.time.step_s)[:_NUM_NEAR]
+        for price in fastest:
+            found = priced(self.job, price.strategy, self.pricer)  # the memory of all ranks, the schedule simulated
+            if found.time.step_s < (1 - TIE_SHARE) * least_s:
+                yield found
 
     def nearest(self) -> tuple[Estimate, MissingMemory] | None:
         """Return what misses by least."""

@@ -10,13 +10,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from rich.console import Console
 from rich.segment import Segment
 
 from shardwise.config.errors import with_code
 from shardwise.config.untrusted_files import printable
+
+
+EVERY_S: Final = 5.0
 
 
 class Terminal(Console):
@@ -39,12 +42,10 @@ class Terminal(Console):
 
 
 @contextmanager
-def progress(doing: str, every_s: float = 5.0) -> Iterator[Callable[[str], None]]:
-    """Say on stderr what is being done: in place on a terminal, elsewhere by a line every few seconds.
+def progress(doing: str) -> Iterator[Callable[[str], None]]:
+    """Say on stderr what is being done, first `doing`: in place on a terminal, elsewhere by a line every few seconds.
 
-    Args:
-        doing: what is done at first, in a few words.
-        every_s: seconds from line to line, and to the first one, so that what is short says nothing.
+    Of what takes less than that no line is written.
     """
     console = Console(stderr=True)
     if console.is_terminal:
@@ -55,7 +56,7 @@ def progress(doing: str, every_s: float = 5.0) -> Iterator[Callable[[str], None]
 
     def say(words: str) -> None:
         nonlocal last_s
-        if time.monotonic() - last_s >= every_s:
+        if time.monotonic() - last_s >= EVERY_S:
             last_s = time.monotonic()
             print(printable(words), file=sys.stderr, flush=True)
 

@@ -11,9 +11,10 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from types import MappingProxyType, TracebackType
-from typing import Final, Self
+from types import MappingProxyType
+from typing import Final
 
 import torch
 
@@ -24,6 +25,8 @@ from shardwise.runtime.memory_tracker import Category
 from shardwise.verify.dry_run import dry_run
 
 _MOST_PROCESSES: Final = 4
+# Below this share of a device's memory no error of an estimate matters.
+_MATTERS_FROM: Final = 0.5
 _NAMES: Final[Mapping[str, str]] = MappingProxyType(
     {
         Category.PARAMETERS: "params",
@@ -37,56 +40,38 @@ _NAMES: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 
-class Finalists:
-    """Start the processes that simulate, which takes seconds, and settle prices with them; close it, or use `with`."""
+def simulate_finalists(
+    prices: Sequence[Estimate],
+    base: Config,
+    limit_s: float,
+    announce: Callable[[str], None] = lambda doing: None,
+) -> list[Estimate]:
+    """Return the prices; those that fill half a device and whose simulation ends in time have the engine's own peak.
 
-    def __init__(self, num_processes: int | None = None) -> None:
-        number = num_processes or min(_MOST_PROCESSES, os.cpu_count() or 1)
-        self._pool = multiprocessing.get_context("spawn").Pool(number, torch.set_num_threads, (1,))
-
-    def settle(
-        self,
-        prices: Sequence[Estimate],
-        base: Config,
-        limit_s: float,
-        announce: Callable[[str], None] = lambda doing: None,
-    ) -> list[Estimate]:
-        """Return the prices; those whose simulation ends in time have the engine's own peak.
-
-        Args:
-            prices: the most wanted first.
-            base: the config from which the strategies' configs are made.
-            limit_s: seconds after which nothing is waited for.
-            announce: called with a few words before each wait.
-        """
-        end_s = time.monotonic() + limit_s
-        asked = [self._pool.apply_async(peak_of, job) if job else None for job in (_job(each, base) for each in prices)]
-        settled = []
-        for number, (price, answer) in enumerate(zip(prices, asked, strict=True), 1):
-            announce(f"simulating the memory of the best layouts, {number} of {len(prices)}")
-            try:
-                peak = None if answer is None else answer.get(max(0.0, end_s - time.monotonic()))
-            except (multiprocessing.TimeoutError, ConfigError):
-                peak = None
-            settled.append(price if peak is None else with_peak(price, peak))
+    Args:
+        prices: the most wanted first.
+        base: the config from which the strategies' configs are made.
+        limit_s: seconds after which the processes are ended; 0 starts none.
+        announce: called with a few words before each wait.
+    """
+    end_s, settled = time.monotonic() + limit_s, list(prices)
+    jobs = {number: job for number, price in enumerate(prices) if (job := _job(price, base)) is not None}
+    if not jobs or limit_s <= 0:
         return settled
-
-    def close(self) -> None:
-        """End the processes, also those that still simulate."""
-        self._pool.terminate()
-        self._pool.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    num_processes = min(_MOST_PROCESSES, os.cpu_count() or 1, len(jobs))
+    with multiprocessing.get_context("spawn").Pool(num_processes, torch.set_num_threads, (1,)) as pool:
+        asked = {number: pool.apply_async(peak_of, job) for number, job in jobs.items()}
+        for count, (number, answer) in enumerate(asked.items(), 1):
+            announce(f"simulating the memory of the best layouts, {count} of {len(asked)}")
+            with suppress(multiprocessing.TimeoutError, ConfigError):
+                settled[number] = with_peak(prices[number], answer.get(max(0.0, end_s - time.monotonic())))
+    return settled
 
 
 def _job(price: Estimate, base: Config) -> tuple[str, int, int] | None:
-    """Return what `peak_of` takes; None for what only the planner can have."""
+    """Return what `peak_of` takes; None for what only the planner can have, or what is far from full."""
+    if price.memory.worst.peak_bytes < _MATTERS_FROM * price.job.cluster.gpu.memory_bytes:
+        return None
     device = "cpu" if price.job.cluster.gpu.is_cpu else "cuda"
     try:
         config = config_of(price.job, price.strategy, base.override([f"run.device={device}"]))

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import click
 import pytest
 
 from harness.refusals import refused
@@ -20,7 +21,7 @@ QUESTIONS |= {"--dry-run": ["--dry-run"]}
 FLAGS = {
     "--model": ["x"], "--cluster": ["x"], "--seq": ["1"], "--margin": ["0"], "--json": ["x"], "--global-batch": ["1"],
     "--compare": ["x"], "--write": ["x"], "--top": ["1"], "--more": [], "--world-size": ["1"], "--ranks": ["0"],
-    "--html": ["x"],
+    "--html": ["x"], "--tokens": ["1e9"], "--budget": ["1e6"],
 }  # fmt: skip
 OF_A_DRY_RUN = {"--world-size", "--ranks"}
 OF_SIZES = {"--model", "--cluster", "--seq", "--margin", "--json"}
@@ -34,7 +35,8 @@ HEEDED = {
 
 
 def arguments_of(*words: str) -> SimpleNamespace:
-    return SimpleNamespace(**plan.make_context("plan", list(words)).params)
+    parent = click.Context(cli.cli, **cli.cli.context_settings)
+    return SimpleNamespace(**plan.make_context("plan", list(words), parent=parent).params)
 
 
 @pytest.mark.parametrize("question", QUESTIONS)

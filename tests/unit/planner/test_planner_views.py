@@ -32,6 +32,7 @@ from shardwise.planner.results import Estimate, MemoryEstimate, RankMemory, Time
 from shardwise.planner.search import Limits, SearchResult
 from shardwise.planner.shape import ModelShape
 from shardwise.runtime.format import format_bytes, format_count, format_s
+from shardwise.verify.finalists import with_peak
 
 GIB = 2**30
 SHAPE = ModelShape(
@@ -142,7 +143,9 @@ def test_bars_are_as_long_as_what_they_show() -> None:
 
 def test_rows_of_a_table_have_their_own_figures() -> None:
     text = printed(price_table([price_of({"params": 5.0}, compute=8.0)], width=80, is_coloured=False))
-    assert text.endswith("8.00 s 4,096 25.0 5.0")
+    assert text.endswith("8.00 s 4,096 25.0 ~5.0"), "an estimate"
+    settled = with_peak(price_of({}, compute=8.0), {"params": 5.0 * 2**30})
+    assert printed(price_table([settled], width=80, is_coloured=False)).endswith("8.00 s 4,096 25.0 5.0")
 
 
 @pytest.mark.parametrize(

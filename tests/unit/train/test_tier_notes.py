@@ -99,8 +99,7 @@ def test_memory_and_disk_are_each_asked_for_what_is_stored_there(tmp_path, monke
     nvme = {"optimizer": "nvme", "nvme_path": str(tmp_path)}
     by_tier = check_job(resolved(**nvme), 2)[1].bytes_by_tier()
     assert asked == [(tmp_path, 2 * sum(by_tier["nvme"].values()))]
-    num_pages = 2 * sum(by_tier["device"].values()) // 4096 + 1
-    monkeypatch.setattr(job.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": num_pages}[name])
+    monkeypatch.setattr(job, "usable_bytes", lambda: 2 * sum(by_tier["device"].values()) + 4096)
     resolved(**nvme)
     for optimizer in ("device", "host"):
         with refused("states-exceed-memory", "model.preset=tiny", "this machine"):
