@@ -28,6 +28,7 @@ from shardwise.layout.matrices import assign_owners, held_ranges, matrices_of, n
 from shardwise.layout.param_groups import FusedDim, GroupSpec, ParamSpec
 from shardwise.runtime.memory_tracker import Category
 from shardwise.runtime.muon import advance_momentum, apply_update, orthogonalize, update_scale
+from shardwise.tensor.plan_layout import plan_layout
 from shardwise.zero import matrix_step
 
 NUM_STEPS: Final = 3
@@ -284,6 +285,20 @@ def test_linear_layers_inside_blocks_are_the_matrices() -> None:
     assert states["exp_avg"] == states["exp_avg_sq"] == ["root", "blocks.0"]
     with refused("muon-no-matrix", "optimizer.name=muon", "zero.blocks"):
         build_layout(nn.Linear(4, 4), config)
+
+
+def test_known_fused_weights_are_several_matrices() -> None:
+    model = nn.Module()
+    model.blocks = nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 16)])
+    config = Config.from_dict({"optimizer": {"name": "muon"}}).resolve(1)
+    layout = plan_layout(model, config)
+    fused = {place.name: matrices_of(place) for group in layout.groups if group.is_matrix for place in group.params}
+    assert {name.removeprefix("blocks.0."): [rect.shape for rect in rects] for name, rects in fused.items()} == {
+        "self_attn.in_proj_weight": [(8, 8)] * 3,
+        "self_attn.out_proj.weight": [(8, 8)],
+        "linear1.weight": [(16, 8)],
+        "linear2.weight": [(8, 16)],
+    }
 
 
 def measure_at_rest(rank: int, world_size: int, sections: dict[str, Any]) -> tuple[int, int]:

@@ -35,8 +35,8 @@ _NOT_LINEAR: Final = (nn.Embedding, nn.EmbeddingBag, *_CONVOLUTIONS)
 def find_matrices(model: nn.Module, units: Sequence[str]) -> frozenset[str]:
     """Return the names of the parameters that a matrix optimizer steps: weights of linear layers inside blocks.
 
-    These are 2-D `weight`s, and 3-D parameters, which are stacks of matrices, such as of experts. Embeddings,
-    convolutions, heads outside of the blocks and all else are left to an element-wise optimizer.
+    These are 2-D parameters whose names end in `weight`, and 3-D ones, which are stacks of matrices, such as those of
+    experts. Embeddings, convolutions, heads outside of the blocks and all else are left to an element-wise optimizer.
 
     Args:
         model: any module; its storage is not read.
@@ -51,7 +51,7 @@ def find_matrices(model: nn.Module, units: Sequence[str]) -> frozenset[str]:
             if isinstance(module, _NOT_LINEAR):
                 continue
             for name, parameter in module.named_parameters(recurse=False):
-                is_weight = parameter.dim() == 3 or (parameter.dim() == 2 and name == "weight")
+                is_weight = parameter.dim() == 3 or (parameter.dim() == 2 and name.endswith("weight"))
                 if is_weight and min(parameter.shape[-2:]) > 1:
                     found.add(f"{prefix}.{name}")
     if not found:
@@ -63,11 +63,21 @@ def find_matrices(model: nn.Module, units: Sequence[str]) -> frozenset[str]:
     return frozenset(found)
 
 
-def fused_dims(plan: TensorPlan) -> dict[str, FusedDim]:
-    """Return by name the weights that a plan of tensor parallelism knows to be several layers in one."""
-    return {
+def fused_dims(model: nn.Module, plan: TensorPlan | None) -> dict[str, FusedDim]:
+    """Return by name the weights that are several layers in one: torch's own attention's, and those of a plan.
+
+    Args:
+        model: any module; its storage is not read.
+        plan: of tensor parallelism; None where there is none.
+    """
+    attentions = {
+        f"{name}.in_proj_weight".removeprefix("."): FusedDim(0, (module.embed_dim,) * 3)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.MultiheadAttention)
+    }
+    return attentions | {
         f"{layer.module}.weight": FusedDim(int(layer.is_transposed), tuple(part.size for part in layer.parts))
-        for layer in plan.layers
+        for layer in (plan.layers if plan is not None else ())
         if layer.style == "column" and len(layer.parts) > 1
     }
 

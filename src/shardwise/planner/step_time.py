@@ -172,13 +172,15 @@ class TimeModel:
     def _matrices_s(self, s: Strategy, pipeline_rank: int) -> float:
         """Return the seconds in which owners orthogonalize whole matrices, and get them and give them back."""
         rank = self.compact.rank(s, pipeline_rank)
-        owned_s = sent_numel = 0.0
+        owned_s = longest_s = sent_numel = 0.0
         for each in rank.folds:
             if each.group.is_matrix and each.group.trainable:
                 times = [self.compute.orthogonalize_s(place.global_shape) for place in each.group.params]
                 owned_s += each.count * sum(times) / (each.group.num_shards * s.tp)
+                longest_s = max(longest_s, *times)
                 sent_numel += each.count * rank.layout.exchanged_numel(each.group)
         num_owners = s.dp_shard * s.cp * s.tp
+        owned_s = max(owned_s, longest_s)  # of more ranks than matrices some have none
         if not sent_numel:
             return owned_s
         # There and back; an all-to-all keeps its n-th at home.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 from torch import nn
@@ -65,10 +66,10 @@ def _fused(model: nn.Module, config: Config, plan: TensorPlan | Mapping[str, Any
     """Return what the plan knows of fused weights, in every layout the same: without tensor parallelism, too."""
     if config.optimizer.name.lower() not in MATRIX_STATES:
         return {}
-    try:
-        return fused_dims(find_plan(model, 1, plan, sequence_parallel=False))
-    except ConfigError:
-        return {}  # no plan: such weights are one matrix
+    found: TensorPlan | None = None
+    with suppress(ConfigError):  # without a plan such weights are one matrix
+        found = find_plan(model, 1, plan, sequence_parallel=False)
+    return fused_dims(model, found)
 
 
 def with_own_dtype(model: nn.Module, config: Config, *, rank: int = 0) -> Config:

@@ -39,6 +39,14 @@ def test_more_ranks_share_the_matrices() -> None:
     assert step_s(MUON, many) < 0.5 * step_s(MUON, few)
 
 
+def test_no_step_takes_less_than_its_largest_matrix() -> None:
+    cluster = replace(CLUSTER, num_gpus=4096)
+    muon, adamw = (replace(job, cluster=cluster, global_batch=4096) for job in (MUON, ADAMW))
+    strategy = Strategy(dp_shard=4096, zero_stage=1, param="bf16")
+    m, n = ADAMW.shape.hidden_size, ADAMW.shape.ffn_size
+    assert step_s(muon, strategy) - step_s(adamw, strategy) > 5 * (4 * m * m * n + 2 * m**3) / 989e12
+
+
 def test_one_state_of_matrices_is_stored() -> None:
     strategy = Strategy(dp_shard=16, zero_stage=3, param="bf16")
     adamw, muon = (CompactLayout(job).at_rest(strategy)["optimizer"] for job in (ADAMW, MUON))
