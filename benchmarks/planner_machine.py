@@ -45,9 +45,10 @@ from shardwise.planner.pricer import Pricer
 from shardwise.planner.profile import Profile, find_profile, write_profile
 from shardwise.planner.results import Estimate
 from shardwise.runtime.memory_tracker import Category
+from shardwise.verify.finalists import peak_of, with_peak
 from step_time import machine, names, parser_of
 
-STEP_AIM, PEAK_AIM = 0.15, 0.05
+STEP_AIM, PEAK_AIM = 0.15, 0.01
 MIB = 2**20
 STATES = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER)
 
@@ -187,7 +188,9 @@ def predict(case: Case, profile: Profile, folder: str) -> Estimate:
     config = case.config(folder)
     cluster = cluster_of(profile, case.num_ranks)
     job = job_of(config, cluster)
-    return Pricer(job).price(strategy_of(config, case.num_ranks))
+    price = Pricer(job).price(strategy_of(config, case.num_ranks))
+    rank = price.memory.worst.pipeline_rank * case.num_ranks // price.strategy.pp
+    return with_peak(price, peak_of(config.model_dump_json(), case.num_ranks, rank))  # as of a plan's finalists
 
 
 def measure(name: str, options: argparse.Namespace, folder: str) -> Pair:
@@ -250,7 +253,7 @@ def row_of(name: str, measured: Measured, price: Estimate) -> dict[str, Any]:
         ranks = price.memory.ranks
         # The memory tracker sees the device and the host, not files.
         at_rest = max(sum(each.at_rest.values()) - each.elsewhere.get("nvme", 0) for each in ranks)
-        peak = max(each.peak_bytes for each in ranks)
+        peak = price.memory.worst.peak_bytes
         row |= {
             "measured_s": measured.median_s,
             "rounds_s": measured.step_s,

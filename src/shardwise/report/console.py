@@ -18,7 +18,6 @@ from rich.segment import Segment
 from shardwise.config.errors import with_code
 from shardwise.config.untrusted_files import printable
 
-
 EVERY_S: Final = 5.0
 
 

@@ -1,0 +1,42 @@
+"""What fewer bits cost: two trainings for each seed, which differ in the bits alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.refusals import refused
+from shardwise.config.resolve import Config
+from shardwise.report.console import Terminal
+from shardwise.verify import quality
+from shardwise.verify.quality import measure_quality, render
+
+
+def test_trainings_differ_in_the_bits_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained: list[Config] = []
+
+    def held_out_loss(config: Config, data: object) -> float:
+        trained.append(config)
+        return 5.0 + config.run.seed + (0.01 if config.precision.states == "int8" else 0.0)
+
+    monkeypatch.setattr(quality, "_held_out_loss", held_out_loss)
+    monkeypatch.setattr(quality, "prepare_job_data", lambda config: "data")
+    given = Config.from_dict({"precision": {"states": "int8"}, "data": {"text_key": "body"}})
+    found = measure_quality(given, range(2), num_steps=7)
+    assert found.shares == pytest.approx((0.01 / 5, 0.01 / 6))
+    assert [(each.run.seed, each.precision.states) for each in trained] == [
+        (seed, states) for seed in range(2) for states in ("master", "int8")
+    ]
+    exact, encoded = (each.model_copy(update={"precision": None}) for each in trained[:2])
+    assert exact == encoded
+    assert {(each.run.steps, each.data.text_key) for each in trained} == {(7, "body")}
+    Terminal(width=100).print(render(found))
+    printed = " ".join(capsys.readouterr().out.split())
+    for part in ("+0.20%", "+0.17%", "by +0.18% after 7 steps", "up to 18.18%"):
+        assert part in printed, part
+
+
+def test_a_config_without_codecs_has_no_price() -> None:
+    with refused("nothing-encoded", "precision.states=master"):
+        measure_quality(Config(), range(1), num_steps=1)
