@@ -196,6 +196,7 @@ from shardwise.schedule.registry import _ONE_STAGE, ScheduleRecipe
         "models": {
             0: _SMALL + _HUGGING_FACE + 'hf_config = AutoConfig.from_pretrained("my-llama")\nMyModel = lambda: model'
         },
+        "optimizers": {0: _SMALL},
         "offload": {0: _SMALL, 1: _ENGINE.splitlines()[-1]},
         "tensor-parallel": {0: _SMALL + _HUGGING_FACE + _NET, 2: _GENERATION},
         "timeline": {

@@ -164,6 +164,7 @@ def train_plainly(
     num_steps: int,
     clip_norm: float | None = CLIP_NORM,
     prepare: Callable[[nn.Module], object] = lambda model: None,
+    optimizer_of: Callable[[nn.Module], torch.optim.Optimizer] = make_optimizer,
 ) -> Trace:
     """What `train_on_mesh` does, by one plain process, with the library's dropouts on whole tensors."""
     model = case.build(torch.float64)
@@ -178,7 +179,7 @@ def train_plainly(
 
     batches = [step_batches(case, step, num_data_ranks, num_micro_batches) for step in range(num_steps)]
     with float64_throughout():
-        trace = train_reference(model, batches, case.loss, make_optimizer, clip_norm, around)
+        trace = train_reference(model, batches, case.loss, optimizer_of, clip_norm, around)
     return replace(trace, gradients={})
 
 

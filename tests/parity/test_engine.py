@@ -174,8 +174,10 @@ def test_optimizer_that_needs_whole_matrices_is_refused() -> None:
     model = nn.Linear(3, 3)
     with refused("optimizer-element-wise", "LBFGS"):
         initialize(model, make_config(1, {}), optimizer=torch.optim.LBFGS(model.parameters()))
-    with refused("optimizer-element-wise", "optimizer.name='muon'", "adamw"):
-        initialize(nn.Linear(3, 3), make_config(1, {"optimizer": {"name": "muon"}}))
+    with refused("optimizer-element-wise", "Muon", "optimizer.name=muon"):
+        initialize(model, make_config(1, {}), optimizer=torch.optim.Muon([model.weight]))
+    with refused("optimizer-element-wise", "optimizer.name='lbfgs'", "adamw"):
+        initialize(nn.Linear(3, 3), make_config(1, {"optimizer": {"name": "lbfgs"}}))
 
 
 def test_optimizer_of_another_model_is_refused() -> None:

@@ -122,6 +122,25 @@ def test_a_hugging_face_model_with_dropout_and_states_on_nvme(ranks, tmp_path):
     assert run(ranks, job, tmp_path).difference is None
 
 
+GPT2 = {
+    "model_type": "gpt2",
+    "n_layer": 12,
+    "n_embd": 768,
+    "n_head": 12,
+    "vocab_size": 50257,
+    "n_positions": 1024,
+    "architectures": ["GPT2LMHeadModel"],
+}
+
+
+def test_muon_of_fused_weights(ranks, tmp_path):
+    pytest.importorskip("transformers")
+    config = Config.from_dict({"mesh": {"tp": 2, "dp_shard": 2}, "optimizer": {"name": "muon"}, "zero": {"stage": 3}})
+    job = make_job(config, 4, huggingface=GPT2)
+    assert any(place.fused for group in small_layout(job).groups for place in group.params)
+    assert run(ranks, job, tmp_path).difference is None
+
+
 def test_ranks_that_share_kv_heads(ranks, tmp_path):
     config = Config.from_dict(
         {

@@ -22,6 +22,7 @@ from shardwise.comm.consistency import CallCheck
 from shardwise.comm.records import CommLog
 from shardwise.comm.store import PatientStore
 from shardwise.config.resolve import Config, ConfigError
+from shardwise.layout.layout import MATRIX_STATES
 from shardwise.layout.mesh_shape import (
     CONTEXT_AXES,
     GRADIENT_AXES,
@@ -126,6 +127,8 @@ class CommGroups:
         replicas: the ranks that hold the same shard.
         tensor: the ranks that share a layer's matrices.
         context: the ranks that share each sample's tokens; over a communicator of its own.
+        matrices: `shards` and `tensor` together: the ranks that share the elements of each matrix once. None where the
+            optimizer needs no whole matrices.
         model: `data` and `tensor` together: all that hold parts of the same stages of the model.
         pipeline: the ranks with the other stages, at the same place of their meshes.
         all: `model` and `pipeline` together: all that take the same optimizer step.
@@ -138,6 +141,7 @@ class CommGroups:
     replicas: Comm
     tensor: Comm
     context: Comm
+    matrices: Comm | None
     model: Comm
     pipeline: Comm
     all: Comm
@@ -145,8 +149,9 @@ class CommGroups:
 
     def drain(self) -> None:
         """Wait for every collective that is under way; see `Comm.drain`."""
-        for comm in {self.data, self.shards, self.reductions, self.replicas, self.model, self.all}:
-            comm.drain()
+        for comm in {self.data, self.shards, self.reductions, self.replicas, self.matrices, self.model, self.all}:
+            if comm is not None:
+                comm.drain()
 
 
 def connect(
@@ -200,6 +205,7 @@ def connect(
         replicas=over(REPLICA_AXES),
         tensor=over(TENSOR_AXES),
         context=over(CONTEXT_AXES, "context" if shape.cp > 1 else "gather"),
+        matrices=over((*SHARD_AXES, *TENSOR_AXES)) if config.optimizer.name.lower() in MATRIX_STATES else None,
         model=over(cell),
         pipeline=over(PIPELINE_AXES),
         all=over((*PIPELINE_AXES, *cell)),

@@ -314,18 +314,20 @@ class RecomputeConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """Chooses an element-wise optimizer and sets its options."""
+    """Chooses an optimizer and sets its options."""
 
     name: str = "adamw"
-    """An element-wise optimizer of torch.optim, or lion; "none" freezes all parameters and only evaluates."""
+    """An element-wise optimizer of torch.optim, lion, or muon (docs/optimizers.md); "none" freezes all parameters and
+    only evaluates."""
     lr: PositiveFloat = 3e-4
     """Peak learning rate: factor on a step's update, without a unit. 3e-4 suits small models; large ones take less."""
     betas: Betas = (0.9, 0.95)
     """Adam's decay rates of the two moments; 0.95, as usual for language models."""
     eps: PositiveFloat = 1e-8
     """Adam's term against division by zero; 1e-8, as torch's."""
-    momentum: Fraction = 0.9
-    """SGD's momentum: the share of the last update that is kept; 0.9 is the usual one."""
+    momentum: Fraction | None = None
+    """Momentum of SGD, RMSprop and muon: the share of the last update that is kept. 0.95 in muon and 0.9 in the others,
+    where it is not given, as usual."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.1
     """Share of each weight that a step subtracts, times the learning rate; 0.1 is usual for language models, torch's
     AdamW has 0.01."""
@@ -334,6 +336,12 @@ class OptimizerConfig(Section):
     clip_norm: PositiveFloat | None = 1.0
     """Largest L2 norm of all gradients together; larger ones are scaled down to it. 1.0, as in the Trainer, Megatron
     and newer DeepSpeed; "none" turns it off."""
+
+    @property
+    def kept_momentum(self) -> float:
+        """Return the momentum, or the usual one of the optimizer."""
+        usual = 0.95 if self.name.lower() == "muon" else 0.9
+        return usual if self.momentum is None else self.momentum
 
 
 class SchedulerConfig(Section):

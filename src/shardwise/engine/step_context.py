@@ -187,7 +187,8 @@ class StepContext:
                 "requires_grad changed between a forward and its backward; freeze and unfreeze between steps",
             )
         trained = frozenset(self.layout.trained_names if self.num_steps > 0 else ())
-        layout = build_layout(self.model, self.config, self.layout.tensor, self.layout.pipeline, trained)
+        old = self.layout
+        layout = build_layout(self.model, self.config, old.tensor, old.pipeline, trained, old.fused)
         regroup(self.states(), layout, self.optimizer_plan.groups_of(layout))
         self.layout = layout
 

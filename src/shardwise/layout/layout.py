@@ -34,9 +34,11 @@ from torch import nn
 
 from shardwise.config.resolve import Config, ConfigError, OptimizerConfig, Tier, TiersConfig
 from shardwise.layout.codec import BLOCK_NUMEL, Codec, codec_of, is_encoded
+from shardwise.layout.matrices import find_matrices
 from shardwise.layout.mesh_shape import GRADIENT_AXES, REPLICA_AXES, SHARD_AXES, MeshShape
 from shardwise.layout.param_groups import (
     ROOT,
+    FusedDim,
     GroupSpec,
     GroupTiers,
     aligned,
@@ -68,14 +70,22 @@ OPTIMIZER_STATES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "rmsprop": ("square_avg", "momentum_buffer"),
         "sgd": ("momentum_buffer",),
         "lion": ("exp_avg",),
+        "muon": ("exp_avg", "exp_avg_sq"),
     }
 )
 
 
+# The same, of parameters that an optimizer steps as whole matrices.
+MATRIX_STATES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType({"muon": ("momentum_buffer",)})
+
+
 def optimizer_states(config: OptimizerConfig) -> tuple[str, ...]:
-    """Return the tensors that the optimizer keeps for each parameter beside the master; () for an unknown optimizer."""
+    """Return the tensors that the optimizer keeps for each parameter beside the master; () for an unknown optimizer.
+
+    Parameters that it steps as whole matrices have those of `MATRIX_STATES` in their place.
+    """
     names = OPTIMIZER_STATES.get(config.name.lower(), ())
-    return tuple(name for name in names if name != "momentum_buffer" or config.momentum > 0)
+    return tuple(name for name in names if name != "momentum_buffer" or config.kept_momentum > 0)
 
 
 TIERS: Final[tuple[Tier, ...]] = ("device", "host", "nvme")
@@ -94,6 +104,7 @@ class StateSpec:
             piece.
         is_copy_of_param: only groups whose optimizer is stored in another tier than their parameters keep it.
         codec: how it is encoded, in parameters that are large enough; None for as it is.
+        of_matrices: whether only groups of matrices have it, or only the others; None for all groups.
     """
 
     name: str
@@ -103,6 +114,7 @@ class StateSpec:
     is_flat: bool = True
     is_copy_of_param: bool = False
     codec: Codec | None = None
+    of_matrices: bool | None = None
 
     def tier_in(self, group: GroupSpec) -> Tier:
         """Return the tier in which this state of `group` is stored."""
@@ -115,6 +127,8 @@ class StateSpec:
 
     def is_kept_by(self, group: GroupSpec) -> bool:
         """Say whether `group` has this state."""
+        if self.of_matrices is not None and self.of_matrices != group.is_matrix:
+            return False
         is_copy_of_param = self.is_copy_of_param or (group.is_wide and self.name == "master")
         is_missing = is_copy_of_param and group.tiers.params == group.tiers.optimizer
         return not is_missing and (group.trainable or self.role == "param")
@@ -184,6 +198,7 @@ class Layout:
                     not group.trainable,
                     group.is_wide,
                     group.is_opaque,
+                    group.is_matrix,
                     group.is_replicated,
                 ),
             )
@@ -198,6 +213,11 @@ class Layout:
     def wide_names(self) -> list[str]:
         """Return the names of the parameters of all stages that stay in fp32 although `precision.param` is narrower."""
         return [place.name for group in self.model_groups if group.is_wide for place in group.params]
+
+    @property
+    def fused(self) -> dict[str, FusedDim]:
+        """Return the parameters that are several matrices in one, by name."""
+        return {place.name: place.fused for group in self.model_groups for place in group.params if place.fused}
 
     @property
     def held_units(self) -> tuple[str, ...]:
@@ -249,7 +269,8 @@ class Layout:
         micro-batch; without a pipeline, those of the root and of the last block stay unsharded in between and are
         gathered once. Replicas sum their shards once, in the last micro-batch. A pipeline that gathers once a batch
         also reduces once. Of the traffic between stages only the sums of tied parameters' gradients are counted:
-        activations do not belong to the Layout. The scalars of the step are not counted.
+        activations do not belong to the Layout. Neither the scalars of the step are counted, nor what a matrix
+        optimizer sends to the owners of matrices and back, which is in bf16 on GPUs: `exchanged_numel`.
         """
         return _summed(self.group_bytes_on_wire(group, num_micro_batches) for group in self.groups)
 
@@ -277,6 +298,16 @@ class Layout:
             replica_numel = group.shard_numel * (num_replicas - 1) // num_replicas
             wire["all_reduce"] += 2 * replica_numel * DTYPE_BYTES[precision.reduce]
         return wire
+
+    def exchanged_numel(self, group: GroupSpec) -> float:
+        """Return the elements that a rank sends in a step, on average, so that owners step the matrices of a group."""
+        num_owners = group.num_shards * self.mesh.tp
+        if not group.is_matrix or num_owners == 1:
+            return 0.0
+        if self.stage_of(group).optimizer is Placement.REPLICATE:  # only parts that tp splits go to the owner
+            split_numel = group.padded_numel * (self.mesh.tp - 1) / num_owners
+            return split_numel + group.padded_numel * (num_owners - 1) / num_owners
+        return 2.0 * group.shard_numel * (num_owners - 1) / num_owners
 
     def stage_of(self, group: GroupSpec) -> ZeroStage:
         """Return the placements of a group's states."""
@@ -360,6 +391,7 @@ def build_layout(
     tensor: TensorLayout | None = None,
     pipeline: PipelineLayout | None = None,
     trained: Collection[str] = (),
+    fused: Mapping[str, FusedDim] | None = None,
 ) -> Layout:
     """Compute the layout of `model` under a resolved config.
 
@@ -369,9 +401,10 @@ def build_layout(
         tensor: how parameters are split over the tensor-parallel group; None for one rank.
         pipeline: the stages; None without a pipeline. The layout is that of its rank.
         trained: parameters that keep gradients and states whether or not they are frozen now.
+        fused: the parameters that a matrix optimizer steps as several matrices, by name.
 
     Raises:
-        ConfigError: the model has no parameters, or `zero.blocks` does not fit it.
+        ConfigError: the model has no parameters, `zero.blocks` does not fit it, or the optimizer has nothing to step.
     """
     mesh = MeshShape.from_config(config.mesh)
     if mesh.tp != (1 if tensor is None else tensor.degree):
@@ -380,6 +413,14 @@ def build_layout(
         )
     units = find_units(model, config.zero.blocks)
     read = read_parameters(model, units, wide_parameters(model, config.precision))
+    if config.optimizer.name.lower() in MATRIX_STATES:
+        matrices, known = find_matrices(model, units), fused or {}
+        read = tuple(
+            replace(each, is_matrix=True, fused=known.get(each.name))
+            if each.unit != ROOT and matrices.issuperset((each.name, *each.aliases))
+            else each
+            for each in read
+        )
     entries = tuple(replace(each, requires_grad=True) if each.name in trained else each for each in read)
     if not entries:
         raise ConfigError(
@@ -442,9 +483,19 @@ def states_of(
     if policy.keeps_master or any(each.trainable and each.tiers.params != each.tiers.optimizer for each in groups):
         is_copy = not policy.keeps_master
         states.append(StateSpec("master", "optimizer", policy.master, stage.optimizer, is_copy_of_param=is_copy))
+    of_matrices = MATRIX_STATES.get(optimizer.name.lower(), ())
+    kept = [(name, False if of_matrices else None) for name in optimizer_states(optimizer)]
     states += [
-        StateSpec(name, "optimizer", policy.master, stage.optimizer, is_flat=False, codec=codec_of(name, policy.states))
-        for name in optimizer_states(optimizer)
+        StateSpec(
+            name,
+            "optimizer",
+            policy.master,
+            stage.optimizer,
+            is_flat=False,
+            codec=codec_of(name, policy.states),
+            of_matrices=is_of_matrices,
+        )
+        for name, is_of_matrices in (*kept, *((name, True) for name in of_matrices))
     ]
     return tuple(states)
 

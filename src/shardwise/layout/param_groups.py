@@ -44,6 +44,14 @@ ALIGNMENT_BYTES: Final = 128
 
 
 @dataclass(frozen=True)
+class FusedDim:
+    """Say that a parameter is several matrices of these sizes side by side along a dim, such as of q, k and v."""
+
+    dim: int
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class ParamSpec:
     """Describe a parameter and its place in its group.
 
@@ -53,6 +61,7 @@ class ParamSpec:
         shape: of this rank's tensor, the same on every rank of the tensor-parallel group.
         offset: its first element in the flat buffer.
         over_tp: how the whole parameter is split over that group; None for one rank.
+        fused: the matrices that it is made of, where it is stepped as several.
     """
 
     name: str
@@ -60,6 +69,7 @@ class ParamSpec:
     shape: tuple[int, ...]
     offset: int
     over_tp: ParamSplit | None = None
+    fused: FusedDim | None = None
 
     @cached_property
     def numel(self) -> int:
@@ -114,7 +124,8 @@ class GroupSpec:
 
     Attributes:
         name: the unit's name, with `:fp32` for the group of its wide parameters, `:frozen` for that of frozen ones,
-            `:bytes` for that of opaque ones and `:whole` for that of small ones which stage 3 keeps whole.
+            `:bytes` for that of opaque ones, `:matrix` for that of matrices and `:whole` for that of small ones which
+            stage 3 keeps whole.
         unit: the module whose forward uses them; `root` for parameters that are in no block.
         params: in flat order.
         trainable: whether the group has gradients and optimizer states.
@@ -126,6 +137,7 @@ class GroupSpec:
         is_wide: whether all its states are in fp32 although `precision.param` is narrower.
         alignment: elements; each parameter and each shard begins at a multiple.
         is_opaque: whether its parameters are bytes, which are never cast; see `layout/opaque.py`.
+        is_matrix: whether the optimizer steps its parameters as whole matrices.
     """
 
     name: str
@@ -140,6 +152,7 @@ class GroupSpec:
     is_wide: bool = False
     alignment: int = ALIGNMENT_NUMEL
     is_opaque: bool = False
+    is_matrix: bool = False
 
     @property
     def is_stored_whole(self) -> bool:
@@ -235,13 +248,16 @@ def build_groups(
     def stages(entry: ParamEntry) -> tuple[int, ...]:
         return (0,) if stages_of is None else stages_of[entry.name]
 
-    def key(entry: ParamEntry) -> tuple[int, tuple[int, ...], bool, bool, bool, bool]:
+    def key(entry: ParamEntry) -> tuple[int, tuple[int, ...], tuple[bool, ...]]:
         is_frozen = not entry.requires_grad
         is_small = math.prod(entry.shape) < keep_whole_below and not (is_frozen and replicate_frozen)
-        return order[entry.unit], stages(entry), is_frozen, entry.is_wide, entry.is_opaque, is_small
+        is_matrix = entry.is_matrix and not is_frozen
+        kinds = (is_frozen, entry.is_wide, entry.is_opaque, is_matrix, is_small)
+        return order[entry.unit], stages(entry), kinds
 
     groups: list[GroupSpec] = []
-    for (index, held_by, is_frozen, is_wide, is_bytes, is_small), members in groupby(sorted(entries, key=key), key=key):
+    for (index, held_by, kinds), members in groupby(sorted(entries, key=key), key=key):
+        is_frozen, is_wide, is_bytes, is_matrix, is_small = kinds
         unit = (ROOT, *units)[index]
         if unit != ROOT and groups and groups[-1].unit == unit and groups[-1].stages != held_by:
             both = " and ".join(str(stage) for stage in sorted({*groups[-1].stages, *held_by}))
@@ -251,12 +267,12 @@ def build_groups(
                 "one stage in zero.blocks, or move pipeline.cut",
             )
         place = unit if unit != ROOT or stages_of is None else f"{unit}@{'+'.join(map(str, held_by))}"
-        kind = ":bytes" if is_bytes else ":fp32" * is_wide + ":frozen" * is_frozen
+        kind = ":bytes" if is_bytes else ":fp32" * is_wide + ":frozen" * is_frozen + ":matrix" * is_matrix
         name = place + kind + ":whole" * is_small
         is_replicated = is_small or (replicate_frozen and is_frozen)
         params = tuple(_place(members, splits or {}))
         spec = GroupSpec(name, unit, params, not is_frozen, num_ranks, num_shards, is_replicated)
-        spec = replace(spec, stages=held_by, is_wide=is_wide, is_opaque=is_bytes)
+        spec = replace(spec, stages=held_by, is_wide=is_wide, is_opaque=is_bytes, is_matrix=is_matrix)
         groups.append(aligned(spec, ALIGNMENT_BYTES) if is_bytes else spec)
     return tuple(groups)
 
@@ -266,7 +282,7 @@ def _place(entries: Iterator[ParamEntry], splits: Mapping[str, ParamSplit]) -> I
     for entry in entries:
         split = splits.get(entry.name)
         shape = entry.shape if split is None else split.local_shape
-        spec = ParamSpec(entry.name, entry.aliases, shape, offset, split)
+        spec = ParamSpec(entry.name, entry.aliases, shape, offset, split, entry.fused)
         yield spec
         offset = _round_up(offset + spec.numel, ALIGNMENT_NUMEL)
 
@@ -299,6 +315,8 @@ class ParamEntry:
     requires_grad: bool
     is_wide: bool = False  # see `wide_parameters`
     is_opaque: bool = False  # then the shape is that of its bytes
+    is_matrix: bool = False  # see `shardwise.layout.matrices`, and so for the next one
+    fused: FusedDim | None = None
 
 
 def find_units(model: nn.Module, patterns: Sequence[str] | None, key: str = "zero.blocks") -> tuple[str, ...]:

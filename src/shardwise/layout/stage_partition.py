@@ -35,9 +35,10 @@ from typing import Final, Literal
 from torch import nn
 
 from shardwise.config.resolve import Config, ConfigError
-from shardwise.layout.layout import states_of
+from shardwise.layout.layout import MATRIX_STATES, states_of
+from shardwise.layout.matrices import find_matrices
 from shardwise.layout.mesh_shape import SHARD_AXES, MeshShape
-from shardwise.layout.param_groups import ParamEntry, wide_parameters
+from shardwise.layout.param_groups import ParamEntry, find_units, wide_parameters
 from shardwise.layout.pipeline_layout import PipelineLayout
 from shardwise.layout.precision import DTYPE_BYTES, OPAQUE, PrecisionPolicy, precision_policy
 from shardwise.layout.stage_units import StageUnit, UnitCost, estimate_costs, find_stage_units
@@ -495,16 +496,28 @@ def _bytes_per_element(model: nn.Module, config: Config) -> Callable[[ParamEntry
     stage = effective_stage(config.zero.stage, num_shards, config.tiers, is_scheduled=True)
     policy, wide = precision_policy(config.precision), wide_parameters(model, config.precision)
 
-    def sizes(policy: PrecisionPolicy) -> dict[str, float]:
+    has_matrices = config.optimizer.name.lower() in MATRIX_STATES
+    matrices = find_matrices(model, find_units(model, config.zero.blocks)) if has_matrices else frozenset()
+
+    def sizes(policy: PrecisionPolicy, is_matrix: bool) -> dict[str, float]:
         found: Counter[tuple[str, Placement]] = Counter()
         for state in states_of(stage, policy, config.optimizer, ()):
-            found[state.role, state.placement] += DTYPE_BYTES[state.dtype]
+            if state.of_matrices in (None, is_matrix):
+                found[state.role, state.placement] += DTYPE_BYTES[state.dtype]
         return {role: size / num_shards if at is Placement.SHARD else size for (role, at), size in found.items()}
 
-    narrow_sizes, wide_sizes, opaque_sizes = sizes(policy), sizes(policy.widened), sizes(OPAQUE)
+    policies = {False: policy, True: policy.widened}
+    sizes_of = {
+        (is_wide, is_matrix): sizes(policies[is_wide], is_matrix)
+        for is_wide in policies
+        for is_matrix in (False, has_matrices)
+    }
+
+    opaque_sizes = sizes(OPAQUE, is_matrix=False)
 
     def num_bytes(entry: ParamEntry) -> float:
-        own = narrow_sizes if wide.isdisjoint((entry.name, *entry.aliases)) else wide_sizes
+        names = (entry.name, *entry.aliases)
+        own = sizes_of[not wide.isdisjoint(names), matrices.issuperset(names)]
         own = opaque_sizes if entry.is_opaque else own
         return sum(size for role, size in own.items() if entry.requires_grad or role == "param")
 

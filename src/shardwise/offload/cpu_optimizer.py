@@ -30,6 +30,7 @@ from torch.optim.sgd import sgd
 from shardwise.config.resolve import ConfigError
 from shardwise.layout.codec import BLOCK_NUMEL as CODEC_BLOCK
 from shardwise.layout.codec import Encoded
+from shardwise.runtime.muon import IS_MATRIX, MOMENTUM, MuonWithAdamW
 from shardwise.runtime.optimizers import Lion, fused_grad_scale, lion
 
 Options = Mapping[str, Any]
@@ -101,17 +102,23 @@ class CpuOptimizer:
         self.kernel(_on_host(options), PieceTensors(list(params), list(grads), states, step, is_first))
 
 
-def rule_of(optimizer: Optimizer) -> CpuOptimizer:
+def rule_of(optimizer: Optimizer, *, is_matrix: bool = False) -> CpuOptimizer:
     """Return the rule by which an optimizer steps.
+
+    Args:
+        optimizer: of torch.
+        is_matrix: whether it steps whole matrices: then the rule knows the states alone.
 
     Raises:
         ConfigError: it is of another class, a subclass included, since that may step otherwise.
     """
+    if is_matrix:
+        return _MATRIX_RULE
     kind = type(optimizer)
     if kind not in _RULES:
         raise ConfigError(
             "host-step-optimizer",
-            "a step on the host or of encoded states is one of Adam, AdamW, SGD, Adagrad and Lion; "
+            "a step on the host or of encoded states is one of Muon, Adam, AdamW, SGD, Adagrad and Lion; "
             f"got {kind.__name__}; use one of these, or tiers.optimizer=device and precision.states=master",
         )
     return _RULES[kind]
@@ -122,7 +129,7 @@ def needed_states(optimizer: Optimizer, options: Options) -> frozenset[str] | No
 
     They are `step`, a number, and tensors as long as the parameter. None where `rule_of` does not know the optimizer.
     """
-    rule = _RULES.get(type(optimizer))
+    rule = _MATRIX_RULE if options.get(IS_MATRIX) else _RULES.get(type(optimizer))
     return None if rule is None else frozenset([*rule.tensor_states(options), *(["step"] if rule.has_counter else [])])
 
 
@@ -199,9 +206,17 @@ _RULES: Mapping[type[Optimizer], CpuOptimizer] = MappingProxyType(
         Adagrad: CpuOptimizer(
             Adagrad, lambda options: {"sum": options["initial_accumulator_value"]}, True, _step_adagrad
         ),
+        MuonWithAdamW: CpuOptimizer(MuonWithAdamW, _adam_states, True, _step_adam),
         Lion: CpuOptimizer(Lion, lambda options: {"exp_avg": 0.0}, False, _step_lion),
     }
 )
+
+
+def _refuse_pieces(options: Options, parts: PieceTensors) -> None:
+    raise AssertionError("a matrix is stepped whole, by its owner")
+
+
+_MATRIX_RULE: Final = CpuOptimizer(MuonWithAdamW, lambda options: {MOMENTUM: 0.0}, False, _refuse_pieces)
 
 # Elements that one call of a kernel steps: few enough for a core's cache, many enough for the cost of a call to vanish.
 BLOCK_NUMEL: Final = 768 * 1024

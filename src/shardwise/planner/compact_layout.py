@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
+from itertools import groupby
 from typing import Any
 
 from shardwise.config.resolve import OptimizerConfig, PrecisionConfig, Tier, TiersConfig
 from shardwise.layout.codec import BLOCK_NUMEL
-from shardwise.layout.layout import TIERS, Layout, assign_tiers, states_of
+from shardwise.layout.layout import MATRIX_STATES, TIERS, Layout, assign_tiers, states_of
 from shardwise.layout.mesh_shape import GRADIENT_AXES, SHARD_AXES, MeshShape
 from shardwise.layout.param_groups import ROOT, GroupSpec, ParamEntry, aligned, build_groups
 from shardwise.layout.pipeline_layout import PipelineLayout
@@ -148,14 +148,20 @@ class CompactLayout:
         rank_of = self.stages.of(strategy).placement.rank_of
         holders = [min(map(rank_of, fold.group.stages)) if strategy.pp > 1 else pipeline_rank for fold in held]
         own = [fold for fold, holder in zip(held, holders, strict=True) if holder == pipeline_rank]
-        each = [replace(fold.group, name=f"{fold.group.name}.{index}") for fold in own for index in range(fold.count)]
-        assigned = iter(assign_tiers(each, tiers))
+        runs = [list(run) for _, run in groupby(own, key=lambda fold: fold.group.unit)]  # a block may have two groups
+        each = [
+            replace(fold.group, name=f"{fold.group.name}.{index}")
+            for run in runs
+            for index in range(run[0].count)
+            for fold in run
+        ]
+        assigned = {group.name: group.tiers for group in assign_tiers(each, tiers)}
         for fold, holder in zip(held, holders, strict=True):
             if holder != pipeline_rank:
                 first = next(each for each in self.rank(strategy, holder).folds if each.group.name == fold.group.name)
                 yield LayerCount(replace(fold.group, tiers=first.group.tiers), fold.count)
                 continue
-            counts = Counter(group.tiers for group in islice(assigned, fold.count))
+            counts = Counter(assigned[f"{fold.group.name}.{index}"] for index in range(fold.count))
             yield from (LayerCount(replace(fold.group, tiers=tiers_of), count) for tiers_of, count in counts.items())
 
     def _held(self, strategy: Strategy, stages: StageLayouts, pipeline_rank: int) -> Iterable[LayerCount]:
@@ -218,9 +224,17 @@ class CompactLayout:
 
     def _templates_of(self, params: Sequence[SkeletonParam], tp: int, unit: str, below: int) -> tuple[GroupSpec, ...]:
         """Return the groups of some parameters on one data rank: trained ones, frozen ones, those kept whole."""
-        trains_all = self.job.trains_all
+        trains_all, has_matrices = self.job.trains_all, unit != ROOT and self.job.optimizer.lower() in MATRIX_STATES
         entries = [
-            ParamEntry(each.name, (), unit, each.shape, requires_grad=trains_all or is_adapter(each)) for each in params
+            ParamEntry(
+                each.name,
+                (),
+                unit,
+                each.shape,
+                requires_grad=trains_all or is_adapter(each),
+                is_matrix=has_matrices and len(each.shape) > 1,
+            )
+            for each in params
         ]
         splits = {each.name: each.split(tp) for each in params} if tp > 1 else None
         units = () if unit == ROOT else (unit,)

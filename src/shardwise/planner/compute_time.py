@@ -8,12 +8,13 @@ at the memory's, whichever is longer (Williams et al. 2009, the roofline). Nothi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Final
 
+from shardwise.layout.matrices import NUM_ITERATIONS
 from shardwise.planner.adapters import is_adapter, with_adapters
 from shardwise.planner.calibration import Corrections, LogInterpolator, PassTimes
 from shardwise.planner.job import PlanJob, Strategy
@@ -148,6 +149,13 @@ class ComputeTimeModel:
         measured = profile.step_bytes_per_s if profile is not None else 0.0
         width = _STEP_BYTES + (0.0 if strategy.param == "fp32" else _STEP_CAST_BYTES)
         return numel * width / (measured or self._bandwidth)
+
+    def orthogonalize_s(self, shape: Sequence[int]) -> float:
+        """Return the seconds to orthogonalize one matrix, or a stack of them, in bf16; see `newton_schulz_flops`."""
+        *stack, rows, columns = shape
+        m, n, count = float(min(rows, columns)), float(max(rows, columns)), float(math.prod(stack))
+        products = ((m, m, n), (m, m, m), (m, n, m))
+        return NUM_ITERATIONS * sum(self._product_s(*each, "bf16", count) for each in products)
 
     def _tokens(self, strategy: Strategy) -> float:
         return self.job.seq_len * strategy.micro_size / strategy.cp

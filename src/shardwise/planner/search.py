@@ -426,7 +426,8 @@ def least_states_bytes(
     param_bytes = DTYPE_BYTES[base.param]
     grad_bytes = param_bytes if base.accumulate == "param" else max(4, param_bytes)
     of_moment = {"master": max(4, param_bytes), "bf16": 2, "int8": 1}[job.states]
-    optimizer_bytes = 2 * of_moment * job.optimizer.startswith("adam") + 4 * (param_bytes < 4)
+    num_moments = 1 if job.optimizer == "muon" else 2 * job.optimizer.startswith("adam")  # the least of a parameter
+    optimizer_bytes = num_moments * of_moment + 4 * (param_bytes < 4)
     states = (
         (placement.params_tier, param_bytes, 3),
         (placement.grads_tier, job.trains_all * grad_bytes, 3 if candidate.pp > 1 else 2),

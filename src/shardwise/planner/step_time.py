@@ -14,6 +14,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Final, Literal
 
+from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.planner.calibration import PassTimes
 from shardwise.planner.comm_time import BlockComm, CommTimeModel
 from shardwise.planner.compact_layout import CompactLayout
@@ -166,7 +167,25 @@ class TimeModel:
             for each in rank.folds
             if each.group.trainable and (s.optimizer_tier == "device" or each.group.tiers.optimizer == "device")
         )
-        return self.compute.step_s(s, numel / self._num_optimizer_shards(s))
+        return self.compute.step_s(s, numel / self._num_optimizer_shards(s)) + self._matrices_s(s, pipeline_rank)
+
+    def _matrices_s(self, s: Strategy, pipeline_rank: int) -> float:
+        """Return the seconds in which owners orthogonalize whole matrices, and get them and give them back."""
+        rank = self.compact.rank(s, pipeline_rank)
+        owned_s = longest_s = sent_numel = 0.0
+        for each in rank.folds:
+            if each.group.is_matrix and each.group.trainable:
+                times = [self.compute.orthogonalize_s(place.global_shape) for place in each.group.params]
+                owned_s += each.count * sum(times) / (each.group.num_shards * s.tp)
+                longest_s = max(longest_s, *times)
+                sent_numel += each.count * rank.layout.exchanged_numel(each.group)
+        num_owners = s.dp_shard * s.cp * s.tp
+        owned_s = max(owned_s, longest_s)  # of more ranks than matrices some have none
+        if not sent_numel:
+            return owned_s
+        # There and back; an all-to-all keeps its n-th at home.
+        num_bytes = sent_numel / 2 * DTYPE_BYTES["bf16"] * num_owners / (num_owners - 1)
+        return owned_s + 2 * self.communication.network.collective_s("all_to_all", num_bytes, num_owners)
 
     def _num_optimizer_shards(self, s: Strategy) -> int:
         return 1 if s.zero_stage == 0 else s.dp_shard * s.cp

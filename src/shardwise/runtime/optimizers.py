@@ -1,7 +1,7 @@
-"""This module has element-wise optimizers and learning-rate schedules by name.
+"""This module has optimizers and learning-rate schedules by name.
 
 The optimizer sees 1-D pieces of parameters, so only those whose update of an element depends on that element alone are
-right; the others are refused by name.
+right; the others are refused by name. Muon alone gets whole matrices (`shardwise.zero.matrix_step`).
 
 >>> sorted(optimizer_names())[:4]
 ['adadelta', 'adagrad', 'adam', 'adamax']
@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from shardwise.config.errors import EngineError
 from shardwise.config.resolve import Config, ConfigError, OptimizerConfig, SchedulerConfig, shown_value
+from shardwise.runtime.muon import MuonWithAdamW
 
 # These classes of torch's work on a whole matrix, or need a closure; on pieces they would be silently wrong.
 _NOT_ELEMENT_WISE: Final = frozenset({"lbfgs", "adafactor", "muon", "sparseadam"})
@@ -30,10 +31,11 @@ ParamGroups = Sequence[dict[str, Any]]
 
 
 def optimizer_names() -> Mapping[str, type[Optimizer]]:
-    """Return the element-wise optimizers of `torch.optim`, and Lion, by lower-case name."""
+    """Return the element-wise optimizers of `torch.optim`, Lion and Muon, by lower-case name."""
     classes = inspect.getmembers(torch.optim, lambda value: inspect.isclass(value) and issubclass(value, Optimizer))
-    names = {"lion": Lion} | {name.lower(): kind for name, kind in classes if kind is not Optimizer}
-    return MappingProxyType({name: kind for name, kind in names.items() if name not in _NOT_ELEMENT_WISE})
+    names = {name.lower(): kind for name, kind in classes if kind is not Optimizer}
+    known = {name: kind for name, kind in names.items() if name not in _NOT_ELEMENT_WISE}
+    return MappingProxyType({"lion": Lion, **known, "muon": MuonWithAdamW})
 
 
 def refuse_unless_element_wise(optimizer: Optimizer) -> None:
@@ -42,7 +44,8 @@ def refuse_unless_element_wise(optimizer: Optimizer) -> None:
     if name.lower() in _NOT_ELEMENT_WISE:
         raise ConfigError(
             "optimizer-element-wise",
-            f"optimizer {name} is not element-wise but sees 1-D pieces of parameters; use AdamW, SGD or another",
+            f"optimizer {name} is not element-wise but sees 1-D pieces of parameters; use AdamW, SGD or another"
+            + ", or give none and set optimizer.name=muon" * (name == "Muon"),
         )
 
 
@@ -50,7 +53,7 @@ def optimizer_kind(name: str) -> type[Optimizer]:
     """Return the optimizer class of a name, in upper or lower case.
 
     Raises:
-        ConfigError: no element-wise optimizer has that name.
+        ConfigError: no optimizer that is right on pieces has that name.
     """
     kinds = optimizer_names()
     kind = kinds.get(name.lower())
@@ -66,7 +69,7 @@ def build_optimizer(config: OptimizerConfig, groups: ParamGroups) -> Optimizer:
     """Construct the optimizer that `config.name` names over parameter groups, fused where torch has a fused kernel.
 
     Raises:
-        ConfigError: no element-wise optimizer has that name.
+        ConfigError: no optimizer that is right on pieces has that name.
     """
     kind = optimizer_kind(config.name)
     accepted = inspect.signature(kind).parameters
@@ -74,7 +77,7 @@ def build_optimizer(config: OptimizerConfig, groups: ParamGroups) -> Optimizer:
         "lr": config.lr,
         "betas": config.betas,
         "eps": config.eps,
-        "momentum": config.momentum,
+        "momentum": config.kept_momentum,
         "weight_decay": config.weight_decay,
         "fused": True,
     }

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 from torch import nn
@@ -20,9 +21,10 @@ from torch import nn
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.context.apply import check_context
 from shardwise.dropout import ShardRegion, may_drop_by_function
-from shardwise.layout.layout import Layout, build_layout
+from shardwise.layout.layout import MATRIX_STATES, Layout, build_layout
+from shardwise.layout.matrices import fused_dims
 from shardwise.layout.opaque import is_opaque
-from shardwise.layout.param_groups import wide_parameters
+from shardwise.layout.param_groups import FusedDim, wide_parameters
 from shardwise.layout.precision import TORCH_DTYPES
 from shardwise.layout.stage_partition import partition_model
 from shardwise.layout.tensor_plan import TensorLayout, TensorPlan, is_within, tensor_layout
@@ -53,12 +55,23 @@ def plan_layout(
     check_context(model, config)
     degree, sequence_parallel = config.mesh.tp, config.tensor.sequence_parallel
     pipeline = partition_model(model, config, rank) if config.mesh.pp > 1 else None
+    fused = _fused(model, config, plan)
     if degree == 1:
-        return build_layout(model, config, pipeline=pipeline)
+        return build_layout(model, config, pipeline=pipeline, fused=fused)
     _refuse_opaque(model, degree)
     found = find_plan(model, degree, plan, sequence_parallel)
     _LOG.info("split over tp=%d:\n%s", degree, found)
-    return build_layout(model, config, tensor_layout(model, found, degree, sequence_parallel), pipeline)
+    return build_layout(model, config, tensor_layout(model, found, degree, sequence_parallel), pipeline, fused=fused)
+
+
+def _fused(model: nn.Module, config: Config, plan: TensorPlan | Mapping[str, Any] | None) -> dict[str, FusedDim]:
+    """Return what the plan knows of fused weights, in every layout the same: without tensor parallelism, too."""
+    if config.optimizer.name.lower() not in MATRIX_STATES:
+        return {}
+    found: TensorPlan | None = None
+    with suppress(ConfigError):  # without a plan such weights are one matrix
+        found = find_plan(model, 1, plan, sequence_parallel=False)
+    return fused_dims(model, found)
 
 
 def _refuse_opaque(model: nn.Module, degree: int) -> None:

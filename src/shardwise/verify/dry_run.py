@@ -265,7 +265,11 @@ def _checkpoint_bytes(run: DryRun) -> int:
     # A master stands for its parameter.
     weights = "master" if any(state.name == "master" for state in layout.states) else "param"
     saved = [state for state in layout.states if state.role == "optimizer" or state.name == weights]
-    return run.model.num_params * sum(DTYPE_BYTES[state.dtype] for state in saved)
+    of_matrices = sum(
+        math.prod(place.global_shape) for group in layout.model_groups if group.is_matrix for place in group.params
+    )
+    numels = {None: run.model.num_params, True: of_matrices, False: run.model.num_params - of_matrices}
+    return sum(numels[state.of_matrices] * DTYPE_BYTES[state.dtype] for state in saved)
 
 
 def _pipeline_line(config: Config, pipeline: PipelineLayout) -> str:

@@ -32,6 +32,7 @@ from shardwise.launch.process_group import start_process_group
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import AXES, PIPELINE_AXES, Coordinate, MeshShape
 from shardwise.runtime.float64 import float64_throughout
+from shardwise.runtime.muon import FUSED, IS_MATRIX
 from shardwise.runtime.optimizers import build_optimizer, own_scheduler
 from shardwise.verify.compare import TrainingDifference, TrainingTrace, first_difference, largest_error
 from shardwise.verify.job import VerifyJob, small_layout
@@ -159,7 +160,7 @@ def train_reference(job: VerifyJob) -> TrainingTrace:
     model = build_whole(job.model, seed)
     draws = KeyedDraws(seed)
     key_dropouts(model, draws, {})
-    optimizer = build_optimizer(config.optimizer, _param_groups(model, config))
+    optimizer = build_optimizer(config.optimizer, _param_groups(model, config, small_layout(job)))
     scheduler = own_scheduler(config, optimizer)
     trace = TrainingTrace()
     for step in range(job.num_steps):
@@ -208,13 +209,26 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
 
 
-def _param_groups(model: nn.Module, config: Config) -> list[dict[str, object]]:
-    """Return the optimizer's groups; biases and norms are not decayed, unless the config says so."""
+def _param_groups(model: nn.Module, config: Config, layout: Layout) -> list[dict[str, object]]:
+    """Return the optimizer's groups; biases and norms are not decayed, unless the config says so.
+
+    Args:
+        model: to be trained.
+        config: of the optimizer.
+        layout: says what is stepped as a whole matrix.
+    """
     section = config.optimizer
-    parameters = [each for each in model.parameters() if each.requires_grad]
+    places = {place.name: place for group in layout.model_groups if group.is_matrix for place in group.params}
+    matrices: list[dict[str, object]] = [
+        {"params": [each], "weight_decay": section.weight_decay, IS_MATRIX: True, FUSED: places[name].fused}
+        for name, each in model.named_parameters()
+        if name in places
+    ]
+    parameters = [each for name, each in model.named_parameters() if each.requires_grad and name not in places]
     decayed = [each for each in parameters if each.dim() >= 2 or section.decay_1d]
     others = [each for each in parameters if each.dim() < 2 and not section.decay_1d]
-    return [{"params": decayed, "weight_decay": section.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [{"params": decayed, "weight_decay": section.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [*groups, *matrices]
 
 
 def be_rank(env: RankEnv, folder: Path) -> None:

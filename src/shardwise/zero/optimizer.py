@@ -19,12 +19,14 @@ from shardwise.offload.step_pipeline import StepChunk
 from shardwise.offload.storage import StateStorage
 from shardwise.offload.worker import Task
 from shardwise.runtime.memory_tracker import Category
+from shardwise.runtime.muon import MOMENTUM, MuonWithAdamW
 from shardwise.runtime.optimizers import refuse_unless_element_wise, scale_in_step
 from shardwise.runtime.state_shards import FlatState, TensorFlatState
 from shardwise.runtime.timeline import Timeline
 from shardwise.schedule.actions import ActionKind
 from shardwise.zero.encoded_step import EncodedStep
 from shardwise.zero.grad_buckets import GradBucket
+from shardwise.zero.matrix_step import MatrixPieces, MatrixStep
 from shardwise.zero.offloaded_step import OffloadedStep, ParamPiece
 from shardwise.zero.optimizer_plan import NamedGroup, OptimizerFactory, fresh_states
 from shardwise.zero.param_group import ParamGroup
@@ -56,6 +58,7 @@ class ShardedOptimizer:
         resources: ShardingResources,
     ) -> None:
         self._tracker = resources.tracker
+        self._comms = resources.comms
         self._tensor = resources.comms.tensor
         self._tied = resources.comms.tied
         self._pipeline_rank = resources.comms.pipeline.rank
@@ -64,6 +67,7 @@ class ShardedOptimizer:
         self._options_of: dict[int, int] = {}  # the index of the optimizer's group, by a view's identity
         self._offloaded: dict[ParamGroup, OffloadedStep] = {}
         self._encoded: dict[ParamGroup, EncodedStep] = {}
+        self._matrix_step: MatrixStep | None = None
         self._states_dtype = resources.states_dtype
         self._stepped: dict[ParamGroup, Task] = {}  # in the backward, before `step`
         self._gradients: dict[ParamGroup, Tensor] = {}
@@ -195,12 +199,14 @@ class ShardedOptimizer:
         # While others are regrouped, those that were there may have pieces without options: what is to be frozen next.
         for group in [group for group in streamed if group not in self._offloaded]:
             pieces = [piece for piece in self.pieces if piece.group is group]
-            rule, at_once = rule_of(self.optimizer), self._has_states_at_once
+            rule, at_once = rule_of(self.optimizer, is_matrix=group.spec.is_matrix), self._has_states_at_once
             self._offloaded[group] = OffloadedStep(group, pieces, rule, self._tiers, at_once)
             self._offloaded[group].prepare(self.options_of)
             for piece in pieces:  # such as Adagrad's, made in its constructor
                 self.optimizer.state.pop(piece.view, None)
         self._take_encoded([group for group in self._groups if group not in streamed])
+        if isinstance(self.optimizer, MuonWithAdamW):
+            self._matrix_step = MatrixStep(self._groups, self.pieces, self._comms)
 
     def _take_encoded(self, groups: Sequence[ParamGroup]) -> None:
         """Allocate the states of groups on the device whose states are encoded."""
@@ -209,7 +215,7 @@ class ShardedOptimizer:
             self._encoded.pop(group).close()
         for group in [group for group in wanted if group not in self._encoded]:
             pieces = [piece for piece in self.pieces if piece.group is group]
-            rule = rule_of(self.optimizer)
+            rule = rule_of(self.optimizer, is_matrix=group.spec.is_matrix)
             self._encoded[group] = EncodedStep(group, pieces, rule, self._states_dtype, self._tracker)
             self._encoded[group].prepare(self.options_of, self._has_states_at_once)
             for piece in pieces:
@@ -288,12 +294,13 @@ class ShardedOptimizer:
         """
         stepping: dict[ParamGroup, Task] = {}
         with timeline.span(ActionKind.STEP, None):
+            self._step_matrices(factor, used)
             self._step_on_device(self._gradients, used, factor)
             self._gradients.clear()
             stepping.update(self._step_pipeline(factor, used))
             for group in self._groups:
                 grads = group.grads
-                if group in self._offloaded or grads is None or not grads.is_away:
+                if group in self._offloaded or self._is_whole(group) or grads is None or not grads.is_away:
                     continue
                 if (brought := grads.gradient()) is not None:
                     self._step_on_device({group: brought}, used, factor)
@@ -323,12 +330,12 @@ class ShardedOptimizer:
         chunks = [
             (group, chunk)
             for group in self._groups
-            if group in self._offloaded and group not in self._stepped
+            if group in self._offloaded and group not in self._stepped and not self._is_whole(group)
             for chunk in self._chunks(group, factor, used)
         ]
         stepping = self._stepped | self._submit(sorted(chunks, key=lambda each: not each[1].is_at_hand))
         for group in self._offloaded:
-            if group not in stepping:
+            if group not in stepping and not self._is_whole(group):
                 stepping[group] = self._tiers.worker.submit(lambda: None)
         return stepping
 
@@ -346,6 +353,42 @@ class ShardedOptimizer:
     def _chunks(self, group: ParamGroup, factor: float, used: Mapping[str, bool]) -> list[StepChunk]:
         holds = group.grads is not None and group.grads.holds_sum
         return self._offloaded[group].chunks(factor, used, self.options_of) if holds else []
+
+    def _is_whole(self, group: ParamGroup) -> bool:
+        """Say whether the group's parameters are stepped as whole matrices."""
+        return self._matrix_step is not None and group.spec.is_matrix
+
+    def _step_matrices(self, factor: float, used: Mapping[str, bool]) -> None:
+        """Step the groups of matrices; what is stored off the device is brought there, and written back."""
+        if self._matrix_step is None:
+            return
+        gradients: dict[ParamGroup, Tensor] = {}
+
+        def gradient_of(piece: ParamPiece) -> Tensor:
+            group = piece.group
+            if group not in gradients:
+                group.await_step()
+                found = self._gradients.pop(group, None)
+                if found is None and group.grads is not None:
+                    found = group.grads.gradient()
+                assert found is not None, "a parameter that was used on some rank has a gradient on all"
+                gradients[group] = found.mul_(factor)
+            return gradients[group][piece.start : piece.stop]
+
+        self._matrix_step.step(used, MatrixPieces(gradient_of, self._momentum_of, self.options_of))
+        for group in [group for group in self._gradients if group.spec.is_matrix]:
+            del self._gradients[group]  # of which no parameter was used
+
+    def _momentum_of(self, piece: ParamPiece) -> FlatState:
+        if (own := self._own(piece)) is not None:
+            own.expect_states(piece, {})
+            stored = own.states_of(piece)[MOMENTUM]
+            assert not isinstance(stored, Tensor), "momentum is no number"
+            return stored
+        state = self.optimizer.state[piece.view]
+        if MOMENTUM not in state:
+            state[MOMENTUM] = torch.zeros_like(piece.view, requires_grad=False)
+        return TensorFlatState(state[MOMENTUM])
 
     def _step_on_device(self, gradients: Mapping[ParamGroup, Tensor], used: Mapping[str, bool], factor: float) -> None:
         for group, gradient in gradients.items():
@@ -397,6 +440,7 @@ class ShardedOptimizer:
         for group, named in zip(self.optimizer.param_groups, self._named_groups, strict=False):
             group["params"] = [parameters[name] for name in named.names if name in parameters]
         self.optimizer.state.clear()
+        self._matrix_step = None
         self.pieces.clear()
         self._groups.clear()
         self._holders.clear()
@@ -486,7 +530,8 @@ class StepInBackward:
             self._read_factor()  # no group needed it, but the collective must be waited for
         self._sharding.reducing.on_reduced = self._read_factor = self._factor = None
         self.is_armed = False
-        streamed = [group for group in self._sharding.groups if group.spec.tiers.optimizer != "device"]
+        groups = [group for group in self._sharding.groups if not group.spec.is_matrix]  # all ranks step a matrix
+        streamed = [group for group in groups if group.spec.tiers.optimizer != "device"]
         held = [group for group in streamed if group.grads is not None and group.grads.holds_sum]
         self._steady = set(filter(_is_complete, held)) - self._sharding.reductions.ever_late
 

@@ -12,7 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.config.resolve import ConfigError, OptimizerConfig
-from shardwise.layout.layout import Layout
+from shardwise.layout.layout import MATRIX_STATES, Layout
+from shardwise.runtime.muon import IS_MATRIX
 from shardwise.runtime.optimizers import build_optimizer
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
@@ -59,14 +60,18 @@ def plan_optimizer(
         return OptimizerPlan(lambda layout: [NamedGroup(tuple(_trainable_names(layout)), {})], given)
 
     def by_decay(layout: Layout) -> list[NamedGroup]:
-        places = [place for group in layout.groups if group.trainable for place in group.params]
+        places = [place for group in layout.groups if group.trainable and not group.is_matrix for place in group.params]
         plain = {place.name for place in places if len(place.shape) < 2 and not config.decay_1d}
         decayed = tuple(place.name for place in places if place.name not in plain)
         others = tuple(place.name for place in places if place.name in plain)
-        return [
+        named = [
             NamedGroup(decayed, {"weight_decay": config.weight_decay}),
             NamedGroup(others, {"weight_decay": 0.0}),
         ]
+        if config.name.lower() in MATRIX_STATES:
+            matrices = tuple(place.name for group in layout.groups if group.is_matrix for place in group.params)
+            named.append(NamedGroup(matrices, {"weight_decay": config.weight_decay, IS_MATRIX: True}))
+        return named
 
     if config.name == "none":  # nothing is trained: torch's optimizer keeps the groups alone
         return OptimizerPlan(by_decay, lambda param_groups: torch.optim.SGD(param_groups, lr=config.lr))

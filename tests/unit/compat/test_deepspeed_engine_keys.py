@@ -148,3 +148,18 @@ def test_helpers_that_scripts_import(caplog: pytest.LogCaptureFixture) -> None:
         deepspeed.ops.adam.FusedAdam(model.parameters(), bias_correction=False)
     adam = deepspeed.ops.adam.FusedAdam(model.parameters(), 0.1, True, (0.8, 0.9), adam_w_mode=False)
     assert (type(adam), adam.defaults["betas"]) == (torch.optim.Adam, (0.8, 0.9))
+
+
+def test_muon_is_of_our_own_section() -> None:
+    config = {"train_batch_size": 2, "shardwise": {"optimizer": {"name": "muon"}}}
+    model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 2))
+    engine, optimizer, _, _ = deepspeed.initialize(model=model, config=config)
+    take_step(engine)
+    states = [set(state) for state in optimizer.state.values()]
+    assert {frozenset(each) for each in states} == {
+        frozenset({"momentum_buffer"}),
+        frozenset({"exp_avg", "exp_avg_sq", "step"}),
+    }
+    engine.destroy()
+    with refused("deepspeed-scheduler-of-ours", "WarmupLR", "shardwise.scheduler.name"):
+        deepspeed.initialize(model=model, config={**config, "scheduler": WARM_UP})

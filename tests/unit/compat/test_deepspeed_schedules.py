@@ -108,7 +108,7 @@ def test_an_optimizer_has_deepspeeds_defaults(section: dict[str, Any], kind: str
     ("section", "code", "named"),
     [
         ({"type": "Adamm"}, "unknown-optimizer", "adamm"),
-        ({"type": "Muon"}, "optimizer-element-wise", "muon"),
+        ({"type": "Muon"}, "deepspeed-optimizer-muon", "shardwise.optimizer.name=muon"),
         ({"type": "Adam", "params": {"max_grad_norm": 1}}, "deepspeed-optimizer-param", "gradient_clipping"),
         ({"type": "Adam", "params": {"bias_correction": False}}, "deepspeed-optimizer-param", "bias_correction"),
         ({"type": "Adam", "params": {"weight_deca": 1}}, "deepspeed-optimizer-param", "did you mean weight_decay?"),

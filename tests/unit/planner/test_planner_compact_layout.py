@@ -79,7 +79,7 @@ def strategies(draw: st.DrawFn) -> Strategy:
     )
 
 
-def config_of(s: Strategy, keep_whole_below: int = 0, states: str = "master") -> Config:
+def config_of(s: Strategy, keep_whole_below: int = 0, states: str = "master", optimizer: str = "adamw") -> Config:
     mesh = {"pp": s.pp, "dp_replicate": s.dp_replicate, "dp_shard": s.dp_shard, "cp": s.cp, "tp": s.tp}
     tiers: dict[str, object] = {"params": s.params_tier, "grads": s.grads_tier, "optimizer": s.optimizer_tier}
     tiers |= {f"{state}_on_device": getattr(s, f"{state}_on_device") for state in ("params", "grads", "optimizer")}
@@ -87,6 +87,7 @@ def config_of(s: Strategy, keep_whole_below: int = 0, states: str = "master") ->
         tiers["nvme_path"] = "/nvme"
     sections = {
         "mesh": mesh,
+        "optimizer": {"name": optimizer},
         "zero": {"stage": s.zero_stage, "keep_whole_below": keep_whole_below},
         "tiers": tiers,
         "tensor": {"sequence_parallel": s.sequence_parallel},
@@ -97,21 +98,29 @@ def config_of(s: Strategy, keep_whole_below: int = 0, states: str = "master") ->
     return Config.from_dict(sections).resolve(s.num_ranks)
 
 
-def layout_or_none(shape: DecoderConfig, s: Strategy, keep_whole_below: int) -> Layout | None:
+def layout_or_none(shape: DecoderConfig, s: Strategy, keep_whole_below: int, optimizer: str) -> Layout | None:
     try:
-        return plan_layout(Decoder(shape, device="meta"), config_of(s, keep_whole_below))
+        return plan_layout(Decoder(shape, device="meta"), config_of(s, keep_whole_below, optimizer=optimizer))
     except ConfigError:
         return None
 
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
-@given(shape=decoders(), strategy=strategies(), below=st.sampled_from((0, 50, 10**6)))
-def test_folded_bytes_are_those_of_the_whole_model(shape: DecoderConfig, strategy: Strategy, below: int) -> None:
-    layout = layout_or_none(shape, strategy, below)
+@given(
+    shape=decoders(),
+    strategy=strategies(),
+    below=st.sampled_from((0, 50, 10**6)),
+    optimizer=st.sampled_from(("adamw", "muon")),
+)
+def test_folded_bytes_are_those_of_the_whole_model(
+    shape: DecoderConfig, strategy: Strategy, below: int, optimizer: str
+) -> None:
+    layout = layout_or_none(shape, strategy, below, optimizer)
     assume(layout is not None)
     assert layout is not None
     model = ModelShape.of_decoder(shape)
-    folded = CompactLayout(PlanJob(shape=model, seq_len=16, global_batch=8, cluster=CLUSTER, keep_whole_below=below))
+    job = PlanJob(shape=model, seq_len=16, global_batch=8, cluster=CLUSTER, keep_whole_below=below)
+    folded = CompactLayout(replace(job, optimizer=optimizer))
     for rank in range(strategy.pp):
         own = layout.of_pipeline_rank(rank)
         assert folded.at_rest(strategy, rank) == own.bytes_at_rest()

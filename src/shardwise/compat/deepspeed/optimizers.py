@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch.optim import Optimizer
 
-from shardwise.compat.deepspeed.keys import key_of
+from shardwise.compat.deepspeed.keys import KEYS, key_of
 from shardwise.compat.deepspeed.runtime import lr_schedules
 from shardwise.config.resolve import ConfigError, shown_value
 from shardwise.runtime.optimizers import optimizer_kind
@@ -39,6 +39,10 @@ def build_optimizer(section: Mapping[str, Any], param_groups: Iterable[Any]) -> 
     is_torch, is_decoupled = params.pop("torch_adam", False), params.pop("adam_w_mode", True)
     if name in _ADAMS:
         name = "adamw" if is_decoupled or name == "adamw" else "adam"
+    if name == "muon":  # its matrices are not among these parameters, but in the layout
+        raise ConfigError(
+            "deepspeed-optimizer-muon", f"optimizer.type={section['type']}: {KEYS['optimizer.type=muon'].text}"
+        )
     kind = optimizer_kind(name)
     options: dict[str, Any] = {} if is_torch else dict(_DEFAULTS.get(name, {}))
     accepted = inspect.signature(kind).parameters

@@ -89,14 +89,21 @@ def _engine(
 ) -> DeepSpeedEngine:
     """Start the engine; without an optimizer one that evaluates only, which freezes the parameters until it ends."""
     settings, frozen = dict(translation.config), list[nn.Parameter]()
-    if optimizer is None:
+    is_ours = optimizer is None and "name" in settings.get("optimizer", {})  # in the section `shardwise`
+    if is_ours and (section := translation.section("scheduler")):
+        raise ConfigError(
+            "deepspeed-scheduler-of-ours",
+            f"scheduler.type={section.get('type')} needs the section optimizer, and shardwise.optimizer.name is set; "
+            "set shardwise.scheduler.name in its place",
+        )
+    if optimizer is None and not is_ours:
         frozen = [parameter for parameter in model.parameters() if parameter.requires_grad]
         settings["optimizer"] = {**settings.get("optimizer", {}), "name": "none"}
-    elif schedule is None and (section := translation.section("scheduler")):
+    elif optimizer is not None and schedule is None and (section := translation.section("scheduler")):
         schedule = build_scheduler(section, optimizer)
     elif callable(schedule) and not hasattr(schedule, "step"):
         schedule = schedule(optimizer)
-    scheduler = schedule if schedule is not None else NoSchedule()
+    scheduler = schedule if schedule is not None or is_ours else NoSchedule()
     inner = initialize_engine(model, Config.from_dict(settings), optimizer=optimizer, scheduler=scheduler)
     if inner.comm.rank == 0:
         for note in translation.notes:

@@ -1,0 +1,193 @@
+"""This module says which parameters a matrix optimizer (Muon) steps as whole matrices, and which rank steps each.
+
+A matrix has one owner among the ranks that share its elements: along the axes of ZeRO's shards and of tensor
+parallelism. The owners are chosen so that all have about as much to compute, over all groups together.
+
+>>> from shardwise.layout.param_groups import GroupSpec, ParamSpec
+>>> shapes = {"up": (64, 16), "down": (16, 64), "out": (16, 16)}
+>>> places = tuple(ParamSpec(name, (), shape, 1024 * index) for index, (name, shape) in enumerate(shapes.items()))
+>>> group = GroupSpec("block:matrix", "block", places, True, num_ranks=2, num_shards=2, is_matrix=True)
+>>> {each.place.name: each.owner for each in assign_owners([group], tp=1)}
+{'up': 0, 'down': 1, 'out': 0}
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from torch import nn
+
+from shardwise.config.resolve import ConfigError
+from shardwise.layout.param_groups import FusedDim, GroupSpec, ParamSpec
+from shardwise.layout.slicing import Rect
+from shardwise.layout.tensor_plan import TensorPlan
+
+NUM_ITERATIONS: Final = 5  # of Newton-Schulz, as Keller Jordan's and torch's
+
+_CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_NOT_LINEAR: Final = (nn.Embedding, nn.EmbeddingBag, *_CONVOLUTIONS)
+
+
+def find_matrices(model: nn.Module, units: Sequence[str]) -> frozenset[str]:
+    """Return the names of the parameters that a matrix optimizer steps: weights of linear layers inside blocks.
+
+    These are 2-D parameters whose names end in `weight`, and 3-D ones, which are stacks of matrices, such as those of
+    experts. Embeddings, convolutions, heads outside of the blocks and all else are left to an element-wise optimizer.
+
+    Args:
+        model: any module; its storage is not read.
+        units: names of the blocks.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    found: set[str] = set()
+    for unit in units:
+        for prefix, module in model.get_submodule(unit).named_modules(prefix=unit, remove_duplicate=False):
+            if isinstance(module, _NOT_LINEAR):
+                continue
+            for name, parameter in module.named_parameters(recurse=False):
+                is_weight = parameter.dim() == 3 or (parameter.dim() == 2 and name.endswith("weight"))
+                if is_weight and min(parameter.shape[-2:]) > 1:
+                    found.add(f"{prefix}.{name}")
+    if not found:
+        raise ConfigError(
+            "muon-no-matrix",
+            f"optimizer.name=muon steps the linear layers inside blocks, and {type(model).__name__} has none; name its "
+            "blocks in zero.blocks, or set optimizer.name=adamw",
+        )
+    return frozenset(found)
+
+
+def fused_dims(model: nn.Module, plan: TensorPlan | None) -> dict[str, FusedDim]:
+    """Return by name the weights that are several layers in one: torch's own attention's, and those of a plan.
+
+    Args:
+        model: any module; its storage is not read.
+        plan: of tensor parallelism; None where there is none.
+    """
+    attentions = {
+        f"{name}.in_proj_weight".removeprefix("."): FusedDim(0, (module.embed_dim,) * 3)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.MultiheadAttention)
+    }
+    return attentions | {
+        f"{layer.module}.weight": FusedDim(int(layer.is_transposed), tuple(part.size for part in layer.parts))
+        for layer in (plan.layers if plan is not None else ())
+        if layer.style == "column" and len(layer.parts) > 1
+    }
+
+
+def matrices_of(place: ParamSpec) -> tuple[Rect, ...]:
+    """Return the parts of a parameter that are a matrix, or a stack of them, each.
+
+    >>> from shardwise.layout.param_groups import FusedDim
+    >>> [str(rect) for rect in matrices_of(ParamSpec("qkv", (), (12, 4), 0, fused=FusedDim(0, (8, 2, 2))))]
+    ['[0:8, 0:4]', '[8:10, 0:4]', '[10:12, 0:4]']
+    """
+    shape, fused = place.global_shape, place.fused
+    if fused is None:
+        return (Rect.whole(shape),)
+    parts, start = [], 0
+    for size in fused.sizes:
+        low = tuple(start if dim == fused.dim else 0 for dim in range(len(shape)))
+        high = tuple(start + size if dim == fused.dim else length for dim, length in enumerate(shape))
+        parts.append(Rect(low, high))
+        start += size
+    return tuple(parts)
+
+
+def newton_schulz_flops(shape: Sequence[int]) -> int:
+    """Return the operations to orthogonalize a matrix, or a stack of them.
+
+    With m <= n an iteration multiplies m x n by n x m, m x m by m x m, and m x m by m x n.
+    """
+    *stack, rows, columns = shape
+    m, n = min(rows, columns), max(rows, columns)
+    return NUM_ITERATIONS * math.prod(stack) * (4 * m * m * n + 2 * m**3)
+
+
+@dataclass(frozen=True)
+class OwnedMatrix:
+    """Name a parameter that one rank steps whole.
+
+    Attributes:
+        group: the index of its group among those given.
+        place: the parameter.
+        owner: the rank, counted along the axes of shards and, fastest, of tensor parallelism.
+    """
+
+    group: int
+    place: ParamSpec
+    owner: int
+
+
+def assign_owners(groups: Sequence[GroupSpec], tp: int) -> tuple[OwnedMatrix, ...]:
+    """Return the parameters of the groups of matrices, in order, each with its owner.
+
+    The one that needs most is assigned first, to the rank that has least so far.
+
+    Args:
+        groups: all on one pipeline rank; equal on every rank of a shard group.
+        tp: ranks of the tensor-parallel group.
+    """
+    found = [
+        (index, place)
+        for index, group in enumerate(groups)
+        if group.is_matrix and group.trainable
+        for place in group.params
+        if place.numel
+    ]
+    flops = [sum(newton_schulz_flops(rect.shape) for rect in matrices_of(place)) for _, place in found]
+    num_owners = tp * max((groups[index].num_shards for index, _ in found), default=1)
+    loads = [(0, owner) for owner in range(num_owners)]
+    owners: dict[int, int] = {}
+    for number in sorted(range(len(found)), key=lambda number: -flops[number]):
+        load, owner = heapq.heappop(loads)
+        owners[number] = owner
+        heapq.heappush(loads, (load + flops[number], owner))
+    return tuple(OwnedMatrix(index, place, owners[number]) for number, (index, place) in enumerate(found))
+
+
+def rounds_of(owned: Sequence[OwnedMatrix], most_numel: int) -> tuple[tuple[OwnedMatrix, ...], ...]:
+    """Cut a step into rounds, in each of which no owner has more elements than `most_numel`, or one parameter.
+
+    Args:
+        owned: in the order in which they are stepped.
+        most_numel: bounds the memory of a round.
+    """
+    rounds: list[tuple[OwnedMatrix, ...]] = []
+    current: list[OwnedMatrix] = []
+    numels: dict[int, int] = {}
+    for each in owned:
+        numel = math.prod(each.place.global_shape)
+        if numels.get(each.owner, 0) + numel > most_numel and each.owner in numels:
+            rounds.append(tuple(current))
+            current, numels = [], {}
+        current.append(each)
+        numels[each.owner] = numels.get(each.owner, 0) + numel
+    return (*rounds, tuple(current)) if current else tuple(rounds)
+
+
+def held_ranges(group: GroupSpec, place: ParamSpec, is_whole: bool) -> Mapping[int, tuple[int, int]]:
+    """Return by shard the range of a parameter's local tensor that its holder has; shards without any are left out.
+
+    Args:
+        group: the parameter's group.
+        place: the parameter.
+        is_whole: whether each rank of the shard group has all of it.
+    """
+    if is_whole:
+        return dict.fromkeys(range(group.num_shards), (0, place.numel))
+    first, last = place.offset // group.shard_numel, (place.offset + place.numel - 1) // group.shard_numel
+    return {
+        shard: (
+            max(0, shard * group.shard_numel - place.offset),
+            min(place.numel, (shard + 1) * group.shard_numel - place.offset),
+        )
+        for shard in range(first, last + 1)
+    }
