@@ -167,7 +167,7 @@ def train_decoder(rank: int, world_size: int, mesh: dict[str, int]) -> tuple[lis
     return losses, counted, at_rest
 
 
-def test_a_tensor_axis_that_keeps_blocks_whole_trains_alike(ranks: WorkerPool) -> None:
+def test_a_tensor_axis_that_keeps_blocks_whole_trains_the_same(ranks: WorkerPool) -> None:
     ((expected, *_),) = ranks(1).run(train_decoder, {})
     for actual, counted, at_rest in ranks(2).run(train_decoder, {"tp": 2}):
         assert actual == pytest.approx(expected, rel=1e-3)

@@ -33,7 +33,7 @@ _IGNORED: Final = -100  # the target that transformers' losses leave out
 _PACKING: Final = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _REPLACED: Final = ("attention_mask", "position_ids", "labels", "shift_labels", *_PACKING)
 _NUM_ITEMS: Final = "num_items_in_batch"
-_WHOLE: Final = ("past_key_values", "logits_to_keep", _NUM_ITEMS)
+_WHOLE: Final = ("past_key_values", "cache", "logits_to_keep", _NUM_ITEMS)
 _PER_TOKEN: Final = ("ForMaskedLM", "ForTokenClassification")
 _CAUSAL: Final = ("ForCausalLM", "LMHeadModel")
 # Of transformers' losses, those that are a mean over the labels that are not ignored.

@@ -11,7 +11,7 @@
 >>> print(cost_words(price))
 $0.09 for a million tokens, $574 a day, at $2.99 an hour and GPU
 >>> print(run_words(price, num_tokens=100e9))
-100 B tokens: $9.01 k, 15.7 days (11.8 to 19.6)
+100 B tokens: $9.01 k, 15.7 days (12.2 to 19.1)
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
 
 
 # Names of the cache into which Hugging Face's blocks write.
-_CACHE_ARGUMENTS: Final = ("past_key_values", "past_key_value", "layer_past", "cache_params")
+_CACHE_ARGUMENTS: Final = ("past_key_values", "past_key_value", "layer_past", "cache_params", "cache")
 
 
 def _cache_arguments(forward: Run) -> list[tuple[int, str]]:

@@ -250,7 +250,7 @@ def test_a_folder_of_adapters_is_its_base_with_adapters(tmp_path: Path) -> None:
 
 
 def test_a_model_in_the_hubs_cache_is_read_by_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = pytest.importorskip("huggingface_hub")
+    download = pytest.importorskip("huggingface_hub.file_download")
     folder = tmp_path / "models--some--one"
     (folder / "refs").mkdir(parents=True)
     (folder / "refs" / "main").write_text("1" * 40)
@@ -258,7 +258,7 @@ def test_a_model_in_the_hubs_cache_is_read_by_its_own_file(tmp_path: Path, monke
     snapshot.mkdir(parents=True)
     sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 99}
     (snapshot / "config.json").write_text(json.dumps(sizes | {"intermediate_size": 256}))
-    monkeypatch.setattr(hub.file_download.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(download.constants, "HF_HUB_CACHE", str(tmp_path))
     assert read_model("some/one").shape.num_layers == 3
     with refused("model-not-local", "some/other"):
         read_model("some/other")
