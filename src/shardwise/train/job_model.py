@@ -290,7 +290,7 @@ class HuggingFaceModel:
             r=lora.rank,
             lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,
             lora_dropout=lora.dropout,
-            target_modules=lora.targets[0] if len(lora.targets) == 1 else [*lora.targets],
+            target_modules="all-linear" if lora.targets == ("all-linear",) else [*lora.targets],
             task_type="CAUSAL_LM",
         )
         try:

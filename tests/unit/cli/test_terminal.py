@@ -56,6 +56,7 @@ def test_what_a_file_says_steers_no_terminal(capsys: pytest.CaptureFixture[str])
 def test_in_a_pipe_what_takes_long_is_said_by_a_line_now_and_then(monkeypatch, capsys) -> None:
     now_s = iter([0.0, 1.0, 6.0, 6.0, 7.0])  # each line reads the clock twice
     monkeypatch.setattr("shardwise.report.console.time.monotonic", lambda: next(now_s))
+    monkeypatch.setattr("shardwise.report.console.EVERY_S", 5.0)
     with progress("starting") as announce:
         announce("first")
         announce("second\x1b")

@@ -42,6 +42,7 @@ def job(cluster: Cluster = EIGHT, **lora: Any) -> PlanJob:
         ("llama", {"rank": 4}, {"dp_shard": 8}, True),
         ("llama", {"rank": 4}, {"dp_shard": 4, "tp": 2}, False),
         ("llama", {"rank": 3, "targets": ["q_proj", "down_proj"]}, {"dp_shard": 4, "dp_replicate": 2}, False),
+        ("llama", {"rank": 3, "targets": ["q_proj"]}, {"dp_shard": 8}, False),
         ("qwen3_moe", {"rank": 4}, {"dp_shard": 8}, False),
     ],
 )
