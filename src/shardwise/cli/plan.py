@@ -243,7 +243,7 @@ def _refuse_taken(path: Path | None) -> None:
 
 
 def _here(num_procs: int | None) -> Cluster:
-    with Console(stderr=True).status("starting torch"):
+    with progress("starting torch"):
         from shardwise.cli.this_machine import this_machine
         from shardwise.launch.environment import cache_folder
 
@@ -251,7 +251,7 @@ def _here(num_procs: int | None) -> Cluster:
 
 
 def _search(arguments: SimpleNamespace, cluster: Cluster, model: str, assignments: Sequence[str]) -> int:
-    with Console(stderr=True).status("starting torch") as status:
+    with progress("starting torch") as say:
         from shardwise.planner.cost import by_num_gpus
         from shardwise.planner.expert_parallel import expert_notes
         from shardwise.planner.explain import reasons_of
@@ -265,7 +265,7 @@ def _search(arguments: SimpleNamespace, cluster: Cluster, model: str, assignment
         known, own = read_model(model), arguments.compare
         batch = arguments.global_batch or known.global_batch or (own and named_batch(own, cluster.num_gpus))
         asked = ask(known, cluster, seq_len=arguments.seq, global_batch=batch, settings=assignments)
-        status.update(f"searching layouts of {cluster.num_gpus:,} {cluster.gpu.name}")
+        say(f"searching layouts of {cluster.num_gpus:,} {cluster.gpu.name}")
         limits = Limits(num_best=max(10, arguments.top or 0), margin_share=arguments.margin)
         sizes = by_num_gpus(asked.job, asked.space, limits) if arguments.best == "price" else ()
         plan = sizes[0] if sizes else search(asked.job, asked.space, limits)
@@ -275,8 +275,8 @@ def _search(arguments: SimpleNamespace, cluster: Cluster, model: str, assignment
         yours, note = _yours(pricer, own, model if is_split(known) else None)
         shown = (*plan.best[:1], *plan.runners_up)[: arguments.top or _NUM_SIMULATED]
         wanted = (*shown, *plan.near_misses)
-        plan = settle(plan, simulate_finalists(wanted, asked.base, arguments.simulate, status.update))
-        status.update("looking at what else could be")
+        plan = settle(plan, simulate_finalists(wanted, asked.base, arguments.simulate, say))
+        say("looking at what else could be")
         reasons = reasons_of(plan, pricer, yours=yours)
     console, of_run = Terminal(), (plan, arguments.tokens, arguments.budget, sizes)
     view = plan_view(
@@ -378,7 +378,7 @@ def start_words(path: Path, cluster: Cluster, *, is_here: bool) -> str:
 
 
 def _explain(arguments: SimpleNamespace, cluster: Cluster, model: str | None, assignments: Sequence[str]) -> int:
-    with Console(stderr=True).status("starting torch"):
+    with progress("starting torch"):
         from shardwise.planner.memory_limit import missing_memory
         from shardwise.planner.plan_view import explain_view, job_dict, page_dict, price_dict
         from shardwise.planner.pricer import Pricer
@@ -403,7 +403,7 @@ def _explain(arguments: SimpleNamespace, cluster: Cluster, model: str | None, as
 
 
 def _fit(arguments: SimpleNamespace, cluster: Cluster, model: str | None) -> int:
-    with Console(stderr=True).status("starting torch") as status:
+    with progress("starting torch") as say:
         from shardwise.planner.fit import fit
         from shardwise.planner.plan_view import fit_dict, fit_view
         from shardwise.planner.request import read_model, usual_dtype
@@ -412,18 +412,18 @@ def _fit(arguments: SimpleNamespace, cluster: Cluster, model: str | None) -> int
         seq_len = arguments.seq or (known and (known.seq_len or known.longest)) or _USUAL_LENGTH
         shape = None if known is None else known.shape
         fits = []
-        status.update("trying sizes")
+        say("trying sizes")
         dtype = usual_dtype(cluster)
         for found in fit(cluster, seq_len=seq_len, shape=shape, margin_share=arguments.margin, param=dtype):
             fits.append(found)
-            status.update(f"trying sizes: {found.setup.name}")
+            say(f"trying sizes: {found.setup.name}")
     _give(arguments, fit_view(fits, cluster, seq_len, shape), fit_dict(fits, cluster, seq_len, shape))
     return 0
 
 
 def _refit(runs_folder: Path) -> int:
     """Correct the profile of each machine that the runs were on."""
-    with Console(stderr=True).status("starting torch"):
+    with progress("starting torch"):
         from shardwise.launch.environment import cache_folder
         from shardwise.planner.profile import find_profile, write_profile
         from shardwise.planner.recalibrate import read_runs, refit

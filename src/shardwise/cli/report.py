@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
-from rich.console import Console
 
 from shardwise.cli.command import FILE, OUTPUT, as_written
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.config.untrusted_files import read_json
 from shardwise.report import page
+from shardwise.report.console import progress
 from shardwise.report.planned import HERE, PlanNote, config_source, plan_source
 from shardwise.report.run_folder import is_run, run_source
 
@@ -73,7 +73,7 @@ def _of_config(path: Path, max_bytes: int, cluster: str | None) -> page.Source:
     cluster = cluster or (note.cluster if note is not None else None)
     if cluster is None:
         return config_source(path.stem, config, None, max_bytes)
-    with Console(stderr=True).status("starting torch"):
+    with progress("starting torch"):
         answer = _priced(path, _cluster(cluster))
     return plan_source(path.stem, answer, config.model_dump(mode="json"), max_bytes)
 
