@@ -179,3 +179,18 @@ def test_what_cannot_be_encoded_is_refused() -> None:
         make_config(1, {"precision": {"states": "int8"}, "tiers": {"optimizer": "host"}}).resolve(1)
     with refused("host-step-optimizer", "RMSprop"):
         train(0, 1, "rmsprop", "int8", {})
+
+
+def test_states_that_leave_the_device_come_back_as_they_were() -> None:
+    torch.manual_seed(0)
+    settings = {"precision": {"param": "fp32", "states": "int8"}, "zero": {"stage": 2}}
+    engine = initialize(ExactModel(), make_config(1, settings), loss_fn=weighted_sum)
+    engine.train_step([batch_of(0, range(GLOBAL_BATCH))])
+    before = [each.clone() for each in engine.step_context.sharded.encoded_tensors()]
+    engine.offload()
+    engine.reload()
+    after = engine.step_context.sharded.encoded_tensors()
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    engine.train_step([batch_of(1, range(GLOBAL_BATCH))])
+    assert engine.read("blocks.0.up.weight", "step") == 2
+    engine.close()

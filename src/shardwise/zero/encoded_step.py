@@ -190,9 +190,7 @@ class EncodedStep:
 
     def tensors(self) -> list[Tensor]:
         """Return what is stored."""
-        every = (_stored(state) for states in self._states.values() for state in states.values())
-        tensors = (each if isinstance(each, Tensor) else (each.codes, each.scales) for each in every)
-        return [one for each in tensors for one in (each if isinstance(each, tuple) else (each,)) if one is not None]
+        return [tensor for states in self._states.values() for state in states.values() for tensor in _tensors(state)]
 
     def close(self) -> None:
         """Free the states."""
@@ -206,10 +204,8 @@ class EncodedStep:
             state: EncodedState | TensorFlatState = TensorFlatState(torch.zeros(numel, dtype=dtype, device=device))
         else:
             state = EncodedState(codec.empty(numel, device))
-        stored = _stored(state)
-        for tensor in (stored,) if isinstance(stored, Tensor) else (stored.codes, stored.scales):
-            if tensor is not None:
-                self._tracker.track(tensor, Category.OPTIMIZER)
+        for tensor in _tensors(state):
+            self._tracker.track(tensor, Category.OPTIMIZER)
         return state
 
 
@@ -218,3 +214,9 @@ def _stored(state: EncodedState | TensorFlatState) -> Encoded | Tensor:
         return state.tensor
     state.settle()
     return state.encoded
+
+
+def _tensors(state: EncodedState | TensorFlatState) -> list[Tensor]:
+    stored = _stored(state)
+    found = [stored] if isinstance(stored, Tensor) else [stored.codes, stored.scales]
+    return [each for each in found if each is not None]
