@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.config.resolve import ConfigError
 from shardwise.layout.codec import Encoded, codec_of, is_encoded
 from shardwise.layout.precision import StatesDtype
 from shardwise.offload.cpu_optimizer import CpuOptimizer, StepPiece, step_pieces
 from shardwise.runtime.memory_tracker import Category, MemoryTracker
 from shardwise.runtime.state_shards import FlatSlice, FlatState, TensorFlatState
 from shardwise.runtime.torch_private import is_fake
-from shardwise.zero.offloaded_step import ParamPiece, StepCounts
+from shardwise.zero.offloaded_step import ParamPiece, StepCounts, unknown_state
 from shardwise.zero.param_group import ParamGroup
 
 Options = Mapping[str, Any]
@@ -169,10 +168,7 @@ class EncodedStep:
         if state in states:
             states[state].write(0, torch.as_tensor(value))
         elif state != "step":
-            known = ", ".join(["step", *states])
-            raise ConfigError(
-                "unknown-state", f"{self.rule.kind.__name__} keeps no state {state} of {piece.name}; there are {known}"
-            )
+            raise unknown_state(self.rule, states, piece, state)
         self.expect_states(piece, {state: float(value)} if state == "step" else {})
 
     def expect_states(self, piece: ParamPiece, numbers: Mapping[str, float]) -> None:

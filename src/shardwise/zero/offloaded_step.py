@@ -167,10 +167,7 @@ class OffloadedStep:
         if state in self.states:
             self.states[state].write(piece.start, torch.as_tensor(value))
         elif state != "step":
-            known = ", ".join(["step", *self.states])
-            raise ConfigError(
-                "unknown-state", f"{self.rule.kind.__name__} keeps no state {state} of {piece.name}; there are {known}"
-            )
+            raise unknown_state(self.rule, self.states, piece, state)
         self.expect_states(piece, {state: float(value)} if state == "step" else {})
 
     def expect_states(self, piece: ParamPiece, numbers: Mapping[str, float]) -> None:
@@ -227,6 +224,14 @@ class OffloadedStep:
         for low in range(start, stop, CHUNK_NUMEL):
             high = min(low + CHUNK_NUMEL, stop)
             storage.write(low, torch.full((high - low,), value, dtype=storage.dtype))
+
+
+def unknown_state(rule: CpuOptimizer, names: Collection[str], piece: ParamPiece, state: str) -> ConfigError:
+    """Return the error for a `state` of a `piece` that is none of the `names` that an optimizer's `rule` keeps."""
+    known = ", ".join(["step", *names])
+    return ConfigError(
+        "unknown-state", f"{rule.kind.__name__} keeps no state {state} of {piece.name}; there are {known}"
+    )
 
 
 def _snapshot(options: Options) -> Options:
