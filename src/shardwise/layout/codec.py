@@ -38,8 +38,9 @@ SMALL_NUMEL: Final = 4096
 
 SCALE_BYTES: Final = 4
 _CODE_BYTES: Final[Mapping[str, int]] = MappingProxyType({"int8": 1, "bf16": 2})
-# A code is found by a sign, an exponent and 8 bits of a mantissa: codes differ by more.
-_NUM_DROPPED: Final = 15
+NUM_DROPPED: Final = 15
+"""Last bits of a float by which no code is found: its sign, exponent and 8 bits of its mantissa tell codes apart."""
+
 _NUM_KEYS: Final = 2**17
 # These states of torch's optimizers are sums or means of squares.
 _UNSIGNED: Final = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"})
@@ -67,7 +68,7 @@ class Codec:
         if self.name == "bf16":
             return Encoded(self, torch.zeros(numel, dtype=torch.bfloat16, device=device), None)
         scales = torch.zeros(-(-numel // BLOCK_NUMEL), dtype=torch.float32, device=device)
-        zero = int(torch.searchsorted(_code_values(self.is_signed), torch.tensor(0.0)))
+        zero = int(torch.searchsorted(code_values(self.is_signed), torch.tensor(0.0)))
         return Encoded(self, torch.full((numel,), zero, dtype=torch.uint8, device=device), scales)
 
 
@@ -106,7 +107,7 @@ class Encoded:
         """Return the values in fp32."""
         if self.scales is None:
             return self.codes.float()
-        values = torch.index_select(_code_values(self.codec.is_signed, self.codes.device), 0, self.codes.int())
+        values = torch.index_select(code_values(self.codec.is_signed, self.codes.device), 0, self.codes.int())
         for start, stop in self._runs():
             scales = self.part(start, stop).scales
             values[start:stop].view(-1, min(BLOCK_NUMEL, stop - start)).mul_(scales.unsqueeze(1))  # type: ignore[union-attr]
@@ -135,7 +136,7 @@ def _largest(block: Tensor) -> Tensor:
 
 
 @cache
-def _code_values(is_signed: bool, device: torch.device = torch.device("cpu")) -> Tensor:  # noqa: B008 (a constant)
+def code_values(is_signed: bool, device: torch.device = torch.device("cpu")) -> Tensor:  # noqa: B008 (a constant)
     """Return the 256 values, rising: decades, each cut evenly, twice as finely as the one below it."""
     found = [0.0, 1.0]
     for decade in range(7):
@@ -147,16 +148,16 @@ def _code_values(is_signed: bool, device: torch.device = torch.device("cpu")) ->
 
 def _nearest(shares: Tensor, is_signed: bool) -> Tensor:
     """Return the codes of values between -1 and 1, by a table over the first 17 bits of each, rounded."""
-    bits = shares.to(torch.float32).view(torch.int32) + (1 << (_NUM_DROPPED - 1))
-    keys = bits.bitwise_right_shift_(_NUM_DROPPED).bitwise_and_(_NUM_KEYS - 1)
-    return torch.index_select(_table(is_signed, shares.device), 0, keys)
+    bits = shares.to(torch.float32).view(torch.int32) + (1 << (NUM_DROPPED - 1))
+    keys = bits.bitwise_right_shift_(NUM_DROPPED).bitwise_and_(_NUM_KEYS - 1)
+    return torch.index_select(code_table(is_signed, shares.device), 0, keys)
 
 
 @cache
-def _table(is_signed: bool, device: torch.device) -> Tensor:
+def code_table(is_signed: bool, device: torch.device) -> Tensor:
     """Return the nearest code of each float whose other bits are 0, by its first 17 bits."""
-    values = _code_values(is_signed)
-    keys = torch.arange(_NUM_KEYS, dtype=torch.int64) << _NUM_DROPPED
+    values = code_values(is_signed)
+    keys = torch.arange(_NUM_KEYS, dtype=torch.int64) << NUM_DROPPED
     floats = (keys - (keys >> 31 << 32)).to(torch.int32).view(torch.float32)
     codes = torch.bucketize(floats.nan_to_num(nan=0.0).clamp(-1, 1), (values[1:] + values[:-1]) / 2)
     if not is_signed:  # a mean of squares that becomes 0 would make the next update of its element as large as 1 / eps

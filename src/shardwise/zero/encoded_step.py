@@ -7,6 +7,7 @@ Parameters of few elements keep their states as they are. Checkpoints read and w
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -143,7 +144,7 @@ class EncodedStep:
             found.append(StepPiece(options, master, slice_of, states, counts.num_steps, not counts.is_present, None))
             counts.num_steps, counts.is_present = counts.num_steps + 1, True
         if not is_fake(gradient):
-            step_pieces(self.rule, found, factor)
+            step_pieces(self.rule, _step_on_gpu(self.rule, found, factor) if gradient.is_cuda else found, factor)
 
     def states_of(self, piece: ParamPiece) -> dict[str, FlatState | Tensor]:
         """Return the states of a piece: flat states, and the number of steps; nothing before the first step."""
@@ -203,6 +204,19 @@ class EncodedStep:
         for tensor in _tensors(state):
             self._tracker.track(tensor, Category.OPTIMIZER)
         return state
+
+
+def _step_on_gpu(rule: CpuOptimizer, pieces: Sequence[StepPiece], factor: float) -> Sequence[StepPiece]:
+    """Step by one kernel a piece where Triton is installed; return the pieces that the kernel does not know."""
+    if find_spec("triton") is None:
+        return pieces
+    from shardwise.zero import triton_step  # it needs Triton
+
+    known = [triton_step.can_step(rule.kind, piece) for piece in pieces]
+    for piece, is_known in zip(pieces, known, strict=True):
+        if is_known:
+            triton_step.step_piece(rule.kind, piece, factor)
+    return [piece for piece, is_known in zip(pieces, known, strict=True) if not is_known]
 
 
 def _stored(state: EncodedState | TensorFlatState) -> Encoded | Tensor:
