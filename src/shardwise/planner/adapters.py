@@ -1,4 +1,4 @@
-"""List the matrices that LoRA trains beside frozen linear layers (Hu et al. 2021, arXiv 2106.09685).
+"""List the matrices that LoRA trains beside frozen linear layers (Hu et al. 2021, arXiv 2106.09685), packed or not.
 
 It is a file of its own since both the states and the time of a job read it.
 """
@@ -6,11 +6,13 @@ It is a file of its own since both the states and the time of a job read it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
 from shardwise.config.resolve import ConfigError, LoraConfig
-from shardwise.planner.stages import SkeletonParam
+from shardwise.planner.shape import ModelShape
+from shardwise.planner.stages import SkeletonParam, block_params
 
 ALL: Final = "all-linear"
 # What Hugging Face's models call the layers of the skeleton; one name may stand for several that are fused there.
@@ -28,6 +30,27 @@ _NAMES: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
 )
 
 
+SCALE_BYTES: Final = 1 / 64 + 4 / (64 * 256)
+"""Bytes of scales for an element that is packed: one of a block of 64, and 4 for 256 of these (Dettmers et al. 2023,
+arXiv 2305.14314, section 3)."""
+
+PACKED_BYTES: Final = 0.5
+"""Bytes of an element that is packed."""
+
+
+def packed_params(shape: ModelShape, lora: LoraConfig, *, has_experts: bool) -> list[SkeletonParam]:
+    """Return the weights of a layer that are packed in 4 bits.
+
+    Args:
+        shape: of the model.
+        lora: the adapters, and how their base is stored.
+        has_experts: whether the layer's feed-forward is experts.
+    """
+    if lora.base == "keep":
+        return []
+    return [each for each in with_adapters(block_params(shape, has_experts=has_experts), lora) if each.is_packed]
+
+
 def is_adapter(param: SkeletonParam) -> bool:
     """Say whether a parameter is one of an adapter's matrices."""
     return ".lora_" in param.name
@@ -36,7 +59,8 @@ def is_adapter(param: SkeletonParam) -> bool:
 def with_adapters(params: Sequence[SkeletonParam], lora: LoraConfig) -> tuple[SkeletonParam, ...]:
     """Return the parameters of a layer, and after each linear layer that is adapted its two matrices.
 
-    What a layer splits over tensor-parallel ranks, its inputs or its outputs, the matrix on that side splits too.
+    The linear layers themselves are packed where `lora.base` says so; experts, which are no such layers, are not. What
+    a layer splits over tensor-parallel ranks, its inputs or its outputs, the matrix on that side splits too.
 
     Args:
         params: of a layer.
@@ -54,10 +78,12 @@ def with_adapters(params: Sequence[SkeletonParam], lora: LoraConfig) -> tuple[Sk
         raise ConfigError("lora-targets-unknown", f"lora.targets={[*lora.targets]} name no layer; use some of {names}")
     found: list[SkeletonParam] = []
     for each in params:
-        found.append(each)
         layer = each.name.removesuffix(".weight")
         called = _NAMES.get(layer) or _NAMES.get(layer.rpartition(".")[2], frozenset())
-        if called and not each.name.endswith(".bias") and (ALL in targets or called & targets):
+        is_linear = bool(called) and not each.name.endswith(".bias")
+        is_packed = is_linear and lora.base == "nf4" and not each.is_of_experts and layer != "ffn.router"
+        found.append(replace(each, is_packed=is_packed))
+        if is_linear and (ALL in targets or called & targets):
             found += _beside_experts(each, lora.rank) if each.is_of_experts else _beside(each, layer, lora.rank)
     return tuple(found)
 

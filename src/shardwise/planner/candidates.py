@@ -240,6 +240,7 @@ def _tensor_sizes(job: PlanJob, space: SearchSpace) -> list[int]:
         and (shape.num_kv_heads % tp == 0 or tp % shape.num_kv_heads == 0)
         and all(size % tp == 0 for size in ffn_sizes)
         and job.cluster.num_gpus % tp == 0
+        and (tp == 1 or job.lora.base == "keep")  # a packed matrix cannot be split
     ]
 
 

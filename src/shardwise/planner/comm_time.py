@@ -261,7 +261,7 @@ class CommTimeModel:
         group, stage = fold.group, layout.stage_of(fold.group)
         near = s.tp * (s.ep if is_of_experts(group) else 1)
         replicas, far = group.num_ranks // group.num_shards, near * group.num_shards
-        widths = layout.precision
+        widths = layout.precision_of(group)
         param_bytes, grad_bytes = (group.padded_numel * DTYPE_BYTES[each] for each in (widths.param, widths.reduce))
 
         def call(

@@ -230,8 +230,9 @@ class CompactLayout:
                 each.name,
                 (),
                 unit,
-                each.shape,
+                each.stored_shape,
                 requires_grad=trains_all or is_adapter(each),
+                is_opaque=each.is_packed,
                 is_matrix=has_matrices and len(each.shape) > 1,
             )
             for each in params

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Final
 
 from shardwise.layout.matrices import NUM_ITERATIONS
-from shardwise.planner.adapters import is_adapter, with_adapters
+from shardwise.planner.adapters import PACKED_BYTES, is_adapter, packed_params, with_adapters
 from shardwise.planner.calibration import Corrections, LogInterpolator, PassTimes
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.profile import AttentionTime, MatmulTime
@@ -171,6 +171,7 @@ class ComputeTimeModel:
                     self._expert_linears(s) if has_experts else self._ffn_linears(s, shape.ffn_size, self._tokens(s))
                 )
                 kernels = self._linears(linears, s, s.product_dtype).plus(self._adapters(s, has_experts=has_experts))
+                kernels = kernels.plus(self._unpacking(s, has_experts=has_experts))
                 products = products.plus((kernels.plus(self._permutation(s)) if has_experts else kernels).times(share))
         kernels = self._launched(products.plus(attention).plus(streams))
         whole = self._corrections.block(kernels, s, self._tokens(s))
@@ -261,6 +262,13 @@ class ComputeTimeModel:
             summed_s = self._stream_s(_ADAPTER * tokens * max(outputs, inputs) * width)
             times = times.plus(PassTimes(summed_s) if outputs > inputs else PassTimes(0.0, summed_s))
         return times
+
+    def _unpacking(self, s: Strategy, *, has_experts: bool) -> PassTimes:
+        """Price what unpacks the packed weights of a block for each product with them."""
+        numel = sum(
+            math.prod(each.shape) for each in packed_params(self.job.shape, self.job.lora, has_experts=has_experts)
+        )
+        return self._streamed(numel * (PACKED_BYTES + _WIDTHS[s.param]), (1.0, 1.0))
 
     @property
     def _expert_numel(self) -> float:

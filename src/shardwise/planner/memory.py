@@ -18,7 +18,7 @@ grads 0.5, optimizer 1.4, activations 3.2, workspace 0.5, gathered 2.8, buckets 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -28,9 +28,10 @@ from numpy.typing import NDArray
 
 from shardwise.layout.activation_bytes import FP32_BYTES, LayerShape, activation_bytes_per_layer
 from shardwise.layout.layout import TIERS
-from shardwise.layout.param_groups import ROOT
+from shardwise.layout.param_groups import ROOT, GroupSpec
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.layout.zero_stages import Placement
+from shardwise.planner.adapters import SCALE_BYTES, packed_params
 from shardwise.planner.compact_layout import CompactLayout, LayerCount, RankLayerCounts
 from shardwise.planner.job import FrameworkTraits, PlanJob, Strategy
 from shardwise.planner.results import MemoryEstimate, RankMemory
@@ -200,6 +201,7 @@ class MemoryModel:
             moved = max(0, num_inputs) * blocks[0].stream
             elsewhere["host"] = elsewhere.get("host", 0.0) + moved
         peak = self._states(strategy, rank, by_tier.get("device", {})) | moving
+        peak["params"] += self._scale_bytes(strategy, rank)
         peak |= self._of_device(strategy, sum(moving.values()))
         return RankMemory(pipeline_rank=rank, at_rest=at_rest, peak=peak, elsewhere=elsewhere)
 
@@ -207,6 +209,11 @@ class MemoryModel:
         """Return the bytes of the states on the device, of which `here` has those of each role."""
         roles = {"params": "param", "grads": "grad", "optimizer": "optimizer"}
         return {name: float(here.get(role, 0)) for name, role in roles.items()}
+
+    def _scale_bytes(self, strategy: Strategy, rank: int) -> float:
+        """Return the bytes of the scales of packed weights, which each rank holds whole."""
+        packed = [fold for fold in self.compact.rank(strategy, rank).folds if fold.group.is_opaque]
+        return SCALE_BYTES * sum(fold.count * 2 * fold.group.numel for fold in packed)
 
     def _of_device(self, strategy: Strategy, moving_bytes: float) -> dict[str, float]:
         """Return what the device and its allocator hold beyond tensors, of which so many bytes come and go."""
@@ -279,13 +286,13 @@ class MemoryModel:
         s, layout, traits, all_stages = strategy, folds.layout, self.job.traits, strategy.gather == "batch"
         own = [fold for fold in folds.folds if s.pp == 1 or stage in fold.group.stages]
         used = folds.folds if s.pp > 1 and all_stages else own
-        root, block, whole = self._numels(fold for fold in used if not fold.group.is_stored_whole)
-        size = DTYPE_BYTES[s.param] if layout.stage.params is Placement.SHARD else 0
-        params = Buffers(size * whole, 0.0) if s.pp > 1 and all_stages else Buffers(size * root, size * block)
+        gathered = [fold for fold in used if not fold.group.is_stored_whole and layout.stage.params is Placement.SHARD]
+        root, block, whole = _sums(gathered, lambda group: DTYPE_BYTES[layout.precision_of(group).param])
+        params = Buffers(whole, 0.0) if s.pp > 1 and all_stages else Buffers(root, block)
         if not self.job.trains_all:
             return params
         wire, width = DTYPE_BYTES[layout.precision.reduce], DTYPE_BYTES[layout.precision.accumulate]
-        root, block, whole = self._numels(own)
+        root, block, whole = _sums(own)
         is_sharded = layout.stage.grads is Placement.SHARD
         is_replicated = layout.stage.optimizer is Placement.REPLICATE
         waiting = 0.0
@@ -301,16 +308,6 @@ class MemoryModel:
         sent = wire * (2 * copies + receives / (num_shards if is_slice else 1))
         last = waiting + sent * (root if s.pp == 1 else max(root, block))
         return replace(params, waiting=waiting + (sent * block if s.pp == 1 else 0.0), last=last)
-
-    def _numels(self, folds: Iterable[LayerCount]) -> tuple[int, int, int]:
-        """Return the elements of what is in no block, of what is gathered at once of a block, and of all."""
-        units: dict[str, int] = {ROOT: 0}
-        whole = 0
-        for fold in folds:
-            units[fold.group.unit] = units.get(fold.group.unit, 0) + fold.group.padded_numel
-            whole += fold.count * fold.group.padded_numel
-        root = units.pop(ROOT)
-        return root, max(units.values(), default=0), whole
 
     def _step_bytes(self, strategy: Strategy, folds: RankLayerCounts) -> float:
         """Return the bytes of gradients that the step widens, where they are stored narrower than the master."""
@@ -379,12 +376,18 @@ def block_bytes(job: PlanJob, strategy: Strategy, *, has_experts: bool) -> Block
         kept=at_rest + (mixed if s.recompute != "full" else 0.0),
         whole=kept(kept_shape) + mixed,
         again=feature * num_gathered * shape.hidden_size,
-        working=stream + _made_bytes(job, s, shape, is_chunked=is_chunked),
+        working=stream + _made_bytes(job, s, shape, is_chunked=is_chunked) + _unpacked_bytes(job, s, has_experts),
         deferred=feature * _deferred_size(shape, s, 0.0 if is_chunked else shape.ffn_size / s.tp)
         if _defers(s)
         else 0.0,
         stream=stream,
     )
+
+
+def _unpacked_bytes(job: PlanJob, strategy: Strategy, has_experts: bool) -> float:
+    """Return the bytes of the largest weight that a layer unpacks for its product; 0 where none is packed."""
+    numels = (math.prod(each.shape) for each in packed_params(job.shape, job.lora, has_experts=has_experts))
+    return float(DTYPE_BYTES[strategy.param] * max(numels, default=0))
 
 
 def _made_bytes(job: PlanJob, strategy: Strategy, shape: LayerShape, *, is_chunked: bool) -> float:
@@ -404,6 +407,18 @@ def _made_bytes(job: PlanJob, strategy: Strategy, shape: LayerShape, *, is_chunk
         return feature * hidden + part * ((num_inner + 1) * ffn + 2 * gathered) + num_inner * weight
     scores = 2 * shape.num_heads / s.tp * job.seq_len - hidden if shape.score_bytes else 0.0
     return max(feature * (ffn + gathered) + weight, feature * (2 - shape.fuses_gate) * ffn, feature * scores)
+
+
+def _sums(folds: Iterable[LayerCount], width_of: Callable[[GroupSpec], int] = lambda group: 1) -> tuple[int, int, int]:
+    """Sum the elements of groups, times their width: of what is in no block, of the largest block, and of all."""
+    units: dict[str, int] = {ROOT: 0}
+    whole = 0
+    for fold in folds:
+        size = fold.group.padded_numel * width_of(fold.group)
+        units[fold.group.unit] = units.get(fold.group.unit, 0) + size
+        whole += fold.count * size
+    root = units.pop(ROOT)
+    return root, max(units.values(), default=0), whole
 
 
 def _defers(strategy: Strategy) -> bool:

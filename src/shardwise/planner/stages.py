@@ -36,6 +36,7 @@ class SkeletonParam:
         name: within its unit.
         dim: along which tp splits it into `part`; None where every rank holds all of it.
         is_of_experts: whether it holds one matrix of each expert, side by side along dim 0.
+        is_packed: whether its elements are stored in 4 bits each, as bytes (`lora.base = "nf4"`).
     """
 
     name: str
@@ -43,6 +44,12 @@ class SkeletonParam:
     dim: int | None = None
     part: FusedPart | None = None
     is_of_experts: bool = False
+    is_packed: bool = False
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Return the shape of what is stored: of the bytes, where it is packed."""
+        return ((math.prod(self.shape) + 1) // 2, 1) if self.is_packed else self.shape
 
     def split(self, tp: int) -> ParamSplit:
         """Return its split over the tensor-parallel group."""

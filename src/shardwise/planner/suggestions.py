@@ -117,13 +117,14 @@ def suggest(
     if (seq_len := shorter(job, strategy, pricing_of, margin_share)) is not None:
         yield f"sequences of {seq_len:,} tokens would fit (--seq {seq_len})"
     if change is None:
-        lean = replace(job, lora=LoraConfig(rank=16))
-        here, lean_pricing = _on_device(strategy), pricing_of(lean)
-        for words, adapted in (
-            ("", here),
-            (" with tiers.params=host", replace(here, zero_stage=3, params_tier="host")),
+        here = _on_device(strategy)
+        for base, words, adapted in (
+            ("keep", "", here),
+            ("nf4", " beside weights in 4 bits (lora.base=nf4)", here),
+            ("keep", " with tiers.params=host", replace(here, zero_stage=3, params_tier="host")),
         ):
-            if _fits(lean, adapted, lean_pricing, margin_share):
+            lean = replace(job, lora=LoraConfig.model_validate({"rank": 16, "base": base}))
+            if _fits(lean, adapted, pricing_of(lean), margin_share):
                 yield f"adapters alone (LoRA, lora.rank=16){words} would fit (docs/finetune.md)"
                 return
 

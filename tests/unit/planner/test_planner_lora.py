@@ -21,6 +21,7 @@ from shardwise.planner.plan import plan
 from shardwise.planner.shape import ModelShape
 from shardwise.planner.step_time import TimeModel
 from shardwise.tensor.plan_layout import plan_layout
+from shardwise.train import packed_base
 from shardwise.train.job_model import HuggingFaceModel
 
 EIGHT: Cluster = parse_cluster("a100-80gb:8")
@@ -44,12 +45,21 @@ def job(cluster: Cluster = EIGHT, **lora: Any) -> PlanJob:
         ("llama", {"rank": 3, "targets": ["q_proj", "down_proj"]}, {"dp_shard": 4, "dp_replicate": 2}, False),
         ("llama", {"rank": 3, "targets": ["q_proj"]}, {"dp_shard": 8}, False),
         ("qwen3_moe", {"rank": 4}, {"dp_shard": 8}, False),
+        ("llama", {"rank": 4, "base": "nf4"}, {"dp_shard": 8}, False),
+        ("qwen3_moe", {"rank": 4, "base": "nf4"}, {"dp_shard": 8}, False),
     ],
 )
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_states_are_those_of_the_model_that_trains(
-    tmp_path: Path, kind: str, lora: dict[str, Any], mesh: dict[str, int], is_whole: bool, stage: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    lora: dict[str, Any],
+    mesh: dict[str, int],
+    is_whole: bool,
+    stage: int,
 ) -> None:
+    monkeypatch.setattr(packed_base, "find_spec", lambda name: name)  # on meta, bitsandbytes is not needed
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("peft")
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "head_dim": 16}
@@ -77,6 +87,22 @@ def test_70b_with_adapters_fits_where_all_weights_do_not() -> None:
     assert not full.choices
     assert lora.choices
     assert "[lora]\nrank = 16" in to_toml(lora.best.config())
+
+
+def test_a_packed_base_takes_a_quarter_and_is_never_split() -> None:
+    batch: dict[str, Any] = {"global_batch": 8, "seq_len": 2048}
+    settings = ["lora.rank=16", "tiers.params=device", "tiers.optimizer=device", "tiers.grads=device"]
+    alone, eight = (parse_cluster(f"rtx4090:{num_gpus}") for num_gpus in (1, 8))
+    assert not plan("llama-13b", alone, settings=settings, **batch).choices
+    assert plan("llama-13b", alone, settings=[*settings, "lora.base=nf4"], **batch).choices
+    packed = plan("llama-3-70b", eight, settings=[*settings, "lora.base=nf4"], **batch)
+    assert {choice.strategy.tp for choice in packed.choices} == {1}
+    assert 'base = "nf4"' in to_toml(packed.best.config())
+    strategy = Strategy(dp_shard=4, zero_stage=3, recompute="full")
+    wide, narrow = ComputeTimeModel(job(rank=16)), ComputeTimeModel(job(rank=16, base="nf4"))
+    assert wide.block(strategy).forward_s < narrow.block(strategy).forward_s
+    sent = [CompactLayout(job(rank=16, base=base)).on_wire(strategy)["all_gather"] for base in ("keep", "nf4")]
+    assert 0.25 < sent[1] / sent[0] < 0.4  # what is in no block stays bf16
 
 
 def test_frozen_weights_have_no_gradients_to_compute_or_reduce() -> None:
