@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from shardwise.config.resolve import ConfigError
 from shardwise.layout.precision import DTYPE_BYTES
+from shardwise.planner.adapters import PACKED_BYTES
 from shardwise.planner.candidates import (
     ParallelismCandidate,
     PlacementCandidate,
@@ -429,7 +430,7 @@ def least_states_bytes(
     num_moments = 1 if job.optimizer == "muon" else 2 * job.optimizer.startswith("adam")  # the least of a parameter
     optimizer_bytes = num_moments * of_moment + 4 * (param_bytes < 4)
     states = (
-        (placement.params_tier, param_bytes, 3),
+        (placement.params_tier, PACKED_BYTES if job.lora.base == "nf4" else param_bytes, 3),
         (placement.grads_tier, job.trains_all * grad_bytes, 3 if candidate.pp > 1 else 2),
         (placement.optimizer_tier, job.trains_all * optimizer_bytes, 1),
     )

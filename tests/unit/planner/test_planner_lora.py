@@ -96,7 +96,7 @@ def test_a_packed_base_takes_a_quarter_and_is_never_split() -> None:
     assert not plan("llama-13b", alone, settings=settings, **batch).choices
     assert plan("llama-13b", alone, settings=[*settings, "lora.base=nf4"], **batch).choices
     packed = plan("llama-3-70b", eight, settings=[*settings, "lora.base=nf4"], **batch)
-    assert {choice.strategy.tp for choice in packed.choices} == {1}
+    assert {choice.config().mesh.tp for choice in packed.choices} == {1}
     assert 'base = "nf4"' in to_toml(packed.best.config())
     strategy = Strategy(dp_shard=4, zero_stage=3, recompute="full")
     wide, narrow = ComputeTimeModel(job(rank=16)), ComputeTimeModel(job(rank=16, base="nf4"))
