@@ -18,7 +18,6 @@ from rich.text import Text
 from shardwise.cli.command import (
     AMOUNT,
     COUNT,
-    FILE,
     OUTPUT,
     OUTPUT_OR_DASH,
     as_written,
@@ -69,7 +68,6 @@ _HEEDS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
         "": _EVERY - _OF_DRY_RUN,
         "explain": _OF_JOB | {"html", "global_batch"},
         "fit": _OF_JOB,
-        "refit": frozenset(),
         "dry_run": _OF_DRY_RUN,
     }
 )
@@ -142,7 +140,6 @@ exit code: 0, 1 where nothing fits, 2 where the question is wrong, 130 after Ctr
 @click.option("--explain", metavar="FILE", help="price one config: ours, DeepSpeed's or Megatron's")
 @click.option("--compare", metavar="FILE", help="a config of yours, as for --explain, to show beside the best")
 @click.option("--fit", is_flag=True, help="say how large a model, micro-batch and sequence may be")
-@click.option("--refit", type=FILE, metavar="RUNS", help="improve this machine's profile by runs' measurements")
 @click.option("--dry-run", is_flag=True, help="simulate the config as it is; start nothing")
 @click.option("--world-size", type=COUNT, help="ranks of the dry run (default: what the mesh says)")
 @click.option("--ranks", metavar="0,1,...|worst|stages", help="which ranks to simulate (default: 0)")
@@ -158,8 +155,6 @@ def plan(**given: Any) -> int:
     path, assignments = split(with_words(arguments))
     if arguments.dry_run:
         return _dry_run(arguments, path, assignments)
-    if arguments.refit is not None:
-        return _refit(arguments.refit)
     if arguments.model is not None and path is not None:
         raise ConfigError("two-models", f"--model {arguments.model} and {path} are two models; give one of them")
     if arguments.fit and assignments:
@@ -418,28 +413,6 @@ def _fit(arguments: SimpleNamespace, cluster: Cluster, model: str | None) -> int
             fits.append(found)
             say(f"trying sizes: {found.setup.name}")
     _give(arguments, fit_view(fits, cluster, seq_len, shape), fit_dict(fits, cluster, seq_len, shape))
-    return 0
-
-
-def _refit(runs_folder: Path) -> int:
-    """Correct the profile of each machine that the runs were on."""
-    with progress("starting torch"):
-        from shardwise.launch.environment import cache_folder
-        from shardwise.planner.profile import find_profile, write_profile
-        from shardwise.planner.recalibrate import read_runs, refit
-
-        runs, folder = read_runs(runs_folder), cache_folder(os.environ)
-        found = (find_profile(folder, *each) for each in sorted({(run.device, run.world_size) for run in runs}))
-        profiles = {(each.device, each.num_ranks): each for each in found if each is not None}
-        if not profiles:
-            raise ConfigError(
-                "machine-not-measured",
-                "the machine of these runs was not measured; run shardwise doctor --calibrate first",
-            )
-        refits = [refit(profile, runs) for profile in profiles.values()]
-    for each in refits:
-        words = f"wrote {write_profile(each.profile, folder)}" if each.is_changed else "nothing was written"
-        Terminal().print(f"{each}\n{words}", markup=False, highlight=False, soft_wrap=True)
     return 0
 
 

@@ -16,7 +16,7 @@ from shardwise.cli.plan import check_flags, parse_ranks, plan, start_words, with
 from shardwise.planner.configs import KEYS, pins_of
 from shardwise.planner.hardware import parse_cluster
 
-QUESTIONS = {"": [], "--explain": ["--explain", "x"], "--fit": ["--fit"], "--refit": ["--refit", "x"]}
+QUESTIONS = {"": [], "--explain": ["--explain", "x"], "--fit": ["--fit"]}
 QUESTIONS |= {"--dry-run": ["--dry-run"]}
 FLAGS = {
     "--model": ["x"], "--cluster": ["x"], "--seq": ["1"], "--margin": ["0"], "--json": ["x"], "--global-batch": ["1"],
@@ -29,7 +29,6 @@ HEEDED = {
     "": FLAGS.keys() - OF_A_DRY_RUN,
     "--explain": OF_SIZES | {"--global-batch", "--html"},
     "--fit": OF_SIZES,
-    "--refit": set(),
     "--dry-run": OF_A_DRY_RUN,
 }
 
