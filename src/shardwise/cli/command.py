@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,40 +13,8 @@ from click.shell_completion import CompletionItem
 from shardwise.config.resolve import ConfigError, all_keys
 
 FILE: Final = click.Path(path_type=Path)
-# Python refuses to read a number of thousands of digits.
-_MAX_DIGITS: Final = 18
-_LONG: Final = 80
-
-
-class _Count(click.ParamType):
-    """Read a whole number from 1, with commas or underscores between its digits, such as 1,024."""
-
-    name = "n"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        digits = str(value).replace(",", "").replace("_", "")
-        if not is_number(digits) or int(digits) < 1:
-            flag = param.opts[0] if param is not None else "it"
-            raise ConfigError(
-                "flag-whole-number", f"{flag} {shown(str(value))} must be a whole number >= 1, such as {flag} 1024"
-            )
-        return int(digits)
-
-
-class _Amount(click.ParamType):
-    """Read a positive amount, such as 300e9 or 1,000,000."""
-
-    name = "n"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        try:
-            found = float(str(value).replace(",", "").replace("_", ""))
-        except ValueError:
-            found = 0.0
-        if not 0 < found < math.inf:
-            flag = param.opts[0] if param is not None else "it"
-            raise ConfigError("flag-amount", f"{flag} {shown(str(value))} must be more than 0, such as {flag} 300e9")
-        return found
+COUNT: Final = click.IntRange(1)
+AMOUNT: Final = click.FloatRange(0.0, min_open=True)
 
 
 class _OutputFile(click.ParamType):
@@ -68,20 +35,8 @@ class _OutputFile(click.ParamType):
         return path
 
 
-COUNT: Final = _Count()
-AMOUNT: Final = _Amount()
 OUTPUT: Final = _OutputFile()
 OUTPUT_OR_DASH: Final = _OutputFile(takes_dash=True)
-
-
-def is_number(text: str) -> bool:
-    """Say whether a text is a whole number in decimal digits that Python reads quickly."""
-    return text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS
-
-
-def shown(text: str) -> str:
-    """Return a text as an error shows it: only the beginning of a long one."""
-    return text if len(text) <= _LONG else f"{text[:_LONG]}..."
 
 
 def as_written(text: str) -> str:
