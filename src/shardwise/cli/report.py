@@ -17,7 +17,7 @@ from shardwise.config.resolve import Config, ConfigError
 from shardwise.config.untrusted_files import read_json
 from shardwise.report import page
 from shardwise.report.console import progress
-from shardwise.report.planned import HERE, PlanNote, config_source, plan_source
+from shardwise.report.planned import HERE, PlanNote, plan_source
 from shardwise.report.run_folder import is_run, run_source
 
 if TYPE_CHECKING:
@@ -72,7 +72,11 @@ def _of_config(path: Path, max_bytes: int, cluster: str | None) -> page.Source:
     note = PlanNote.of(path.read_text(encoding="utf-8"))
     cluster = cluster or (note.cluster if note is not None else None)
     if cluster is None:
-        return config_source(path.stem, config, None, max_bytes)
+        raise ConfigError(
+            "cluster-not-known",
+            f"{path} was not written by shardwise plan; add its cluster, such as --cluster h100:512, or draw its "
+            "schedule by shardwise timeline --html",
+        )
     with progress("starting torch"):
         answer = _priced(path, _cluster(cluster))
     return plan_source(path.stem, answer, config.model_dump(mode="json"), max_bytes)
