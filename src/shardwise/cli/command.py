@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal, NoReturn
 
 import click
 from click.shell_completion import CompletionItem
 
-from shardwise.config.resolve import ConfigError, all_keys
+from shardwise.config.errors import with_code
+from shardwise.config.resolve import Config, ConfigError, all_keys
+from shardwise.launch.environment import RankEnv, detect, lone_rank
+from shardwise.report.console import Terminal, progress
 
 FILE: Final = click.Path(path_type=Path)
 COUNT: Final = click.IntRange(1)
@@ -81,3 +85,26 @@ def split(settings: Sequence[str]) -> tuple[str | None, list[str]]:
             f"{' and '.join(files)} are two config files; give one, and settings as section.key=value",
         )
     return (files[0] if files else None), [text for text in settings if "=" in text]
+
+
+def show_dry_run(config: Config, world_size: int, ranks: Sequence[int] | Literal["stages"] = (0,)) -> int:
+    """Simulate ranks of a job and print what they hold and send; return the exit code."""
+    from shardwise.verify.dry_run import dry_run, render
+
+    with progress("reading the config") as announce:
+        run = dry_run(config, world_size, ranks, announce)
+    Terminal().print(render(run))
+    return 0
+
+
+def be_rank(work: Callable[[RankEnv], None]) -> NoReturn:
+    """Do a rank's work and end this process; what fails it is a line on stderr, which the launcher shows."""
+    from shardwise.comm.collectives import CommError
+    from shardwise.launch.process_group import LaunchError, leave
+
+    try:
+        work(detect(os.environ) or lone_rank())
+    except (ConfigError, LaunchError, CommError) as error:
+        print(with_code(error), file=sys.stderr)
+        leave(2 if isinstance(error, ConfigError) else 1)
+    leave(0)

@@ -11,10 +11,9 @@ from typing import Any
 
 import click
 
-from shardwise.cli.command import COUNT, FILE, settings, split
-from shardwise.config.errors import with_code
+from shardwise.cli.command import COUNT, FILE, be_rank, settings, split
 from shardwise.config.resolve import Config, ConfigError
-from shardwise.launch.environment import cache_folder, detect, lone_rank
+from shardwise.launch.environment import cache_folder
 from shardwise.launch.local import default_num_ranks, launch_local
 from shardwise.report.console import Terminal, progress
 
@@ -35,7 +34,10 @@ def doctor(settings: Sequence[str], folder: Path | None, nvme_path: Path | None,
     if given["launch_calibrators"] is not None:
         return _launch(*given["launch_calibrators"])
     if given["be_calibrator"] is not None:
-        return _be_rank(*given["be_calibrator"])
+        from shardwise.doctor.calibrate import be_calibrator
+
+        rows, device_kind, disk, extent = given["be_calibrator"]
+        be_rank(lambda env: be_calibrator(env, Path(rows), device_kind, Path(disk), extent))
     if given["calibrate"]:
         return _calibrate(settings, nvme_path or folder, given["num_procs"], given["quick"], given["as_json"])
     with progress("starting torch") as announce:
@@ -62,20 +64,6 @@ def doctor(settings: Sequence[str], folder: Path | None, nvme_path: Path | None,
 def _launch(folder: str, device_kind: str, num_ranks: str, disk: str, extent: str) -> int:
     argv = ["-m", "shardwise.cli", "doctor", "--be-calibrator", folder, device_kind, disk, extent]
     return launch_local(argv, int(num_ranks), Path(folder), grace_s=1.0, failure_grace_s=1.0)
-
-
-def _be_rank(folder: str, device_kind: str, disk: str, extent: str) -> int:
-    from shardwise.comm.collectives import CommError
-    from shardwise.doctor.calibrate import be_calibrator
-    from shardwise.launch.process_group import LaunchError, leave
-
-    env = detect(os.environ) or lone_rank()
-    try:
-        be_calibrator(env, Path(folder), "cuda" if device_kind == "cuda" else "cpu", Path(disk), extent)
-    except (ConfigError, LaunchError, CommError) as error:
-        print(with_code(error), file=sys.stderr)
-        return leave(1)
-    return leave(0)
 
 
 def _calibrate(settings: Sequence[str], disk: Path | None, num_procs: int | None, is_quick: bool, as_json: bool) -> int:

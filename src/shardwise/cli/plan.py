@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import click
 from rich.console import Console, Group, RenderableType
@@ -22,6 +22,7 @@ from shardwise.cli.command import (
     OUTPUT_OR_DASH,
     as_written,
     settings,
+    show_dry_run,
     split,
     write_file,
 )
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from shardwise.planner.pricer import Pricer
     from shardwise.planner.results import Estimate
     from shardwise.planner.search import SearchResult
-    from shardwise.verify.dry_run import Choice
 
 _WRITTEN_BY: Final = "# Written by `shardwise plan`"
 _USUAL_LENGTH: Final = 4096
@@ -86,7 +86,6 @@ a dry run simulates the engine's own ranks: rank 0, or those of --ranks:
   shardwise plan --dry-run my.toml --world-size 512
   shardwise plan --dry-run my.toml --world-size 512 mesh.pp=8 mesh.tp=8 pipeline.schedule=zb-h1
   shardwise plan --dry-run my.toml --ranks stages      one rank of each stage of a pipeline
-  shardwise plan --dry-run my.toml --ranks worst       of these the one with the highest peak, in full
 
 exit code: 0, 1 where nothing fits, 2 where the question is wrong, 130 after Ctrl-C
 """)
@@ -121,7 +120,7 @@ exit code: 0, 1 where nothing fits, 2 where the question is wrong, 130 after Ctr
 @click.option("--fit", is_flag=True, help="say how large a model, micro-batch and sequence may be")
 @click.option("--dry-run", is_flag=True, help="simulate the config as it is; start nothing")
 @click.option("--world-size", type=COUNT, help="ranks of the dry run (default: what the mesh says)")
-@click.option("--ranks", metavar="0,1,...|worst|stages", help="which ranks to simulate (default: 0)")
+@click.option("--ranks", metavar="0,1,...|stages", help="which ranks to simulate (default: 0)")
 def plan(**given: Any) -> int:
     """Find the best layout of a job that fits, with reasons; or say what a given one takes.
 
@@ -428,33 +427,26 @@ def _dry_run(arguments: SimpleNamespace, path: str | None, assignments: Sequence
     ranks = parse_ranks(arguments.ranks)
     # torch takes seconds to import.
     from shardwise.train.setup import job_config
-    from shardwise.verify.dry_run import dry_run, dry_run_size, render
+    from shardwise.verify.dry_run import dry_run_size
 
     config = job_config(path, assignments)
-    with progress("reading the config") as announce:
-        run = dry_run(config, dry_run_size(config, arguments.world_size), ranks, announce)
-    Terminal().print(render(run))
-    return 0
+    return show_dry_run(config, dry_run_size(config, arguments.world_size), ranks)
 
 
-def parse_ranks(text: str | None) -> list[int] | Choice:
+def parse_ranks(text: str | None) -> list[int] | Literal["stages"]:
     """Return the ranks that `--ranks` asks for.
 
-    >>> parse_ranks("0,8, 16"), parse_ranks("worst"), parse_ranks(None)
-    ([0, 8, 16], 'worst', [0])
+    >>> parse_ranks("0,8, 16"), parse_ranks("stages"), parse_ranks(None)
+    ([0, 8, 16], 'stages', [0])
 
     Raises:
         ConfigError: it is something else.
     """
     if text is None:
         return [0]
-    if text == "worst":
-        return "worst"
     if text == "stages":
         return "stages"
     parts = [part.strip() for part in text.split(",")]
     if not all(re.fullmatch(r"\d{1,18}", part, re.ASCII) for part in parts):
-        raise ConfigError(
-            "ranks-to-simulate", f"--ranks {text} names no ranks; give numbers such as 0,8,16, or worst, or stages"
-        )
+        raise ConfigError("ranks-to-simulate", f"--ranks {text} names no ranks; give numbers such as 0,8,16, or stages")
     return [int(part) for part in parts]

@@ -82,8 +82,8 @@ def test_numbers_out_of_range_are_refused(flag: str, text: str) -> None:
 
 
 def test_ranks_are_numbers_or_words() -> None:
-    found = [parse_ranks(text) for text in (None, "worst", "stages", "0", "0,8, 16")]
-    assert found == [[0], "worst", "stages", [0], [0, 8, 16]]
+    found = [parse_ranks(text) for text in (None, "stages", "0", "0,8, 16")]
+    assert found == [[0], "stages", [0], [0, 8, 16]]
     for text in ("", "0,", "0,-1", "\u00b2", "first"):
         with refused("ranks-to-simulate", f"--ranks {text}"):
             parse_ranks(text)
