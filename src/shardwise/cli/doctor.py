@@ -14,7 +14,7 @@ import click
 from shardwise.cli.command import COUNT, FILE, be_rank, settings, split
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.launch.environment import cache_folder
-from shardwise.launch.local import default_num_ranks, launch_local
+from shardwise.launch.local import default_num_ranks
 from shardwise.report.console import Terminal, progress
 
 
@@ -26,13 +26,9 @@ from shardwise.report.console import Terminal, progress
 @click.option("--num-procs", type=COUNT, help="ranks that --calibrate lets work at once (default: as for train)")
 @click.option("--dir", "folder", type=FILE, help="whose disk is measured (default: run.dir)")
 @click.option("--nvme-path", type=FILE, help="the folder for states on NVMe (default: tiers.nvme_path)")
-# How the doctor starts the processes that measure together: a launcher, and its ranks.
-@click.option("--launch-calibrators", nargs=5, hidden=True)
 @click.option("--be-calibrator", nargs=4, hidden=True)
 def doctor(settings: Sequence[str], folder: Path | None, nvme_path: Path | None, **given: Any) -> int:
     """Say what this machine can do, what is wrong with it and how to fix that, in about 15 seconds."""
-    if given["launch_calibrators"] is not None:
-        return _launch(*given["launch_calibrators"])
     if given["be_calibrator"] is not None:
         from shardwise.doctor.calibrate import be_calibrator
 
@@ -59,11 +55,6 @@ def doctor(settings: Sequence[str], folder: Path | None, nvme_path: Path | None,
 
         Terminal(highlight=False).print(render(diagnosis))
     return diagnosis.exit_code
-
-
-def _launch(folder: str, device_kind: str, num_ranks: str, disk: str, extent: str) -> int:
-    argv = ["-m", "shardwise.cli", "doctor", "--be-calibrator", folder, device_kind, disk, extent]
-    return launch_local(argv, int(num_ranks), Path(folder), grace_s=1.0, failure_grace_s=1.0)
 
 
 def _calibrate(settings: Sequence[str], disk: Path | None, num_procs: int | None, is_quick: bool, as_json: bool) -> int:
