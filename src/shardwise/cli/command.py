@@ -88,7 +88,7 @@ def split(settings: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def show_dry_run(config: Config, world_size: int, ranks: Sequence[int] | Literal["stages"] = (0,)) -> int:
-    """Simulate ranks of a job and print what they hold and send; return the exit code."""
+    """Simulate `ranks` of the job of a `config` on `world_size` ranks, print what they hold and send, and return 0."""
     from shardwise.verify.dry_run import dry_run, render
 
     with progress("reading the config") as announce:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -181,14 +180,12 @@ def with_words(arguments: SimpleNamespace) -> list[str]:
 
 def _answer(arguments: SimpleNamespace, model: str | None, assignments: Sequence[str]) -> int:
     """Answer a question about a job; refuse an incomplete one before torch is imported, which takes seconds."""
-    from shardwise.planner.hardware import parse_cluster
+    from shardwise.cli.this_machine import read_cluster
 
     if model is None and arguments.explain is None and not arguments.fit:
         raise ConfigError("plan-needs-model", _NO_MODEL)
-    if arguments.cluster is not None:
-        cluster = parse_cluster(arguments.cluster)
-    else:
-        cluster = _here(_num_procs(arguments.explain or model, assignments))
+    num_procs = None if arguments.cluster else _num_procs(arguments.explain or model, assignments)
+    cluster = read_cluster(arguments.cluster, num_procs)
     if arguments.fit:
         return _fit(arguments, cluster, model)
     if arguments.explain is not None:
@@ -213,14 +210,6 @@ def _refuse_taken(path: Path | None) -> None:
         is_ours = False
     if not is_ours:
         raise ConfigError("output-taken", f"--write {path} is there already, and not from a plan; give another path")
-
-
-def _here(num_procs: int | None) -> Cluster:
-    with progress("starting torch"):
-        from shardwise.cli.this_machine import this_machine
-        from shardwise.launch.environment import cache_folder
-
-        return this_machine(cache_folder(os.environ), num_procs)
 
 
 def _search(arguments: SimpleNamespace, cluster: Cluster, model: str, assignments: Sequence[str]) -> int:
