@@ -92,7 +92,7 @@ SHARED_CODES = frozenset(
     re.findall(
         r"\S+",
         """
-    batch-equation batch-multiple config-not-resolved cp-divides-tokens device-not-measured dropout-rate
+    batch-equation batch-multiple config-not-resolved cp-divides-tokens dropout-rate
     engine-closed extra-not-json file-unreadable heads-divide-hidden kv-heads-divide-heads layout-heads
     layout-length model-not-named no-checkpoint no-gpu no-swap-folder no-whole-checkpoint not-a-folder not-json
     not-utf8 operand-device parts-fill-dim pipeline-rank-alone qkv-dtype-device qkv-empty

@@ -1,34 +1,23 @@
 """Run the command `shardwise attention show`: it draws a config's block layout and says what that saves.
 
-With `mesh.cp` it also says how evenly ranks share the work, and what they send; for dense attention only that.
-
-Nothing is started.
+With `mesh.cp` it also says how evenly ranks share the work; for dense attention only that. Nothing is started.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import click
-from rich.console import Console
 
-from shardwise.cli.command import OUTPUT, as_written, settings, split, write_file
+from shardwise.cli.command import as_written, settings, split
 from shardwise.config.resolve import Config, ConfigError
-from shardwise.report import layout_drawing
 from shardwise.report.console import Terminal
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from shardwise.attention.block_layout import BlockLayout
 
-
-_TILES = (64, 128)
-_MAX_PANELS = 4
-_SVG_CELLS = 240
-_MAX_BLOCKS = 2**15
+_SHADES, _MOST_CELLS, _MAX_BLOCKS = "·░▒▓█", 40, 2**15
 
 
 @click.group()
@@ -36,207 +25,76 @@ def attention() -> None:
     """Draw which blocks of keys each block of queries sees."""
 
 
-@attention.command(
-    epilog=as_written("""
-examples:
-  shardwise attention show my.toml
-  shardwise attention show attention.kind=bigbird attention.block=64 --seq-len 16384
-  shardwise attention show my.toml --heads 16 --svg layout.svg
-  shardwise attention show my.toml --cp 8 --seq-len 65536
-""")
-)
+@attention.command(epilog=as_written("example:\n  shardwise attention show attention.kind=bigbird --seq-len 16384"))
 @settings()
 @click.option("--seq-len", type=int, help="tokens of the sequence (default: data.seq_len)")
-@click.option("--heads", type=int, help="query heads (default: the model's)")
-@click.option("--cp", type=int, help="ranks that share the sequence (default: mesh.cp)")
 @click.option("--bidirectional", is_flag=True, help="as in an encoder, where tokens look both ways")
-@click.option("--svg", type=OUTPUT, help="write a picture instead")
-def show(
-    settings: Sequence[str],
-    seq_len: int | None,
-    heads: int | None,
-    cp: int | None,
-    bidirectional: bool,
-    svg: Path | None,
-) -> int:
+def show(settings: Sequence[str], seq_len: int | None, bidirectional: bool) -> int:
     """Draw the block layout of a config's attention, and say what it leaves of dense attention."""
+    from shardwise.models import decoder_config
     from shardwise.train.setup import job_config
 
-    path, assignments = split(settings)
-    config = job_config(path, assignments if cp is None else [*assignments, f"mesh.cp={cp}"])
-    seq_len = config.data.seq_len if seq_len is None else seq_len
-    num_heads, layout = _layout(config, seq_len, heads, causal=not bidirectional)
-    ranks = _figures_of_ranks(config, layout, num_heads) if config.mesh.cp > 1 else []
-    causal = "causal" if layout.patterns[0].causal else "both ways"
-    title = f"{config.attention.kind}, {causal}: {seq_len:,} tokens, {num_heads} {_noun(num_heads, 'head')}"
-    is_dense = config.attention.kind == "dense"
-    lines = [*([] if is_dense else figures(layout)), *ranks]
-    if svg is not None:
-        drawn = panels(layout, _SVG_CELLS)
-        write_file(svg, layout_drawing.svg(drawn, [title, *lines], is_causal=layout.patterns[0].causal))
-        print(f"wrote {svg}")
-        return 0
-    console = Terminal(highlight=False)
-    console.print(title, style="bold", soft_wrap=True)
-    if not is_dense:
-        _draw(console, layout)
-    for line in lines:
-        console.print(line, soft_wrap=True, markup=False)
+    config = job_config(*split(settings))
+    seq_len, num_heads = config.data.seq_len if seq_len is None else seq_len, decoder_config(config.model).num_heads
+    layout = _layout(config, seq_len, num_heads, causal=not bidirectional)
+    ways = "both ways" if bidirectional else "causal"
+    lines = [f"{config.attention.kind}, {ways}: {seq_len:,} tokens, query heads: {num_heads}"]
+    lines += [] if config.attention.kind == "dense" else [*_drawing(layout), *_figures(layout)]
+    lines += _ranks(config, layout) if config.mesh.cp > 1 else []
+    Terminal(highlight=False).print("\n".join(lines), soft_wrap=True, markup=False)
     return 0
 
 
-def _draw(console: Console, layout: BlockLayout) -> None:
-    cells = layout_drawing.cells_across(console.width, min(layout.num_heads, _MAX_PANELS))
-    drawn = panels(layout, cells)
-    text = layout_drawing.terminal(drawn, console.width, is_causal=layout.patterns[0].causal)
-    console.print(text, soft_wrap=True)
-    per_cell = _blocks_per_cell(layout.patterns[0].blocks.shape[-1], cells)
-    if per_cell > 1:
-        shades = f"{layout_drawing.SHADES[1]} to {layout_drawing.SHADES[-1]}"
-        console.print(f"cells        of {per_cell} x {per_cell} blocks, from {shades} as more of them are visible")
-
-
-def _layout(config: Config, seq_len: int, num_heads: int | None, *, causal: bool) -> tuple[int, BlockLayout]:
-    """Return the query heads (the model's where none are given) and the layout."""
-    # torch takes seconds to import.
+def _layout(config: Config, seq_len: int, num_heads: int, *, causal: bool) -> BlockLayout:
     from shardwise.attention.dense import dense_layout
     from shardwise.attention.from_config import structure_of
-    from shardwise.models import decoder_config
 
-    if num_heads is None:
-        num_heads = decoder_config(config.model).num_heads
-    if seq_len < 1:
-        raise ConfigError("seq-len-below-one", f"seq_len={seq_len} has no token; give 1 or more")
     structure = structure_of(config.attention, num_heads, causal=causal)
-    if structure is None:
-        if config.mesh.cp > 1:
-            return num_heads, dense_layout(seq_len, causal=causal)
+    if structure is None and config.mesh.cp == 1:
         raise ConfigError(
             "attention-has-no-blocks",
-            "attention.kind=dense has no blocks to draw; set attention.kind=fixed, variable, bigbird, bslongformer or "
-            "sliding-window, or mesh.cp to see what ranks share",
+            "attention.kind=dense has no blocks to draw; set another kind, or mesh.cp to see what ranks share",
         )
-    if seq_len > _MAX_BLOCKS * structure.block:  # some GiB of blocks, for a picture
-        raise ConfigError(
-            "too-many-blocks-to-draw",
-            f"{seq_len:,} tokens in blocks of {structure.block} are too many to draw; draw "
-            f"{_MAX_BLOCKS * structure.block:,} or fewer, or take a larger attention.block",
-        )
-    return num_heads, structure.layout(seq_len)
+    most = _MAX_BLOCKS * (64 if structure is None else structure.block)  # more take some GiB
+    if not 1 <= seq_len <= most:
+        raise ConfigError("tokens-to-draw", f"seq_len={seq_len:,} cannot be drawn; give 1 to {most:,} tokens")
+    return dense_layout(seq_len, causal=causal) if structure is None else structure.layout(seq_len)
 
 
-def _figures_of_ranks(config: Config, layout: BlockLayout, num_heads: int) -> list[str]:
-    """Say what ranks of the `cp` axis share and send, in the config's model with so many query heads."""
-    from shardwise.cli.context_figures import figures_of_ranks
-    from shardwise.context.traffic import AttentionSizes
-    from shardwise.models import decoder_config
-    from shardwise.runtime.precision import torch_dtype
-
-    shape, tp = decoder_config(config.model), config.mesh.tp
-    num_kv_heads = shape.num_kv_heads if num_heads % shape.num_kv_heads == 0 else num_heads
-    element_bytes = torch_dtype(config.precision.param or "fp32").itemsize
-    sizes = AttentionSizes(
-        samples=config.batch.micro_size or 1,
-        num_heads=max(1, num_heads // tp),
-        num_kv_heads=max(1, num_kv_heads // tp),
-        head_dim=shape.head_dim,
-        element_bytes=element_bytes,
-        wide_bytes=max(4, element_bytes),
-    )
-    return figures_of_ranks(layout, sizes, config.context, config.mesh.cp)
-
-
-def panels(layout: BlockLayout, max_cells: int) -> list[layout_drawing.LayoutPanel]:
-    """Draw the heads whose layouts differ, the first few of them, each under the heads that it shows.
-
-    Args:
-        layout: the layout of one sequence.
-        max_cells: the most cells of a row; where there are more blocks, a cell shows several.
-    """
-    heads: dict[bytes, list[int]] = {}
-    blocks = layout.patterns[0].blocks  # [heads or 1, num_blocks, num_blocks]
-    for head, its in enumerate(blocks):
-        heads.setdefault(its.numpy().tobytes(), []).append(head)
-    groups = list(heads.values())
-    drawn = []
-    for group in groups[:_MAX_PANELS]:
-        title = "" if len(groups) == 1 else f"{_noun(len(group), 'head')} {', '.join(map(str, group))}"
-        drawn.append(layout_drawing.LayoutPanel(title, _shares(blocks[group[0]], max_cells)))
-    if len(groups) > _MAX_PANELS:
-        last = drawn[-1]
-        others = f" and {len(groups) - _MAX_PANELS} more layouts, not drawn"
-        drawn[-1] = layout_drawing.LayoutPanel(last.title + others, last.shares)
-    return drawn
-
-
-def _blocks_per_cell(num_blocks: int, max_cells: int) -> int:
-    return -(-num_blocks // max_cells)
-
-
-def _shares(blocks: Tensor, max_cells: int) -> list[list[float]]:
-    """Return the share of visible blocks in each cell, in at most so many cells a row."""
-    import torch
-
-    num_blocks = len(blocks)
-    per_cell = _blocks_per_cell(num_blocks, max_cells)
-    index = torch.arange(num_blocks) // per_cell  # [num_blocks]
-    num_cells = int(index[-1]) + 1
-    by_row = torch.zeros(num_cells, num_blocks).index_add_(0, index, blocks.float())
-    cells = torch.zeros(num_cells, num_cells).index_add_(1, index, by_row)
-    sizes = index.bincount().float()
-    shares: list[list[float]] = (cells / (sizes * sizes[:, None])).tolist()
-    return shares
-
-
-def figures(layout: BlockLayout) -> list[str]:
-    """Say in lines of text what share of dense attention a layout leaves, and how much of it a kernel computes."""
-    from shardwise.attention.block_layout import BlockLayout, keys_of_rows
+def _drawing(layout: BlockLayout) -> Iterator[str]:
+    """Yield a row for each block of queries, or for several, shaded by the share of blocks that its heads see."""
+    from torch.nn.functional import avg_pool2d
 
     pattern = layout.patterns[0]
-    num_blocks, block = pattern.blocks.shape[-1], pattern.block
+    size = -(-pattern.blocks.shape[-1] // _MOST_CELLS)
+    shares = avg_pool2d(pattern.blocks.float().mean(0, keepdim=True), size, ceil_mode=True)[0].tolist()
+    for number, row in enumerate(shares, 1):
+        shown = row[:number] if pattern.causal else row
+        yield "".join(2 * _SHADES[0 if each <= 0 else 4 if each >= 1 else 1 + min(2, int(3 * each))] for each in shown)
+    if size > 1:
+        yield f"a cell is {size} x {size} blocks, darker as more of all heads' are visible"
+
+
+def _figures(layout: BlockLayout) -> Iterator[str]:
+    from shardwise.attention.block_layout import BlockLayout
+
+    pattern, num_blocks = layout.patterns[0], layout.patterns[0].blocks.shape[-1]
+    half = f", {100 * layout.causal_density:.3g} % of the causal half" if pattern.causal else ""
     per_head = int(pattern.blocks.sum()) / layout.num_heads
-    rows = keys_of_rows(pattern).double()  # [heads or 1, num_blocks]
-    causal_half = f", {_percent(layout.causal_density)} of the causal half" if pattern.causal else ""
-    lines = [
-        f"blocks       {per_head:,.0f} of {num_blocks**2:,} a head, of {block} tokens",
-        f"visible      {_percent(layout.density)} of all pairs{causal_half}",
-    ]
-    dense = BlockLayout.from_blocks(
-        pattern.blocks.new_ones(num_blocks, num_blocks), block, causal=pattern.causal, num_tokens=pattern.num_tokens
-    )
-    for tile in _TILES if layout.density else ():
-        computed = layout.tile_density(tile, tile)
-        times = dense.tile_density(tile, tile) / computed
-        lines.append(f"tiles of {tile:<4}{_percent(computed)} computed: at most {times:.1f} times as fast as dense")
-    mean = rows.mean().item()
-    if mean:
-        longest = f"{rows.max().item() / mean:.1f} times the mean row of blocks"
-        lines.append(f"longest row  {longest}{'; kernels split it' if rows.max() > 2 * mean else ''}")
-    num_empty = int((rows == 0).sum())
-    if num_empty:
-        lines.append(f"empty rows   {num_empty} of blocks see no key, and give 0")
-    hint = _hint(layout, dense)
-    return [*lines, f"hint         {hint}"] if hint else lines
+    yield f"blocks       {per_head:,.0f} of {num_blocks**2:,} a head, of {pattern.block} tokens"
+    yield f"visible      {100 * layout.density:.3g} % of all pairs{half}"
+    whole = pattern.blocks.new_ones(num_blocks, num_blocks)
+    dense = BlockLayout.from_blocks(whole, pattern.block, causal=pattern.causal, num_tokens=pattern.num_tokens)
+    for tile in (64, 128) if layout.density else ():
+        computed, of_dense = (each.tile_density(tile, tile) for each in (layout, dense))
+        yield f"tiles of {tile:<4}{100 * computed:.3g} % computed: up to {of_dense / computed:.1f} times dense's speed"
 
 
-def _hint(layout: BlockLayout, dense: BlockLayout) -> str | None:
-    tile, block = _TILES[0], layout.block
-    if not layout.density:
-        return None
-    computed = layout.tile_density(tile, tile)
-    if block < tile and computed > 1.2 * layout.density:
-        return (
-            f"tiles of {tile} compute {computed / layout.density:.1f} times what is visible; attention.block={tile} "
-            f"wastes less (divide the counts of blocks by {tile / block:.3g} to see as far)"
-        )
-    if 1.5 * computed > dense.tile_density(tile, tile):
-        return f"little is saved at {layout.num_keys:,} tokens; --seq-len shows other lengths"
-    return None
+def _ranks(config: Config, layout: BlockLayout) -> Iterator[str]:
+    """Yield by token layout how even the work of the `cp` axis is, and which share of the others' keys a rank needs."""
+    from shardwise.context.load_balance import balance_table, choose_split
 
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.3g} %"
-
-
-def _noun(number: int, noun: str) -> str:
-    return noun if number == 1 else noun + "s"
+    chosen = choose_split(config.context.token_layout, layout, config.mesh.cp).kind
+    yield f"token layout most work of {config.mesh.cp} ranks, keys sent in a ring (ulysses is even with any)"
+    for kind, work, sent in balance_table(layout, config.mesh.cp):
+        yield f"  {kind:<11}{work:.2f} x mean, {100 * sent:.3g} % of others'{', taken' if kind == chosen else ''}"

@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -29,33 +28,29 @@ if TYPE_CHECKING:
 
 
 _PIPE_WIDTH = 1000
-# The names of files have digits for so many.
-_MAX_FILES = 99_999
+_EXIT = "exit code: 0; 1 if it is damaged or the disk fails; 2 if it cannot be done so"
+_files = click.IntRange(1, 99_999)  # the names of files have digits for so many
+_step = click.option("--step", type=int, metavar="N", help="this one of several; the newest by default")
 
-_step = click.option("--step", type=int, metavar="N", help="this one of several; the newest whole one by default")
 
-
-def _guarded(damaged_code: int = 1) -> Callable[[Callable[..., int]], Callable[..., int]]:
+class _Guarded(click.Group):
     """Turn what a command raises into a line and an exit code."""
 
-    def guard(command: Callable[..., int]) -> Callable[..., int]:
-        @wraps(command)
-        def run(**given: Any) -> int:
-            from shardwise.checkpoint.manifest import CheckpointError, DamagedError
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; a damaged checkpoint and a failing disk give 1, or 2 from `diff`, and what is wrong 2."""
+        from shardwise.checkpoint.manifest import CheckpointError, DamagedError
 
-            try:
-                return command(**given)
-            except CheckpointError as error:
-                # Its cause is what the system refused, if it did.
-                is_damage = isinstance(error, DamagedError) or isinstance(error.__cause__, OSError)
-                return refuse(error, damaged_code if is_damage else 2)
-            except OSError as error:
-                where = f"{error.filename}: " if error.filename else ""
-                return _say(f"{where}{error.strerror or error}", damaged_code)
-
-        return run
-
-    return guard
+        try:
+            return super().invoke(ctx)
+        except CheckpointError as error:
+            # Its cause is what the system refused, if it did.
+            is_damage = isinstance(error, DamagedError) or isinstance(error.__cause__, OSError)
+            return refuse(error, 1 if is_damage and ctx.invoked_subcommand != "diff" else 2)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename else ""
+            return _say(f"{where}{error.strerror or error}", 2 if ctx.invoked_subcommand == "diff" else 1)
 
 
 def _say(message: object, exit_code: int) -> int:
@@ -64,13 +59,14 @@ def _say(message: object, exit_code: int) -> int:
 
 
 @click.group(
+    cls=_Guarded,
     epilog=as_written("""
 examples:
   shardwise checkpoint show runs/a          what there is, what the newest holds
   shardwise checkpoint verify runs/a        check every byte of the newest
   shardwise checkpoint diff runs/a runs/b   how the newest of each differ
   shardwise checkpoint reshard runs/a /mnt/b --files 1
-""")
+"""),
 )
 def checkpoint() -> None:
     """Look at checkpoints, check, compare and rewrite them.
@@ -93,10 +89,9 @@ exit code: 0; 1 if it is damaged; 2 if there is nothing to show
 """)
 )
 @click.argument("path", type=FILE)
-@click.option("--step", type=int, metavar="N", help="this one of several; the newest by default")
+@_step
 @click.option("--tensors", is_flag=False, flag_value="*", metavar="[PATTERN]", help="list tensors whose name matches")
 @click.option("--json", "as_json", is_flag=True, help="print it as JSON")
-@_guarded()
 def show(path: Path, step: int | None, tensors: str | None, as_json: bool) -> int:
     """Say what a checkpoint holds."""
     from shardwise.checkpoint import show
@@ -127,8 +122,7 @@ def show(path: Path, step: int | None, tensors: str | None, as_json: bool) -> in
 
 @checkpoint.command(epilog="exit code: 0 if it is whole, 1 if it is damaged, 2 if there is none")
 @click.argument("path", type=FILE)
-@click.option("--step", type=int, metavar="N", help="this one of several; the newest by default")
-@_guarded()
+@_step
 def verify(path: Path, step: int | None) -> int:
     """Read every byte of a checkpoint and say what is damaged."""
     from shardwise.checkpoint.find import find
@@ -157,7 +151,6 @@ exit code: 0 if they are equal, 1 if they differ, 2 for trouble
 @click.argument("b", type=FILE)
 @click.option("--weights", is_flag=True, help="compare only the values of parameters and buffers")
 @click.option("--all", "is_whole", is_flag=True, help="list all that differs, not the first 20 of each kind")
-@_guarded(damaged_code=2)
 def diff(a: Path, b: Path, weights: bool, is_whole: bool) -> int:
     """Say how two checkpoints differ.
 
@@ -176,27 +169,25 @@ def diff(a: Path, b: Path, weights: bool, is_whole: bool) -> int:
 
 
 @checkpoint.command(
-    epilog=as_written("""
+    epilog=as_written(f"""
 examples:
   shardwise checkpoint reshard runs/a /mnt/b --files 64
   shardwise checkpoint reshard runs/a /mnt/b --files 8 --step 200
   shardwise checkpoint reshard runs/a /mnt/b --files 1    tensors whole, under their plain names
 
-exit code: 0; 1 if it is damaged or the disk fails; 2 if it cannot be done so
+{_EXIT}
 """)
 )
 @click.argument("source", type=FILE)
 @click.argument("root", type=FILE)
-@click.option("--files", type=int, required=True, help="over which the tensors are spread evenly")
+@click.option("--files", type=_files, required=True, help="over which the tensors are spread evenly")
 @_step
-@_guarded()
 def reshard(source: Path, root: Path, files: int, step: int | None) -> int:
     """Write a checkpoint again with more or fewer files.
 
     Any layout loads any checkpoint as it is: this is for a file system that wants fewer or smaller files, or for whole
     tensors. What one rank alone has, such as the state of its generators, goes into the first file.
     """
-    _check_files(files)
     newest = _newest_whole(source, step)
     with _bar("writing") as report:
         from shardwise.checkpoint.offline import reshard
@@ -209,14 +200,14 @@ def reshard(source: Path, root: Path, files: int, step: int | None) -> int:
 
 
 @checkpoint.command(
-    epilog=as_written("""
+    epilog=as_written(f"""
 examples:
   shardwise checkpoint export runs/a my-model
   shardwise checkpoint export runs/a/step-00000100 my-model --dtype fp32
   shardwise checkpoint export runs/a my-model --hf-config base/config.json
   shardwise checkpoint export runs/a my-model --tokenizer base
 
-exit code: 0; 1 if it is damaged or the disk fails; 2 if it cannot be done so
+{_EXIT}
 """)
 )
 @click.argument("source", type=FILE)
@@ -225,7 +216,6 @@ exit code: 0; 1 if it is damaged or the disk fails; 2 if it cannot be done so
 @click.option("--hf-config", type=FILE, help="the config.json to put there; by default the checkpoint's own")
 @click.option("--tokenizer", type=FILE, metavar="FOLDER", help="whose tokenizer to put there; by default the run's own")
 @_step
-@_guarded()
 def export(
     source: Path, folder: Path, dtype: Dtype | None, hf_config: Path | None, tokenizer: Path | None, step: int | None
 ) -> int:
@@ -253,26 +243,24 @@ def export(
 
 @checkpoint.command(
     "import",
-    epilog=as_written("""
+    epilog=as_written(f"""
 examples:
   shardwise checkpoint import base-model runs/base
   shardwise checkpoint import base-model runs/base --decoder    for the model that `shardwise train` has
 
-exit code: 0; 1 if it is damaged or the disk fails; 2 if it cannot be done so
+{_EXIT}
 """),
 )
 @click.argument("folder", type=FILE, metavar="HF_FOLDER")
 @click.argument("root", type=FILE)
-@click.option("--files", type=int, default=1, help="over which the tensors are spread evenly")
+@click.option("--files", type=_files, default=1, help="over which the tensors are spread evenly")
 @click.option("--decoder", is_flag=True, help="name tensors as the decoder of `shardwise train` does")
-@_guarded()
 def import_(folder: Path, root: Path, files: int, decoder: bool) -> int:
     """Write a Hugging Face folder as a checkpoint of weights.
 
     engine.load takes the checkpoint under any layout; engine.import_weights takes the folder as it is, without this
     command.
     """
-    _check_files(files)
     with _bar("writing") as report:
         from shardwise.checkpoint.convert import import_folder
         from shardwise.checkpoint.show import render_resharded
@@ -291,15 +279,6 @@ def _newest_whole(path: Path, step: int | None) -> Path:
     if (newest := find(path, step)[0]) != source:
         print(f"shardwise: {newest.name} is damaged (see checkpoint verify); taking {source.name}", file=sys.stderr)
     return source
-
-
-def _check_files(num_files: int) -> None:
-    from shardwise.checkpoint.manifest import CheckpointError
-
-    if not 1 <= num_files <= _MAX_FILES:
-        raise CheckpointError(
-            "num-files", f"--files {num_files} is no number of files; give one from 1 to {_MAX_FILES}"
-        )
 
 
 def _print(*blocks: RenderableType) -> None:

@@ -2,52 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal, NoReturn
 
 import click
 from click.shell_completion import CompletionItem
 
-from shardwise.config.resolve import ConfigError, all_keys
+from shardwise.config.errors import with_code
+from shardwise.config.resolve import Config, ConfigError, all_keys
+from shardwise.launch.environment import RankEnv, detect, lone_rank
+from shardwise.report.console import Terminal, progress
 
 FILE: Final = click.Path(path_type=Path)
-# Python refuses to read a number of thousands of digits.
-_MAX_DIGITS: Final = 18
-_LONG: Final = 80
-
-
-class _Count(click.ParamType):
-    """Read a whole number from 1, with commas or underscores between its digits, such as 1,024."""
-
-    name = "n"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        digits = str(value).replace(",", "").replace("_", "")
-        if not is_number(digits) or int(digits) < 1:
-            flag = param.opts[0] if param is not None else "it"
-            raise ConfigError(
-                "flag-whole-number", f"{flag} {shown(str(value))} must be a whole number >= 1, such as {flag} 1024"
-            )
-        return int(digits)
-
-
-class _Amount(click.ParamType):
-    """Read a positive amount, such as 300e9 or 1,000,000."""
-
-    name = "n"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        try:
-            found = float(str(value).replace(",", "").replace("_", ""))
-        except ValueError:
-            found = 0.0
-        if not 0 < found < math.inf:
-            flag = param.opts[0] if param is not None else "it"
-            raise ConfigError("flag-amount", f"{flag} {shown(str(value))} must be more than 0, such as {flag} 300e9")
-        return found
+COUNT: Final = click.IntRange(1)
+AMOUNT: Final = click.FloatRange(0.0, min_open=True)
 
 
 class _OutputFile(click.ParamType):
@@ -68,20 +39,8 @@ class _OutputFile(click.ParamType):
         return path
 
 
-COUNT: Final = _Count()
-AMOUNT: Final = _Amount()
 OUTPUT: Final = _OutputFile()
 OUTPUT_OR_DASH: Final = _OutputFile(takes_dash=True)
-
-
-def is_number(text: str) -> bool:
-    """Say whether a text is a whole number in decimal digits that Python reads quickly."""
-    return text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS
-
-
-def shown(text: str) -> str:
-    """Return a text as an error shows it: only the beginning of a long one."""
-    return text if len(text) <= _LONG else f"{text[:_LONG]}..."
 
 
 def as_written(text: str) -> str:
@@ -126,3 +85,26 @@ def split(settings: Sequence[str]) -> tuple[str | None, list[str]]:
             f"{' and '.join(files)} are two config files; give one, and settings as section.key=value",
         )
     return (files[0] if files else None), [text for text in settings if "=" in text]
+
+
+def show_dry_run(config: Config, world_size: int, ranks: Sequence[int] | Literal["stages"] = (0,)) -> int:
+    """Simulate `ranks` of the job of a `config` on `world_size` ranks, print what they hold and send, and return 0."""
+    from shardwise.verify.dry_run import dry_run, render
+
+    with progress("reading the config") as announce:
+        run = dry_run(config, world_size, ranks, announce)
+    Terminal().print(render(run))
+    return 0
+
+
+def be_rank(work: Callable[[RankEnv], None]) -> NoReturn:
+    """Do a rank's work and end this process; what fails it is a line on stderr, which the launcher shows."""
+    from shardwise.comm.collectives import CommError
+    from shardwise.launch.process_group import LaunchError, leave
+
+    try:
+        work(detect(os.environ) or lone_rank())
+    except (ConfigError, LaunchError, CommError) as error:
+        print(with_code(error), file=sys.stderr)
+        leave(2 if isinstance(error, ConfigError) else 1)
+    leave(0)

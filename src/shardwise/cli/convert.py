@@ -10,26 +10,20 @@ from typing import Any, Final
 import click
 
 from shardwise.cli.command import COUNT, FILE, OUTPUT, write_file
-from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.resolve import Config
 
 _SCHEDULES: Final = MappingProxyType({"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"})
 
 
 @click.command()
-@click.argument("file", type=FILE, metavar="DS_CONFIG.JSON", required=False)
+@click.argument("file", type=FILE, metavar="DS_CONFIG.JSON")
 @click.option("--out", type=OUTPUT, help="write it to a file instead")
 @click.option("--world-size", type=COUNT, help="ranks, to check the batch's equation")
-@click.option("--markdown", is_flag=True, help="print the page docs/deepspeed-config.md instead")
-def convert(file: Path | None, out: Path | None, world_size: int | None, markdown: bool) -> int:
+def convert(file: Path, out: Path | None, world_size: int | None) -> int:
     """Print a ds_config.json as a config of Shardwise's.
 
     What has no effect, is unknown or is refused stands in it as comments.
     """
-    if markdown:
-        print(reference_page())
-        return 0
-    if file is None:
-        raise ConfigError("no-config-file", "convert takes a file; give the path of a ds_config.json")
     text = _as_toml(file, world_size)
     if out is None:
         print(text, end="")
@@ -72,43 +66,3 @@ def _schedule(section: Mapping[str, Any], comments: list[str]) -> Iterator[tuple
         yield "optimizer.lr", params["warmup_max_lr"]
     if params.get("warmup_type", "log") != "linear":
         comments.append("the warm-up of a config is linear; DeepSpeed's is logarithmic where warmup_type is not linear")
-
-
-def reference_page() -> str:
-    """Return the docs page of all keys as Markdown: a table for each section."""
-    from shardwise.compat.deepspeed.keys import CLASSES, KEYS
-
-    parts = [
-        _HEAD,
-        "\n".join(["| class | a key of it |", "|---|---|", *(f"| {a} | {b} |" for a, b in CLASSES.items())]),
-    ]
-    sections: dict[str, dict[tuple[str, str], list[str]]] = {}
-    for key in KEYS.values():
-        top, _, leaf = key.path.partition(".") if "." in key.path else ("", "", key.path)
-        what = {"M": key.text, "N": f"no effect: {key.text}", "R": f"refused: {key.text}"}[key.action]
-        sections.setdefault(top, {}).setdefault((key.kind, what), []).append(f"`{leaf}`")
-    for section, rows in sections.items():
-        table = [f"| {', '.join(names)} | {kind} | {what} |" for (kind, what), names in rows.items()]
-        title = f"## {section}" if section else "## At the top"
-        parts.append("\n".join([title, "", "| key | class | here |", "|---|---|---|", *table]))
-    return "\n\n".join(parts)
-
-
-_HEAD: Final = """# DeepSpeed's config keys
-
-Made from the table of `shardwise.compat.deepspeed.keys` by `shardwise convert --markdown`. The same table translates a
-`ds_config.json` when a script runs by `shardwise.compat.deepspeed`, and makes its messages; `shardwise convert
-ds_config.json` prints the translation as a config of Shardwise's, with what was left out as comments.
-
-A value `"auto"` that was not filled in counts as absent, which is said once. A dotted key at the top, such as
-`"zero_optimization.stage"`, is read as a path, and wins over the section. An unknown key is said with the nearest
-known one, and fails nothing. Keys with `stage3_` are also known without it, and `bf16` as `bfloat16`. The batch is an
-equation: `train_batch_size` = `train_micro_batch_size_per_gpu` x `gradient_accumulation_steps` x data ranks; two give
-the third.
-
-A section `"shardwise"` holds sections of Shardwise's own config, which reach what DeepSpeed's keys do not:
-`{"shardwise": {"mesh": {"tp": 2}, "recompute": {"mode": "full"}}}`.
-
-What the JSON says nothing about is as in DeepSpeed: stage 0, clipping at 1.0, a step without finite gradients is
-skipped (`run.on_nonfinite`). In stage 3 small parameters stay whole (`zero.keep_whole_below`), and ranks may run
-different blocks (`zero.lockstep`)."""

@@ -11,11 +11,10 @@ from typing import Any
 
 import click
 
-from shardwise.cli.command import COUNT, FILE, settings, split
-from shardwise.config.errors import with_code
+from shardwise.cli.command import COUNT, FILE, be_rank, settings, split
 from shardwise.config.resolve import Config, ConfigError
-from shardwise.launch.environment import cache_folder, detect, lone_rank
-from shardwise.launch.local import default_num_ranks, launch_local
+from shardwise.launch.environment import cache_folder
+from shardwise.launch.local import default_num_ranks
 from shardwise.report.console import Terminal, progress
 
 
@@ -27,15 +26,14 @@ from shardwise.report.console import Terminal, progress
 @click.option("--num-procs", type=COUNT, help="ranks that --calibrate lets work at once (default: as for train)")
 @click.option("--dir", "folder", type=FILE, help="whose disk is measured (default: run.dir)")
 @click.option("--nvme-path", type=FILE, help="the folder for states on NVMe (default: tiers.nvme_path)")
-# How the doctor starts the processes that measure together: a launcher, and its ranks.
-@click.option("--launch-calibrators", nargs=5, hidden=True)
 @click.option("--be-calibrator", nargs=4, hidden=True)
 def doctor(settings: Sequence[str], folder: Path | None, nvme_path: Path | None, **given: Any) -> int:
     """Say what this machine can do, what is wrong with it and how to fix that, in about 15 seconds."""
-    if given["launch_calibrators"] is not None:
-        return _launch(*given["launch_calibrators"])
     if given["be_calibrator"] is not None:
-        return _be_rank(*given["be_calibrator"])
+        from shardwise.doctor.calibrate import be_calibrator
+
+        rows, device_kind, disk, extent = given["be_calibrator"]
+        be_rank(lambda env: be_calibrator(env, Path(rows), device_kind, Path(disk), extent))
     if given["calibrate"]:
         return _calibrate(settings, nvme_path or folder, given["num_procs"], given["quick"], given["as_json"])
     with progress("starting torch") as announce:
@@ -57,25 +55,6 @@ def doctor(settings: Sequence[str], folder: Path | None, nvme_path: Path | None,
 
         Terminal(highlight=False).print(render(diagnosis))
     return diagnosis.exit_code
-
-
-def _launch(folder: str, device_kind: str, num_ranks: str, disk: str, extent: str) -> int:
-    argv = ["-m", "shardwise.cli", "doctor", "--be-calibrator", folder, device_kind, disk, extent]
-    return launch_local(argv, int(num_ranks), Path(folder), grace_s=1.0, failure_grace_s=1.0)
-
-
-def _be_rank(folder: str, device_kind: str, disk: str, extent: str) -> int:
-    from shardwise.comm.collectives import CommError
-    from shardwise.doctor.calibrate import be_calibrator
-    from shardwise.launch.process_group import LaunchError, leave
-
-    env = detect(os.environ) or lone_rank()
-    try:
-        be_calibrator(env, Path(folder), "cuda" if device_kind == "cuda" else "cpu", Path(disk), extent)
-    except (ConfigError, LaunchError, CommError) as error:
-        print(with_code(error), file=sys.stderr)
-        return leave(1)
-    return leave(0)
 
 
 def _calibrate(settings: Sequence[str], disk: Path | None, num_procs: int | None, is_quick: bool, as_json: bool) -> int:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import click
 from rich.console import Console, Group, RenderableType
@@ -18,13 +17,11 @@ from rich.text import Text
 from shardwise.cli.command import (
     AMOUNT,
     COUNT,
-    FILE,
     OUTPUT,
     OUTPUT_OR_DASH,
     as_written,
-    is_number,
     settings,
-    shown,
+    show_dry_run,
     split,
     write_file,
 )
@@ -37,10 +34,8 @@ if TYPE_CHECKING:
     from shardwise.planner.pricer import Pricer
     from shardwise.planner.results import Estimate
     from shardwise.planner.search import SearchResult
-    from shardwise.verify.dry_run import Choice
 
 _WRITTEN_BY: Final = "# Written by `shardwise plan`"
-_MAX_MARGIN: Final = 0.9
 _USUAL_LENGTH: Final = 4096
 # A written config saves this often: what a failure costs at most.
 _SAVED_S: Final = 3600.0
@@ -69,28 +64,9 @@ _HEEDS: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
         "": _EVERY - _OF_DRY_RUN,
         "explain": _OF_JOB | {"html", "global_batch"},
         "fit": _OF_JOB,
-        "refit": frozenset(),
         "dry_run": _OF_DRY_RUN,
     }
 )
-
-
-class _Share(click.ParamType):
-    """Read a share of a device's memory, such as 0.06 or 6%."""
-
-    name = "share"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        text = str(value)
-        try:
-            share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-        except ValueError:
-            share = -1.0
-        if not 0 <= share <= _MAX_MARGIN:
-            raise ConfigError(
-                "margin-share", f"--margin {text} must be a share between 0 and {_MAX_MARGIN}, such as 0.06 or 6%"
-            )
-        return share
 
 
 @click.command(
@@ -109,7 +85,6 @@ a dry run simulates the engine's own ranks: rank 0, or those of --ranks:
   shardwise plan --dry-run my.toml --world-size 512
   shardwise plan --dry-run my.toml --world-size 512 mesh.pp=8 mesh.tp=8 pipeline.schedule=zb-h1
   shardwise plan --dry-run my.toml --ranks stages      one rank of each stage of a pipeline
-  shardwise plan --dry-run my.toml --ranks worst       of these the one with the highest peak, in full
 
 exit code: 0, 1 where nothing fits, 2 where the question is wrong, 130 after Ctrl-C
 """)
@@ -135,17 +110,16 @@ exit code: 0, 1 where nothing fits, 2 where the question is wrong, 130 after Ctr
 )
 @click.option("--more", is_flag=True, help="all of the answer: where time goes, every fix, what was searched")
 @click.option("--top", type=COUNT, help="layouts to show (default: 3, with --more 5)")
-@click.option("--margin", type=_Share(), help="of a device's memory kept free (default: 0.06)")
+@click.option("--margin", type=click.FloatRange(0, 0.9), help="share of memory kept free (default: 0.06)")
 @click.option("--json", type=OUTPUT_OR_DASH, help="write all of it as JSON; - for the terminal")
 @click.option("--html", type=OUTPUT, help="write it as a page, as shardwise report does")
 @click.option("--write", type=OUTPUT, help="write the best as a config for shardwise train")
 @click.option("--explain", metavar="FILE", help="price one config: ours, DeepSpeed's or Megatron's")
 @click.option("--compare", metavar="FILE", help="a config of yours, as for --explain, to show beside the best")
 @click.option("--fit", is_flag=True, help="say how large a model, micro-batch and sequence may be")
-@click.option("--refit", type=FILE, metavar="RUNS", help="improve this machine's profile by runs' measurements")
 @click.option("--dry-run", is_flag=True, help="simulate the config as it is; start nothing")
 @click.option("--world-size", type=COUNT, help="ranks of the dry run (default: what the mesh says)")
-@click.option("--ranks", metavar="0,1,...|worst|stages", help="which ranks to simulate (default: 0)")
+@click.option("--ranks", metavar="0,1,...|stages", help="which ranks to simulate (default: 0)")
 def plan(**given: Any) -> int:
     """Find the best layout of a job that fits, with reasons; or say what a given one takes.
 
@@ -158,8 +132,6 @@ def plan(**given: Any) -> int:
     path, assignments = split(with_words(arguments))
     if arguments.dry_run:
         return _dry_run(arguments, path, assignments)
-    if arguments.refit is not None:
-        return _refit(arguments.refit)
     if arguments.model is not None and path is not None:
         raise ConfigError("two-models", f"--model {arguments.model} and {path} are two models; give one of them")
     if arguments.fit and assignments:
@@ -208,14 +180,12 @@ def with_words(arguments: SimpleNamespace) -> list[str]:
 
 def _answer(arguments: SimpleNamespace, model: str | None, assignments: Sequence[str]) -> int:
     """Answer a question about a job; refuse an incomplete one before torch is imported, which takes seconds."""
-    from shardwise.planner.hardware import parse_cluster
+    from shardwise.cli.this_machine import read_cluster
 
     if model is None and arguments.explain is None and not arguments.fit:
         raise ConfigError("plan-needs-model", _NO_MODEL)
-    if arguments.cluster is not None:
-        cluster = parse_cluster(arguments.cluster)
-    else:
-        cluster = _here(_num_procs(arguments.explain or model, assignments))
+    num_procs = None if arguments.cluster else _num_procs(arguments.explain or model, assignments)
+    cluster = read_cluster(arguments.cluster, num_procs)
     if arguments.fit:
         return _fit(arguments, cluster, model)
     if arguments.explain is not None:
@@ -240,14 +210,6 @@ def _refuse_taken(path: Path | None) -> None:
         is_ours = False
     if not is_ours:
         raise ConfigError("output-taken", f"--write {path} is there already, and not from a plan; give another path")
-
-
-def _here(num_procs: int | None) -> Cluster:
-    with progress("starting torch"):
-        from shardwise.cli.this_machine import this_machine
-        from shardwise.launch.environment import cache_folder
-
-        return this_machine(cache_folder(os.environ), num_procs)
 
 
 def _search(arguments: SimpleNamespace, cluster: Cluster, model: str, assignments: Sequence[str]) -> int:
@@ -421,28 +383,6 @@ def _fit(arguments: SimpleNamespace, cluster: Cluster, model: str | None) -> int
     return 0
 
 
-def _refit(runs_folder: Path) -> int:
-    """Correct the profile of each machine that the runs were on."""
-    with progress("starting torch"):
-        from shardwise.launch.environment import cache_folder
-        from shardwise.planner.profile import find_profile, write_profile
-        from shardwise.planner.recalibrate import read_runs, refit
-
-        runs, folder = read_runs(runs_folder), cache_folder(os.environ)
-        found = (find_profile(folder, *each) for each in sorted({(run.device, run.world_size) for run in runs}))
-        profiles = {(each.device, each.num_ranks): each for each in found if each is not None}
-        if not profiles:
-            raise ConfigError(
-                "machine-not-measured",
-                "the machine of these runs was not measured; run shardwise doctor --calibrate first",
-            )
-        refits = [refit(profile, runs) for profile in profiles.values()]
-    for each in refits:
-        words = f"wrote {write_profile(each.profile, folder)}" if each.is_changed else "nothing was written"
-        Terminal().print(f"{each}\n{words}", markup=False, highlight=False, soft_wrap=True)
-    return 0
-
-
 def _is_coloured(console: Console) -> bool:
     """Say whether the console shows colours: not where NO_COLOR is set, even if the terminal can show them."""
     return console.color_system is not None and not console.no_color
@@ -476,34 +416,26 @@ def _dry_run(arguments: SimpleNamespace, path: str | None, assignments: Sequence
     ranks = parse_ranks(arguments.ranks)
     # torch takes seconds to import.
     from shardwise.train.setup import job_config
-    from shardwise.verify.dry_run import dry_run, dry_run_size, render
+    from shardwise.verify.dry_run import dry_run_size
 
     config = job_config(path, assignments)
-    with progress("reading the config") as announce:
-        run = dry_run(config, dry_run_size(config, arguments.world_size), ranks, announce)
-    Terminal().print(render(run))
-    return 0
+    return show_dry_run(config, dry_run_size(config, arguments.world_size), ranks)
 
 
-def parse_ranks(text: str | None) -> list[int] | Choice:
+def parse_ranks(text: str | None) -> list[int] | Literal["stages"]:
     """Return the ranks that `--ranks` asks for.
 
-    >>> parse_ranks("0,8, 16"), parse_ranks("worst"), parse_ranks(None)
-    ([0, 8, 16], 'worst', [0])
+    >>> parse_ranks("0,8, 16"), parse_ranks("stages"), parse_ranks(None)
+    ([0, 8, 16], 'stages', [0])
 
     Raises:
         ConfigError: it is something else.
     """
     if text is None:
         return [0]
-    if text == "worst":
-        return "worst"
     if text == "stages":
         return "stages"
     parts = [part.strip() for part in text.split(",")]
-    if not all(map(is_number, parts)):
-        raise ConfigError(
-            "ranks-to-simulate",
-            f"--ranks {shown(text)} names no ranks; give numbers such as 0,8,16, or worst, or stages",
-        )
+    if not all(re.fullmatch(r"\d{1,18}", part, re.ASCII) for part in parts):
+        raise ConfigError("ranks-to-simulate", f"--ranks {text} names no ranks; give numbers such as 0,8,16, or stages")
     return [int(part) for part in parts]

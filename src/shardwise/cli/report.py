@@ -5,7 +5,6 @@ torch is imported only for the price of a plan's config.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -17,7 +16,7 @@ from shardwise.config.resolve import Config, ConfigError
 from shardwise.config.untrusted_files import read_json
 from shardwise.report import page
 from shardwise.report.console import progress
-from shardwise.report.planned import HERE, PlanNote, config_source, plan_source
+from shardwise.report.planned import PlanNote, plan_source
 from shardwise.report.run_folder import is_run, run_source
 
 if TYPE_CHECKING:
@@ -72,9 +71,16 @@ def _of_config(path: Path, max_bytes: int, cluster: str | None) -> page.Source:
     note = PlanNote.of(path.read_text(encoding="utf-8"))
     cluster = cluster or (note.cluster if note is not None else None)
     if cluster is None:
-        return config_source(path.stem, config, None, max_bytes)
+        raise ConfigError(
+            "cluster-not-known",
+            f"{path} was not written by shardwise plan; add its cluster, such as --cluster h100:512, or draw its "
+            "schedule by shardwise timeline --html",
+        )
+    from shardwise.cli.this_machine import read_cluster
+
+    found = read_cluster(cluster)
     with progress("starting torch"):
-        answer = _priced(path, _cluster(cluster))
+        answer = _priced(path, found)
     return plan_source(path.stem, answer, config.model_dump(mode="json"), max_bytes)
 
 
@@ -88,15 +94,3 @@ def _priced(path: Path, cluster: Cluster) -> dict[str, Any]:
     pricer = Pricer(asked.job)
     price = pricer.price(asked.strategy)
     return {"job": job_dict(price.job), **price_dict(price), **page_dict(price, pricer)}
-
-
-def _cluster(text: str) -> Cluster:
-    """Return the cluster of a plan; "here" is this machine."""
-    from shardwise.planner.hardware import parse_cluster
-
-    if text != HERE:
-        return parse_cluster(text)
-    from shardwise.cli.this_machine import this_machine
-    from shardwise.launch.environment import cache_folder
-
-    return this_machine(cache_folder(os.environ))

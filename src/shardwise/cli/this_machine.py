@@ -1,48 +1,47 @@
-"""Describes this machine as a cluster, with its measured speeds or, without those, its GPUs' data sheets.
+"""Read which cluster a command is about: one by name or file, or this machine with its measured speeds.
 
-It imports torch, which `shardwise.cli.plan` does not before it knows that the question is right.
+A machine that was not measured has the data sheet's of its GPUs.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import torch
+import os
 
 from shardwise.config.resolve import ConfigError
+from shardwise.launch.environment import cache_folder
 from shardwise.launch.local import default_num_ranks
-from shardwise.planner.hardware import CPU, Cluster, cluster_of, known_gpu
+from shardwise.planner.hardware import CPU, Cluster, cluster_of, known_gpu, parse_cluster
 from shardwise.planner.profile import find_profile
+from shardwise.report.console import progress
+from shardwise.report.planned import HERE
 
 
-def this_machine(folder: Path, num_ranks: int | None = None) -> Cluster:
-    """Return this machine with all of its GPUs, or with as many processes as `shardwise train` starts.
+def read_cluster(text: str | None, num_ranks: int | None = None) -> Cluster:
+    """Return the cluster that `--cluster` names; None, and "here" of a plan's file, are this machine.
 
     Args:
-        folder: the folder that profiles are kept in.
-        num_ranks: the number of ranks instead; None for that default.
+        text: of the flag.
+        num_ranks: of this machine; None for all of its GPUs, or as many processes as `shardwise train` starts.
 
     Raises:
-        ConfigError: the machine was not measured, and has no GPU that the catalogue knows.
+        ConfigError: there is none of that name, or this machine was not measured and the catalogue has no such GPU.
     """
-    if not torch.cuda.is_available():
-        ranks = num_ranks or default_num_ranks("cpu")
-        profile = find_profile(folder, CPU, ranks)
-        if profile is None:
-            raise ConfigError(
-                "machine-not-measured",
-                "this machine has no GPU and was not measured; run shardwise doctor --calibrate, or plan for another "
-                "by --cluster h100:8",
-            )
-        return cluster_of(profile, ranks)
-    name, ranks = torch.cuda.get_device_name(0), num_ranks or torch.cuda.device_count()
-    profile = find_profile(folder, name, ranks)
+    if text is not None and text != HERE:
+        return parse_cluster(text)
+    with progress("starting torch"):
+        import torch
+
+        is_cuda = torch.cuda.is_available()
+        name = torch.cuda.get_device_name(0) if is_cuda else CPU
+        ranks = num_ranks or (torch.cuda.device_count() if is_cuda else default_num_ranks("cpu"))
+    profile = find_profile(cache_folder(os.environ), name, ranks)
     if profile is not None:
         return cluster_of(profile, ranks)
-    gpu = known_gpu(name)
-    if gpu is None:
-        raise ConfigError(
-            "device-not-measured",
-            f"{name} is no device that the planner knows; run shardwise doctor --calibrate to measure it",
-        )
-    return Cluster(gpu=gpu, num_gpus=ranks, gpus_per_node=ranks, nic_bytes_per_s=gpu.nic_bytes_per_s)
+    gpu = known_gpu(name) if is_cuda else None
+    if gpu is not None:
+        return Cluster(gpu=gpu, num_gpus=ranks, gpus_per_node=ranks, nic_bytes_per_s=gpu.nic_bytes_per_s)
+    raise ConfigError(
+        "machine-not-measured",
+        f"this machine's {name} is not in the planner's catalogue and was not measured; run shardwise doctor "
+        "--calibrate, or plan for another by --cluster h100:8",
+    )

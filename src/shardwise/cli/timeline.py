@@ -45,11 +45,10 @@ examples:
 @click.option("--backward-weight-s", type=float, metavar="S", help="seconds of the gradient of the weights")
 @click.option("--transfer-s", type=float, metavar="S", help="seconds that a value takes between ranks (default: 0)")
 @click.option("--recorded", type=FILE, help="a run's Chrome trace, drawn under the plan")
-@click.option("--own-axes", is_flag=True, help="give plan and run each its own scale of time")
 @click.option("--html", type=OUTPUT, help="write it as a page with zoom and search")
 @click.option("--chrome-trace", type=OUTPUT, help="write the plan for Perfetto")
 @click.option("--text", is_flag=True, help="draw in the terminal, even where a file is written")
-def timeline(settings: Sequence[str], recorded: Path | None, own_axes: bool, text: bool, **given: Any) -> int:
+def timeline(settings: Sequence[str], recorded: Path | None, text: bool, **given: Any) -> int:
     """Draw the pipeline schedule of a config, stages over time, with its bubble.
 
     Times are those of one micro-batch on one rank, all its stages together; a backward that is not split takes those of
@@ -64,7 +63,7 @@ def timeline(settings: Sequence[str], recorded: Path | None, own_axes: bool, tex
     if actions is not None:
         panels.append(TerminalPanel(f"recorded: {recorded}", actions))
     files: list[tuple[Path | None, Callable[[], str]]] = [
-        (given["html"], lambda: page.draw([_source(panels)], same_axis=not own_axes)),
+        (given["html"], lambda: page.draw([_source(panels)])),
         (given["chrome_trace"], lambda: json.dumps(chrome_trace(panels[0].actions))),
     ]
     wanted = [(each, make) for each, make in files if each is not None]
@@ -73,7 +72,7 @@ def timeline(settings: Sequence[str], recorded: Path | None, own_axes: bool, tex
         print(f"wrote {each}")
     if text or not wanted:
         console = Terminal(highlight=False)
-        drawing = timeline_text.draw(panels, console.width, same_axis=not own_axes)
+        drawing = timeline_text.draw(panels, console.width)
         # The console decides whether there are colours: it knows terminals and NO_COLOR.
         console.print(drawing, soft_wrap=True, end="")
     return 0

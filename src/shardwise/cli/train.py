@@ -12,11 +12,11 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from shardwise.cli.command import COUNT, as_written, settings, split
+from shardwise.cli.command import COUNT, as_written, settings, show_dry_run, split
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.launch.environment import RankEnv, cache_folder, detect, lone_rank
 from shardwise.launch.signals import StopFlag, install_stop_signal
-from shardwise.report.console import Terminal, progress, refuse
+from shardwise.report.console import refuse
 
 
 @click.command(
@@ -109,16 +109,11 @@ def _start(path: str | None, assignments: Sequence[str], resume: str | None) -> 
 
 def _dry_run(path: str | None, assignments: Sequence[str], resume: str | None, world_size: int | None) -> int:
     from shardwise.train.checkpoints import keep_global_batch
-    from shardwise.verify.dry_run import dry_run, dry_run_size, render
+    from shardwise.verify.dry_run import dry_run_size
 
     config, source = _job(path, assignments, resume, None)
     num_ranks = dry_run_size(config, world_size)
-    if source is not None:
-        config = keep_global_batch(config, num_ranks)
-    with progress("reading the config") as announce:
-        simulated = dry_run(config, num_ranks, announce=announce)
-    Terminal().print(render(simulated))
-    return 0
+    return show_dry_run(config if source is None else keep_global_batch(config, num_ranks), num_ranks)
 
 
 def _be_rank(

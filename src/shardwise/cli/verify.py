@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,11 +11,9 @@ import click
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.cli.command import COUNT, FILE, as_written, settings, split
-from shardwise.config.errors import with_code
+from shardwise.cli.command import COUNT, FILE, as_written, be_rank, settings, split
 from shardwise.config.resolve import ConfigError
 from shardwise.config.untrusted_files import UntrustedFileError, read_json
-from shardwise.launch.environment import detect, lone_rank
 from shardwise.report.console import Terminal, progress
 
 if TYPE_CHECKING:
@@ -43,7 +40,7 @@ exit code: 0 equal, 1 different or a rank failed, 2 the config cannot be
 @click.option("--processes", type=int, default=16, help="processes at most")
 @click.option("--quality", is_flag=True, help="train a small model with and without precision.states, and compare")
 @click.option("--seeds", type=COUNT, default=3, help="trainings of each kind, with --quality")
-@click.option("--be-rank", type=FILE, hidden=True)
+@click.option("--be-rank", "rank_folder", type=FILE, hidden=True)
 def verify(
     settings: Sequence[str],
     world_size: int | None,
@@ -52,15 +49,17 @@ def verify(
     processes: int,
     quality: bool,
     seeds: int,
-    be_rank: Path | None,
+    rank_folder: Path | None,
 ) -> int:
     """Prove that a config's layout trains as one process does, without its machines.
 
     The config's layout is checked at its own size, then folded to at most 16 processes of this machine: every axis of
     several ranks keeps several. A small copy of the model is trained in float64, on these and in one plain process.
     """
-    if be_rank is not None:
-        _be_rank(be_rank)
+    if rank_folder is not None:
+        from shardwise.verify.run import be_rank as train_as_rank
+
+        be_rank(lambda env: train_as_rank(env, rank_folder))
     if quality:
         return _quality(settings, seeds, steps or 300)
     console = Terminal(highlight=False)
@@ -91,19 +90,6 @@ def _quality(settings: Sequence[str], num_seeds: int, num_steps: int) -> int:
         found = measure_quality(job_config(*split(settings)), range(num_seeds), num_steps, say)
     Terminal(highlight=False).print(render(found))
     return 0
-
-
-def _be_rank(folder: Path) -> None:
-    from shardwise.comm.collectives import CommError
-    from shardwise.launch.process_group import LaunchError, leave
-    from shardwise.verify.run import be_rank
-
-    try:
-        be_rank(detect(os.environ) or lone_rank(), folder)
-    except (ConfigError, LaunchError, CommError) as error:
-        print(with_code(error), file=sys.stderr)
-        leave(2 if isinstance(error, ConfigError) else 1)
-    leave(0)
 
 
 def read_model(path: Path) -> dict[str, Any]:

@@ -1,31 +1,31 @@
 """Measure this machine as training uses it: kernels, copies, collectives and the disk, with all ranks at work at once.
 
 `shardwise doctor` takes a glance at it; `--calibrate` fills the tables from which the planner prices. Ranks share the
-hardware, so as many as a job has measure at the same time, each with its threads. A launcher runs as a child process,
-so that a hang or a crash cannot stop the doctor; it starts ranks as for training; each runs `be_calibrator` and writes
-rows, of which `profile_of` makes a profile. A time is the median of several calls.
+hardware, so as many as a job has measure at the same time, each with its threads. They are started as for training, so
+what hangs or crashes is a rank and not the doctor; each runs `be_calibrator` and writes rows, of which `profile_of`
+makes a profile. A time is the median of several calls.
 
     profile, failure = calibrate("cpu", num_ranks=2, environ=os.environ, folder=Path("runs"))
 """
 
 from __future__ import annotations
 
-import contextlib
+import io
 import json
 import math
+import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from itertools import product
 from pathlib import Path
 from typing import Any, Final, Literal
 
-import psutil
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -33,8 +33,9 @@ from torch import Tensor
 
 from shardwise.comm.backends import process_group_comm
 from shardwise.comm.collectives import Comm, CommResources
-from shardwise.launch.environment import LAUNCHER_FD, RankEnv
+from shardwise.launch.environment import RankEnv
 from shardwise.launch.host import usable_bytes
+from shardwise.launch.local import launch_local
 from shardwise.launch.process_group import start_process_group
 from shardwise.models.decoder import DecoderBlock, DecoderConfig, DecoderLinear, RMSNorm, lm_loss, rope_tables
 from shardwise.models.decoder_attention import attend_densely
@@ -162,52 +163,35 @@ def measure_on_ranks(
     what: tuple[DeviceKind, int, Path | str, str],
     environ: Mapping[str, str],
     *,
-    argv: Sequence[str] = ("-m", "shardwise.cli", "doctor", "--launch-calibrators"),
-    timeout_s: float | None = None,
+    argv: Sequence[str] = ("-m", "shardwise.cli", "doctor", "--be-calibrator"),
+    timeout_s: float = _COLLECTIVE_TIMEOUT_S,
 ) -> tuple[list[dict[str, Any]], str | None]:
-    """Start a launcher as a child process; return the rows that its ranks wrote, and why they are incomplete, or None.
+    """Start ranks; return the rows that they wrote, and why these are incomplete, or None. Call it on the main thread.
 
     Args:
         what: the device, the number of ranks, the folder whose disk is measured, and the extent.
-        environ: the environment that it inherits.
-        argv: the launcher's arguments after the interpreter; the folder of the rows, and `what` follow.
-        timeout_s: seconds after which it is ended; None for those of the extent.
+        environ: the environment that they inherit.
+        argv: a rank's arguments after the interpreter; the folder of the rows, and `what` without the number, follow.
+        timeout_s: seconds after which a rank that is stopped ends all.
     """
-    timeout_s = timeout_s or _limit_s(what[-1]) + _START_S
-    failure = None
-    with tempfile.TemporaryDirectory(prefix="shardwise-doctor-") as name, Path(name, "stderr").open("w+") as said:
-        process = subprocess.Popen(
-            [sys.executable, *argv, name, *map(str, what)],
-            # As for a rank, the launcher ends when this pipe closes, so it ends with this process, however that ends.
-            env={**environ, LAUNCHER_FD: "0"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=said,
-            start_new_session=True,
+    device_kind, num_ranks, disk, extent = what
+    with tempfile.TemporaryDirectory(prefix="shardwise-doctor-") as name, redirect_stderr(io.StringIO()) as said:
+        exit_code = launch_local(
+            [*argv, name, device_kind, str(disk), extent],
+            num_ranks,
+            Path(name),
+            environ=environ,
+            timeout_s=timeout_s,
+            grace_s=1.0,
+            failure_grace_s=1.0,
         )
-        try:
-            if process.wait(timeout_s):
-                said.seek(0)
-                reason = said.read().strip().partition("\n")[0].removeprefix("shardwise: ")
-                failure = reason or f"exited with code {process.returncode}"
-        except subprocess.TimeoutExpired:
-            failure = f"did not end within {timeout_s:g} s"
-        finally:
-            _kill_tree(process)
         results = Path(name, RESULTS)
         lines = results.read_text().splitlines() if results.exists() else []
+    if exit_code == 128 + signal.SIGINT:
+        raise KeyboardInterrupt
+    failure = said.getvalue().partition("\n")[0].removeprefix("shardwise: ") if exit_code else None
     # A rank that was killed may have left half a line.
     return [json.loads(line) for line in lines if line.endswith("}")], failure
-
-
-def _kill_tree(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and all under it, if it has not ended."""
-    with process:  # which closes its pipe
-        if process.poll() is None:
-            for each in psutil.Process(process.pid).children(recursive=True):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    each.kill()
-            process.kill()
 
 
 def _limit_s(extent: str) -> float:
@@ -264,6 +248,7 @@ def be_calibrator(env: RankEnv, folder: Path, device_kind: DeviceKind, disk: Pat
         LaunchError: the ranks did not meet.
         CommError: a collective failed or hung.
     """
+    signal.alarm(math.ceil(_limit_s(extent) + _START_S))  # kills this rank, even where a driver hangs
     start_process_group(env, device_kind, _COLLECTIVE_TIMEOUT_S)
     device = torch.device("cuda", torch.cuda.current_device()) if device_kind == "cuda" else torch.device("cpu")
     timer = RankTimer(_comm(dist.group.WORLD, device), _limit_s(extent), is_own=extent == "glance")
@@ -367,7 +352,7 @@ def _disk_speeds(rank: int, disk: Path) -> Iterator[tuple[str, float]]:
     try:
         speed = measure_swap(disk, rank)
     except (OSError, RuntimeError) as error:
-        print(f"the disk of {disk} was not measured: {first_line(error)}", flush=True)
+        print(f"the disk of {disk} was not measured: {first_line(error)}", file=sys.stderr)
         return
     yield "disk_read_bytes_per_s", speed.read_bytes_per_s
     yield "disk_write_bytes_per_s", speed.write_bytes_per_s

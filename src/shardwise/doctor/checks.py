@@ -158,12 +158,8 @@ def _on_host(facts: SystemInfo) -> Found:
     cpu, memory, disk = facts.cpu, facts.memory, facts.disk
     if cpu.quota_cores is not None and cpu.quota_cores < cpu.num_usable:
         yield "cores-throttled", cpu.quota_cores, cpu.num_usable, cpu.num_at_once
-    if cpu.num_usable < cpu.num_machine:
-        yield "cores-limited", cpu.num_usable, cpu.num_machine
     if _is_busy(facts):
         yield "machine-busy", cpu.load, cpu.num_machine
-    if not facts.gpus and not cpu.has_fast_bf16:
-        yield ("cpu-without-bf16",)
     if memory.limit_bytes is not None and memory.limit_bytes < memory.total_bytes:
         yield "memory-limited", format_bytes(memory.limit_bytes), format_bytes(memory.total_bytes)
     if memory.swap_used_bytes > _SWAPPED_BYTES:

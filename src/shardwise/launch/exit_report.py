@@ -26,6 +26,7 @@ _SIGNAL_MEANINGS: Mapping[int, str] = {
     signal.SIGSEGV: "segmentation fault",
     signal.SIGABRT: "aborted by a C++ error",
     signal.SIGBUS: "bus error: /dev/shm or a disk may be full",
+    signal.SIGALRM: "its time was over",
 }
 # Errors of a rank that only lost its peer.
 _LOST_PEER = re.compile(

@@ -1,4 +1,4 @@
-"""Correct the prices of blocks and heads by the measured time of whole units on a machine.
+"""Scale the prices of blocks and heads by the measured time of whole units on a machine.
 
 Tables of products, attention and streams leave out what no table has: autograd's own work, caches that one kernel
 leaves warm or cold for the next, memory that is allocated and returned. A block and a head, measured whole at a few

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Final
 
 from shardwise.config.resolve import Tier
@@ -38,6 +39,17 @@ TIME_PARTS: Final = (
     "step",  # the optimizer's
     "other",
 )
+TIMELINE_PARTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "compute": ("compute", "recompute", "tensor", "context", "experts"),
+        "bubble": ("bubble",),
+        "data": ("data",),
+        "offload": ("offload",),
+        "step": ("step",),
+        "other": ("other",),
+    }
+)
+"""The planner's parts, by the part of a timeline that contains them: what a block exchanges is part of its forward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,3 +182,8 @@ def simplest(prices: Iterable[Estimate]) -> Estimate:
     least_s = min(price.time.step_s for price in every)
     tied = [price for price in every if price.time.step_s <= (1 + TIE_SHARE) * least_s]
     return min(tied, key=lambda price: (num_extras(price.strategy), price.time.step_s))
+
+
+def by_timeline_part(parts: Mapping[str, float]) -> dict[str, float]:
+    """Sum the planner's parts into those of a timeline."""
+    return {name: sum(parts.get(each, 0.0) for each in names) for name, names in TIMELINE_PARTS.items()}

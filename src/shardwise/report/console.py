@@ -46,7 +46,7 @@ def progress(doing: str) -> Iterator[Callable[[str], None]]:
 
     Of what takes less than that no line is written.
     """
-    console = Console(stderr=True)
+    console = Console(file=sys.stderr)  # this one, even if another takes its place meanwhile
     if console.is_terminal:
         with console.status(doing) as status:
             yield status.update

@@ -23,10 +23,8 @@ from shardwise.schedule import TimedAction
 
 _WIDTH: Final = 4
 _NONE: Final = -1
-# A timeline is first stored as finely as this many ticks a makespan allow, then more coarsely until it fits.
-_FINE_TICKS, _COARSE_TICKS = 2**24, 2**18
-# A recorded action takes at least so many characters in fine ticks; without enough of them, these are not tried.
-_FINE_CHARS: Final = 3
+_NUM_TICKS: Final = 2**20
+"""So finely are the times of a makespan stored."""
 
 
 def packed(kind: Literal["i", "f"], values: Iterable[float]) -> dict[str, Any]:
@@ -47,15 +45,10 @@ def num_chars(value: Any) -> int:
 
 
 def packed_timeline(panel: TerminalPanel, max_chars: int) -> dict[str, Any]:
-    """Return a timeline for the page, as finely as `max_chars` characters allow; it says what was left out."""
-    few_chars = len(panel.actions) * _FINE_CHARS > max_chars
-    # Ticks of the makespan, streams, one of how many ranks.
-    levels = [] if few_chars else [(_FINE_TICKS, panel.streams, 1)]
-    levels += [(_COARSE_TICKS, panel.streams, 1)]
-    levels += [(_COARSE_TICKS, panel.streams[:1], 2**power) for power in range(20)]
-    for num_ticks, streams, every in levels:
+    """Return a timeline for the page, with as much as `max_chars` characters allow; it says what was left out."""
+    for streams, every in [(panel.streams, 1), *((panel.streams[:1], 2**power) for power in range(20))]:
         ranks = list(panel.rows)[::every]
-        columns = _columns(panel, ranks, streams, num_ticks)
+        columns = _columns(panel, ranks, streams)
         if num_chars(columns) <= max_chars:
             break
     dropped = panel.streams[len(streams) :]
@@ -65,7 +58,7 @@ def packed_timeline(panel: TerminalPanel, max_chars: int) -> dict[str, Any]:
         "title": panel.title,
         "bubble": panel.bubble_line,
         "makespan_s": panel.makespan_s,
-        "num_ticks": num_ticks,
+        "num_ticks": _NUM_TICKS,
         "num_chunks": panel.num_chunks,
         "streams": streams,
         "left_out": left_out,
@@ -75,9 +68,9 @@ def packed_timeline(panel: TerminalPanel, max_chars: int) -> dict[str, Any]:
     }
 
 
-def _columns(panel: TerminalPanel, ranks: Sequence[int], streams: Sequence[str], num_ticks: int) -> dict[str, Any]:
+def _columns(panel: TerminalPanel, ranks: Sequence[int], streams: Sequence[str]) -> dict[str, Any]:
     """Return a row for each rank and stream; an action is its gap to the one before it, and its length, in ticks."""
-    ticks_per_s = num_ticks / panel.makespan_s if panel.makespan_s > 0 else 0.0
+    ticks_per_s = _NUM_TICKS / panel.makespan_s if panel.makespan_s > 0 else 0.0
     rows = [
         [each for each in panel.rows[rank] if each.stream == stream and each.duration_s > 0]
         for rank in ranks

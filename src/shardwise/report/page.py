@@ -33,7 +33,7 @@ def share_of(num_sources: int) -> int:
     return (MAX_BYTES - _ASSETS_BYTES) // max(1, num_sources)
 
 
-def draw(sources: Sequence[Source], *, same_axis: bool = True) -> str:
+def draw(sources: Sequence[Source]) -> str:
     """Return the page."""
     assets = files("shardwise.report") / "assets"
 
@@ -41,7 +41,7 @@ def draw(sources: Sequence[Source], *, same_axis: bool = True) -> str:
         return "\n".join((assets / name).read_text(encoding="utf-8") for name in names)
 
     written, own = time.strftime("%Y-%m-%d %H:%M:%S"), installed("shardwise") or ""
-    values = {"written": written, "version": own, "same_axis": same_axis, "sources": sources}
+    values = {"written": written, "version": own, "sources": sources}
     # A script element ends at the first "</script", in a string too.
     text = json.dumps(values, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     page = read(["page.html"])

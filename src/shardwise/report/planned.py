@@ -165,7 +165,7 @@ def plan_source(name: str, answer: Mapping[str, Any], config: Mapping[str, Any] 
     if wire:
         note = "sent by a rank of the fullest pipeline rank in a step, for parameters and gradients"
         found["wire"] = {"rows": wire, "note": f"{note}; shardwise plan --dry-run counts every axis"}
-    found["timelines"] = planned_timeline(_pipeline_of(price), times, max_bytes)
+    found["timelines"] = _timeline(_pipeline_of(price), times, max_bytes)
     lacking = absent("an answer has no config: give the file that shardwise plan --write wrote")
     found["config"] = lacking if config is None else page.config_section(config)
     cluster = {key: job[key] for key in ("gpu", "num_gpus", "gpus_per_node", "seq_len", "global_batch") if key in job}
@@ -173,8 +173,8 @@ def plan_source(name: str, answer: Mapping[str, Any], config: Mapping[str, Any] 
     return found
 
 
-def planned_timeline(config: Config | None, times: OpTimes | None, max_bytes: int) -> dict[str, Any]:
-    """Return the section of a plan's timeline; the arguments are those of `config_source`, without a config none."""
+def _timeline(config: Config | None, times: OpTimes | None, max_bytes: int) -> dict[str, Any]:
+    """Return the section of a timeline, by the planner's times of a micro-batch, or 1 s a pass without them."""
     if config is None or config.mesh.pp == 1:
         return absent("a schedule is drawn of a config with pipeline stages (mesh.pp > 1)")
     note = "Each rank takes the planner's mean times of a micro-batch; gathers, reductions and steps are not drawn."
@@ -184,22 +184,6 @@ def planned_timeline(config: Config | None, times: OpTimes | None, max_bytes: in
         return absent(f"the schedule is not drawn: {error}")
     notes = [note] if times else ["The planner's times are not known, so each pass takes 1 s."]
     return page.timelines([panel], notes, max_bytes)
-
-
-def config_source(name: str, config: Config, times: OpTimes | None, max_bytes: int) -> page.Source:
-    """Return what a page shows of a config that has no price, since its cluster is not known.
-
-    Args:
-        name: of the config.
-        config: what its file says.
-        times: of a micro-batch; None takes 1 s a pass.
-        max_bytes: the size of what is returned.
-    """
-    found = page.source(name, "a config", "its cluster is not known: add --cluster, such as --cluster h100:512")
-    found["curves"] = absent("")
-    found["timelines"] = planned_timeline(config, times, max_bytes)
-    found["config"] = page.config_section(config.model_dump(mode="json"))
-    return found
 
 
 def _pipeline_of(price: Mapping[str, Any]) -> Config | None:

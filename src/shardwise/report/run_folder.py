@@ -31,6 +31,7 @@ METRICS_NAME: Final = "metrics.jsonl"
 WIRE_NAME: Final = "wire.json"
 PAGE_NAME: Final = "report.html"
 TIMELINE_NAME: Final = "timeline.json"
+PREDICTION_NAME: Final = "prediction.json"
 _QUICK_CELLS: Final = 5_000
 _METRICS: Final = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu")
 _CHARS_A_VALUE: Final = 5.0
@@ -84,7 +85,7 @@ def run_source(folder: Path, max_bytes: int, max_cells: int = MAX_CELLS) -> page
         max_cells: the most forwards of a planned schedule, which takes time to simulate.
     """
     steps = _read_steps(folder / METRICS_NAME)
-    values, prediction = _read(folder / "config.json"), _read(folder / "prediction.json")
+    values, prediction = _read(folder / "config.json"), _read(folder / PREDICTION_NAME)
     memory, environment = _read(folder / "memory.json"), _read(folder / "environment.json")
     config = None
     with suppress(ConfigError):

@@ -35,20 +35,18 @@ class _TextGrid:
     label_columns: int
 
 
-def draw(panels: Sequence[TerminalPanel], width: int = 100, *, same_axis: bool = True) -> Text:
+def draw(panels: Sequence[TerminalPanel], width: int = 100) -> Text:
     """Draw timelines under each other, each with its bubble, and one legend.
 
     Args:
         panels: the timelines to draw.
         width: columns of the terminal.
-        same_axis: use one scale for all panels, so that lengths can be compared; else each panel has its own.
     """
     label_columns = max(len(_label(panel, rank)) for panel in panels for rank in panel.rows or (0,))
     num_columns = max(_MIN_COLUMNS, width - label_columns)
-    scales = [_columns_per_s(panel, num_columns) for panel in panels]
+    scale = min(_columns_per_s(panel, num_columns) for panel in panels)
     text = Text()
-    for panel, scale in zip(panels, scales, strict=True):
-        scale = min(scales) if same_axis else scale
+    for panel in panels:
         cell = round(scale * typical_s(panel))
         band_columns = num_columns - num_columns % cell if cell > 1 else num_columns
         _add_panel(text, panel, _TextGrid(scale, band_columns, label_columns))

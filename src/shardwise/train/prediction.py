@@ -1,7 +1,6 @@
 """Keeps in a run's folder what the planner predicted before the first step, and what the run then measured.
 
-Nothing here may end a run: a prediction that fails is logged in one line, and the run goes on. `shardwise plan --refit`
-reads the files of many runs and corrects the machine's profile with them.
+Nothing here may end a run: a prediction that fails is logged in one line, and the run goes on.
 """
 
 from __future__ import annotations
@@ -21,8 +20,9 @@ from shardwise.planner.configs import job_of, strategy_of
 from shardwise.planner.hardware import CPU, Cluster, GpuSpec, cluster_of, known_gpu
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.profile import find_profile
-from shardwise.planner.recalibrate import PARTS, PREDICTION_NAME, by_part
+from shardwise.planner.results import TIMELINE_PARTS, by_timeline_part
 from shardwise.report.page import installed, write_whole
+from shardwise.report.run_folder import PREDICTION_NAME
 from shardwise.runtime.memory_tracker import Category
 from shardwise.schedule.actions import COMPUTATIONS, ActionKind, TimedAction
 from shardwise.train.loop import Trainer
@@ -181,7 +181,7 @@ def _priced(trainer: Trainer, cluster: Cluster, note: str) -> StepFigures:
     is_known = cluster.profile is not None or not cluster.gpu.is_cpu
     return StepFigures(
         peak={category.value: round(memory.bytes_of(*names)) for category, names in _CATEGORIES.items()},
-        parts=by_part(price.time.parts) if is_known else {},
+        parts=by_timeline_part(price.time.parts) if is_known else {},
         step_s=price.time.step_s if is_known else None,
         low_s=price.time.low_s if is_known else 0.0,
         high_s=price.time.high_s if is_known else 0.0,
@@ -198,13 +198,13 @@ def measured_step(trainer: Trainer, step_s: Sequence[float]) -> StepFigures:
     last = exposed_s(trainer.engine.timeline)
     # The timeline is the last step's; its parts are scaled to the median step.
     scale = median_s / max(step_s[-1], 1e-9)
-    parts = {name: scale * last.get(name, 0.0) for name in PARTS}
+    parts = {name: scale * last.get(name, 0.0) for name in TIMELINE_PARTS}
     parts["other"] = max(median_s - sum(parts.values()), 0.0)
     return StepFigures(peak, parts, median_s)
 
 
 def _write(trainer: Trainer, folder: Path, prediction: StepFigures, measured: StepFigures | None) -> None:
-    """Write all that a later refit of the planner's models needs."""
+    """Write both, and all that another prediction of the same run needs."""
     values: dict[str, Any] = {
         "schema": SCHEMA,
         "versions": {"shardwise": installed("shardwise") or "", "torch": torch.__version__},

@@ -169,8 +169,7 @@ def _planner_rows(outcome: RunOutcome) -> Iterator[tuple[str, RenderableType]]:
         yield "planner", Text(prediction.note)
     elif prediction.high_s and step_s and not prediction.low_s <= step_s <= prediction.high_s:
         span = f"{format_s(prediction.low_s)} to {format_s(prediction.high_s)} were expected of a step"
-        runs = shlex.quote(str(outcome.folder.parent))
-        yield "planner", Text(f"{span}; shardwise plan --refit {runs} learns from runs")
+        yield "planner", Text(f"{span}; shardwise doctor --calibrate measures this machine again")
 
 
 def _peak_text(peak: MemorySnapshot) -> str:

@@ -41,8 +41,6 @@ _CATEGORIES: Final[Mapping[Category, str]] = {
     Category.GRADIENTS: "grads",
     Category.ACTIVATIONS: "activ.",
 }
-Choice = Literal["stages", "worst"]
-"""Selects one rank of each place in a pipeline, or the one of them with the highest peak."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,6 @@ class DryRun:
     Attributes:
         partition: the stages of its pipeline; None without one.
         elapsed_s: seconds that all simulations took.
-        is_worst: whether several ranks were simulated and only the one with the highest peak was kept.
     """
 
     config: Config
@@ -60,7 +57,6 @@ class DryRun:
     ranks: tuple[RankFigures, ...]
     partition: StagePartition | None
     elapsed_s: float
-    is_worst: bool = False
 
     @property
     def layout(self) -> Layout:
@@ -71,7 +67,7 @@ class DryRun:
 def dry_run(
     config: Config,
     world_size: int,
-    ranks: Sequence[int] | Choice = (0,),
+    ranks: Sequence[int] | Literal["stages"] = (0,),
     announce: Callable[[str], None] = lambda doing: None,
 ) -> DryRun:
     """Simulate ranks of a job.
@@ -79,7 +75,7 @@ def dry_run(
     Args:
         config: as `job_config` returns it.
         world_size: the job's ranks; this machine need not have as many devices.
-        ranks: ranks of the world, or a `Choice` of them.
+        ranks: ranks of the world, or "stages" for one of each place in a pipeline.
         announce: called with a few words before each simulation, and once it is known how long that takes.
 
     Raises:
@@ -102,10 +98,8 @@ def dry_run(
         made = model.skeleton()
         job = RankJob(made, resolved_for(made, config, rank, world_size), make_batch, rank, model.loss_fn)
         found.append(rank_figures(job, lambda doing, place=place: announce(f"{place}: {doing}")))  # type: ignore[misc]
-    if ranks == "worst":
-        found = [max(found, key=lambda each: each.peak_bytes)]
     partition = find_partition(model.skeleton(), config) if layout.pipeline is not None else None
-    return DryRun(config, model, tuple(found), partition, time.perf_counter() - start_s, ranks == "worst")
+    return DryRun(config, model, tuple(found), partition, time.perf_counter() - start_s)
 
 
 def dry_run_size(config: Config, world_size: int | None) -> int:
@@ -120,7 +114,7 @@ def dry_run_size(config: Config, world_size: int | None) -> int:
     return default_num_ranks(config.run.device)
 
 
-def choose_ranks(mesh: MeshShape, ranks: Sequence[int] | Choice) -> list[int]:
+def choose_ranks(mesh: MeshShape, ranks: Sequence[int] | Literal["stages"]) -> list[int]:
     """Return the ranks to simulate: of each place in a pipeline the first one, which has the least padding.
 
     >>> choose_ranks(MeshShape(pp=4, dp_shard=2, tp=2), "stages")
@@ -221,10 +215,9 @@ def _bytes(num_bytes: int) -> str:
 def _footer(run: DryRun) -> str:
     ranks = ", ".join(f"{each.rank:,}" for each in run.ranks)
     many = "ranks" if len(run.ranks) > 1 else "rank"
-    worst = ", of one rank of each stage that with the highest peak," if run.is_worst else ""
     num_all, numbers = run.config.batch.accumulation or 1, sorted({each.num_simulated for each in run.ranks})
     few = " to ".join(f"{each:,}" for each in dict.fromkeys((numbers[0], numbers[-1])))
-    words = f"{many} {ranks}{worst} simulated in {run.elapsed_s:.1f} s; nothing was started and no data read"
+    words = f"{many} {ranks} simulated in {run.elapsed_s:.1f} s; nothing was started and no data read"
     if numbers[0] < num_all and run.layout.pipeline is None:
         words += f". {few} of {num_all:,} micro-batches were simulated: each further one does what the one before did"
     elif numbers[0] < num_all:
@@ -232,7 +225,7 @@ def _footer(run: DryRun) -> str:
             f". {few} of {num_all:,} micro-batches were simulated: a rank holds as many at once with them. Calls, "
             "what is sent and what sent gradients hold are extrapolated, as each micro-batch adds the same"
         )
-    if run.layout.mesh.pp > len(run.ranks) and not run.is_worst:
+    if run.layout.mesh.pp > len(run.ranks):
         words += ". shardwise plan --dry-run --ranks stages has a rank of each stage"
     return words
 

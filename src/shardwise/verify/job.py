@@ -103,6 +103,9 @@ DEFAULT_STEPS = 3
 _MOST_MICRO_SIZE = 2
 _MOST_CHUNKS = 3
 _MOST_CHUNK_TOKENS = 5
+# What changes in these is part of where and how the ranks run, or is said as the mesh's and the model's changes.
+_OWN_SECTIONS: Final = frozenset({"mesh", "run", "tiers"})
+_SAID_ELSEWHERE: Final = frozenset({"batch.accumulation", "batch.global_size", "pipeline.virtual_stages"})
 # When a rank fails, the others end within this time.
 _TIMEOUT_S = 120.0
 
@@ -313,26 +316,12 @@ def _small_context(context: ContextConfig) -> dict[str, Any]:
 
 
 def _replaced(run: Config, small: Config) -> Iterator[str]:
-    keys = (
-        "precision.param",
-        "batch.micro_size",
-        "zero.blocks",
-        "tensor.overlap_chunks",
-        "context.heads_over",
-        "context.chunk_tokens",
-        "attention.block",
-        "pipeline.cut",
-        "pipeline.units",
-        "pipeline.unit_seconds",
-        "scheduler.warmup_steps",
-        "scheduler.total_steps",
-        "compile.enabled",
-    )
-    for key in keys:
-        section, _, leaf = key.partition(".")
-        before, after = (getattr(getattr(config, section), leaf) for config in (run, small))
-        if before != after:
-            yield f"{key} left out" if after is None else f"{key} {_shown(before)} -> {_shown(after)}"
+    for section in (each for each in Config.model_fields if each not in _OWN_SECTIONS):
+        before = getattr(run, section)
+        for leaf, after in getattr(small, section):
+            if getattr(before, leaf) != after and f"{section}.{leaf}" not in _SAID_ELSEWHERE:
+                change = "left out" if after is None else f"{_shown(getattr(before, leaf))} -> {_shown(after)}"
+                yield f"{section}.{leaf} {change}"
     if run.tiers.nvme_path is not None:
         yield "tiers.nvme_path -> a temporary folder"
 

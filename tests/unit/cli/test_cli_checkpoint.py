@@ -302,7 +302,7 @@ def test_import_says_what_is_wrong_and_leaves_nothing(tmp_path, monkeypatch, cap
         ("nowhere", "run"): "[not-a-folder]",
         ("pickle", "run"): "[weights-pickled]",
         ("qwen", "run", "--decoder"): "[decoder-family]",
-        ("qwen", "run", "--files", "0"): "[num-files]",
+        ("qwen", "run", "--files", "0"): "not in the range",
     }.items():
         code, out, err = call(capsys, "import", *arguments)
         assert (code, out, err.count("\n")) == (2, "", 1), arguments

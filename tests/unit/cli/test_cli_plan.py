@@ -84,17 +84,9 @@ def test_one_rank_is_shown_as_a_dry_run_of_train_shows_it(capsys):
     assert not list(Path().glob("runs/*"))
 
 
-def test_the_worst_rank_is_shown_in_detail(capsys):
-    lines = printed(capsys, "plan", "--dry-run", "my.toml", "--ranks", "worst", "run.device=cuda")
-    run = dry_run(Config.from_toml("my.toml").override(["run.device=cuda"]), 4, "stages")
-    worst = max(run.ranks, key=lambda each: each.peak_bytes)
-    assert [row[:2] for row in table(lines, "peak, ")[1:]] == [["rank", str(worst.rank)]]
-    assert "of one rank of each stage that with the highest peak" in " ".join(lines)
-
-
 def test_which_ranks_are_simulated():
     long = MeshShape(pp=16, dp_shard=2, tp=4)
-    assert choose_ranks(long, "stages") == choose_ranks(long, "worst") == list(range(0, 128, 8))
+    assert choose_ranks(long, "stages") == list(range(0, 128, 8))
     assert choose_ranks(long, [5, 3, 5]) == [5, 3]
 
 

@@ -51,15 +51,12 @@ def test_the_pages_of_a_plan_agree(planned):
     assert seen[1]["empty"] == 1, "an answer has no config"
 
 
-def test_a_config_without_a_cluster_has_a_timeline_and_says_what_is_missing(planned):
+def test_a_config_needs_a_cluster(planned, capsys):
     text = Path("plan.toml").read_text()
     note = PlanNote.of(text)
     Path("bare.toml").write_text(text.replace(note.line, ""))
-    assert cli.main(["report", "bare.toml"]) == 0
-    seen = ask_page(Path("bare.html").read_text(), SEEN, planned)
-    assert seen["ranks"] == 0
-    assert seen["panels"][0][0] == 4
-    assert "--cluster" in Path("bare.html").read_text()
+    assert cli.main(["report", "bare.toml"]) == 2
+    assert "[cluster-not-known]" in capsys.readouterr().err
     assert cli.main(["report", "bare.toml", "--cluster", "h100:16", "-o", "priced.html"]) == 0
     assert ask_page(Path("priced.html").read_text(), SEEN, planned)["ranks"] == 4
 

@@ -91,14 +91,15 @@ def test_ctrl_c_in_the_middle_leaves_no_trace_and_no_process(tmp_path) -> None:
 
     def has_started() -> bool:
         children[:] = [each.pid for each in psutil.Process(process.pid).children(recursive=True)]
-        return len(children) == 3 or process.poll() is not None
+        return len(children) == 2 or process.poll() is not None
 
     wait_until(has_started)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=PATIENCE_S)
-    assert len(children) == 3, "the launcher and two ranks"
+    assert len(children) == 2, "the ranks"
     assert process.returncode == 130
-    assert (out, err) == ("", "shardwise: stopped by Ctrl-C\n")
+    assert out == ""
+    assert err.splitlines()[-1:] == ["shardwise: stopped by Ctrl-C"], "after lines of progress on a slow machine"
     assert wait_until(lambda: not any(map(is_running, children)))
     assert list(tmp_path.iterdir()) == []
 

@@ -276,7 +276,7 @@ def test_files_that_say_not_how_a_job_is_split_are_refused(capsys):
 
 def test_the_margin_that_help_names_is_the_one_that_is_kept(capsys):
     assert cli.main(["plan", "--help"]) == 0
-    assert f"default: {USUAL_MARGIN}" in capsys.readouterr().out
+    assert f"(default: {USUAL_MARGIN})" in " ".join(capsys.readouterr().out.split())
     assert Limits().margin_share == USUAL_MARGIN
 
 
@@ -308,7 +308,7 @@ def measured() -> Profile:
 def test_a_measured_machine_needs_no_cluster(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("shardwise.cli.this_machine.default_num_ranks", lambda device: 2)
-    place = write_profile(measured(), tmp_path / "cache" / "shardwise")
+    write_profile(measured(), tmp_path / "cache" / "shardwise")
     text = printed(capsys, *SMALL[:2], *SMALL[4:], "--write", "best.toml")
     assert "2 processes on this machine's CPU" in text
     config = Config.from_toml("best.toml")
@@ -317,18 +317,6 @@ def test_a_measured_machine_needs_no_cluster(capsys, tmp_path, monkeypatch):
         Path("mine.toml").write_text("[run]\nnum_procs = 4\n")
         model = SMALL[:2] if "mine.toml" not in wanted else []
         assert "4 processes on this machine's CPU" in printed(capsys, *model, *wanted, "--global-batch", "8")
-    # A run that took twice what was said slows the profile down.
-    printed(capsys, "--explain", "best.toml", "--json", "said.json")
-    said = json.loads(Path("said.json").read_text())
-    parts = {"compute": 2 * said["step_s"]}
-    (tmp_path / "runs").mkdir()
-    run = {"device": "cpu", "world_size": 2, "vocab_size": 8192, "config": config.resolve(2).model_dump(mode="json")}
-    run["measured"] = {"step_s": 2 * said["step_s"], "parts": parts}
-    (tmp_path / "runs" / "prediction.json").write_text(json.dumps(run))
-    assert cli.main(["plan", "--refit", "runs"]) == 0
-    assert "1 run" in capsys.readouterr().out
-    old = measured().matmuls[0].seconds
-    assert Profile.from_json(place.read_text()).matmuls[0].seconds > old
 
 
 def test_the_written_config_is_toml_from_the_first_line(capsys):
@@ -351,15 +339,14 @@ def test_the_written_config_is_toml_from_the_first_line(capsys):
         ([*SMALL, "mesh.tp=3"], "no layout of 4 GPUs goes with mesh.tp=3; give another value"),
         ([*SMALL, "optimizer.name=adm"], "optimizer.name='adm' is unknown; choose one of"),
         ([*SMALL, "tiers.optimizer_on_device=0.5"], "tiers.optimizer_on_device is chosen last"),
-        ([*SMALL, "--margin", "7"], "--margin 7 must be a share"),
-        ([*SMALL, "--top", "none"], "--top none must be a whole number"),
+        ([*SMALL, "--margin", "7"], "7.0 is not in the range 0<=x<=0.9"),
+        ([*SMALL, "--top", "none"], "'none' is not a valid integer range"),
         ([*SMALL, "mine.toml"], "are two models"),
         ([*SMALL, "--ranks", "0"], "--ranks says nothing to a search"),
         ([*SMALL, "--fit", "--explain", "x"], "are two questions"),
         ([*SMALL, "--fit", "--compare", "x.toml"], "--compare says nothing to --fit"),
         ([*SMALL, "--compare", "x.json"], "cannot read x.json"),
         ([*SMALL, "--explain", "x.toml", "--write", "y.toml"], "--write says nothing to --explain"),
-        (["--refit", "none"], "none holds no run that was timed"),
         (["--explain", "none.toml", "--cluster", "h100:8"], "cannot read none.toml"),
         ([*SMALL, "--json", "none/plan.json"], "--json none/plan.json names no file that can be written"),
         ([*SMALL, "--write", "none/plan.toml"], "--write none/plan.toml names no file that can be written"),
@@ -371,7 +358,6 @@ def test_the_written_config_is_toml_from_the_first_line(capsys):
         (["--fit", "--cluster", "h100:8", "--global-batch", "8"], "--global-batch says nothing to --fit"),
         (["--fit", "--cluster", "h100:8", "mesh.tp=2"], "mesh.tp=2 pins nothing of --fit"),
         (["--dry-run", "x.toml", "--cluster", "h100:8"], "--cluster says nothing to --dry-run"),
-        (["--refit", "runs", "--margin", "0.1"], "--margin says nothing to --refit"),
     ],
 )
 def test_each_mistake_is_one_line(arguments, message, capsys):

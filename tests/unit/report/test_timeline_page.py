@@ -26,10 +26,10 @@ def panel(title: str = "title") -> TerminalPanel:
     return TerminalPanel(title, simulate(SCHEDULE, cost), 2.75)
 
 
-def page_of(*panels: TerminalPanel, same_axis: bool = True) -> str:
+def page_of(*panels: TerminalPanel) -> str:
     source = page.source("plan", "plan", "")
     source["timelines"] = page.timelines(panels)
-    return page.draw([source], same_axis=same_axis)
+    return page.draw([source])
 
 
 def many(num_ranks: int = NUM_RANKS, num_micro_batches: int = NUM_MICRO_BATCHES) -> TerminalPanel:
@@ -78,8 +78,6 @@ def test_panels_share_an_axis_or_have_their_own(tmp_path):
     found = ask_page(page_of(panel(), slow), script, tmp_path)
     assert found["shared"][0] == pytest.approx(found["shared"][1])
     assert found["own"][0] == pytest.approx(2 * found["own"][1])
-    apart = ask_page(page_of(panel(), slow, same_axis=False), script, tmp_path)
-    assert apart["shared"] == pytest.approx(found["own"])
 
 
 def test_512_ranks_and_128_micro_batches_can_be_seen_moved_and_searched(tmp_path):

@@ -69,12 +69,10 @@ def test_a_column_that_is_mostly_idle_is_a_dot():
     assert row == "·F" + 76 * "·" + "F0"
 
 
-def test_panels_share_a_scale_or_have_their_own():
+def test_panels_share_a_scale():
     short, long = (TerminalPanel(name, simulate(gpipe(2, num), cost)) for name, num in (("short", 2), ("long", 6)))
     same = timeline_text.draw([short, long], 80).plain.splitlines()
-    own = timeline_text.draw([short, long], 80, same_axis=False).plain.splitlines()
     assert same[2].startswith("rank 0  67 %  F0 F1 ")
-    assert own[2].startswith("rank 0  67 %  F0    F1    ")
 
 
 def test_kinds_have_their_colours_and_a_plain_console_has_none():

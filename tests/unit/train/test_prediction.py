@@ -20,7 +20,8 @@ from shardwise.planner.configs import job_of, strategy_of
 from shardwise.planner.hardware import Cluster, cluster_of, find_gpu
 from shardwise.planner.pricer import Pricer
 from shardwise.planner.profile import AttentionTime, MatmulTime, Profile, write_profile
-from shardwise.planner.recalibrate import PARTS, PREDICTION_NAME
+from shardwise.planner.results import TIMELINE_PARTS
+from shardwise.report.run_folder import PREDICTION_NAME
 from shardwise.schedule import Action, TimedAction
 from shardwise.train import prediction as prediction_module
 from shardwise.train.loop import Trainer, build_trainer
@@ -101,7 +102,7 @@ def test_a_profile_gives_times_and_the_file_has_both_sides(trainer: Trainer, tmp
     assert measured.parts["compute"] == exposed_s(trainer.engine.timeline)["compute"] > 0
     assert measured.peak["activations"] > 0
     values = kept(tmp_path)
-    assert set(values["predicted"]["parts"]) == set(values["measured"]["parts"]) == set(PARTS)
+    assert set(values["predicted"]["parts"]) == set(values["measured"]["parts"]) == set(TIMELINE_PARTS)
     assert Config.from_dict(values["config"]) == trainer.config
     assert (values["device"], values["world_size"], values["vocab_size"]) == ("cpu", 1, 257)
     assert values["versions"]["torch"]
@@ -144,7 +145,7 @@ def test_parts_of_the_last_step_are_shares_of_the_median_one(trainer: Trainer, t
     measured = compare(trainer, tmp_path, prediction, [3 * total_s, total_s, 2 * total_s, 8 * total_s])
     assert measured is not None
     assert measured.step_s == 3 * total_s
-    expected = {name: 3 / 8 * last.get(name, 0.0) for name in PARTS} | {"other": (3 - 3 / 8) * total_s}
+    expected = {name: 3 / 8 * last.get(name, 0.0) for name in TIMELINE_PARTS} | {"other": (3 - 3 / 8) * total_s}
     assert measured.parts == pytest.approx(expected)
     # What ranks wait for before a step may count as the step's in the timeline alone.
     short = compare(trainer, tmp_path, prediction, [total_s / 2])
@@ -235,7 +236,7 @@ def test_parts_sum_to_the_time_in_which_anything_is_under_way(spans: list[tuple[
 
 
 @pytest.mark.parametrize(("step_s", "is_expected"), [(0.9, True), (1.1, True), (1.11, False), (0.2, False)])
-def test_a_step_that_was_not_expected_is_said_to_be_learnt_from(step_s: float, is_expected: bool) -> None:
+def test_a_step_that_was_not_expected_is_named(step_s: float, is_expected: bool) -> None:
     prediction = StepFigures({}, {"compute": 1.0}, 1.0, low_s=0.9, high_s=1.1)
     measured = StepFigures({"parameters": 1}, {"compute": step_s}, step_s)
     state = Progress(Header("", ""), total_steps=2, step=2)
@@ -243,5 +244,5 @@ def test_a_step_that_was_not_expected_is_said_to_be_learnt_from(step_s: float, i
     console = Console(width=120, file=io.StringIO())
     with console.capture() as captured:
         console.print(render_outcome(outcome))
-    words = "900 ms to 1.10 s were expected of a step; shardwise plan --refit runs learns from runs"
+    words = "900 ms to 1.10 s were expected of a step; shardwise doctor --calibrate measures this machine again"
     assert (words in captured.get()) is not is_expected

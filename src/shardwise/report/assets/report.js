@@ -140,7 +140,7 @@ async function drawTimelines() {
   if (!shown.length) return;
   const panels = (await Promise.all(shown.map((source) => decodeAll(source.timelines.panels)))).flatMap((each, index) =>
     each.map((panel) => ({ ...panel, title: SOURCES.length > 1 ? `${shown[index].name} · ${panel.title}` : panel.title })));
-  window.report.timelines = new Timelines(place, panels, REPORT.same_axis);
+  window.report.timelines = new Timelines(place, panels);
   for (const source of shown) {
     for (const note of source.timelines.notes) place.append(paragraph(prefix(source) + note));
   }

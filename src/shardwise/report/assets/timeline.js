@@ -6,9 +6,9 @@ const AXIS_HEIGHT = 24, LABEL_WIDTH = 112, MARGIN_RIGHT = 12, MAX_HEIGHT = 460, 
 
 class Timelines {
   // `panels` are decoded; the toolbar serves all of them.
-  constructor(container, panels, isSameAxis) {
+  constructor(container, panels) {
     const spans = panels.map((panel) => panel.makespan_s);
-    this.isSameAxis = isSameAxis && Math.max(...spans) < 20 * Math.min(...spans);
+    this.isSameAxis = Math.max(...spans) < 20 * Math.min(...spans);
     this.query = "";
     this.hovered = null;
     const longest = Math.max(...panels.map((panel) => panel.makespan_s));
