@@ -158,6 +158,9 @@ class PrecisionConfig(Section):
     states: Literal["master", "bf16", "int8"] = "master"
     """How the optimizer's moments are stored: "master" in the master's dtype, "bf16" rounded, "int8" as codes with a
     scale for each 256 elements. Parameters of fewer than 4,096 elements keep theirs in the master's dtype."""
+    gather: Literal["param", "int8", "fp8"] = "param"
+    """How parameters are sent to where they are used: "param" as they are, "int8" and "fp8" as codes of a byte with a
+    scale for each 256 elements. The forward uses the decoded values, the optimizer exact ones."""
     buffers: Literal["keep", "param"] = "keep"
     """Whether buffers keep their dtype: "keep" never rounds one (RoPE frequencies need fp32); "param" casts floating
     ones as `Module.to` does."""

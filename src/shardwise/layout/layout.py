@@ -21,7 +21,6 @@ group and no storage. The engine executes it, the planner prices it, a checkpoin
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +32,7 @@ from typing import Final, TypeVar
 from torch import nn
 
 from shardwise.config.resolve import Config, ConfigError, OptimizerConfig, Tier, TiersConfig
-from shardwise.layout.codec import BLOCK_NUMEL, Codec, codec_of, is_encoded
+from shardwise.layout.codec import Codec, codec_of, is_encoded
 from shardwise.layout.matrices import find_matrices
 from shardwise.layout.mesh_shape import GRADIENT_AXES, REPLICA_AXES, SHARD_AXES, MeshShape
 from shardwise.layout.param_groups import (
@@ -41,16 +40,17 @@ from shardwise.layout.param_groups import (
     FusedDim,
     GroupSpec,
     GroupTiers,
-    aligned,
+    aligned_to_blocks,
     build_groups,
+    check_blocks,
     find_units,
     read_parameters,
+    whole_below,
     wide_parameters,
 )
 from shardwise.layout.pipeline_layout import PipelineLayout
 from shardwise.layout.precision import DTYPE_BYTES, OPAQUE, PrecisionPolicy, StoredDtype, precision_policy
 from shardwise.layout.tensor_plan import TensorLayout
-from shardwise.layout.tp_sharding import ParamSplit
 from shardwise.layout.zero_stages import Placement, ZeroStage, effective_stage
 
 Key = TypeVar("Key")
@@ -200,6 +200,7 @@ class Layout:
                     group.is_opaque,
                     group.is_matrix,
                     group.is_replicated,
+                    group.is_small,
                 ),
             )
         )
@@ -431,37 +432,17 @@ def build_layout(
     policy = precision_policy(config.precision)
     splits = None if tensor is None else tensor.splits
     stages_of = None if pipeline is None else pipeline.stages_of
-    below = config.zero.keep_whole_below if stage.unshard_for_use else 0
-    if policy.states == "int8" and splits is not None:
-        check_blocks(splits, mesh.tp)
+    below = whole_below(config.zero.keep_whole_below, stage, policy)
+    if policy.block_keys and splits is not None:
+        check_blocks(splits, mesh.tp, policy.block_keys[0])
     groups = build_groups(entries, units, num_ranks, num_shards, config.zero.replicate_frozen, splits, stages_of, below)
-    if policy.states == "int8":
-        groups = tuple(aligned(group, BLOCK_NUMEL) for group in groups)
+    groups = aligned_to_blocks(groups, policy)
     groups = assign_tiers_by_rank(
         groups, config.tiers, lambda group: 0 if pipeline is None else pipeline.holders(group.stages)[0]
     )
     states = states_of(stage, policy, config.optimizer, groups)
     layout = Layout(mesh, units, groups, stage, policy, states, tensor, pipeline)
     return layout if pipeline is None else layout.of_pipeline_rank(pipeline.index)
-
-
-def check_blocks(splits: Mapping[str, ParamSplit], tp: int) -> None:
-    """Refuse a tensor-parallel degree that cuts blocks of codes, which then would depend on the layout.
-
-    Raises:
-        ConfigError: it does.
-    """
-    for name, split in splits.items():
-        if split.dim is None or not is_encoded(split.global_shape):
-            continue
-        inner = math.prod(split.global_shape[split.dim + 1 :])
-        sizes = {inner * size for part in split.parts for size in (part.size, part.local_size(split.degree))}
-        if any(size % BLOCK_NUMEL for size in sizes):
-            raise ConfigError(
-                "states-block-over-tp",
-                f"precision.states=int8 has blocks of {BLOCK_NUMEL} elements, and mesh.tp={tp} cuts them in {name}, "
-                f"{list(split.global_shape)} along dim {split.dim}; take a smaller mesh.tp, or precision.states=bf16",
-            )
 
 
 def states_of(

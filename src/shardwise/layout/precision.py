@@ -22,6 +22,7 @@ TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
     {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 )
 StatesDtype = Literal["master", "bf16", "int8"]
+GatherCodec = Literal["param", "int8", "fp8"]
 StoredDtype = Dtype | Literal["uint8"]  # the last is of opaque parameters
 DTYPE_BYTES: Final[Mapping[str, int]] = MappingProxyType({"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "uint8": 1})
 
@@ -36,6 +37,7 @@ class PrecisionPolicy:
         accumulate: stored gradients, summed over micro-batches.
         master: the optimizer's copy of the parameters, and its states.
         states: how the optimizer's states are stored, if not in `master`.
+        gather: how parameters are sent, if not in `param`; see `Layout.gather_codec`.
     """
 
     param: StoredDtype
@@ -43,11 +45,23 @@ class PrecisionPolicy:
     accumulate: StoredDtype
     master: StoredDtype
     states: StatesDtype = "master"
+    gather: GatherCodec = "param"
 
     @property
     def keeps_master(self) -> bool:
         """Say whether the master is a separate copy; otherwise the parameters are the master."""
-        return self.master != self.param
+        return self.master != self.param or self.gather != "param"
+
+    @property
+    def encodes_collectives(self) -> bool:
+        """Say whether what collectives send is encoded in blocks; see `GroupSpec.is_small` for what is not."""
+        return self.gather != "param"
+
+    @property
+    def block_keys(self) -> tuple[str, ...]:
+        """Return the config's keys that lay blocks over the parameters, each with its value."""
+        keys = {"states": "int8" if self.states == "int8" else "", "gather": self.gather.removeprefix("param")}
+        return tuple(f"precision.{key}={value}" for key, value in keys.items() if value)
 
     @property
     def widened(self) -> PrecisionPolicy:
@@ -69,6 +83,7 @@ def precision_policy(config: PrecisionConfig) -> PrecisionPolicy:
         accumulate=param if config.accumulate == "param" else wide,
         master=wide,
         states=config.states,
+        gather=config.gather,
     )
 
 

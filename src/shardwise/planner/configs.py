@@ -124,6 +124,7 @@ def job_of(config: Config, cluster: Cluster) -> PlanJob:
         optimizer=resolved.optimizer.name,
         keep_whole_below=resolved.zero.keep_whole_below,
         states=resolved.precision.states,
+        gather_codec=resolved.precision.gather,
         replicate_frozen=resolved.zero.replicate_frozen,
         lora=resolved.lora,
     )

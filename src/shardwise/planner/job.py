@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from shardwise.config.resolve import Config, Dtype, LoraConfig, Tier
-from shardwise.layout.precision import StatesDtype
+from shardwise.layout.precision import GatherCodec, StatesDtype
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.shape import ModelShape
 
@@ -150,6 +150,7 @@ class PlanJob:
         traits: facts about the code that trains it.
         optimizer: its name, which says what states it keeps.
         states: how the optimizer's moments are stored, as `precision.states`.
+        gather_codec: how parameters are sent to where they are used, as `precision.gather`.
         keep_whole_below: elements below which ZeRO-3 keeps a parameter whole.
         replicate_frozen: whether every rank keeps frozen parameters whole.
         lora: the adapters that train beside frozen weights; of rank 0, all weights train.
@@ -162,6 +163,7 @@ class PlanJob:
     traits: FrameworkTraits = SHARDWISE
     optimizer: str = "adamw"
     states: StatesDtype = "master"
+    gather_codec: GatherCodec = "param"
     keep_whole_below: int = 0
     replicate_frozen: bool = False
     lora: LoraConfig = field(default_factory=LoraConfig)
