@@ -158,7 +158,7 @@ class CommFactory(Protocol):
         """
 
     def comm_among(
-        self, axes: tuple[str, ...], indices: tuple[int, ...], use: str, resources: CommResources
+        self, axes: tuple[str, ...], indices: tuple[int, ...], use: str, resources: CommResources, axis: str
     ) -> Comm | None:
         """Connect some of those ranks; None where this rank is none of them.
 
@@ -167,6 +167,7 @@ class CommFactory(Protocol):
             indices: of the ranks along these axes, ascending.
             use: what the collectives are for; each use has its communicator.
             resources: of the engine.
+            axis: the name in counts and messages.
         """
 
     def close(self) -> None:

@@ -68,6 +68,7 @@ from shardwise.config.validate import (
     wrong_schedule_size,
     wrong_states,
     wrong_tiers,
+    wrong_zero,
 )
 
 __all__ = [
@@ -212,6 +213,7 @@ class Config(Section):
         for code, message in (
             *wrong_tiers(self.tiers, self.zero, self.recompute),
             *wrong_states(self.precision, self.tiers),
+            *wrong_zero(self.zero, self.tiers),
             *wrong_pipeline(self.pipeline, self.mesh, self.zero, self.compile),
             *wrong_context(self.context, self.mesh),
             *wrong_attention(self.attention),

@@ -193,6 +193,9 @@ class ZeroConfig(Section):
     keep_whole_below: NotNegative = 0
     """Elements below which a parameter stays whole in stage 3, on the device, as in stage 2; 0 keeps none. It saves
     small gathers."""
+    secondary_shard: NotNegative = 0
+    """Ranks of a node that keep, in stage 3, a second copy of what they have gathered, a slice each: later gathers of
+    the step stay among them. 0 keeps none, since it takes memory: the parameters' bytes over so many ranks."""
 
 
 class TiersConfig(Section):

@@ -161,6 +161,11 @@ class GroupSpec:
         """Say whether the device stores the parameters whole in every stage: no other rank or tier holds a part."""
         return self.is_replicated or (self.num_shards == 1 and self.tiers.params == "device")
 
+    @property
+    def is_encodable(self) -> bool:
+        """Say whether its parameters may be sent as codes: those that stay in fp32 on purpose, and bytes, may not."""
+        return not (self.is_small or self.is_wide or self.is_opaque)
+
     @cached_property
     def numel(self) -> int:
         """Count the elements of the parameters, without padding."""

@@ -19,8 +19,9 @@ tensor([ 1.0000, -0.4286,  0.0000])
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
 from typing import Final, Literal
 
@@ -28,6 +29,11 @@ import torch
 from torch import Tensor
 
 from shardwise.layout.codec import BLOCK_NUMEL, SCALE_BYTES
+
+PART_NUMEL: Final = 2**18
+"""Elements that are encoded or decoded at a time on a CPU, whose cache holds them; more take several times as long."""
+DEVICE_PART_NUMEL: Final = 2**24
+"""The same elsewhere, where each part costs some launches."""
 
 WireCodecName = Literal["int8", "int4", "fp8"]
 _BITS: Final[Mapping[str, int]] = MappingProxyType({"int8": 8, "int4": 4, "fp8": 8})
@@ -58,23 +64,14 @@ class WireCodec:
         Returns:
             `out`, or a new tensor.
         """
-        rows = values.view(-1, values.shape[-1])
-        num_codes = rows.shape[1] * _BITS[self.name] // 8
+        numel = values.shape[-1]
         if out is None:
-            shape = (*values.shape[:-1], self.num_bytes(rows.shape[1]))
+            shape = (*values.shape[:-1], self.num_bytes(numel))
             out = torch.empty(shape, dtype=torch.uint8, device=values.device)
-        sent = out.view(rows.shape[0], -1)
-        blocks = rows.unflatten(1, (-1, BLOCK_NUMEL)).float()
-        scales = blocks.abs().amax(2).div_(_LARGEST[self.name])
-        sent[:, num_codes:].view(torch.float32).copy_(scales)
-        shares = blocks.div(scales.where(scales != 0, 1).unsqueeze(2)).flatten(1)
-        if self.name == "fp8":
-            sent[:, :num_codes].view(torch.float8_e4m3fn).copy_(shares)
-            return out
-        codes = shares.round_().to(torch.int8)
-        if self.name == "int4":
-            codes = codes[:, 0::2].bitwise_and(15).bitwise_or_(codes[:, 1::2].bitwise_left_shift(4))
-        sent[:, :num_codes].view(torch.int8).copy_(codes)
+        rows, sent = values.view(-1, numel), out.view(-1, self.num_bytes(numel))
+        for high, wide in _parts(rows):
+            codes, scales = self._fields(sent, numel, high, wide)
+            self._encode(rows[high, wide], codes, scales)
         return out
 
     def decode(self, sent: Tensor, out: Tensor) -> Tensor:
@@ -87,13 +84,56 @@ class WireCodec:
         Returns:
             `out`.
         """
-        rows = out.view(-1, out.shape[-1])
-        sent = sent.view(rows.shape[0], -1)
-        num_codes = rows.shape[1] * _BITS[self.name] // 8
-        codes = sent[:, :num_codes].view(torch.float8_e4m3fn if self.name == "fp8" else torch.int8)
-        if self.name == "int4":  # the low half first; shifting back to the right extends its sign
-            low = codes.bitwise_left_shift(4).bitwise_right_shift_(4)
-            codes = torch.stack([low, codes.bitwise_right_shift(4)], 2).flatten(1)
-        scales = sent[:, num_codes:].view(torch.float32).unsqueeze(2)
-        rows.unflatten(1, (-1, BLOCK_NUMEL)).copy_(codes.unflatten(1, (-1, BLOCK_NUMEL)).float().mul_(scales))
+        numel = out.shape[-1]
+        rows, received = out.view(-1, numel), sent.view(-1, self.num_bytes(numel))
+        for high, wide in _parts(rows):
+            codes, scales = self._fields(received, numel, high, wide)
+            self._decode(codes, scales, rows[high, wide])
         return out
+
+    def _fields(self, sent: Tensor, numel: int, high: slice, wide: slice) -> tuple[Tensor, Tensor]:
+        """Return the codes, uint8, and the scales, fp32, of a part of the values: of some rows, or within one."""
+        num_codes = numel * _BITS[self.name] // 8
+        codes = slice(wide.start * _BITS[self.name] // 8, wide.stop * _BITS[self.name] // 8)
+        scales = slice(wide.start // BLOCK_NUMEL, wide.stop // BLOCK_NUMEL)
+        return sent[high, codes], sent[high, num_codes:].view(torch.float32)[:, scales]
+
+    def _encode(self, values: Tensor, codes: Tensor, scales: Tensor) -> None:
+        """Encode [rows, s] values into their fields."""
+        blocks = values.unflatten(1, (-1, BLOCK_NUMEL)).float()
+        largest = blocks.abs().amax(2).div_(_LARGEST[self.name])
+        scales.copy_(largest)
+        shares = blocks.div(largest.where(largest != 0, 1).unsqueeze(2)).flatten(1)
+        if self.name == "fp8":
+            codes.view(torch.float8_e4m3fn).copy_(shares)
+            return
+        found = shares.round_().to(torch.int8)
+        if self.name == "int4":
+            found = found[:, 0::2].bitwise_and(15).bitwise_or_(found[:, 1::2].bitwise_left_shift(4))
+        codes.view(torch.int8).copy_(found)
+
+    def _decode(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
+        """Decode fields into [rows, s] values."""
+        found = codes.view(torch.float8_e4m3fn if self.name == "fp8" else torch.int8)
+        if self.name == "fp8" and codes.device.type == "cpu":  # ten times as fast as torch's conversion
+            found = torch.index_select(_fp8_values(), 0, codes.flatten().int()).view(codes.shape)
+        if self.name == "int4":  # the low half first; shifting back to the right extends its sign
+            low = found.bitwise_left_shift(4).bitwise_right_shift_(4)
+            found = torch.stack([low, found.bitwise_right_shift(4)], 2).flatten(1)
+        blocks = found.unflatten(1, (-1, BLOCK_NUMEL)).float()
+        out.unflatten(1, (-1, BLOCK_NUMEL)).copy_(blocks.mul_(scales.unsqueeze(2)))
+
+
+@cache
+def _fp8_values() -> Tensor:
+    """Return the value of each code."""
+    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+
+
+def _parts(rows: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Yield rows and columns of [n, s] values, some at a time: what is made of them on the way is then small."""
+    num_rows, numel = rows.shape
+    most = PART_NUMEL if rows.device.type == "cpu" else DEVICE_PART_NUMEL
+    for row in range(0, num_rows, max(1, most // max(1, numel))):
+        for start in range(0, numel, most):
+            yield slice(row, row + max(1, most // max(1, numel))), slice(start, min(start + most, numel))

@@ -273,7 +273,7 @@ class MemoryRelease:
         yield from (each.tensor for each in self._storages(name) if isinstance(each, DeviceStorage))
         for group in self._sharding.groups:
             if name == "params":
-                yield group.full
+                yield from (each for each in (group.full, group.gathering.secondary) if each is not None)
             elif name == "grads" and group.grads is not None and group.grads.has_gradients:
                 yield from group.grads.buffers()
         if name == "optimizer":
