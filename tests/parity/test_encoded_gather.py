@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-from fractions import Fraction
-from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.live_bytes import LiveBytes
 from harness.pool import WorkerPool
-from harness.refusals import refused
 from harness.training import make_config
-from harness.wire_bytes import WireBytes, ring_equivalent_bytes
 from shardwise import initialize
 from shardwise.engine.engine import Engine
 from shardwise.layout.codec import BLOCK_NUMEL
 from shardwise.layout.wire_codec import WireCodec
-from shardwise.models import Decoder, lm_loss
-from shardwise.models.presets import preset
 
 WIDTH: Final = 64
 NUM_BLOCKS: Final = 3

@@ -204,10 +204,6 @@ def connect(
             comm = comm_factory.comm_among(PIPELINE_AXES, holders, "tied", resources, "+".join(PIPELINE_AXES))
             if comm is not None:
                 tied[holders] = comm
-    secondary: Comm | None = None
-    for start in range(0, shape.size_along(SHARD_AXES) if secondary_shard else 0, secondary_shard or 1):
-        members = tuple(range(start, start + secondary_shard))  # and so these
-        secondary = comm_factory.comm_among(SHARD_AXES, members, SECONDARY, resources, SECONDARY) or secondary
     cell = (*GRADIENT_AXES, *TENSOR_AXES)
     return CommGroups(
         data=over(GRADIENT_AXES),
@@ -221,8 +217,18 @@ def connect(
         pipeline=over(PIPELINE_AXES),
         all=over((*PIPELINE_AXES, *cell)),
         tied=tied,
-        secondary=secondary,
+        secondary=_connect_neighbours(comm_factory, shape, resources, secondary_shard) if secondary_shard else None,
     )
+
+
+def _connect_neighbours(
+    comm_factory: CommFactory, shape: MeshShape, resources: CommResources, num_ranks: int
+) -> Comm | None:
+    """Connect `num_ranks` of the shard group next to each other; all ranks make all such groups, in one order."""
+    starts = range(0, shape.size_along(SHARD_AXES), num_ranks)
+    members = [tuple(range(start, start + num_ranks)) for start in starts]
+    made = [comm_factory.comm_among(SHARD_AXES, each, SECONDARY, resources, SECONDARY) for each in members]
+    return next(comm for comm in made if comm is not None)
 
 
 def open_store(timeout_s: float = 300.0) -> dist.Store | None:

@@ -262,7 +262,8 @@ class CommTimeModel:
         near = s.tp * (s.ep if is_of_experts(group) else 1)
         replicas, far = group.num_ranks // group.num_shards, near * group.num_shards
         widths = layout.precision
-        param_bytes, grad_bytes = (group.padded_numel * DTYPE_BYTES[each] for each in (widths.param, widths.reduce))
+        param_bytes = group.num_shards * layout.gather_bytes(group)
+        grad_bytes = group.padded_numel * DTYPE_BYTES[widths.reduce]
 
         def call(
             op: Op, num_bytes: int, num_ranks: int, stride: int, moment: Moment, times: int = 1
@@ -274,9 +275,15 @@ class CommTimeModel:
         if (uses == 1 and s.num_micro_batches > 1) or (stage.unshard_after_step and group.trainable):
             yield call("all_gather", param_bytes, group.num_shards, near, "first forward")
         elif uses:
-            back = uses // s.num_micro_batches // 2
-            yield call("all_gather", param_bytes, group.num_shards, near, "forward", uses // s.num_micro_batches - back)
-            yield call("all_gather", param_bytes, group.num_shards, near, "backward", back)
+            back, sharers = uses // s.num_micro_batches // 2, group.num_shards
+            forth = uses // s.num_micro_batches - back
+            if layout.secondary_bytes(group):
+                sharers = layout.secondary_shard
+                if group.trainable:
+                    yield call("all_gather", param_bytes, group.num_shards, near, "first forward")
+                    forth -= s.num_micro_batches == 1  # of several, the first's counts twice, once among the sharers
+            yield call("all_gather", param_bytes, sharers, near, "forward", forth)
+            yield call("all_gather", param_bytes, sharers, near, "backward", back)
         if not group.trainable:
             return
         if len(group.stages) > 1 and (holders := len(layout.holders(group))) > 1:

@@ -19,7 +19,7 @@ from shardwise.layout.mesh_shape import GRADIENT_AXES, SHARD_AXES, MeshShape
 from shardwise.layout.param_groups import ROOT, GroupSpec, ParamEntry, aligned_to_blocks, build_groups, whole_below
 from shardwise.layout.pipeline_layout import PipelineLayout
 from shardwise.layout.precision import PrecisionPolicy, precision_policy
-from shardwise.layout.zero_stages import ZeroStage, effective_stage
+from shardwise.layout.zero_stages import ZeroStage, effective_stage, secondary_ranks
 from shardwise.planner.adapters import is_adapter, with_adapters
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.stages import (
@@ -127,7 +127,10 @@ class CompactLayout:
             gathers_once = s.gather == "batch" or s.zero_stage < 3
             pipeline = PipelineLayout(stages.placement, (), {}, gathers_once, index=pipeline_rank)
         units = tuple(dict.fromkeys(group.unit for group in groups if group.unit != ROOT))
-        return RankLayerCounts(Layout(mesh, units, groups, stage, policy, states, None, pipeline), folds)
+        given = self.job.secondary_shard if s.params_tier == "device" else 0
+        secondary = secondary_ranks(given, mesh.size_along(SHARD_AXES), stage)
+        layout = Layout(mesh, units, groups, stage, policy, states, None, pipeline, secondary_shard=secondary)
+        return RankLayerCounts(layout, folds)
 
     def _tiered(
         self, strategy: Strategy, tiers: TiersConfig, held: Sequence[LayerCount], pipeline_rank: int

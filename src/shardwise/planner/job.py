@@ -151,6 +151,7 @@ class PlanJob:
         optimizer: its name, which says what states it keeps.
         states: how the optimizer's moments are stored, as `precision.states`.
         gather_codec: how parameters are sent to where they are used, as `precision.gather`.
+        secondary_shard: ranks that share secondary shards in stage 3, as `zero.secondary_shard`; 0 for none.
         keep_whole_below: elements below which ZeRO-3 keeps a parameter whole.
         replicate_frozen: whether every rank keeps frozen parameters whole.
         lora: the adapters that train beside frozen weights; of rank 0, all weights train.
@@ -164,6 +165,7 @@ class PlanJob:
     optimizer: str = "adamw"
     states: StatesDtype = "master"
     gather_codec: GatherCodec = "param"
+    secondary_shard: int = 0
     keep_whole_below: int = 0
     replicate_frozen: bool = False
     lora: LoraConfig = field(default_factory=LoraConfig)

@@ -15,6 +15,7 @@ ranks have a shard each, and k = 2:
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -28,6 +29,9 @@ from shardwise.offload.storage import StateStorage
 from shardwise.runtime.memory_tracker import Category
 from shardwise.runtime.streams import Event
 from shardwise.zero.resources import ShardingResources
+
+MOST_DECODING: Final = 2
+"""Groups whose codes are under way at once after a step: more would take memory and save no time."""
 
 
 class GroupGather:
@@ -55,6 +59,7 @@ class GroupGather:
         self._shards: Comm = resources.comms.shards
         self._near: Comm | None = resources.comms.secondary
         self._pool = resources.pool
+        self._decoding = resources.decoding
         if num_bytes := layout.secondary_bytes(spec):
             dtype = full.dtype if self.codec is None else torch.uint8
             self.secondary = torch.empty(num_bytes // dtype.itemsize, dtype=dtype, device=full.device)
@@ -101,7 +106,12 @@ class GroupGather:
                 self._decode(wire)
                 self._pool.release(wire)
 
-        return AsyncWork(finish)
+        work = AsyncWork(finish)
+        if shard is None and self.codec is not None:  # all groups start at once, after the step
+            self._decoding.append(work)
+            while len(self._decoding) > MOST_DECODING:
+                self._decoding.popleft().wait()
+        return work
 
     def recode(self) -> None:
         """Encode and decode all of `full`, where it has exact values."""

@@ -22,6 +22,7 @@ from shardwise.layout.opaque import as_bytes
 from shardwise.layout.param_groups import GroupSpec, ParamSpec
 from shardwise.offload.step_pipeline import CHUNK_NUMEL
 from shardwise.offload.storage import StateStorage, loaded
+from shardwise.offload.tiers import Tiers
 from shardwise.offload.worker import Task
 from shardwise.runtime.memory_tracker import Category, trim_host_memory
 from shardwise.runtime.param_guard import ReleasedParameterError, set_parameter_class, watched_type
@@ -114,15 +115,9 @@ class ParamGroup:
         if self.is_released_between_uses:
             tracker.resize(self.full, 0)  # before the values come: they go into the shard, never into all of the group
             self.shard = tiers.place(where.params, f"{spec.name}.param", numel, dtype, Category.PARAMETERS)
-        self.master = self.shard
         master_dtype = torch_dtype(policy.master)
-        if spec.trainable and (policy.keeps_master or where.params != where.optimizer):
-            self.master = tiers.place(where.optimizer, f"{spec.name}.master", numel, master_dtype, Category.OPTIMIZER)
-        elif self._is_decoded:
-            self.master = tiers.place("device", f"{spec.name}.exact", numel, dtype, Category.PARAMETERS)
+        self.master = self._place_master(tiers, policy.keeps_master, master_dtype)
         self._fill(resources.values, master_dtype)
-        if self._is_decoded:
-            self.gathering.recode()
         self._kinds = tuple(parameter_class(parameter) for parameter in parameters)
         self._released = tuple(map(released, self._kinds))
         for parameter, view in zip(self.parameters, views, strict=True):
@@ -132,6 +127,14 @@ class ParamGroup:
         self._versions = [version(parameter) for parameter in self.parameters]
         self.grads = GradBucket(spec, layout, resources) if spec.trainable else None
         self._free()
+
+    def _place_master(self, tiers: Tiers, is_copy: bool, dtype: torch.dtype) -> StateStorage:
+        spec, where, numel = self.spec, self.spec.tiers, self.shard_stop - self.shard_start
+        if spec.trainable and (is_copy or where.params != where.optimizer):
+            return tiers.place(where.optimizer, f"{spec.name}.master", numel, dtype, Category.OPTIMIZER)
+        if self._is_decoded:
+            return tiers.place("device", f"{spec.name}.exact", numel, self.full.dtype, Category.PARAMETERS)
+        return self.shard
 
     @property
     def is_released(self) -> bool:
@@ -437,6 +440,8 @@ class ParamGroup:
                         target = buffer[slot.offset : slot.offset + slot.stop - slot.start]
                         target.copy_(initial[slot.start : slot.stop])
                 make_plain(parameter)  # which frees its slice
+        if self._is_decoded:
+            self.gathering.recode()
 
     def _initial(self, place: ParamSpec, values: ParamInitializer, dtype: torch.dtype, is_held: bool) -> Tensor:
         """Return a parameter's local values, 1-D: rank 0's, or the same on all ranks; empty where none are needed."""
