@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -14,6 +16,8 @@ from shardwise import initialize
 from shardwise.engine.engine import Engine
 from shardwise.layout.codec import BLOCK_NUMEL
 from shardwise.layout.wire_codec import WireCodec
+from shardwise.models import Decoder, lm_loss
+from shardwise.models.presets import preset
 
 WIDTH: Final = 64
 NUM_BLOCKS: Final = 3
@@ -118,7 +122,7 @@ def train(
         names = [name for name in NAMES if name.startswith(tuple(f"{unit}." for unit in held))]
         shown = {name: model.get_parameter(name).detach().clone() for name in names}
     found["shown"] = shown
-    found["seen"] = {name: torch.stack(each[::accumulation]) for name, each in seen.items()}
+    found["seen"] = {name: torch.stack(each[::accumulation]) for name, each in seen.items() if each}
     if places[1]:
         engine.save(places[1])
     engine.close()
@@ -175,3 +179,162 @@ def test_forwards_use_the_same_bits_in_every_layout(
         assert name.endswith("small") or not torch.equal(shown, exact)
     for actual in ranks(num_ranks).run(train, {**sections, **precision}):
         assert_equal_bits(actual, expected)
+
+
+FROZEN_LAYOUTS: Final[list[tuple[int, dict[str, Any]]]] = [
+    *((2, {"zero": {"stage": stage}}) for stage in range(4)),
+    (2, {"zero": {"stage": 3, "replicate_frozen": True}}),
+    (4, {"zero": {"stage": 3, "secondary_shard": 2}, "batch": {"accumulation": 2}}),
+    (2, {"zero": {"stage": 1}, "mesh": {"pp": 2}, "batch": {"accumulation": 2}}),
+]
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("param", ["fp32", "bf16"])
+@pytest.mark.parametrize(("num_ranks", "sections"), FROZEN_LAYOUTS, ids=range(len(FROZEN_LAYOUTS)))
+def test_frozen_parameters_are_decoded_too_and_stay_exact(
+    ranks: WorkerPool, num_ranks: int, sections: dict[str, Any], param: str, tmp_path: Path
+) -> None:
+    precision = {"precision": {"gather": "int8", "param": param}}
+    dtype = torch.float32 if param == "fp32" else torch.bfloat16
+    (expected,) = ranks(1).run(train, {"zero": {"stage": 0}, **precision}, "odd")
+    given = torch.linspace(-1, 1, 67 * 67).view(67, 67).to(dtype)
+    for actual in ranks(num_ranks).run(train, {**sections, **precision}, "odd", ("", str(tmp_path))):
+        assert_equal_bits(actual, expected)
+        assert torch.equal(actual["blocks.1.odd master"], given)
+        assert torch.equal(actual["blocks.1.odd param"], decoded("int8", given, dtype))
+        assert not torch.equal(actual["blocks.1.odd param"], given)
+    # What was saved is exact: in yet another layout the model goes on with the same bits.
+    (again,) = ranks(1).run(train, {"zero": {"stage": 0}, **precision}, "odd", (str(tmp_path), ""))
+    assert torch.equal(again["blocks.1.odd master"], given)
+    (whole,) = ranks(1).run(train, {"zero": {"stage": 0}, **precision}, "odd", ("", ""), 2 * NUM_STEPS)
+    for name in NAMES:
+        assert torch.equal(again[f"{name} master"], whole[f"{name} master"])
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_checkpoint_holds_masters_and_goes_on_in_another_layout(
+    ranks: WorkerPool, stage: int, tmp_path: Path
+) -> None:
+    precision = {"precision": {"gather": "int8", "param": "bf16"}}
+    (whole,) = ranks(1).run(train, precision, "", ("", ""), 2 * NUM_STEPS)
+    ranks(2).run(train, {"zero": {"stage": stage}, **precision}, "", ("", str(tmp_path)))
+    for num_ranks, other in ((2, 3 - stage), (1, 0)):
+        for found in ranks(num_ranks).run(train, {"zero": {"stage": other}, **precision}, "", (str(tmp_path), "")):
+            for name in NAMES:
+                for state in ("master", "param"):
+                    assert torch.equal(found[f"{name} {state}"], whole[f"{name} {state}"])
+    (exact,) = ranks(1).run(train, {"precision": {"param": "bf16"}}, "", (str(tmp_path), ""), 0)
+    (first,) = ranks(1).run(train, precision, "", (str(tmp_path), ""), 0)
+    assert torch.equal(exact["blocks.0.odd master"], first["blocks.0.odd master"])
+
+
+def write(rank: int, world_size: int, sections: dict[str, Any], frozen: str) -> dict[str, Any]:
+    """Write in both ways, freeze and thaw, release the memory; return what reads show and steps make of it."""
+    engine, micro_size, accumulation = make_engine(sections, world_size, frozen)
+    sizes, found = (world_size, micro_size, accumulation), {}
+
+    def note(when: str) -> None:
+        names = ("blocks.0.up.weight", "blocks.1.odd", "blocks.2.up.weight")
+        found.update(
+            {f"{when} {name} {state}": engine.read(name, state) for name in names for state in ("param", "master")}
+        )
+        with engine.gathered() as model:
+            found.update({f"{when} {name} shown": model.get_parameter(name).detach().clone() for name in names})
+
+    step_of(engine, rank, sizes, 0)
+    note("stepped")
+    engine.write("blocks.1.odd", torch.linspace(-2, 5, 67 * 67).view(67, 67))
+    note("written")
+    with engine.gathered(write=True) as model, torch.no_grad():
+        model.get_parameter("blocks.0.up.weight")[1, 2] += 3.0 if rank == 0 else 5.0
+    note("gathered")
+    step_of(engine, rank, sizes, 1)
+    engine.offload()
+    engine.reload()
+    note("reloaded")
+    for name, parameter in engine.step_context.model.named_parameters():
+        parameter.requires_grad_("up" in name)
+    step_of(engine, rank, sizes, 2)
+    note("frozen")
+    engine.close()
+    found["closed"] = dict(engine.step_context.model.named_parameters())["blocks.0.up.weight"].detach().clone()
+    return found
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("frozen", ["", "up"])
+@pytest.mark.parametrize(
+    ("num_ranks", "sections"),
+    [
+        *((2, {"zero": {"stage": stage}}) for stage in range(4)),
+        (4, {"zero": {"stage": 3, "secondary_shard": 2}}),
+        (4, {"zero": {"stage": 3, "secondary_shard": 2}, "precision": {"gather": "param"}}),
+    ],
+)
+def test_writes_reach_masters_and_what_forwards_use(
+    ranks: WorkerPool, num_ranks: int, sections: dict[str, Any], frozen: str
+) -> None:
+    precision = {"gather": "int8", **sections.get("precision", {}), "param": "bf16"}
+    (expected,) = ranks(1).run(write, {"precision": precision}, frozen)
+    before, after = (expected[f"{when} blocks.0.up.weight master"] for when in ("written", "gathered"))
+    assert (before != after).nonzero().tolist() == [[1, 2]]
+    written = torch.linspace(-2, 5, 67 * 67).view(67, 67)
+    assert torch.equal(expected["written blocks.1.odd master"], written)
+    if precision["gather"] == "int8":
+        assert torch.equal(expected["written blocks.1.odd shown"], decoded("int8", written, torch.bfloat16))
+    for actual in ranks(num_ranks).run(write, {**sections, "precision": precision}, frozen):
+        for key, value in expected.items():
+            assert torch.equal(actual[key], value), key
+            if key.endswith("shown"):
+                assert torch.equal(value, expected[key.replace("shown", "param")]), key
+
+
+WIDE: Final = replace(
+    preset("tiny"),
+    num_layers=2,
+    hidden_size=512,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=128,
+    ffn_size=512,
+    vocab_size=512,
+    max_seq_len=16,
+)
+
+
+def decoder_batches(count: int) -> list[tuple[Tensor, Tensor]]:
+    tokens = torch.arange(count * 2 * 17).view(count, 2, 17) * 7 % 512  # [count, B, S + 1]
+    return [(each[:, :-1], each[:, 1:]) for each in tokens]
+
+
+def decoder_loss(logits: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return lm_loss(logits, batch[1])
+
+
+def train_decoder(rank: int, world_size: int, sections: dict[str, Any]) -> list[float]:
+    torch.manual_seed(0)
+    engine = initialize(Decoder(WIDE).double(), make_config(2, sections), loss_fn=decoder_loss)
+    index, num_data = engine.layout.mesh.data_index(rank), engine.layout.mesh.num_data_ranks
+    batches = decoder_batches(4)[index::num_data]
+    losses = [engine.train_step(batches).loss for _ in range(3)]
+    engine.close()
+    return losses
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("codec", ["int8", "fp8"])
+def test_a_decoder_trains_the_same_over_tensor_and_pipeline_axes(ranks: WorkerPool, codec: str) -> None:
+    precision = {"precision": {"param": "fp64", "gather": codec}}
+    (expected,) = ranks(1).run(train_decoder, {**precision, "batch": {"accumulation": 4}})
+    (exact,) = ranks(1).run(train_decoder, {"batch": {"accumulation": 4}})
+    assert expected != pytest.approx(exact, rel=1e-6)
+    assert expected == pytest.approx(exact, rel=0.05)
+    for num_ranks, sections in (
+        (2, {"mesh": {"tp": 2}, "batch": {"accumulation": 4}}),
+        (2, {"mesh": {"pp": 2}, "batch": {"accumulation": 4}, "zero": {"stage": 1}}),
+        (4, {"mesh": {"tp": 2}, "batch": {"accumulation": 2}, "zero": {"stage": 3}}),
+    ):
+        for actual in ranks(num_ranks).run(train_decoder, {**precision, **sections}):
+            assert actual == pytest.approx(expected, rel=1e-9)
