@@ -32,7 +32,7 @@ from shardwise.layout.codec import BLOCK_NUMEL, SCALE_BYTES
 
 PART_NUMEL: Final = 2**18
 """Elements that are encoded or decoded at a time on a CPU, whose cache holds them; more take several times as long."""
-DEVICE_PART_NUMEL: Final = 2**24
+DEVICE_PART_NUMEL: Final = 2**22
 """The same elsewhere, where each part costs some launches."""
 
 WireCodecName = Literal["int8", "int4", "fp8"]
@@ -130,10 +130,15 @@ def _fp8_values() -> Tensor:
     return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 
 
+def part_numel(device: torch.device) -> int:
+    """Return the elements that are encoded or decoded at a time."""
+    return PART_NUMEL if device.type == "cpu" else DEVICE_PART_NUMEL
+
+
 def _parts(rows: Tensor) -> Iterator[tuple[slice, slice]]:
     """Yield rows and columns of [n, s] values, some at a time: what is made of them on the way is then small."""
     num_rows, numel = rows.shape
-    most = PART_NUMEL if rows.device.type == "cpu" else DEVICE_PART_NUMEL
+    most = part_numel(rows.device)
     for row in range(0, num_rows, max(1, most // max(1, numel))):
         for start in range(0, numel, most):
             yield slice(row, row + max(1, most // max(1, numel))), slice(start, min(start + most, numel))

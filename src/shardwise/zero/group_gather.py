@@ -24,6 +24,7 @@ from shardwise.comm.collectives import AsyncWork, Comm
 from shardwise.layout.codec import BLOCK_NUMEL
 from shardwise.layout.layout import Layout
 from shardwise.layout.param_groups import GroupSpec
+from shardwise.layout.wire_codec import part_numel
 from shardwise.offload.step_pipeline import CHUNK_NUMEL
 from shardwise.offload.storage import StateStorage
 from shardwise.runtime.memory_tracker import Category
@@ -58,6 +59,7 @@ class GroupGather:
         self._wire_bytes = layout.gather_bytes(spec) * spec.num_shards
         self._shards: Comm = resources.comms.shards
         self._near: Comm | None = resources.comms.secondary
+        self._is_simulated = self._shards.is_simulated  # then codecs take memory, and need not work on all of it
         self._pool = resources.pool
         self._decoding = resources.decoding
         if num_bytes := layout.secondary_bytes(spec):
@@ -116,7 +118,10 @@ class GroupGather:
     def recode(self) -> None:
         """Encode and decode all of `full`, where it has exact values."""
         for part in self._full.split(CHUNK_NUMEL):
-            part.copy_(self.shown(part))
+            if self.codec is not None:
+                self.codec.decode(self.codec.encode(part), part)
+            if self._is_simulated:
+                return  # one is as large as another
 
     def shown(self, values: Tensor) -> Tensor:
         """Return values as the model computes with them.
@@ -125,7 +130,7 @@ class GroupGather:
             values: 1-D, of one parameter or of the flat buffer, from a block's border on.
         """
         rounded = values.to(self._full.dtype)
-        if self.codec is None or self._shards.is_simulated:
+        if self.codec is None:
             return rounded
         padded = torch.nn.functional.pad(rounded, (0, -rounded.numel() % BLOCK_NUMEL))
         return self.codec.decode(self.codec.encode(padded), torch.empty_like(padded))[: rounded.numel()]
@@ -137,18 +142,28 @@ class GroupGather:
             self._is_current = True
 
     def _encode(self, shard: StateStorage | None, out: Tensor) -> None:
-        if self.codec is None or self._shards.is_simulated:  # there are no values
+        if self.codec is None:
             return
         if shard is None or shard.tier == "device":
             exact = self._full[self._slice] if shard is None else shard.read(0, shard.numel)
-            self.codec.encode(exact, out)
-            return
-        fetched = self._pool.acquire(shard.numel, self._full.dtype)
-        shard.fetch(fetched).wait()
-        self.codec.encode(fetched, out)
-        self._pool.release(fetched)
+        else:
+            exact = self._pool.acquire(shard.numel, self._full.dtype)
+            shard.fetch(exact).wait()
+        numel = self._num_coded(exact)
+        self.codec.encode(exact[:numel], out[: self.codec.num_bytes(numel)])
+        if shard is not None and shard.tier != "device":
+            self._pool.release(exact)
 
     def _decode(self, wire: Tensor) -> None:
-        if self.codec is not None and not self._shards.is_simulated:
-            num_shards = self._shards.world_size
-            self.codec.decode(wire.view(num_shards, -1), self._full.view(num_shards, -1))
+        if self.codec is None:
+            return
+        if self._is_simulated:
+            numel = self._num_coded(self._full)
+            self.codec.decode(wire[: self.codec.num_bytes(numel)], self._full[:numel])
+            return
+        num_shards = self._shards.world_size
+        self.codec.decode(wire.view(num_shards, -1), self._full.view(num_shards, -1))
+
+    def _num_coded(self, values: Tensor) -> int:
+        """Return how many values a codec is given: where there are none in fact, as many as it takes at a time."""
+        return min(values.numel(), part_numel(values.device)) if self._is_simulated else values.numel()

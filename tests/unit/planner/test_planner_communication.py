@@ -13,6 +13,7 @@ from planner_eval.models import PublishedCommModel
 from planner_eval.traits import PublishedTraits
 from shardwise.attention.block_layout import BlockLayout
 from shardwise.context.traffic import AttentionSizes, bytes_of_attention, bytes_of_ring
+from shardwise.layout.precision import GatherCodec
 from shardwise.layout.token_ranges import contiguous, zigzag
 from shardwise.models.presets import preset
 from shardwise.planner.collectives import NetworkModel
@@ -152,6 +153,29 @@ def test_calls_send_what_the_layout_says(zero_stage: int, axes: dict[str, int], 
             sent = call.num_bytes * (call.num_ranks - 1) // call.num_ranks
             wire[call.op] += times * sent * (2 if call.op == "all_reduce" else 1)
         assert wire == model.compact.on_wire(strategy, rank)
+
+
+@pytest.mark.parametrize("gather", ["param", "int8"])
+@pytest.mark.parametrize(("num_micro_batches", "axes"), [(1, {"dp_shard": 64}), (4, {"dp_shard": 16, "pp": 4})])
+def test_secondary_shards_keep_gathers_within_a_node(
+    gather: GatherCodec, num_micro_batches: int, axes: dict[str, int]
+) -> None:
+    model = CommTimeModel(replace(JOB, secondary_shard=8, gather_codec=gather))
+    strategy = Strategy(zero_stage=3, num_micro_batches=num_micro_batches, gather="micro-batch", **axes)  # type: ignore[arg-type]
+    sent = {8: 0, axes["dp_shard"]: 0}
+    for call in model.data_calls(strategy):
+        if call.op == "all_gather":
+            times = call.count * (num_micro_batches if call.moment in ("forward", "backward") else 1)
+            sent[call.num_ranks] += times * (call.num_bytes * (call.num_ranks - 1) // call.num_ranks)
+    wire = model.compact.on_wire(strategy)
+    assert sent[axes["dp_shard"]] == wire["all_gather"]
+    assert (
+        wire["secondary_all_gather"] <= sent[8] <= wire["secondary_all_gather"] * (1 if num_micro_batches == 1 else 1.2)
+    )
+    plain = CommTimeModel(JOB).data(strategy)
+    assert model.data(strategy).total_s < plain.total_s
+    encoded = CommTimeModel(replace(JOB, gather_codec="int8")).data(strategy)
+    assert encoded.total_s < plain.total_s
 
 
 def test_shards_within_a_node_need_less_of_the_network() -> None:
