@@ -41,7 +41,9 @@ exit code: 0 equal, 1 different or a rank failed, 2 the config cannot be
 @click.option("--model", type=FILE, help="a Hugging Face folder or config.json")
 @click.option("--steps", type=int, help="optimizer steps to train (default: 3; 300 with --quality)")
 @click.option("--processes", type=int, default=16, help="processes at most")
-@click.option("--quality", is_flag=True, help="train a small model with and without precision.states, and compare")
+@click.option(
+    "--quality", is_flag=True, help="train a small model with and without fewer bits, and compare"
+)
 @click.option("--seeds", type=COUNT, default=3, help="trainings of each kind, with --quality")
 @click.option("--be-rank", type=FILE, hidden=True)
 def verify(

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -26,13 +28,13 @@ class Quality:
     """Holds the held-out losses, in nats a token, by seed.
 
     Attributes:
-        states: the value of `precision.states` that was tried.
+        codecs: the keys of `precision` that encode something, each with its value.
         seeds: of weights and order of the data.
-        exact, encoded: the losses with `precision.states=master`, and with `states`.
+        exact, encoded: the losses without the codecs, and with them.
         num_steps: the steps of each training.
     """
 
-    states: str
+    codecs: tuple[str, ...]
     seeds: tuple[int, ...]
     exact: tuple[float, ...]
     encoded: tuple[float, ...]
@@ -58,22 +60,27 @@ def measure_quality(
     Raises:
         ConfigError: the config encodes nothing.
     """
-    states = config.precision.states
-    if states == "master":
-        raise ConfigError(
-            "nothing-encoded", "precision.states=master encodes nothing; set int8 or bf16 to see what it costs"
-        )
+    given_codecs = {key: getattr(config.precision, key) for key in _EXACT}
+    codecs = tuple(f"precision.{key}={value}" for key, value in given_codecs.items() if value != _EXACT[key])
+    if not codecs:
+        exact = " and ".join(f"precision.{key}={value}" for key, value in _EXACT.items())
+        raise ConfigError("nothing-encoded", f"{exact} encode nothing; set one to int8 to see what it costs")
     data_keys = [f"data.{key}={getattr(config.data, key)}" for key in ("path", "text_key") if getattr(config.data, key)]
-    losses: dict[str, list[float]] = {"master": [], states: []}
+    exact_losses: list[float] = []
+    encoded_losses: list[float] = []
     data: PreparedData | None = None
     for number, seed in enumerate(seeds, 1):
-        for kind, found in losses.items():
-            given = [f"run.steps={num_steps}", f"run.seed={seed}", f"precision.states={kind}", *data_keys]
+        for chosen, found in (((), exact_losses), (codecs, encoded_losses)):
+            given = [f"run.steps={num_steps}", f"run.seed={seed}", *chosen, *data_keys]
             job = resolve_job(job_config(None, given), 1, 1)
             data = data or prepare_job_data(job)
-            announce(f"training with precision.states={kind}, seed {number} of {len(seeds)}")
+            announce(f"training with {' '.join(chosen) or 'no codec'}, seed {number} of {len(seeds)}")
             found.append(_held_out_loss(job, data))
-    return Quality(states, tuple(seeds), tuple(losses["master"]), tuple(losses[states]), num_steps)
+    return Quality(codecs, tuple(seeds), tuple(exact_losses), tuple(encoded_losses), num_steps)
+
+
+# The values that encode nothing.
+_EXACT: Final[Mapping[str, str]] = MappingProxyType({"states": "master", "gather": "param"})
 
 
 def _held_out_loss(config: Config, data: PreparedData) -> float:
@@ -90,13 +97,13 @@ def _held_out_loss(config: Config, data: PreparedData) -> float:
 def render(quality: Quality) -> RenderableType:
     """Draw the losses by seed, and what fewer bits cost beside what another seed costs."""
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("seed", "fp32", quality.states, "higher by"):
+    for name in ("seed", "fp32", "encoded", "higher by"):
         table.add_column(name, justify="right")
     rows = zip(quality.seeds, quality.exact, quality.encoded, quality.shares, strict=True)
     for seed, exact, encoded, share in rows:
         table.add_row(f"{seed}", f"{exact:.4f}", f"{encoded:.4f}", f"{share:+.2%}")
     mean = statistics.fmean(quality.shares)
     spread = (max(quality.exact) - min(quality.exact)) / statistics.fmean(quality.exact)
-    words = f"precision.states={quality.states} changes the held-out loss by {mean:+.2%}"
+    words = f"{' '.join(quality.codecs)} changes the held-out loss by {mean:+.2%}"
     line = f"{words} after {quality.num_steps:,} steps; another seed changes it by up to {spread:.2%}"
     return Group(table, Text(line))

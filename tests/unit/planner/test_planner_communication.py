@@ -160,7 +160,8 @@ def test_calls_send_what_the_layout_says(zero_stage: int, axes: dict[str, int], 
 def test_secondary_shards_keep_gathers_within_a_node(
     gather: GatherCodec, num_micro_batches: int, axes: dict[str, int]
 ) -> None:
-    model = CommTimeModel(replace(JOB, secondary_shard=8, gather_codec=gather))
+    job = replace(JOB, cluster=replace(CLUSTER, nic_bytes_per_s=5e9))  # where the network is slow
+    model = CommTimeModel(replace(job, secondary_shard=8, gather_codec=gather))
     strategy = Strategy(zero_stage=3, num_micro_batches=num_micro_batches, gather="micro-batch", **axes)  # type: ignore[arg-type]
     sent = {8: 0, axes["dp_shard"]: 0}
     for call in model.data_calls(strategy):
@@ -169,12 +170,11 @@ def test_secondary_shards_keep_gathers_within_a_node(
             sent[call.num_ranks] += times * (call.num_bytes * (call.num_ranks - 1) // call.num_ranks)
     wire = model.compact.on_wire(strategy)
     assert sent[axes["dp_shard"]] == wire["all_gather"]
-    assert (
-        wire["secondary_all_gather"] <= sent[8] <= wire["secondary_all_gather"] * (1 if num_micro_batches == 1 else 1.2)
-    )
-    plain = CommTimeModel(JOB).data(strategy)
+    near_bytes = wire["secondary_all_gather"]
+    assert near_bytes <= sent[8] <= near_bytes * (1 if num_micro_batches == 1 else 1.2)
+    plain = CommTimeModel(job).data(strategy)
     assert model.data(strategy).total_s < plain.total_s
-    encoded = CommTimeModel(replace(JOB, gather_codec="int8")).data(strategy)
+    encoded = CommTimeModel(replace(job, gather_codec="int8")).data(strategy)
     assert encoded.total_s < plain.total_s
 
 

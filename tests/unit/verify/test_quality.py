@@ -37,6 +37,18 @@ def test_trainings_differ_in_the_bits_alone(
         assert part in printed, part
 
 
+def test_codecs_of_parameters_are_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[Config] = []
+    monkeypatch.setattr(quality, "_held_out_loss", lambda config, data: trained.append(config) or 5.0)
+    monkeypatch.setattr(quality, "prepare_job_data", lambda config: "data")
+    given = Config.from_dict({"precision": {"gather": "fp8", "param": "bf16"}})
+    assert measure_quality(given, range(1), num_steps=2).codecs == ("precision.gather=fp8",)
+    assert [(each.precision.gather, each.precision.states) for each in trained] == [
+        ("param", "master"),
+        ("fp8", "master"),
+    ]
+
+
 def test_a_config_without_codecs_has_no_price() -> None:
-    with refused("nothing-encoded", "precision.states=master"):
+    with refused("nothing-encoded", "precision.states=master", "precision.gather=param"):
         measure_quality(Config(), range(1), num_steps=1)
