@@ -45,7 +45,7 @@ class GlooComm(Comm):
         """
         if self.world_size == 1:
             return AsyncWork()
-        numel, own = full.numel() // self.world_size, self._own_slice(full)
+        numel, own = full.numel() // self.world_size, self.own_slice(full)
         with self.launch(self._count("all_gather", name, full, passes=1)) as started:
             # Each rank starts with its right-hand neighbour, so that not all ranks send to the same one first.
             for distance in self._distances:
@@ -166,7 +166,7 @@ class NcclComm(Comm):
         """
         if self.world_size == 1:
             return AsyncWork()
-        own = self._own_slice(full)
+        own = self.own_slice(full)
         with self.launch(self._count("all_gather", name, full, passes=1), stream) as started:
             self._c10d.all_gather_into_tensor(full, own, group=self._group)
         return started.as_work()

@@ -54,48 +54,54 @@ class WireCodec:
         """Return the bytes of `numel` values, a multiple of 256."""
         return numel * _BITS[self.name] // 8 + numel // BLOCK_NUMEL * SCALE_BYTES
 
-    def encode(self, values: Tensor, out: Tensor | None = None) -> Tensor:
+    def encode(self, values: Tensor, out: Tensor | None = None, start: int = 0) -> Tensor:
         """Encode values.
 
         Args:
-            values: [..., s] of a floating dtype, contiguous; s is a multiple of 256.
-            out: uint8 [..., num_bytes(s)], contiguous, to write into.
+            values: [..., s] of a floating dtype; s is a multiple of 256.
+            out: uint8 [..., num_bytes(t)], contiguous, to write into: rows of t values, of which these are
+                [start, start + s).
+            start: a multiple of 256.
 
         Returns:
             `out`, or a new tensor.
         """
-        numel = values.shape[-1]
+        rows = values.reshape(-1, values.shape[-1])
         if out is None:
-            shape = (*values.shape[:-1], self.num_bytes(numel))
+            shape = (*values.shape[:-1], self.num_bytes(rows.shape[1]))
             out = torch.empty(shape, dtype=torch.uint8, device=values.device)
-        rows, sent = values.view(-1, numel), out.view(-1, self.num_bytes(numel))
+        sent = out.view(rows.shape[0], out.shape[-1])
         for high, wide in _parts(rows):
-            codes, scales = self._fields(sent, numel, high, wide)
+            codes, scales = self._fields(sent, start, high, wide)
             self._encode(rows[high, wide], codes, scales)
         return out
 
-    def decode(self, sent: Tensor, out: Tensor) -> Tensor:
+    def decode(self, sent: Tensor, out: Tensor, start: int = 0) -> Tensor:
         """Decode what `encode` has returned.
 
         Args:
-            sent: uint8 [..., num_bytes(s)], contiguous.
-            out: [..., s] of a floating dtype, contiguous, to write into.
+            sent: uint8 [..., num_bytes(t)].
+            out: [..., s] of a floating dtype, contiguous, to write the values [start, start + s) of each row into.
+            start: a multiple of 256.
 
         Returns:
             `out`.
         """
-        numel = out.shape[-1]
-        rows, received = out.view(-1, numel), sent.view(-1, self.num_bytes(numel))
+        rows = out.view(-1, out.shape[-1])
+        received = sent.view(rows.shape[0], sent.shape[-1])
         for high, wide in _parts(rows):
-            codes, scales = self._fields(received, numel, high, wide)
+            codes, scales = self._fields(received, start, high, wide)
             self._decode(codes, scales, rows[high, wide])
         return out
 
-    def _fields(self, sent: Tensor, numel: int, high: slice, wide: slice) -> tuple[Tensor, Tensor]:
-        """Return the codes, uint8, and the scales, fp32, of a part of the values: of some rows, or within one."""
-        num_codes = numel * _BITS[self.name] // 8
-        codes = slice(wide.start * _BITS[self.name] // 8, wide.stop * _BITS[self.name] // 8)
-        scales = slice(wide.start // BLOCK_NUMEL, wide.stop // BLOCK_NUMEL)
+    def _fields(self, sent: Tensor, start: int, high: slice, wide: slice) -> tuple[Tensor, Tensor]:
+        """Return the codes, uint8, and the scales, fp32, of some rows of values, or of a part of one: `wide` counts
+        from `start`.
+        """
+        num_codes = sent.shape[1] * BLOCK_NUMEL // self.num_bytes(BLOCK_NUMEL) * _BITS[self.name] // 8
+        first, last = start + wide.start, start + wide.stop
+        codes = slice(first * _BITS[self.name] // 8, last * _BITS[self.name] // 8)
+        scales = slice(first // BLOCK_NUMEL, last // BLOCK_NUMEL)
         return sent[high, codes], sent[high, num_codes:].view(torch.float32)[:, scales]
 
     def _encode(self, values: Tensor, codes: Tensor, scales: Tensor) -> None:
