@@ -11,8 +11,7 @@ Stochastic Gradient Descent").
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -29,24 +28,6 @@ from shardwise.runtime.torch_private import is_fake
 _DEVICE_NUMEL = 2**22
 
 
-@dataclass(frozen=True)
-class Residuals:
-    """Holds what the encodings of one sum have rounded off, each shaped as what is encoded; None where it is dropped.
-
-    Attributes:
-        first: of the whole buffer [n * s].
-        second: of a node's sums, one slice a node, where there are several.
-    """
-
-    first: Tensor | None = None
-    second: Tensor | None = None
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Return those that are kept."""
-        return [each for each in (self.first, self.second) if each is not None]
-
-
 class EncodedSum:
     """Sums buffers over a communicator's ranks; it takes the place of a `Comm` that sends values as they are.
 
@@ -55,14 +36,20 @@ class EncodedSum:
         codec: of what they send.
         pool: has buffers for what is sent and received.
         node_size: ranks of a node, neighbours in the group, by which the sum is taken in two steps; 1 for one step.
-        residuals: with zeros at the start; none without feedback.
+        residuals: where what is rounded off is kept, with zeros at the start: of the whole buffer [n * s], and of a
+            node's sums, one slice a node; None where it is dropped.
     """
 
     def __init__(
-        self, comm: Comm, codec: WireCodec, pool: BufferPool, node_size: int = 1, residuals: Residuals | None = None
+        self,
+        comm: Comm,
+        codec: WireCodec,
+        pool: BufferPool,
+        node_size: int = 1,
+        residuals: Sequence[Tensor | None] = (None, None),
     ) -> None:
         self.world_size = comm.world_size
-        self.residuals = residuals or Residuals()
+        self._first, self._second = residuals
         self._comm = comm
         self._codec = codec
         self._pool = pool
@@ -80,7 +67,7 @@ class EncodedSum:
         numel, num_nodes = out.numel(), self.world_size // self._node_size
         node, place = divmod(self._comm.rank, self._node_size)
         row_bytes = self._codec.num_bytes(numel)
-        values, rounded = self._by_place(source, numel), self._by_place(self.residuals.first, numel)
+        values, rounded = self._by_place(source, numel), self._by_place(self._first, numel)
         assert values is not None
         peers = range(node * self._node_size, (node + 1) * self._node_size)
 
@@ -100,9 +87,8 @@ class EncodedSum:
                 sum_rows(self._codec, of_nodes[:, index], total, accumulate=False)
 
         def write_node(rows: Tensor) -> None:
-            second = self.residuals.second
-            shape = (num_nodes, numel)
-            encode_rows(self._codec, middle[0].view(shape), rows, None if second is None else second.view(shape))
+            second = None if self._second is None else self._second.view(num_nodes, numel)
+            encode_rows(self._codec, middle[0].view(num_nodes, numel), rows, second)
             self._pool.release(middle.pop())
 
         def across() -> AsyncWork:
@@ -185,5 +171,3 @@ def _columns(rows: Tensor) -> Iterator[tuple[int, int]]:
         yield start, min(start + step, numel)
         if is_fake(rows):  # what it allocates counts; thousands of ranges would be slow
             return
-
-

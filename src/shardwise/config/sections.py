@@ -22,6 +22,7 @@ MAX_PIPELINE_CELLS: Final = 400_000
 
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
 Tier = Literal["device", "host", "nvme"]
+Reduce = Literal["param", "fp32", "int8", "int4"]
 SinkName = Literal["jsonl", "tensorboard", "wandb", "mlflow"]
 
 
@@ -151,8 +152,12 @@ class PrecisionConfig(Section):
 
     param: Dtype | None = None
     """Dtype of parameters in forward and backward; the model's own where it is not given."""
-    reduce: Literal["param", "fp32"] = "param"
-    """Dtype of gradients on the wire; "param" halves the traffic of bf16, "fp32" rounds less."""
+    reduce: Reduce = "param"
+    """How gradients are sent: "param" in the parameters' dtype, "fp32" in twice the bytes of bf16, "int8" and "int4" as
+    codes with a scale for each 256 elements. They are summed in fp32."""
+    reduce_feedback: bool = False
+    """Whether each rank keeps what "int8" or "int4" rounds off, and adds it to its next gradients; it takes as much
+    memory as the parameters, whole."""
     accumulate: Literal["param", "fp32"] = "fp32"
     """Dtype in which a rank sums and keeps gradients; "fp32" by default, since bf16 sums lose small terms."""
     states: Literal["master", "bf16", "int8"] = "master"

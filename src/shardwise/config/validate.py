@@ -96,6 +96,16 @@ def wrong_states(precision: PrecisionConfig, tiers: TiersConfig) -> Iterator[tup
         )
 
 
+def wrong_feedback(precision: PrecisionConfig) -> Iterator[tuple[str, str]]:
+    """Yield a code and a message where feedback has no encoding whose rounding it could keep."""
+    if precision.reduce_feedback and precision.reduce not in ("int8", "int4"):
+        yield (
+            "feedback-without-codes",
+            f"precision.reduce_feedback keeps what codes round off, and precision.reduce={precision.reduce} sends "
+            "values; set precision.reduce=int4 or leave it out",
+        )
+
+
 def wrong_pipeline(
     pipeline: PipelineConfig, mesh: MeshConfig, zero: ZeroConfig, compile_config: CompileConfig
 ) -> Iterator[tuple[str, str]]:

@@ -33,8 +33,9 @@ from torch import nn
 
 from shardwise.config.resolve import Config, ConfigError, OptimizerConfig, Tier, TiersConfig
 from shardwise.layout.codec import Codec, codec_of, is_encoded
+from shardwise.layout.grad_sums import GradSum, SumRanks, sums_of
 from shardwise.layout.matrices import find_matrices
-from shardwise.layout.mesh_shape import GRADIENT_AXES, REPLICA_AXES, SHARD_AXES, MeshShape
+from shardwise.layout.mesh_shape import GRADIENT_AXES, SHARD_AXES, MeshShape
 from shardwise.layout.param_groups import (
     ROOT,
     FusedDim,
@@ -171,6 +172,7 @@ class Layout:
         pipeline: the stages; None without a pipeline.
         elsewhere: the groups that only other ranks of the pipeline hold; see `of_pipeline_rank`.
         secondary_shard: ranks, next to each other, that keep what they have gathered once more among them; 0 for none.
+        node_size: ranks of the shard group on a node, neighbours in it; 1 where they are unknown.
     """
 
     mesh: MeshShape
@@ -183,6 +185,7 @@ class Layout:
     pipeline: PipelineLayout | None = None
     elsewhere: tuple[GroupSpec, ...] = ()
     secondary_shard: int = 0
+    node_size: int = 1
 
     def of_pipeline_rank(self, index: int) -> Layout:
         """Return the layout with the groups of pipeline rank `index`; the layout itself without a pipeline."""
@@ -267,6 +270,8 @@ class Layout:
                 totals[state.role] += state.bytes_at_rest(group, shard)
         if tier in (None, "device"):
             totals["param"] += self.secondary_bytes(group)
+        if group.trainable and tier in (None, "device"):
+            totals["grad"] += sum(each.residual_bytes for each in self.sums_of(group).values())
         return totals
 
     def secondary_bytes(self, group: GroupSpec) -> int:
@@ -308,10 +313,8 @@ class Layout:
 
     def group_bytes_on_wire(self, group: GroupSpec, num_micro_batches: int) -> dict[str, int]:
         """Return what `group` adds to `bytes_on_wire`."""
-        num_replicas = self.mesh.size_along(REPLICA_AXES)
         wire = {"all_reduce": 0, "reduce_scatter": 0, "all_gather": 0}
         stage, precision = self.stage_of(group), self.precision_of(group)
-        ring_numel = group.shard_numel * (group.num_shards - 1)
         unshards = self.num_unshards(group, num_micro_batches)
         ring_bytes = self.gather_bytes(group) * (group.num_shards - 1)
         if self.secondary_bytes(group):
@@ -327,14 +330,9 @@ class Layout:
             wire["all_reduce"] += 2 * numel * (num_holders - 1) // num_holders * DTYPE_BYTES[precision.master]
         if stage.unshard_after_step:
             wire["all_gather"] += ring_bytes
-        if stage.optimizer is Placement.REPLICATE:
-            all_numel = group.padded_numel * (group.num_ranks - 1) // group.num_ranks
-            wire["all_reduce"] += 2 * all_numel * DTYPE_BYTES[precision.reduce]
-        else:
-            reduces = self.num_reduces(num_micro_batches)
-            wire["reduce_scatter"] += reduces * ring_numel * DTYPE_BYTES[precision.reduce]
-            replica_numel = group.shard_numel * (num_replicas - 1) // num_replicas
-            wire["all_reduce"] += 2 * replica_numel * DTYPE_BYTES[precision.reduce]
+        for over, each in self.sums_of(group).items():
+            times = self.num_reduces(num_micro_batches) if over == "shards" else 1
+            wire["all_reduce" if each.is_for_all else "reduce_scatter"] += times * each.num_bytes
         return wire
 
     def exchanged_numel(self, group: GroupSpec) -> float:
@@ -354,6 +352,10 @@ class Layout:
     def precision_of(self, group: GroupSpec) -> PrecisionPolicy:
         """Return the dtypes of a group's states."""
         return OPAQUE if group.is_opaque else self.precision.widened if group.is_wide else self.precision
+
+    def sums_of(self, group: GroupSpec) -> Mapping[SumRanks, GradSum]:
+        """Return the sums of a trained group's gradients over ranks, by their ranks."""
+        return sums_of(group, self.stage_of(group), self.precision_of(group), self.node_size)
 
     def holders(self, group: GroupSpec) -> tuple[int, ...]:
         """Return the ranks of the pipeline that hold a group: several where a parameter is tied across a cut."""

@@ -260,10 +260,9 @@ class CommTimeModel:
     def _calls_of(self, s: Strategy, layout: Layout, fold: LayerCount, *, is_first: bool) -> Iterator[PricedCollective]:
         group, stage = fold.group, layout.stage_of(fold.group)
         near = s.tp * (s.ep if is_of_experts(group) else 1)
-        replicas, far = group.num_ranks // group.num_shards, near * group.num_shards
+        far = near * group.num_shards
         widths = layout.precision
         param_bytes = group.num_shards * layout.gather_bytes(group)
-        grad_bytes = group.padded_numel * DTYPE_BYTES[widths.reduce]
 
         def call(
             op: Op, num_bytes: int, num_ranks: int, stride: int, moment: Moment, times: int = 1
@@ -291,12 +290,19 @@ class CommTimeModel:
             numel = group.padded_numel if is_whole else group.shard_numel
             master_bytes = numel * DTYPE_BYTES[widths.master]
             yield call("all_reduce", master_bytes, holders, s.num_ranks // s.pp, "last backward")
-        if stage.optimizer is Placement.REPLICATE:
-            yield call("all_reduce", grad_bytes, group.num_ranks, near, "last backward")
-            return
         each_time = layout.num_reduces(s.num_micro_batches) == s.num_micro_batches > 1
-        yield call("reduce_scatter", grad_bytes, group.num_shards, near, "backward" if each_time else "last backward")
-        yield call("all_reduce", grad_bytes // group.num_shards, replicas, far, "last backward")
+        for over, each in layout.sums_of(group).items():
+            stride = far if over == "replicas" else near
+            moment: Moment = "backward" if each_time and over == "shards" else "last backward"
+            whole_bytes = each.numel * DTYPE_BYTES[each.dtype]
+            for num_ranks, row_bytes in each.hops:
+                yield call("all_to_all", num_ranks * row_bytes, num_ranks, stride, moment)
+                stride *= num_ranks
+            if each.hops and each.is_for_all:
+                yield call("all_gather", whole_bytes, each.num_ranks, far if over == "replicas" else near, moment)
+            elif not each.hops:
+                op: Op = "all_reduce" if each.is_for_all else "reduce_scatter"
+                yield call(op, whole_bytes, each.num_ranks, stride, moment)
 
     def _block(self, s: Strategy) -> BlockComm:
         pass_s = self._tensor_pass_s(s)

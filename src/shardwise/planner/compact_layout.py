@@ -206,6 +206,7 @@ class CompactLayout:
                 accumulate=s.accumulate,
                 states=self.job.states,
                 gather=self.job.gather_codec,
+                reduce_feedback=self.job.reduce_feedback,
             )
         )
 

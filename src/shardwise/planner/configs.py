@@ -126,6 +126,7 @@ def job_of(config: Config, cluster: Cluster) -> PlanJob:
         states=resolved.precision.states,
         gather_codec=resolved.precision.gather,
         secondary_shard=resolved.zero.secondary_shard,
+        reduce_feedback=resolved.precision.reduce_feedback,
         replicate_frozen=resolved.zero.replicate_frozen,
         lora=resolved.lora,
     )
