@@ -1,4 +1,4 @@
-"""Gradients that are sent in 8 or 4 bits: sums by a slow reference, the same bits in every stage, bytes as by formula."""
+"""Gradients that are sent in 8 or 4 bits: sums by a slow reference, equal bits in every stage, bytes by formula."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from harness.pool import WorkerPool
 from harness.refusals import refused
 from harness.training import make_config
 from harness.wire_bytes import WireBytes, ring_equivalent_bytes
-from shardwise import Layout, initialize
+from shardwise import Engine, Layout, initialize, simulate
 from shardwise.comm.backends import process_group_comm
 from shardwise.comm.collectives import CommResources
 from shardwise.comm.encoded import EncodedSum
 from shardwise.layout.grad_sums import GradSum
 from shardwise.layout.wire_codec import WireCodec, WireCodecName
 from shardwise.runtime.buffer_pool import BufferPool
+from shardwise.runtime.memory_tracker import Category
 
 LARGEST: Final = {"int8": 127, "int4": 7}
 BLOCK: Final = 256
@@ -209,11 +210,15 @@ class Trained:
 NAMES: Final = [*(f"blocks.{index}.up.{name}" for index in range(2) for name in ("weight", "bias")), "odd"]
 
 
-def train(rank: int, world_size: int, sections: dict[str, Any], accumulation: int = 1) -> Trained:
+def engine_of(sections: dict[str, Any], accumulation: int = 1) -> Engine:
     torch.manual_seed(0)
     given: dict[str, dict[str, Any]] = {"batch": {"micro_size": 1}, "precision": {"param": "fp32"}}
     given = {name: {**given.get(name, {}), **sections.get(name, {})} for name in {*given, *sections}}
-    engine = initialize(ExactModel(), make_config(accumulation, given), loss_fn=loss_of)
+    return initialize(ExactModel(), make_config(accumulation, given), loss_fn=loss_of)
+
+
+def train(rank: int, world_size: int, sections: dict[str, Any], accumulation: int = 1) -> Trained:
+    engine = engine_of(sections, accumulation)
     mesh = engine.layout.mesh
     data_rank, num_data = mesh.data_index(rank), world_size // mesh.pp
     for step in range(NUM_STEPS):
@@ -292,3 +297,131 @@ def test_a_pipeline_trains_to_the_same_bits(ranks: WorkerPool, stage: int, preci
     expected, *_ = ranks(2).run(train, {"precision": precision, "zero": {"stage": 1}}, 2)
     for actual in ranks(4).run(train, {"precision": precision, "zero": {"stage": stage}, "mesh": {"pp": 2}}, 2):
         assert_equal_bits(actual, expected)
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("precision", [INT8, FEEDBACK])
+@pytest.mark.parametrize(("mesh", "node"), [({}, 2), ({"dp_shard": 2}, 0)])
+def test_two_steps_and_replicas_send_what_the_formulas_say(
+    ranks: WorkerPool, mesh: dict[str, int], node: int, precision: dict[str, Any]
+) -> None:
+    """Nodes of two ranks, or two replicas of two shards: each rank sends half of its rows, then the sums of the others.
+
+    The bits are those of every stage with the same replicas.
+    """
+    expected: Trained | None = None
+    for stage in (1, 2, 3) if mesh else range(4):
+        sections = {"precision": precision, "mesh": mesh, "zero": {"stage": stage, "secondary_shard": node}}
+        for rank, actual in enumerate(ranks(4).run(train, sections)):
+            expected = expected or actual
+            assert_equal_bits(actual, expected)
+            of_wire = actual.layout.bytes_on_wire(1)
+            assert actual.wire_bytes == sum(of_wire.values()) + Fraction(3, 4) * 2 * 8 * (5 + len(NAMES))
+            large = sum(each.padded_numel for each in actual.layout.groups if not each.name.endswith(":whole"))
+            small = sum(each.padded_numel for each in actual.layout.groups) - large
+            codes = Fraction(1, 2 if precision["reduce"] == "int4" else 1) + Fraction(4, BLOCK)
+            gathered = 4 * large if stage == 0 else 0
+            if mesh:  # half of the shard over replicas, and the sum to them
+                over = (large * codes / 2, large * codes / 4 + 4 * large / 4 + 4 * small / 2)
+                assert of_wire["reduce_scatter"] + of_wire["all_reduce"] == sum(over) + 4 * small / 2
+                kept = large + large // 2
+            else:
+                steps = large * codes / 2 + large * codes / 4
+                rest = Fraction(3, 4) * (gathered + (8 if stage == 0 else 4) * small)
+                assert of_wire["reduce_scatter"] + of_wire["all_reduce"] == steps + rest
+                kept = large + large // 2
+            plain = replace(actual.layout, precision=replace(actual.layout.precision, reduce_feedback=False))
+            residual_bytes = 4 * kept if "reduce_feedback" in precision else 0
+            shard = rank % 2 if mesh else rank
+            assert actual.layout.bytes_at_rest(shard)["grad"] == plain.bytes_at_rest(shard)["grad"] + residual_bytes
+
+
+def tracked_gradients(rank: int, world_size: int, precision: dict[str, Any], stage: int) -> tuple[int, int]:
+    """Bytes of gradients after a backward: as tracked and by the layout."""
+    engine = engine_of({"precision": precision, "zero": {"stage": stage}})
+    engine.train_step([batch_of(0, rank)])
+    engine.backward(engine(batch_of(1, rank)))
+    tracked = engine.memory.snapshot().live_bytes[Category.GRADIENTS]
+    expected = engine.layout.bytes_at_rest(rank)["grad"]
+    engine.close()
+    return tracked, expected
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_what_feedback_keeps_is_counted(ranks: WorkerPool, stage: int) -> None:
+    for tracked, expected in ranks(2).run(tracked_gradients, FEEDBACK, stage):
+        assert tracked == expected
+
+
+def train_fp16(rank: int, world_size: int, feedback: bool) -> tuple[list[bool], bool]:
+    """Let one rank's gradients overflow in the second step; say which steps are skipped, and whether all is finite."""
+    precision = {"param": "fp16", "reduce": "int8", "reduce_feedback": feedback, "initial_loss_scale": 1.0}
+    engine = engine_of({"precision": precision, "run": {"on_nonfinite": "skip"}, "zero": {"stage": 2}})
+    skipped = []
+    for step in range(4):
+        batch = batch_of(step, rank)
+        if step == 1 and rank == 1:
+            batch[0, 5] = 60000.0
+        skipped.append(engine.train_step([batch]).skipped)
+    is_finite = all(bool(value.isfinite().all()) for name in NAMES if (value := engine.read(name)) is not None)
+    engine.close()
+    return skipped, is_finite
+
+
+@pytest.mark.parametrize("feedback", [False, True])
+def test_an_overflow_is_seen_and_does_not_stay(ranks: WorkerPool, feedback: bool) -> None:
+    assert ranks(2).run(train_fp16, feedback) == [([False, True, False, False], True)] * 2
+
+
+def train_and_move(rank: int, world_size: int, moves: bool) -> dict[str, Tensor]:
+    engine = engine_of({"precision": FEEDBACK, "zero": {"stage": 2}})
+    for step in range(3):
+        engine.train_step([batch_of(step, rank)])
+        if moves and step == 1:
+            engine.offload()
+            engine.reload()
+    found = {name: value.clone() for name in NAMES if (value := engine.read(name)) is not None}
+    engine.close()
+    return found
+
+
+def test_what_feedback_keeps_leaves_the_device_and_comes_back(ranks: WorkerPool) -> None:
+    expected, actual = (ranks(2).run(train_and_move, moves)[0] for moves in (False, True))
+    assert [name for name, each in expected.items() if not torch.equal(actual[name], each)] == []
+
+
+def calls_of_step(rank: int, world_size: int, sections: dict[str, Any]) -> list[tuple[str, str, int, int]]:
+    engine = engine_of(sections)
+    engine.train_step([batch_of(0, rank)])
+    found = [(each.op, each.name, each.numel, each.wire_bytes) for each in engine.comm.comm_log.recent]
+    engine.close()
+    return found
+
+
+def test_simulated_ranks_send_the_same(ranks: WorkerPool) -> None:
+    sections = {"precision": FEEDBACK, "zero": {"stage": 2, "secondary_shard": 2}}
+    given = {"batch": {"micro_size": 1}, "precision": {"param": "fp32", **FEEDBACK}, "zero": sections["zero"]}
+    for rank, real in enumerate(ranks(4).run(calls_of_step, sections)):
+        there = simulate(
+            ExactModel, make_config(1, given), lambda: batch_of(0, 0), rank=rank, world_size=4, loss_fn=loss_of
+        )
+        calls = [(each.op, each.name, each.numel, each.wire_bytes) for each in there.calls]
+        assert calls == real[-len(calls) :]
+        assert there.states_bytes == there.layout.bytes_at_rest(rank)
+
+
+def test_thousands_of_ranks_are_simulated() -> None:
+    given = {"batch": {"micro_size": 1}, "precision": {"param": "bf16", **FEEDBACK}}
+    given["zero"] = {"stage": 3, "secondary_shard": 8}
+    there = simulate(
+        ExactModel, make_config(1, given), lambda: batch_of(0, 0), rank=17, world_size=4096, loss_fn=loss_of
+    )
+    wire, by_layout = there.wire_bytes, there.layout.bytes_on_wire(1)
+    assert sum(size for (axis, op), size in wire.items() if op == "reduce_scatter") == by_layout["reduce_scatter"]
+    assert there.states_bytes == there.layout.bytes_at_rest(17)
+
+
+def test_feedback_without_codes_is_refused() -> None:
+    with refused("feedback-without-codes", "precision.reduce=param"):
+        make_config(1, {"precision": {"reduce_feedback": True}}).resolve(2)

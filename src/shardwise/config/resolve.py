@@ -216,7 +216,7 @@ class Config(Section):
         for code, message in (
             *wrong_tiers(self.tiers, self.zero, self.recompute),
             *wrong_states(self.precision, self.tiers),
-            *wrong_zero(self.zero, self.tiers),
+            *wrong_zero(self.zero, self.tiers, self.precision),
             *wrong_feedback(self.precision),
             *wrong_pipeline(self.pipeline, self.mesh, self.zero, self.compile),
             *wrong_context(self.context, self.mesh),

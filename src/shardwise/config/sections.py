@@ -200,7 +200,8 @@ class ZeroConfig(Section):
     small gathers."""
     secondary_shard: NotNegative = 0
     """Ranks of a node that keep, in stage 3, a second copy of what they have gathered, a slice each: later gathers of
-    the step stay among them. 0 keeps none, since it takes memory: the parameters' bytes over so many ranks."""
+    the step stay among them. 0 keeps none, since it takes memory: the parameters' bytes over so many ranks. With
+    precision.reduce=int8 or int4, in every stage, gradients are summed within such a node before they leave it."""
 
 
 class TiersConfig(Section):

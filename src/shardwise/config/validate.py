@@ -75,10 +75,10 @@ def wrong_tiers(tiers: TiersConfig, zero: ZeroConfig, recompute: RecomputeConfig
         yield "activations-need-recompute", f"tiers.activations={tiers.activations} {rule}; set recompute.mode=full"
 
 
-def wrong_zero(zero: ZeroConfig, tiers: TiersConfig) -> Iterator[tuple[str, str]]:
+def wrong_zero(zero: ZeroConfig, tiers: TiersConfig, precision: PrecisionConfig) -> Iterator[tuple[str, str]]:
     """Yield a code and a message where secondary shards would do nothing."""
     key = f"zero.secondary_shard={zero.secondary_shard}"
-    if zero.secondary_shard and zero.stage < 3:
+    if zero.secondary_shard and zero.stage < 3 and precision.reduce not in ("int8", "int4"):
         rule = f"keeps what stage 3 gathers, and zero.stage={zero.stage} gathers nothing for use"
         yield "secondary-shard-stage", f"{key} {rule}; set zero.stage=3 or leave the key out"
     elif zero.secondary_shard and tiers.params != "device":

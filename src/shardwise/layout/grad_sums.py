@@ -86,15 +86,16 @@ def sums_of(
     """Return the sums of a trained group's gradients, by their ranks, in the order in which they run.
 
     Args:
-        group: small parameters are never encoded: they save nothing.
+        group: its gradients are encoded if its parameters may be.
         stage: the group's placements.
         policy: the group's dtypes.
         node_size: see `GradSum`.
     """
 
     def summed(num_ranks: int, numel: int, is_for_all: bool, nearby: int) -> GradSum:
-        is_encoded = policy.reduce_codec is not None and not group.is_small and num_ranks > 1
-        codec = WireCodec(policy.reduce_codec) if is_encoded and policy.reduce_codec is not None else None
+        codec = None
+        if policy.reduce_codec is not None and group.is_encodable and num_ranks > 1:
+            codec = WireCodec(policy.reduce_codec)
         return GradSum(num_ranks, numel, policy.reduce, codec, is_for_all, nearby, policy.reduce_feedback)
 
     if stage.optimizer is Placement.REPLICATE:

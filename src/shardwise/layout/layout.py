@@ -53,7 +53,7 @@ from shardwise.layout.pipeline_layout import PipelineLayout
 from shardwise.layout.precision import DTYPE_BYTES, OPAQUE, PrecisionPolicy, StoredDtype, precision_policy
 from shardwise.layout.tensor_plan import TensorLayout
 from shardwise.layout.wire_codec import WireCodec
-from shardwise.layout.zero_stages import Placement, ZeroStage, effective_stage, secondary_ranks
+from shardwise.layout.zero_stages import Placement, ZeroStage, effective_stage, node_ranks, secondary_ranks
 
 Key = TypeVar("Key")
 
@@ -482,6 +482,7 @@ def build_layout(
     states = states_of(stage, policy, config.optimizer, groups)
     secondary = secondary_ranks(config.zero.secondary_shard, num_shards, stage)
     layout = Layout(mesh, units, groups, stage, policy, states, tensor, pipeline, secondary_shard=secondary)
+    layout = replace(layout, node_size=node_ranks(config.zero.secondary_shard, num_shards) or 1)
     return layout if pipeline is None else layout.of_pipeline_rank(pipeline.index)
 
 

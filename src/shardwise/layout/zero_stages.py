@@ -105,9 +105,22 @@ def secondary_ranks(given: int, num_shards: int, stage: ZeroStage) -> int:
     Raises:
         ConfigError: they do not divide the shard group.
     """
-    if not given or not stage.unshard_for_use or given >= num_shards:
+    return node_ranks(given, num_shards) if stage.unshard_for_use else 0
+
+
+def node_ranks(given: int, num_shards: int) -> int:
+    """Return the ranks of the shard group on a node; 0 where it has one node, or they are not given.
+
+    Args:
+        given: `zero.secondary_shard`.
+        num_shards: ranks of the shard group.
+
+    Raises:
+        ConfigError: they do not divide the shard group.
+    """
+    if given >= num_shards:
         return 0
-    if num_shards % given:
+    if given and num_shards % given:
         legal = ", ".join(str(each) for each in range(1, num_shards) if num_shards % each == 0)
         raise ConfigError(
             "secondary-shard-divides",
