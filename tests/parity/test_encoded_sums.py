@@ -380,6 +380,7 @@ def train_and_move(rank: int, world_size: int, moves: bool) -> dict[str, Tensor]
         engine.train_step([batch_of(step, rank)])
         if moves and step == 1:
             engine.offload()
+            assert engine.memory.snapshot().live_bytes[Category.GRADIENTS] == 0
             engine.reload()
     found = {name: value.clone() for name in NAMES if (value := engine.read(name)) is not None}
     engine.close()
