@@ -130,6 +130,8 @@ class CompactLayout:
         given = self.job.secondary_shard if s.params_tier == "device" else 0
         secondary = secondary_ranks(given, mesh.size_along(SHARD_AXES), stage)
         layout = Layout(mesh, units, groups, stage, policy, states, None, pipeline, secondary_shard=secondary)
+        node, num_shards = self.job.secondary_shard, mesh.size_along(SHARD_AXES)
+        layout = replace(layout, node_size=node if node and num_shards % node == 0 else 1)
         return RankLayerCounts(layout, folds)
 
     def _tiered(
