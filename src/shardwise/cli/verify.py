@@ -42,7 +42,7 @@ exit code: 0 equal, 1 different or a rank failed, 2 the config cannot be
 @click.option("--steps", type=int, help="optimizer steps to train (default: 3; 300 with --quality)")
 @click.option("--processes", type=int, default=16, help="processes at most")
 @click.option(
-    "--quality", is_flag=True, help="train a small model with and without fewer bits, and compare"
+    "--quality", is_flag=True, help="train a small model with and without the codecs of precision, and compare"
 )
 @click.option("--seeds", type=COUNT, default=3, help="trainings of each kind, with --quality")
 @click.option("--be-rank", type=FILE, hidden=True)
@@ -87,10 +87,16 @@ def verify(
 
 def _quality(settings: Sequence[str], num_seeds: int, num_steps: int) -> int:
     with progress("starting torch") as say:
+        from shardwise.launch.process_group import LaunchError
         from shardwise.train.setup import job_config
         from shardwise.verify.quality import measure_quality, render
 
-        found = measure_quality(job_config(*split(settings)), range(num_seeds), num_steps, say)
+        environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # of processes, where it takes several
+        try:
+            found = measure_quality(job_config(*split(settings)), range(num_seeds), num_steps, say, environ)
+        except LaunchError as error:
+            print(with_code(error), file=sys.stderr)
+            return 1
     Terminal(highlight=False).print(render(found))
     return 0
 
@@ -98,8 +104,9 @@ def _quality(settings: Sequence[str], num_seeds: int, num_steps: int) -> int:
 def _be_rank(folder: Path) -> None:
     from shardwise.comm.collectives import CommError
     from shardwise.launch.process_group import LaunchError, leave
-    from shardwise.verify.run import be_rank
+    from shardwise.verify import quality, run
 
+    be_rank = quality.be_rank if (folder / quality.JOB_NAME).exists() else run.be_rank
     try:
         be_rank(detect(os.environ) or lone_rank(), folder)
     except (ConfigError, LaunchError, CommError) as error:
