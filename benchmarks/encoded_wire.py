@@ -36,6 +36,11 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "bf16": {},
     "gather=int8": {"gather": "int8"},
     "gather=fp8": {"gather": "fp8"},
+    "reduce=int8": {"reduce": "int8"},
+    "reduce=int4": {"reduce": "int4"},
+    "reduce=int4, feedback": {"reduce": "int4", "reduce_feedback": True},
+    "both=int8": {"gather": "int8", "reduce": "int8"},
+    "gather=int8, reduce=int4": {"gather": "int8", "reduce": "int4"},
 }
 
 
@@ -79,7 +84,7 @@ def measure(rank: int, options: argparse.Namespace) -> None:
         for name, found in seconds.items():
             median = statistics.median(found)
             sent = sum(engines[name].layout.bytes_on_wire(options.accumulation).values()) / 1e6
-            print(f"{name:<12} {median:.3f} s a step, {median / whole:.2f} of bf16's; a rank sends {sent:.0f} MB")
+            print(f"{name:<24} {median:.3f} s a step, {median / whole:.2f} of bf16's; a rank sends {sent:.0f} MB")
     for engine in engines.values():
         engine.close()
     torch.distributed.destroy_process_group()

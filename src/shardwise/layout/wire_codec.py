@@ -114,20 +114,33 @@ class WireCodec:
             codes.view(torch.float8_e4m3fn).copy_(shares)
             return
         found = shares.round_().to(torch.int8)
-        if self.name == "int4":
-            found = found[:, 0::2].bitwise_and(15).bitwise_or_(found[:, 1::2].bitwise_left_shift(4))
-        codes.view(torch.int8).copy_(found)
+        codes.copy_(_packed(found)) if self.name == "int4" else codes.view(torch.int8).copy_(found)
 
     def _decode(self, codes: Tensor, scales: Tensor, out: Tensor) -> None:
         """Decode fields into [rows, s] values."""
         found = codes.view(torch.float8_e4m3fn if self.name == "fp8" else torch.int8)
         if self.name == "fp8" and codes.device.type == "cpu":  # ten times as fast as torch's conversion
             found = torch.index_select(_fp8_values(), 0, codes.flatten().int()).view(codes.shape)
-        if self.name == "int4":  # the low half first; shifting back to the right extends its sign
-            low = found.bitwise_left_shift(4).bitwise_right_shift_(4)
-            found = torch.stack([low, found.bitwise_right_shift(4)], 2).flatten(1)
+        if self.name == "int4":
+            found = _unpacked(found)
         blocks = found.unflatten(1, (-1, BLOCK_NUMEL)).float()
         out.unflatten(1, (-1, BLOCK_NUMEL)).copy_(blocks.mul_(scales.unsqueeze(2)))
+
+
+def _packed(codes: Tensor) -> Tensor:
+    """Return codes [n, s] of 4 bits as uint8 [n, s / 2], the first of two in the low half: two at a time are an int16.
+
+    Other ways take strided steps, and three times as long on a CPU.
+    """
+    pairs = codes.view(torch.int16)
+    return pairs.bitwise_and(0x0F).bitwise_or_(pairs.bitwise_right_shift(4).bitwise_and_(0xF0)).to(torch.uint8)
+
+
+def _unpacked(packed: Tensor) -> Tensor:
+    """Return int8 [n, 2 * s] of what `_packed` has returned, as int8; shifting to the right extends the sign."""
+    pairs = packed.to(torch.int16)
+    low = pairs.bitwise_left_shift(12).bitwise_right_shift_(12).bitwise_and_(0xFF)
+    return pairs.bitwise_right_shift_(4).bitwise_left_shift_(8).bitwise_or_(low).view(torch.int8)
 
 
 @cache
