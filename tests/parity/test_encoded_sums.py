@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -327,8 +328,8 @@ def test_two_steps_and_replicas_send_what_the_formulas_say(
                 kept = large + large // 2
             else:
                 steps = large * codes / 2 + large * codes / 4
-                rest = Fraction(3, 4) * (gathered + (8 if stage == 0 else 4) * small)
-                assert of_wire["reduce_scatter"] + of_wire["all_reduce"] == steps + rest
+                whole = Fraction(3, 4) * (gathered + (8 if stage == 0 else 4) * small)
+                assert of_wire["reduce_scatter"] + of_wire["all_reduce"] == steps + whole
                 kept = large + large // 2
             plain = replace(actual.layout, precision=replace(actual.layout.precision, reduce_feedback=False))
             residual_bytes = 4 * kept if "reduce_feedback" in precision else 0
@@ -389,6 +390,27 @@ def train_and_move(rank: int, world_size: int, moves: bool) -> dict[str, Tensor]
 
 def test_what_feedback_keeps_leaves_the_device_and_comes_back(ranks: WorkerPool) -> None:
     expected, actual = (ranks(2).run(train_and_move, moves)[0] for moves in (False, True))
+    assert [name for name, each in expected.items() if not torch.equal(actual[name], each)] == []
+
+
+def save_and_go_on(rank: int, world_size: int, stage: int, folder: str, saves: bool) -> dict[str, Tensor]:
+    engine = engine_of({"precision": FEEDBACK, "zero": {"stage": stage}})
+    if not saves:
+        engine.load(folder)
+    for step in range(2):
+        engine.train_step([batch_of(step, rank)])
+    if saves:
+        engine.save(folder)
+    found = {name: value.clone() for name in NAMES if (value := engine.read(name)) is not None}
+    engine.close()
+    return found
+
+
+def test_a_checkpoint_goes_on_in_another_stage_with_the_same_bits(ranks: WorkerPool, tmp_path: Path) -> None:
+    """What feedback keeps is not in it: both runs begin with zeros."""
+    folder = str(tmp_path / "saved")
+    ranks(2).run(save_and_go_on, 1, folder, True)
+    expected, actual = (ranks(2).run(save_and_go_on, stage, folder, False)[0] for stage in (1, 3))
     assert [name for name, each in expected.items() if not torch.equal(actual[name], each)] == []
 
 

@@ -1,6 +1,6 @@
 """Sums over ranks that send what they add in 8 or 4 bits; the sums themselves run in fp32.
 
-Each rank encodes its buffer as one row for each rank, its own row too, so that all ranks' parts count alike. Rows are
+Each rank encodes its buffer as one row for each rank, its own row too, so that all ranks' parts are rounded. Rows are
 exchanged as bytes, decoded, and summed in the order of the ranks. Where nodes are known, it takes two steps: the ranks
 of a node sum among themselves, encode these sums again, and exchange them with the ranks at the same place of the other
 nodes. So 1/k of the bytes cross nodes of k ranks (qgZ of ZeRO++, Wang et al. 2023, arXiv 2306.10209).

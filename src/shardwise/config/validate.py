@@ -76,7 +76,13 @@ def wrong_tiers(tiers: TiersConfig, zero: ZeroConfig, recompute: RecomputeConfig
 
 
 def wrong_zero(zero: ZeroConfig, tiers: TiersConfig, precision: PrecisionConfig) -> Iterator[tuple[str, str]]:
-    """Yield a code and a message where secondary shards would do nothing."""
+    """Yield a code and a message where secondary shards would do nothing.
+
+    Args:
+        zero: the section that is checked.
+        tiers: where parameters are stored.
+        precision: encoded sums of gradients run within the ranks that share secondary shards first, in every stage.
+    """
     key = f"zero.secondary_shard={zero.secondary_shard}"
     if zero.secondary_shard and zero.stage < 3 and precision.reduce not in ("int8", "int4"):
         rule = f"keeps what stage 3 gathers, and zero.stage={zero.stage} gathers nothing for use"
