@@ -19,13 +19,10 @@ from torch import Tensor
 
 from shardwise.comm.collectives import AsyncWork, Comm
 from shardwise.layout.codec import BLOCK_NUMEL
-from shardwise.layout.wire_codec import WireCodec
+from shardwise.layout.wire_codec import WireCodec, part_numel
 from shardwise.runtime.buffer_pool import BufferPool
-from shardwise.runtime.precision import SCRATCH_NUMEL, sum_chunks
+from shardwise.runtime.precision import sum_chunks
 from shardwise.runtime.torch_private import is_fake
-
-# Elements that are encoded or decoded at a time on a GPU.
-_DEVICE_NUMEL = 2**22
 
 
 class EncodedSum:
@@ -163,10 +160,9 @@ def sum_rows(codec: WireCodec, rows: Tensor, out: Tensor, accumulate: bool) -> N
 
 
 def _columns(rows: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield ranges of the last dim of [..., s], whole blocks that fit a cache or are few beside a GPU's memory."""
+    """Yield ranges of the last dim of [..., s], whole blocks, so that what is made of them on the way is small."""
     numel = rows.shape[-1]
-    most = SCRATCH_NUMEL if rows.device.type == "cpu" else _DEVICE_NUMEL
-    step = max(1, most * numel // max(1, rows.numel()) // BLOCK_NUMEL) * BLOCK_NUMEL
+    step = max(1, part_numel(rows.device) * numel // max(1, rows.numel()) // BLOCK_NUMEL) * BLOCK_NUMEL
     for start in range(0, numel, step):
         yield start, min(start + step, numel)
         if is_fake(rows):  # what it allocates counts; thousands of ranges would be slow

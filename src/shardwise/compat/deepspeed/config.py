@@ -172,6 +172,8 @@ def _settle(settings: dict[str, Any], given: Mapping[str, Any]) -> Iterator[str]
     else:
         for key in ("zero.keep_whole_below", "zero.secondary_shard", "precision.gather"):  # DeepSpeed's stage 3 alone
             settings.pop(key, None)
+        if settings.get("precision.reduce") == "int4":
+            settings.pop("precision.reduce")
     for state, least in (("optimizer", 1), ("params", 3)):
         if settings.get(f"tiers.{state}", "device") != "device" and stage < least:
             settings[f"tiers.{state}"] = "device"
@@ -278,6 +280,7 @@ _READERS: Final[Mapping[str, Callable[[Any], Any]]] = MappingProxyType(
         f"{_ZERO}.cpu_offload_param": lambda value: "host" if value else "device",
         f"{_ZERO}.zero_hpz_partition_size": lambda value: 0 if value == 1 else value,
         f"{_ZERO}.zero_quantized_weights": lambda value: "int8" if value else "param",
+        f"{_ZERO}.zero_quantized_gradients": lambda value: "int4" if value else None,
         f"{_ZERO}.mics_shard_size": lambda value: None if value in (0, -1) else value,
         "pipeline.activation_checkpoint_interval": lambda value: "full" if value else "none",
         "tensor_parallel.tp_overlap_comm": lambda value: 2 if value else 1,

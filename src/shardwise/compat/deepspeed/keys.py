@@ -139,7 +139,7 @@ _TABLE: Final = (
     ("R", "it steps with gradients of earlier steps; leave it out: the step overlaps", "zero_optimization.zenflow: *"),
     ("M", "zero.secondary_shard", "zero_optimization: zero_hpz_partition_size"),
     ("M", "precision.gather: int8", "zero_optimization: zero_quantized_weights"),
-    ("R", _QUANTIZED, "zero_optimization: zero_quantized_gradients"),
+    ("M", "precision.reduce: int4", "zero_optimization: zero_quantized_gradients"),
     ("R", _ALL_WEIGHTS, "zero_optimization: zero_quantized_nontrainable_weights"),
     ("XM", "mesh.dp_shard", "zero_optimization: mics_shard_size"),
     ("XN", "gathers go over the shard group", "zero_optimization: mics_hierarchical_params_gather"),
