@@ -113,6 +113,10 @@ def _call(name: str, args: tuple[Any, ...]) -> Call:
     if name not in _RULES:
         raise NotImplementedError(f"c10d::{name} has no rule here; add which share of it a rank sends")
     group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
-    tensors = tensors_in(args[_RULES[name].argument])
+    tensor_bytes = sum(tensor.nbytes for tensor in tensors_in(args[_RULES[name].argument]))
     ranks = tuple(dist.get_process_group_ranks(group))
-    return Call(name, group.size(), sum(tensor.nbytes for tensor in tensors), ranks)
+    if name == "alltoall_base_" and args[4]:  # unequal parts, of which this rank keeps its own
+        sizes = args[4]
+        sent_bytes = tensor_bytes // sum(sizes) * (sum(sizes) - sizes[group.rank()])
+        return Call("send", group.size(), sent_bytes, ranks)
+    return Call(name, group.size(), tensor_bytes, ranks)

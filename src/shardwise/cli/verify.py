@@ -38,7 +38,9 @@ exit code: 0 equal, 1 different or a rank failed, 2 the config cannot be
 @click.option("--model", type=FILE, help="a Hugging Face folder or config.json")
 @click.option("--steps", type=int, help="optimizer steps to train (default: 3; 300 with --quality)")
 @click.option("--processes", type=int, default=16, help="processes at most")
-@click.option("--quality", is_flag=True, help="train a small model with and without precision.states, and compare")
+@click.option(
+    "--quality", is_flag=True, help="train a small model with and without the codecs of precision, and compare"
+)
 @click.option("--seeds", type=COUNT, default=3, help="trainings of each kind, with --quality")
 @click.option("--be-rank", "rank_folder", type=FILE, hidden=True)
 def verify(
@@ -57,8 +59,10 @@ def verify(
     several ranks keeps several. A small copy of the model is trained in float64, on these and in one plain process.
     """
     if rank_folder is not None:
-        from shardwise.verify.run import be_rank as train_as_rank
+        from shardwise.verify import quality as losses
+        from shardwise.verify import run
 
+        train_as_rank = losses.be_rank if (rank_folder / losses.JOB_NAME).exists() else run.be_rank
         be_rank(lambda env: train_as_rank(env, rank_folder))
     if quality:
         return _quality(settings, seeds, steps or 300)
@@ -84,10 +88,16 @@ def verify(
 
 def _quality(settings: Sequence[str], num_seeds: int, num_steps: int) -> int:
     with progress("starting torch") as say:
+        from shardwise.launch.process_group import LaunchError
         from shardwise.train.setup import job_config
         from shardwise.verify.quality import measure_quality, render
 
-        found = measure_quality(job_config(*split(settings)), range(num_seeds), num_steps, say)
+        environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # of processes, where it takes several
+        try:
+            found = measure_quality(job_config(*split(settings)), range(num_seeds), num_steps, say, environ)
+        except LaunchError as error:
+            print(with_code(error), file=sys.stderr)
+            return 1
     Terminal(highlight=False).print(render(found))
     return 0
 

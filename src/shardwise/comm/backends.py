@@ -45,7 +45,7 @@ class GlooComm(Comm):
         """
         if self.world_size == 1:
             return AsyncWork()
-        numel, own = full.numel() // self.world_size, self._own_slice(full)
+        numel, own = full.numel() // self.world_size, self.own_slice(full)
         with self.launch(self._count("all_gather", name, full, passes=1)) as started:
             # Each rank starts with its right-hand neighbour, so that not all ranks send to the same one first.
             for distance in self._distances:
@@ -166,7 +166,7 @@ class NcclComm(Comm):
         """
         if self.world_size == 1:
             return AsyncWork()
-        own = self._own_slice(full)
+        own = self.own_slice(full)
         with self.launch(self._count("all_gather", name, full, passes=1), stream) as started:
             self._c10d.all_gather_into_tensor(full, own, group=self._group)
         return started.as_work()
@@ -340,7 +340,7 @@ class ProcessGroupFactory:
         return process_group_comm(self._mesh.group(axes, use), axis, resources, ranks)
 
     def comm_among(
-        self, axes: tuple[str, ...], indices: tuple[int, ...], use: str, resources: CommResources
+        self, axes: tuple[str, ...], indices: tuple[int, ...], use: str, resources: CommResources, axis: str
     ) -> Comm | None:
         """Connect some of the ranks along `axes`; see `CommFactory.comm_among`.
 
@@ -349,12 +349,13 @@ class ProcessGroupFactory:
             indices: of the ranks along these axes.
             use: what the collectives are for.
             resources: of the engine.
+            axis: the name in counts and messages.
         """
         group = self._mesh.group_among(axes, indices, use)
         if group is None:
             return None
         along = self._mesh.shape.ranks_along(axes, self.rank)
-        return process_group_comm(group, "+".join(axes), resources, tuple(along[index] for index in indices))
+        return process_group_comm(group, axis, resources, tuple(along[index] for index in indices))
 
     def close(self) -> None:
         """Destroy the process groups, and end the thread that asks the store."""
@@ -394,7 +395,7 @@ class SimulatedFactory:
         return simulated_comm(place, resources, self._backend)
 
     def comm_among(
-        self, axes: tuple[str, ...], indices: tuple[int, ...], use: str, resources: CommResources
+        self, axes: tuple[str, ...], indices: tuple[int, ...], use: str, resources: CommResources, axis: str
     ) -> Comm | None:
         """Simulate some of the ranks along `axes`; see `CommFactory.comm_among`.
 
@@ -403,11 +404,12 @@ class SimulatedFactory:
             indices: of the ranks along these axes.
             use: has no effect.
             resources: of the engine.
+            axis: the name in counts and messages.
         """
         index, along = self._mesh.index_along(axes, self.rank), self._mesh.ranks_along(axes, self.rank)
         if index not in indices:
             return None
-        place = RankPlace(indices.index(index), len(indices), "+".join(axes), tuple(along[each] for each in indices))
+        place = RankPlace(indices.index(index), len(indices), axis, tuple(along[each] for each in indices))
         return simulated_comm(place, resources, self._backend)
 
     def close(self) -> None:

@@ -158,7 +158,7 @@ class CommFactory(Protocol):
         """
 
     def comm_among(
-        self, axes: tuple[str, ...], indices: tuple[int, ...], use: str, resources: CommResources
+        self, axes: tuple[str, ...], indices: tuple[int, ...], use: str, resources: CommResources, axis: str
     ) -> Comm | None:
         """Connect some of those ranks; None where this rank is none of them.
 
@@ -167,6 +167,7 @@ class CommFactory(Protocol):
             indices: of the ranks along these axes, ascending.
             use: what the collectives are for; each use has its communicator.
             resources: of the engine.
+            axis: the name in counts and messages.
         """
 
     def close(self) -> None:
@@ -302,21 +303,70 @@ class Comm(ABC):
         if wire is None:
             wire = self._pool.acquire(buffer.numel(), wire_dtype)
             wire.copy_(buffer)
-        own = self._own_slice(buffer)
-        reduced = self.reduce_scatter(wire, own, accumulate=False, name=name)
+        reduced = self.reduce_scatter(wire, self.own_slice(buffer), accumulate=False, name=name)
+        return AsyncWork(reduced.wait, partial(self.gather_sum, buffer, wire, name))
 
-        def gather() -> AsyncWork:
-            self._own_slice(wire).copy_(own)
-            gathered = self.all_gather(wire, name)
+    def gather_sum(self, buffer: Tensor, wire: Tensor, name: str) -> AsyncWork:
+        """Fill `buffer` [n * s] with every rank's slice, sent in the dtype of `wire`: the end of an all-reduce.
+
+        Args:
+            buffer: has this rank's slice, which is rounded too, so that all ranks get equal bits.
+            wire: of the pool, as many elements; it is released.
+            name: for counts and messages.
+        """
+        self.own_slice(wire).copy_(self.own_slice(buffer))
+        gathered = self.all_gather(wire, name)
+
+        def finish() -> None:
+            gathered.wait()
+            buffer.copy_(wire)
+            self._pool.release(wire)
+
+        return AsyncWork(finish)
+
+    def swap_rows(
+        self,
+        peers: Sequence[int],
+        row_bytes: int,
+        write: Callable[[Tensor], None],
+        read: Callable[[Tensor], None],
+        name: str,
+    ) -> AsyncWork:
+        """Start to send some ranks of the group a row of bytes each, and to receive one from each: part of a
+        reduce-scatter whose wire is encoded.
+
+        All ranks of the group call it at the same time, each with the peers that name it.
+
+        Args:
+            peers: ranks of the group, ascending, this one among them.
+            row_bytes: of each row.
+            write: fills the rows [p, row_bytes] to send; on NCCL it runs on the side stream of reductions.
+            read: takes the rows that came, in the order of `peers`.
+            name: for counts and messages.
+        """
+        with self._streams.side_stream("reduce"):
+            sent, received = (self._pool.acquire(len(peers) * row_bytes, torch.uint8) for _ in range(2))
+            rows = received.view(len(peers), row_bytes)
+            write(sent.view(len(peers), row_bytes))
 
             def finish() -> None:
-                gathered.wait()
-                buffer.copy_(wire)
-                self._pool.release(wire)
+                read(rows)
+                self._pool.release(sent)
+                self._pool.release(received)
 
-            return AsyncWork(finish)
-
-        return AsyncWork(reduced.wait, gather)
+            call = self.checked(self.comm_log.add_rows("reduce_scatter", name, self._ranks, rows))
+            sizes = None  # equal ones
+            if len(peers) < self.world_size:
+                sizes = [row_bytes if rank in peers else 0 for rank in range(self.world_size)]
+            with self.launch(call, "reduce", finish=finish) as started:
+                started.add(
+                    self._c10d.all_to_all_single(
+                        received, sent, sizes, sizes, group=self._group, async_op=self.waits_on_host
+                    )
+                )
+                if not self.waits_on_host:
+                    finish()
+        return started.as_work()
 
     def sum_in_place(self, buffer: Tensor, name: str) -> None:
         """Sum `buffer` [n] over the ranks, sent in its dtype: equal bits on all; on gloo it sums in fp32 or wider."""
@@ -466,7 +516,8 @@ class Comm(ABC):
             started.add(self._c10d.all_reduce(buffer, op=op, group=self._group, async_op=self.waits_on_host))
         return started.as_work()
 
-    def _own_slice(self, full: Tensor) -> Tensor:
+    def own_slice(self, full: Tensor) -> Tensor:
+        """Return this rank's slice of `full` [n * s]."""
         numel = full.numel() // self.world_size
         return full[self.rank * numel : (self.rank + 1) * numel]
 

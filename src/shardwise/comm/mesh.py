@@ -40,6 +40,8 @@ from shardwise.runtime.streams import Streams
 HOST: Final = "host"
 DOWN: Final = "down"
 UP: Final = "up"
+# The axis, in counts and messages, of the ranks that share secondary shards.
+SECONDARY: Final = "secondary"
 
 
 class Mesh:
@@ -133,6 +135,7 @@ class CommGroups:
         pipeline: the ranks with the other stages, at the same place of their meshes.
         all: `model` and `pipeline` together: all that take the same optimizer step.
         tied: the ranks of `pipeline` that hold a parameter which is tied across a cut, by their ranks there.
+        secondary: the part of `shards`, ranks next to each other, that share secondary shards; None without any.
     """
 
     data: Comm
@@ -146,10 +149,12 @@ class CommGroups:
     pipeline: Comm
     all: Comm
     tied: Mapping[tuple[int, ...], Comm]
+    secondary: Comm | None = None
 
     def drain(self) -> None:
         """Wait for every collective that is under way; see `Comm.drain`."""
-        for comm in {self.data, self.shards, self.reductions, self.replicas, self.matrices, self.model, self.all}:
+        among = {self.data, self.shards, self.reductions, self.replicas, self.matrices, self.model, self.all}
+        for comm in among | {self.secondary}:
             if comm is not None:
                 comm.drain()
 
@@ -162,6 +167,7 @@ def connect(
     streams: Streams,
     pool: BufferPool,
     ties: Collection[tuple[int, ...]] = (),
+    secondary_shard: int = 0,
 ) -> CommGroups:
     """Make an engine's groups of ranks, with a common comm log; all ranks do so together.
 
@@ -173,6 +179,7 @@ def connect(
         streams: side streams on CUDA.
         pool: receive buffers come from here.
         ties: ranks of the pipeline that hold a parameter together; of all such parameters.
+        secondary_shard: ranks that share a secondary shard; 0 for none.
     """
     made: dict[tuple[tuple[str, ...], str], Comm] = {}
     comm_log = CommLog(comm_factory.rank)
@@ -194,7 +201,7 @@ def connect(
         if len(holders) == len(stages):
             tied[holders] = over(PIPELINE_AXES)
         else:  # all ranks make these groups, in this order
-            comm = comm_factory.comm_among(PIPELINE_AXES, holders, "tied", resources)
+            comm = comm_factory.comm_among(PIPELINE_AXES, holders, "tied", resources, "+".join(PIPELINE_AXES))
             if comm is not None:
                 tied[holders] = comm
     cell = (*GRADIENT_AXES, *TENSOR_AXES)
@@ -210,7 +217,18 @@ def connect(
         pipeline=over(PIPELINE_AXES),
         all=over((*PIPELINE_AXES, *cell)),
         tied=tied,
+        secondary=_connect_neighbours(comm_factory, shape, resources, secondary_shard) if secondary_shard else None,
     )
+
+
+def _connect_neighbours(
+    comm_factory: CommFactory, shape: MeshShape, resources: CommResources, num_ranks: int
+) -> Comm | None:
+    """Connect `num_ranks` of the shard group next to each other; all ranks make all such groups, in one order."""
+    starts = range(0, shape.size_along(SHARD_AXES), num_ranks)
+    members = [tuple(range(start, start + num_ranks)) for start in starts]
+    made = [comm_factory.comm_among(SHARD_AXES, each, SECONDARY, resources, SECONDARY) for each in members]
+    return next(comm for comm in made if comm is not None)
 
 
 def open_store(timeout_s: float = 300.0) -> dist.Store | None:

@@ -244,6 +244,18 @@ class CommLog:
         wire_bytes = passes * buffer.numel() * buffer.element_size() * (num_ranks - 1) // num_ranks
         return self._add(op, name, group, buffer.numel(), buffer.dtype, wire_bytes)
 
+    def add_rows(self, op: str, name: str, group: RankGroup, rows: Tensor) -> Collective:
+        """Record a collective of some ranks of a group, this one among them, that sends each of the others a row.
+
+        Args:
+            op: such as reduce_scatter.
+            name: of what it carries.
+            group: as `open_group` returned it.
+            rows: [p, b] for p ranks.
+        """
+        wire_bytes = (rows.shape[0] - 1) * rows.shape[1] * rows.element_size()
+        return self._add(op, name, group, rows.numel(), rows.dtype, wire_bytes)
+
     def add_exchange(self, name: str, group: RankGroup, num_bytes: int) -> Collective:
         """Record an exchange; other ranks may send more or less than this one.
 

@@ -42,6 +42,7 @@ from shardwise.config.sections import (
     PipelineConfig,
     PrecisionConfig,
     RecomputeConfig,
+    Reduce,
     RunConfig,
     SchedulerConfig,
     Section,
@@ -63,11 +64,13 @@ from shardwise.config.validate import (
     wrong_attention,
     wrong_chunks,
     wrong_context,
+    wrong_feedback,
     wrong_pipeline,
     wrong_run,
     wrong_schedule_size,
     wrong_states,
     wrong_tiers,
+    wrong_zero,
 )
 
 __all__ = [
@@ -87,6 +90,7 @@ __all__ = [
     "PipelineConfig",
     "PrecisionConfig",
     "RecomputeConfig",
+    "Reduce",
     "RunConfig",
     "SchedulerConfig",
     "TensorConfig",
@@ -212,6 +216,8 @@ class Config(Section):
         for code, message in (
             *wrong_tiers(self.tiers, self.zero, self.recompute),
             *wrong_states(self.precision, self.tiers),
+            *wrong_zero(self.zero, self.tiers, self.precision),
+            *wrong_feedback(self.precision),
             *wrong_pipeline(self.pipeline, self.mesh, self.zero, self.compile),
             *wrong_context(self.context, self.mesh),
             *wrong_attention(self.attention),

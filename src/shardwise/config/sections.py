@@ -22,6 +22,7 @@ MAX_PIPELINE_CELLS: Final = 400_000
 
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
 Tier = Literal["device", "host", "nvme"]
+Reduce = Literal["param", "fp32", "int8", "int4"]
 SinkName = Literal["jsonl", "tensorboard", "wandb", "mlflow"]
 
 
@@ -151,13 +152,20 @@ class PrecisionConfig(Section):
 
     param: Dtype | None = None
     """Dtype of parameters in forward and backward; the model's own where it is not given."""
-    reduce: Literal["param", "fp32"] = "param"
-    """Dtype of gradients on the wire; "param" halves the traffic of bf16, "fp32" rounds less."""
+    reduce: Reduce = "param"
+    """How gradients are sent: "param" in the parameters' dtype, "fp32" in twice the bytes of bf16, "int8" and "int4" as
+    codes with a scale for each 256 elements. They are summed in fp32."""
+    reduce_feedback: bool = False
+    """Whether each rank keeps what "int8" or "int4" rounds off, and adds it to its next gradients; it takes as much
+    memory as the parameters, whole."""
     accumulate: Literal["param", "fp32"] = "fp32"
     """Dtype in which a rank sums and keeps gradients; "fp32" by default, since bf16 sums lose small terms."""
     states: Literal["master", "bf16", "int8"] = "master"
     """How the optimizer's moments are stored: "master" in the master's dtype, "bf16" rounded, "int8" as codes with a
     scale for each 256 elements. Parameters of fewer than 4,096 elements keep theirs in the master's dtype."""
+    gather: Literal["param", "int8", "fp8"] = "param"
+    """How parameters are sent to where they are used: "param" as they are, "int8" and "fp8" as codes of a byte with a
+    scale for each 256 elements. The forward uses the decoded values, the optimizer exact ones."""
     buffers: Literal["keep", "param"] = "keep"
     """Whether buffers keep their dtype: "keep" never rounds one (RoPE frequencies need fp32); "param" casts floating
     ones as `Module.to` does."""
@@ -190,6 +198,10 @@ class ZeroConfig(Section):
     keep_whole_below: NotNegative = 0
     """Elements below which a parameter stays whole in stage 3, on the device, as in stage 2; 0 keeps none. It saves
     small gathers."""
+    secondary_shard: NotNegative = 0
+    """Ranks of a node that keep, in stage 3, a second copy of what they have gathered, a slice each: later gathers of
+    the step stay among them. 0 keeps none, since it takes memory: the parameters' bytes over so many ranks. With
+    precision.reduce=int8 or int4, in every stage, gradients are summed within such a node before they leave it."""
 
 
 class TiersConfig(Section):

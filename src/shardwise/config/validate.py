@@ -75,6 +75,23 @@ def wrong_tiers(tiers: TiersConfig, zero: ZeroConfig, recompute: RecomputeConfig
         yield "activations-need-recompute", f"tiers.activations={tiers.activations} {rule}; set recompute.mode=full"
 
 
+def wrong_zero(zero: ZeroConfig, tiers: TiersConfig, precision: PrecisionConfig) -> Iterator[tuple[str, str]]:
+    """Yield a code and a message where secondary shards would do nothing.
+
+    Args:
+        zero: the section that is checked.
+        tiers: where parameters are stored.
+        precision: encoded sums of gradients run within the ranks that share secondary shards first, in every stage.
+    """
+    key = f"zero.secondary_shard={zero.secondary_shard}"
+    if zero.secondary_shard and zero.stage < 3 and precision.reduce not in ("int8", "int4"):
+        rule = f"keeps what stage 3 gathers, and zero.stage={zero.stage} gathers nothing for use"
+        yield "secondary-shard-stage", f"{key} {rule}; set zero.stage=3 or leave the key out"
+    elif zero.secondary_shard and tiers.params != "device":
+        rule = f"keeps parameters on the device, and tiers.params={tiers.params} moves them away"
+        yield "secondary-shard-tier", f"{key} {rule}; set tiers.params=device or leave the key out"
+
+
 def wrong_states(precision: PrecisionConfig, tiers: TiersConfig) -> Iterator[tuple[str, str]]:
     """Yield a code and a message where the optimizer's states cannot be encoded in their tier."""
     if precision.states != "master" and tiers.optimizer != "device":
@@ -82,6 +99,16 @@ def wrong_states(precision: PrecisionConfig, tiers: TiersConfig) -> Iterator[tup
             "states-on-device",
             f"precision.states={precision.states} encodes states on the device, and tiers.optimizer={tiers.optimizer}; "
             "set tiers.optimizer=device or precision.states=master",
+        )
+
+
+def wrong_feedback(precision: PrecisionConfig) -> Iterator[tuple[str, str]]:
+    """Yield a code and a message where feedback has no encoding whose rounding it could keep."""
+    if precision.reduce_feedback and precision.reduce not in ("int8", "int4"):
+        yield (
+            "feedback-without-codes",
+            f"precision.reduce_feedback keeps what codes round off, and precision.reduce={precision.reduce} sends "
+            "values; set precision.reduce=int4 or leave it out",
         )
 
 

@@ -88,7 +88,8 @@ def build(inputs: EngineInputs) -> tuple[StepContext, StepRunner, ExitStack]:
         streams, pool = Streams(device, config.zero.overlap), BufferPool(device, memory)
         optimizer_plan = plan_optimizer(inputs.optimizer, config.optimizer, model)
         optimizer_plan.groups_of(layout)  # refused before ranks meet
-        comms = connect(comm_factory, layout.mesh, config, device, streams, pool, layout.ties)
+        ties, secondary = layout.ties, layout.secondary_shard
+        comms = connect(comm_factory, layout.mesh, config, device, streams, pool, ties, secondary)
         timeline, comm_log = Timeline(comm_factory.rank), comms.all.comm_log
         timeline.clock.waited_s = lambda: comm_log.waited_s
         watchdog = watch(comm_factory.store, comm_log, timeline, config.run)

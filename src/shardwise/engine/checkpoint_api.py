@@ -443,7 +443,7 @@ class Checkpoints:
             "mesh": asdict(layout.mesh),
             "pipeline": {"schedule": config.pipeline.schedule, "starts": starts} if starts else None,
             "stage": config.zero.stage,
-            "precision": asdict(layout.precision),
+            "precision": {key: str(value).lower() for key, value in asdict(layout.precision).items()},
             "wide": layout.wide_names,
             "states": [
                 {"name": each.name, "dtype": each.dtype, "codec": "identity" if each.codec is None else each.codec.name}

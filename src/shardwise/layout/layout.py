@@ -21,37 +21,39 @@ group and no storage. The engine executes it, the planner prices it, a checkpoin
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Final, TypeVar
+from typing import Final, Literal, TypeVar
 
 from torch import nn
 
 from shardwise.config.resolve import Config, ConfigError, OptimizerConfig, Tier, TiersConfig
-from shardwise.layout.codec import BLOCK_NUMEL, Codec, codec_of, is_encoded
+from shardwise.layout.codec import Codec, codec_of, is_encoded
+from shardwise.layout.grad_sums import GradSum, SumRanks, sums_of
 from shardwise.layout.matrices import find_matrices
-from shardwise.layout.mesh_shape import GRADIENT_AXES, REPLICA_AXES, SHARD_AXES, MeshShape
+from shardwise.layout.mesh_shape import GRADIENT_AXES, SHARD_AXES, MeshShape
 from shardwise.layout.param_groups import (
     ROOT,
     FusedDim,
     GroupSpec,
     GroupTiers,
-    aligned,
+    aligned_to_blocks,
     build_groups,
+    check_blocks,
     find_units,
     read_parameters,
+    whole_below,
     wide_parameters,
 )
 from shardwise.layout.pipeline_layout import PipelineLayout
 from shardwise.layout.precision import DTYPE_BYTES, OPAQUE, PrecisionPolicy, StoredDtype, precision_policy
 from shardwise.layout.tensor_plan import TensorLayout
-from shardwise.layout.tp_sharding import ParamSplit
-from shardwise.layout.zero_stages import Placement, ZeroStage, effective_stage
+from shardwise.layout.wire_codec import WireCodec
+from shardwise.layout.zero_stages import Placement, ZeroStage, effective_stage, node_ranks, secondary_ranks
 
 Key = TypeVar("Key")
 
@@ -105,6 +107,8 @@ class StateSpec:
         is_copy_of_param: only groups whose optimizer is stored in another tier than their parameters keep it.
         codec: how it is encoded, in parameters that are large enough; None for as it is.
         of_matrices: whether only groups of matrices have it, or only the others; None for all groups.
+        exact_of: it keeps the exact values of frozen parameters that the device stores decoded: of all groups that are
+            encoded, or of those that stage 3 does not release; None for any other state.
     """
 
     name: str
@@ -115,6 +119,7 @@ class StateSpec:
     is_copy_of_param: bool = False
     codec: Codec | None = None
     of_matrices: bool | None = None
+    exact_of: Literal["all", "stored whole"] | None = None
 
     def tier_in(self, group: GroupSpec) -> Tier:
         """Return the tier in which this state of `group` is stored."""
@@ -129,6 +134,9 @@ class StateSpec:
         """Say whether `group` has this state."""
         if self.of_matrices is not None and self.of_matrices != group.is_matrix:
             return False
+        if self.exact_of is not None:
+            is_decoded = group.is_stored_whole or self.exact_of == "all"
+            return is_decoded and group.is_encodable and not group.trainable
         is_copy_of_param = self.is_copy_of_param or (group.is_wide and self.name == "master")
         is_missing = is_copy_of_param and group.tiers.params == group.tiers.optimizer
         return not is_missing and (group.trainable or self.role == "param")
@@ -163,6 +171,8 @@ class Layout:
         tensor: what is split over the tensor-parallel group; None for one rank.
         pipeline: the stages; None without a pipeline.
         elsewhere: the groups that only other ranks of the pipeline hold; see `of_pipeline_rank`.
+        secondary_shard: ranks, next to each other, that keep what they have gathered once more among them; 0 for none.
+        node_size: ranks of the shard group on a node, neighbours in it; 1 where they are unknown.
     """
 
     mesh: MeshShape
@@ -174,6 +184,8 @@ class Layout:
     tensor: TensorLayout | None = None
     pipeline: PipelineLayout | None = None
     elsewhere: tuple[GroupSpec, ...] = ()
+    secondary_shard: int = 0
+    node_size: int = 1
 
     def of_pipeline_rank(self, index: int) -> Layout:
         """Return the layout with the groups of pipeline rank `index`; the layout itself without a pipeline."""
@@ -200,6 +212,7 @@ class Layout:
                     group.is_opaque,
                     group.is_matrix,
                     group.is_replicated,
+                    group.is_small,
                 ),
             )
         )
@@ -255,7 +268,29 @@ class Layout:
         for state in self.states:
             if tier in (None, state.tier_in(group)):
                 totals[state.role] += state.bytes_at_rest(group, shard)
+        if tier in (None, "device"):
+            totals["param"] += self.secondary_bytes(group)
+        if group.trainable and tier in (None, "device"):
+            totals["grad"] += sum(each.residual_bytes for each in self.sums_of(group).values())
         return totals
+
+    def secondary_bytes(self, group: GroupSpec) -> int:
+        """Return the bytes of the secondary shard of `group` on a rank."""
+        if not self.secondary_shard or not self.stage.unshard_for_use or group.is_stored_whole:
+            return 0
+        return group.num_shards // self.secondary_shard * self.gather_bytes(group)
+
+    def gather_codec(self, group: GroupSpec) -> WireCodec | None:
+        """Return the codec by which the parameters of `group` are sent, and with which they are computed in every
+        layout; None for as they are.
+        """
+        name = self.precision_of(group).gather
+        return WireCodec(name) if name != "param" and group.is_encodable else None
+
+    def gather_bytes(self, group: GroupSpec) -> int:
+        """Return the bytes of one rank's shard of the parameters of `group` as it is sent."""
+        codec, numel = self.gather_codec(group), group.shard_numel
+        return numel * DTYPE_BYTES[self.precision_of(group).param] if codec is None else codec.num_bytes(numel)
 
     def bytes_by_tier(self, shard: int = 0) -> dict[Tier, dict[str, int]]:
         """Return `bytes_at_rest` of each tier that holds anything."""
@@ -269,34 +304,35 @@ class Layout:
         micro-batch; without a pipeline, those of the root and of the last block stay unsharded in between and are
         gathered once. Replicas sum their shards once, in the last micro-batch. A pipeline that gathers once a batch
         also reduces once. Of the traffic between stages only the sums of tied parameters' gradients are counted:
-        activations do not belong to the Layout. Neither the scalars of the step are counted, nor what a matrix
-        optimizer sends to the owners of matrices and back, which is in bf16 on GPUs: `exchanged_numel`.
+        activations do not belong to the Layout. With secondary shards, what goes among the ranks that share them is
+        apart, as `secondary_all_gather`: trained parameters are gathered from all ranks once a step, frozen ones in the
+        first step alone, which is not counted. Neither the scalars of the step are counted, nor what a matrix optimizer
+        sends to the owners of matrices and back, which is in bf16 on GPUs: `exchanged_numel`.
         """
         return _summed(self.group_bytes_on_wire(group, num_micro_batches) for group in self.groups)
 
     def group_bytes_on_wire(self, group: GroupSpec, num_micro_batches: int) -> dict[str, int]:
         """Return what `group` adds to `bytes_on_wire`."""
-        num_replicas = self.mesh.size_along(REPLICA_AXES)
         wire = {"all_reduce": 0, "reduce_scatter": 0, "all_gather": 0}
         stage, precision = self.stage_of(group), self.precision_of(group)
-        ring_numel = group.shard_numel * (group.num_shards - 1)
         unshards = self.num_unshards(group, num_micro_batches)
-        wire["all_gather"] += unshards * ring_numel * DTYPE_BYTES[precision.param]
+        ring_bytes = self.gather_bytes(group) * (group.num_shards - 1)
+        if self.secondary_bytes(group):
+            near = unshards - min(unshards, int(group.trainable))
+            near_bytes = self.secondary_bytes(group) * (self.secondary_shard - 1)
+            wire["secondary_all_gather"] = near * near_bytes
+            unshards -= near
+        wire["all_gather"] += unshards * ring_bytes
         if not group.trainable:
             return wire
         if len(group.stages) > 1 and (num_holders := len(self.holders(group))) > 1:
             numel = group.padded_numel if stage.optimizer is Placement.REPLICATE else group.shard_numel
             wire["all_reduce"] += 2 * numel * (num_holders - 1) // num_holders * DTYPE_BYTES[precision.master]
         if stage.unshard_after_step:
-            wire["all_gather"] += ring_numel * DTYPE_BYTES[precision.param]
-        if stage.optimizer is Placement.REPLICATE:
-            all_numel = group.padded_numel * (group.num_ranks - 1) // group.num_ranks
-            wire["all_reduce"] += 2 * all_numel * DTYPE_BYTES[precision.reduce]
-        else:
-            reduces = self.num_reduces(num_micro_batches)
-            wire["reduce_scatter"] += reduces * ring_numel * DTYPE_BYTES[precision.reduce]
-            replica_numel = group.shard_numel * (num_replicas - 1) // num_replicas
-            wire["all_reduce"] += 2 * replica_numel * DTYPE_BYTES[precision.reduce]
+            wire["all_gather"] += ring_bytes
+        for over, each in self.sums_of(group).items():
+            times = self.num_reduces(num_micro_batches) if over == "shards" else 1
+            wire["all_reduce" if each.is_for_all else "reduce_scatter"] += times * each.num_bytes
         return wire
 
     def exchanged_numel(self, group: GroupSpec) -> float:
@@ -316,6 +352,10 @@ class Layout:
     def precision_of(self, group: GroupSpec) -> PrecisionPolicy:
         """Return the dtypes of a group's states."""
         return OPAQUE if group.is_opaque else self.precision.widened if group.is_wide else self.precision
+
+    def sums_of(self, group: GroupSpec) -> Mapping[SumRanks, GradSum]:
+        """Return the sums of a trained group's gradients over ranks, by their ranks."""
+        return sums_of(group, self.stage_of(group), self.precision_of(group), self.node_size)
 
     def holders(self, group: GroupSpec) -> tuple[int, ...]:
         """Return the ranks of the pipeline that hold a group: several where a parameter is tied across a cut."""
@@ -431,37 +471,19 @@ def build_layout(
     policy = precision_policy(config.precision)
     splits = None if tensor is None else tensor.splits
     stages_of = None if pipeline is None else pipeline.stages_of
-    below = config.zero.keep_whole_below if stage.unshard_for_use else 0
-    if policy.states == "int8" and splits is not None:
-        check_blocks(splits, mesh.tp)
+    below = whole_below(config.zero.keep_whole_below, stage, policy)
+    if policy.block_keys and splits is not None:
+        check_blocks(splits, mesh.tp, policy.block_keys[0])
     groups = build_groups(entries, units, num_ranks, num_shards, config.zero.replicate_frozen, splits, stages_of, below)
-    if policy.states == "int8":
-        groups = tuple(aligned(group, BLOCK_NUMEL) for group in groups)
+    groups = aligned_to_blocks(groups, policy)
     groups = assign_tiers_by_rank(
         groups, config.tiers, lambda group: 0 if pipeline is None else pipeline.holders(group.stages)[0]
     )
     states = states_of(stage, policy, config.optimizer, groups)
-    layout = Layout(mesh, units, groups, stage, policy, states, tensor, pipeline)
+    secondary = secondary_ranks(config.zero.secondary_shard, num_shards, stage)
+    layout = Layout(mesh, units, groups, stage, policy, states, tensor, pipeline, secondary_shard=secondary)
+    layout = replace(layout, node_size=node_ranks(config.zero.secondary_shard, num_shards) or 1)
     return layout if pipeline is None else layout.of_pipeline_rank(pipeline.index)
-
-
-def check_blocks(splits: Mapping[str, ParamSplit], tp: int) -> None:
-    """Refuse a tensor-parallel degree that cuts blocks of codes, which then would depend on the layout.
-
-    Raises:
-        ConfigError: it does.
-    """
-    for name, split in splits.items():
-        if split.dim is None or not is_encoded(split.global_shape):
-            continue
-        inner = math.prod(split.global_shape[split.dim + 1 :])
-        sizes = {inner * size for part in split.parts for size in (part.size, part.local_size(split.degree))}
-        if any(size % BLOCK_NUMEL for size in sizes):
-            raise ConfigError(
-                "states-block-over-tp",
-                f"precision.states=int8 has blocks of {BLOCK_NUMEL} elements, and mesh.tp={tp} cuts them in {name}, "
-                f"{list(split.global_shape)} along dim {split.dim}; take a smaller mesh.tp, or precision.states=bf16",
-            )
 
 
 def states_of(
@@ -483,6 +505,9 @@ def states_of(
     if policy.keeps_master or any(each.trainable and each.tiers.params != each.tiers.optimizer for each in groups):
         is_copy = not policy.keeps_master
         states.append(StateSpec("master", "optimizer", policy.master, stage.optimizer, is_copy_of_param=is_copy))
+    if policy.gather != "param":
+        kept_by: Final = "stored whole" if stage.unshard_for_use else "all"
+        states.append(StateSpec("exact", "param", policy.param, stage.optimizer, exact_of=kept_by))
     of_matrices = MATRIX_STATES.get(optimizer.name.lower(), ())
     kept = [(name, False if of_matrices else None) for name in optimizer_states(optimizer)]
     states += [

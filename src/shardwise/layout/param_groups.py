@@ -31,8 +31,9 @@ import torch
 from torch import nn
 
 from shardwise.config.resolve import ConfigError, PrecisionConfig, Tier
+from shardwise.layout.codec import BLOCK_NUMEL, SMALL_NUMEL, is_encoded
 from shardwise.layout.opaque import bytes_shape, check_opaque, is_opaque
-from shardwise.layout.precision import buffer_dtype
+from shardwise.layout.precision import PrecisionPolicy, buffer_dtype
 from shardwise.layout.slicing import Chunk, intersect
 from shardwise.layout.tp_sharding import ParamSplit
 from shardwise.layout.zero_stages import STAGES, Placement, ZeroStage
@@ -124,8 +125,7 @@ class GroupSpec:
 
     Attributes:
         name: the unit's name, with `:fp32` for the group of its wide parameters, `:frozen` for that of frozen ones,
-            `:bytes` for that of opaque ones, `:matrix` for that of matrices and `:whole` for that of small ones which
-            stage 3 keeps whole.
+            `:bytes` for that of opaque ones, `:matrix` for that of matrices and `:whole` for that of small ones.
         unit: the module whose forward uses them; `root` for parameters that are in no block.
         params: in flat order.
         trainable: whether the group has gradients and optimizer states.
@@ -138,6 +138,7 @@ class GroupSpec:
         alignment: elements; each parameter and each shard begins at a multiple.
         is_opaque: whether its parameters are bytes, which are never cast; see `layout/opaque.py`.
         is_matrix: whether the optimizer steps its parameters as whole matrices.
+        is_small: whether its parameters have too few elements to be gathered for use, or to be encoded for collectives.
     """
 
     name: str
@@ -153,11 +154,17 @@ class GroupSpec:
     alignment: int = ALIGNMENT_NUMEL
     is_opaque: bool = False
     is_matrix: bool = False
+    is_small: bool = False
 
     @property
     def is_stored_whole(self) -> bool:
         """Say whether the device stores the parameters whole in every stage: no other rank or tier holds a part."""
         return self.is_replicated or (self.num_shards == 1 and self.tiers.params == "device")
+
+    @property
+    def is_encodable(self) -> bool:
+        """Say whether its parameters may be sent as codes: those that stay in fp32 on purpose, and bytes, may not."""
+        return not (self.is_small or self.is_wide or self.is_opaque)
 
     @cached_property
     def numel(self) -> int:
@@ -250,7 +257,7 @@ def build_groups(
 
     def key(entry: ParamEntry) -> tuple[int, tuple[int, ...], tuple[bool, ...]]:
         is_frozen = not entry.requires_grad
-        is_small = math.prod(entry.shape) < keep_whole_below and not (is_frozen and replicate_frozen)
+        is_small = math.prod(entry.shape) < keep_whole_below
         is_matrix = entry.is_matrix and not is_frozen
         kinds = (is_frozen, entry.is_wide, entry.is_opaque, is_matrix, is_small)
         return order[entry.unit], stages(entry), kinds
@@ -273,6 +280,7 @@ def build_groups(
         params = tuple(_place(members, splits or {}))
         spec = GroupSpec(name, unit, params, not is_frozen, num_ranks, num_shards, is_replicated)
         spec = replace(spec, stages=held_by, is_wide=is_wide, is_opaque=is_bytes, is_matrix=is_matrix)
+        spec = replace(spec, is_small=is_small)
         groups.append(aligned(spec, ALIGNMENT_BYTES) if is_bytes else spec)
     return tuple(groups)
 
@@ -294,6 +302,51 @@ def aligned(group: GroupSpec, alignment: int) -> GroupSpec:
         params.append(replace(place, offset=offset))
         offset = _round_up(offset + place.numel, alignment)
     return replace(group, params=tuple(params), alignment=alignment)
+
+
+def whole_below(given: int, stage: ZeroStage, policy: PrecisionPolicy) -> int:
+    """Return the elements below which parameters are in groups of their own, which are stored whole.
+
+    Args:
+        given: `zero.keep_whole_below`.
+        stage: it counts in stage 3.
+        policy: where it encodes collectives, small parameters are left out in every stage: they save nothing.
+    """
+    return max(given, SMALL_NUMEL) if policy.encodes_collectives else given if stage.unshard_for_use else 0
+
+
+def aligned_to_blocks(groups: Iterable[GroupSpec], policy: PrecisionPolicy) -> tuple[GroupSpec, ...]:
+    """Return the groups; those of which states or collectives are encoded begin and end at block borders."""
+    return tuple(
+        aligned(group, BLOCK_NUMEL)
+        if policy.states == "int8" or (policy.encodes_collectives and not group.is_small)
+        else group
+        for group in groups
+    )
+
+
+def check_blocks(splits: Mapping[str, ParamSplit], tp: int, key: str) -> None:
+    """Refuse a tensor-parallel degree that cuts blocks of codes, which then would depend on the layout.
+
+    Args:
+        splits: how each parameter is split, by its name.
+        tp: the degree.
+        key: the config's key that lays the blocks, with its value.
+
+    Raises:
+        ConfigError: it does.
+    """
+    for name, split in splits.items():
+        if split.dim is None or not is_encoded(split.global_shape):
+            continue
+        inner = math.prod(split.global_shape[split.dim + 1 :])
+        sizes = {inner * size for part in split.parts for size in (part.size, part.local_size(split.degree))}
+        if any(size % BLOCK_NUMEL for size in sizes):
+            raise ConfigError(
+                "block-over-tp",
+                f"{key} has blocks of {BLOCK_NUMEL} elements, and mesh.tp={tp} cuts them in {name}, "
+                f"{list(split.global_shape)} along dim {split.dim}; take a smaller mesh.tp, or leave the key out",
+            )
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -22,6 +22,8 @@ TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
     {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 )
 StatesDtype = Literal["master", "bf16", "int8"]
+GatherCodec = Literal["param", "int8", "fp8"]
+ReduceCodec = Literal["int8", "int4"]
 StoredDtype = Dtype | Literal["uint8"]  # the last is of opaque parameters
 DTYPE_BYTES: Final[Mapping[str, int]] = MappingProxyType({"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "uint8": 1})
 
@@ -36,6 +38,9 @@ class PrecisionPolicy:
         accumulate: stored gradients, summed over micro-batches.
         master: the optimizer's copy of the parameters, and its states.
         states: how the optimizer's states are stored, if not in `master`.
+        gather: how parameters are sent, if not in `param`; see `Layout.gather_codec`.
+        reduce_codec: how gradients are encoded on the wire, if not sent in `reduce`; see `Layout.sums_of`.
+        reduce_feedback: whether what that rounds off is kept, in `reduce`, and added to the next gradients.
     """
 
     param: StoredDtype
@@ -43,11 +48,29 @@ class PrecisionPolicy:
     accumulate: StoredDtype
     master: StoredDtype
     states: StatesDtype = "master"
+    gather: GatherCodec = "param"
+    reduce_codec: ReduceCodec | None = None
+    reduce_feedback: bool = False
 
     @property
     def keeps_master(self) -> bool:
         """Say whether the master is a separate copy; otherwise the parameters are the master."""
-        return self.master != self.param
+        return self.master != self.param or self.gather != "param"
+
+    @property
+    def encodes_collectives(self) -> bool:
+        """Say whether what collectives send is encoded in blocks; see `GroupSpec.is_small` for what is not."""
+        return self.gather != "param" or self.reduce_codec is not None
+
+    @property
+    def block_keys(self) -> tuple[str, ...]:
+        """Return the config's keys that lay blocks over the parameters, each with its value."""
+        keys = {
+            "states": "int8" if self.states == "int8" else "",
+            "gather": self.gather.removeprefix("param"),
+            "reduce": self.reduce_codec or "",
+        }
+        return tuple(f"precision.{key}={value}" for key, value in keys.items() if value)
 
     @property
     def widened(self) -> PrecisionPolicy:
@@ -65,10 +88,13 @@ def precision_policy(config: PrecisionConfig) -> PrecisionPolicy:
     wide: Dtype = "fp64" if param == "fp64" else "fp32"
     return PrecisionPolicy(
         param=param,
-        reduce=param if config.reduce == "param" else wide,
+        reduce=wide if config.reduce == "fp32" else param,
         accumulate=param if config.accumulate == "param" else wide,
         master=wide,
         states=config.states,
+        gather=config.gather,
+        reduce_codec=None if config.reduce == "param" or config.reduce == "fp32" else config.reduce,
+        reduce_feedback=config.reduce_feedback,
     )
 
 

@@ -502,7 +502,7 @@ def _bytes_per_element(model: nn.Module, config: Config) -> Callable[[ParamEntry
     def sizes(policy: PrecisionPolicy, is_matrix: bool) -> dict[str, float]:
         found: Counter[tuple[str, Placement]] = Counter()
         for state in states_of(stage, policy, config.optimizer, ()):
-            if state.of_matrices in (None, is_matrix):
+            if state.of_matrices in (None, is_matrix) and state.exact_of is None:
                 found[state.role, state.placement] += DTYPE_BYTES[state.dtype]
         return {role: size / num_shards if at is Placement.SHARD else size for (role, at), size in found.items()}
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from shardwise.config.resolve import TiersConfig
+from shardwise.config.resolve import ConfigError, TiersConfig
 
 
 class Placement(Enum):
@@ -92,3 +92,39 @@ def effective_stage(
         stage = 1
     is_away = {tiers.params, tiers.grads, tiers.optimizer} != {"device"}
     return STAGES[stage if num_shards > 1 or is_away else 0]
+
+
+def secondary_ranks(given: int, num_shards: int, stage: ZeroStage) -> int:
+    """Return the ranks that share secondary shards; 0 where all would, or the stage gathers nothing for use.
+
+    Args:
+        given: `zero.secondary_shard`.
+        num_shards: ranks of the shard group.
+        stage: placements over it.
+
+    Raises:
+        ConfigError: they do not divide the shard group.
+    """
+    return node_ranks(given, num_shards) if stage.unshard_for_use else 0
+
+
+def node_ranks(given: int, num_shards: int) -> int:
+    """Return the ranks of the shard group on a node; 0 where it has one node, or they are not given.
+
+    Args:
+        given: `zero.secondary_shard`.
+        num_shards: ranks of the shard group.
+
+    Raises:
+        ConfigError: they do not divide the shard group.
+    """
+    if given >= num_shards:
+        return 0
+    if given and num_shards % given:
+        legal = ", ".join(str(each) for each in range(1, num_shards) if num_shards % each == 0)
+        raise ConfigError(
+            "secondary-shard-divides",
+            f"zero.secondary_shard={given} does not divide the {num_shards} ranks that share the parameters; "
+            f"take one of {legal}",
+        )
+    return given

@@ -357,6 +357,8 @@ def _shard_sizes(
 ) -> list[int]:
     """Return the sizes to try of the group that shares states: a node's ranks, those of some nodes, all."""
     every = divisors(candidate.num_data_ranks)
+    if (near := job.secondary_shard) and stage == 3:
+        every = [each for each in every if each * candidate.cp <= near or each * candidate.cp % near == 0]
     if "dp_shard" in space.pins or "dp_replicate" in space.pins:
         return [
             each

@@ -260,9 +260,9 @@ class CommTimeModel:
     def _calls_of(self, s: Strategy, layout: Layout, fold: LayerCount, *, is_first: bool) -> Iterator[PricedCollective]:
         group, stage = fold.group, layout.stage_of(fold.group)
         near = s.tp * (s.ep if is_of_experts(group) else 1)
-        replicas, far = group.num_ranks // group.num_shards, near * group.num_shards
+        far = near * group.num_shards
         widths = layout.precision_of(group)
-        param_bytes, grad_bytes = (group.padded_numel * DTYPE_BYTES[each] for each in (widths.param, widths.reduce))
+        param_bytes = group.num_shards * layout.gather_bytes(group)
 
         def call(
             op: Op, num_bytes: int, num_ranks: int, stride: int, moment: Moment, times: int = 1
@@ -274,9 +274,15 @@ class CommTimeModel:
         if (uses == 1 and s.num_micro_batches > 1) or (stage.unshard_after_step and group.trainable):
             yield call("all_gather", param_bytes, group.num_shards, near, "first forward")
         elif uses:
-            back = uses // s.num_micro_batches // 2
-            yield call("all_gather", param_bytes, group.num_shards, near, "forward", uses // s.num_micro_batches - back)
-            yield call("all_gather", param_bytes, group.num_shards, near, "backward", back)
+            back, sharers = uses // s.num_micro_batches // 2, group.num_shards
+            forth = uses // s.num_micro_batches - back
+            if layout.secondary_bytes(group):
+                sharers = layout.secondary_shard
+                if group.trainable:
+                    yield call("all_gather", param_bytes, group.num_shards, near, "first forward")
+                    forth -= s.num_micro_batches == 1  # of several, the first's counts twice, once among the sharers
+            yield call("all_gather", param_bytes, sharers, near, "forward", forth)
+            yield call("all_gather", param_bytes, sharers, near, "backward", back)
         if not group.trainable:
             return
         if len(group.stages) > 1 and (holders := len(layout.holders(group))) > 1:
@@ -284,12 +290,19 @@ class CommTimeModel:
             numel = group.padded_numel if is_whole else group.shard_numel
             master_bytes = numel * DTYPE_BYTES[widths.master]
             yield call("all_reduce", master_bytes, holders, s.num_ranks // s.pp, "last backward")
-        if stage.optimizer is Placement.REPLICATE:
-            yield call("all_reduce", grad_bytes, group.num_ranks, near, "last backward")
-            return
         each_time = layout.num_reduces(s.num_micro_batches) == s.num_micro_batches > 1
-        yield call("reduce_scatter", grad_bytes, group.num_shards, near, "backward" if each_time else "last backward")
-        yield call("all_reduce", grad_bytes // group.num_shards, replicas, far, "last backward")
+        for over, each in layout.sums_of(group).items():
+            stride = far if over == "replicas" else near
+            moment: Moment = "backward" if each_time and over == "shards" else "last backward"
+            whole_bytes = each.numel * DTYPE_BYTES[each.dtype]
+            for num_ranks, row_bytes in each.hops:
+                yield call("all_to_all", num_ranks * row_bytes, num_ranks, stride, moment)
+                stride *= num_ranks
+            if each.hops and each.is_for_all:
+                yield call("all_gather", whole_bytes, each.num_ranks, far if over == "replicas" else near, moment)
+            elif not each.hops:
+                op: Op = "all_reduce" if each.is_for_all else "reduce_scatter"
+                yield call(op, whole_bytes, each.num_ranks, stride, moment)
 
     def _block(self, s: Strategy) -> BlockComm:
         pass_s = self._tensor_pass_s(s)

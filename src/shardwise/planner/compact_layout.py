@@ -14,13 +14,12 @@ from itertools import groupby
 from typing import Any
 
 from shardwise.config.resolve import OptimizerConfig, PrecisionConfig, Tier, TiersConfig
-from shardwise.layout.codec import BLOCK_NUMEL
 from shardwise.layout.layout import MATRIX_STATES, TIERS, Layout, assign_tiers, states_of
 from shardwise.layout.mesh_shape import GRADIENT_AXES, SHARD_AXES, MeshShape
-from shardwise.layout.param_groups import ROOT, GroupSpec, ParamEntry, aligned, build_groups
+from shardwise.layout.param_groups import ROOT, GroupSpec, ParamEntry, aligned_to_blocks, build_groups, whole_below
 from shardwise.layout.pipeline_layout import PipelineLayout
-from shardwise.layout.precision import precision_policy
-from shardwise.layout.zero_stages import ZeroStage, effective_stage
+from shardwise.layout.precision import PrecisionPolicy, precision_policy
+from shardwise.layout.zero_stages import ZeroStage, effective_stage, secondary_ranks
 from shardwise.planner.adapters import is_adapter, with_adapters
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.stages import (
@@ -116,9 +115,7 @@ class CompactLayout:
     def _fold(self, strategy: Strategy, pipeline_rank: int) -> RankLayerCounts:
         s, stages = strategy, self.stages.of(strategy)
         mesh, tiers, stage = MeshShape(s.pp, s.dp_replicate, s.dp_shard, s.cp, s.tp), _tiers_of(s), _stage_of(s)
-        policy = precision_policy(
-            PrecisionConfig(param=s.param, reduce=s.reduce, accumulate=s.accumulate, states=self.job.states)
-        )
+        policy = self._policy(s)
         held = [
             LayerCount(_placed(fold.group, mesh, s.ep), fold.count) for fold in self._held(s, stages, pipeline_rank)
         ]
@@ -130,7 +127,12 @@ class CompactLayout:
             gathers_once = s.gather == "batch" or s.zero_stage < 3
             pipeline = PipelineLayout(stages.placement, (), {}, gathers_once, index=pipeline_rank)
         units = tuple(dict.fromkeys(group.unit for group in groups if group.unit != ROOT))
-        return RankLayerCounts(Layout(mesh, units, groups, stage, policy, states, None, pipeline), folds)
+        given = self.job.secondary_shard if s.params_tier == "device" else 0
+        secondary = secondary_ranks(given, mesh.size_along(SHARD_AXES), stage)
+        layout = Layout(mesh, units, groups, stage, policy, states, None, pipeline, secondary_shard=secondary)
+        node, num_shards = self.job.secondary_shard, mesh.size_along(SHARD_AXES)
+        layout = replace(layout, node_size=node if node and num_shards % node == 0 else 1)
+        return RankLayerCounts(layout, folds)
 
     def _tiered(
         self, strategy: Strategy, tiers: TiersConfig, held: Sequence[LayerCount], pipeline_rank: int
@@ -191,12 +193,24 @@ class CompactLayout:
             self._templates[key] = tuple(
                 replace(group, name=group.name + kind, stages=(stage,))
                 for kind, part in parts.items()
-                for group in self._templates_of(part, strategy.tp, name, below)
+                for group in self._templates_of(part, strategy, name, below)
             )
         return self._templates[key]
 
     def _keep_whole_below(self, strategy: Strategy) -> int:
-        return self.job.keep_whole_below if _stage_of(strategy).unshard_for_use else 0
+        return whole_below(self.job.keep_whole_below, _stage_of(strategy), self._policy(strategy))
+
+    def _policy(self, s: Strategy) -> PrecisionPolicy:
+        return precision_policy(
+            PrecisionConfig(
+                param=s.param,
+                reduce=s.reduce,
+                accumulate=s.accumulate,
+                states=self.job.states,
+                gather=self.job.gather_codec,
+                reduce_feedback=self.job.reduce_feedback,
+            )
+        )
 
     def _root(self, strategy: Strategy, stages: StageLayouts) -> tuple[GroupSpec, ...]:
         """Return the groups of what is in no block: one without a pipeline, else one for each set of stages that use
@@ -218,11 +232,13 @@ class CompactLayout:
         self._templates[key] = tuple(
             replace(group, name=f"{ROOT}@{'+'.join(map(str, used_by))}{group.name.removeprefix(ROOT)}", stages=used_by)
             for used_by, params in sorted(by_stages.items())
-            for group in self._templates_of(params, strategy.tp, ROOT, below)
+            for group in self._templates_of(params, strategy, ROOT, below)
         )
         return self._templates[key]
 
-    def _templates_of(self, params: Sequence[SkeletonParam], tp: int, unit: str, below: int) -> tuple[GroupSpec, ...]:
+    def _templates_of(
+        self, params: Sequence[SkeletonParam], strategy: Strategy, unit: str, below: int
+    ) -> tuple[GroupSpec, ...]:
         """Return the groups of some parameters on one data rank: trained ones, frozen ones, those kept whole."""
         trains_all, has_matrices = self.job.trains_all, unit != ROOT and self.job.optimizer.lower() in MATRIX_STATES
         entries = [
@@ -237,10 +253,10 @@ class CompactLayout:
             )
             for each in params
         ]
-        splits = {each.name: each.split(tp) for each in params} if tp > 1 else None
+        splits = {each.name: each.split(strategy.tp) for each in params} if strategy.tp > 1 else None
         units = () if unit == ROOT else (unit,)
         groups = build_groups(entries, units, 1, 1, self.job.replicate_frozen, splits, keep_whole_below=below)
-        return tuple(aligned(each, BLOCK_NUMEL) for each in groups) if self.job.states == "int8" else groups
+        return aligned_to_blocks(groups, self._policy(strategy))
 
 
 def is_of_experts(group: GroupSpec) -> bool:

@@ -124,6 +124,9 @@ def job_of(config: Config, cluster: Cluster) -> PlanJob:
         optimizer=resolved.optimizer.name,
         keep_whole_below=resolved.zero.keep_whole_below,
         states=resolved.precision.states,
+        gather_codec=resolved.precision.gather,
+        secondary_shard=resolved.zero.secondary_shard,
+        reduce_feedback=resolved.precision.reduce_feedback,
         replicate_frozen=resolved.zero.replicate_frozen,
         lora=resolved.lora,
     )
@@ -179,6 +182,8 @@ def config_of(job: PlanJob, strategy: Strategy, base: Config | None = None) -> C
         values["pipeline"]["cut"] = None if layers is None else _units_between(layers, job.shape.num_layers)
     if strategy.cp == 1:
         values["context"] = {**Config().context.model_dump(), "chunk_tokens": strategy.chunk_tokens}
+    if strategy.zero_stage < 3 or strategy.params_tier != "device":
+        values["zero"]["secondary_shard"] = 0
     is_on_nvme = "nvme" in (strategy.params_tier, strategy.grads_tier, strategy.optimizer_tier)
     values["tiers"]["nvme_path"] = (base.tiers.nvme_path or "nvme") if is_on_nvme else None
     return Config.from_dict(values)

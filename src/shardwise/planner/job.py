@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from shardwise.config.resolve import Config, Dtype, LoraConfig, Tier
-from shardwise.layout.precision import StatesDtype
+from shardwise.config.resolve import Config, Dtype, LoraConfig, Reduce, Tier
+from shardwise.layout.precision import GatherCodec, StatesDtype
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.shape import ModelShape
 
@@ -67,7 +67,7 @@ class Strategy:
     grads_on_device: float = 0.0
     optimizer_on_device: float = 0.0
     param: Dtype = "bf16"
-    reduce: Literal["param", "fp32"] = "param"
+    reduce: Reduce = "param"
     accumulate: Literal["param", "fp32"] = "fp32"
     matmul: MatmulDtype | None = None
 
@@ -150,6 +150,9 @@ class PlanJob:
         traits: facts about the code that trains it.
         optimizer: its name, which says what states it keeps.
         states: how the optimizer's moments are stored, as `precision.states`.
+        gather_codec: how parameters are sent to where they are used, as `precision.gather`.
+        secondary_shard: ranks that share secondary shards in stage 3, as `zero.secondary_shard`; 0 for none.
+        reduce_feedback: whether what encoding gradients rounds off is kept, as `precision.reduce_feedback`.
         keep_whole_below: elements below which ZeRO-3 keeps a parameter whole.
         replicate_frozen: whether every rank keeps frozen parameters whole.
         lora: the adapters that train beside frozen weights; of rank 0, all weights train.
@@ -162,6 +165,9 @@ class PlanJob:
     traits: FrameworkTraits = SHARDWISE
     optimizer: str = "adamw"
     states: StatesDtype = "master"
+    gather_codec: GatherCodec = "param"
+    secondary_shard: int = 0
+    reduce_feedback: bool = False
     keep_whole_below: int = 0
     replicate_frozen: bool = False
     lora: LoraConfig = field(default_factory=LoraConfig)

@@ -18,8 +18,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from shardwise.comm.collectives import AsyncWork
+from shardwise.comm.collectives import AsyncWork, Comm
+from shardwise.comm.encoded import EncodedSum
 from shardwise.config.resolve import ConfigError
+from shardwise.layout.grad_sums import GradSum, SumRanks
 from shardwise.layout.layout import Layout
 from shardwise.layout.param_groups import GroupSpec
 from shardwise.layout.zero_stages import Placement
@@ -51,7 +53,10 @@ class GradBucket:
         self._tiers = resources.tiers
         self._is_stored_whole = stage.grads is Placement.PARTIAL
         self._is_replicated = stage.optimizer is Placement.REPLICATE
-        self._wire_dtype = torch_dtype(policy.reduce)
+        self._wire_dtype = torch_dtype(policy.reduce)  # of what is not encoded
+        self._sums = layout.sums_of(spec)
+        self._residuals: list[Tensor] = []
+        self._over = {over: self._summing(over, each) for over, each in self._sums.items()}
         self._dtype = torch_dtype(policy.accumulate)
         self._master_dtype = torch_dtype(policy.master)
         self._own = slice(*spec.held_range(stage.optimizer, comms.shards.rank))
@@ -81,6 +86,29 @@ class GradBucket:
         self._has_arrived = [False] * len(spec.params)
         self._num_missing = len(spec.params)
         self._was_used = [False] * len(spec.params)
+
+    def _summing(self, over: SumRanks, summed: GradSum) -> Comm | EncodedSum:
+        """Return what runs a sum."""
+        comms: dict[SumRanks, Comm] = {
+            "data": self._comms.data,
+            "shards": self._comms.reductions,
+            "replicas": self._comms.replicas,
+        }
+        if summed.codec is None:
+            return comms[over]
+        kept = [self._residual(numel) if numel else None for numel in summed.residual_numels]
+        return EncodedSum(comms[over], summed.codec, self._pool, summed.node_size, kept)
+
+    def _residual(self, numel: int) -> Tensor:
+        residual = torch.zeros(numel, dtype=self._wire_dtype, device=self._device)
+        self._tracker.track(residual, Category.GRADIENTS)
+        self._residuals.append(residual)
+        return residual
+
+    @property
+    def residuals(self) -> tuple[Tensor, ...]:
+        """Return what encodings have rounded off, which the next ones add (`precision.reduce_feedback`)."""
+        return tuple(self._residuals)
 
     @property
     def is_complete(self) -> bool:
@@ -146,7 +174,7 @@ class GradBucket:
         if self._is_replicated:
             total = self._persistent_bucket()
             self._steps = self._settle_replicated(
-                self._comms.data.all_reduce(total, self._wire_dtype, name, wire=narrow)
+                self._over["data"].all_reduce(total, self._wire_dtype, name, wire=narrow)
             )
             return
         borrowed = []
@@ -154,8 +182,8 @@ class GradBucket:
             self._bucket = None
         if bucket is narrow or not self._is_stored_whole:
             borrowed.append(bucket)
-        wire = bucket
-        if bucket.dtype != self._wire_dtype and self._comms.reductions.world_size > 1:
+        wire, summing = bucket, self._sums["shards"]
+        if bucket.dtype != self._wire_dtype and summing.num_ranks > 1 and summing.codec is None:
             wire = self._pool.acquire(bucket.numel(), self._wire_dtype)
             wire.copy_(bucket)
             borrowed.append(wire)
@@ -166,7 +194,7 @@ class GradBucket:
             if has_replicas and self._holds_sum and not self._is_partial:
                 self._stash_sum(self._open_accumulator())
             into, accumulate = self._open_accumulator(), self._holds_sum and not self._is_stored_whole
-        summed = self._comms.reductions.reduce_scatter(wire, into, accumulate=accumulate, name=name)
+        summed = self._over["shards"].reduce_scatter(wire, into, accumulate=accumulate, name=name)
         self._steps = (self._settle if self._away is None else self._settle_away)(summed, into, borrowed, is_last)
 
     def _settle_replicated(self, summed: AsyncWork) -> Iterator[None]:
@@ -190,7 +218,7 @@ class GradBucket:
         summed.wait()
         for buffer in borrowed:
             self._pool.release(buffer)
-        over_all = self._comms.replicas.all_reduce(total, self._wire_dtype, f"reduce {self.spec.name} over replicas")
+        over_all = self._over["replicas"].all_reduce(total, self._wire_dtype, f"reduce {self.spec.name} over replicas")
         yield
         over_all.advance()
         yield
@@ -199,7 +227,7 @@ class GradBucket:
 
     def _sum_replicas(self) -> Iterator[None]:
         name = f"reduce {self.spec.name} over replicas"
-        summed = self._comms.replicas.all_reduce(self._open_accumulator(), self._wire_dtype, name)
+        summed = self._over["replicas"].all_reduce(self._open_accumulator(), self._wire_dtype, name)
         yield
         summed.advance()
         yield

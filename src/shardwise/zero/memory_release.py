@@ -273,9 +273,10 @@ class MemoryRelease:
         yield from (each.tensor for each in self._storages(name) if isinstance(each, DeviceStorage))
         for group in self._sharding.groups:
             if name == "params":
-                yield group.full
-            elif name == "grads" and group.grads is not None and group.grads.has_gradients:
-                yield from group.grads.buffers()
+                yield from (each for each in (group.full, group.gathering.secondary) if each is not None)
+            elif name == "grads" and group.grads is not None:
+                yield from group.grads.residuals
+                yield from group.grads.buffers() if group.grads.has_gradients else ()
         if name == "optimizer":
             yield from self._sharded.encoded_tensors()
         for state in self._sharded.optimizer.state.values() if name == "optimizer" else ():

@@ -22,6 +22,7 @@ from shardwise.layout.opaque import as_bytes
 from shardwise.layout.param_groups import GroupSpec, ParamSpec
 from shardwise.offload.step_pipeline import CHUNK_NUMEL
 from shardwise.offload.storage import StateStorage, loaded
+from shardwise.offload.tiers import Tiers
 from shardwise.offload.worker import Task
 from shardwise.runtime.memory_tracker import Category, trim_host_memory
 from shardwise.runtime.param_guard import ReleasedParameterError, set_parameter_class, watched_type
@@ -29,6 +30,7 @@ from shardwise.runtime.precision import torch_dtype
 from shardwise.runtime.torch_private import parameter_class, plain_torch_functions, set_data, version
 from shardwise.schedule.actions import ActionKind
 from shardwise.zero.grad_buckets import GradBucket
+from shardwise.zero.group_gather import GroupGather
 from shardwise.zero.resources import ShardingResources
 from shardwise.zero.tp_params import gather_param, shard_param
 
@@ -60,7 +62,8 @@ class ParamGroup:
     Attributes:
         full: the whole group, 1-D; the parameters are views of it.
         shard: this rank's slice in the dtype of computing, in its tier.
-        master: the slice in the optimizer's precision and tier; `shard` itself where these are the same.
+        master: the slice in the optimizer's precision and tier; `shard` itself where these are the same. Frozen
+            parameters that are stored whole and decoded have one too.
         grads: the gradients; None where the group is frozen.
         state: which part of `full` is valid.
         is_pinned: the parameters stay present until they are unpinned.
@@ -83,7 +86,6 @@ class ParamGroup:
         self.is_released_between_uses = stage.unshard_for_use and not spec.is_stored_whole
         self.state = ParamState.UNSHARDED
         self.is_pinned = self.is_stepped = False
-        self._is_gathered_after_step = stage.unshard_after_step and spec.trainable
         self._comms = comms
         self._tracker = tracker
         self._pool = resources.pool
@@ -106,14 +108,15 @@ class ParamGroup:
             for index, place in enumerate(spec.params)
         ]
         numel, where = self.shard_stop - self.shard_start, spec.tiers
+        self.gathering = GroupGather(spec, layout, resources, self.full)
+        self._is_decoded = self.gathering.codec is not None and not self.is_released_between_uses
+        self._is_gathered_after_step = spec.trainable and (stage.unshard_after_step or self._is_decoded)
         self.shard: StateStorage = tiers.on_device(self.full[self.shard_start : self.shard_stop])
         if self.is_released_between_uses:
             tracker.resize(self.full, 0)  # before the values come: they go into the shard, never into all of the group
             self.shard = tiers.place(where.params, f"{spec.name}.param", numel, dtype, Category.PARAMETERS)
-        self.master = self.shard
         master_dtype = torch_dtype(policy.master)
-        if spec.trainable and (policy.keeps_master or where.params != where.optimizer):
-            self.master = tiers.place(where.optimizer, f"{spec.name}.master", numel, master_dtype, Category.OPTIMIZER)
+        self.master = self._place_master(tiers, policy.keeps_master, master_dtype)
         self._fill(resources.values, master_dtype)
         self._kinds = tuple(parameter_class(parameter) for parameter in parameters)
         self._released = tuple(map(released, self._kinds))
@@ -124,6 +127,14 @@ class ParamGroup:
         self._versions = [version(parameter) for parameter in self.parameters]
         self.grads = GradBucket(spec, layout, resources) if spec.trainable else None
         self._free()
+
+    def _place_master(self, tiers: Tiers, is_copy: bool, dtype: torch.dtype) -> StateStorage:
+        spec, where, numel = self.spec, self.spec.tiers, self.shard_stop - self.shard_start
+        if spec.trainable and (is_copy or where.params != where.optimizer):
+            return tiers.place(where.optimizer, f"{spec.name}.master", numel, dtype, Category.OPTIMIZER)
+        if self._is_decoded:
+            return tiers.place("device", f"{spec.name}.exact", numel, self.full.dtype, Category.PARAMETERS)
+        return self.shard
 
     @property
     def is_released(self) -> bool:
@@ -150,15 +161,13 @@ class ParamGroup:
         if self.state is not ParamState.SHARDED:
             return
         self._unshard_start_s = self._timeline.now()
-        name = f"unshard {self.spec.name}"
         if self.is_released_between_uses:
             self._refuse_if_stepped()
-            self._tracker.resize(self.full, self._full_bytes)
-            fetched = self.shard.fetch(self.full[self.shard_start : self.shard_stop])
-            gathered = self._comms.shards.all_gather(self.full, name)
-            self._gather = AsyncWork(fetched.wait, lambda: gathered)
+            self._gather = self.gathering.start(self.shard, lambda: self._tracker.resize(self.full, self._full_bytes))
+        elif self._is_decoded and self.shard.numel == self.full.numel():
+            self.gathering.recode()
         else:
-            self._gather = self._comms.shards.all_gather(self.full, name)
+            self._gather = self.gathering.start(None, lambda: None)
         self.state = ParamState.UNSHARDING
         if not self._overlap:
             self.wait()
@@ -250,11 +259,12 @@ class ParamGroup:
         """Take over values that were written into `master` on every rank, frozen or not. All ranks call it."""
         self.finish_update()
         self._gather.wait()
+        self.gathering.forget()
         if self.master is not self.shard:
             self._narrow()
         self._free()
         if not self.is_released_between_uses:
-            if self.shard.numel < self.full.numel():
+            if self.shard.numel < self.full.numel() or self._is_decoded:
                 self._set_state(ParamState.SHARDED)
                 self.wait()
             for index in range(len(self.parameters)):
@@ -324,7 +334,9 @@ class ParamGroup:
             else:
                 shape = parameter.shape if self.spec.is_opaque else place.global_shape
                 set_data(parameter, torch.empty(shape, dtype=parameter.dtype, device="meta"))
-        self._tracker.resize(self.full, 0)
+        for tensor in (self.full, self.gathering.secondary):
+            if tensor is not None:
+                self._tracker.resize(tensor, 0)
         for storage in {self.shard, self.master}:
             storage.close()
         if self.grads is not None:
@@ -354,6 +366,7 @@ class ParamGroup:
             whether the parameters, which are stored whole, must be gathered from the ranks.
         """
         self._gather.wait()  # which no forward has waited for
+        self.gathering.forget()
         if self.master is not self.shard and not is_narrowed:
             self._narrow()
         self._free()
@@ -427,6 +440,8 @@ class ParamGroup:
                         target = buffer[slot.offset : slot.offset + slot.stop - slot.start]
                         target.copy_(initial[slot.start : slot.stop])
                 make_plain(parameter)  # which frees its slice
+        if self._is_decoded:
+            self.gathering.recode()
 
     def _initial(self, place: ParamSpec, values: ParamInitializer, dtype: torch.dtype, is_held: bool) -> Tensor:
         """Return a parameter's local values, 1-D: rank 0's, or the same on all ranks; empty where none are needed."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from typing import Literal
 
+from shardwise.comm.collectives import AsyncWork
 from shardwise.comm.mesh import CommGroups
 from shardwise.construction.values import ParamInitializer
 from shardwise.layout.precision import StatesDtype
@@ -27,3 +29,4 @@ class ShardingResources:
     overlap: bool
     lockstep: bool | Literal["auto"] = False
     states_dtype: StatesDtype = "master"
+    decoding: deque[AsyncWork] = field(default_factory=deque)  # gathers of parameters that are stored whole

@@ -139,14 +139,18 @@ def regroup(states: EngineState, layout: Layout, named_groups: Sequence[NamedGro
         masters: dict[str, Tensor | None] = {}
         optimizer_states: dict[str, dict[str, Tensor]] = {}
         for spec in there.difference(layout.groups):
-            for place in spec.params if spec.unit == unit and spec.trainable else ():
+            keeps_exact = spec.trainable or layout.gather_codec(spec) is not None
+            for place in spec.params if spec.unit == unit and keeps_exact else ():
                 masters[place.name] = read_held_state(states, place.name, MASTER)
-                optimizer_states[place.name] = read_optimizer_states(states, place.name)
+                if spec.trainable:
+                    optimizer_states[place.name] = read_optimizer_states(states, place.name)
         sharding.regroup(unit, layout)
         states.sharded.regroup(sharding.groups, named_groups)
         for spec in set(layout.groups) - there:
-            for place in spec.params if spec.unit == unit and spec.trainable else ():
+            keeps_exact = spec.trainable or layout.gather_codec(spec) is not None
+            for place in spec.params if spec.unit == unit and keeps_exact else ():
                 if place.name in masters:
                     write_state(states, place.name, masters[place.name], MASTER)
+                if spec.trainable and place.name in optimizer_states:
                     write_optimizer_states(states, place.name, optimizer_states[place.name])
     sharding.absent.follow(layout.elsewhere)

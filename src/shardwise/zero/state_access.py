@@ -116,7 +116,8 @@ def read_state(states: EngineState, name: str, state: str = PARAM, to_rank: int 
     Args:
         states: the engine's states.
         name: a name of the parameter, any of them if it is tied.
-        state: `param` as computed with, `master` in the optimizer's precision, `grad` (the mean gradient so far, before
+        state: `param` as computed with, `master` in the optimizer's precision (exact, where parameters are encoded to
+            be sent), `grad` (the mean gradient so far, before
             clipping; reduces what is not reduced yet; in a pipeline it is there within a step only), or one of the
             optimizer's keys.
         to_rank: the only rank that gets it, the others get None; None for all ranks.
@@ -160,7 +161,8 @@ def _read_local(states: EngineState, place: ParamLocation, state: str) -> Tensor
         return group.full[spec.offset : spec.offset + spec.numel].clone()
     if state in (PARAM, MASTER):
         held = group.shard if state == PARAM else group.master
-        return _assemble(states, place, place.own_part(held), held.dtype, state)
+        exact = _assemble(states, place, place.own_part(held), held.dtype, state)
+        return group.gathering.shown(exact) if state == PARAM else exact
     return _read_optimizer_state(states, place, state)
 
 
@@ -374,6 +376,10 @@ def _mean_gradient(states: EngineState, place: ParamLocation) -> tuple[float, bo
 def _write_param(place: ParamLocation, flat: Tensor) -> None:
     group = place.group
     wide = flat.to(group.master.dtype)
+    if group.gathering.has_copies:
+        _copy_range(place.own_part(group.master), wide, place)
+        group.adopt_master()
+        return
     rounded = wide.to(group.shard.dtype)
     if group.state is not ParamState.SHARDED:
         group.wait()
@@ -550,12 +556,15 @@ def take_over(states: EngineState, groups: Iterable[ParamGroup]) -> None:
         if tied is not None:
             tied.broadcast(group.full, f"written parameters of {group.spec.name} on stages {group.spec.stages}")
         own = group.full[group.shard_start : group.shard_stop]
-        for start in range(0, own.numel(), CHUNK_NUMEL) if group.master is not group.shard else ():
+        has_copies = group.gathering.has_copies
+        for start in range(0, own.numel(), CHUNK_NUMEL) if group.master is not group.shard or has_copies else ():
             written = own[start : start + CHUNK_NUMEL]
             master = group.master.read(start, start + written.numel()).to(own.device)
-            is_changed = written != master.to(own.dtype)
+            is_changed = written != group.gathering.shown(master)
             group.master.write(start, torch.where(is_changed, written.to(master.dtype), master))
-        if group.is_released_between_uses:
+        if has_copies:
+            group.adopt_master()
+        elif group.is_released_between_uses:
             group.shard.write(0, own)
         for index in range(len(group.parameters)):
             group.accept_written(index)

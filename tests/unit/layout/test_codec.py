@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from harness.refusals import refused
 from shardwise.config.resolve import Config
 from shardwise.layout.codec import BLOCK_NUMEL, Codec, codec_of, is_encoded
-from shardwise.layout.layout import check_blocks
+from shardwise.layout.param_groups import check_blocks
 from shardwise.layout.tp_sharding import FusedPart, ParamSplit
 
 CPU = torch.device("cpu")
@@ -95,10 +95,12 @@ def test_small_parameters_keep_their_states_by_their_size_as_a_whole() -> None:
 def test_a_tensor_axis_that_cuts_blocks_is_refused() -> None:
     rows = ParamSplit((512, 96), degree=2, dim=0, parts=(FusedPart(512),))
     columns = ParamSplit((64, 512), degree=2, dim=1, parts=(FusedPart(512),))
-    check_blocks({"a": rows, "b": columns, "small": ParamSplit((8, 8), 2, 1, (FusedPart(8),))}, 2)
+    check_blocks(
+        {"a": rows, "b": columns, "small": ParamSplit((8, 8), 2, 1, (FusedPart(8),))}, 2, "precision.states=int8"
+    )
     narrow = ParamSplit((512, 256), degree=2, dim=1, parts=(FusedPart(256),))
-    with refused("states-block-over-tp", "mesh.tp=2", "c", "[512, 256]", "256"):
-        check_blocks({"c": narrow}, 2)
+    with refused("block-over-tp", "precision.gather=fp8", "mesh.tp=2", "c", "[512, 256]", "256"):
+        check_blocks({"c": narrow}, 2, "precision.gather=fp8")
     assert math.prod(narrow.local_shape) % BLOCK_NUMEL == 0, "the size alone does not tell"
 
 

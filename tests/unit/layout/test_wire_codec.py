@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.layout import wire_codec
 from shardwise.layout.codec import BLOCK_NUMEL
 from shardwise.layout.wire_codec import WireCodec
 
@@ -41,6 +42,17 @@ def test_slices_decode_to_the_bits_of_the_whole(name, num_slices):
     whole = codec.decode(codec.encode(values), torch.empty_like(values))
     rows = values.view(num_slices, -1)
     assert torch.equal(codec.decode(codec.encode(rows), torch.empty_like(rows)).flatten(), whole)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("num_rows", "num_blocks"), [(1, 11), (3, 5), (9, 1), (7, 2)])
+def test_values_that_are_coded_in_parts_are_the_same(name, num_rows, num_blocks, monkeypatch):
+    values, codec = _values(num_rows * num_blocks, seed=4).view(num_rows, -1), WireCodec(name)
+    sent = codec.encode(values)
+    whole = codec.decode(sent, torch.empty_like(values))
+    monkeypatch.setattr(wire_codec, "PART_NUMEL", 4 * BLOCK_NUMEL)
+    assert torch.equal(codec.encode(values), sent)
+    assert torch.equal(codec.decode(sent, torch.empty_like(values)), whole)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from planner_eval.models import PublishedCommModel
 from planner_eval.traits import PublishedTraits
 from shardwise.attention.block_layout import BlockLayout
+from shardwise.config.resolve import Reduce
 from shardwise.context.traffic import AttentionSizes, bytes_of_attention, bytes_of_ring
+from shardwise.layout.precision import GatherCodec
 from shardwise.layout.token_ranges import contiguous, zigzag
 from shardwise.models.presets import preset
 from shardwise.planner.collectives import NetworkModel
@@ -152,6 +154,68 @@ def test_calls_send_what_the_layout_says(zero_stage: int, axes: dict[str, int], 
             sent = call.num_bytes * (call.num_ranks - 1) // call.num_ranks
             wire[call.op] += times * sent * (2 if call.op == "all_reduce" else 1)
         assert wire == model.compact.on_wire(strategy, rank)
+
+
+@pytest.mark.parametrize("gather", ["param", "int8"])
+@pytest.mark.parametrize(("num_micro_batches", "axes"), [(1, {"dp_shard": 64}), (4, {"dp_shard": 16, "pp": 4})])
+def test_secondary_shards_keep_gathers_within_a_node(
+    gather: GatherCodec, num_micro_batches: int, axes: dict[str, int]
+) -> None:
+    job = replace(JOB, cluster=replace(CLUSTER, nic_bytes_per_s=5e9))  # where the network is slow
+    model = CommTimeModel(replace(job, secondary_shard=8, gather_codec=gather))
+    strategy = Strategy(zero_stage=3, num_micro_batches=num_micro_batches, gather="micro-batch", **axes)  # type: ignore[arg-type]
+    sent = {8: 0, axes["dp_shard"]: 0}
+    for call in model.data_calls(strategy):
+        if call.op == "all_gather":
+            times = call.count * (num_micro_batches if call.moment in ("forward", "backward") else 1)
+            sent[call.num_ranks] += times * (call.num_bytes * (call.num_ranks - 1) // call.num_ranks)
+    wire = model.compact.on_wire(strategy)
+    assert sent[axes["dp_shard"]] == wire["all_gather"]
+    near_bytes = wire["secondary_all_gather"]
+    assert near_bytes <= sent[8] <= near_bytes * (1 if num_micro_batches == 1 else 1.2)
+    plain = CommTimeModel(job).data(strategy)
+    assert model.data(strategy).total_s < plain.total_s
+    encoded = CommTimeModel(replace(job, gather_codec="int8")).data(strategy)
+    assert encoded.total_s < plain.total_s
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("axes", "node"),
+    [
+        ({"dp_shard": 8, "tp": 2}, 0),
+        ({"dp_shard": 8, "tp": 2}, 4),
+        ({"dp_shard": 4, "dp_replicate": 2}, 0),
+        ({"dp_shard": 4, "pp": 2}, 0),
+    ],
+)
+def test_encoded_sums_send_what_the_layout_says(zero_stage: int, axes: dict[str, int], node: int) -> None:
+    """As many bytes; steps within nodes are among neighbours, and those across them among one rank of each."""
+    model = CommTimeModel(replace(JOB, secondary_shard=node))
+    strategy = Strategy(zero_stage=zero_stage, num_micro_batches=4, reduce="int8", **axes)  # type: ignore[arg-type]
+    for rank in range(strategy.pp):
+        calls, sent = model.data_calls(strategy, rank), 0
+        for call in calls:
+            times = call.count * (4 if call.moment in ("forward", "backward") else 1)
+            passes = 2 if call.op == "all_reduce" else 1
+            is_of_sum = call.op != "all_gather" or call.moment == "last backward"
+            sent += is_of_sum * times * passes * (call.num_bytes * (call.num_ranks - 1) // call.num_ranks)
+        wire = model.compact.on_wire(strategy, rank)
+        assert sent == wire["all_reduce"] + wire["reduce_scatter"]
+        hops = {(call.num_ranks, call.stride) for call in calls if call.op == "all_to_all"}
+        if node:
+            assert hops == {(4, 2), (2, 8)}
+        else:
+            assert (strategy.num_data_ranks if zero_stage == 0 else strategy.dp_shard, strategy.tp) in hops
+
+
+def test_codes_shorten_reductions_where_they_stay_in_a_node_first() -> None:
+    def reduce_s(dp_shard: int, reduce: Reduce, node: int) -> float:
+        model = CommTimeModel(replace(JOB, secondary_shard=node))
+        return model.data(Strategy(dp_shard=dp_shard, zero_stage=2, num_micro_batches=2, reduce=reduce)).backward_s
+
+    assert reduce_s(8, "int4", 0) < reduce_s(8, "int8", 0) < reduce_s(8, "param", 0)
+    assert reduce_s(64, "int8", 8) < reduce_s(64, "param", 0) < reduce_s(64, "int8", 0)
 
 
 def test_shards_within_a_node_need_less_of_the_network() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shardwise.config.resolve import Config, ConfigError, Tier
 from shardwise.layout.layout import Layout
-from shardwise.layout.precision import StatesDtype
+from shardwise.layout.precision import GatherCodec, StatesDtype
 from shardwise.models import Decoder, DecoderConfig
 from shardwise.models.presets import preset
 from shardwise.planner.compact_layout import CompactLayout
@@ -74,7 +74,7 @@ def strategies(draw: st.DrawFn) -> Strategy:
         grads_on_device=share(grads),
         optimizer_on_device=share(optimizer),
         param=draw(st.sampled_from(("fp32", "bf16"))),
-        reduce=draw(st.sampled_from(("param", "fp32"))),
+        reduce=draw(st.sampled_from(("param", "fp32", "int8"))),
         accumulate=draw(st.sampled_from(("param", "fp32"))),
     )
 
@@ -139,6 +139,57 @@ def test_encoded_states_are_counted_to_the_byte(states: StatesDtype, tp: int) ->
     assert CompactLayout(job).at_rest(strategy) == own.bytes_at_rest()
     plain = CompactLayout(replace(job, states="master")).at_rest(strategy)
     assert CompactLayout(job).at_rest(strategy)["optimizer"] < 0.8 * plain["optimizer"]
+
+
+@pytest.mark.parametrize("gather", ["param", "int8", "fp8"])
+@pytest.mark.parametrize(("tp", "stage", "near"), [(1, 0, 0), (1, 1, 0), (2, 2, 0), (1, 3, 0), (2, 3, 2), (1, 3, 1)])
+def test_encoded_gathers_and_secondary_shards_are_counted_to_the_byte(
+    gather: GatherCodec, tp: int, stage: int, near: int
+) -> None:
+    shape = replace(preset("tiny"), hidden_size=512, ffn_size=1024, num_layers=3, num_heads=8, num_kv_heads=8)
+    shape = replace(shape, head_dim=64, vocab_size=1000)
+    job = PlanJob(shape=ModelShape.of_decoder(shape), seq_len=16, global_batch=8, cluster=CLUSTER)
+    strategy = Strategy(dp_shard=4, tp=tp, zero_stage=stage, num_micro_batches=2, param="bf16")
+    config = config_of(strategy)
+    zero, precision = config.zero.model_dump(), config.precision.model_dump()
+    sections = {"zero": {**zero, "secondary_shard": near}, "precision": {**precision, "gather": gather}}
+    own = plan_layout(Decoder(shape, device="meta"), Config.from_dict({**config.model_dump(), **sections}))
+    folded = CompactLayout(replace(job, gather_codec=gather, secondary_shard=near))
+    assert folded.at_rest(strategy) == own.bytes_at_rest()
+    assert folded.on_wire(strategy) == own.bytes_on_wire(2)
+    if gather == "param" and not near:
+        return
+    plain = CompactLayout(job)
+    if gather != "param" and stage:
+        assert folded.on_wire(strategy)["all_gather"] < 0.6 * plain.on_wire(strategy)["all_gather"]
+    if near:
+        assert folded.at_rest(strategy)["param"] > plain.at_rest(strategy)["param"]
+        assert folded.on_wire(strategy)["all_gather"] < 0.4 * plain.on_wire(strategy)["all_gather"]
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("axes", "node"), [({"dp_shard": 4}, 0), ({"dp_shard": 8}, 2), ({"dp_shard": 2, "dp_replicate": 2, "pp": 2}, 0)]
+)
+def test_encoded_gradients_are_counted_to_the_byte(zero_stage: int, axes: dict[str, int], node: int) -> None:
+    shape = replace(preset("tiny"), num_layers=3, vocab_size=1000)
+    strategy = Strategy(zero_stage=zero_stage, reduce="int4", param="bf16", num_micro_batches=2, **axes)  # type: ignore[arg-type]
+    config = config_of(strategy)
+    config = config.model_copy(
+        update={
+            "precision": config.precision.model_copy(update={"reduce_feedback": True}),
+            "zero": config.zero.model_copy(update={"secondary_shard": node}),
+        }
+    )
+    own = plan_layout(Decoder(shape, device="meta"), config)
+    job = PlanJob(shape=ModelShape.of_decoder(shape), seq_len=16, global_batch=8, cluster=CLUSTER)
+    folded = CompactLayout(replace(job, reduce_feedback=True, secondary_shard=node))
+    plain = CompactLayout(replace(job, secondary_shard=node))
+    for rank in range(strategy.pp):
+        found = folded.at_rest(strategy, rank)
+        assert found == own.of_pipeline_rank(rank).bytes_at_rest()
+        assert folded.on_wire(strategy, rank) == own.of_pipeline_rank(rank).bytes_on_wire(2)
+        assert found["grad"] > plain.at_rest(strategy, rank)["grad"]
 
 
 def test_experts_are_spread_over_fewer_ranks() -> None:

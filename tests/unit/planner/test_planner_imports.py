@@ -347,12 +347,12 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
 def test_what_a_script_does_and_a_run_refuses_is_priced_all_the_same(tmp_path):
     path = tmp_path / "ds.json"
     checkpointing = {"cpu_checkpointing": True}
-    zero = {"stage": 3, "zero_hpz_partition_size": 8, "ofload_param": {"device": "cpu"}}
+    zero = {"stage": 3, "zero_quantized_nontrainable_weights": True, "ofload_param": {"device": "cpu"}}
     path.write_text(json.dumps({"zero_optimization": zero, "activation_checkpointing": checkpointing}))
     imported = read_deepspeed(path)
     assert (imported.settings["recompute.mode"], imported.settings["tiers.activations"]) == ("full", "host")
     assert Config().override(imported.assignments).tiers.params == "device"
-    for words in ("refused in a run: zero_optimization.zero_hpz_partition_size=8", "did you mean"):
+    for words in ("refused in a run: zero_optimization.zero_quantized_nontrainable_weights=True", "did you mean"):
         assert any(words in note for note in imported.notes)
 
 

@@ -37,6 +37,37 @@ def test_trainings_differ_in_the_bits_alone(
         assert part in printed, part
 
 
-def test_a_config_without_codecs_has_no_price() -> None:
-    with refused("nothing-encoded", "precision.states=master"):
-        measure_quality(Config(), range(1), num_steps=1)
+def test_codecs_of_parameters_are_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[Config] = []
+    monkeypatch.setattr(quality, "_held_out_loss", lambda config, data: trained.append(config) or 5.0)
+    monkeypatch.setattr(quality, "prepare_job_data", lambda config: "data")
+    given = Config.from_dict({"precision": {"gather": "fp8", "param": "bf16"}})
+    assert measure_quality(given, range(1), num_steps=2).codecs == ("precision.gather=fp8",)
+    assert [(each.precision.gather, each.precision.states) for each in trained] == [
+        ("param", "master"),
+        ("fp8", "master"),
+    ]
+
+
+def test_encoded_gradients_are_measured_on_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[Config] = []
+
+    def loss_of_ranks(config: Config, num_ranks: int, environ: object) -> float:
+        trained.append(config)
+        return 5.0 + (0.01 if config.precision.reduce_feedback else 0.0)
+
+    monkeypatch.setattr(quality, "_loss_of_ranks", loss_of_ranks)
+    monkeypatch.setattr(quality, "prepare_job_data", lambda config: "data")
+    given = Config.from_dict({"precision": {"reduce": "int4", "reduce_feedback": True}})
+    found = measure_quality(given, range(1), num_steps=7)
+    assert found.codecs == ("precision.reduce=int4", "precision.reduce_feedback=true")
+    assert found.shares == pytest.approx((0.01 / 5,))
+    exact, encoded = trained
+    assert (exact.precision.reduce, encoded.precision.reduce) == ("param", "int4")
+    assert exact.mesh.dp_shard == exact.batch.global_size == quality.NUM_RANKS
+
+
+@pytest.mark.parametrize("reduce", ["param", "fp32"])
+def test_a_config_without_codecs_has_no_price(reduce: str) -> None:
+    with refused("nothing-encoded", "precision.states=master", "precision.gather=param", f"precision.reduce={reduce}"):
+        measure_quality(Config.from_dict({"precision": {"reduce": reduce}}), range(1), num_steps=1)

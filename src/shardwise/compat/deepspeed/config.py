@@ -170,11 +170,16 @@ def _settle(settings: dict[str, Any], given: Mapping[str, Any]) -> Iterator[str]
         settings.setdefault("zero.keep_whole_below", _KEEP_WHOLE)
         settings.setdefault("zero.lockstep", "auto")
     else:
-        settings.pop("zero.keep_whole_below", None)
+        for key in ("zero.keep_whole_below", "zero.secondary_shard", "precision.gather"):  # DeepSpeed's stage 3 alone
+            settings.pop(key, None)
+        if settings.get("precision.reduce") == "int4":
+            settings.pop("precision.reduce")
     for state, least in (("optimizer", 1), ("params", 3)):
         if settings.get(f"tiers.{state}", "device") != "device" and stage < least:
             settings[f"tiers.{state}"] = "device"
             yield f"{state} stay on the device: offload needs zero_optimization.stage={least}"
+    if settings.get("tiers.params", "device") != "device" and settings.pop("zero.secondary_shard", 0):
+        yield "zero_hpz_partition_size has no effect: offload_param moves the parameters away from the device"
     if settings.get("tiers.optimizer", "device") != "device":
         settings["tiers.grads"] = "host"
     else:
@@ -273,6 +278,9 @@ _READERS: Final[Mapping[str, Callable[[Any], Any]]] = MappingProxyType(
         f"{_ZERO}.offload_optimizer.ratio": lambda value: 1.0 - value,
         f"{_ZERO}.cpu_offload": lambda value: "host" if value else "device",
         f"{_ZERO}.cpu_offload_param": lambda value: "host" if value else "device",
+        f"{_ZERO}.zero_hpz_partition_size": lambda value: 0 if value == 1 else value,
+        f"{_ZERO}.zero_quantized_weights": lambda value: "int8" if value else "param",
+        f"{_ZERO}.zero_quantized_gradients": lambda value: "int4" if value else None,
         f"{_ZERO}.mics_shard_size": lambda value: None if value in (0, -1) else value,
         "pipeline.activation_checkpoint_interval": lambda value: "full" if value else "none",
         "tensor_parallel.tp_overlap_comm": lambda value: 2 if value else 1,

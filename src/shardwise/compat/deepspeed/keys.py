@@ -31,13 +31,11 @@ _LOGS: Final = "the script logs what `engine.step` returns: loss, norm, rate"
 _MASTERS: Final = "masters and moments are fp32 here, which is more exact and takes more memory"
 _OF_FP16: Final = "a key of fp16; bf16 has no loss scale"
 _GATHERS: Final = "`engine.save_16bit_model` gathers only where it is true"
-_SECOND_COPY: Final = (
-    'there is no second copy inside a node; shard over fewer ranks, by "shardwise": {"mesh": {"dp_shard": 8}}'
-)
 _ANY_OPTIMIZER: Final = "any element-wise optimizer is stepped, on the host too"
 _PIPELINE: Final = "the PipelineModule's own arguments say it"
 _SAVES: Final = "checkpoints are safetensors, written in parallel; `engine.save(wait=False)` writes in the background"
-_QUANTIZED: Final = "states and collectives are not quantized yet; leave it out"
+_QUANTIZED: Final = "it is not quantized; leave it out"
+_ALL_WEIGHTS: Final = "frozen weights are sent as the others are; set zero_quantized_weights"
 _MUP: Final = "mup's optimizers are not known; pass an optimizer with mup's groups to `initialize`"
 _ONE_BIT: Final = "DeepSpeed removed 1-bit optimizers (#8489); use AdamW"
 _DATA: Final = "it changes which data are seen, or the model; do it in the script, and leave it out"
@@ -139,9 +137,10 @@ _TABLE: Final = (
     ("M", "tiers.params: an old spelling of offload_param", "zero_optimization: cpu_offload_param"),
     ("M", "tiers.pin_memory: an old spelling", "zero_optimization: cpu_offload_use_pin_memory"),
     ("R", "it steps with gradients of earlier steps; leave it out: the step overlaps", "zero_optimization.zenflow: *"),
-    ("R", _SECOND_COPY, "zero_optimization: zero_hpz_partition_size"),
-    ("R", _QUANTIZED, "zero_optimization: zero_quantized_weights zero_quantized_gradients"),
-    ("R", _QUANTIZED, "zero_optimization: zero_quantized_nontrainable_weights"),
+    ("M", "zero.secondary_shard", "zero_optimization: zero_hpz_partition_size"),
+    ("M", "precision.gather: int8", "zero_optimization: zero_quantized_weights"),
+    ("M", "precision.reduce: int4", "zero_optimization: zero_quantized_gradients"),
+    ("R", _ALL_WEIGHTS, "zero_optimization: zero_quantized_nontrainable_weights"),
     ("XM", "mesh.dp_shard", "zero_optimization: mics_shard_size"),
     ("XN", "gathers go over the shard group", "zero_optimization: mics_hierarchical_params_gather"),
     ("XR", _QUANTIZED, "zero_optimization.zeropp_loco_param: *"),
@@ -211,7 +210,6 @@ _HARMLESS: Final[Mapping[str, tuple[object, ...]]] = MappingProxyType(
     {
         "gradient_allreduce_op": (None, "mean", "MEAN"),
         "optimizer.params.bias_correction": (None, True),
-        "zero_optimization.zero_hpz_partition_size": (None, 0, 1),
     }
 )
 

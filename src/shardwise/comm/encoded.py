@@ -1,0 +1,169 @@
+"""Sums over ranks that send what they add in 8 or 4 bits; the sums themselves run in fp32.
+
+Each rank encodes its buffer as one row for each rank, its own row too, so that all ranks' parts are rounded. Rows are
+exchanged as bytes, decoded, and summed in the order of the ranks. Where nodes are known, it takes two steps: the ranks
+of a node sum among themselves, encode these sums again, and exchange them with the ranks at the same place of the other
+nodes. So 1/k of the bytes cross nodes of k ranks (qgZ of ZeRO++, Wang et al. 2023, arXiv 2306.10209).
+
+With feedback a rank keeps what encoding rounds off, and adds it to what it encodes next (Seide et al. 2014, "1-Bit
+Stochastic Gradient Descent").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.collectives import AsyncWork, Comm
+from shardwise.layout.codec import BLOCK_NUMEL
+from shardwise.layout.wire_codec import WireCodec, part_numel
+from shardwise.runtime.buffer_pool import BufferPool
+from shardwise.runtime.precision import sum_chunks
+from shardwise.runtime.torch_private import is_fake
+
+
+class EncodedSum:
+    """Sums buffers over a communicator's ranks; it takes the place of a `Comm` that sends values as they are.
+
+    Args:
+        comm: of at least two ranks.
+        codec: of what they send.
+        pool: has buffers for what is sent and received.
+        node_size: ranks of a node, neighbours in the group, by which the sum is taken in two steps; 1 for one step.
+        residuals: where what is rounded off is kept, with zeros at the start: of the whole buffer [n * s], and of a
+            node's sums, one slice a node; None where it is dropped.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        codec: WireCodec,
+        pool: BufferPool,
+        node_size: int = 1,
+        residuals: Sequence[Tensor | None] = (None, None),
+    ) -> None:
+        self.world_size = comm.world_size
+        self._first, self._second = residuals
+        self._comm = comm
+        self._codec = codec
+        self._pool = pool
+        self._node_size = node_size if 1 < node_size < comm.world_size else comm.world_size
+
+    def reduce_scatter(self, source: Tensor, out: Tensor, *, accumulate: bool, name: str) -> AsyncWork:
+        """Sum `source` [n * s] over the ranks and leave this rank's slice in `out` [s].
+
+        Args:
+            source: of any floating dtype; s is a multiple of 256.
+            out: in the dtype of the accumulator; may be this rank's slice of `source`'s storage.
+            accumulate: add to what `out` holds.
+            name: for counts and messages.
+        """
+        numel, num_nodes = out.numel(), self.world_size // self._node_size
+        node, place = divmod(self._comm.rank, self._node_size)
+        row_bytes = self._codec.num_bytes(numel)
+        values, rounded = self._by_place(source, numel), self._by_place(self._first, numel)
+        assert values is not None
+        peers = range(node * self._node_size, (node + 1) * self._node_size)
+
+        def write(rows: Tensor) -> None:
+            encode_rows(self._codec, values, rows.view(self._node_size, num_nodes, row_bytes), rounded)
+
+        if num_nodes == 1:
+            read = partial(sum_rows, self._codec, out=out, accumulate=accumulate)
+            return self._comm.swap_rows(peers, row_bytes, write, read, name)
+        middle: list[Tensor] = []  # this node's sums, once they are there
+
+        def read_node(rows: Tensor) -> None:
+            middle.append(self._pool.acquire(num_nodes * numel, torch.float32))
+            of_nodes = rows.view(self._node_size, num_nodes, row_bytes)
+            for index in range(1 if is_fake(rows) else num_nodes):
+                total = middle[0][index * numel : (index + 1) * numel]
+                sum_rows(self._codec, of_nodes[:, index], total, accumulate=False)
+
+        def write_node(rows: Tensor) -> None:
+            second = None if self._second is None else self._second.view(num_nodes, numel)
+            encode_rows(self._codec, middle[0].view(num_nodes, numel), rows, second)
+            self._pool.release(middle.pop())
+
+        def across() -> AsyncWork:
+            read = partial(sum_rows, self._codec, out=out, accumulate=accumulate)
+            peers = range(place, self.world_size, self._node_size)
+            return self._comm.swap_rows(peers, row_bytes, write_node, read, name)
+
+        within = self._comm.swap_rows(peers, num_nodes * row_bytes, write, read_node, name)
+        return AsyncWork(within.wait, across) if self._comm.waits_on_host else across()
+
+    def all_reduce(self, buffer: Tensor, wire_dtype: torch.dtype, name: str, wire: Tensor | None = None) -> AsyncWork:
+        """Sum `buffer` [n * s] over the ranks in place; the sums are sent to all ranks as `wire_dtype`, not encoded.
+
+        Args:
+            buffer: fp32 or wider.
+            wire_dtype: in which the sums are sent.
+            name: for counts and messages.
+            wire: of the pool, with what this rank adds, if that is not in `buffer`; it is released.
+        """
+        source = buffer if wire is None else wire
+        summed = self.reduce_scatter(source, self._comm.own_slice(buffer), accumulate=False, name=name)
+
+        def gather() -> AsyncWork:
+            if buffer.dtype == wire_dtype:
+                return self._comm.all_gather(buffer, name)
+            sent = self._pool.acquire(buffer.numel(), wire_dtype) if wire is None else wire
+            return self._comm.gather_sum(buffer, sent, name)
+
+        return AsyncWork(summed.wait, gather)
+
+    def _by_place(self, flat: Tensor | None, numel: int) -> Tensor | None:
+        """View a buffer as [place in the node, node, s]."""
+        return None if flat is None else flat.view(-1, self._node_size, numel).transpose(0, 1)
+
+
+def encode_rows(codec: WireCodec, values: Tensor, sent: Tensor, residual: Tensor | None) -> None:
+    """Encode rows, some columns at a time.
+
+    Args:
+        codec: of the rows.
+        values: [..., s] of any floating dtype.
+        sent: uint8 [..., num_bytes(s)], contiguous, to write into.
+        residual: [..., s], added before, and replaced by what is rounded off; 0 where that is not finite, as an
+            overflow is never part of a step. None for none.
+    """
+    for start, stop in _columns(values):
+        part = values[..., start:stop]
+        if residual is None:
+            codec.encode(part, sent, start)
+            continue
+        kept = residual[..., start:stop]
+        wide = part.float().add_(kept) if part.dtype != torch.float32 else part + kept
+        wide = wide.contiguous()
+        codec.encode(wide, sent, start)
+        wide.sub_(codec.decode(sent, torch.empty_like(wide), start))
+        kept.copy_(wide.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
+
+
+def sum_rows(codec: WireCodec, rows: Tensor, out: Tensor, accumulate: bool) -> None:
+    """Decode rows and sum them as `sum_chunks` does, some columns at a time.
+
+    Args:
+        codec: of the rows.
+        rows: uint8 [n, num_bytes(s)].
+        out: [s], the sum.
+        accumulate: whether `out` holds a sum already, to which this one is added.
+    """
+    num_rows = rows.shape[0]
+    for start, stop in _columns(out.expand(num_rows, -1)):
+        decoded = torch.empty(num_rows, stop - start, dtype=torch.float32, device=out.device)
+        sum_chunks(out[start:stop], codec.decode(rows, decoded, start), accumulate)
+
+
+def _columns(rows: Tensor) -> Iterator[tuple[int, int]]:
+    """Yield ranges of the last dim of [..., s], whole blocks, so that what is made of them on the way is small."""
+    numel = rows.shape[-1]
+    step = max(1, part_numel(rows.device) * numel // max(1, rows.numel()) // BLOCK_NUMEL) * BLOCK_NUMEL
+    for start in range(0, numel, step):
+        yield start, min(start + step, numel)
+        if is_fake(rows):  # what it allocates counts; thousands of ranges would be slow
+            return

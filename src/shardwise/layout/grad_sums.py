@@ -1,0 +1,107 @@
+"""Say how ranks sum the gradients of a group: over which ranks, in which bits, and in how many bytes.
+
+>>> a_sum = GradSum(num_ranks=4, numel=4096, dtype="bf16", codec=WireCodec("int8"))
+>>> a_sum.num_bytes                                          # 3 rows of 1,024 codes and 4 scales
+3120
+>>> by_node = GradSum(num_ranks=4, numel=4096, dtype="bf16", codec=WireCodec("int8"), node_size=2)
+>>> by_node.hops                                             # to a rank of the node, and of the other node
+((2, 2080), (2, 1040))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from shardwise.layout.param_groups import GroupSpec
+from shardwise.layout.precision import DTYPE_BYTES, PrecisionPolicy, StoredDtype
+from shardwise.layout.wire_codec import WireCodec
+from shardwise.layout.zero_stages import Placement, ZeroStage
+
+SumRanks = Literal["data", "shards", "replicas"]
+"""The ranks that sum: all that average gradients, those of the shard group, or those that hold the same shard."""
+
+
+@dataclass(frozen=True)
+class GradSum:
+    """Describe a sum of gradients over ranks.
+
+    Attributes:
+        num_ranks: that sum.
+        numel: elements that each of them adds; `num_ranks` divides them.
+        dtype: in which they are sent where they are not encoded, and in which sums are sent to all ranks.
+        codec: how they are encoded; None for as they are, and for one rank.
+        is_for_all: whether all ranks get the whole sum; otherwise each gets a slice.
+        node_size: ranks of a node; an encoded sum over several nodes runs within them first. 1 where they are unknown.
+        has_feedback: whether a rank adds to its gradients what their last encoding has rounded off.
+    """
+
+    num_ranks: int
+    numel: int
+    dtype: StoredDtype
+    codec: WireCodec | None = None
+    is_for_all: bool = False
+    node_size: int = 1
+    has_feedback: bool = False
+
+    @property
+    def num_nodes(self) -> int:
+        """Return the nodes of an encoded sum: with several it runs within each, and then across them."""
+        return self.num_ranks // self.node_size if 1 < self.node_size < self.num_ranks else 1
+
+    @property
+    def hops(self) -> tuple[tuple[int, int], ...]:
+        """Return for each all-to-all of an encoded sum its ranks, and the bytes that a rank sends to each of them."""
+        if self.codec is None:
+            return ()
+        row_bytes = self.codec.num_bytes(self.numel // self.num_ranks)
+        if self.num_nodes == 1:
+            return ((self.num_ranks, row_bytes),)
+        return (self.node_size, self.num_nodes * row_bytes), (self.num_nodes, row_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes that a rank sends, with ring algorithms where they are not encoded."""
+        ring_bytes = self.numel * (self.num_ranks - 1) // self.num_ranks * DTYPE_BYTES[self.dtype]
+        scattered = sum((num_ranks - 1) * row_bytes for num_ranks, row_bytes in self.hops)
+        return (scattered if self.codec else ring_bytes) + self.is_for_all * ring_bytes
+
+    @property
+    def residual_numels(self) -> tuple[int, int]:
+        """Return the elements of what a rank keeps of the first and of the second encoding; 0 without feedback."""
+        if not self.has_feedback or self.codec is None:
+            return 0, 0
+        return self.numel, (self.num_nodes > 1) * self.num_nodes * (self.numel // self.num_ranks)
+
+    @property
+    def residual_bytes(self) -> int:
+        """Return the bytes of what a rank keeps with feedback."""
+        return sum(self.residual_numels) * DTYPE_BYTES[self.dtype]
+
+
+def sums_of(
+    group: GroupSpec, stage: ZeroStage, policy: PrecisionPolicy, node_size: int = 1
+) -> Mapping[SumRanks, GradSum]:
+    """Return the sums of a trained group's gradients, by their ranks, in the order in which they run.
+
+    Args:
+        group: its gradients are encoded if its parameters may be.
+        stage: the group's placements.
+        policy: the group's dtypes.
+        node_size: see `GradSum`.
+    """
+
+    def summed(num_ranks: int, numel: int, is_for_all: bool, nearby: int) -> GradSum:
+        codec = None
+        if policy.reduce_codec is not None and group.is_encodable and num_ranks > 1:
+            codec = WireCodec(policy.reduce_codec)
+        return GradSum(num_ranks, numel, policy.reduce, codec, is_for_all, nearby, policy.reduce_feedback)
+
+    if stage.optimizer is Placement.REPLICATE:
+        return {"data": summed(group.num_ranks, group.padded_numel, True, node_size)}
+    replicas = group.num_ranks // group.num_shards
+    return {
+        "shards": summed(group.num_shards, group.padded_numel, False, node_size),
+        "replicas": summed(replicas, group.shard_numel, True, 1),
+    }
