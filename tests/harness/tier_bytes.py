@@ -184,5 +184,4 @@ def storages_of(engine: Engine) -> Iterator[Any]:
         yield group.master
         if group.grads is not None and group.grads.is_away:
             yield group.grads.storage
-    for streamed in engine.step_context.sharded._offloaded.values():
-        yield from streamed.states.values()
+    yield from (each for each in engine.step_context.sharded.storages() if each.tier != "device")

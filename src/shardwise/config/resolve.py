@@ -66,7 +66,6 @@ from shardwise.config.validate import (
     wrong_pipeline,
     wrong_run,
     wrong_schedule_size,
-    wrong_states,
     wrong_tiers,
 )
 
@@ -211,7 +210,6 @@ class Config(Section):
             )
         for code, message in (
             *wrong_tiers(self.tiers, self.zero, self.recompute),
-            *wrong_states(self.precision, self.tiers),
             *wrong_pipeline(self.pipeline, self.mesh, self.zero, self.compile),
             *wrong_context(self.context, self.mesh),
             *wrong_attention(self.attention),

@@ -23,7 +23,6 @@ from shardwise.config.sections import (
     ContextConfig,
     MeshConfig,
     PipelineConfig,
-    PrecisionConfig,
     RecomputeConfig,
     RunConfig,
     TiersConfig,
@@ -73,16 +72,6 @@ def wrong_tiers(tiers: TiersConfig, zero: ZeroConfig, recompute: RecomputeConfig
     if tiers.activations != "device" and recompute.mode == "none":
         rule = "moves the inputs of recomputed blocks, and recompute.mode=none recomputes none"
         yield "activations-need-recompute", f"tiers.activations={tiers.activations} {rule}; set recompute.mode=full"
-
-
-def wrong_states(precision: PrecisionConfig, tiers: TiersConfig) -> Iterator[tuple[str, str]]:
-    """Yield a code and a message where the optimizer's states cannot be encoded in their tier."""
-    if precision.states != "master" and tiers.optimizer != "device":
-        yield (
-            "states-on-device",
-            f"precision.states={precision.states} encodes states on the device, and tiers.optimizer={tiers.optimizer}; "
-            "set tiers.optimizer=device or precision.states=master",
-        )
 
 
 def wrong_pipeline(

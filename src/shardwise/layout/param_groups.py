@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 from shardwise.config.resolve import ConfigError, PrecisionConfig, Tier
+from shardwise.layout.codec import is_encoded
 from shardwise.layout.opaque import bytes_shape, check_opaque, is_opaque
 from shardwise.layout.precision import buffer_dtype
 from shardwise.layout.slicing import Chunk, intersect
@@ -163,6 +164,11 @@ class GroupSpec:
     def numel(self) -> int:
         """Count the elements of the parameters, without padding."""
         return sum(param.numel for param in self.params)
+
+    @cached_property
+    def has_large(self) -> bool:
+        """Say whether a parameter is large enough for its states to be encoded."""
+        return any(is_encoded(param.global_shape) for param in self.params)
 
     @cached_property
     def padded_numel(self) -> int:

@@ -22,7 +22,7 @@ TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
     {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 )
 StatesDtype = Literal["master", "bf16", "int8"]
-StoredDtype = Dtype | Literal["uint8"]  # the last is of opaque parameters
+StoredDtype = Dtype | Literal["uint8"]  # the last is of opaque parameters, and of codes
 DTYPE_BYTES: Final[Mapping[str, int]] = MappingProxyType({"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "uint8": 1})
 
 
