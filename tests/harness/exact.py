@@ -114,6 +114,7 @@ def train(
     sections: dict[str, Any],
     places: tuple[str, str] = ("", ""),
     is_split: bool = False,
+    num_steps: int = NUM_STEPS,
 ) -> tuple[dict[str, Tensor], dict[str, int], dict[str, int]]:
     """Take steps; return parameters and states, and the optimizer's bytes by tier as counted and by the layout.
 
@@ -140,7 +141,8 @@ def train(
     ):
         if places[0]:
             engine.load(places[0])
-        take_steps(engine, rank, num_data, accumulation, 4 * WIDTH if is_split else WIDTH)
+        width = 4 * WIDTH if is_split else WIDTH
+        take_steps(engine, rank, num_data, accumulation, num_steps, width)
         shard = engine.step_context.comms.shards.rank
         expected = {tier: engine.layout.bytes_at_rest(shard, tier)["optimizer"] for tier in ("device", "host", "nvme")}
         found = states_in(engine)
@@ -149,11 +151,13 @@ def train(
         return found, stored_bytes(engine), expected
 
 
-def take_steps(engine: Engine, rank: int, num_data: int, accumulation: int, width: int = WIDTH) -> None:
-    """Take `NUM_STEPS` steps on this rank's share of the batches."""
+def take_steps(
+    engine: Engine, rank: int, num_data: int, accumulation: int, num_steps: int = NUM_STEPS, width: int = WIDTH
+) -> None:
+    """Take steps on this rank's share of the batches."""
     data_rank, first = engine.layout.mesh.data_index(rank), engine.num_steps
     micro_size = GLOBAL_BATCH // num_data // accumulation
-    for step in range(first, first + NUM_STEPS):
+    for step in range(first, first + num_steps):
         starts = [(number * num_data + data_rank) * micro_size for number in range(accumulation)]
         engine.train_step([batch_of(step, range(start, start + micro_size), width) for start in starts])
 
