@@ -28,6 +28,7 @@ from harness.training import make_config
 from shardwise import Engine, initialize
 from shardwise.offload.nvme import SwapError
 from shardwise.offload.worker import HostWorkError
+from shardwise.runtime.memory_tracker import Category
 from shardwise.zero import group_step
 
 # tiers of parameters, gradients and optimizer
@@ -155,13 +156,53 @@ def test_a_model_split_over_ranks_has_the_bits_of_one_rank(
         assert counted == at_rest
 
 
-def make_engine(folder: Path) -> Engine:
+@pytest.mark.quick(2)
+@pytest.mark.parametrize(("optimizer", "to"), [("host", "nvme"), ("host", "host"), ("nvme", "nvme")])
+def test_states_that_leave_their_tier_come_back_as_they_were(tmp_path: Path, optimizer: str, to: Any) -> None:
+    torch.manual_seed(0)
+    with make_engine(tmp_path, optimizer) as engine:
+        take_steps(engine, 0, 1, 1)
+        before = states_in(engine)
+        held = engine.tiers.memory.snapshot().live_bytes[Category.OPTIMIZER]
+        engine.offload(to=to, path=tmp_path if to == "nvme" else None)
+        if (optimizer, to) == ("host", "nvme"):
+            assert engine.tiers.memory.snapshot().live_bytes[Category.OPTIMIZER] < held
+        engine.reload()
+        assert_equal_bits(states_in(engine), before)
+        assert engine.tiers.memory.snapshot().live_bytes[Category.OPTIMIZER] == held
+        take_steps(engine, 0, 1, 1)
+        found = states_in(engine)
+    expected, *_ = train(0, 1, "adamw", "int8", {}, ("", ""), False, 2 * NUM_STEPS)
+    assert_equal_bits(found, expected)
+
+
+def thawed(folder: Path, optimizer: str) -> dict[str, Tensor]:
+    """The states after steps in which a weight was frozen, and as many in which it is trained."""
+    torch.manual_seed(0)
+    model = ExactModel()
+    model.blocks[1].up.weight.requires_grad_(False)
+    with make_engine(folder, optimizer, model) as engine:
+        take_steps(engine, 0, 1, 1)
+        model.blocks[1].up.weight.requires_grad_(True)
+        take_steps(engine, 0, 1, 1)
+        return states_in(engine)
+
+
+@pytest.mark.parametrize("optimizer", ["host", "nvme"])
+def test_what_is_trained_from_half_way_on_has_the_bits_of_the_device(tmp_path: Path, optimizer: str) -> None:
+    found, expected = thawed(tmp_path, optimizer), thawed(tmp_path, "device")
+    assert_equal_bits(found, expected)
+    assert (found["blocks.1.up.weight step"], found["blocks.1.up.bias step"]) == (NUM_STEPS, 2 * NUM_STEPS)
+
+
+def make_engine(folder: Path, optimizer: str = "nvme", model: ExactModel | None = None) -> Engine:
     sections = {
         "precision": {"param": "fp32", "states": "int8"},
-        "tiers": {"optimizer": "nvme", "nvme_path": str(folder)},
+        "optimizer": {"name": "adamw", "lr": 1e-2, "momentum": 0.9},
+        "tiers": {"optimizer": optimizer, **({"nvme_path": str(folder)} if optimizer == "nvme" else {})},
         "batch": {"micro_size": 8},
     }
-    return initialize(ExactModel(), make_config(1, sections), loss_fn=weighted_sum)
+    return initialize(model or ExactModel(), make_config(1, sections), loss_fn=weighted_sum)
 
 
 def after_damage(folder: Path, damage: Any) -> dict[str, Tensor] | Exception:

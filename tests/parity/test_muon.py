@@ -486,13 +486,18 @@ def train_encoded(rank: int, world_size: int, sections: dict[str, Any]) -> dict[
         return {f"{name} {state}": engine.read(name, state) for name in names for state in ("param", "momentum_buffer")}
 
 
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("optimizer", ["device", "host", "nvme"])
 @pytest.mark.parametrize("states", ["int8", "bf16"])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_encoded_momentum_does_not_depend_on_the_layout(ranks: WorkerPool, stage: int, states: str) -> None:
+def test_encoded_momentum_does_not_depend_on_the_layout(
+    ranks: WorkerPool, tmp_path: Path, stage: int, states: str, optimizer: str
+) -> None:
     precision = {"precision": {"param": "fp64", "states": states}}
     expected = ranks(1).run(train_encoded, precision)[0]
     plain = ranks(1).run(train_encoded, {})[0]
-    for found in ranks(2).run(train_encoded, {**precision, "zero": {"stage": stage}}):
+    tiers = {"optimizer": optimizer, **({"nvme_path": str(tmp_path)} if optimizer == "nvme" else {})}
+    for found in ranks(2).run(train_encoded, {**precision, "zero": {"stage": stage}, "tiers": tiers}):
         for key, value in expected.items():
             torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-12, msg=key)
             if "momentum" in key:

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 
 from harness.combinations import cover, pairwise, product
 from harness.live_bytes import LiveBytes, settled_bytes, storage_bytes
-from harness.models import CASES, Transformer, make_batches
+from harness.models import CASES, make_batches
 from harness.pool import WorkerPool
 from harness.tier_bytes import Crossings, HostPages, code_tables, host_tensors, settle, swap_bytes
 from harness.training import make_config
@@ -30,8 +30,6 @@ PRECISIONS = {
     "bf16": {"param": "bf16"},
     "bf16-thin": {"param": "bf16", "accumulate": "param"},
 }
-# Whose weights are encoded, and whose norms and embedding are too small.
-WIDE = replace(CASES["transformer"], name="wide", make=lambda: Transformer(tied=True, hidden_size=64, num_blocks=2))
 OPTIMIZERS = {"adamw": {"name": "adamw"}, "sgd": {"name": "sgd", "momentum": 0.9}}
 TIERS = ["device", "host", "nvme"]
 
@@ -56,7 +54,7 @@ class Measured:
 
 
 def measure(rank: int, world_size: int, case_name: str, num_micro_batches: int, overrides: Overrides) -> Measured:
-    case = WIDE if case_name == WIDE.name else CASES[case_name]
+    case = CASES[case_name]
     batches = make_batches(case, num_steps=3, world_size=world_size, num_micro_batches=num_micro_batches)
     model = case.build(torch.float32)
     code_tables()  # which stay, and belong to no engine
@@ -240,8 +238,6 @@ def test_bytes_of_encoded_states(ranks: WorkerPool, tmp_path: Path, options: dic
     stage = 3 if tiers["params"] != "device" else options["stage"]
     precision = {"param": options["param"], "states": options["states"]}
     overrides = {"zero": {"stage": stage}, "precision": precision, "tiers": tiers}
-    for rank, measured in enumerate(
-        ranks(options["ranks"]).run(measure, WIDE.name, options["accumulation"], overrides)
-    ):
+    for rank, measured in enumerate(ranks(options["ranks"]).run(measure, "wide", options["accumulation"], overrides)):
         check(measured, rank, options["accumulation"])
     assert not list(tmp_path.iterdir())
