@@ -232,6 +232,8 @@ _ALL = (
     ModelCase("odd-shapes", OddShapes, _token_batch, _token_loss),
     ModelCase("transformer", lambda: Transformer(tied=True), _token_batch, _token_loss),
     ModelCase("untied-transformer", lambda: Transformer(tied=False), _token_batch, _token_loss),
+    # Whose weights are large enough for states to be encoded; its norms and its embedding are not.
+    ModelCase("wide", lambda: Transformer(tied=True, hidden_size=64, num_blocks=2), _token_batch, _token_loss),
     ModelCase("frozen-parameters", _frozen_transformer, _token_batch, _token_loss),
     ModelCase("residual-mlp", ResidualMLP, _pair_batch, _pair_loss),
     ModelCase("unused-parameters", lambda: ResidualMLP(unused=True), _pair_batch, _pair_loss),

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardwise.offload.staging_buffers
 from harness.live_bytes import tensors_in
 from shardwise import Engine
+from shardwise.layout import codec
 
 
 class HostPages:
@@ -75,6 +76,8 @@ class HostPages:
 class Crossings:
     """What crosses between tiers while entered, in bytes by (from, to).
 
+    The tables of codes are neither the device's nor the host's: on a GPU each has its own.
+
     Attributes:
         bytes: so far.
         mixed: ops other than a copy that read or wrote memory of the device and of the host, which no GPU can.
@@ -85,6 +88,7 @@ class Crossings:
         self.mixed: Counter[str] = Counter()
         self._engine = engine
         self._pages = pages
+        self._tables = {id(each.untyped_storage()) for each in code_tables()}
         self._stored = {id(each.untyped_storage()): each for each in host_tensors(engine)}
         self._lock = threading.Lock()
         self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by the host, from what it has
@@ -115,7 +119,7 @@ class Crossings:
 
     def see(self, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], is_of_host: bool) -> None:
         """An op has run; what it makes of nothing is the host's where `is_of_host` is set."""
-        sized = [each for each in inputs if each.dim() and each.numel()]
+        sized = [each for each in inputs if each.dim() and each.numel() and not self._is_table(each)]
         where = [self._is_hosts(each) for each in sized] or [is_of_host]
         if name == "aten::copy_" and len(set(where)) > 1:
             way = ("host", "device") if where[1] else ("device", "host")
@@ -126,6 +130,9 @@ class Crossings:
             for each in outputs:
                 if each.dim() and not self._is_hosts(each):
                     self._made[id(each.untyped_storage())] = weakref.ref(each.untyped_storage())
+
+    def _is_table(self, tensor: Tensor) -> bool:
+        return id(tensor.untyped_storage()) in self._tables
 
     def _is_hosts(self, tensor: Tensor) -> bool:
         storage = tensor.untyped_storage()
@@ -152,6 +159,12 @@ class _Watch(TorchDispatchMode):
         outputs = func(*args, **(kwargs or {}))
         self._seen.see(func.name(), inputs, list(tensors_in(outputs)), self._is_of_host)
         return outputs
+
+
+def code_tables() -> list[Tensor]:
+    """The tables by which states are encoded and decoded, which a process makes once."""
+    cpu = torch.device("cpu")
+    return [make(is_signed, cpu) for make in (codec._table, codec._code_values) for is_signed in (True, False)]
 
 
 def settle(engine: Engine) -> None:
@@ -184,5 +197,4 @@ def storages_of(engine: Engine) -> Iterator[Any]:
         yield group.master
         if group.grads is not None and group.grads.is_away:
             yield group.grads.storage
-    for streamed in engine.step_context.sharded._offloaded.values():
-        yield from streamed.states.values()
+    yield from (each for each in engine.step_context.sharded.storages() if each.tier != "device")

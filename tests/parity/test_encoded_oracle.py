@@ -58,7 +58,7 @@ def test_codes_stand_for_the_same_values(name: str) -> None:
     encoded.codes.copy_(torch.arange(256))
     encoded.scales.fill_(1.0)
     theirs = functional.create_dynamic_map(signed=codec.is_signed).float().sort().values
-    assert (encoded.decode() - theirs).abs().max() <= 1e-7
+    assert (encoded.decode().sort().values - theirs).abs().max() <= 1e-7
 
 
 @pytest.mark.parametrize("decades", [0.0, 3.0])

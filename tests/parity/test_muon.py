@@ -478,23 +478,38 @@ def train_encoded(rank: int, world_size: int, sections: dict[str, Any]) -> dict[
     torch.manual_seed(0)
     config = make_config(1, {"optimizer": {**MUON, "lr": 1e-2}, **sections, "batch": {"micro_size": 4 // world_size}})
     loss_fn = lambda output, batch: (output.square().sum(), output.numel())  # noqa: E731
-    with initialize(Blocks().double(), config, loss_fn=loss_fn) as engine:
+    dtype = torch.float32 if config.precision.param == "fp32" else torch.float64
+    with initialize(Blocks().to(dtype), config, loss_fn=loss_fn) as engine:
         for step in range(NUM_STEPS):
             batch = torch.linspace(-2, 2, 4 * 80, dtype=torch.float64).mul(step + 1).sin().view(4, 80)
-            engine.train_step([batch.chunk(world_size)[rank]])
+            engine.train_step([batch.to(dtype).chunk(world_size)[rank]])
         names = [f"blocks.{index}.{layer}.weight" for index in (0, 1) for layer in (0, 2)]
         return {f"{name} {state}": engine.read(name, state) for name in names for state in ("param", "momentum_buffer")}
 
 
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("optimizer", ["device", "host", "nvme"])
 @pytest.mark.parametrize("states", ["int8", "bf16"])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_encoded_momentum_does_not_depend_on_the_layout(ranks: WorkerPool, stage: int, states: str) -> None:
+def test_encoded_momentum_does_not_depend_on_the_layout(
+    ranks: WorkerPool, tmp_path: Path, stage: int, states: str, optimizer: str
+) -> None:
     precision = {"precision": {"param": "fp64", "states": states}}
     expected = ranks(1).run(train_encoded, precision)[0]
     plain = ranks(1).run(train_encoded, {})[0]
-    for found in ranks(2).run(train_encoded, {**precision, "zero": {"stage": stage}}):
+    tiers = {"optimizer": optimizer, **({"nvme_path": str(tmp_path)} if optimizer == "nvme" else {})}
+    for found in ranks(2).run(train_encoded, {**precision, "zero": {"stage": stage}, "tiers": tiers}):
         for key, value in expected.items():
             torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-12, msg=key)
             if "momentum" in key:
                 error = (value - plain[key]).norm() / plain[key].norm()
                 assert 1e-4 < error < 0.05
+
+
+@pytest.mark.parametrize("optimizer", ["device", "host"])
+def test_encoded_momentum_of_fp32_matrices_is_stored(optimizer: str) -> None:
+    precision = {"precision": {"param": "fp32", "states": "int8"}, "tiers": {"optimizer": optimizer}}
+    wide = train_encoded(0, 1, {})
+    for key, value in train_encoded(0, 1, precision).items():
+        if "momentum" in key:
+            assert (value - wide[key]).norm() <= 0.05 * wide[key].norm()

@@ -152,18 +152,20 @@ def test_simulated_ranks_are_real_ones_of_odd_models(
 
 
 @pytest.mark.parametrize(
-    ("case_name", "stage", "tiers"),
+    ("case_name", "stage", "tiers", "states"),
     [
-        ("transformer", 2, {"grads": "host", "optimizer": "host"}),
-        ("odd-shapes", 3, {"params": "host", "optimizer": "host"}),
-        ("transformer", 3, {"params": "host", "grads": "host", "optimizer": "host", "grads_on_device": 0.5}),
+        ("transformer", 2, {"grads": "host", "optimizer": "host"}, "master"),
+        ("odd-shapes", 3, {"params": "host", "optimizer": "host"}, "master"),
+        ("transformer", 3, {"params": "host", "grads": "host", "optimizer": "host", "grads_on_device": 0.5}, "master"),
+        ("wide", 3, {"params": "host", "optimizer": "host", "optimizer_on_device": 0.5}, "int8"),
+        ("wide", 2, {}, "int8"),
     ],
 )
 def test_simulated_ranks_hold_as_much_of_the_device_as_real_ones_where_states_are_stored_elsewhere(
-    ranks: WorkerPool, case_name: str, stage: int, tiers: dict[str, Any]
+    ranks: WorkerPool, case_name: str, stage: int, tiers: dict[str, Any], states: str
 ) -> None:
     """But for the numbers of their collectives: at its start a real engine also speaks of the memory of its host."""
-    arguments = case_name, 2, {"zero": {"stage": stage}, "tiers": tiers}
+    arguments = case_name, 2, {"zero": {"stage": stage}, "tiers": tiers, "precision": {"states": states}}
     for rank, real in enumerate(ranks(2).run(measure, *arguments)):
         found = simulated(simulate_case(*arguments, rank, 2))
         assert unnumbered(found) == unnumbered(real)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from harness.combinations import pairwise, product
+from harness.combinations import cover, pairwise, product
 from harness.live_bytes import LiveBytes, settled_bytes, storage_bytes
 from harness.models import CASES, make_batches
 from harness.pool import WorkerPool
-from harness.tier_bytes import Crossings, HostPages, host_tensors, settle, swap_bytes
+from harness.tier_bytes import Crossings, HostPages, code_tables, host_tensors, settle, swap_bytes
 from harness.training import make_config
 from shardwise import Engine, Layout, initialize
 from shardwise.layout.precision import DTYPE_BYTES
@@ -56,6 +57,7 @@ def measure(rank: int, world_size: int, case_name: str, num_micro_batches: int, 
     case = CASES[case_name]
     batches = make_batches(case, num_steps=3, world_size=world_size, num_micro_batches=num_micro_batches)
     model = case.build(torch.float32)
+    code_tables()  # which stay, and belong to no engine
     with LiveBytes() as live, HostPages() as pages:
         live.mark(tensor for step in batches for batch in step[rank] for tensor in batch.values())
         batch_bytes = live.live_bytes()
@@ -135,7 +137,10 @@ def padding_of_files(layout: Layout, num_micro_batches: int) -> tuple[int, Count
     at_rest, moved = 0, Counter[tuple[str, str]]()
     for state, group in itertools.product(layout.states, layout.groups):
         if state.is_kept_by(group) and state.tier_in(group) == "nvme":
-            padding_bytes = -group.shard_numel * DTYPE_BYTES[state.dtype] % BLOCK_BYTES
+            width = DTYPE_BYTES[state.dtype]
+            if state.codec is not None and any(math.prod(each.global_shape) >= 4096 for each in group.params):
+                width = {"int8": 1, "bf16": 2}[state.codec.name]
+            padding_bytes = -group.shard_numel * width % BLOCK_BYTES
             num_reads, num_writes = times.get((group.name, state.name), (1, 1))
             at_rest += padding_bytes
             moved["nvme", "host"] += num_reads * padding_bytes
@@ -206,5 +211,33 @@ def test_bytes_by_tier_and_across(ranks: WorkerPool, tmp_path: Path, options: di
     for rank, measured in enumerate(
         ranks(options["ranks"]).run(measure, options["case"], options["accumulation"], overrides)
     ):
+        check(measured, rank, options["accumulation"])
+    assert not list(tmp_path.iterdir())
+
+
+ENCODED = cover(
+    {
+        "where": [("device", "device", "host"), ("device", "host", "nvme"), ("nvme", "nvme", "nvme"), ("host",) * 3],
+        "states": ["int8", "bf16"],
+        "stage": [1, 3],
+        "ranks": [1, 2],
+        "accumulation": [1, 3],
+        "share": [0.0, 0.4],
+        "param": ["fp32", "bf16"],
+    }
+)
+
+
+@pytest.mark.quick(4)
+@pytest.mark.parametrize("options", ENCODED)
+def test_bytes_of_encoded_states(ranks: WorkerPool, tmp_path: Path, options: dict[str, Any]) -> None:
+    tiers = dict(zip(("params", "grads", "optimizer"), options["where"], strict=True))
+    tiers |= {f"{state}_on_device": options["share"] for state, tier in list(tiers.items()) if tier != "device"}
+    if "nvme" in tiers.values():
+        tiers["nvme_path"] = str(tmp_path)
+    stage = 3 if tiers["params"] != "device" else options["stage"]
+    precision = {"param": options["param"], "states": options["states"]}
+    overrides = {"zero": {"stage": stage}, "precision": precision, "tiers": tiers}
+    for rank, measured in enumerate(ranks(options["ranks"]).run(measure, "wide", options["accumulation"], overrides)):
         check(measured, rank, options["accumulation"])
     assert not list(tmp_path.iterdir())

@@ -23,7 +23,7 @@ from harness.states import States, assert_same_bits, whole_states
 from shardwise import Engine, initialize
 from shardwise.checkpoint import file_ranges as spans
 from shardwise.offload import tiers
-from shardwise.zero import offloaded_step as streamed
+from shardwise.zero import group_step as streamed
 from shardwise.zero import param_group as params
 
 pytestmark = pytest.mark.begin

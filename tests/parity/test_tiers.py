@@ -17,7 +17,7 @@ from harness.models import CASES, make_batches
 from harness.pool import WorkerPool
 from harness.training import make_config
 from shardwise import Engine, initialize
-from shardwise.zero import offloaded_step as streamed
+from shardwise.zero import group_step as streamed
 
 NUM_STEPS = 4
 PRECISIONS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.cli.command import COUNT, FILE, as_written, be_rank, settings, split
+from shardwise.config.errors import with_code
 from shardwise.config.resolve import ConfigError
 from shardwise.config.untrusted_files import UntrustedFileError, read_json
 from shardwise.report.console import Terminal, progress

@@ -68,7 +68,6 @@ from shardwise.config.validate import (
     wrong_pipeline,
     wrong_run,
     wrong_schedule_size,
-    wrong_states,
     wrong_tiers,
     wrong_zero,
 )
@@ -215,7 +214,6 @@ class Config(Section):
             )
         for code, message in (
             *wrong_tiers(self.tiers, self.zero, self.recompute),
-            *wrong_states(self.precision, self.tiers),
             *wrong_zero(self.zero, self.tiers, self.precision),
             *wrong_feedback(self.precision),
             *wrong_pipeline(self.pipeline, self.mesh, self.zero, self.compile),

@@ -92,16 +92,6 @@ def wrong_zero(zero: ZeroConfig, tiers: TiersConfig, precision: PrecisionConfig)
         yield "secondary-shard-tier", f"{key} {rule}; set tiers.params=device or leave the key out"
 
 
-def wrong_states(precision: PrecisionConfig, tiers: TiersConfig) -> Iterator[tuple[str, str]]:
-    """Yield a code and a message where the optimizer's states cannot be encoded in their tier."""
-    if precision.states != "master" and tiers.optimizer != "device":
-        yield (
-            "states-on-device",
-            f"precision.states={precision.states} encodes states on the device, and tiers.optimizer={tiers.optimizer}; "
-            "set tiers.optimizer=device or precision.states=master",
-        )
-
-
 def wrong_feedback(precision: PrecisionConfig) -> Iterator[tuple[str, str]]:
     """Yield a code and a message where feedback has no encoding whose rounding it could keep."""
     if precision.reduce_feedback and precision.reduce not in ("int8", "int4"):

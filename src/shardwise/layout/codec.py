@@ -19,16 +19,15 @@ tensor([ 1.0000e+00, -5.0078e-01,  0.0000e+00,  8.8750e-05])
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from types import MappingProxyType
 from typing import Final, Literal
 
 import torch
 from torch import Tensor
 
-from shardwise.layout.precision import StatesDtype
+from shardwise.layout.precision import DTYPE_BYTES, StatesDtype, StoredDtype
 
 BLOCK_NUMEL: Final = 256
 """Elements that share a scale."""
@@ -37,7 +36,6 @@ SMALL_NUMEL: Final = 4096
 """Parameters of fewer elements, counted over the whole parameter, keep their states unencoded: they save nothing."""
 
 SCALE_BYTES: Final = 4
-_CODE_BYTES: Final[Mapping[str, int]] = MappingProxyType({"int8": 1, "bf16": 2})
 NUM_DROPPED: Final = 15
 """Last bits of a float by which no code is found: its sign, exponent and 8 bits of its mantissa tell codes apart."""
 
@@ -58,18 +56,25 @@ class Codec:
     name: Literal["int8", "bf16"]
     is_signed: bool
 
+    @property
+    def dtype(self) -> StoredDtype:
+        """Return the dtype of the codes; where all are 0, so are the values."""
+        return "uint8" if self.name == "int8" else "bf16"
+
+    def num_scales(self, numel: int) -> int:
+        """Return the number of scales, which are in fp32, of `numel` values that begin at a block border."""
+        return -(-numel // BLOCK_NUMEL) if self.name == "int8" else 0
+
     def num_bytes(self, numel: int) -> int:
         """Return the bytes of `numel` values that begin at a block border."""
-        num_scales = -(-numel // BLOCK_NUMEL) if self.name == "int8" else 0
-        return numel * _CODE_BYTES[self.name] + num_scales * SCALE_BYTES
+        return numel * DTYPE_BYTES[self.dtype] + self.num_scales(numel) * SCALE_BYTES
 
     def empty(self, numel: int, device: torch.device) -> Encoded:
         """Return encoded zeros."""
         if self.name == "bf16":
             return Encoded(self, torch.zeros(numel, dtype=torch.bfloat16, device=device), None)
-        scales = torch.zeros(-(-numel // BLOCK_NUMEL), dtype=torch.float32, device=device)
-        zero = int(torch.searchsorted(code_values(self.is_signed), torch.tensor(0.0)))
-        return Encoded(self, torch.full((numel,), zero, dtype=torch.uint8, device=device), scales)
+        scales = torch.zeros(self.num_scales(numel), dtype=torch.float32, device=device)
+        return Encoded(self, torch.zeros(numel, dtype=torch.uint8, device=device), scales)
 
 
 @dataclass(frozen=True)
@@ -137,13 +142,17 @@ def _largest(block: Tensor) -> Tensor:
 
 @cache
 def code_values(is_signed: bool, device: torch.device = torch.device("cpu")) -> Tensor:  # noqa: B008 (a constant)
-    """Return the 256 values, rising: decades, each cut evenly, twice as finely as the one below it."""
+    """Return the values by their codes: 0, what is above it, rising, and then what is below it.
+
+    Above and below they are decades, each cut evenly, twice as finely as the next smaller one.
+    """
     found = [0.0, 1.0]
     for decade in range(7):
         edges = torch.linspace(0.1, 1.0, 2 ** (decade + (not is_signed)) + 1, dtype=torch.float64)
         middles = ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - 6)).tolist()
         found += [*middles, *(-each for each in middles if is_signed)]
-    return torch.tensor(sorted(found), dtype=torch.float64).to(torch.float32).to(device)
+    found.sort(key=lambda each: (each < 0, each))
+    return torch.tensor(found, dtype=torch.float64).to(torch.float32).to(device)
 
 
 def _nearest(shares: Tensor, is_signed: bool) -> Tensor:
@@ -156,10 +165,10 @@ def _nearest(shares: Tensor, is_signed: bool) -> Tensor:
 @cache
 def code_table(is_signed: bool, device: torch.device) -> Tensor:
     """Return the nearest code of each float whose other bits are 0, by its first 17 bits."""
-    values = code_values(is_signed)
+    values, codes_of = code_values(is_signed).sort()
     keys = torch.arange(_NUM_KEYS, dtype=torch.int64) << NUM_DROPPED
     floats = (keys - (keys >> 31 << 32)).to(torch.int32).view(torch.float32)
-    codes = torch.bucketize(floats.nan_to_num(nan=0.0).clamp(-1, 1), (values[1:] + values[:-1]) / 2)
+    codes = codes_of[torch.bucketize(floats.nan_to_num(nan=0.0).clamp(-1, 1), (values[1:] + values[:-1]) / 2)]
     if not is_signed:  # a mean of squares that becomes 0 would make the next update of its element as large as 1 / eps
         codes[1:].clamp_(min=1)
     return codes.to(torch.uint8).to(device)

@@ -32,7 +32,7 @@ from typing import Final, Literal, TypeVar
 from torch import nn
 
 from shardwise.config.resolve import Config, ConfigError, OptimizerConfig, Tier, TiersConfig
-from shardwise.layout.codec import Codec, codec_of, is_encoded
+from shardwise.layout.codec import SCALE_BYTES, Codec, codec_of, is_encoded
 from shardwise.layout.grad_sums import GradSum, SumRanks, sums_of
 from shardwise.layout.matrices import find_matrices
 from shardwise.layout.mesh_shape import GRADIENT_AXES, SHARD_AXES, MeshShape
@@ -102,10 +102,12 @@ class StateSpec:
         role: param, grad or optimizer.
         dtype: of each element, except in wide and opaque groups; see `dtype_in`.
         placement: over the shard group, of all groups but those that keep their parameters whole.
-        is_flat: one flat buffer a group, padding included; otherwise, on the device, one tensor for each parameter
-            piece.
+        is_flat: one flat buffer a group, padding included; otherwise, on the device and unless it has a codec, one
+            tensor for each parameter piece.
         is_copy_of_param: only groups whose optimizer is stored in another tier than their parameters keep it.
-        codec: how it is encoded, in parameters that are large enough; None for as it is.
+        codec: how it is encoded, in parameters that are large enough; None for as it is. A group of which one is large
+            has a code for each element in the state's tier. Scales and the values of small parameters are few: they
+            are on the device with the codes, or in host memory, and never move.
         of_matrices: whether only groups of matrices have it, or only the others; None for all groups.
         exact_of: it keeps the exact values of frozen parameters that the device stores decoded: of all groups that are
             encoded, or of those that stage 3 does not release; None for any other state.
@@ -127,7 +129,12 @@ class StateSpec:
         return {"param": tiers.params, "grad": tiers.grads, "optimizer": tiers.optimizer}[self.role]
 
     def dtype_in(self, group: GroupSpec) -> StoredDtype:
-        """Return the dtype of each element of this state of `group`."""
+        """Return the dtype of what is stored for each element of this state of `group`: its value or its code."""
+        if self.codec is not None and group.has_large:
+            return self.codec.dtype
+        return self._value_dtype_in(group)
+
+    def _value_dtype_in(self, group: GroupSpec) -> StoredDtype:
         return OPAQUE.param if group.is_opaque else "fp32" if group.is_wide else self.dtype
 
     def is_kept_by(self, group: GroupSpec) -> bool:
@@ -141,20 +148,22 @@ class StateSpec:
         is_missing = is_copy_of_param and group.tiers.params == group.tiers.optimizer
         return not is_missing and (group.trainable or self.role == "param")
 
-    def bytes_at_rest(self, group: GroupSpec, shard: int) -> int:
-        """Return the bytes of this state of `group` on the rank that holds shard `shard`."""
+    def bytes_at_rest(self, group: GroupSpec, shard: int, tier: Tier | None = None) -> int:
+        """Return the bytes of this state of `group` in a tier, or in all, on the rank that holds shard `shard`."""
         if not self.is_kept_by(group):
             return 0
         is_whole = self.role == "param" and group.is_replicated
         start, stop = group.held_range(Placement.REPLICATE if is_whole else self.placement, shard)
-        if self.codec is not None:
-            width = DTYPE_BYTES[self.dtype_in(group)]
-            slots = group.slots(start, stop)
-            numels = [(slot.stop - slot.start, is_encoded(slot.param.global_shape)) for slot in slots]
-            return sum(self.codec.num_bytes(numel) if encoded else width * numel for numel, encoded in numels)
-        is_flat = self.is_flat or self.tier_in(group) != "device"
-        numel = stop - start if is_flat else sum(slot.stop - slot.start for slot in group.slots(start, stop))
-        return numel * DTYPE_BYTES[self.dtype_in(group)]
+        own_tier, num_bytes = self.tier_in(group), 0
+        if tier in (None, own_tier):
+            is_flat = self.is_flat or self.codec is not None or own_tier != "device"
+            numel = stop - start if is_flat else sum(slot.stop - slot.start for slot in group.slots(start, stop))
+            num_bytes += numel * DTYPE_BYTES[self.dtype_in(group)]
+        if self.codec is not None and group.has_large and tier in (None, "device" if own_tier == "device" else "host"):
+            slots = [slot for slot in group.slots(start, stop) if not is_encoded(slot.param.global_shape)]
+            num_bytes += self.codec.num_scales(stop - start) * SCALE_BYTES
+            num_bytes += sum(slot.stop - slot.start for slot in slots) * DTYPE_BYTES[self._value_dtype_in(group)]
+        return num_bytes
 
 
 @dataclass(frozen=True)
@@ -266,8 +275,7 @@ class Layout:
         """Return what `group` adds to `bytes_at_rest`; `shard` and `tier` are as there."""
         totals = {"param": 0, "grad": 0, "optimizer": 0}
         for state in self.states:
-            if tier in (None, state.tier_in(group)):
-                totals[state.role] += state.bytes_at_rest(group, shard)
+            totals[state.role] += state.bytes_at_rest(group, shard, tier)
         if tier in (None, "device"):
             totals["param"] += self.secondary_bytes(group)
         if group.trainable and tier in (None, "device"):

@@ -172,6 +172,11 @@ class GroupSpec:
         return sum(param.numel for param in self.params)
 
     @cached_property
+    def has_large(self) -> bool:
+        """Say whether a parameter is large enough for its states to be encoded."""
+        return any(is_encoded(param.global_shape) for param in self.params)
+
+    @cached_property
     def padded_numel(self) -> int:
         """Count the elements of the flat buffer, padding included."""
         last = self.params[-1]

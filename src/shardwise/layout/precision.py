@@ -24,7 +24,7 @@ TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
 StatesDtype = Literal["master", "bf16", "int8"]
 GatherCodec = Literal["param", "int8", "fp8"]
 ReduceCodec = Literal["int8", "int4"]
-StoredDtype = Dtype | Literal["uint8"]  # the last is of opaque parameters
+StoredDtype = Dtype | Literal["uint8"]  # the last is of opaque parameters, and of codes
 DTYPE_BYTES: Final[Mapping[str, int]] = MappingProxyType({"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "uint8": 1})
 
 

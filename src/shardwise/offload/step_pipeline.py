@@ -24,8 +24,8 @@ from shardwise.runtime.streams import Event
 CHUNK_NUMEL: Final = 4 * 2**20
 # Without memory, opening a chunk costs the same whatever its size; of a trillion parameters there would be thousands.
 SIMULATED_CHUNK_NUMEL: Final = 64 * CHUNK_NUMEL
-# A chunk of whole blocks of a file, whatever the dtype of two or more bytes.
-_CUT_NUMEL: Final = 2048
+# A chunk of whole blocks of a file and of whole blocks of codes, whatever the dtype.
+_CUT_NUMEL: Final = 4096
 # Chunks that are open at a time: the one that is stepped, and those that are read at the same time.
 DEPTH: Final = 3
 

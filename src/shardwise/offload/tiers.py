@@ -9,6 +9,8 @@ import torch
 
 from shardwise.config.resolve import ConfigError, Tier, TiersConfig
 from shardwise.layout.layout import Layout
+from shardwise.layout.param_groups import GroupSpec
+from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.offload.counters import TransferCounters
 from shardwise.offload.cpu_optimizer import StepThreads
 from shardwise.offload.nvme import SwapFolder
@@ -198,23 +200,27 @@ def _step_threads(config: TiersConfig, layout: Layout, is_simulated: bool) -> St
     return StepThreads(num_cores, config.cores) if is_streamed and num_cores > 1 and not is_simulated else None
 
 
-def _largest_chunk(layout: Layout) -> int:
-    """Return the elements of the largest chunk that is stepped on the host."""
-    streamed = [group.shard_numel for group in layout.groups if group.trainable and group.tiers.optimizer != "device"]
-    return max((min(even_chunk_numel(numel, CHUNK_NUMEL), numel) for numel in streamed), default=0)
+def _chunks(layout: Layout) -> list[tuple[GroupSpec, int]]:
+    """Return the groups that are stepped on the host, each with the elements of its largest chunk."""
+    streamed = [group for group in layout.groups if group.trainable and group.tiers.optimizer != "device"]
+    return [(each, min(even_chunk_numel(each.shard_numel, CHUNK_NUMEL), each.shard_numel)) for each in streamed]
 
 
 def _chunk_bytes(layout: Layout) -> int:
-    """Return the bytes of an optimizer's states in one chunk."""
-    item_bytes = sum(torch_dtype(state.dtype).itemsize for state in layout.states if state.role == "optimizer")
-    return _largest_chunk(layout) * item_bytes
+    """Return the bytes of an optimizer's states in the largest chunk."""
+    states = [state for state in layout.states if state.role == "optimizer"]
+    return max(
+        (numel * sum(DTYPE_BYTES[state.dtype_in(group)] for state in states) for group, numel in _chunks(layout)),
+        default=0,
+    )
 
 
 def _window_sizes(layout: Layout) -> list[int]:
     """Return the bytes that a state takes in the largest chunk, for each dtype."""
-    return [
-        padded_bytes(_largest_chunk(layout), dtype) for dtype in {torch_dtype(each.dtype) for each in layout.states}
-    ]
+    chunks = _chunks(layout)
+    most = max((numel for _, numel in chunks), default=0)
+    dtypes = {torch_dtype(state.dtype_in(group)) for state in layout.states for group, _ in chunks}
+    return [padded_bytes(most, dtype) for dtype in dtypes]
 
 
 def _largest_bytes(layout: Layout) -> int:

@@ -129,7 +129,7 @@ class OffloadTimeModel:
             return 0.0
         widths = layout.precision
         kept = [each for each in layout.states if each.role == "optimizer" and each.is_kept_by(group)]
-        each_bytes = 2 * sum(DTYPE_BYTES[state.dtype] for state in kept)
+        each_bytes = 2 * sum(DTYPE_BYTES[state.dtype_in(group)] for state in kept)
         each_bytes += DTYPE_BYTES[widths.accumulate] + DTYPE_BYTES[widths.param]
         return fold.count * group.shard_numel * each_bytes / self._host_step_bytes_per_s
 
@@ -169,7 +169,7 @@ def _moves_of(s: Strategy, layout: Layout, fold: LayerCount) -> Iterator[TierTra
         yield TierTransfer("nvme", "host", grad_bytes, "last backward", times * (reduces - 1))
     steps_on: Tier = "device" if tiers.optimizer == "device" else "host"
     kept = [each for each in layout.states if each.role == "optimizer" and each.is_kept_by(group)]
-    kept_bytes = numel * sum(DTYPE_BYTES[each.dtype] for each in kept)
+    kept_bytes = numel * sum(DTYPE_BYTES[each.dtype_in(group)] for each in kept)
     yield from _way(tiers.grads, steps_on, grad_bytes, "step", times)
     yield from _way(tiers.optimizer, steps_on, kept_bytes, "step", times)
     yield from _way(steps_on, tiers.optimizer, kept_bytes, "step", times)

@@ -37,9 +37,9 @@ from shardwise.layout.slicing import Chunk as Rectangle
 from shardwise.layout.slicing import intersect
 from shardwise.offload.cpu_optimizer import needed_states
 from shardwise.runtime.state_shards import PARAM, FlatState, ScalarState, StateShard, TensorFlatState, is_flat
-from shardwise.zero.offloaded_step import ParamPiece
 from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.state_access import EngineState
+from shardwise.zero.stored_state import ParamPiece
 
 Range = tuple[int, int]
 Wanted = ScalarState | torch.dtype | None

@@ -20,8 +20,8 @@ from shardwise.layout.matrices import OwnedMatrix, assign_owners, held_ranges, m
 from shardwise.layout.slicing import Chunk, Rect, intersect
 from shardwise.runtime.muon import advance_momentum, apply_update, compute_dtype, orthogonalize, update_scale
 from shardwise.runtime.state_shards import FlatState
-from shardwise.zero.offloaded_step import ParamPiece
 from shardwise.zero.param_group import ParamGroup
+from shardwise.zero.stored_state import ParamPiece
 
 Options = Mapping[str, Any]
 

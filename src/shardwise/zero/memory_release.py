@@ -277,8 +277,6 @@ class MemoryRelease:
             elif name == "grads" and group.grads is not None:
                 yield from group.grads.residuals
                 yield from group.grads.buffers() if group.grads.has_gradients else ()
-        if name == "optimizer":
-            yield from self._sharded.encoded_tensors()
         for state in self._sharded.optimizer.state.values() if name == "optimizer" else ():
             for value in state.values():
                 if isinstance(value, Tensor) and value.device.type == self._tracker.device.type:
@@ -300,7 +298,7 @@ class MemoryRelease:
             elif name == "grads" and grads is not None and grads.is_away and grads.has_gradients:
                 yield grads.storage
         if name == "optimizer":
-            yield from self._sharded.streamed_states()
+            yield from self._sharded.storages()
 
     def _drop_idle_gradients(self) -> int:
         """Free memory that holds no gradients; return its bytes."""

@@ -24,15 +24,15 @@ from shardwise.runtime.optimizers import refuse_unless_element_wise, scale_in_st
 from shardwise.runtime.state_shards import FlatState, TensorFlatState
 from shardwise.runtime.timeline import Timeline
 from shardwise.schedule.actions import ActionKind
-from shardwise.zero.encoded_step import EncodedStep
 from shardwise.zero.grad_buckets import GradBucket
+from shardwise.zero.group_step import GroupStep
 from shardwise.zero.matrix_step import MatrixPieces, MatrixStep
-from shardwise.zero.offloaded_step import OffloadedStep, ParamPiece
 from shardwise.zero.optimizer_plan import NamedGroup, OptimizerFactory, fresh_states
 from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.resources import ShardingResources
 from shardwise.zero.sharding_state import ShardingState
 from shardwise.zero.shared_grads import SharedGradRanges, sum_over_sharers, sum_over_stages
+from shardwise.zero.stored_state import ParamPiece
 
 
 class ShardedOptimizer:
@@ -65,8 +65,7 @@ class ShardedOptimizer:
         self._holders: dict[ParamGroup, tuple[int, ...]] = {}  # of what several stages of the pipeline hold
         self._tiers = resources.tiers
         self._options_of: dict[int, int] = {}  # the index of the optimizer's group, by a view's identity
-        self._offloaded: dict[ParamGroup, OffloadedStep] = {}
-        self._encoded: dict[ParamGroup, EncodedStep] = {}
+        self._own_steps: dict[ParamGroup, GroupStep] = {}  # of states off the device, or encoded
         self._matrix_step: MatrixStep | None = None
         self._states_dtype = resources.states_dtype
         self._stepped: dict[ParamGroup, Task] = {}  # in the backward, before `step`
@@ -80,7 +79,7 @@ class ShardedOptimizer:
         self.optimizer = factory(self._param_groups(named_groups))
         refuse_unless_element_wise(self.optimizer)
         self._has_states_at_once = bool(self.optimizer.state)  # such as Adagrad's
-        self._take_offloaded()
+        self._take_own_steps()
         self.is_stepping = False
         this = weakref.ref(self)
         self._step_guard = self.optimizer.register_step_pre_hook(lambda *_: _refuse_own_step(this()))
@@ -96,7 +95,7 @@ class ShardedOptimizer:
         self._take(groups)
         for options, group in zip(self.optimizer.param_groups, self._param_groups(named_groups), strict=True):
             options["params"] = group["params"]
-        self._take_offloaded()
+        self._take_own_steps()
         known = {id(piece.view) for piece in self.pieces} | {id(self._placeholder)}
         for view in [view for view in self.optimizer.state if id(view) not in known]:
             del self.optimizer.state[view]
@@ -159,21 +158,17 @@ class ShardedOptimizer:
         """Say whether the piece's states are stored here, off the device or encoded, and not in torch's optimizer."""
         return self._own(piece) is not None
 
-    def _own(self, piece: ParamPiece) -> OffloadedStep | EncodedStep | None:
-        return self._offloaded.get(piece.group) or self._encoded.get(piece.group)
+    def _own(self, piece: ParamPiece) -> GroupStep | None:
+        return self._own_steps.get(piece.group)
 
     def stored_names(self, piece: ParamPiece) -> frozenset[str]:
         """Return the names of the states that have storage, of a piece for which `keeps_states` is true."""
         own = self._own(piece)
         return frozenset(["step", *(own.states if own is not None else ())])
 
-    def encoded_tensors(self) -> list[Tensor]:
-        """Return what the encoded states store on the device."""
-        return [tensor for each in self._encoded.values() for tensor in each.tensors()]
-
-    def streamed_states(self) -> list[StateStorage]:
-        """Return the optimizer's states that are stored off the device."""
-        return [storage for streamed in self._offloaded.values() for storage in streamed.states.values()]
+    def storages(self) -> list[StateStorage]:
+        """Return what stores the optimizer's states that are off the device or encoded."""
+        return [storage for own in self._own_steps.values() for storage in own.storages()]
 
     def track_states(self) -> None:
         """Report new states to the memory tracker."""
@@ -191,35 +186,26 @@ class ShardedOptimizer:
         self.names = [place.name for group in self._groups for place in group.spec.params]
         self.pieces = [piece for group in self._groups for piece in kept.get(group) or _pieces(group)]
 
-    def _take_offloaded(self) -> None:
-        """Allocate the states of groups whose optimizer is stored off the device."""
-        streamed = [group for group in self._groups if group.spec.tiers.optimizer != "device"]
-        for group in [group for group in self._offloaded if group not in streamed]:
-            self._offloaded.pop(group).close()
+    def _take_own_steps(self) -> None:
+        """Allocate the states of groups that torch's optimizer does not step: off the device, or encoded."""
+        has_codes = self._states_dtype != "master"
+        wanted = [group for group in self._groups if has_codes or group.spec.tiers.optimizer != "device"]
+        for group in [group for group in self._own_steps if group not in wanted]:
+            self._own_steps.pop(group).close()
         # While others are regrouped, those that were there may have pieces without options: what is to be frozen next.
-        for group in [group for group in streamed if group not in self._offloaded]:
+        for group in [group for group in wanted if group not in self._own_steps]:
             pieces = [piece for piece in self.pieces if piece.group is group]
             rule, at_once = rule_of(self.optimizer, is_matrix=group.spec.is_matrix), self._has_states_at_once
-            self._offloaded[group] = OffloadedStep(group, pieces, rule, self._tiers, at_once)
-            self._offloaded[group].prepare(self.options_of)
+            self._own_steps[group] = GroupStep(group, pieces, rule, self._tiers, self._states_dtype, at_once)
+            self._own_steps[group].prepare(self.options_of)
             for piece in pieces:  # such as Adagrad's, made in its constructor
                 self.optimizer.state.pop(piece.view, None)
-        self._take_encoded([group for group in self._groups if group not in streamed])
         if isinstance(self.optimizer, MuonWithAdamW):
             self._matrix_step = MatrixStep(self._groups, self.pieces, self._comms)
 
-    def _take_encoded(self, groups: Sequence[ParamGroup]) -> None:
-        """Allocate the states of groups on the device whose states are encoded."""
-        wanted = groups if self._states_dtype != "master" else []
-        for group in [group for group in self._encoded if group not in wanted]:
-            self._encoded.pop(group).close()
-        for group in [group for group in wanted if group not in self._encoded]:
-            pieces = [piece for piece in self.pieces if piece.group is group]
-            rule = rule_of(self.optimizer, is_matrix=group.spec.is_matrix)
-            self._encoded[group] = EncodedStep(group, pieces, rule, self._states_dtype, self._tracker)
-            self._encoded[group].prepare(self.options_of, self._has_states_at_once)
-            for piece in pieces:
-                self.optimizer.state.pop(piece.view, None)
+    def _is_offloaded(self, group: ParamGroup) -> bool:
+        """Say whether the host steps the group."""
+        return group in self._own_steps and self._own_steps[group].is_away
 
     def options_of(self, piece: ParamPiece) -> Mapping[str, Any] | None:
         """Return the optimizer's parameter group that a piece is in, with its options; None where it is in none."""
@@ -251,7 +237,7 @@ class ShardedOptimizer:
         """
         held = [(group, group.grads) for group in self._groups if group.grads is not None and group.grads.holds_sum]
         for group, grads in held:
-            if group not in self._offloaded and not grads.is_away and (gradient := grads.gradient()) is not None:
+            if not self._is_offloaded(group) and not grads.is_away and (gradient := grads.gradient()) is not None:
                 self._gradients[group] = gradient
         shared: list[tuple[SharedGradRanges, FlatState]] = []
         for group, grads in held:
@@ -300,7 +286,7 @@ class ShardedOptimizer:
             stepping.update(self._step_pipeline(factor, used))
             for group in self._groups:
                 grads = group.grads
-                if group in self._offloaded or self._is_whole(group) or grads is None or not grads.is_away:
+                if self._is_offloaded(group) or self._is_whole(group) or grads is None or not grads.is_away:
                     continue
                 if (brought := grads.gradient()) is not None:
                     self._step_on_device({group: brought}, used, factor)
@@ -311,7 +297,7 @@ class ShardedOptimizer:
 
     def step_in_backward(self, group: ParamGroup, factor: float) -> None:
         """Start to update a group whose gradients are final before the others' are; all its parameters were used."""
-        if group in self._offloaded:
+        if self._is_offloaded(group):
             names = (place.name for place in group.spec.params)
             self._stepped |= self._submit(
                 [(group, each) for each in self._chunks(group, factor, dict.fromkeys(names, True))]
@@ -330,11 +316,11 @@ class ShardedOptimizer:
         chunks = [
             (group, chunk)
             for group in self._groups
-            if group in self._offloaded and group not in self._stepped and not self._is_whole(group)
+            if self._is_offloaded(group) and group not in self._stepped and not self._is_whole(group)
             for chunk in self._chunks(group, factor, used)
         ]
         stepping = self._stepped | self._submit(sorted(chunks, key=lambda each: not each[1].is_at_hand))
-        for group in self._offloaded:
+        for group in filter(self._is_offloaded, self._own_steps):
             if group not in stepping and not self._is_whole(group):
                 stepping[group] = self._tiers.worker.submit(lambda: None)
         return stepping
@@ -347,12 +333,12 @@ class ShardedOptimizer:
             task = self._tiers.step_pipeline.submit(chunk)
             num_left[group] -= 1
             if not num_left[group]:
-                ends[group] = self._offloaded[group].end(task)
+                ends[group] = self._own_steps[group].end(task)
         return ends
 
     def _chunks(self, group: ParamGroup, factor: float, used: Mapping[str, bool]) -> list[StepChunk]:
         holds = group.grads is not None and group.grads.holds_sum
-        return self._offloaded[group].chunks(factor, used, self.options_of) if holds else []
+        return self._own_steps[group].chunks(factor, used, self.options_of) if holds else []
 
     def _is_whole(self, group: ParamGroup) -> bool:
         """Say whether the group's parameters are stepped as whole matrices."""
@@ -392,9 +378,9 @@ class ShardedOptimizer:
 
     def _step_on_device(self, gradients: Mapping[ParamGroup, Tensor], used: Mapping[str, bool], factor: float) -> None:
         for group, gradient in gradients.items():
-            if group in self._encoded:
-                self._encoded[group].step(gradient, factor, used, self.options_of)
-        gradients = {group: each for group, each in gradients.items() if group not in self._encoded}
+            if group in self._own_steps:
+                self._own_steps[group].step(gradient, factor, used, self.options_of)
+        gradients = {group: each for group, each in gradients.items() if group not in self._own_steps}
         is_scaled = scale_in_step(self.optimizer, factor)
         if not is_scaled:
             for gradient in gradients.values():
@@ -444,12 +430,9 @@ class ShardedOptimizer:
         self.pieces.clear()
         self._groups.clear()
         self._holders.clear()
-        for streamed in self._offloaded.values():
-            streamed.close()
-        self._offloaded.clear()
-        for encoded in self._encoded.values():
-            encoded.close()
-        self._encoded.clear()
+        for own in self._own_steps.values():
+            own.close()
+        self._own_steps.clear()
 
 
 def _refuse_own_step(sharded: ShardedOptimizer | None) -> None:

@@ -41,10 +41,10 @@ from shardwise.config.resolve import ConfigError
 from shardwise.layout.param_groups import GroupSpec, ParamSlice, ParamSpec
 from shardwise.offload.step_pipeline import CHUNK_NUMEL
 from shardwise.runtime.state_shards import FlatState, is_flat
-from shardwise.zero.offloaded_step import ParamPiece
 from shardwise.zero.optimizer import ShardedOptimizer
 from shardwise.zero.param_group import ParamGroup, ParamState
 from shardwise.zero.sharding_state import ShardingState
+from shardwise.zero.stored_state import ParamPiece
 from shardwise.zero.tp_params import gather_param, owned_part, shard_param, synchronize_shares
 
 PARAM: Final = "param"

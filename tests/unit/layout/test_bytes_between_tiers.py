@@ -132,6 +132,27 @@ def test_the_optimizer_on_nvme_is_read_and_written_once() -> None:
     }
 
 
+def test_codes_move_in_place_of_values_and_their_scales_stay_on_the_host() -> None:
+    """A weight of 64 x 64 and its bias, which is too small to be encoded, in whole blocks of codes."""
+    model = nn.ModuleList([nn.Linear(64, 64, device="meta")])
+    slots = 64 * 64 + 256  # of elements
+    for states, code_bytes, near_bytes in (("int8", 1, 4 * slots // 256 + 4 * 64), ("bf16", 2, 4 * 64)):
+        numel = slots if states == "int8" else 64 * 64 + 64
+        layout = layout_of(model, 1, 2, {"optimizer": "nvme"}, precision={"param": "bf16", "states": states})
+        moved = (4 + 2 * code_bytes) * numel
+        assert layout.bytes_across(1) == {
+            ("device", "host"): 4 * numel,
+            ("nvme", "host"): moved,
+            ("host", "nvme"): moved,
+            ("host", "device"): 2 * numel,
+        }
+        assert layout.bytes_at_rest(tier="nvme")["optimizer"] == moved
+        assert layout.bytes_at_rest(tier="host")["optimizer"] == 2 * near_bytes
+        assert layout.bytes_at_rest(tier="device")["optimizer"] == 0
+        on_host = layout_of(model, 1, 2, {"optimizer": "host"}, precision={"param": "bf16", "states": states})
+        assert on_host.bytes_at_rest(tier="host")["optimizer"] == moved + 2 * near_bytes
+
+
 def test_all_on_nvme() -> None:
     layout = layout_of(Blocks(), 1, 3, dict.fromkeys(("params", "grads", "optimizer"), "nvme"))
     # The root and the last block come once a micro-batch, the others twice; fp32 without a master.

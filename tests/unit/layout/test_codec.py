@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.refusals import refused
-from shardwise.config.resolve import Config
 from shardwise.layout.codec import BLOCK_NUMEL, Codec, codec_of, is_encoded
 from shardwise.layout.param_groups import check_blocks
 from shardwise.layout.tp_sharding import FusedPart, ParamSplit
@@ -102,8 +101,3 @@ def test_a_tensor_axis_that_cuts_blocks_is_refused() -> None:
     with refused("block-over-tp", "precision.gather=fp8", "mesh.tp=2", "c", "[512, 256]", "256"):
         check_blocks({"c": narrow}, 2, "precision.gather=fp8")
     assert math.prod(narrow.local_shape) % BLOCK_NUMEL == 0, "the size alone does not tell"
-
-
-def test_the_key_is_checked() -> None:
-    with refused("states-on-device", "precision.states=bf16", "tiers.optimizer=nvme"):
-        Config.from_dict({"precision": {"states": "bf16"}, "tiers": {"optimizer": "nvme", "nvme_path": "x"}}).resolve(1)

@@ -20,6 +20,7 @@ HOST = Host(memory_bytes_per_s=4e11, nvme_read_bytes_per_s=2e10, nvme_write_byte
 CLUSTER = Cluster(gpu=find_gpu("h100"), num_gpus=16, gpus_per_node=8, nic_bytes_per_s=5e10, host=HOST)
 JOB = PlanJob(shape=ModelShape.of_decoder(preset("llama-3-8b")), seq_len=8192, global_batch=64, cluster=CLUSTER)
 MODEL = OffloadTimeModel(JOB)
+MODELS = {"master": MODEL, "int8": OffloadTimeModel(replace(JOB, states="int8"))}
 AWAY = Strategy(dp_shard=8, zero_stage=3, num_micro_batches=4, optimizer_tier="host")
 
 
@@ -36,9 +37,11 @@ def test_what_is_stored_on_the_device_takes_no_time() -> None:
 @pytest.mark.parametrize("params", ["device", "host", "nvme"])
 @pytest.mark.parametrize(("grads", "optimizer"), [("device", "host"), ("host", "host"), ("nvme", "nvme")])
 @pytest.mark.parametrize("more", [{}, {"pp": 2}, {"pp": 2, "gather": "micro-batch", "tp": 2}, {"param": "fp32"}])
+@pytest.mark.parametrize("states", ["master", "int8"])
 def test_moves_are_those_that_the_layout_counts(
-    zero_stage: int, params: Any, grads: Any, optimizer: Any, more: dict[str, Any]
+    zero_stage: int, params: Any, grads: Any, optimizer: Any, more: dict[str, Any], states: Any
 ) -> None:
+    model = MODELS[states]
     strategy = Strategy(
         dp_shard=4,
         zero_stage=zero_stage,
@@ -50,11 +53,11 @@ def test_moves_are_those_that_the_layout_counts(
     )
     for rank in range(strategy.pp):
         across: dict[tuple[str, str], int] = {}
-        for move in MODEL.moves(strategy, rank):
+        for move in model.moves(strategy, rank):
             count = move.count * (3 if move.moment in ("forward", "backward") else 1)
             way = (move.source, move.target)
             across[way] = across.get(way, 0) + count * move.num_bytes
-        folds = MODEL.compact.rank(strategy, rank)
+        folds = model.compact.rank(strategy, rank)
         counted = folds.total(partial(folds.layout.group_bytes_across, num_micro_batches=3))
         assert across == {way: size for way, size in counted.items() if size}
 
@@ -79,6 +82,18 @@ def test_disks_read_and_write_by_turns() -> None:
     assert step_s == pytest.approx(each / (2e10 / 8) + each / (1e10 / 8), rel=1e-3)
     faster = of_host(nvme_read_bytes_per_s=4e10, nvme_write_bytes_per_s=2e10)
     assert faster.times(strategy).step_s == pytest.approx(step_s / 2)
+
+
+@pytest.mark.parametrize(("states", "state_bytes"), [("bf16", 8), ("int8", 6)])
+def test_codes_take_fewer_bytes_of_a_disk_and_of_the_host_s_memory(states: Any, state_bytes: int) -> None:
+    job = replace(JOB, states=states)
+    strategy = replace(AWAY, optimizer_tier="nvme")
+    assert OffloadTimeModel(job).times(strategy).step_s == pytest.approx(
+        MODEL.times(strategy).step_s * state_bytes / 12, rel=1e-3
+    )
+    slow = replace(CLUSTER, host=replace(HOST, memory_bytes_per_s=1e11))
+    plain_s, coded_s = (OffloadTimeModel(replace(each, cluster=slow)).times(AWAY).step_s for each in (JOB, job))
+    assert coded_s == pytest.approx(plain_s * (2 * state_bytes + 6) / 30, rel=1e-3)
 
 
 def test_stepping_in_the_backward_hides_all_but_the_last_group() -> None:

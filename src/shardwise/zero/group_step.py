@@ -1,7 +1,9 @@
-"""Steps groups whose optimizer is stored on the host or on NVMe there, chunk by chunk.
+"""Step the groups whose optimizer's states the library stores: off the device, or encoded (`precision.states`).
 
-Each state is one flat tensor over the rank's slice of the group. A chunk brings together what its step needs from all
-tiers: gradient, master, the optimizer's states; and what it makes: the parameters, narrowed.
+Each state is flat over the rank's slice of the group. On the device all of a slice is stepped at once; off it, chunk by
+chunk on the host. A chunk brings together what its step needs from all tiers: gradient, master, the optimizer's states;
+and what it makes: the parameters, narrowed. Encoded states are decoded, stepped and encoded a few blocks at a time: no
+more of them exists in fp32.
 """
 
 from __future__ import annotations
@@ -9,22 +11,24 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.config.resolve import ConfigError
+from shardwise.layout.precision import StatesDtype
 from shardwise.offload.cpu_optimizer import CpuOptimizer, StepPiece, step_pieces
 from shardwise.offload.step_pipeline import CHUNK_NUMEL, SIMULATED_CHUNK_NUMEL, ChunkInput, StepChunk, even_chunk_numel
 from shardwise.offload.storage import DeviceStorage, StateStorage
 from shardwise.offload.tiers import Tiers
 from shardwise.offload.worker import Task
-from shardwise.runtime.memory_tracker import Category
 from shardwise.runtime.state_shards import FlatState
 from shardwise.runtime.streams import Event
 from shardwise.runtime.torch_private import is_fake
 from shardwise.zero.param_group import ParamGroup
+from shardwise.zero.stored_state import ParamPiece, StoredState
 
 _GRAD: Final = "grad"
 _MASTER: Final = "master"
@@ -33,23 +37,8 @@ _PARAM: Final = "param"
 Options = Mapping[str, Any]
 
 
-@dataclass(frozen=True, eq=False)
-class ParamPiece:
-    """A parameter's piece is its part in this rank's slice of a group.
-
-    Attributes:
-        name: of the parameter.
-        group: the group that it belongs to.
-        view: 1-D view of the master, which the optimizer sees; empty where the optimizer is stored off the device.
-        start: the first element of the piece, in the slice.
-        stop: the element after the last.
-    """
-
-    name: str
-    group: ParamGroup
-    view: nn.Parameter
-    start: int
-    stop: int
+StepPlan = tuple[ParamPiece, Options, float, bool]
+"""A piece that is stepped, its options, how many steps it has taken, and whether it has no state yet."""
 
 
 @dataclass
@@ -62,24 +51,26 @@ class StepCounts:
 
 
 @dataclass(eq=False)
-class OffloadedStep:
-    """Holds the optimizer's states of one group off the device.
+class GroupStep:
+    """Holds the optimizer's states of one group, off the device or encoded, and steps them.
 
     Attributes:
         group: the group.
         pieces: the parameters' pieces in this rank's slice.
         rule: steps as the optimizer does.
         tiers: the engine's tiers.
+        dtype: of `precision.states`.
         has_states_at_once: whether the optimizer has states before its first step.
-        states: by the optimizer's names, each 1-D over the slice.
+        states: by the optimizer's names.
     """
 
     group: ParamGroup
     pieces: Sequence[ParamPiece]
     rule: CpuOptimizer
     tiers: Tiers
+    dtype: StatesDtype
     has_states_at_once: bool
-    states: dict[str, StateStorage] = field(default_factory=dict)
+    states: dict[str, StoredState] = field(default_factory=dict)
     _counts: dict[str, StepCounts] = field(default_factory=dict)
     _initial: dict[str, float] = field(default_factory=dict)
 
@@ -90,14 +81,35 @@ class OffloadedStep:
             is_trained = options is not None
             self._counts[piece.name] = StepCounts(0.0, self.has_states_at_once and is_trained, is_trained)
             self._initial |= self.rule.tensor_states(options) if options is not None else {}
-        master, spec = self.group.master, self.group.spec
         for name, value in self._initial.items():
-            if name not in self.states:
-                where = f"{spec.name}.{name}"
-                self.states[name] = self.tiers.place(
-                    spec.tiers.optimizer, where, master.numel, master.dtype, Category.OPTIMIZER
-                )
-                self._fill(self.states[name], 0, master.numel, value, is_new=True)
+            self.states[name] = StoredState(name, self.group, self.pieces, self.dtype, self.tiers)
+            for piece in self.pieces if value else ():  # new storage has zeros
+                _fill(self.states[name].of_piece(piece), value)
+
+    @property
+    def is_away(self) -> bool:
+        """Say whether the states are stored off the device, so that `chunks` step them."""
+        return self.group.spec.tiers.optimizer != "device"
+
+    def step(
+        self,
+        gradient: Tensor,
+        factor: float,
+        used: Mapping[str, bool],
+        options_of: Callable[[ParamPiece], Options | None],
+    ) -> None:
+        """Update the masters on the device with `factor` times the gradient.
+
+        Args:
+            gradient: of the rank's slice.
+            factor: turns accumulated sums into the clipped mean gradient.
+            used: whether each parameter, by name, got a gradient; the others stay.
+            options_of: returns the optimizer's current options of a piece; None for a piece that it does not have.
+        """
+        numel = self.group.master.numel
+        tensors = {name: state.whole.read(0, numel) for name, state in self.states.items()}
+        tensors |= {_GRAD: gradient, _MASTER: self.group.master.read(0, numel)}
+        self._step_range(self._plans(used, options_of), factor, 0, numel, tensors)
 
     def chunks(
         self, factor: float, used: Mapping[str, bool], options_of: Callable[[ParamPiece], Options | None]
@@ -111,32 +123,21 @@ class OffloadedStep:
             used: whether each parameter, by name, got a gradient; the others stay.
             options_of: returns the optimizer's current options of a piece; None for a piece that it does not have.
         """
-        pieces = [piece for piece in self.pieces if used[piece.name]]
-        grads = self.group.grads
-        if grads is None or not pieces:
+        group, grads = self.group, self.group.grads
+        if grads is None or not any(used[piece.name] for piece in self.pieces):
             return []
-        group = self.group
-        # The options are copied now: the learning rate changes before the worker thread reads them.
-        options: dict[int, Options] = {}
-        plans = []
-        for piece in pieces:
-            if (current := options_of(piece)) is None:
-                continue
-            snapshot = options.setdefault(id(current), _snapshot(current))
-            counts = self._counts[piece.name]
-            plans.append((piece, snapshot, counts.num_steps, not counts.is_present))
-            counts.num_steps, counts.is_present = counts.num_steps + 1, True
+        plans = self._plans(used, options_of)
         parts = {_GRAD: ChunkInput(grads.storage, is_written=False), _MASTER: ChunkInput(group.master)}
         if group.master is not group.shard:
             parts[_PARAM] = ChunkInput(group.shard, is_read=False)
-        parts |= {name: ChunkInput(storage) for name, storage in self.states.items()}
+        parts |= {name: ChunkInput(state.whole) for name, state in self.states.items()}
         after = Event.record(self.tiers.device)
         found = []
         numel = group.master.numel
         length = even_chunk_numel(numel, SIMULATED_CHUNK_NUMEL if self.tiers.is_simulated else CHUNK_NUMEL)
         for start in range(0, numel, length or 1):
             stop = min(start + length, numel)
-            work = partial(self._step_chunk, plans, factor, start, stop)
+            work = partial(self._step_range, plans, factor, start, stop)
             found.append(StepChunk(parts, start, stop, work, after, grads.taking))
         return found
 
@@ -151,7 +152,8 @@ class OffloadedStep:
         if not counts.is_present:
             return {}
         found: dict[str, FlatState | Tensor] = {"step": torch.tensor(counts.num_steps)} if self.rule.has_counter else {}
-        return found | {name: storage.part(piece.start, piece.stop) for name, storage in self.states.items()}
+        flats = {name: state.of_piece(piece) for name, state in self.states.items()}
+        return found | {name: flat.part(0, flat.numel) for name, flat in flats.items()}
 
     def write_state(self, piece: ParamPiece, state: str, value: Tensor | float) -> None:
         """Write one state of a piece, which has states from then on.
@@ -165,9 +167,10 @@ class OffloadedStep:
             ConfigError: the optimizer keeps no such state.
         """
         if state in self.states:
-            self.states[state].write(piece.start, torch.as_tensor(value))
+            self.states[state].of_piece(piece).write(0, torch.as_tensor(value).view(-1))
         elif state != "step":
-            raise unknown_state(self.rule, self.states, piece, state)
+            known, kind = ", ".join(["step", *self.states]), self.rule.kind.__name__
+            raise ConfigError("unknown-state", f"{kind} keeps no state {state} of {piece.name}; there are {known}")
         self.expect_states(piece, {state: float(value)} if state == "step" else {})
 
     def expect_states(self, piece: ParamPiece, numbers: Mapping[str, float]) -> None:
@@ -180,37 +183,57 @@ class OffloadedStep:
         is_trained = self._counts[piece.name].is_trained
         self._counts[piece.name] = StepCounts(0.0, self.has_states_at_once and is_trained, is_trained)
         for name in self.states.keys() - filled:
-            self._fill(self.states[name], piece.start, piece.stop, self._initial[name])
+            _fill(self.states[name].of_piece(piece), self._initial[name])
+
+    def storages(self) -> list[StateStorage]:
+        """Return the storages of all states."""
+        return [storage for state in self.states.values() for storage in state.storages]
 
     def close(self) -> None:
         """Free the states."""
-        for storage in self.states.values():
-            storage.close()
+        for state in self.states.values():
+            state.close()
         self.states.clear()
 
-    def _step_chunk(
-        self,
-        plans: Sequence[tuple[ParamPiece, Options, float, bool]],
-        factor: float,
-        start: int,
-        stop: int,
-        tensors: Mapping[str, Tensor],
+    def _plans(self, used: Mapping[str, bool], options_of: Callable[[ParamPiece], Options | None]) -> list[StepPlan]:
+        """Return what is stepped, and count the step."""
+        # The options are copied now: the learning rate changes before the worker thread reads them.
+        options: dict[int, Options] = {}
+        plans = []
+        for piece in self.pieces:
+            if not used[piece.name] or (current := options_of(piece)) is None:
+                continue
+            snapshot = options.setdefault(id(current), _snapshot(current))
+            counts = self._counts[piece.name]
+            plans.append((piece, snapshot, counts.num_steps, not counts.is_present))
+            counts.num_steps, counts.is_present = counts.num_steps + 1, True
+            for state in self.states.values():
+                state.settle(piece)
+        return plans
+
+    def _step_range(
+        self, plans: Sequence[StepPlan], factor: float, start: int, stop: int, tensors: Mapping[str, Tensor]
     ) -> None:
         if is_fake(tensors[_MASTER]):
             return  # no values to step, and no tracker counts the step's buffers
         found: list[StepPiece] = []
         end = 0
         for piece, options, num_steps, is_first in plans:
-            low, high = max(piece.start, start) - start, min(piece.stop, stop) - start
+            first, last = max(piece.start, start), min(piece.stop, stop)
+            low, high = first - start, last - start
             if low < high:
                 self._narrow(tensors, end, low)
                 end = high
-                states = {name: tensors[name][low:high] for name in self.states}
+                states = {
+                    name: state.to_step(piece, first, last, tensors[name][low:high])
+                    for name, state in self.states.items()
+                }
                 param = tensors[_PARAM][low:high] if _PARAM in tensors else None
                 master, grad = tensors[_MASTER][low:high], tensors[_GRAD][low:high]
                 found.append(StepPiece(options, master, grad, states, num_steps, is_first, param))
         self._narrow(tensors, end, stop - start)
-        step_pieces(self.rule, found, factor, self.tiers.step_threads)
+        left = _step_on_gpu(self.rule, found, factor) if tensors[_MASTER].is_cuda else found
+        step_pieces(self.rule, left, factor, self.tiers.step_threads if self.is_away else None)
 
     @staticmethod
     def _narrow(tensors: Mapping[str, Tensor], low: int, high: int) -> None:
@@ -218,20 +241,24 @@ class OffloadedStep:
         if _PARAM in tensors and low < high:
             tensors[_PARAM][low:high].copy_(tensors[_MASTER][low:high])
 
-    def _fill(self, storage: StateStorage, start: int, stop: int, value: float, is_new: bool = False) -> None:
-        if value == 0 and is_new:
-            return
-        for low in range(start, stop, CHUNK_NUMEL):
-            high = min(low + CHUNK_NUMEL, stop)
-            storage.write(low, torch.full((high - low,), value, dtype=storage.dtype))
+
+def _step_on_gpu(rule: CpuOptimizer, pieces: Sequence[StepPiece], factor: float) -> Sequence[StepPiece]:
+    """Step by one kernel a piece where Triton is installed; return the pieces that the kernel does not know."""
+    if find_spec("triton") is None:
+        return pieces
+    from shardwise.zero import triton_step  # it needs Triton
+
+    known = [triton_step.can_step(rule.kind, piece) for piece in pieces]
+    for piece, is_known in zip(pieces, known, strict=True):
+        if is_known:
+            triton_step.step_piece(rule.kind, piece, factor)
+    return [piece for piece, is_known in zip(pieces, known, strict=True) if not is_known]
 
 
-def unknown_state(rule: CpuOptimizer, names: Collection[str], piece: ParamPiece, state: str) -> ConfigError:
-    """Return the error for a `state` of a `piece` that is none of the `names` that an optimizer's `rule` keeps."""
-    known = ", ".join(["step", *names])
-    return ConfigError(
-        "unknown-state", f"{rule.kind.__name__} keeps no state {state} of {piece.name}; there are {known}"
-    )
+def _fill(flat: FlatState, value: float) -> None:
+    for low in range(0, flat.numel, CHUNK_NUMEL):
+        numel = min(CHUNK_NUMEL, flat.numel - low)
+        flat.write(low, torch.full((numel,), value, dtype=flat.dtype))
 
 
 def _snapshot(options: Options) -> Options:
