@@ -63,6 +63,7 @@ from shardwise.config.validate import (
     wrong_attention,
     wrong_chunks,
     wrong_context,
+    wrong_linears,
     wrong_pipeline,
     wrong_run,
     wrong_schedule_size,
@@ -212,6 +213,7 @@ class Config(Section):
         for code, message in (
             *wrong_tiers(self.tiers, self.zero, self.recompute),
             *wrong_states(self.precision, self.tiers),
+            *wrong_linears(self.precision, self.mesh),
             *wrong_pipeline(self.pipeline, self.mesh, self.zero, self.compile),
             *wrong_context(self.context, self.mesh),
             *wrong_attention(self.attention),

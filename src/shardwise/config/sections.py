@@ -158,6 +158,9 @@ class PrecisionConfig(Section):
     states: Literal["master", "bf16", "int8"] = "master"
     """How the optimizer's moments are stored: "master" in the master's dtype, "bf16" rounded, "int8" as codes with a
     scale for each 256 elements. Parameters of fewer than 4,096 elements keep theirs in the master's dtype."""
+    linears: Literal["keep", "fp8", "fp8-emulated"] = "keep"
+    """How the large linear layers of blocks multiply: in "param" (keep), in fp8 by torchao's layers (fp8), or with
+    fp8's rounding on any device, slowly (fp8-emulated)."""
     buffers: Literal["keep", "param"] = "keep"
     """Whether buffers keep their dtype: "keep" never rounds one (RoPE frequencies need fp32); "param" casts floating
     ones as `Module.to` does."""

@@ -279,7 +279,7 @@ def _small_config(
             "global_size": None,
         },
         "mesh": dict(zip(AXES, folded.sizes, strict=True)),
-        "precision": {"param": "fp64"},
+        "precision": {"param": "fp64", "linears": "keep"},
         "zero": {"blocks": _matching(skeleton, resolved.zero.blocks)},
         "tiers": {"bind_cores": False, "cores": None, "pin_memory": False},
         "attention": {"block": attention.block},
@@ -315,6 +315,7 @@ def _small_context(context: ContextConfig) -> dict[str, Any]:
 def _replaced(run: Config, small: Config) -> Iterator[str]:
     keys = (
         "precision.param",
+        "precision.linears",
         "batch.micro_size",
         "zero.blocks",
         "tensor.overlap_chunks",
