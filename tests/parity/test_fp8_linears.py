@@ -132,7 +132,9 @@ def test_blocks_alone_are_converted_and_close_puts_their_layers_back() -> None:
     engine = initialize(model, make_config(1, {"precision": EMULATED}), loss_fn=lambda logits, _: logits.sum())
     engine.train_step([batches_of(0, 1)[0]])
     assert seen == ["DecoderLinear"]  # hooks and classes stay those of the model
-    assert fp8_layers(model) == [name for name, each in model.named_modules() if "Linear" in str(type(each)) and "blocks" in name]
+    assert fp8_layers(model) == [
+        name for name, each in model.named_modules() if "Linear" in str(type(each)) and "blocks" in name
+    ]
     engine.close()
     assert fp8_layers(model) == []
     assert type(model.blocks[0].ffn.up).forward is nn.Linear.forward
@@ -157,7 +159,7 @@ def test_what_cannot_be_in_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_layer_that_torchao_converted_is_not_split(ranks: WorkerPool) -> None:
-    with pytest.raises(Exception, match="the forward of Float8Linear is not nn.Linear's"):
+    with pytest.raises(Exception, match=r"the forward of Float8Linear is not nn\.Linear's"):
         ranks(2).run(train_split)
 
 
