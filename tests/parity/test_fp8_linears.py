@@ -80,6 +80,7 @@ def train(
 LAYOUTS: Final[list[tuple[int, dict[str, Any]]]] = [
     (1, {"batch": {"micro_size": 4}}),
     (1, {"recompute": {"mode": "full"}, "zero": {"stage": 3}}),
+    (1, {"compile": {"enabled": True, "backend": "aot_eager"}}),
     *((2, {"zero": {"stage": stage}}) for stage in range(4)),
     (2, {"zero": {"stage": 3}, "batch": {"micro_size": 2}}),
     (2, {"zero": {"stage": 3}, "tiers": {"params": "host", "optimizer": "host"}}),

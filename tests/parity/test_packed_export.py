@@ -161,6 +161,7 @@ def test_a_folder_of_several_files_is_packed_file_by_file(tmp_path: Path) -> Non
             assert name in set(opened.keys())
     described = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
     # Rows of 40 elements stay as they are; so does the head.
+    assert described["config_groups"]["group_0"]["weights"]["group_size"] == 64
     assert described["ignore"] == ["lm_head", *(f"model.layers.{index}.mlp.down_proj" for index in range(2))]
     if packer.find_spec("compressed_tensors"):
         assert read_by_transformers(tmp_path / "packed")[0].isfinite().all()

@@ -1,4 +1,4 @@
-"""Lets the linear layers of blocks multiply in fp8, by the layers of torchao; their weights stay ordinary parameters.
+"""Converts the linear layers of blocks so that they multiply in fp8, by the layers of torchao; their weights stay ordinary parameters.
 
 Scales are by row: a token's input has one, and so has an output of the weight. So a product does not depend on which
 tokens are beside each other in a micro-batch, or on which rank. The weight's gradient is computed without fp8.
@@ -27,6 +27,13 @@ def convert_linears(
     model: nn.Module, layout: Layout, precision: PrecisionConfig, device: torch.device, is_simulated: bool
 ) -> list[Callable[[], None]]:
     """Make the linear layers of a model's blocks multiply as `precision.linears` says; others, the head's, stay.
+
+    Args:
+        model: whose modules change.
+        layout: has the blocks, and the dtype of parameters.
+        precision: of the config.
+        device: on which the model runs.
+        is_simulated: whether nothing is computed, so that any device does.
 
     Returns:
         the functions that make the layers what they were.

@@ -1,4 +1,4 @@
-"""Rewrites a Hugging Face folder with the weights of its linear layers in 8 or 4 bits, file by file.
+"""Writes a Hugging Face folder again, with the weights of its linear layers in 8 or 4 bits, file by file.
 
 The format is compressed-tensors' "pack-quantized", which transformers, vLLM and others read: codes packed into int32,
 and a scale for each row ("int8") or group of a row's elements ("int4"). Values are rounded to the nearest code.
