@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from harness.pool import WorkerPool
 from harness.refusals import refused
 from harness.training import make_config
-from shardwise import initialize
+from shardwise import initialize, simulate
 from shardwise.models import Decoder, lm_loss
 from shardwise.models.presets import preset
 
@@ -50,6 +50,10 @@ def batches_of(step: int, micro_size: int) -> list[tuple[Tensor, Tensor]]:
     return [(each[:, :-1], each[:, 1:]) for each in tokens.split(micro_size)]
 
 
+def loss_of(logits: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return lm_loss(logits, batch[1])
+
+
 def train(
     rank: int, world_size: int, recipe: str, sections: dict[str, Any], places: tuple[str, str] = ("", "")
 ) -> list[float]:
@@ -65,7 +69,7 @@ def train(
     model: nn.Module = make_model()
     if recipe:
         given["precision"], model = {"param": "fp64"}, convert(model, recipe)
-    with initialize(model, make_config(1, given), loss_fn=lambda logits, batch: lm_loss(logits, batch[1])) as engine:
+    with initialize(model, make_config(1, given), loss_fn=loss_of) as engine:
         if places[0]:
             engine.load(places[0])
         place, first = engine.layout.mesh.data_index(rank), engine.num_steps
@@ -157,6 +161,17 @@ def test_what_cannot_be_in_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("shardwise.runtime.fp8_linears.find_spec", lambda name: None)
     with refused("extra-missing", "shardwise[fp8]"):
         start(EMULATED)
+
+
+def test_fp8_is_simulated_on_any_machine() -> None:
+    """The products of a GPU run on fake tensors; what is at rest is what it is without fp8."""
+    at_rest = []
+    tokens = torch.zeros(2, SEQ_LEN, dtype=torch.long, device="meta")
+    for linears in ("keep", "fp8"):
+        config = make_config(1, {"precision": {"param": "bf16", "linears": linears}, "zero": {"stage": 3}})
+        found = simulate(make_model, config, lambda: (tokens, tokens), rank=0, world_size=2, loss_fn=loss_of)
+        at_rest.append(found.at_rest.live_bytes)
+    assert at_rest[0] == at_rest[1]
 
 
 def test_a_layer_that_torchao_converted_is_not_split(ranks: WorkerPool) -> None:

@@ -1,4 +1,4 @@
-"""Converts the linear layers of blocks so that they multiply in fp8, by the layers of torchao; their weights stay ordinary parameters.
+"""Converts linear layers of blocks to torchao's, which multiply in fp8; their weights stay ordinary parameters.
 
 Scales are by row: a token's input has one, and so has an output of the weight. So a product does not depend on which
 tokens are beside each other in a micro-batch, or on which rank. The weight's gradient is computed without fp8.
