@@ -16,8 +16,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
@@ -36,11 +37,13 @@ from shardwise.checkpoint.hf.exporter import (
     finish_export,
     in_order,
     plan_export,
+    refuse_taken,
     write_export,
 )
 from shardwise.checkpoint.hf.families import decoder_config_of, decoder_names, family_names
 from shardwise.checkpoint.hf.importer import open_folder, read_config
 from shardwise.checkpoint.hf.key_map import NameMap
+from shardwise.checkpoint.hf.packer import Weights, pack_folder
 from shardwise.checkpoint.manifest import CheckpointError, Manifest, StoredTensor
 from shardwise.checkpoint.match import match
 from shardwise.checkpoint.offline import ByteMeter, Progress, reshard, stored_shards
@@ -122,6 +125,45 @@ def export_checkpoint(
         discard_export(folder)
         raise
     return Exported(folder, main_dtype, len(plan.tensors), plan.num_tensor_bytes)
+
+
+def export_packed(
+    source: Path,
+    folder: Path,
+    weights: Weights,
+    *,
+    dtype: Dtype | None = None,
+    hf_config: Path | None = None,
+    tokenizer: Path | None = None,
+    progress: Progress | None = None,
+) -> Exported:
+    """Write the weights of a checkpoint as a Hugging Face folder whose linear layers are packed.
+
+    The plain folder is beside it, under another name, until the packed one is finished.
+
+    Args:
+        source: as for `export_checkpoint`, and so are the others.
+        folder: the folder to write; it must not exist, or be empty.
+        weights: the kind of the codes.
+        dtype: of what is not packed, and of the scales.
+        hf_config: the config.json to put there.
+        tokenizer: a folder whose tokenizer is copied there.
+        progress: called while the plain folder is written.
+
+    Raises:
+        CheckpointError: as for `export_checkpoint` and `pack_folder`.
+    """
+    refuse_taken(folder)
+    plain = folder.with_name(f".{folder.name}.plain")
+    shutil.rmtree(plain, ignore_errors=True)
+    try:
+        exported = export_checkpoint(
+            source, plain, dtype=dtype, hf_config=hf_config, tokenizer=tokenizer, progress=progress
+        )
+        num_bytes = pack_folder(plain, folder, weights)
+    finally:
+        shutil.rmtree(plain, ignore_errors=True)
+    return replace(exported, folder=folder, dtype=f"{exported.dtype} and {weights}", num_bytes=num_bytes)
 
 
 def import_folder(

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -24,6 +25,7 @@ from shardwise.config.untrusted_files import printable
 from shardwise.report.console import Terminal, refuse
 
 if TYPE_CHECKING:
+    from shardwise.checkpoint.hf.packer import Weights
     from shardwise.checkpoint.offline import Progress as Report
 
 
@@ -206,6 +208,7 @@ examples:
   shardwise checkpoint export runs/a/step-00000100 my-model --dtype fp32
   shardwise checkpoint export runs/a my-model --hf-config base/config.json
   shardwise checkpoint export runs/a my-model --tokenizer base
+  shardwise checkpoint export runs/a my-model --weights int4
 
 {_EXIT}
 """)
@@ -213,11 +216,18 @@ examples:
 @click.argument("source", type=FILE)
 @click.argument("folder", type=FILE)
 @click.option("--dtype", type=click.Choice(get_args(Dtype)), help="of the weights; by default the run's parameters'")
+@click.option("--weights", type=click.Choice(["int8", "int4"]), help="pack the linear layers in so many bits")
 @click.option("--hf-config", type=FILE, help="the config.json to put there; by default the checkpoint's own")
 @click.option("--tokenizer", type=FILE, metavar="FOLDER", help="whose tokenizer to put there; by default the run's own")
 @_step
 def export(
-    source: Path, folder: Path, dtype: Dtype | None, hf_config: Path | None, tokenizer: Path | None, step: int | None
+    source: Path,
+    folder: Path,
+    dtype: Dtype | None,
+    weights: Weights | None,
+    hf_config: Path | None,
+    tokenizer: Path | None,
+    step: int | None,
 ) -> int:
     """Write the weights of a checkpoint as a Hugging Face folder.
 
@@ -226,15 +236,14 @@ def export(
     """
     newest = _newest_whole(source, step)
     with _bar("writing") as report:
-        from shardwise.checkpoint.convert import export_checkpoint
+        from shardwise.checkpoint.convert import export_checkpoint, export_packed
         from shardwise.checkpoint.show import render_exported
 
         start_s = time.monotonic()
         of_run = newest.absolute().parent.parent / "tokenizer"  # as shardwise train leaves it
         tokenizer = tokenizer or (of_run if of_run.is_dir() else None)
-        exported = export_checkpoint(
-            newest, folder, dtype=dtype, hf_config=hf_config, tokenizer=tokenizer, progress=report
-        )
+        write = partial(export_packed, weights=weights) if weights else export_checkpoint
+        exported = write(newest, folder, dtype=dtype, hf_config=hf_config, tokenizer=tokenizer, progress=report)
     _print(render_exported(newest, exported, time.monotonic() - start_s))
     if tokenizer is None:
         _print("no tokenizer is beside them, as the checkpoint is in no run's folder; --tokenizer FOLDER adds one")

@@ -166,6 +166,9 @@ class PrecisionConfig(Section):
     gather: Literal["param", "int8", "fp8"] = "param"
     """How parameters are sent to where they are used: "param" as they are, "int8" and "fp8" as codes of a byte with a
     scale for each 256 elements. The forward uses the decoded values, the optimizer exact ones."""
+    linears: Literal["keep", "fp8", "fp8-emulated"] = "keep"
+    """How the large linear layers of blocks multiply: in "param" (keep), in fp8 by torchao's layers (fp8), or with
+    fp8's rounding on any device, slowly (fp8-emulated)."""
     buffers: Literal["keep", "param"] = "keep"
     """Whether buffers keep their dtype: "keep" never rounds one (RoPE frequencies need fp32); "param" casts floating
     ones as `Module.to` does."""

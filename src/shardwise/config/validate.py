@@ -102,6 +102,16 @@ def wrong_feedback(precision: PrecisionConfig) -> Iterator[tuple[str, str]]:
         )
 
 
+def wrong_linears(precision: PrecisionConfig, mesh: MeshConfig) -> Iterator[tuple[str, str]]:
+    """Yield a code and a message where the scales of fp8 would depend on how a layer is split."""
+    if precision.linears != "keep" and mesh.tp > 1:
+        yield (
+            "fp8-split",
+            f"precision.linears={precision.linears} scales whole rows of a layer, and mesh.tp={mesh.tp} splits them; "
+            "set mesh.tp=1 and zero.stage=3, or precision.linears=keep",
+        )
+
+
 def wrong_pipeline(
     pipeline: PipelineConfig, mesh: MeshConfig, zero: ZeroConfig, compile_config: CompileConfig
 ) -> Iterator[tuple[str, str]]:

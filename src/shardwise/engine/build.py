@@ -34,6 +34,7 @@ from shardwise.offload.activations import ActivationStore, build_store
 from shardwise.offload.tiers import Tiers
 from shardwise.pipeline.stage_module import StageForward
 from shardwise.runtime.buffer_pool import BufferPool
+from shardwise.runtime.fp8_linears import convert_linears
 from shardwise.runtime.memory_tracker import MemoryTracker
 from shardwise.runtime.optimizers import own_scheduler
 from shardwise.runtime.precision import LossScaler
@@ -211,7 +212,7 @@ def _make_context(
 def _alter_modules(
     inputs: EngineInputs, resources: ShardingResources, draws: KeyedDraws, cleanup: ExitStack
 ) -> tuple[BatchSharder, ActivationStore | None]:
-    """Set up attention, split layers, key dropouts, chunk, recompute and compile blocks, in this order.
+    """Set up attention, split layers, convert linear ones, key dropouts, chunk, recompute and compile, in this order.
 
     Returns:
         what shares batches out, and where activations are offloaded.
@@ -224,6 +225,8 @@ def _alter_modules(
         is_in_pipeline, cp = layout.pipeline is not None, config.mesh.cp
         undo = split_model(model, tensor.plan, tp, config.tensor, tensor.splits, is_in_pipeline, cp)
         _undo_at_end(cleanup, undo)
+    is_simulated = resources.comms.all.is_simulated
+    _undo_at_end(cleanup, convert_linears(model, layout, config.precision, inputs.memory.device, is_simulated))
     zones = dropout_zones(model, tensor, tp.rank) if tensor is not None else {}
     compiled = layout.units if config.compile.enabled else ()
     keyed = key_dropouts(model, draws, zones, must_be_keyed=tensor is not None, compiled=compiled)

@@ -29,7 +29,7 @@ from shardwise.models.decoder import IGNORED_TARGET
 from shardwise.runtime.format import format_count
 from shardwise.runtime.keyed_rng import keyed_generator
 from shardwise.schedule.formulas import training_flops_per_token
-from shardwise.train.packed_base import check_packing, pack_on_meta, packing
+from shardwise.train.packed_base import check_packing, pack_on_meta, packing, unpacking
 
 TEMPERATURE, TOP_K = 0.8, 40
 
@@ -205,7 +205,7 @@ class HuggingFaceModel:
 
         logging.disable_progress_bar()
         with init():
-            how = packing(config)
+            how = packing(config) or unpacking(self.theirs)
             model = AutoModelForCausalLM.from_pretrained(self.folder, dtype="auto", config=self.theirs, **how)
         # With a cache transformers does not see where packed samples begin, and lets them attend to each other.
         model.config.use_cache = False

@@ -1,4 +1,7 @@
-"""Packs the linear layers of a frozen model in 4 bits, by bitsandbytes; on meta stand-ins with as many bytes do."""
+"""Packs the linear layers of a frozen model in 4 bits, by bitsandbytes; on meta stand-ins with as many bytes do.
+
+A folder whose linear layers are packed already, by `shardwise checkpoint export --weights` for example, is unpacked.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +43,25 @@ def packing(config: Config) -> dict[str, Any]:
     )
     is_on_cpu = config.run.device == "cpu" or not torch.cuda.is_available()
     return {"quantization_config": how, "device_map": {"": "cpu" if is_on_cpu else torch.cuda.current_device()}}
+
+
+def unpacking(theirs: Any) -> dict[str, Any]:
+    """Return the arguments with which `from_pretrained` unpacks a folder, by its config; none for one that is plain.
+
+    Raises:
+        ConfigError: compressed-tensors is missing.
+    """
+    packed = getattr(theirs, "quantization_config", None)
+    if not isinstance(packed, dict) or packed.get("quant_method") != "compressed-tensors":
+        return {}
+    if find_spec("compressed_tensors") is None:
+        raise ConfigError(
+            "extra-missing",
+            "model.path has packed weights, which compressed-tensors unpacks; pip install 'shardwise[hf,packed]'",
+        )
+    from transformers import CompressedTensorsConfig
+
+    return {"quantization_config": CompressedTensorsConfig(dequantize=True)}
 
 
 def pack_on_meta(model: nn.Module) -> nn.Module:

@@ -282,7 +282,7 @@ def _small_config(
             "global_size": None,
         },
         "mesh": dict(zip(AXES, folded.sizes, strict=True)),
-        "precision": {"param": "fp64"},
+        "precision": {"param": "fp64", "linears": "keep"},
         "zero": {"blocks": _matching(skeleton, resolved.zero.blocks)},
         "tiers": {"bind_cores": False, "cores": None, "pin_memory": False},
         "attention": {"block": attention.block},

@@ -263,7 +263,7 @@ def test_each_flag_of_a_shape_has_its_field(more: str, expected: dict[str, Any])
         ("--recompute-activations", "selective recomputation here repeats"),
         ("--recompute-granularity selective", "selective recomputation here repeats"),
         ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2", "every block's input"),
-        ("--fp8-format hybrid", "fp8 products have no counterpart"),
+        ("--fp8-format hybrid", "fp8 products are precision.linears=fp8 here"),
         ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", None),
         ("--recompute-granularity full --recompute-method uniform", None),
         ("--recompute-granularity full --recompute-method block --recompute-num-layers 2", None),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -43,3 +45,11 @@ def test_a_packed_base_needs_adapters_and_bitsandbytes(monkeypatch: pytest.Monke
         packed_base.check_packing(Config.from_dict({"lora": {"base": "nf4"}}))
     with refused("extra-missing", "bitsandbytes", "qlora"):
         packed_base.check_packing(Config.from_dict({"lora": {"base": "nf4", "rank": 4}}))
+
+
+def test_a_packed_folder_needs_what_unpacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_base, "find_spec", lambda name: None)
+    for how in (None, {"quant_method": "gptq"}):
+        assert packed_base.unpacking(SimpleNamespace(quantization_config=how)) == {}
+    with refused("extra-missing", "compressed-tensors", "packed"):
+        packed_base.unpacking(SimpleNamespace(quantization_config={"quant_method": "compressed-tensors"}))

@@ -165,7 +165,7 @@ def begin_export(plan: ExportPlan, folder: Path, others: Mapping[str, bytes | Pa
     Raises:
         CheckpointError: there is such a folder, too little space, or the system refuses.
     """
-    _refuse_taken(folder)
+    refuse_taken(folder)
     temporary = temporary_folder(folder)
     with named_errors("export to", temporary):
         if temporary.exists():
@@ -239,7 +239,7 @@ def finish_export(folder: Path) -> None:
         CheckpointError: a folder of this name has appeared since `begin_export`, or the system refuses.
     """
     temporary = temporary_folder(folder)
-    _refuse_taken(folder)
+    refuse_taken(folder)
     with named_errors("finish", folder):
         for path in temporary.iterdir():
             with path.open("rb") as file:
@@ -255,7 +255,12 @@ def discard_export(folder: Path) -> None:
     shutil.rmtree(temporary_folder(folder), ignore_errors=True)
 
 
-def _refuse_taken(folder: Path) -> None:
+def refuse_taken(folder: Path) -> None:
+    """Refuse to write to a folder that has anything in it, or to a file.
+
+    Raises:
+        CheckpointError: it has, or the system refuses.
+    """
     with named_errors("export to", folder):
         if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
             raise CheckpointError(

@@ -243,7 +243,7 @@ def _notes(flags: Any) -> Iterator[str]:
     if flags.recompute_method == "uniform" and flags.recompute_num_layers not in (None, 1):
         yield "every block's input is kept, not one of each group's"
     if flags.fp8_format is not None:
-        yield "fp8 products have no counterpart; bf16 ones are priced"
+        yield "fp8 products are precision.linears=fp8 here; bf16 ones are priced"
 
 
 def script_words(text: str) -> list[str]:
