@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from shardwise.checkpoint.manifest import CheckpointError
 from shardwise.config.resolve import Config
@@ -37,8 +36,6 @@ from shardwise.train.prepare import PreparedData
 NUM_FIRST_METERED = 2
 METER_EVERY = 50
 PROMPT_TOKENS = 24
-BASELINE_TOKENS = 1 << 27
-_CHUNK_TOKENS = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -188,15 +185,6 @@ class Trainer:
         )
         return self.engine.eval_step(list(batches)).loss
 
-    def unigram_loss(self) -> float | None:
-        """Return the loss that token frequencies alone reach on the tokens of `evaluate`; None for chats."""
-        val, seq_len = self.data.val, self.config.data.seq_len
-        if not isinstance(val, TokenDataset) or not isinstance(self.data.train, TokenDataset):
-            return None
-        order = [self._held_out_sequence(position) for position in range(self._num_eval_sequences())]
-        targets = np.concatenate([val.sample(index, seq_len)[1] for index in order])
-        return unigram_loss(self.data.train.read(0, BASELINE_TOKENS), targets, self.data.vocab_size)
-
     def sample(self) -> Sample:
         """Let the model continue held-out text, or answer a held-out chat, by `run.sample_tokens` tokens.
 
@@ -304,20 +292,3 @@ def mfu_of(engine: Engine, flops_per_s: float) -> float | None:
         return None
     peak = peak_flops(torch.cuda.get_device_name(engine.device))
     return None if peak is None else flops_per_s / (peak * engine.comm.world_size)
-
-
-def unigram_loss(
-    train_tokens: NDArray[np.unsignedinteger], held_out_tokens: NDArray[np.unsignedinteger], vocab_size: int
-) -> float:
-    """Return nats a held-out token, under token frequencies of the training split with add-one smoothing.
-
-    Args:
-        train_tokens: [T] token ids; read in chunks, so it may be a memory map.
-        held_out_tokens: [H] token ids.
-        vocab_size: number of ids.
-    """
-    counts = np.zeros(vocab_size, dtype=np.int64)
-    for start in range(0, len(train_tokens), _CHUNK_TOKENS):
-        counts += np.bincount(train_tokens[start : start + _CHUNK_TOKENS], minlength=vocab_size)
-    probability = (counts + 1) / (len(train_tokens) + vocab_size)
-    return float(-np.log(probability[held_out_tokens]).mean())

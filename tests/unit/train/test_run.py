@@ -18,7 +18,7 @@ from shardwise.train import metrics as sinks
 from shardwise.train import run
 from shardwise.train.metrics import JsonlSink
 from shardwise.train.prepare import prepare_data
-from shardwise.train.rank0_logger import StepLogger
+from shardwise.train.recorder import RunRecorder
 from shardwise.train.setup import resolve_job
 
 
@@ -46,16 +46,16 @@ def train(tmp_path):
 
 
 def fail_with(monkeypatch, error: BaseException) -> None:
-    def see(self, record, facts):
+    def see(self, record):
         raise error
 
-    monkeypatch.setattr(StepLogger, "see", see)
+    monkeypatch.setattr(RunRecorder, "see", see)
 
 
 def test_the_summary_sets_every_figure_beside_another(train, capsys):
     code, shown = train()
     assert code == 0
-    for part in ("held-out loss", "for token frequencies alone, on the same tokens", "predicted", "measured", "prompt"):
+    for part in ("held-out loss", "predicted", "measured", "prompt"):
         assert part in shown
     assert len(re.findall(r"^step [123]/3 .* tokens/s [1-9][\d,]* ", shown, re.MULTILINE)) == 3
     assert shown.rstrip().endswith("/run"), "the last line is the path of the run's folder"

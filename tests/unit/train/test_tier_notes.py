@@ -59,7 +59,7 @@ def test_states_on_the_host_are_measured_there(trainer) -> None:
     assert at_host.host.live_bytes[Category.OPTIMIZER] == held["optimizer"] > 0
     state = Progress(Header("", ""), total_steps=2, step=2)
     text = Console(width=100, file=io.StringIO(), record=True)
-    text.print(render_outcome(RunOutcome(state=state, folder=None, tokens_per_s=1.0, host=at_host.host)))
+    text.print(render_outcome(RunOutcome(state, host=at_host.host)))
     assert re.search(r"host's peak +[\d.]+ \w+: .*optimizer", text.export_text())
 
 
