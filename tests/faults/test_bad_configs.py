@@ -20,7 +20,7 @@ from harness.refusals import refused
 from harness.waiting import PATIENCE_S
 from shardwise.cli import main as cli
 from shardwise.config.resolve import Config, ConfigError, all_keys
-from shardwise.train.dataset import CHECKSUMS_NAME, DOCUMENTS_NAME, INDEX_NAME, TOKENIZER_NAME, TOKENS_NAME
+from shardwise.train.dataset import INDEX_NAME, TOKENIZER_NAME, TOKENS_NAME
 from shardwise.train.setup import job_config, prepare_job_data, resolve_job
 
 MAX_LINE = 700
@@ -121,7 +121,7 @@ def check_preparations(tmp_path: Path, accepted: list[Accepted], monkeypatch) ->
             refused += 1
             check_line(line)
     left = {each.name for each in tmp_path.rglob("*") if each.is_file()} - {text.name}
-    assert left <= {TOKENS_NAME, CHECKSUMS_NAME, DOCUMENTS_NAME, TOKENIZER_NAME, INDEX_NAME}
+    assert left <= {TOKENS_NAME, TOKENIZER_NAME, INDEX_NAME}
     return refused
 
 

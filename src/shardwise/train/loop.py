@@ -158,8 +158,7 @@ class Trainer:
 
     def position(self) -> dict[str, Any]:
         """Return the run's position in the data, as JSON: the samples taken, and the hash of the data's tokens."""
-        tokens_hash = self.data.train.index.tokens_hash
-        return {"num_samples": self._num_samples(self.engine.num_steps), "tokens_hash": tokens_hash}
+        return {"num_samples": self._num_samples(self.engine.num_steps), "tokens_hash": self.data.tokens_hash}
 
     def go_on_from(self, position: Mapping[str, Any]) -> None:
         """Continue the data at `position`, whatever the ranks and the batch were.
@@ -167,7 +166,7 @@ class Trainer:
         Raises:
             CheckpointError: `position` is one in other data, or names no data.
         """
-        own_hash = self.data.train.index.tokens_hash
+        own_hash = self.data.tokens_hash
         if position.get("tokens_hash") != own_hash:
             raise CheckpointError(
                 "checkpoint-of-other-tokens",
@@ -179,7 +178,8 @@ class Trainer:
 
     def evaluate(self) -> float:
         """Return the mean loss over `run.eval_batches` global batches of held-out data, the same in every layout."""
-        num_batches = self._num_eval_sequences() // self._global_size()
+        there_are = self.data.val.num_sequences(self.config.data.seq_len) // self._global_size()
+        num_batches = min(self.config.run.eval_batches, max(1, there_are))
         batches = itertools.chain.from_iterable(
             self._batches(self.data.val, number * self._global_size()) for number in range(num_batches)
         )
@@ -190,11 +190,9 @@ class Trainer:
 
         All ranks write the same.
         """
-        val, number = self.data.val, self._held_out_sequence(0)
-        if isinstance(val, TokenDataset):
-            prompt_ids = val.sample(number, self.config.data.seq_len)[0][:PROMPT_TOKENS].astype(np.int64)
-        else:
-            prompt_ids = val.prompt(number).astype(np.int64)
+        val, seq_len = self.data.val, self.config.data.seq_len
+        number = sample_order(self.config.run.seed, 0, val.num_sequences(seq_len))
+        prompt_ids = val.prompt(number, seq_len, PROMPT_TOKENS).astype(np.int64)
         prompt = torch.from_numpy(prompt_ids).to(self.engine.device).unsqueeze(0)  # [1, S]
         with self.engine.gathered() as model:
             tokens = self.model.generate(model, prompt, self.config.run.sample_tokens, self.config)
@@ -243,15 +241,6 @@ class Trainer:
         size = self.config.batch.global_size
         assert size is not None, "the engine resolves the batch"
         return size
-
-    def _num_eval_sequences(self) -> int:
-        """Return the sequences of `run.eval_batches` batches, or of as many as the data fill; at least one batch."""
-        global_size = self._global_size()
-        there_are = self.data.val.num_sequences(self.config.data.seq_len) // global_size
-        return global_size * min(self.config.run.eval_batches, max(1, there_are))
-
-    def _held_out_sequence(self, position: int) -> int:
-        return sample_order(self.config.run.seed, position, self.data.val.num_sequences(self.config.data.seq_len))
 
 
 def build_trainer(config: Config, data: PreparedData) -> Trainer:
