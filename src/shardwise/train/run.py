@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -28,17 +29,14 @@ from shardwise.comm.store import PatientStore
 from shardwise.config.errors import CodedError, with_code
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.config.untrusted_files import UntrustedFileError, read_text
-from shardwise.engine.engine import Engine
 from shardwise.launch.environment import RankEnv
 from shardwise.launch.local import default_num_ranks, launch_local
 from shardwise.launch.process_group import start_process_group
 from shardwise.launch.signals import StopFlag
 from shardwise.layout.stage_partition import find_partition
-from shardwise.offload.disk_bench import USEFUL_BYTES_PER_S, measure_swap, passes_s, step_s
-from shardwise.offload.nvme import SwapError
 from shardwise.report.panel import TerminalPanel
 from shardwise.report.run_folder import TIMELINE_NAME
-from shardwise.runtime.format import format_bytes, format_count, format_s
+from shardwise.runtime.format import format_bytes, format_count
 from shardwise.train.checkpoints import Resumed, RunCheckpoints, checkpoint_root, make_root
 from shardwise.train.loop import Sample, Trainer, build_trainer
 from shardwise.train.metrics import StepRecord
@@ -179,14 +177,14 @@ def run_rank(
         log.info("%s", trainer.engine.layout.mesh)
         checkpoints = RunCheckpoints(trainer, checkpoint_root(config, folder))
         resumed = None if resume is None else checkpoints.resume(resume)
-        notes = [measure_disk(trainer.engine, env.rank)]
         if resumed is not None:
             log.info("resumed from %s at step %d", resumed.path, resumed.step)
-            notes += resumed.notes
         if env.rank == 0:
             prediction = predict(trainer, folder, env.cache)
-            for note in filter(None, [*notes, _cut_note(trainer)]):
+            for note in () if resumed is None else resumed.notes:
                 say(console, note)
+            if config.mesh.pp > 1:
+                say(console, find_partition(trainer.model.skeleton(), config).describe())
             trainer.data.tokenizer.save(folder / "tokenizer", config.data.tokenizer or config.model.path)
         recorder = RunRecorder(
             trainer.engine, _first_state(trainer, resumed), folder, console, trainer.mfu, stop.__bool__
@@ -357,7 +355,7 @@ def _prepare(config: Config, console: Console, resume: Path | None) -> tuple[Con
         data = prepare_job_data(config, show)
     say(console, f"{data.words}, {time.monotonic() - start_s:.1f} s")
     config = with_steps(config, data)
-    return config, create_folder(config, time.localtime()), data.path
+    return config, create_folder(config, datetime.now()), data.path
 
 
 def _agree_on_place(
@@ -423,33 +421,3 @@ def _stopped_by(stop: StopFlag, env: RankEnv) -> str:
     if env.launcher == "local":
         return ""
     return "Ctrl-C" if stop.signal_name == "SIGINT" else stop.signal_name
-
-
-def measure_disk(engine: Engine, rank: int) -> str:
-    """Measure the disk that stores states and return what it means for a step; empty without states on NVMe.
-
-    It takes less than a second. Every rank calls it at the same time, so each measures its share of a common disk.
-    """
-    path = engine.config.tiers.nvme_path
-    if path is None or "nvme" not in engine.layout.bytes_by_tier():
-        return ""
-    try:
-        speed = measure_swap(Path(path), rank)
-    except SwapError as error:  # its own files the engine has made by now
-        log.warning("the disk was not measured: %s", error)
-        return f"the disk of {path} was not measured: {error}"
-    read_rate, write_rate = speed.read_bytes_per_s, speed.write_bytes_per_s
-    rates = f"reads {read_rate / 1e9:.2f} GB/s and writes {write_rate / 1e9:.2f} GB/s a rank"
-    if engine.device.type == "cuda" and min(read_rate, write_rate) < USEFUL_BYTES_PER_S:  # a CPU needs less
-        rates += f", less than the {USEFUL_BYTES_PER_S / 1e9:g} that a GPU needs"
-    optimizer_s = step_s(engine.layout, read_rate, write_rate)
-    others_s = passes_s(engine.layout, engine.config.batch.accumulation or 1, read_rate, write_rate)
-    times = [f"{format_s(optimizer_s)} for the optimizer"] if optimizer_s else []
-    times += [f"{format_s(others_s)} for the forward and backward"] if others_s else []
-    return f"{speed.path} {rates}; of each step the disk works at most {' and '.join(times)}"
-
-
-def _cut_note(trainer: Trainer) -> str:
-    """Return the table of the pipeline's stages; empty without a pipeline."""
-    config = trainer.config
-    return "" if config.mesh.pp == 1 else find_partition(trainer.model.skeleton(), config).describe()

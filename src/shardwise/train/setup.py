@@ -16,9 +16,9 @@ import os
 import re
 import resource
 import shutil
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime, timedelta
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal
@@ -46,7 +46,8 @@ from shardwise.train.prepare import PreparedData, Progress, prepare_data
 CONFIG_NAME = "config.json"
 CACHE_NAME = "cache"
 # A run's folder: the time at which it was made, and a name.
-RUN_NAME: Final = re.compile(r"(\d{8}-\d{6})-(.+)")
+_TIME: Final = "%Y%m%d-%H%M%S"
+_RUN_NAME: Final = re.compile(r"(\d{8}-\d{6})-(.+)")
 
 DeviceKind = Literal["cpu", "cuda"]
 
@@ -71,7 +72,6 @@ _WARMUP_SHARE = 0.05
 # What the field fine-tunes with; LoRA's matrices begin at zero and take larger steps (Hu et al. 2021, appendix D).
 _TUNING_LR, _LORA_LR = 1e-5, 2e-4
 _TUNING_SEQ_LEN = 1024
-_MIN_FILES = 64
 _MAX_FILES = 4096
 # A step that reads the training data more often than this is a mistake in a number.
 _MAX_PASSES_A_STEP = 100
@@ -154,33 +154,18 @@ def check_job(config: Config, world_size: int) -> tuple[Config, Layout]:
 
 def _refuse_unknown_homes(config: Config) -> None:
     """Refuse a path such as `~ann/runs` where the system knows no user of that name."""
-    data = config.data
-    paths = {
-        "run.dir": config.run.dir, "checkpoint.path": config.checkpoint.path,
-        "model.path": config.model.path, "data.path": data.path, "data.tokenizer": data.tokenizer,
-        "data.cache_dir": data.cache_dir, "model.weights": config.model.weights,
-    }  # fmt: skip
-    for key, value in paths.items():
-        if value is not None and value.startswith("~") and os.path.expanduser(value) == value:
+    for key, value in leaves(config.model_dump()):
+        if isinstance(value, str) and value.startswith("~") and os.path.expanduser(value) == value:
             user = value.split("/")[0]
             raise ConfigError("home-unknown", f"{key}={value}: {user} is no user's folder here; write the path out")
 
 
 def _raise_file_limit() -> None:
-    """Raise the limit of open files of this process and its ranks as far as the system allows, up to `_MAX_FILES`.
-
-    Raises:
-        ConfigError: the system allows too few for a run.
-    """
+    """Raise the limit of open files of this process and its ranks as far as the system allows, up to `_MAX_FILES`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(_MAX_FILES, hard)
     if 0 <= soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    if 0 <= hard < _MIN_FILES:
-        raise ConfigError(
-            "open-files-limit",
-            f"{hard} open files are too few for a run; raise the limit: ulimit -n {_MIN_FILES} or more",
-        )
 
 
 def _refuse_too_large(layout: Layout, config: Config, num_local_ranks: int) -> None:
@@ -309,10 +294,11 @@ def with_steps(config: Config, data: PreparedData) -> Config:
     return config.override([f"run.steps={num_steps}", f"scheduler.warmup_steps={warmup_steps}"])
 
 
-def create_folder(config: Config, now: time.struct_time) -> Path:
+def create_folder(config: Config, now: datetime) -> Path:
     """Make the run's folder, `<run.dir>/<time>-<name>`, with the config in it; existing folders stay as they are.
 
-    The time is never before that of a run in the folder, so a clock that is set back leaves the runs in order.
+    The time is never before that of a run in the folder, so a clock that is set back leaves the runs in order, and of
+    two runs of one name the later has the later time.
 
     Raises:
         ConfigError: the folder cannot be made or written to.
@@ -321,9 +307,14 @@ def create_folder(config: Config, now: time.struct_time) -> Path:
     folder = None
     try:
         root.mkdir(parents=True, exist_ok=True)
-        runs = (RUN_NAME.fullmatch(each.name) for each in root.iterdir())
-        start = max([time.strftime("%Y%m%d-%H%M%S", now), *(run[1] for run in runs if run)])
-        folder = _create_first_free(root / f"{start}-{config.run.name or model_name(config)}")
+        start = max([f"{now:{_TIME}}", *(time for time, _, _ in runs_in(root))])
+        while folder is None:
+            try:
+                candidate = root / f"{start}-{config.run.name or model_name(config)}"
+                candidate.mkdir()
+                folder = candidate
+            except FileExistsError:
+                start = f"{datetime.strptime(start, _TIME) + timedelta(seconds=1):{_TIME}}"
         (folder / CONFIG_NAME).write_text(config.to_json() + "\n", encoding="utf-8")
     except OSError as error:
         if folder is not None:
@@ -336,15 +327,10 @@ def create_folder(config: Config, now: time.struct_time) -> Path:
     return folder
 
 
-def _create_first_free(path: Path) -> Path:
-    for number in range(1, 1000):
-        candidate = path if number == 1 else path.with_name(f"{path.name}-{number}")
-        try:
-            candidate.mkdir()
-        except FileExistsError:
-            continue
-        return candidate
-    raise ConfigError("run-names-used-up", f"{path} and 998 more like it are there already; set run.name")
+def runs_in(root: Path) -> list[tuple[str, str, Path]]:
+    """Return the time, the name and the folder of each run in `root`, newest first."""
+    found = [(_RUN_NAME.fullmatch(each.name), each) for each in root.iterdir()] if root.is_dir() else []
+    return sorted(((match[1], match[2], each) for match, each in found if match), reverse=True)
 
 
 def _job_defaults(config: Config, given: set[str]) -> dict[str, Any]:

@@ -109,13 +109,10 @@ def test_a_run_that_ends_before_it_has_an_engine_leaves_no_swap_file(train, tmp_
     assert list((tmp_path / "nvme").iterdir()) == []
 
 
-def test_a_run_with_nvme_says_what_its_disk_takes_and_leaves_no_swap_file(train, tmp_path, monkeypatch):
+def test_a_run_with_nvme_says_what_is_stored_there_and_leaves_no_swap_file(train, tmp_path, monkeypatch):
     tiers = {"optimizer": "nvme", "nvme_path": str(tmp_path / "nvme")}
     code, shown = train(tiers=tiers)
     assert code == 0
-    assert re.match(
-        r".*/nvme reads \d.* GB/s a rank; of each step the disk works at most [\d.]+ [mµ]s for the opt", shown
-    )
     assert "at rest: device: parameters" in shown
     assert list((tmp_path / "nvme").iterdir()) == []
     fail_with(monkeypatch, ValueError("a bug"))
