@@ -72,16 +72,15 @@ class RunRecorder:
         self._mfu = mfu
         self._is_stopped = is_stopped
         self._meter = StepMeter(engine)
-        self._sinks = SinkSet({})
+        self._sinks = SinkSet((), {}, RunInfo("", folder))
         self._display: Display | None = None
         self._setup_bytes: dict[tuple[str, str], int] | None = None
 
     def __enter__(self) -> Self:
         engine, folder, config = self._engine, self._folder, self._engine.config
         if engine.comm.rank == 0:
-            self._sinks = SinkSet.of(config.run.sinks, folder)
-            name = "" if folder is None else folder.name
-            self._sinks.start(config.model_dump(mode="json"), RunInfo(name, folder, self.state.first_step))
+            run = RunInfo("" if folder is None else folder.name, folder, self.state.first_step)
+            self._sinks = SinkSet(config.run.sinks, config.model_dump(mode="json"), run)
             for line in self._sinks.failures:
                 say(self._console, line)
             self._display = Display(self._console, self.state)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -16,7 +17,6 @@ from shardwise.launch.environment import lone_rank
 from shardwise.launch.signals import StopFlag
 from shardwise.train import metrics as sinks
 from shardwise.train import run
-from shardwise.train.metrics import JsonlSink
 from shardwise.train.prepare import prepare_data
 from shardwise.train.recorder import RunRecorder
 from shardwise.train.setup import resolve_job
@@ -71,13 +71,16 @@ def test_the_summary_sets_the_planners_peak_beside_the_measured_one(train, tmp_p
     assert json.loads((tmp_path / "run" / "prediction.json").read_text())["measured"]["step_s"] > 0
 
 
-class Failing(JsonlSink):
-    def write(self, record):
+@contextmanager
+def failing(config, run):
+    def write(record):
         raise ConnectionError("no network")
+
+    yield write
 
 
 def test_a_sink_that_fails_stops_nothing_and_is_named_at_the_end(train, tmp_path, monkeypatch):
-    monkeypatch.setattr(sinks, "SINKS", {**sinks.SINKS, "wandb": Failing})
+    monkeypatch.setattr(sinks, "SINKS", {**sinks.SINKS, "wandb": failing})
     code, shown = train(sinks=["tensorboard", "wandb"])
     assert code == 0
     assert "step 3/3" in shown
