@@ -208,7 +208,11 @@ def check_cache(whole: Path, place: Path, draw: random.Random) -> None:
         tokens = np.concatenate([each.tokens for each in (data.train, data.val)])
         if path.name != "tokens.bin":  # of which the size alone is checked
             assert data.tokenizer.decode(tokens.tolist()) == TEXT + END_OF_TEXT
-        assert (data.vocab_size, data.tokenizer.eot_id, data.num_tokens) == (NUM_BYTE_TOKENS, 256, len(TEXT) + 1)
+        assert (data.index.vocab_size, data.tokenizer.eot_id, data.index.num_tokens) == (
+            NUM_BYTE_TOKENS,
+            256,
+            len(TEXT) + 1,
+        )
 
     spared(place, read, ERRORS)
 

@@ -30,6 +30,7 @@ from shardwise.runtime.format import format_count
 from shardwise.runtime.keyed_rng import keyed_generator
 from shardwise.schedule.formulas import training_flops_per_token
 from shardwise.train.packed_base import check_packing, pack_on_meta, packing
+from shardwise.train.tokenizer import Tokenizer
 
 TEMPERATURE, TOP_K = 0.8, 40
 
@@ -113,6 +114,10 @@ class DecoderModel:
             top_k=TOP_K,
             generator=keyed_generator(config.run.seed, "sample", device=prompt.device),
         )
+
+    def save_tokenizer(self, folder: Path, own: Tokenizer) -> None:
+        """Write the tokenizer, of which the data have their `own` form, as a folder that `AutoTokenizer` loads."""
+        own.save(folder)
 
     def export(self, engine: Engine, folder: Path) -> Path | None:
         """Write a folder for other tools, with the tokenizer; all ranks call it. A preset's run writes none (None)."""
@@ -246,6 +251,9 @@ class HuggingFaceModel:
                 use_cache=True,
             )
         return tokens
+
+    def save_tokenizer(self, folder: Path, own: Tokenizer) -> None:
+        open_tokenizer(self.config, self.folder).save_pretrained(folder)
 
     def export(self, engine: Engine, folder: Path) -> Path:
         """Write the weights, or with LoRA the adapter, and the tokenizer; all ranks call it.

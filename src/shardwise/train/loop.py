@@ -158,7 +158,7 @@ class Trainer:
 
     def position(self) -> dict[str, Any]:
         """Return the run's position in the data, as JSON: the samples taken, and the hash of the data's tokens."""
-        return {"num_samples": self._num_samples(self.engine.num_steps), "tokens_hash": self.data.tokens_hash}
+        return {"num_samples": self._num_samples(self.engine.num_steps), "tokens_hash": self.data.index.tokens_hash}
 
     def go_on_from(self, position: Mapping[str, Any]) -> None:
         """Continue the data at `position`, whatever the ranks and the batch were.
@@ -166,12 +166,12 @@ class Trainer:
         Raises:
             CheckpointError: `position` is one in other data, or names no data.
         """
-        own_hash = self.data.tokens_hash
-        if position.get("tokens_hash") != own_hash:
+        own = self.data.index
+        if position.get("tokens_hash") != own.tokens_hash:
             raise CheckpointError(
                 "checkpoint-of-other-tokens",
                 f"the checkpoint is of a run on other tokens ({position.get('tokens_hash')}) than these of "
-                f"{self.data.source} ({own_hash}); give the same data.path and data.tokenizer, or load its weights in "
+                f"{own.source} ({own.tokens_hash}); give the same data.path and data.tokenizer, or load its weights in "
                 "a script of your own",
             )
         self.first_step, self._num_samples_before = self.engine.num_steps, int(position["num_samples"])
@@ -254,7 +254,7 @@ def build_trainer(config: Config, data: PreparedData) -> Trainer:
     torch.manual_seed(config.run.seed)  # checkpoints hold the generators' states: equal runs have equal ones
     random.seed(config.run.seed)
     np.random.seed(config.run.seed % 2**32)
-    model = job_model(config).for_tokens(data.vocab_size)
+    model = job_model(config).for_tokens(data.index.vocab_size)
     try:
         engine = model.initialize(config)
         if config.model.weights is not None:

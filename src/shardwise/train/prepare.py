@@ -43,6 +43,7 @@ from shardwise.train.dataset import (
     TOKENIZER_NAME,
     TOKENS_NAME,
     PackedDataset,
+    ShardIndex,
     TokenDataset,
     read_index,
     seal,
@@ -61,30 +62,23 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Holds the splits of the data and how to read them; `tokens_hash` names the data in checkpoints."""
+    """Holds the splits of the data and how to read them."""
 
     path: Path
-    source: str
+    index: ShardIndex
     train: TokenDataset | PackedDataset
     val: TokenDataset | PackedDataset
     tokenizer: Tokenizer
-    vocab_size: int
-    num_documents: int
-    tokens_hash: str
-
-    @property
-    def num_tokens(self) -> int:
-        """Return the tokens of both splits."""
-        return self.train.num_tokens + self.val.num_tokens
 
     @property
     def words(self) -> str:
         """Return what the data are in a few words."""
-        kind = "chats" if isinstance(self.train, PackedDataset) else "documents"
-        text = f"{self.source}: {self.num_documents:,} {kind}, {self.num_tokens:,} tokens of {self.vocab_size:,} kinds"
-        splits = [each for each in (self.train, self.val) if isinstance(each, PackedDataset)]
-        num_cut = sum(each.num_cut for each in splits)
-        return f"{text}; {num_cut:,} longer than data.seq_len lose their end" if num_cut else text
+        index = self.index
+        kind = "chats" if index.has_chats else "documents"
+        sizes = f"{index.num_documents:,} {kind}, {index.num_tokens:,} tokens of {index.vocab_size:,} kinds"
+        num_cut = sum(each.num_cut for each in (self.train, self.val) if isinstance(each, PackedDataset))
+        cut = f"; {num_cut:,} longer than data.seq_len lose their end" if num_cut else ""
+        return f"{index.source}: {sizes}{cut}"
 
 
 def prepare_data(config: Config, cache_dir: str | Path, progress: Progress | None = None) -> PreparedData:
@@ -159,16 +153,7 @@ def open_data(path: str | Path, config: Config) -> PreparedData:
     else:
         cut = split_point(index.num_kept, index.num_tokens, val_fraction=val_fraction, seq_len=seq_len)
         train, val = TokenDataset(tokens[:cut]), TokenDataset(tokens[cut:])
-    return PreparedData(
-        path=path,
-        source=index.source,
-        train=train,
-        val=val,
-        tokenizer=load_tokenizer(path / TOKENIZER_NAME, index.eot_id),
-        vocab_size=index.vocab_size,
-        num_documents=index.num_documents,
-        tokens_hash=index.tokens_hash,
-    )
+    return PreparedData(path, index, train, val, load_tokenizer(path / TOKENIZER_NAME, index.eot_id))
 
 
 def _chat_encoder(config: Config, model: JobModel) -> ChatEncoder | None:

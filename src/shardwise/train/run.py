@@ -185,7 +185,7 @@ def run_rank(
                 say(console, note)
             if config.mesh.pp > 1:
                 say(console, find_partition(trainer.model.skeleton(), config).describe())
-            trainer.data.tokenizer.save(folder / "tokenizer", config.data.tokenizer or config.model.path)
+            trainer.model.save_tokenizer(folder / "tokenizer", trainer.data.tokenizer)
         recorder = RunRecorder(
             trainer.engine, _first_state(trainer, resumed), folder, console, trainer.mfu, stop.__bool__
         )
@@ -277,7 +277,7 @@ def _first_state(trainer: Trainer, resumed: Resumed | None) -> Progress:
         trainer.engine,
         model=f"{trainer.model.words}{sparse_words(config, trainer.model.num_heads)}",
         tokens=f", {config.data.seq_len} tokens each",
-        data=f"{trainer.data.source}, {format_count(trainer.data.num_tokens)} tokens",
+        data=f"{trainer.data.index.source}, {format_count(trainer.data.index.num_tokens)} tokens",
         resumed="" if resumed is None else f"from step {resumed.step} of {resumed.path.parent}",
     )
     return Progress(header, config.run.steps, step=first_step, first_step=first_step)

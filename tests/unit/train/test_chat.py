@@ -187,7 +187,7 @@ def test_parquet_is_read_as_records(tmp_path: Path) -> None:
     for name in ("chats.jsonl", "chats.parquet"):
         data = {"path": str(tmp_path / name), "seq_len": 64, "cache_dir": str(tmp_path / "cache")}
         opened = prepare_data(Config.from_dict({"model": {"path": str(folder)}, "data": data}), tmp_path)
-        hashes.append(opened.tokens_hash)
+        hashes.append(opened.index.tokens_hash)
     assert hashes[0] == hashes[1]
 
 

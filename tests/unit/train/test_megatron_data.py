@@ -72,7 +72,7 @@ def test_a_run_gets_every_token_once(tmp_path: Path) -> None:
     found = np.concatenate([split.tokens for split in (data.train, data.val)])
     wanted = [token for document in written for sequence in document for token in sequence]
     assert sorted(found.tolist()) == sorted(wanted)
-    assert (data.num_tokens, data.num_documents, data.vocab_size) == (len(wanted), 60, 257)
+    assert (data.index.num_tokens, data.index.num_documents, data.index.vocab_size) == (len(wanted), 60, 257)
     assert data.val.num_tokens > 0
     again = prepare_data(config(tmp_path, f"{tmp_path}/corpus.bin"), tmp_path)
     assert again.path == data.path

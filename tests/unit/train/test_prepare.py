@@ -44,10 +44,10 @@ def test_the_splits_hold_every_document_once(config, tmp_path, tokenizer):
     files = sorted(Path(config.data.path).iterdir())
     train, val = decoded(data, data.train), decoded(data, data.val)
     assert sorted(train + val) == [file.read_text() for file in files]
-    assert data.num_documents == len(train) + len(val) == 40
-    assert data.val.num_tokens / data.num_tokens == pytest.approx(0.2, abs=0.05)
+    assert data.index.num_documents == len(train) + len(val) == 40
+    assert data.val.num_tokens / data.index.num_tokens == pytest.approx(0.2, abs=0.05)
     assert {"1", "2", "3"} <= {text[0] for text in val}, "held-out documents come from the whole corpus"
-    assert tokens_of(data.train).max() < data.vocab_size == data.tokenizer.vocab_size <= 400
+    assert tokens_of(data.train).max() < data.index.vocab_size == data.tokenizer.vocab_size <= 400
 
 
 def test_second_run_reads_the_cache(config, tmp_path, monkeypatch):
@@ -74,7 +74,7 @@ def test_changes_make_another_shard(config, tmp_path, change):
 
 def test_building_twice_gives_the_same_bytes(config, tmp_path):
     shards = [prepare_data(config, tmp_path / name) for name in ("one", "two")]
-    assert shards[0].tokens_hash == shards[1].tokens_hash
+    assert shards[0].index.tokens_hash == shards[1].index.tokens_hash
 
 
 def test_config_cache_dir_goes_first(config, tmp_path):
@@ -122,7 +122,7 @@ def test_killed_build_leaves_nothing_that_is_read(config, tmp_path, monkeypatch)
     assert leftover.name.endswith(".tmp")
 
     data = prepare_data(config, tmp_path / "cache")
-    assert data.num_documents == 40
+    assert data.index.num_documents == 40
     assert leftover.exists(), "a build that may be alive is left alone"
 
 
@@ -134,9 +134,9 @@ def test_failed_build_cleans_up(config, tmp_path, monkeypatch):
 
 
 def test_trained_vocabulary_follows_the_model(config, tmp_path):
-    assert prepare_data(config.override(["model.vocab_size=300"]), tmp_path / "cache").vocab_size == 300
+    assert prepare_data(config.override(["model.vocab_size=300"]), tmp_path / "cache").index.vocab_size == 300
     config = config.override(["model.vocab_size=none", "model.preset=tiny"])
-    assert 300 < prepare_data(config, tmp_path / "cache").vocab_size <= 4096
+    assert 300 < prepare_data(config, tmp_path / "cache").index.vocab_size <= 4096
 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "index.json", "tokenizer.json"])
@@ -144,7 +144,7 @@ def test_broken_shard_is_built_again(config, tmp_path, name):
     before = prepare_data(config, tmp_path / "cache")
     (before.path / name).unlink()
     after = prepare_data(config, tmp_path / "cache")
-    assert after.tokens_hash == before.tokens_hash
+    assert after.index.tokens_hash == before.index.tokens_hash
     assert sorted(file.name for file in after.path.iterdir()) == [
         "index.json",
         "tokenizer.json",
@@ -177,7 +177,7 @@ def test_damaged_shard_is_built_again(config, tmp_path, name, how):
     before = prepare_data(config, tmp_path / "cache")
     harm(before.path / name, how)
     after = prepare_data(config, tmp_path / "cache")
-    assert after.tokens_hash == before.tokens_hash
+    assert after.index.tokens_hash == before.index.tokens_hash
     assert tokens_of(after.train).tolist() == tokens_of(before.train).tolist()
 
 
@@ -200,7 +200,7 @@ def test_one_long_text_is_held_out_at_its_end(tmp_path, monkeypatch):
     config = Config.from_dict({"data": {"path": str(file), "tokenizer": "bytes", "val_fraction": 0.1}})
     data = prepare_data(config, tmp_path / "cache")
     size = len(TEXT.encode())
-    assert data.num_tokens == size + 1
+    assert data.index.num_tokens == size + 1
     assert data.val.num_tokens == round(0.1 * (size + 1))
     assert TEXT.encode().endswith(bytes(tokens_of(data.val)[:-1].tolist()))
 
