@@ -197,7 +197,7 @@ def header_of(engine: Engine, model: str, tokens: str = "", data: str = "", resu
     master = " with fp32 master" if config.precision.param in ("bf16", "fp16") else ""
     return Header(
         model=model,
-        layout=f"{layout_line(config, mesh)}, {device}, {config.precision.param}{master}",
+        layout=f"{layout_line(config, mesh.world_size)}, {device}, {config.precision.param}{master}",
         tiers=tiers_line(engine.layout),
         batch=batch_equation(config.batch, mesh.num_data_ranks, mesh.pp > 1) + tokens,
         data=data,

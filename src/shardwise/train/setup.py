@@ -17,7 +17,6 @@ import re
 import resource
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from types import MappingProxyType
@@ -32,9 +31,10 @@ from shardwise.context.apply import check_split
 from shardwise.engine.initialize import check_tiers
 from shardwise.launch.host import usable_bytes
 from shardwise.layout.layout import TIERS, Layout
-from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.tp_sharding import check_length
 from shardwise.offload.nvme import SwapError, SwapFolder
+from shardwise.planner.configs import strategy_of
+from shardwise.planner.format import layout_words
 from shardwise.report.page import leaves
 from shardwise.runtime.format import format_bytes
 from shardwise.runtime.optimizers import optimizer_kind
@@ -195,38 +195,16 @@ def _refuse_too_large(layout: Layout, config: Config, num_local_ranks: int) -> N
             raise ConfigError(error.code, str(error)) from None
 
 
-def layout_line(config: Config, mesh: MeshShape) -> str:
-    """Describe the layout of a run in a few words.
+def layout_line(config: Config, world_size: int) -> str:
+    """Describe the layout of a run as the planner does.
 
-    >>> config = Config.from_dict({"mesh": {"tp": 2}, "tensor": {"sequence_parallel": True}})
-    >>> layout_line(config, MeshShape(dp_shard=4, tp=2))
-    'ZeRO-2 over 4 of 8 ranks x tensor and sequence parallel over 2'
-    >>> layout_line(Config(), MeshShape(pp=2, dp_shard=4))
-    'pipeline over 2 of 8 ranks x ZeRO-2 over 4 ranks'
-    >>> layout_line(Config(), MeshShape(dp_shard=2, cp=2))
-    'ZeRO-2 over 4 ranks, sequences split over 2 of them (ring)'
+    >>> layout_line(Config.from_dict({"mesh": {"tp": 2}, "tensor": {"sequence_parallel": True}}), 8)
+    '8 ranks: TP 2+SP, ZeRO-2 over 4, micro-batch 1'
     """
-    if mesh.world_size == 1:
-        return "1 rank, so nothing is sharded"
-    if mesh.pp > 1:
-        inner = replace(mesh, pp=1)
-        if inner.world_size == 1:
-            return f"pipeline over {mesh.pp} ranks"
-        return f"pipeline over {mesh.pp} of {mesh.world_size:,} ranks x {layout_line(config, inner)}"
-    num_sharing = mesh.world_size // mesh.tp
-    kinds = "tensor and sequence parallel" if config.tensor.sequence_parallel else "tensor parallel"
-    if num_sharing == 1:
-        return f"{kinds} over {mesh.tp} ranks, so ZeRO has nothing to shard"
-    of = f" of {mesh.world_size:,}" if num_sharing < mesh.world_size else ""
-    words = f"ZeRO-{config.zero.stage} over {num_sharing:,}{of} ranks"
-    if mesh.dp_replicate > 1:
-        words += f", {mesh.dp_replicate} replicas of {mesh.dp_shard * mesh.cp} shards"
-    if mesh.cp > 1:
-        sharing = f"{mesh.cp} of them" if mesh.cp < num_sharing else "them"
-        transport, size = config.context.transport, config.context.heads_over or 1
-        teams = f" of teams of {size} that exchange heads" if 1 < size < config.mesh.cp else ""
-        words += f", sequences split over {sharing} ({transport}{teams})"
-    return words + (f" x {kinds} over {mesh.tp}" if mesh.tp > 1 else "")
+    ranks = "1 rank" if world_size == 1 else f"{world_size:,} ranks"
+    # A cut names units, which only a model of ours has where the planner expects them.
+    uncut = config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"cut": None})})
+    return f"{ranks}: {layout_words(strategy_of(uncut, world_size))}"
 
 
 def tiers_line(layout: Layout) -> str:
