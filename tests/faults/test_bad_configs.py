@@ -20,7 +20,7 @@ from harness.refusals import refused
 from harness.waiting import PATIENCE_S
 from shardwise.cli import main as cli
 from shardwise.config.resolve import Config, ConfigError, all_keys
-from shardwise.train.dataset import INDEX_NAME, TOKENIZER_NAME, TOKENS_NAME
+from shardwise.train.prepare import INDEX_NAME, TOKENIZER_NAME, TOKENS_NAME
 from shardwise.train.setup import job_config, prepare_job_data, resolve_job
 
 MAX_LINE = 700

@@ -10,7 +10,6 @@ machines (world size, devices, folders) are not taken over. The global batch sta
 
 from __future__ import annotations
 
-import difflib
 import logging
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
@@ -224,8 +223,7 @@ def resumed_job(path: str | Path | None, assignments: Sequence[str], resume: str
             f"no checkpoint in {source} is whole; of the newest: {error}, given to --resume, or move them away",
         ) from None
     except CheckpointError as error:
-        fix = f"; did you mean --resume {AUTO}?" if difflib.get_close_matches(resume.lower(), [AUTO]) else ""
-        raise ConfigError(error.code, f"--resume {resume}: {error}{fix}") from None
+        raise ConfigError(error.code, f"--resume {resume}: {error}") from None
     _refuse_unless_of_a_run(newest, manifest)
     saved = manifest.config
     config = job_config(path, assignments, base=_taken_over(saved))
@@ -360,16 +358,11 @@ def _refuse_another_model(newest: Path, manifest: Manifest, config: Config) -> N
     if saved.path == given.path and (given.path is not None or decoder_config(saved) == decoder_config(given)):
         return
     was, now = saved.model_dump(), given.model_dump()
-    others = [key for key in was if was[key] != now[key]]
-
-    def said(values: Mapping[str, Any]) -> str:
-        shown = {key: "its default" if values[key] is None else values[key] for key in others}
-        return ", ".join(f"model.{key}={value}" for key, value in shown.items())
-
+    changed = [f"model.{key}={now[key]} (was {was[key]})" for key in was if was[key] != now[key]]
     raise ConfigError(
         "checkpoint-of-other-model",
-        f"{newest} is of another model: it has {said(was)}, and you give {said(now)}; leave that out, or start afresh "
-        "without --resume",
+        f"{newest} is of another model than you give: {', '.join(changed)}; leave that out, or start afresh without "
+        "--resume",
     )
 
 

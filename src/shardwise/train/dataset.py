@@ -1,8 +1,5 @@
-"""Reads token shards as sequences of one length, in an order that every rank computes without communication.
+"""Reads tokens as sequences of one length, in an order that every rank computes without communication.
 
-A token shard is a folder: `tokens.bin` (all tokens of all documents, uint16 or uint32, those to hold out last),
-`tokenizer.json`, and `index.json` (`ShardIndex`) with a checksum of itself and of all the others but the tokens. Tokens
-of chats are uint32, with the highest bit set where one counts in the loss, and `chats.bin` has where each chat starts.
 Which sequence a sample is depends on (seed, sample index) alone, so a run can go on at another world size.
 
 >>> [sample_order(seed=0, index=index, num_sequences=5) for index in range(10)]  # two epochs
@@ -12,94 +9,19 @@ Which sequence a sample is depends on (seed, sample index) alone, so a run can g
 from __future__ import annotations
 
 import bisect
-import hashlib
-import json
 import math
-import os
-from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
 
 from shardwise.config.resolve import BatchConfig, ConfigError
-from shardwise.config.untrusted_files import open_regular, read_json
 from shardwise.models.decoder import IGNORED_TARGET
 
-SHARD_FORMAT: Final = 5
-INDEX_NAME, TOKENS_NAME, CHATS_NAME, TOKENIZER_NAME = "index.json", "tokens.bin", "chats.bin", "tokenizer.json"
 COUNTS_BIT: Final = np.uint32(1 << 31)  # of a chat's token, set where it counts in the loss
-_CHECKSUM = "checksum"
 _ROUNDS = 12
 _MASK = (1 << 64) - 1
-
-NotNegative = Annotated[int, Field(ge=0, lt=2**63)]
-
-
-class ShardIndex(BaseModel):
-    """Holds the fields of a token shard's `index.json`.
-
-    Attributes:
-        num_kept: tokens before those of the documents to hold out.
-        tokens_hash: blake2b of `tokens.bin`, which names the data in checkpoints.
-        has_chats: whether the documents are chats, and there is a `chats.bin`.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    source: str
-    dtype: Literal["uint16", "uint32"]
-    vocab_size: Annotated[int, Field(ge=1, le=2**31)]
-    eot_id: NotNegative
-    num_tokens: NotNegative
-    num_kept: NotNegative
-    num_documents: NotNegative
-    tokens_hash: str
-    has_chats: bool = False
-    format: Literal[5] = SHARD_FORMAT
-
-
-def seal(folder: Path, **facts: Any) -> None:
-    """Write `index.json` into a folder that has the other files; `facts` are its fields."""
-    with (folder / TOKENS_NAME).open("rb") as tokens:
-        tokens_hash = hashlib.file_digest(tokens, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-    index = ShardIndex(tokens_hash=tokens_hash, **facts)
-    fields = index.model_dump() | {_CHECKSUM: _checksum(folder, index)}
-    (folder / INDEX_NAME).write_text(json.dumps(fields, indent=2), encoding="utf-8")
-
-
-def _checksum(folder: Path, index: ShardIndex) -> str:
-    """Return a hash of the index and of all files but the tokens."""
-    digest = hashlib.blake2b(index.model_dump_json().encode(), digest_size=16)
-    for name in (TOKENIZER_NAME, *((CHATS_NAME,) if index.has_chats else ())):
-        with open(open_regular(folder / name, folder), "rb") as file:
-            digest.update(hashlib.file_digest(file, "blake2b").digest())
-    return digest.hexdigest()
-
-
-def read_index(path: Path) -> ShardIndex:
-    """Read the index of the shard in folder `path`, and check every file of it; of the tokens, how many there are.
-
-    Raises:
-        ConfigError: the shard is missing, not whole or damaged.
-    """
-    try:
-        fields = read_json(path / INDEX_NAME, "build it again", folder=path)
-        checksum = fields.pop(_CHECKSUM, None) if isinstance(fields, dict) else None
-        index = ShardIndex.model_validate(fields)
-        if _checksum(path, index) != checksum:
-            raise ValueError("its files are not those that were written")
-        with open(open_regular(path / TOKENS_NAME, path), "rb") as file:
-            found, wanted = os.fstat(file.fileno()).st_size, index.num_tokens * np.dtype(index.dtype).itemsize
-        if found != wanted:
-            raise ValueError(f"{TOKENS_NAME} has {found:,} bytes where {wanted:,} belong")
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
-        fix = "delete the folder and run again, or put data.cache_dir where every node sees it"
-        raise ConfigError("token-shard-damaged", f"{path} holds no whole token shard: {reason}; {fix}") from None
-    return index
 
 
 class TokenDataset:

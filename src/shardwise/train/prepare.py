@@ -4,6 +4,10 @@
 returns. A shard is built in a folder of its own and renamed into place, so a reader sees a whole shard or none, and of
 two builders one wins.
 
+It has `tokens.bin` (all tokens of all documents, uint16 or uint32, those to hold out last), `tokenizer.json`, and
+`index.json` (`ShardIndex`) with a checksum of itself and of all the others but the tokens. Tokens of chats are uint32,
+with the highest bit set where one counts in the loss, and `chats.bin` has where each chat starts.
+
     data = prepare_data(config, cache_dir=Path("cache"))
     batches_for_step(data.train, first, config.batch, data_rank=0, num_data_ranks=1, seed=0, seq_len=256)
 """
@@ -11,6 +15,8 @@ two builders one wins.
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 import shutil
 import tempfile
 import uuid
@@ -18,13 +24,15 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
 
 from shardwise.config.errors import system_code
 from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.untrusted_files import open_regular, read_json
 from shardwise.train.chat import ChatEncoder
 from shardwise.train.corpus import (
     Corpus,
@@ -36,28 +44,43 @@ from shardwise.train.corpus import (
     read_pieces,
     sample_texts,
 )
-from shardwise.train.dataset import (
-    CHATS_NAME,
-    COUNTS_BIT,
-    SHARD_FORMAT,
-    TOKENIZER_NAME,
-    TOKENS_NAME,
-    PackedDataset,
-    ShardIndex,
-    TokenDataset,
-    read_index,
-    seal,
-    split_point,
-)
+from shardwise.train.dataset import COUNTS_BIT, PackedDataset, TokenDataset, split_point
 from shardwise.train.job_model import JobModel, job_model, model_folder, open_tokenizer
 from shardwise.train.tokenizer import SAMPLE_BYTES, Tokenizer, load_tokenizer, make_tokenizer, tokenizer_fingerprint
 
+SHARD_FORMAT: Final = 5
+INDEX_NAME, TOKENS_NAME, CHATS_NAME, TOKENIZER_NAME = "index.json", "tokens.bin", "chats.bin", "tokenizer.json"
 BATCH_CHARS = 1 << 20
 # A guess, by which progress is shown as often for chats as for text.
 _CHAT_CHARS = 1000
 _KEY_BYTES = 12
+_CHECKSUM = "checksum"
 
 Progress = Callable[[int, int], None]
+NotNegative = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class ShardIndex(BaseModel):
+    """Holds the fields of a token shard's `index.json`.
+
+    Attributes:
+        num_kept: tokens before those of the documents to hold out.
+        tokens_hash: blake2b of `tokens.bin`, which names the data in checkpoints.
+        has_chats: whether the documents are chats, and there is a `chats.bin`.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    source: str
+    dtype: Literal["uint16", "uint32"]
+    vocab_size: Annotated[int, Field(ge=1, le=2**31)]
+    eot_id: NotNegative
+    num_tokens: NotNegative
+    num_kept: NotNegative
+    num_documents: NotNegative
+    tokens_hash: str
+    has_chats: bool = False
+    format: Literal[5] = SHARD_FORMAT
 
 
 @dataclass(frozen=True)
@@ -156,6 +179,38 @@ def open_data(path: str | Path, config: Config) -> PreparedData:
     return PreparedData(path, index, train, val, load_tokenizer(path / TOKENIZER_NAME, index.eot_id))
 
 
+def _checksum(folder: Path, index: ShardIndex) -> str:
+    """Return a hash of the index and of all files but the tokens."""
+    digest = hashlib.blake2b(index.model_dump_json().encode(), digest_size=16)
+    for name in (TOKENIZER_NAME, *((CHATS_NAME,) if index.has_chats else ())):
+        with open(open_regular(folder / name, folder), "rb") as file:
+            digest.update(hashlib.file_digest(file, "blake2b").digest())
+    return digest.hexdigest()
+
+
+def read_index(path: Path) -> ShardIndex:
+    """Read the index of the shard in folder `path`, and check every file of it; of the tokens, how many there are.
+
+    Raises:
+        ConfigError: the shard is missing, not whole or damaged.
+    """
+    try:
+        fields = read_json(path / INDEX_NAME, "build it again", folder=path)
+        checksum = fields.pop(_CHECKSUM, None) if isinstance(fields, dict) else None
+        index = ShardIndex.model_validate(fields)
+        if _checksum(path, index) != checksum:
+            raise ValueError("its files are not those that were written")
+        with open(open_regular(path / TOKENS_NAME, path), "rb") as file:
+            found, wanted = os.fstat(file.fileno()).st_size, index.num_tokens * np.dtype(index.dtype).itemsize
+        if found != wanted:
+            raise ValueError(f"{TOKENS_NAME} has {found:,} bytes where {wanted:,} belong")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
+        fix = "delete the folder and run again, or put data.cache_dir where every node sees it"
+        raise ConfigError("token-shard-damaged", f"{path} holds no whole token shard: {reason}; {fix}") from None
+    return index
+
+
 def _chat_encoder(config: Config, model: JobModel) -> ChatEncoder | None:
     """Return what encodes chats; None for a preset, which has no chat template."""
     if config.model.path is None:
@@ -199,6 +254,15 @@ def _build(path: Path, encoded: Iterable[_Encoded], label: str, tokenizer: Token
         _publish(folder, path)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def seal(folder: Path, **facts: Any) -> None:
+    """Write `index.json` into a folder that has the other files; `facts` are its fields."""
+    with (folder / TOKENS_NAME).open("rb") as tokens:
+        tokens_hash = hashlib.file_digest(tokens, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    index = ShardIndex(tokens_hash=tokens_hash, **facts)
+    fields = index.model_dump() | {_CHECKSUM: _checksum(folder, index)}
+    (folder / INDEX_NAME).write_text(json.dumps(fields, indent=2), encoding="utf-8")
 
 
 def _encode(

@@ -14,12 +14,11 @@ from shardwise.config.resolve import BatchConfig, resolve_batch
 from shardwise.train.dataset import (
     TokenDataset,
     batches_for_step,
-    read_index,
     sample_order,
     sample_positions,
-    seal,
     split_point,
 )
+from shardwise.train.prepare import read_index, seal
 
 
 def dataset_of(num_tokens: int, dtype: str = "uint16") -> TokenDataset:

@@ -194,8 +194,7 @@ def test_the_attention_is_taken_over_and_may_be_another():
 
 def test_another_model_is_refused_before_anything_starts():
     root = write(Path("ck"), 10)
-    differences = ("model.num_layers=its default", "model.num_layers=3")
-    with refused("checkpoint-of-other-model", "ck/step-00000010", *differences):
+    with refused("checkpoint-of-other-model", "ck/step-00000010", "model.num_layers=3"):
         resumed(root, "model.num_layers=3")
     hidden_size = decoder_config(Config.from_dict(SAVED).model).hidden_size
     assert resumed(root, f"model.hidden_size={hidden_size}")[1] == root, "the same, said in other words"
