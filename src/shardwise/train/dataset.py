@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from shardwise.config.resolve import BatchConfig, ConfigError
 from shardwise.models.decoder import IGNORED_TARGET
 
+PROMPT_TOKENS: Final = 24
 COUNTS_BIT: Final = np.uint32(1 << 31)  # of a chat's token, set where it counts in the loss
 _ROUNDS = 12
 _MASK = (1 << 64) - 1
@@ -45,9 +46,9 @@ class TokenDataset:
         tokens = self.tokens[index * seq_len : (index + 1) * seq_len + 1]
         return tokens[:-1], tokens[1:]
 
-    def prompt(self, index: int, seq_len: int, num_tokens: int) -> NDArray[Any]:
-        """Return the first `num_tokens` tokens of a sequence."""
-        return self.sample(index, seq_len)[0][:num_tokens]
+    def prompt(self, index: int, seq_len: int) -> NDArray[Any]:
+        """Return the first tokens of a sequence."""
+        return self.sample(index, seq_len)[0][:PROMPT_TOKENS]
 
 
 class PackedDataset:
@@ -98,7 +99,7 @@ class PackedDataset:
         positions[place:] = np.arange(seq_len - place)
         return tokens, targets, positions
 
-    def prompt(self, index: int, seq_len: int, num_tokens: int) -> NDArray[Any]:
+    def prompt(self, index: int, seq_len: int) -> NDArray[Any]:
         """Return the first chat of a sequence up to the first token that counts; half of it where none does."""
         ids, counts = self._read(self._rows[index][0])
         return ids[: max(1, int(counts.argmax()) or len(ids) // 2)]

@@ -43,6 +43,12 @@ class EngineDataLoader:
     An iteration is one pass over the data. Rows that do not fill a global batch are left to the next pass, which begins
     with them. Each pass has its own order.
 
+    Args:
+        engine: whose mesh and batch sizes count.
+        dataset: the rows.
+        seed: of the order; None keeps the order of the dataset.
+        options: for torch's `DataLoader`.
+
     Attributes:
         num_samples: rows that all ranks together have taken.
     """
@@ -110,6 +116,11 @@ class StreamLoader:
     An iteration is one pass over the stream, or what is left of it; samples that fill no global batch are left out.
     Every rank reads the whole stream and keeps its own samples. `set_epoch` of the stream is called with the number of
     the pass, if it has one.
+
+    Args:
+        engine: whose mesh and batch sizes count.
+        stream: begins again at each `iter`, with the same samples.
+        collate: makes a micro-batch of samples.
 
     Attributes:
         num_samples: of this pass, that all ranks together have taken.

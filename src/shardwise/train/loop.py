@@ -35,7 +35,6 @@ from shardwise.train.prepare import PreparedData
 # The first two: the first may be the one that runs out of memory, the second holds the optimizer's states too.
 NUM_FIRST_METERED = 2
 METER_EVERY = 50
-PROMPT_TOKENS = 24
 
 
 @dataclass(frozen=True)
@@ -192,7 +191,7 @@ class Trainer:
         """
         val, seq_len = self.data.val, self.config.data.seq_len
         number = sample_order(self.config.run.seed, 0, val.num_sequences(seq_len))
-        prompt_ids = val.prompt(number, seq_len, PROMPT_TOKENS).astype(np.int64)
+        prompt_ids = val.prompt(number, seq_len).astype(np.int64)
         prompt = torch.from_numpy(prompt_ids).to(self.engine.device).unsqueeze(0)  # [1, S]
         with self.engine.gathered() as model:
             tokens = self.model.generate(model, prompt, self.config.run.sample_tokens, self.config)

@@ -1,4 +1,4 @@
-"""Shows and records the steps of a run, of `shardwise train` and of a loop of the user's own alike.
+"""Shows and records the steps of a run, be it of `shardwise train` or of a loop of the user's own.
 
     with shardwise.progress(engine, steps=400, folder="runs/a") as run:
         for batches in run.steps(loader):

@@ -139,7 +139,7 @@ def test_longer_chats_lose_their_end_and_are_counted(tmp_path: Path) -> None:
 
 def test_a_prompt_ends_before_the_answer(tmp_path: Path) -> None:
     _, _, val = open_chats(tmp_path)
-    text = make_tokenizer().decode(val.prompt(0, 64, 8))
+    text = make_tokenizer().decode(val.prompt(0, 64))
     assert text.endswith("<|im_start|>assistant\n")
     assert text.count("user") == 1
 
