@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from shardwise.tensor.plan_layout import plan_layout
     from shardwise.tensor.prove_plan import prove_plan
     from shardwise.train.loaders import data_loader, stream_loader
-    from shardwise.train.own_loop import progress
+    from shardwise.train.recorder import progress
     from shardwise.train.recording import save_timeline
     from shardwise.verify.simulate import Simulation, simulate
 
@@ -112,7 +112,7 @@ _MODULES: Final[Mapping[str, str]] = {
     "measure_units": "pipeline.profile_units",
     "plan": "planner.plan",
     "plan_layout": "tensor.plan_layout",
-    "progress": "train.own_loop",
+    "progress": "train.recorder",
     "propose_plan": "tensor.autoplan.propose",
     "prove_plan": "tensor.prove_plan",
     "save_timeline": "train.recording",

@@ -177,6 +177,11 @@ def test_a_loop_is_shown_and_kept_and_its_slow_rank_is_named(ranks, tmp_path, sl
     assert environment["world_size"] == 2
     assert len(environment["hosts"]) == 1
     assert environment["versions"]["torch"] == torch.__version__
+    wire = json.loads((folder / "wire.json").read_text())
+    sent = {(each["axis"], each["op"]): each["bytes"] for each in wire["axes"]}
+    assert wire["steps"] == 13
+    assert sent["dp_shard", "all_gather"] > 20 * 4, "the weights, which the other rank has half of"
+    assert (folder / "report.html").stat().st_size > 50_000
     for rank in (0, 1):
         trace = json.loads(gzip.decompress((folder / "profile" / f"rank-{rank}.pt.trace.json.gz").read_bytes()))
         assert len([event for event in trace["traceEvents"] if event.get("name") == "aten::linear"]) > 0

@@ -33,7 +33,7 @@ from shardwise.train import run
 from shardwise.train.checkpoints import RunCheckpoints
 from shardwise.train.loop import Trainer, build_trainer
 from shardwise.train.prepare import open_data, prepare_data
-from shardwise.train.rank0_logger import StepLogger
+from shardwise.train.recorder import RunRecorder
 from shardwise.train.setup import resolve_job
 
 pytestmark = pytest.mark.begin
@@ -426,12 +426,12 @@ def test_an_error_lets_the_save_under_way_finish_unless_a_peer_is_gone(train, tm
     begun, may_go = hold_up_saves(monkeypatch)
     timer = threading.Timer(3.0 if is_alone else 0.5, may_go.set)
 
-    def fail(self, record, facts):
+    def fail(self, record):
         begun.wait(60)
         timer.start()
         raise CommError("rank 1 is gone") if is_alone else NonFiniteLossError("loss nan must be finite")
 
-    monkeypatch.setattr(StepLogger, "see", fail)
+    monkeypatch.setattr(RunRecorder, "see", fail)
     code, _, _ = train({"checkpoint": {"every": 1, "path": str(tmp_path / "ck")}})
     assert code == 1
     assert may_go.is_set() != is_alone
@@ -444,12 +444,12 @@ def test_a_stop_while_a_save_is_under_way_finishes_both(train, tmp_path, monkeyp
     begun, may_go = hold_up_saves(monkeypatch)
     stop = StopFlag()
 
-    def see(self, record, facts):
+    def see(self, record):
         begun.wait(60)
         stop.request(signal.SIGTERM)
         threading.Timer(0.2, may_go.set).start()
 
-    monkeypatch.setattr(StepLogger, "see", see)
+    monkeypatch.setattr(RunRecorder, "see", see)
     code, _, _ = train({"checkpoint": {"every": 1, "path": str(tmp_path / "ck")}}, stop=stop)
     assert code == 143
     assert names(tmp_path / "ck") == ["latest", "step-00000001", "step-00000002"]

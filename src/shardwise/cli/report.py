@@ -44,7 +44,7 @@ def report(source: Path, others: Sequence[Path], compare: Sequence[Path], out: P
     """Write runs or plans as one HTML page that needs no network: curves, memory, timelines.
 
     The page also holds bytes sent, the config and the environment; open it in any browser. A run that goes on may be
-    given, too: what is there is shown. `shardwise train` keeps the page of its run up to date.
+    given, too: what is there is shown. `shardwise train` writes this page at its end.
     """
     paths = [source, *compare, *others]
     sources = [_source(path, page.share_of(len(paths)), cluster) for path in paths]

@@ -124,13 +124,14 @@ def _be_rank(
 ) -> int:
     from shardwise.launch.process_group import LaunchError
     from shardwise.train.checkpoints import keep_global_batch
-    from shardwise.train.run import join, run_prepared
+    from shardwise.train.run import config_of, join
     from shardwise.train.setup import resolve_job
 
     console = Console()
     try:
         if prepared is not None:
-            return run_prepared(*prepared, env, stop, console, None if asked[2] is None else Path(asked[2]))
+            resume = None if asked[2] is None else Path(asked[2])
+            return join(config_of(prepared[0]), env, stop, console, resume, prepared)
         try:
             config, source = _job(*asked, console if env.rank == 0 else None)
             if source is not None:

@@ -1,4 +1,4 @@
-"""Measure a folder's disk through swap files, as the NVMe tier uses them, and compute the time of a step on it.
+"""Measure a folder's disk through swap files, as the NVMe tier uses them.
 
 >>> import tempfile
 >>> from pathlib import Path
@@ -23,7 +23,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from shardwise.layout.layout import Layout
 from shardwise.offload.nvme import SwapFolder
 from shardwise.runtime.pinned_memory import host_pages
 
@@ -96,38 +95,3 @@ def _move(
     for each in under_way:
         each.result()
     return moved_bytes, time.perf_counter() - start_s
-
-
-def step_s(layout: Layout, read_bytes_s: float, write_bytes_s: float) -> float:
-    """Return the seconds that one rank's disk works for a step of the optimizer over all groups: bytes by bandwidth.
-
-    read bytes / read bandwidth + written bytes / write bandwidth (Rajbhandari et al. 2021, arXiv 2104.07857, section 4:
-    the time of a state is its bytes by the bandwidth to its tier): a disk reads and writes by turns, so the two times
-    add up. The bytes are the Layout's: with S elements of a group on this rank, S*K are read and written of an
-    optimizer on NVMe, S*G read of gradients, S*P written of parameters.
-
-    Args:
-        layout: of the run.
-        read_bytes_s: bytes that one rank reads a second while all that share its disk do.
-        write_bytes_s: bytes that it writes a second, in the same way.
-    """
-    return _disk_s(layout, 0, read_bytes_s, write_bytes_s)
-
-
-def passes_s(layout: Layout, num_micro_batches: int, read_bytes_s: float, write_bytes_s: float) -> float:
-    """Return the seconds that one rank's disk works for a step's passes: gathers read, reductions write.
-
-    Args:
-        layout: of the run.
-        num_micro_batches: micro-batches a step.
-        read_bytes_s: as for `step_s`.
-        write_bytes_s: as for `step_s`.
-    """
-    both = _disk_s(layout, num_micro_batches, read_bytes_s, write_bytes_s)
-    return both - _disk_s(layout, 0, read_bytes_s, write_bytes_s)
-
-
-def _disk_s(layout: Layout, num_micro_batches: int, read_bytes_s: float, write_bytes_s: float) -> float:
-    """Return the seconds of the disk for the passes of so many micro-batches, and the step."""
-    across = layout.bytes_across(num_micro_batches)
-    return across.get(("nvme", "host"), 0) / read_bytes_s + across.get(("host", "nvme"), 0) / write_bytes_s

@@ -1,13 +1,9 @@
-"""Read what a page shows of a run from its folder, whatever is there: a run may just have begun, or have been killed.
-
-`python -m shardwise.report.run_folder RUN` writes the page of a run that goes on; `train.rank0_logger` starts it.
-"""
+"""Read what a page shows of a run from its folder, whatever is there: it may have just begun, or been killed."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -257,7 +253,3 @@ def _timelines(folder: Path, config: Config | None, max_bytes: int, max_cells: i
     if recorded:
         panels.append(TerminalPanel(f"recorded: {TIMELINE_NAME}", recorded))
     return page.timelines(panels, notes, max_bytes) if panels else absent(" ".join(notes))
-
-
-if __name__ == "__main__":
-    write_run_page(Path(sys.argv[1]))

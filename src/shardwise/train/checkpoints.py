@@ -10,7 +10,6 @@ machines (world size, devices, folders) are not taken over. The global batch sta
 
 from __future__ import annotations
 
-import difflib
 import logging
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
@@ -31,7 +30,7 @@ from shardwise.layout.tp_sharding import nearest_legal
 from shardwise.models import decoder_config
 from shardwise.train.job_model import model_name
 from shardwise.train.loop import Trainer
-from shardwise.train.setup import CONFIG_NAME, RUN_NAME, job_config
+from shardwise.train.setup import CONFIG_NAME, job_config, runs_in
 
 AUTO: Final = "auto"
 FOLDER_NAME: Final = "checkpoints"
@@ -224,8 +223,7 @@ def resumed_job(path: str | Path | None, assignments: Sequence[str], resume: str
             f"no checkpoint in {source} is whole; of the newest: {error}, given to --resume, or move them away",
         ) from None
     except CheckpointError as error:
-        fix = f"; did you mean --resume {AUTO}?" if difflib.get_close_matches(resume.lower(), [AUTO]) else ""
-        raise ConfigError(error.code, f"--resume {resume}: {error}{fix}") from None
+        raise ConfigError(error.code, f"--resume {resume}: {error}") from None
     _refuse_unless_of_a_run(newest, manifest)
     saved = manifest.config
     config = job_config(path, assignments, base=_taken_over(saved))
@@ -309,7 +307,7 @@ def _root_of(path: Path) -> Path:
         return path
     if inner.is_dir():
         return inner
-    runs = [run for run in _runs(path) if step_folders(run / FOLDER_NAME)]
+    runs = [run for _, _, run in runs_in(path) if step_folders(run / FOLDER_NAME)]
     if runs:
         raise ConfigError(
             "runs-not-checkpoints", f"--resume {path}: {path} has runs, not checkpoints; did you mean {runs[0]}?"
@@ -324,47 +322,21 @@ def _newest_root(config: Config) -> Path | None:
         if config.checkpoint.path is not None:
             root = Path(config.checkpoint.path).expanduser()
             return root if step_folders(root) else None
-        name = config.run.name or model_name(config)
-        runs = _runs(Path(config.run.dir).expanduser())
-        roots = (_saved_to(run) for run in runs if _name_of(run) == name)
+        own = config.run.name or model_name(config)
+        roots = (_saved_to(run) for _, name, run in runs_in(Path(config.run.dir).expanduser()) if name == own)
         return next((root for root in roots if step_folders(root)), None)
     except CheckpointError as error:
         raise ConfigError(error.code, f"--resume {AUTO}: {error}") from None
-
-
-def _runs(folder: Path) -> list[Path]:
-    """List the run folders in this folder, newest first."""
-    found = [each for each in folder.iterdir() if RUN_NAME.fullmatch(each.name)] if folder.is_dir() else []
-    # Their names begin with the time; runs of the same second end in -2, -3, ... in their order.
-    return sorted(found, key=lambda each: (each.name[:15], len(each.name), each.name), reverse=True)
-
-
-def _name_of(run: Path) -> str:
-    """Return the name that a run was given, or that of its model."""
-    try:
-        config = _config_of(run)
-        path = config["model"].get("path")
-        return str(config["run"]["name"] or (config["model"]["preset"] if path is None else Path(path).name))
-    except (KeyError, TypeError):
-        return ""
 
 
 def _saved_to(run: Path) -> Path:
     """Return the folder in which a run has saved: its own, if that holds checkpoints, else `checkpoint.path`."""
     inner = run / FOLDER_NAME
     try:
-        path = _config_of(run)["checkpoint"]["path"]
-    except (KeyError, TypeError):
+        path = read_json(run / CONFIG_NAME, "")["checkpoint"]["path"]
+    except (UntrustedFileError, KeyError, TypeError):
         path = None
     return inner if path is None or step_folders(inner) else Path(path).expanduser()
-
-
-def _config_of(run: Path) -> Any:
-    """Read the config in a run's folder; return an empty one where that cannot be read."""
-    try:
-        return read_json(run / CONFIG_NAME, "")
-    except UntrustedFileError:
-        return {}
 
 
 def _refuse_unless_of_a_run(newest: Path, manifest: Manifest) -> None:
@@ -386,16 +358,11 @@ def _refuse_another_model(newest: Path, manifest: Manifest, config: Config) -> N
     if saved.path == given.path and (given.path is not None or decoder_config(saved) == decoder_config(given)):
         return
     was, now = saved.model_dump(), given.model_dump()
-    others = [key for key in was if was[key] != now[key]]
-
-    def said(values: Mapping[str, Any]) -> str:
-        shown = {key: "its default" if values[key] is None else values[key] for key in others}
-        return ", ".join(f"model.{key}={value}" for key, value in shown.items())
-
+    changed = [f"model.{key}={now[key]} (was {was[key]})" for key in was if was[key] != now[key]]
     raise ConfigError(
         "checkpoint-of-other-model",
-        f"{newest} is of another model: it has {said(was)}, and you give {said(now)}; leave that out, or start afresh "
-        "without --resume",
+        f"{newest} is of another model than you give: {', '.join(changed)}; leave that out, or start afresh without "
+        "--resume",
     )
 
 

@@ -22,6 +22,7 @@ import sysconfig
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, NoReturn, Self
@@ -39,8 +40,6 @@ STDLIB_FILE_BYTES = 500_000
 _STDLIB_EXCLUDED = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
 )
-_JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson"})
-_PARQUET_SUFFIX = ".parquet"
 _ROWS_AT_ONCE = 1000
 
 
@@ -104,26 +103,27 @@ class Corpus:
         return hash_of_files(self.files, self.text_key)
 
 
-class CorpusChunk(NamedTuple):
-    """Holds a document, or a part of a long text file, which ends at a line end where it can."""
+class Piece(NamedTuple):
+    """Holds a document, or a part of a long text file, which ends at a line end where it can.
+
+    Attributes:
+        text: empty for a chat.
+        ends_document: whether it is the last part.
+        chat: a record that a chat template is to write out; None for a text.
+        where: the place of a chat, for messages.
+    """
 
     text: str
-    ends_document: bool
-
-
-class CorpusChat(NamedTuple):
-    """Holds a chat, which a chat template is to write out, and its place for messages."""
-
-    record: Mapping[str, Any]
-    where: str
+    ends_document: bool = True
+    chat: Mapping[str, Any] | None = None
+    where: str = ""
 
 
 @dataclass
 class CorpusCounts:
-    """Counts what `read_pieces` has read: documents, bytes of UTF-8 text, bytes of the files, and files skipped."""
+    """Counts what `read_pieces` has read: documents, bytes of the files, and files skipped."""
 
     num_documents: int = 0
-    num_text_bytes: int = 0
     num_read_bytes: int = 0
     num_skipped: int = 0
 
@@ -169,7 +169,7 @@ def open_corpus(data: DataConfig, exclude: Collection[Path] = (), takes_chats: b
     return Corpus(data.path, tuple(files), data.text_key, stat.S_ISDIR(mode), takes_chats)
 
 
-def read_pieces(corpus: Corpus, tally: CorpusCounts) -> Iterator[CorpusChunk | CorpusChat]:
+def read_pieces(corpus: Corpus, tally: CorpusCounts) -> Iterator[Piece]:
     """Stream the corpus in order and count in `tally`; empty documents are dropped.
 
     Raises:
@@ -179,12 +179,7 @@ def read_pieces(corpus: Corpus, tally: CorpusCounts) -> Iterator[CorpusChunk | C
     for file in corpus.files:
         try:
             for piece in _pieces_of(file, corpus, tally):
-                if isinstance(piece, CorpusChat):
-                    text, is_end = json.dumps(piece.record, default=str), True
-                else:
-                    text, is_end = piece
-                tally.num_text_bytes += len(text.encode())
-                tally.num_documents += is_end
+                tally.num_documents += piece.ends_document
                 yield piece
         except OSError as error:
             _refuse_unreadable(file.path, error)
@@ -201,10 +196,9 @@ def sample_texts(corpus: Corpus, num_bytes: int) -> Iterator[str]:
     """Yield about `num_bytes` of the corpus in pieces spread evenly over it; all of it where it is smaller."""
     tally, num_taken, num_all = CorpusCounts(), 0, corpus.num_bytes
     for piece in read_pieces(corpus, tally):
-        text = piece.text if isinstance(piece, CorpusChunk) else ""
         if num_taken * num_all < num_bytes * tally.num_read_bytes:
-            num_taken += len(text.encode())
-            yield text
+            num_taken += len(piece.text.encode())
+            yield piece.text
 
 
 def _standard_library(text_key: str) -> Corpus:
@@ -246,17 +240,16 @@ def _list_folder(root: Path, exclude: Collection[Path | str]) -> list[TextFile]:
     return files
 
 
-def _pieces_of(file: TextFile, corpus: Corpus, tally: CorpusCounts) -> Iterator[CorpusChunk | CorpusChat]:
+def _pieces_of(file: TextFile, corpus: Corpus, tally: CorpusCounts) -> Iterator[Piece]:
     """Yield the pieces of a text file, or each record of a file of records."""
-    suffix = file.path.suffix.lower()
-    if suffix in _JSONL_SUFFIXES or suffix == _PARQUET_SUFFIX:
-        records = _jsonl_records(file, tally) if suffix in _JSONL_SUFFIXES else _parquet_records(file, tally)
-        for record, where in records:
+    read = _RECORDS.get(file.path.suffix.lower())
+    if read is not None:
+        for record, where in read(file, tally):
             if corpus.text_key in record or not is_chat(record):
                 if text := _text_of(record, where, corpus.text_key):
-                    yield CorpusChunk(text, ends_document=True)
+                    yield Piece(text)
             elif corpus.takes_chats:
-                yield CorpusChat(record, where)
+                yield Piece("", chat=record, where=where)
             else:
                 raise ConfigError(
                     "chats-need-model",
@@ -280,7 +273,7 @@ def _pieces_of(file: TextFile, corpus: Corpus, tally: CorpusCounts) -> Iterator[
         tally.num_read_bytes += file.num_bytes
 
 
-def _text_pieces(path: Path) -> Iterator[CorpusChunk]:
+def _text_pieces(path: Path) -> Iterator[Piece]:
     """Yield the file's text in pieces of at most PIECE_CHARS; a zero byte, valid UTF-8 but never text, is refused."""
     held, half = "", PIECE_CHARS // 2
     with path.open(encoding="utf-8-sig", newline="") as file:
@@ -289,10 +282,10 @@ def _text_pieces(path: Path) -> Iterator[CorpusChunk]:
             if "\0" in text:
                 raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "it holds zero bytes")
             if held:
-                yield CorpusChunk(held, ends_document=False)
+                yield Piece(held, ends_document=False)
             held = text
     if held:
-        yield CorpusChunk(held, ends_document=True)
+        yield Piece(held)
 
 
 def _jsonl_records(file: TextFile, tally: CorpusCounts) -> Iterator[tuple[Mapping[str, Any], str]]:
@@ -320,6 +313,9 @@ def _parquet_records(file: TextFile, tally: CorpusCounts) -> Iterator[tuple[Mapp
     except ArrowException as error:
         line = str(error).partition("\n")[0]
         raise ConfigError("not-parquet", f"{file.name} is not Parquet ({line}); write it again") from None
+
+
+_RECORDS: Final = MappingProxyType({".jsonl": _jsonl_records, ".ndjson": _jsonl_records, ".parquet": _parquet_records})
 
 
 def _parse_line(line: bytes, where: str) -> Mapping[str, Any]:
@@ -386,11 +382,6 @@ class MegatronCorpus:
     pointers: NDArray[np.int64]
     bounds: NDArray[np.int64]
 
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes of all tokens."""
-        return int(self.lengths.sum(dtype=np.int64)) * np.dtype(self.dtype).itemsize
-
     def fingerprint(self) -> str:
         """Return a hash that changes with the files."""
         return hash_of_files(self.files, "")
@@ -403,12 +394,12 @@ class MegatronCorpus:
         """
         tokens = np.memmap(self.files[0].path, dtype=np.uint8, mode="r")
         itemsize = np.dtype(self.dtype).itemsize
-        for first, last in zip(self.bounds[:-1], self.bounds[1:], strict=True):
+        for first, last in pairwise(self.bounds):
             spans = zip(self.pointers[first:last].tolist(), self.lengths[first:last].tolist(), strict=True)
             parts = [tokens[start : start + length * itemsize].view(self.dtype) for start, length in spans if length]
             if not parts:
                 continue
-            document = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            document = np.concatenate(parts)
             if document.min() < 0 or document.max() >= vocab_size:
                 raise ConfigError(
                     "megatron-token-range",

@@ -1,10 +1,6 @@
-"""Reads token shards as sequences of one length, in an order that every rank computes without communication.
+"""Reads tokens as sequences of one length, in an order that every rank computes without communication.
 
-A token shard is a folder: `tokens.bin` (all tokens of all documents, uint16 or uint32), `tokens.crc` (a CRC-32 for
-each 64 KiB of it), `documents.bin` (uint64, where each document starts), `tokenizer.json`, and `index.json`
-(`ShardIndex`) with a checksum of itself and of all the others but the tokens, which are checked when they are first
-read. A shard of chats has `counts.bin` too: a byte for each token, 1 where it counts in the loss. Which sequence a
-sample is depends on (seed, sample index) alone, so a run can go on at another world size.
+Which sequence a sample is depends on (seed, sample index) alone, so a run can go on at another world size.
 
 >>> [sample_order(seed=0, index=index, num_sequences=5) for index in range(10)]  # two epochs
 [2, 0, 4, 3, 1, 2, 0, 4, 1, 3]
@@ -13,202 +9,75 @@ sample is depends on (seed, sample index) alone, so a run can go on at another w
 from __future__ import annotations
 
 import bisect
-import hashlib
-import json
 import math
-import os
-import zlib
-from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
 
 from shardwise.config.resolve import BatchConfig, ConfigError
-from shardwise.config.untrusted_files import open_regular, read_json
 from shardwise.models.decoder import IGNORED_TARGET
 
-SHARD_FORMAT: Final = 4
-INDEX_NAME, TOKENS_NAME, CHECKSUMS_NAME = "index.json", "tokens.bin", "tokens.crc"
-DOCUMENTS_NAME, TOKENIZER_NAME, COUNTS_NAME = "documents.bin", "tokenizer.json", "counts.bin"
-_CHECKSUM = "checksum"
-_CHUNK_BYTES = 1 << 16
+PROMPT_TOKENS: Final = 24
+COUNTS_BIT: Final = np.uint32(1 << 31)  # of a chat's token, set where it counts in the loss
 _ROUNDS = 12
 _MASK = (1 << 64) - 1
 
-NotNegative = Annotated[int, Field(ge=0, lt=2**63)]
-
-
-class ShardIndex(BaseModel):
-    """Holds the fields of a token shard's `index.json`.
-
-    Attributes:
-        num_bytes: bytes of UTF-8 text that the tokens stand for.
-        tokens_hash: blake2b of `tokens.bin`, which names the data in checkpoints.
-        has_chats: whether the documents are chats, and there is a `counts.bin`.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    source: str
-    dtype: Literal["uint16", "uint32"]
-    vocab_size: Annotated[int, Field(ge=1, le=2**32)]
-    eot_id: NotNegative
-    num_tokens: NotNegative
-    num_documents: NotNegative
-    num_bytes: NotNegative
-    num_skipped: NotNegative
-    tokens_hash: str
-    has_chats: bool = False
-    format: Literal[4] = SHARD_FORMAT
-
-
-def seal(folder: Path, **facts: Any) -> ShardIndex:
-    """Write `tokens.crc` and, last, `index.json` into a folder that has the other files; `facts` are its fields."""
-    tokens_hash = hashlib.blake2b(digest_size=16)
-    with (folder / TOKENS_NAME).open("rb") as tokens, (folder / CHECKSUMS_NAME).open("wb") as checksums:
-        while chunk := tokens.read(_CHUNK_BYTES):
-            tokens_hash.update(chunk)
-            checksums.write(zlib.crc32(chunk).to_bytes(4, "little"))
-    index = ShardIndex(tokens_hash=tokens_hash.hexdigest(), **facts)
-    fields = index.model_dump() | {_CHECKSUM: _checksum(folder, index)}
-    (folder / INDEX_NAME).write_text(json.dumps(fields, indent=2), encoding="utf-8")
-    return index
-
-
-def _checksum(folder: Path, index: ShardIndex) -> str:
-    """Return a hash of the index and of all files but the tokens."""
-    digest = hashlib.blake2b(index.model_dump_json().encode(), digest_size=16)
-    for name in (CHECKSUMS_NAME, DOCUMENTS_NAME, TOKENIZER_NAME, *((COUNTS_NAME,) if index.has_chats else ())):
-        with open(open_regular(folder / name, folder), "rb") as file:
-            digest.update(hashlib.file_digest(file, "blake2b").digest())
-    return digest.hexdigest()
-
-
-def read_index(path: Path) -> ShardIndex:
-    """Read the index of the shard in folder `path`, and check every file of it but the tokens.
-
-    Raises:
-        ConfigError: the shard is missing, not whole or damaged.
-    """
-    try:
-        fields = read_json(path / INDEX_NAME, "build it again", folder=path)
-        checksum = fields.pop(_CHECKSUM, None) if isinstance(fields, dict) else None
-        index = ShardIndex.model_validate(fields)
-        if _checksum(path, index) != checksum:
-            raise ValueError("its files are not those that were written")
-        with open(open_regular(path / TOKENS_NAME, path), "rb") as file:
-            found, wanted = os.fstat(file.fileno()).st_size, index.num_tokens * np.dtype(index.dtype).itemsize
-        if found != wanted:
-            raise ValueError(f"{TOKENS_NAME} has {found:,} bytes where {wanted:,} belong")
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
-        raise damaged(path, str(reason)) from None
-    return index
-
-
-def damaged(path: Path, reason: str) -> ConfigError:
-    """Return the error that refuses the shard in folder `path` for a reason."""
-    fix = "delete the folder and run again, or put data.cache_dir where every node sees it"
-    return ConfigError("token-shard-damaged", f"{path} holds no whole token shard: {reason}; {fix}")
-
 
 class TokenDataset:
-    """Reads a range of a shard's tokens, memory-mapped, as consecutive sequences.
+    """Reads tokens [T], which may be a memory map, as consecutive sequences."""
 
-    Reading raises ConfigError where the tokens are not those that were written.
-
-    Args:
-        path: folder of the shard.
-        start: first token of the range.
-        stop: end of the range; the shard's end by default.
-        index: the shard's index, where it has been read already.
-    """
-
-    def __init__(
-        self, path: str | Path, start: int = 0, stop: int | None = None, index: ShardIndex | None = None
-    ) -> None:
-        self.path = Path(path)
-        self.index = index or read_index(self.path)
-        self._shard = np.memmap(self.path / TOKENS_NAME, dtype=self.index.dtype, mode="r")
-        self._range = range(self.index.num_tokens)[start:stop]
-        self._checksums = np.fromfile(self.path / CHECKSUMS_NAME, dtype="<u4")
-        self._is_checked = np.zeros(len(self._checksums), dtype=np.bool_)
+    def __init__(self, tokens: NDArray[Any]) -> None:
+        self.tokens = tokens
 
     @property
     def num_tokens(self) -> int:
-        return len(self._range)
-
-    @property
-    def stop(self) -> int:
-        """Return the end of the range, in tokens of the shard."""
-        return self._range.stop
-
-    def read_at(self, start: int, stop: int) -> NDArray[Any]:
-        """Return tokens [start, stop) of the shard, which the range must hold, checked as by `read`."""
-        return self.read(start - self._range.start, stop - self._range.start)
+        return len(self.tokens)
 
     def num_sequences(self, seq_len: int) -> int:
         """Return how many whole sequences of `seq_len` tokens there are; the targets, one token on, count too."""
         return max(0, (self.num_tokens - 1) // seq_len)
 
     def sample(self, index: int, seq_len: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return sequence `index` as views of the map: tokens [seq_len], and targets [seq_len] one token on."""
+        """Return sequence `index`: tokens [seq_len], and targets [seq_len] one token on."""
         if not 0 <= index < self.num_sequences(seq_len):
             raise IndexError(f"sequence {index} of {self.num_sequences(seq_len)} with {seq_len} tokens each")
-        tokens = self.read(index * seq_len, (index + 1) * seq_len + 1)
+        tokens = self.tokens[index * seq_len : (index + 1) * seq_len + 1]
         return tokens[:-1], tokens[1:]
 
-    def read(self, start: int, stop: int) -> NDArray[Any]:
-        """Return tokens [start, stop) of the range as a view of the map, checked where they were not before."""
-        wanted = self._range[start:stop]
-        chunk_tokens = _CHUNK_BYTES // self._shard.itemsize
-        for number in range(wanted.start // chunk_tokens, -(-wanted.stop // chunk_tokens)):
-            if not self._is_checked[number]:
-                chunk = self._shard[number * chunk_tokens : (number + 1) * chunk_tokens]
-                if zlib.crc32(chunk.tobytes()) != self._checksums[number]:
-                    where = (
-                        f"bytes {number * _CHUNK_BYTES:,} to {number * _CHUNK_BYTES + chunk.nbytes:,} of {TOKENS_NAME}"
-                    )
-                    raise damaged(self.path, f"{where} are not those that were written")
-                self._is_checked[number] = True
-        return self._shard[wanted.start : wanted.stop]
+    def prompt(self, index: int, seq_len: int) -> NDArray[Any]:
+        """Return the first tokens of a sequence."""
+        return self.sample(index, seq_len)[0][:PROMPT_TOKENS]
 
 
 class PackedDataset:
-    """Reads a range of a shard of chats: each sequence is as many whole chats as fit, and padding.
+    """Reads tokens of chats: each sequence is as many whole chats as fit, and padding.
 
     The longest chats are packed first, each where the least space stays (best-fit decreasing). A chat that is longer
     than a sequence loses its end. Positions begin again with each chat and with the padding, by which transformers'
     attention keeps them apart.
 
     Args:
-        tokens: the range; its tokens are checked as it reads them.
-        counts: uint8 [tokens of the shard], 1 where a token counts.
-        starts: first tokens of the range's chats, rising.
+        tokens: uint32 [T], with `COUNTS_BIT` where one counts.
+        starts: first tokens of the chats, rising.
         seq_len: tokens of a sequence.
+        eot_id: pads.
 
     Attributes:
         num_cut: chats that lost their end.
     """
 
-    def __init__(self, tokens: TokenDataset, counts: NDArray[Any], starts: NDArray[Any], seq_len: int) -> None:
-        self._tokens, self._counts, self._seq_len = tokens, counts, seq_len
-        lengths = np.diff(np.append(starts, tokens.stop))
+    def __init__(self, tokens: NDArray[Any], starts: NDArray[Any], seq_len: int, eot_id: int) -> None:
+        self.tokens, self._eot_id = tokens, eot_id
+        lengths = np.diff(starts.astype(np.int64), append=len(tokens))
         self.num_cut = int((lengths > seq_len).sum())
-        self._starts = starts.astype(np.int64)
-        self._lengths = np.minimum(lengths, seq_len).astype(np.int64)
+        self._starts, self._lengths = starts, np.minimum(lengths, seq_len)
         self._rows = pack(self._lengths, seq_len)
 
     @property
-    def index(self) -> ShardIndex:
-        return self._tokens.index
-
-    @property
     def num_tokens(self) -> int:
-        return self._tokens.num_tokens
+        return len(self.tokens)
 
     def num_sequences(self, seq_len: int) -> int:
         """Return how many sequences there are; `seq_len` is the one that they were packed for."""
@@ -216,29 +85,30 @@ class PackedDataset:
 
     def sample(self, index: int, seq_len: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
         """Return the tokens, targets and positions of a sequence, each int64 [seq_len]."""
-        tokens = np.full(seq_len, self.index.eot_id, dtype=np.int64)
+        tokens = np.full(seq_len, self._eot_id, dtype=np.int64)
         targets = np.full(seq_len, IGNORED_TARGET, dtype=np.int64)
         positions = np.empty(seq_len, dtype=np.int64)
         place = 0
         for chat in self._rows[index]:
-            start, length = self._starts[chat], self._lengths[chat]
-            own = slice(place, place + length)
-            tokens[own] = self._tokens.read_at(start, start + length)
-            counts = self._counts[start + 1 : start + length]
+            ids, counts = self._read(chat)
+            own = slice(place, place + len(ids))
+            tokens[own], positions[own] = ids, np.arange(len(ids))
             # What a position predicts is the token after it, in the same chat.
-            targets[place : place + length - 1] = np.where(counts, tokens[place + 1 : place + length], IGNORED_TARGET)
-            positions[own] = np.arange(length)
-            place += length
+            targets[place : place + len(ids) - 1] = np.where(counts[1:], ids[1:], IGNORED_TARGET)
+            place += len(ids)
         positions[place:] = np.arange(seq_len - place)
         return tokens, targets, positions
 
-    def prompt(self, index: int) -> NDArray[Any]:
+    def prompt(self, index: int, seq_len: int) -> NDArray[Any]:
         """Return the first chat of a sequence up to the first token that counts; half of it where none does."""
-        chat = self._rows[index][0]
-        start, length = self._starts[chat], self._lengths[chat]
-        counts = self._counts[start : start + length]
-        end = int(counts.argmax()) or int(length) // 2
-        return self._tokens.read_at(start, start + max(1, end))
+        ids, counts = self._read(self._rows[index][0])
+        return ids[: max(1, int(counts.argmax()) or len(ids) // 2)]
+
+    def _read(self, chat: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return a chat's tokens, and which of them count."""
+        start = int(self._starts[chat])
+        tokens = self.tokens[start : start + int(self._lengths[chat])]
+        return (tokens & ~COUNTS_BIT).astype(np.int64), tokens >= COUNTS_BIT
 
 
 def pack(lengths: NDArray[Any], seq_len: int) -> list[list[int]]:
@@ -367,17 +237,17 @@ def batches_for_step(
     return batches
 
 
-def split_point(document_starts: NDArray[Any], num_tokens: int, *, val_fraction: float, seq_len: int) -> int:
+def split_point(num_kept: int, num_tokens: int, *, val_fraction: float, seq_len: int) -> int:
     """Return the first held-out token: training takes the tokens before it, the held-out split those from it on.
 
-    The held-out split has about `val_fraction` of the tokens, and each split at least one sequence with its
-    targets. The cut is at the start of a document where one is near, else within a document (a single long text).
+    It is the first one of the documents to hold out, unless these are far from `val_fraction` of the tokens (a single
+    long text), or leave one of the splits without a sequence and its targets.
 
-    >>> split_point(np.array([0, 40, 88, 94]), 100, val_fraction=0.1, seq_len=4)
-    88
+    >>> split_point(88, 100, val_fraction=0.1, seq_len=4), split_point(100, 100, val_fraction=0.1, seq_len=4)
+    (88, 90)
 
     Args:
-        document_starts: [documents] tokens at which documents start, rising.
+        num_kept: tokens before those of the documents to hold out.
         num_tokens: tokens of the shard.
         val_fraction: share to hold out; training keeps one sequence whatever it is.
         seq_len: tokens a sequence.
@@ -396,10 +266,5 @@ def split_point(document_starts: NDArray[Any], num_tokens: int, *, val_fraction:
         )
     num_held_out = min(max(round(val_fraction * num_tokens), needed), num_tokens - needed)
     cut = num_tokens - num_held_out
-    after = int(np.searchsorted(document_starts, document_starts.dtype.type(cut)))
-    nearest = min(
-        (int(start) for start in document_starts[max(after - 1, 0) : after + 1]),
-        key=lambda start: abs(start - cut),
-    )
-    is_near = 2 * abs(nearest - cut) <= num_held_out and needed <= nearest <= num_tokens - needed
-    return nearest if is_near else cut
+    is_near = 2 * abs(num_kept - cut) <= num_held_out and needed <= num_kept <= num_tokens - needed
+    return num_kept if is_near else cut

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +24,16 @@ from shardwise.config.resolve import Config, ConfigError
 from shardwise.construction.context import init
 from shardwise.engine.engine import Engine
 from shardwise.engine.initialize import initialize
+from shardwise.layout.precision import TORCH_DTYPES
 from shardwise.models import Decoder, DecoderConfig, decoder_config, flops_per_token, generate, lm_loss, num_params
 from shardwise.models.decoder import IGNORED_TARGET
 from shardwise.runtime.format import format_count
 from shardwise.runtime.keyed_rng import keyed_generator
 from shardwise.schedule.formulas import training_flops_per_token
-from shardwise.train.packed_base import check_packing, pack_on_meta, packing, unpacking
+from shardwise.train.tokenizer import Tokenizer
 
 TEMPERATURE, TOP_K = 0.8, 40
+_BLOCK_NUMEL: Final = 64  # elements that share a scale of 8 bits, in a layer that bitsandbytes packs
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,10 @@ class DecoderModel:
             top_k=TOP_K,
             generator=keyed_generator(config.run.seed, "sample", device=prompt.device),
         )
+
+    def save_tokenizer(self, folder: Path, own: Tokenizer) -> None:
+        """Write the tokenizer, of which the data have their `own` form, as a folder that `AutoTokenizer` loads."""
+        own.save(folder)
 
     def export(self, engine: Engine, folder: Path) -> Path | None:
         """Write a folder for other tools, with the tokenizer; all ranks call it. A preset's run writes none (None)."""
@@ -247,6 +253,9 @@ class HuggingFaceModel:
             )
         return tokens
 
+    def save_tokenizer(self, folder: Path, own: Tokenizer) -> None:
+        open_tokenizer(self.config, self.folder).save_pretrained(folder)
+
     def export(self, engine: Engine, folder: Path) -> Path:
         """Write the weights, or with LoRA the adapter, and the tokenizer; all ranks call it.
 
@@ -366,3 +375,87 @@ def open_tokenizer(config: Config, folder: Path) -> Any:
             "model-without-tokenizer",
             f"{source} has no tokenizer that transformers loads: {line}; give one as data.tokenizer",
         ) from None
+
+
+def check_packing(config: Config) -> None:
+    """Refuse `lora.base = "nf4"` without adapters, or without bitsandbytes.
+
+    Raises:
+        ConfigError: one of these.
+    """
+    if config.lora.base == "keep":
+        return
+    if not config.lora.rank:
+        raise ConfigError("packed-base-trains", "lora.base=nf4 freezes the weights; set lora.rank=16 (--lora) to train")
+    if find_spec("bitsandbytes") is None:
+        raise ConfigError("extra-missing", "lora.base=nf4 needs bitsandbytes; pip install 'shardwise[hf,qlora]'")
+
+
+def packing(config: Config) -> dict[str, Any]:
+    """Return the arguments with which `from_pretrained` packs a model on this rank's device; none to keep it."""
+    if config.lora.base == "keep":
+        return {}
+    from transformers import BitsAndBytesConfig
+
+    compute = TORCH_DTYPES[config.precision.param or "fp32"]
+    how = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute
+    )
+    is_on_cpu = config.run.device == "cpu" or not torch.cuda.is_available()
+    return {"quantization_config": how, "device_map": {"": "cpu" if is_on_cpu else torch.cuda.current_device()}}
+
+
+def unpacking(theirs: Any) -> dict[str, Any]:
+    """Return the arguments with which `from_pretrained` unpacks a folder, by its config; none for one that is plain.
+
+    Raises:
+        ConfigError: compressed-tensors is missing.
+    """
+    packed = getattr(theirs, "quantization_config", None)
+    if not isinstance(packed, dict) or packed.get("quant_method") != "compressed-tensors":
+        return {}
+    if find_spec("compressed_tensors") is None:
+        raise ConfigError(
+            "extra-missing",
+            "model.path has packed weights, which compressed-tensors unpacks; pip install 'shardwise[hf,packed]'",
+        )
+    from transformers import CompressedTensorsConfig
+
+    return {"quantization_config": CompressedTensorsConfig(dequantize=True)}
+
+
+def pack_on_meta(model: nn.Module) -> nn.Module:
+    """Replace the linear layers of a model on meta by stand-ins, but for the head, which stays as it is."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear and module is not head:
+            model.set_submodule(name, PackedOnMeta(module))
+    return model
+
+
+class PackedOnMeta(nn.Linear):
+    """Has the shapes and bytes of a layer that is packed, and no values."""
+
+    def __init__(self, whole: nn.Linear) -> None:
+        super().__init__(whole.in_features, whole.out_features, whole.bias is not None, dtype=whole.weight.dtype)
+        numel = whole.weight.numel()
+        self.weight = nn.Parameter(torch.empty((numel + 1) // 2, 1, dtype=torch.uint8), requires_grad=False)
+        self.register_buffer("scales", torch.empty(-(-numel // _BLOCK_NUMEL), dtype=torch.uint8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute with a weight as it would be unpacked."""
+        product = _Product.apply(x, self.out_features)
+        return product if self.bias is None else product + self.bias
+
+
+class _Product(torch.autograd.Function):
+    """Unpacks a weight in the forward and again in the backward, so that none is kept in between."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, num_features: int) -> Tensor:
+        ctx.shape = num_features, x.shape[-1]
+        return nn.functional.linear(x, x.new_empty(ctx.shape))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] @ grads[0].new_empty(ctx.shape), None

@@ -114,11 +114,12 @@ class StreamLoader:
     """Yields this rank's micro-batches of one optimizer step after the other; made by `stream_loader`.
 
     An iteration is one pass over the stream, or what is left of it; samples that fill no global batch are left out.
-    Every rank reads the whole stream and keeps its own samples.
+    Every rank reads the whole stream and keeps its own samples. `set_epoch` of the stream is called with the number of
+    the pass, if it has one.
 
     Args:
         engine: whose mesh and batch sizes count.
-        stream: begins again at each `iter`, with the same samples; its `set_epoch`, if it has one, numbers the pass.
+        stream: begins again at each `iter`, with the same samples.
         collate: makes a micro-batch of samples.
 
     Attributes:
@@ -145,13 +146,9 @@ class StreamLoader:
             )
         own = {position for share in self._shares for position in share}
         while True:
-            taken: dict[int, Any] = {}
-            num_read = 0
-            for position, sample in enumerate(islice(samples, self._global_size)):
-                num_read += 1
-                if position in own:
-                    taken[position] = sample
-            if num_read < self._global_size:
+            window = islice(samples, self._global_size)
+            taken = [sample if position in own else None for position, sample in enumerate(window)]
+            if len(taken) < self._global_size:
                 break
             self.num_samples += self._global_size  # before the step: who saves after it goes on after it
             yield [self._collate([taken[position] for position in share]) for share in self._shares]

@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from shardwise.checkpoint.manifest import CheckpointError
 from shardwise.config.resolve import Config
@@ -36,9 +35,6 @@ from shardwise.train.prepare import PreparedData
 # The first two: the first may be the one that runs out of memory, the second holds the optimizer's states too.
 NUM_FIRST_METERED = 2
 METER_EVERY = 50
-PROMPT_TOKENS = 24
-BASELINE_TOKENS = 1 << 27
-_CHUNK_TOKENS = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -161,8 +157,7 @@ class Trainer:
 
     def position(self) -> dict[str, Any]:
         """Return the run's position in the data, as JSON: the samples taken, and the hash of the data's tokens."""
-        tokens_hash = self.data.train.index.tokens_hash
-        return {"num_samples": self._num_samples(self.engine.num_steps), "tokens_hash": tokens_hash}
+        return {"num_samples": self._num_samples(self.engine.num_steps), "tokens_hash": self.data.index.tokens_hash}
 
     def go_on_from(self, position: Mapping[str, Any]) -> None:
         """Continue the data at `position`, whatever the ranks and the batch were.
@@ -170,43 +165,33 @@ class Trainer:
         Raises:
             CheckpointError: `position` is one in other data, or names no data.
         """
-        own_hash = self.data.train.index.tokens_hash
-        if position.get("tokens_hash") != own_hash:
+        own = self.data.index
+        if position.get("tokens_hash") != own.tokens_hash:
             raise CheckpointError(
                 "checkpoint-of-other-tokens",
                 f"the checkpoint is of a run on other tokens ({position.get('tokens_hash')}) than these of "
-                f"{self.data.source} ({own_hash}); give the same data.path and data.tokenizer, or load its weights in "
+                f"{own.source} ({own.tokens_hash}); give the same data.path and data.tokenizer, or load its weights in "
                 "a script of your own",
             )
         self.first_step, self._num_samples_before = self.engine.num_steps, int(position["num_samples"])
 
     def evaluate(self) -> float:
         """Return the mean loss over `run.eval_batches` global batches of held-out data, the same in every layout."""
-        num_batches = self._num_eval_sequences() // self._global_size()
+        there_are = self.data.val.num_sequences(self.config.data.seq_len) // self._global_size()
+        num_batches = min(self.config.run.eval_batches, max(1, there_are))
         batches = itertools.chain.from_iterable(
             self._batches(self.data.val, number * self._global_size()) for number in range(num_batches)
         )
         return self.engine.eval_step(list(batches)).loss
-
-    def unigram_loss(self) -> float | None:
-        """Return the loss that token frequencies alone reach on the tokens of `evaluate`; None for chats."""
-        val, seq_len = self.data.val, self.config.data.seq_len
-        if not isinstance(val, TokenDataset) or not isinstance(self.data.train, TokenDataset):
-            return None
-        order = [self._held_out_sequence(position) for position in range(self._num_eval_sequences())]
-        targets = np.concatenate([val.sample(index, seq_len)[1] for index in order])
-        return unigram_loss(self.data.train.read(0, BASELINE_TOKENS), targets, self.data.vocab_size)
 
     def sample(self) -> Sample:
         """Let the model continue held-out text, or answer a held-out chat, by `run.sample_tokens` tokens.
 
         All ranks write the same.
         """
-        val, number = self.data.val, self._held_out_sequence(0)
-        if isinstance(val, TokenDataset):
-            prompt_ids = val.sample(number, self.config.data.seq_len)[0][:PROMPT_TOKENS].astype(np.int64)
-        else:
-            prompt_ids = val.prompt(number).astype(np.int64)
+        val, seq_len = self.data.val, self.config.data.seq_len
+        number = sample_order(self.config.run.seed, 0, val.num_sequences(seq_len))
+        prompt_ids = val.prompt(number, seq_len).astype(np.int64)
         prompt = torch.from_numpy(prompt_ids).to(self.engine.device).unsqueeze(0)  # [1, S]
         with self.engine.gathered() as model:
             tokens = self.model.generate(model, prompt, self.config.run.sample_tokens, self.config)
@@ -256,15 +241,6 @@ class Trainer:
         assert size is not None, "the engine resolves the batch"
         return size
 
-    def _num_eval_sequences(self) -> int:
-        """Return the sequences of `run.eval_batches` batches, or of as many as the data fill; at least one batch."""
-        global_size = self._global_size()
-        there_are = self.data.val.num_sequences(self.config.data.seq_len) // global_size
-        return global_size * min(self.config.run.eval_batches, max(1, there_are))
-
-    def _held_out_sequence(self, position: int) -> int:
-        return sample_order(self.config.run.seed, position, self.data.val.num_sequences(self.config.data.seq_len))
-
 
 def build_trainer(config: Config, data: PreparedData) -> Trainer:
     """Build the config's model, draw its weights by parameter name or read them, and shard it.
@@ -277,7 +253,7 @@ def build_trainer(config: Config, data: PreparedData) -> Trainer:
     torch.manual_seed(config.run.seed)  # checkpoints hold the generators' states: equal runs have equal ones
     random.seed(config.run.seed)
     np.random.seed(config.run.seed % 2**32)
-    model = job_model(config).for_tokens(data.vocab_size)
+    model = job_model(config).for_tokens(data.index.vocab_size)
     try:
         engine = model.initialize(config)
         if config.model.weights is not None:
@@ -304,20 +280,3 @@ def mfu_of(engine: Engine, flops_per_s: float) -> float | None:
         return None
     peak = peak_flops(torch.cuda.get_device_name(engine.device))
     return None if peak is None else flops_per_s / (peak * engine.comm.world_size)
-
-
-def unigram_loss(
-    train_tokens: NDArray[np.unsignedinteger], held_out_tokens: NDArray[np.unsignedinteger], vocab_size: int
-) -> float:
-    """Return nats a held-out token, under token frequencies of the training split with add-one smoothing.
-
-    Args:
-        train_tokens: [T] token ids; read in chunks, so it may be a memory map.
-        held_out_tokens: [H] token ids.
-        vocab_size: number of ids.
-    """
-    counts = np.zeros(vocab_size, dtype=np.int64)
-    for start in range(0, len(train_tokens), _CHUNK_TOKENS):
-        counts += np.bincount(train_tokens[start : start + _CHUNK_TOKENS], minlength=vocab_size)
-    probability = (counts + 1) / (len(train_tokens) + vocab_size)
-    return float(-np.log(probability[held_out_tokens]).mean())

@@ -15,13 +15,13 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, TextIO
+from typing import Any, Final, TypeAlias
 
 from shardwise.report.page import flat
 
@@ -117,151 +117,125 @@ class RunInfo:
     first_step: int = 0
 
 
-class Sink:
-    """Takes the numbers of a run, on rank 0; this one takes none."""
-
-    def start(self, config: Mapping[str, Any], run: RunInfo) -> None:
-        """Open what is written to, before the first step."""
-
-    def write(self, record: StepRecord) -> None:
-        """Write one step; the next waits for it."""
-
-    def close(self) -> None:
-        """Write what is left, after the last step."""
+Write: TypeAlias = Callable[[StepRecord], None]
+Sink: TypeAlias = Callable[[Mapping[str, Any], RunInfo], AbstractContextManager[Write]]
 
 
-class JsonlSink(Sink):
-    """Writes a line of JSON a step to `metrics.jsonl`; a run that is killed keeps every step that it took."""
+@contextmanager
+def jsonl(config: Mapping[str, Any], run: RunInfo) -> Iterator[Write]:
+    """Write a line of JSON a step to `metrics.jsonl`; a run that is killed keeps every step that it took."""
+    folder = run.folder or Path()
+    with (folder / METRICS_NAME).open("a" if run.first_step else "x", encoding="utf-8") as lines:  # a new run's is new
 
-    _lines: TextIO
+        def write(record: StepRecord) -> None:
+            lines.write(to_json_line(record) + "\n")
+            lines.flush()
 
-    def start(self, config: Mapping[str, Any], run: RunInfo) -> None:
-        if run.folder is not None:  # a new run must not find the file
-            self._lines = (run.folder / METRICS_NAME).open("a" if run.first_step else "x", encoding="utf-8")
-
-    def write(self, record: StepRecord) -> None:
-        self._lines.write(to_json_line(record) + "\n")
-        self._lines.flush()
-
-    def close(self) -> None:
-        self._lines.close()
+        yield write
 
 
-class TensorBoardSink(Sink):
-    """Writes TensorBoard events to the folder `tensorboard` of a run."""
+@contextmanager
+def tensorboard(config: Mapping[str, Any], run: RunInfo) -> Iterator[Write]:
+    """Write TensorBoard events to the folder `tensorboard` of a run."""
+    events: Any = None
 
-    _events: Any = None
-
-    def start(self, config: Mapping[str, Any], run: RunInfo) -> None:
-        self._folder = (run.folder or Path()) / TENSORBOARD_NAME
-
-    def write(self, record: StepRecord) -> None:
-        if self._events is None:  # torch takes seconds to import its writer, for which the first step does not wait
+    def write(record: StepRecord) -> None:
+        nonlocal events
+        if events is None:  # torch takes seconds to import its writer, for which the first step does not wait
             from torch.utils.tensorboard import SummaryWriter
 
-            self._events = SummaryWriter(str(self._folder), flush_secs=10)
+            events = SummaryWriter(str((run.folder or Path()) / TENSORBOARD_NAME), flush_secs=10)
         for name, value in scalars(record).items():
-            self._events.add_scalar(name, value, record.step)
+            events.add_scalar(name, value, record.step)
 
-    def close(self) -> None:
-        if self._events is not None:
-            self._events.close()
-
-
-class WandbSink(Sink):
-    """Writes a run of Weights & Biases; its files are in the run's folder."""
-
-    def start(self, config: Mapping[str, Any], run: RunInfo) -> None:
-        import wandb
-
-        settings = wandb.Settings(console="off")  # or it takes stdout, on which the display draws
-        folder = None if run.folder is None else str(run.folder)
-        self._run = wandb.init(dir=folder, name=run.name or None, config=dict(config), settings=settings)
-
-    def write(self, record: StepRecord) -> None:
-        self._run.log(scalars(record), step=record.step)
-
-    def close(self) -> None:
-        self._run.finish()
+    yield write
+    if events is not None:
+        events.close()
 
 
-class MlflowSink(Sink):
-    """Writes a run of MLflow, or into the run that the process has begun already, with the config as parameters."""
+@contextmanager
+def wandb(config: Mapping[str, Any], run: RunInfo) -> Iterator[Write]:
+    """Write a run of Weights & Biases; its files are in the run's folder."""
+    import wandb
 
-    def start(self, config: Mapping[str, Any], run: RunInfo) -> None:
-        import mlflow
-
-        self._mlflow = mlflow
-        self._is_own = mlflow.active_run() is None
-        if self._is_own:
-            mlflow.start_run(run_name=run.name or None)
-        mlflow.log_params({key: value[:_MOST_PARAM_CHARS] for key, value in flat(config).items()})
-
-    def write(self, record: StepRecord) -> None:
-        self._mlflow.log_metrics(scalars(record), step=record.step)
-
-    def close(self) -> None:
-        if self._is_own:
-            self._mlflow.end_run()
+    settings = wandb.Settings(console="off")  # or it takes stdout, on which the display draws
+    folder = None if run.folder is None else str(run.folder)
+    theirs = wandb.init(dir=folder, name=run.name or None, config=dict(config), settings=settings)
+    yield lambda record: theirs.log(scalars(record), step=record.step)
+    theirs.finish()
 
 
-SINKS: Final[Mapping[str, Callable[[], Sink]]] = MappingProxyType(
-    {"jsonl": JsonlSink, "tensorboard": TensorBoardSink, "wandb": WandbSink, "mlflow": MlflowSink}
+@contextmanager
+def mlflow(config: Mapping[str, Any], run: RunInfo) -> Iterator[Write]:
+    """Write a run of MLflow, or into the run that the process has begun already, with the config as parameters."""
+    import mlflow
+
+    is_own = mlflow.active_run() is None
+    if is_own:
+        mlflow.start_run(run_name=run.name or None)
+    mlflow.log_params({key: value[:_MOST_PARAM_CHARS] for key, value in flat(config).items()})
+    yield lambda record: mlflow.log_metrics(scalars(record), step=record.step)
+    if is_own:
+        mlflow.end_run()
+
+
+SINKS: Final[Mapping[str, Sink]] = MappingProxyType(
+    {"jsonl": jsonl, "tensorboard": tensorboard, "wandb": wandb, "mlflow": mlflow}
 )
 _NEEDS_FOLDER: Final = ("jsonl", "tensorboard")
 _INSTALL: Final[Mapping[str, str]] = MappingProxyType({"wandb": "wandb", "mlflow": "mlflow-skinny"})
 
 
 class SinkSet:
-    """Writes to several sinks; what raises is dropped and named by `failures`.
+    """Writes the steps of a run to several sinks; what raises is dropped and named by `failures`.
+
+    TensorBoard is on by default and no dependency, so where it is not installed the log alone says so.
 
     Args:
-        sinks: by name.
+        names: of the sinks; without a folder those that write files there are left out.
+        config: of the run.
+        run: what the sinks call it.
     """
 
-    def __init__(self, sinks: Mapping[str, Sink]) -> None:
-        self._sinks = dict(sinks)
+    def __init__(self, names: Sequence[str], config: Mapping[str, Any], run: RunInfo) -> None:
+        self._sinks: dict[str, tuple[AbstractContextManager[Write], Write]] = {}
         self._failures: dict[str, str] = {}
-
-    @classmethod
-    def of(cls, names: Sequence[str], folder: Path | None) -> SinkSet:
-        """Make the sinks of some names; without a folder those that write files there are left out.
-
-        TensorBoard is on by default and no dependency, so where it is not installed the log alone says so.
-        """
-        names = [name for name in names if folder is not None or name not in _NEEDS_FOLDER]
-        if "tensorboard" in names and find_spec("tensorboard") is None:
-            names.remove("tensorboard")
-            log.warning("no TensorBoard events: pip install tensorboard for them")
-        return cls({name: SINKS[name]() for name in names})
+        for name in names:
+            if name in _NEEDS_FOLDER and run.folder is None:
+                continue
+            if name == "tensorboard" and find_spec("tensorboard") is None:
+                log.warning("no TensorBoard events: pip install tensorboard for them")
+                continue
+            with self._dropping(name, "at the start"):
+                sink = SINKS[name](config, run)
+                self._sinks[name] = sink, sink.__enter__()
 
     @property
     def failures(self) -> tuple[str, ...]:
         """Return a line for each sink that was dropped."""
         return tuple(f"{name}: {words}" for name, words in self._failures.items())
 
-    def start(self, config: Mapping[str, Any], run: RunInfo) -> None:
-        """Start all of them; arguments as for `Sink.start`."""
-        self._each("at the start", lambda sink: sink.start(config, run))
-
     def write(self, record: StepRecord) -> None:
-        """Write a step to all of them."""
-        self._each(f"in step {record.step}", lambda sink: sink.write(record))
+        """Write a step to all of them; the next step waits for it."""
+        for name, (_, write) in list(self._sinks.items()):
+            with self._dropping(name, f"in step {record.step}"):
+                write(record)
 
     def close(self) -> None:
-        """Close all of them; a second call does nothing."""
-        self._each("at the end", lambda sink: sink.close())
-        self._sinks.clear()
+        """Write what is left and close all of them; a second call does nothing."""
+        for name in list(self._sinks):
+            with self._dropping(name, "at the end"):
+                self._sinks.pop(name)[0].__exit__(None, None, None)
 
-    def _each(self, when: str, call: Callable[[Sink], None]) -> None:
-        for name, sink in list(self._sinks.items()):
-            try:
-                call(sink)
-            except Exception as error:  # of whatever kind: a run is worth more than what is written of it
-                del self._sinks[name]
+    @contextmanager
+    def _dropping(self, name: str, when: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # of whatever kind: a run is worth more than what is written of it
+            if name in self._sinks:
                 with suppress(Exception):
-                    sink.close()
-                hint = f"; pip install {_INSTALL[name]}" if isinstance(error, ImportError) and name in _INSTALL else ""
-                text = str(error).strip().partition("\n")[0]
-                self._failures[name] = f"dropped {when}: {type(error).__name__}: {text}{hint}"
-                log.warning("%s", self.failures[-1])
+                    self._sinks.pop(name)[0].__exit__(None, None, None)
+            hint = f"; pip install {_INSTALL[name]}" if isinstance(error, ImportError) and name in _INSTALL else ""
+            text = str(error).strip().partition("\n")[0]
+            self._failures[name] = f"dropped {when}: {type(error).__name__}: {text}{hint}"
+            log.warning("%s", self.failures[-1])

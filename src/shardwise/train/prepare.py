@@ -4,6 +4,10 @@
 returns. A shard is built in a folder of its own and renamed into place, so a reader sees a whole shard or none, and of
 two builders one wins.
 
+It has `tokens.bin` (all tokens of all documents, uint16 or uint32, those to hold out last), `tokenizer.json`, and
+`index.json` (`ShardIndex`) with a checksum of itself and of all the others but the tokens. Tokens of chats are uint32,
+with the highest bit set where one counts in the loss, and `chats.bin` has where each chat starts.
+
     data = prepare_data(config, cache_dir=Path("cache"))
     batches_for_step(data.train, first, config.batch, data_rank=0, num_data_ranks=1, seed=0, seq_len=256)
 """
@@ -11,83 +15,93 @@ two builders one wins.
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 import shutil
+import tempfile
 import uuid
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
 
 from shardwise.config.errors import system_code
 from shardwise.config.resolve import Config, ConfigError
+from shardwise.config.untrusted_files import open_regular, read_json
 from shardwise.train.chat import ChatEncoder
 from shardwise.train.corpus import (
     Corpus,
-    CorpusChat,
-    CorpusChunk,
     CorpusCounts,
     MegatronCorpus,
+    Piece,
     open_corpus,
     open_megatron,
     read_pieces,
     sample_texts,
 )
-from shardwise.train.dataset import (
-    COUNTS_NAME,
-    DOCUMENTS_NAME,
-    SHARD_FORMAT,
-    TOKENIZER_NAME,
-    TOKENS_NAME,
-    PackedDataset,
-    ShardIndex,
-    TokenDataset,
-    read_index,
-    seal,
-    split_point,
-)
+from shardwise.train.dataset import COUNTS_BIT, PackedDataset, TokenDataset, split_point
 from shardwise.train.job_model import JobModel, job_model, model_folder, open_tokenizer
 from shardwise.train.tokenizer import SAMPLE_BYTES, Tokenizer, load_tokenizer, make_tokenizer, tokenizer_fingerprint
 
+SHARD_FORMAT: Final = 5
+INDEX_NAME, TOKENS_NAME, CHATS_NAME, TOKENIZER_NAME = "index.json", "tokens.bin", "chats.bin", "tokenizer.json"
 BATCH_CHARS = 1 << 20
 # A guess, by which progress is shown as often for chats as for text.
 _CHAT_CHARS = 1000
 _KEY_BYTES = 12
+_CHECKSUM = "checksum"
 
 Progress = Callable[[int, int], None]
+NotNegative = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class ShardIndex(BaseModel):
+    """Holds the fields of a token shard's `index.json`.
+
+    Attributes:
+        num_kept: tokens before those of the documents to hold out.
+        tokens_hash: blake2b of `tokens.bin`, which names the data in checkpoints.
+        has_chats: whether the documents are chats, and there is a `chats.bin`.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    source: str
+    dtype: Literal["uint16", "uint32"]
+    vocab_size: Annotated[int, Field(ge=1, le=2**31)]
+    eot_id: NotNegative
+    num_tokens: NotNegative
+    num_kept: NotNegative
+    num_documents: NotNegative
+    tokens_hash: str
+    has_chats: bool = False
+    format: Literal[5] = SHARD_FORMAT
 
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Holds the splits of the data and how to read them; `num_bytes` counts the UTF-8 text of both splits together."""
+    """Holds the splits of the data and how to read them."""
 
     path: Path
-    source: str
+    index: ShardIndex
     train: TokenDataset | PackedDataset
     val: TokenDataset | PackedDataset
     tokenizer: Tokenizer
-    vocab_size: int
-    num_bytes: int
-    num_documents: int
-    num_skipped: int
-
-    @property
-    def num_tokens(self) -> int:
-        """Return the tokens of both splits."""
-        return self.train.num_tokens + self.val.num_tokens
 
     @property
     def words(self) -> str:
         """Return what the data are in a few words."""
-        kind = "chats" if isinstance(self.train, PackedDataset) else "documents"
-        text = f"{self.source}: {self.num_documents:,} {kind}, {self.num_tokens:,} tokens of {self.vocab_size:,} kinds"
-        splits = [each for each in (self.train, self.val) if isinstance(each, PackedDataset)]
-        num_cut = sum(each.num_cut for each in splits)
-        return f"{text}; {num_cut:,} longer than data.seq_len lose their end" if num_cut else text
+        index = self.index
+        kind = "chats" if index.has_chats else "documents"
+        sizes = f"{index.num_documents:,} {kind}, {index.num_tokens:,} tokens of {index.vocab_size:,} kinds"
+        num_cut = sum(each.num_cut for each in (self.train, self.val) if isinstance(each, PackedDataset))
+        cut = f"; {num_cut:,} longer than data.seq_len lose their end" if num_cut else ""
+        return f"{index.source}: {sizes}{cut}"
 
 
 def prepare_data(config: Config, cache_dir: str | Path, progress: Progress | None = None) -> PreparedData:
@@ -125,9 +139,8 @@ def prepare_data(config: Config, cache_dir: str | Path, progress: Progress | Non
             tokenizer = make_tokenizer(data.tokenizer, model.vocab_size, texts)
         model.for_tokens(tokenizer.vocab_size)  # refuses before the work, not after it
         try:
-            tally = CorpusCounts()
-            encoded = _encode(corpus, tokenizer, chats, tally, progress)
-            _build(path, encoded, tally, corpus.label, tokenizer, data.val_fraction)
+            encoded = _encode(corpus, tokenizer, chats, progress)
+            _build(path, encoded, corpus.label, tokenizer, data.val_fraction)
         except OSError as error:
             raise ConfigError(
                 system_code(error, "folder-not-writable"),
@@ -144,45 +157,58 @@ def open_data(path: str | Path, config: Config) -> PreparedData:
         ConfigError: the shard is missing or not whole, too short for `data.seq_len`, or its tokenizer has more tokens
             than the model.
     """
-    path = Path(path)
+    path, seq_len, val_fraction = Path(path), config.data.seq_len, config.data.val_fraction
     index = read_index(path)
-    tokenizer = load_tokenizer(path / TOKENIZER_NAME, index.eot_id)
     job_model(config).for_tokens(index.vocab_size)  # refuses a model too small for the tokens
-    starts = np.memmap(path / DOCUMENTS_NAME, dtype=np.uint64, mode="r")
-    val_fraction, seq_len = config.data.val_fraction, config.data.seq_len
-    splits: tuple[TokenDataset | PackedDataset, TokenDataset | PackedDataset]
+    tokens = np.memmap(path / TOKENS_NAME, dtype=index.dtype, mode="r")
+    train: TokenDataset | PackedDataset
+    val: TokenDataset | PackedDataset
     if index.has_chats:
-        splits = _packed_splits(path, index, starts, config)
+        starts = np.fromfile(path / CHATS_NAME, dtype=np.uint64)
+        if len(starts) < 2:
+            raise ConfigError(
+                "data-too-short", f"data.path={config.data.path} holds one chat, and one is held out; give more"
+            )
+        number = min(max(1, int(np.searchsorted(starts, index.num_kept))), len(starts) - 1)
+        cut = int(starts[number])
+        train = PackedDataset(tokens[:cut], starts[:number], seq_len, index.eot_id)
+        val = PackedDataset(tokens[cut:], starts[number:] - starts[number], seq_len, index.eot_id)
     else:
-        cut = split_point(starts, index.num_tokens, val_fraction=val_fraction, seq_len=seq_len)
-        splits = TokenDataset(path, stop=cut, index=index), TokenDataset(path, start=cut, index=index)
-    return PreparedData(
-        path=path,
-        source=index.source,
-        train=splits[0],
-        val=splits[1],
-        tokenizer=tokenizer,
-        vocab_size=index.vocab_size,
-        num_bytes=index.num_bytes,
-        num_documents=index.num_documents,
-        num_skipped=index.num_skipped,
-    )
+        cut = split_point(index.num_kept, index.num_tokens, val_fraction=val_fraction, seq_len=seq_len)
+        train, val = TokenDataset(tokens[:cut]), TokenDataset(tokens[cut:])
+    return PreparedData(path, index, train, val, load_tokenizer(path / TOKENIZER_NAME, index.eot_id))
 
 
-def _packed_splits(
-    path: Path, index: ShardIndex, starts: NDArray, config: Config
-) -> tuple[PackedDataset, PackedDataset]:
-    """Split whole chats, at least one for each side; those to hold out are the last."""
-    if len(starts) < 2:
-        raise ConfigError(
-            "data-too-short", f"data.path={config.data.path} holds one chat, and one is held out; give more"
-        )
-    wanted = np.searchsorted(starts, round((1 - config.data.val_fraction) * index.num_tokens))
-    number = min(max(1, int(wanted)), len(starts) - 1)
-    cut, seq_len = int(starts[number]), config.data.seq_len
-    counts = np.memmap(path / COUNTS_NAME, dtype=np.uint8, mode="r")
-    train = PackedDataset(TokenDataset(path, stop=cut, index=index), counts, starts[:number], seq_len)
-    return train, PackedDataset(TokenDataset(path, start=cut, index=index), counts, starts[number:], seq_len)
+def _checksum(folder: Path, index: ShardIndex) -> str:
+    """Return a hash of the index and of all files but the tokens."""
+    digest = hashlib.blake2b(index.model_dump_json().encode(), digest_size=16)
+    for name in (TOKENIZER_NAME, *((CHATS_NAME,) if index.has_chats else ())):
+        with open(open_regular(folder / name, folder), "rb") as file:
+            digest.update(hashlib.file_digest(file, "blake2b").digest())
+    return digest.hexdigest()
+
+
+def read_index(path: Path) -> ShardIndex:
+    """Read the index of the shard in folder `path`, and check every file of it; of the tokens, how many there are.
+
+    Raises:
+        ConfigError: the shard is missing, not whole or damaged.
+    """
+    try:
+        fields = read_json(path / INDEX_NAME, "build it again", folder=path)
+        checksum = fields.pop(_CHECKSUM, None) if isinstance(fields, dict) else None
+        index = ShardIndex.model_validate(fields)
+        if _checksum(path, index) != checksum:
+            raise ValueError("its files are not those that were written")
+        with open(open_regular(path / TOKENS_NAME, path), "rb") as file:
+            found, wanted = os.fstat(file.fileno()).st_size, index.num_tokens * np.dtype(index.dtype).itemsize
+        if found != wanted:
+            raise ValueError(f"{TOKENS_NAME} has {found:,} bytes where {wanted:,} belong")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error).partition("\n")[0]
+        fix = "delete the folder and run again, or put data.cache_dir where every node sees it"
+        raise ConfigError("token-shard-damaged", f"{path} holds no whole token shard: {reason}; {fix}") from None
+    return index
 
 
 def _chat_encoder(config: Config, model: JobModel) -> ChatEncoder | None:
@@ -210,80 +236,65 @@ def _is_whole(path: Path) -> bool:
 
 
 class _Encoded(NamedTuple):
-    """Holds the token ids of a piece, which tokens count where it is a chat, and whether its document ends."""
+    """Holds the token ids of a piece, with `COUNTS_BIT` where it is a chat, and whether its document ends."""
 
     ids: NDArray
-    counts: NDArray | None
-    ends_document: bool
+    is_chat: bool = False
+    ends_document: bool = True
 
 
-def _build(
-    path: Path,
-    encoded: Iterable[_Encoded],
-    tally: CorpusCounts,
-    label: str,
-    tokenizer: Tokenizer,
-    val_fraction: float,
-) -> None:
-    """Write a shard and rename it to `path`; `tally` counts what has been encoded."""
+def _build(path: Path, encoded: Iterable[_Encoded], label: str, tokenizer: Tokenizer, val_fraction: float) -> None:
+    """Write a shard in a folder of its own, and rename that to `path`."""
     folder = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
     folder.mkdir(parents=True)
     try:
-        dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
-        num_tokens, has_chats = _write_tokens(folder, encoded, val_fraction, dtype)
+        facts = _write_tokens(folder, encoded, val_fraction, tokenizer.vocab_size)
         (folder / TOKENIZER_NAME).write_text(tokenizer.to_json(), encoding="utf-8")
-        seal(
-            folder,
-            source=label,
-            dtype=dtype.name,
-            vocab_size=tokenizer.vocab_size,
-            eot_id=tokenizer.eot_id,
-            num_tokens=num_tokens,
-            num_documents=tally.num_documents,
-            num_bytes=tally.num_text_bytes,
-            num_skipped=tally.num_skipped,
-            has_chats=has_chats,
-        )
+        seal(folder, source=label, vocab_size=tokenizer.vocab_size, eot_id=tokenizer.eot_id, **facts)
         _publish(folder, path)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def seal(folder: Path, **facts: Any) -> None:
+    """Write `index.json` into a folder that has the other files; `facts` are its fields."""
+    with (folder / TOKENS_NAME).open("rb") as tokens:
+        tokens_hash = hashlib.file_digest(tokens, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    index = ShardIndex(tokens_hash=tokens_hash, **facts)
+    fields = index.model_dump() | {_CHECKSUM: _checksum(folder, index)}
+    (folder / INDEX_NAME).write_text(json.dumps(fields, indent=2), encoding="utf-8")
+
+
 def _encode(
-    corpus: Corpus | MegatronCorpus,
-    tokenizer: Tokenizer,
-    chats: ChatEncoder | None,
-    tally: CorpusCounts,
-    progress: Progress | None,
+    corpus: Corpus | MegatronCorpus, tokenizer: Tokenizer, chats: ChatEncoder | None, progress: Progress | None
 ) -> Iterator[_Encoded]:
     """Yield the tokens of every piece; a document's last one gets the end of text, and its first what begins one."""
-    at_start = True
     if isinstance(corpus, MegatronCorpus):
-        for tally.num_documents, ids in enumerate(corpus.documents(tokenizer.vocab_size), 1):
-            yield _Encoded(ids, None, True)
+        yield from map(_Encoded, corpus.documents(tokenizer.vocab_size))
         return
+    tally, at_start = CorpusCounts(), True
     for pieces in _in_batches(read_pieces(corpus, tally)):
-        texts = iter(tokenizer.encode_batch([piece.text for piece in pieces if isinstance(piece, CorpusChunk)]))
-        for piece in pieces:
-            if isinstance(piece, CorpusChat):
+        for piece, ids in zip(pieces, tokenizer.encode_batch([piece.text for piece in pieces]), strict=True):
+            if piece.chat is not None:
                 assert chats is not None, "a corpus yields chats only where it takes them"
-                yield _Encoded(*chats.encode(piece.record, piece.where), True)
+                own, counts = chats.encode(piece.chat, piece.where)
+                yield _Encoded(own | counts * COUNTS_BIT, is_chat=True)
                 continue
             begin = [tokenizer.bos_id] if at_start and tokenizer.bos_id is not None else []
             end = [tokenizer.eot_id] if piece.ends_document else []
-            ids = np.concatenate([np.array(begin, np.uint32), next(texts), np.array(end, np.uint32)])
-            yield _Encoded(ids, None, piece.ends_document)
+            whole = np.concatenate([np.array(begin, np.uint32), ids, np.array(end, np.uint32)])
+            yield _Encoded(whole, ends_document=piece.ends_document)
             at_start = piece.ends_document
         if progress is not None:
             progress(tally.num_read_bytes, corpus.num_bytes)
 
 
-def _in_batches(pieces: Iterator[CorpusChunk | CorpusChat]) -> Iterator[list[CorpusChunk | CorpusChat]]:
-    batch: list[CorpusChunk | CorpusChat] = []
+def _in_batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    batch: list[Piece] = []
     num_chars = 0
     for piece in pieces:
         batch.append(piece)
-        num_chars += len(piece.text) if isinstance(piece, CorpusChunk) else _CHAT_CHARS
+        num_chars += len(piece.text) or _CHAT_CHARS
         if num_chars >= BATCH_CHARS:
             yield batch
             batch, num_chars = [], 0
@@ -291,14 +302,11 @@ def _in_batches(pieces: Iterator[CorpusChunk | CorpusChat]) -> Iterator[list[Cor
         yield batch
 
 
-def _write_tokens(folder: Path, encoded: Iterable[_Encoded], val_fraction: float, dtype: np.dtype) -> tuple[int, bool]:
-    """Write the files of tokens, documents and counts, the documents to hold out last.
+def _write_tokens(folder: Path, encoded: Iterable[_Encoded], val_fraction: float, vocab_size: int) -> dict[str, Any]:
+    """Write the tokens, those of the documents to hold out last, and where chats start; return what the index keeps.
 
     A document is held out when less than `val_fraction` of the tokens before it is: that spreads the held-out
     ones over the whole corpus in one pass, and favours neither short nor long ones.
-
-    Returns:
-        the number of tokens, and whether the documents are chats.
 
     Raises:
         ConfigError: some are chats, and others texts.
@@ -306,48 +314,34 @@ def _write_tokens(folder: Path, encoded: Iterable[_Encoded], val_fraction: float
     num_tokens, starts = [0, 0], (array("Q"), array("Q"))
     held_out, at_start = 0, True
     has_chats: bool | None = None
-    with ExitStack() as files:
-        all_ids, all_counts = (files.enter_context(_Halves(folder / name)) for name in (TOKENS_NAME, COUNTS_NAME))
-        for ids, counts, ends_document in encoded:
-            if has_chats not in (None, counts is not None):
+    dtype: type[np.unsignedinteger] = np.uint32
+    with (folder / TOKENS_NAME).open("wb") as kept, tempfile.TemporaryFile(dir=folder) as later:
+        for ids, is_chat, ends_document in encoded:
+            if has_chats not in (None, is_chat):
                 raise ConfigError(
                     "chats-beside-text", "some of the data are chats and some texts; give them to runs of their own"
                 )
-            has_chats = counts is not None
+            has_chats = is_chat
+            dtype = np.uint32 if is_chat or vocab_size > 1 << 16 else np.uint16
             if at_start:
                 held_out = int(num_tokens[1] < val_fraction * sum(num_tokens))
                 starts[held_out].append(num_tokens[held_out])
-            all_ids.write(held_out, ids.astype(dtype))
-            if counts is not None:
-                all_counts.write(held_out, counts)
+            (kept, later)[held_out].write(ids.astype(dtype).tobytes())
             num_tokens[held_out] += len(ids)
             at_start = ends_document
-    if not has_chats:
-        (folder / COUNTS_NAME).unlink()
-    all_starts = [np.array(starts[0], dtype=np.uint64), np.array(starts[1], dtype=np.uint64) + np.uint64(num_tokens[0])]
-    (folder / DOCUMENTS_NAME).write_bytes(np.concatenate(all_starts).tobytes())
-    return sum(num_tokens), bool(has_chats)
-
-
-class _Halves:
-    """Writes a file whose held-out half is known only at its end: that goes to a file of its own until then."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._second = path, path.with_suffix(".held_out")
-
-    def __enter__(self) -> Self:
-        self._files = self._path.open("wb"), self._second.open("w+b")
-        return self
-
-    def write(self, half: int, values: NDArray) -> None:
-        """Append to the first half, or with 1 to the second."""
-        self._files[half].write(values.tobytes())
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        with self._files[0] as kept, self._files[1] as held_out:
-            held_out.seek(0)
-            shutil.copyfileobj(held_out, kept)
-        self._second.unlink()
+        later.seek(0)
+        shutil.copyfileobj(later, kept)
+    if has_chats:
+        np.array([*starts[0], *(num_tokens[0] + start for start in starts[1])], dtype=np.uint64).tofile(
+            folder / CHATS_NAME
+        )
+    return {
+        "dtype": dtype.__name__,
+        "num_tokens": sum(num_tokens),
+        "num_kept": num_tokens[0],
+        "num_documents": len(starts[0]) + len(starts[1]),
+        "has_chats": bool(has_chats),
+    }
 
 
 def _publish(folder: Path, path: Path) -> None:

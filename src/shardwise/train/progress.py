@@ -83,6 +83,7 @@ class Progress:
         mfu: share of the devices' peak FLOP/s at that speed; None where that is not known.
         memory: of all ranks at their peaks; None before it was measured.
         slow: the last step that took long; None where there was none.
+        num_tokens: that this run has taken, and that counted.
         activity: the work in progress that is not a step; empty during steps.
     """
 
@@ -101,6 +102,7 @@ class Progress:
     mfu: float | None = None
     memory: RanksMemory | None = None
     slow: SlowStep | None = None
+    num_tokens: float = 0.0
     elapsed_s: float = 0.0
     activity: str = ""
 
@@ -113,6 +115,11 @@ class Progress:
     def eta_s(self) -> float:
         """Return the seconds that the remaining steps take at the present rate."""
         return (self.total_steps - self.step) * self.step_s
+
+    @property
+    def mean_tokens_per_s(self) -> float:
+        """Return the tokens a second over all steps of this run."""
+        return self.num_tokens / self.elapsed_s if self.elapsed_s else 0.0
 
     def after_step(self, record: StepRecord) -> Self:
         """Return the state after one more step."""
@@ -132,6 +139,7 @@ class Progress:
             grad_norm=record.grad_norm,
             step_s=_smoothed(self.step_s, record.step_s, number),
             tokens_per_s=_smoothed(self.tokens_per_s, record.tokens_per_s, number),
+            num_tokens=self.num_tokens + record.count,
             elapsed_s=self.elapsed_s + record.step_s,
             activity="",
         )

@@ -9,9 +9,10 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, nullcontext
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -28,28 +29,33 @@ from shardwise.comm.store import PatientStore
 from shardwise.config.errors import CodedError, with_code
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.config.untrusted_files import UntrustedFileError, read_text
-from shardwise.engine.engine import Engine
 from shardwise.launch.environment import RankEnv
 from shardwise.launch.local import default_num_ranks, launch_local
 from shardwise.launch.process_group import start_process_group
 from shardwise.launch.signals import StopFlag
 from shardwise.layout.stage_partition import find_partition
-from shardwise.offload.disk_bench import USEFUL_BYTES_PER_S, measure_swap, passes_s, step_s
-from shardwise.offload.nvme import SwapError
 from shardwise.report.panel import TerminalPanel
 from shardwise.report.run_folder import TIMELINE_NAME
-from shardwise.runtime.format import format_bytes, format_s
+from shardwise.runtime.format import format_bytes, format_count
 from shardwise.train.checkpoints import Resumed, RunCheckpoints, checkpoint_root, make_root
-from shardwise.train.loop import Trainer, build_trainer
-from shardwise.train.metrics import RunInfo, SinkSet, StepRecord
-from shardwise.train.prediction import predict
-from shardwise.train.prepare import PreparedData, open_data
-from shardwise.train.progress import say
-from shardwise.train.rank0_logger import RunPage, StepLogger, first_state, outcome_of
-from shardwise.train.rank_watch import RankWatch, note_command
-from shardwise.train.recording import ProfileWindow, gather_timeline, save_timeline, write_timeline
-from shardwise.train.setup import CONFIG_NAME, create_folder, device_kind, prepare_job_data, resolve_job, with_steps
-from shardwise.train.summary import RunEnding, render_outcome
+from shardwise.train.loop import Sample, Trainer, build_trainer
+from shardwise.train.metrics import StepRecord
+from shardwise.train.prediction import compare, predict
+from shardwise.train.prepare import open_data
+from shardwise.train.progress import Progress, say
+from shardwise.train.rank_watch import note_command
+from shardwise.train.recorder import RunRecorder, header_of
+from shardwise.train.recording import gather_timeline, save_timeline, write_timeline
+from shardwise.train.setup import (
+    CONFIG_NAME,
+    create_folder,
+    device_kind,
+    prepare_job_data,
+    resolve_job,
+    sparse_words,
+    with_steps,
+)
+from shardwise.train.summary import RunOutcome, render_outcome
 
 # A rank that is asked to stop bounds its step itself (`StopFlag.armed`); its save may take long.
 STOP_GRACE_S = 1800.0
@@ -86,14 +92,11 @@ def start(config: Config, console: Console, resume: Path | None = None) -> int:
             f"run.num_procs={num_ranks} but torch sees {num_gpus} GPUs; use at most one rank a GPU",
         )
     config = config.model_copy(update={"run": config.run.model_copy(update={"num_procs": num_ranks})})
-    resolved = resolve_job(config, num_ranks, num_local_ranks=num_ranks)
-    make_root(config, resume)
-    data = _prepare(resolved, console)
-    folder = create_folder(with_steps(resolved, data), time.localtime())
+    _, folder, shard_path = _prepare(resolve_job(config, num_ranks, num_local_ranks=num_ranks), console, resume)
     note_command(folder)
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
     say(console, f"run folder {folder}, starting {ranks}")
-    argv = ["-m", "shardwise.cli", "train", "--prepared", str(folder), str(data.path)]
+    argv = ["-m", "shardwise.cli", "train", "--prepared", str(folder), str(shard_path)]
     exit_code = launch_local(
         argv if resume is None else [*argv, "--resume", str(resume)],
         num_ranks,
@@ -107,36 +110,47 @@ def start(config: Config, console: Console, resume: Path | None = None) -> int:
     return exit_code
 
 
-def join(config: Config, env: RankEnv, stop: StopFlag, console: Console, resume: Path | None = None) -> int:
-    """Run as one of the ranks that torchrun or srun started, and return the exit code.
+def join(
+    config: Config,
+    env: RankEnv,
+    stop: StopFlag,
+    console: Console,
+    resume: Path | None = None,
+    prepared: tuple[Path, Path] | None = None,
+) -> int:
+    """Run as one of the ranks that `start`, torchrun or srun started, and return the exit code.
 
-    Rank 0 prepares the data, makes the folder, and sends both paths to the other ranks through the store. For a resumed
-    run it sends its config too, which depends on the checkpoint: another rank may have found another checkpoint. The
-    arguments are those of `run_rank`.
+    Args:
+        config: resolved.
+        env: which rank this is.
+        stop: says after each step whether to stop.
+        console: the console on which rank 0 shows the run.
+        resume: the checkpoint to go on from, or a folder of checkpoints; None starts afresh.
+        prepared: the run's folder and the token shard, made by `start`. With None rank 0 makes them, and sends their
+            paths to the other ranks through the store.
 
     Raises:
         ConfigError: this rank has no GPU, or rank 0 could not prepare the run.
         LaunchError: the ranks did not meet.
     """
     start_process_group(env, device_kind(config), config.run.timeout_s)
-    config, folder, shard_path, resume = _agree_on_place(config, env, console, resume)
+    if prepared is None:
+        config, folder, shard_path, resume = _agree_on_place(config, env, console, resume)
+    else:
+        folder, shard_path = prepared
     return run_rank(config, folder, shard_path, env=env, stop=stop, console=console, resume=resume)
 
 
-def run_prepared(
-    folder: Path, shard_path: Path, env: RankEnv, stop: StopFlag, console: Console, resume: Path | None = None
-) -> int:
-    """Run as one of the ranks that `start` started, and return the exit code; the arguments are those of `run_rank`.
+def config_of(folder: Path) -> Config:
+    """Return the config that `start` has written to a run's folder.
 
     Raises:
-        ConfigError: the folder holds no config.
+        ConfigError: the folder holds none.
     """
     try:
-        config = Config.from_json(read_text(folder / CONFIG_NAME, "let shardwise train start its ranks itself"))
+        return Config.from_json(read_text(folder / CONFIG_NAME, "let shardwise train start its ranks itself"))
     except UntrustedFileError as error:
         raise ConfigError(error.code, str(error)) from None
-    start_process_group(env, device_kind(config), config.run.timeout_s)
-    return run_rank(config, folder, shard_path, env=env, stop=stop, console=console, resume=resume)
 
 
 def run_rank(
@@ -151,14 +165,7 @@ def run_rank(
 ) -> int:
     """Train on this rank of an existing process group; return the exit code: 0, 1, 2, or 128 + a signal's number.
 
-    Args:
-        config: the resolved config.
-        folder: the run's folder.
-        shard_path: the folder of the token shard.
-        env: which rank this is.
-        stop: says after each step whether to stop.
-        console: the console on which rank 0 shows the run.
-        resume: the checkpoint to go on from, or a folder of checkpoints; None starts afresh.
+    The arguments are those of `join`.
     """
     trainer: Trainer | None = None
     try:
@@ -170,21 +177,28 @@ def run_rank(
         log.info("%s", trainer.engine.layout.mesh)
         checkpoints = RunCheckpoints(trainer, checkpoint_root(config, folder))
         resumed = None if resume is None else checkpoints.resume(resume)
-        notes = [measure_disk(trainer.engine, env.rank)]
         if resumed is not None:
             log.info("resumed from %s at step %d", resumed.path, resumed.step)
-            notes += resumed.notes
-        observer = None
         if env.rank == 0:
             prediction = predict(trainer, folder, env.cache)
-            observer = _observer(trainer, folder, notes, resumed, console, stop)
-        ending = _train(trainer, checkpoints, folder, observer, stop, console)
-        if observer is not None:
+            for note in () if resumed is None else resumed.notes:
+                say(console, note)
+            if config.mesh.pp > 1:
+                say(console, find_partition(trainer.model.skeleton(), config).describe())
+            trainer.model.save_tokenizer(folder / "tokenizer", trainer.data.tokenizer)
+        recorder = RunRecorder(
+            trainer.engine, _first_state(trainer, resumed), folder, console, trainer.mfu, stop.__bool__
+        )
+        outcome = _train(trainer, checkpoints, folder, recorder, stop)
+        if env.rank == 0:
+            measured = compare(trainer, folder, prediction, recorder.step_s)  # which the page shows
             stopped_by = _stopped_by(stop, env) if trainer.was_stopped else None
-            said = outcome_of(trainer, observer, folder, prediction, ending, stopped_by)
-            console.print(render_outcome(said), crop=False)
-        if ending.failure is not None:
-            raise ending.failure
+            outcome = replace(
+                outcome, stopped_by=stopped_by, host=trainer.host, prediction=prediction, measured=measured
+            )
+            console.print(render_outcome(recorder.outcome(outcome)), crop=False)
+        if outcome.failure is not None:
+            raise outcome.failure
     except KeyboardInterrupt:
         return 128 + signal.Signals[stop.signal_name or "SIGINT"]
     except Exception as error:
@@ -201,36 +215,25 @@ def run_rank(
 
 
 def _train(
-    trainer: Trainer,
-    checkpoints: RunCheckpoints,
-    folder: Path,
-    observer: StepLogger | None,
-    stop: StopFlag,
-    console: Console,
-) -> RunEnding:
+    trainer: Trainer, checkpoints: RunCheckpoints, folder: Path, recorder: RunRecorder, stop: StopFlag
+) -> RunOutcome:
     """Take the steps, save, evaluate and write the sample; every rank calls it."""
-    announce = observer.announce if observer is not None else log.info
     failure: CheckpointError | None = None
     armed = ExitStack()
-    watch = RankWatch(trainer.engine, folder)
-    window = ProfileWindow(trainer.config.run.profile_steps, folder, trainer.engine)
-    window.between(trainer.engine.num_steps)
 
     def save(step: int) -> None:
         nonlocal failure
         if step == trainer.first_step + 1:
             # Until then there is nothing to save, and a first step may take as long as it likes.
             armed.enter_context(stop.armed(trainer.config.run.timeout_s))
-        window.between(step)
         if step == trainer.config.run.record_timeline:
             save_timeline(trainer.engine, folder / TIMELINE_NAME)
         if not checkpoints.is_due(step):
             return
-        doing = f"saving step {step}"
-        if checkpoints.waits(step):
-            announce(doing)
-        if trainer.was_stopped and observer is not None:
-            say(console, f"{doing} into {checkpoints.root}")
+        if trainer.was_stopped:
+            recorder.say(f"saving step {step} into {checkpoints.root}")
+        elif checkpoints.waits(step):
+            recorder.announce(f"saving step {step}")
         try:
             with stop.saving():
                 checkpoints.save(step)
@@ -239,26 +242,45 @@ def _train(
                 raise
             failure = error  # the model is still evaluated, and its loss shown
 
-    with armed, closing(observer) if observer is not None else nullcontext():
-        for record in trainer.steps(stop.__bool__, announce, save):
-            facts = watch.see(record.step, record.step_s, record.peak_bytes)
-            if observer is not None:
-                observer.see(record, facts)
+    with armed, recorder:
+        for record in trainer.steps(stop.__bool__, recorder.announce, save):
+            recorder.see(record)
             _log_step(record)
-        window.close()
-        ending = RunEnding() if trainer.was_stopped else _evaluate_and_sample(trainer, announce)
+        sample = None if trainer.was_stopped else _evaluate_and_sample(trainer, recorder)
+        saved = None
         try:
             with stop.saving():
                 saved = checkpoints.finish()
         except CheckpointError as error:
-            saved, failure = None, failure or error
+            failure = failure or error
     if trainer.was_stopped:  # the last line of the log, which the local launcher quotes if it stopped no rank itself
         num_asked, rank = trainer.engine.step_context.asking
         who = f"rank {rank} was" if num_asked == 1 else f"{num_asked} ranks were"
         log.info("stopped after step %d, as %s asked to", trainer.engine.num_steps, who)
     exported, failure = (None, failure) if failure else _export(trainer, folder / EXPORT_NAME, stop)
     pipeline = _keep_last_step(trainer, folder / TIMELINE_NAME)
-    return replace(ending, saved=saved, failure=failure, exported=exported, pipeline=pipeline)
+    return RunOutcome(
+        recorder.state,
+        folder,
+        sample=sample,
+        saved=saved,
+        failure=failure,
+        exported=exported,
+        pipeline=pipeline,
+    )
+
+
+def _first_state(trainer: Trainer, resumed: Resumed | None) -> Progress:
+    """Return the state of a run before its first step; `resumed` is the checkpoint that it goes on from, if any."""
+    config, first_step = trainer.config, trainer.first_step
+    header = header_of(
+        trainer.engine,
+        model=f"{trainer.model.words}{sparse_words(config, trainer.model.num_heads)}",
+        tokens=f", {config.data.seq_len} tokens each",
+        data=f"{trainer.data.index.source}, {format_count(trainer.data.index.num_tokens)} tokens",
+        resumed="" if resumed is None else f"from step {resumed.step} of {resumed.path.parent}",
+    )
+    return Progress(header, config.run.steps, step=first_step, first_step=first_step)
 
 
 def _keep_last_step(trainer: Trainer, path: Path) -> str:
@@ -271,20 +293,6 @@ def _keep_last_step(trainer: Trainer, path: Path) -> str:
         write_timeline(engine, path, actions)
     bubble = TerminalPanel("the last step", actions).bubble_line
     return "" if engine.layout.pipeline is None else f"bubble of the last step {bubble}"
-
-
-def _observer(
-    trainer: Trainer, folder: Path, notes: Sequence[str], resumed: Resumed | None, console: Console, stop: StopFlag
-) -> StepLogger:
-    """Start what shows and records the run on rank 0, and print what is to be known before the first step."""
-    config = trainer.config
-    sinks = SinkSet.of(config.run.sinks, folder)
-    sinks.start(config.model_dump(mode="json"), RunInfo(folder.name, folder))
-    for note in filter(None, [*notes, _cut_note(trainer), *sinks.failures]):
-        say(console, note)
-    trainer.data.tokenizer.save(folder / "tokenizer", config.data.tokenizer or config.model.path)
-    page = RunPage(folder, trainer.engine.comm.comm_log.counts)
-    return StepLogger(first_state(trainer, resumed), console, sinks, trainer.mfu, stop.__bool__, page)
 
 
 def _export(trainer: Trainer, folder: Path, stop: StopFlag) -> tuple[Path | None, CheckpointError | None]:
@@ -306,17 +314,17 @@ def _log_step(record: StepRecord) -> None:
         log.info("step %d: loss %.4f, %.3f s, peak %s", record.step, record.loss, record.step_s, peak)
 
 
-def _evaluate_and_sample(trainer: Trainer, announce: Callable[[str], None]) -> RunEnding:
-    eval_loss = sample = None
+def _evaluate_and_sample(trainer: Trainer, recorder: RunRecorder) -> Sample | None:
     if trainer.engine.num_steps == trainer.first_step:  # else the last step has been evaluated
-        announce("evaluating on held-out data")
-        eval_loss = trainer.evaluate()
+        recorder.announce("evaluating on held-out data")
+        recorder.state = replace(recorder.state, eval_loss=(trainer.first_step, trainer.evaluate()))
     if trainer.engine.layout.pipeline is not None:
         log.info("no sample is written under mesh.pp, where no rank has all layers; export the weights to generate")
-    elif trainer.config.run.sample_tokens:
-        announce("writing a sample")
-        sample = trainer.sample()
-    return RunEnding(eval_loss, sample)
+        return None
+    if not trainer.config.run.sample_tokens:
+        return None
+    recorder.announce("writing a sample")
+    return trainer.sample()
 
 
 def _finish_save_unless_alone(trainer: Trainer, error: Exception) -> None:
@@ -333,8 +341,9 @@ def _finish_save_unless_alone(trainer: Trainer, error: Exception) -> None:
         log.error("%s", failure)
 
 
-def _prepare(config: Config, console: Console) -> PreparedData:
-    """Tokenize with a progress bar, and print a line about the data at the end."""
+def _prepare(config: Config, console: Console, resume: Path | None) -> tuple[Config, Path, Path]:
+    """Tokenize the data and make the run's folder; return the config with its steps, the folder and the token shard."""
+    make_root(config, resume)
     start_s = time.monotonic()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
     with ProgressBar(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
@@ -344,28 +353,28 @@ def _prepare(config: Config, console: Console) -> PreparedData:
             bars.update(task, description="tokenizing", completed=num_done_bytes, total=num_bytes)
 
         data = prepare_job_data(config, show)
-    took_s = time.monotonic() - start_s
-    say(console, f"{data.words}, {took_s:.1f} s")
-    return data
+    say(console, f"{data.words}, {time.monotonic() - start_s:.1f} s")
+    config = with_steps(config, data)
+    return config, create_folder(config, datetime.now()), data.path
 
 
 def _agree_on_place(
     config: Config, env: RankEnv, console: Console, resume: Path | None
 ) -> tuple[Config, Path, Path, Path | None]:
-    """Return rank 0's config, run folder, token shard and checkpoint; the other ranks get them from the store."""
+    """Return rank 0's config, run folder, token shard and checkpoint; the other ranks get them from the store.
+
+    The config of a resumed run depends on the checkpoint, and another rank may have found another checkpoint.
+    """
     group = dist.group.WORLD
     assert group is not None, "the process group stands by now"
     store = PatientStore(group.get_group_store(), config.run.timeout_s)
     if env.rank == 0:
         try:
-            make_root(config, resume)
-            data = _prepare(config, console)
-            config, shard_path = with_steps(config, data), data.path
-            folder = create_folder(config, time.localtime()).absolute()
+            config, folder, shard_path = _prepare(config, console, resume)
         except Exception:
             store.set(_PLACE_KEY, _FAILED)
             raise
-        past = None if resume is None else str(resume.absolute())
+        past, folder = None if resume is None else str(resume.absolute()), folder.absolute()
         store.set(_PLACE_KEY, json.dumps([config.to_json(), str(folder), str(shard_path), past]))
         return config, folder, shard_path, resume
     while not store.check([_PLACE_KEY]):  # rank 0 may tokenize for hours; the store's own death or silence ends this
@@ -412,33 +421,3 @@ def _stopped_by(stop: StopFlag, env: RankEnv) -> str:
     if env.launcher == "local":
         return ""
     return "Ctrl-C" if stop.signal_name == "SIGINT" else stop.signal_name
-
-
-def measure_disk(engine: Engine, rank: int) -> str:
-    """Measure the disk that stores states and return what it means for a step; empty without states on NVMe.
-
-    It takes less than a second. Every rank calls it at the same time, so each measures its share of a common disk.
-    """
-    path = engine.config.tiers.nvme_path
-    if path is None or "nvme" not in engine.layout.bytes_by_tier():
-        return ""
-    try:
-        speed = measure_swap(Path(path), rank)
-    except SwapError as error:  # its own files the engine has made by now
-        log.warning("the disk was not measured: %s", error)
-        return f"the disk of {path} was not measured: {error}"
-    read_rate, write_rate = speed.read_bytes_per_s, speed.write_bytes_per_s
-    rates = f"reads {read_rate / 1e9:.2f} GB/s and writes {write_rate / 1e9:.2f} GB/s a rank"
-    if engine.device.type == "cuda" and min(read_rate, write_rate) < USEFUL_BYTES_PER_S:  # a CPU needs less
-        rates += f", less than the {USEFUL_BYTES_PER_S / 1e9:g} that a GPU needs"
-    optimizer_s = step_s(engine.layout, read_rate, write_rate)
-    others_s = passes_s(engine.layout, engine.config.batch.accumulation or 1, read_rate, write_rate)
-    times = [f"{format_s(optimizer_s)} for the optimizer"] if optimizer_s else []
-    times += [f"{format_s(others_s)} for the forward and backward"] if others_s else []
-    return f"{speed.path} {rates}; of each step the disk works at most {' and '.join(times)}"
-
-
-def _cut_note(trainer: Trainer) -> str:
-    """Return the table of the pipeline's stages; empty without a pipeline."""
-    config = trainer.config
-    return "" if config.mesh.pp == 1 else find_partition(trainer.model.skeleton(), config).describe()

@@ -16,9 +16,8 @@ import os
 import re
 import resource
 import shutil
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from datetime import datetime, timedelta
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal
@@ -32,9 +31,10 @@ from shardwise.context.apply import check_split
 from shardwise.engine.initialize import check_tiers
 from shardwise.launch.host import usable_bytes
 from shardwise.layout.layout import TIERS, Layout
-from shardwise.layout.mesh_shape import MeshShape
 from shardwise.layout.tp_sharding import check_length
 from shardwise.offload.nvme import SwapError, SwapFolder
+from shardwise.planner.configs import strategy_of
+from shardwise.planner.format import layout_words
 from shardwise.report.page import leaves
 from shardwise.runtime.format import format_bytes
 from shardwise.runtime.optimizers import optimizer_kind
@@ -46,7 +46,8 @@ from shardwise.train.prepare import PreparedData, Progress, prepare_data
 CONFIG_NAME = "config.json"
 CACHE_NAME = "cache"
 # A run's folder: the time at which it was made, and a name.
-RUN_NAME: Final = re.compile(r"(\d{8}-\d{6})-(.+)")
+_TIME: Final = "%Y%m%d-%H%M%S"
+_RUN_NAME: Final = re.compile(r"(\d{8}-\d{6})-(.+)")
 
 DeviceKind = Literal["cpu", "cuda"]
 
@@ -71,7 +72,6 @@ _WARMUP_SHARE = 0.05
 # What the field fine-tunes with; LoRA's matrices begin at zero and take larger steps (Hu et al. 2021, appendix D).
 _TUNING_LR, _LORA_LR = 1e-5, 2e-4
 _TUNING_SEQ_LEN = 1024
-_MIN_FILES = 64
 _MAX_FILES = 4096
 # A step that reads the training data more often than this is a mistake in a number.
 _MAX_PASSES_A_STEP = 100
@@ -154,33 +154,18 @@ def check_job(config: Config, world_size: int) -> tuple[Config, Layout]:
 
 def _refuse_unknown_homes(config: Config) -> None:
     """Refuse a path such as `~ann/runs` where the system knows no user of that name."""
-    data = config.data
-    paths = {
-        "run.dir": config.run.dir, "checkpoint.path": config.checkpoint.path,
-        "model.path": config.model.path, "data.path": data.path, "data.tokenizer": data.tokenizer,
-        "data.cache_dir": data.cache_dir, "model.weights": config.model.weights,
-    }  # fmt: skip
-    for key, value in paths.items():
-        if value is not None and value.startswith("~") and os.path.expanduser(value) == value:
+    for key, value in leaves(config.model_dump()):
+        if isinstance(value, str) and value.startswith("~") and os.path.expanduser(value) == value:
             user = value.split("/")[0]
             raise ConfigError("home-unknown", f"{key}={value}: {user} is no user's folder here; write the path out")
 
 
 def _raise_file_limit() -> None:
-    """Raise the limit of open files of this process and its ranks as far as the system allows, up to `_MAX_FILES`.
-
-    Raises:
-        ConfigError: the system allows too few for a run.
-    """
+    """Raise the limit of open files of this process and its ranks as far as the system allows, up to `_MAX_FILES`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(_MAX_FILES, hard)
     if 0 <= soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    if 0 <= hard < _MIN_FILES:
-        raise ConfigError(
-            "open-files-limit",
-            f"{hard} open files are too few for a run; raise the limit: ulimit -n {_MIN_FILES} or more",
-        )
 
 
 def _refuse_too_large(layout: Layout, config: Config, num_local_ranks: int) -> None:
@@ -210,38 +195,16 @@ def _refuse_too_large(layout: Layout, config: Config, num_local_ranks: int) -> N
             raise ConfigError(error.code, str(error)) from None
 
 
-def layout_line(config: Config, mesh: MeshShape) -> str:
-    """Describe the layout of a run in a few words.
+def layout_line(config: Config, world_size: int) -> str:
+    """Describe the layout of a run as the planner does.
 
-    >>> config = Config.from_dict({"mesh": {"tp": 2}, "tensor": {"sequence_parallel": True}})
-    >>> layout_line(config, MeshShape(dp_shard=4, tp=2))
-    'ZeRO-2 over 4 of 8 ranks x tensor and sequence parallel over 2'
-    >>> layout_line(Config(), MeshShape(pp=2, dp_shard=4))
-    'pipeline over 2 of 8 ranks x ZeRO-2 over 4 ranks'
-    >>> layout_line(Config(), MeshShape(dp_shard=2, cp=2))
-    'ZeRO-2 over 4 ranks, sequences split over 2 of them (ring)'
+    >>> layout_line(Config.from_dict({"mesh": {"tp": 2}, "tensor": {"sequence_parallel": True}}), 8)
+    '8 ranks: TP 2+SP, ZeRO-2 over 4, micro-batch 1'
     """
-    if mesh.world_size == 1:
-        return "1 rank, so nothing is sharded"
-    if mesh.pp > 1:
-        inner = replace(mesh, pp=1)
-        if inner.world_size == 1:
-            return f"pipeline over {mesh.pp} ranks"
-        return f"pipeline over {mesh.pp} of {mesh.world_size:,} ranks x {layout_line(config, inner)}"
-    num_sharing = mesh.world_size // mesh.tp
-    kinds = "tensor and sequence parallel" if config.tensor.sequence_parallel else "tensor parallel"
-    if num_sharing == 1:
-        return f"{kinds} over {mesh.tp} ranks, so ZeRO has nothing to shard"
-    of = f" of {mesh.world_size:,}" if num_sharing < mesh.world_size else ""
-    words = f"ZeRO-{config.zero.stage} over {num_sharing:,}{of} ranks"
-    if mesh.dp_replicate > 1:
-        words += f", {mesh.dp_replicate} replicas of {mesh.dp_shard * mesh.cp} shards"
-    if mesh.cp > 1:
-        sharing = f"{mesh.cp} of them" if mesh.cp < num_sharing else "them"
-        transport, size = config.context.transport, config.context.heads_over or 1
-        teams = f" of teams of {size} that exchange heads" if 1 < size < config.mesh.cp else ""
-        words += f", sequences split over {sharing} ({transport}{teams})"
-    return words + (f" x {kinds} over {mesh.tp}" if mesh.tp > 1 else "")
+    ranks = "1 rank" if world_size == 1 else f"{world_size:,} ranks"
+    # A cut names units, which only a model of ours has where the planner expects them.
+    uncut = config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"cut": None})})
+    return f"{ranks}: {layout_words(strategy_of(uncut, world_size))}"
 
 
 def tiers_line(layout: Layout) -> str:
@@ -309,10 +272,11 @@ def with_steps(config: Config, data: PreparedData) -> Config:
     return config.override([f"run.steps={num_steps}", f"scheduler.warmup_steps={warmup_steps}"])
 
 
-def create_folder(config: Config, now: time.struct_time) -> Path:
+def create_folder(config: Config, now: datetime) -> Path:
     """Make the run's folder, `<run.dir>/<time>-<name>`, with the config in it; existing folders stay as they are.
 
-    The time is never before that of a run in the folder, so a clock that is set back leaves the runs in order.
+    The time is never before that of a run in the folder, so a clock that is set back leaves the runs in order, and of
+    two runs of one name the later has the later time.
 
     Raises:
         ConfigError: the folder cannot be made or written to.
@@ -321,9 +285,14 @@ def create_folder(config: Config, now: time.struct_time) -> Path:
     folder = None
     try:
         root.mkdir(parents=True, exist_ok=True)
-        runs = (RUN_NAME.fullmatch(each.name) for each in root.iterdir())
-        start = max([time.strftime("%Y%m%d-%H%M%S", now), *(run[1] for run in runs if run)])
-        folder = _create_first_free(root / f"{start}-{config.run.name or model_name(config)}")
+        start = max([f"{now:{_TIME}}", *(time for time, _, _ in runs_in(root))])
+        while folder is None:
+            try:
+                candidate = root / f"{start}-{config.run.name or model_name(config)}"
+                candidate.mkdir()
+                folder = candidate
+            except FileExistsError:
+                start = f"{datetime.strptime(start, _TIME) + timedelta(seconds=1):{_TIME}}"
         (folder / CONFIG_NAME).write_text(config.to_json() + "\n", encoding="utf-8")
     except OSError as error:
         if folder is not None:
@@ -336,15 +305,10 @@ def create_folder(config: Config, now: time.struct_time) -> Path:
     return folder
 
 
-def _create_first_free(path: Path) -> Path:
-    for number in range(1, 1000):
-        candidate = path if number == 1 else path.with_name(f"{path.name}-{number}")
-        try:
-            candidate.mkdir()
-        except FileExistsError:
-            continue
-        return candidate
-    raise ConfigError("run-names-used-up", f"{path} and 998 more like it are there already; set run.name")
+def runs_in(root: Path) -> list[tuple[str, str, Path]]:
+    """Return the time, the name and the folder of each run in `root`, newest first."""
+    found = [(_RUN_NAME.fullmatch(each.name), each) for each in root.iterdir()] if root.is_dir() else []
+    return sorted(((match[1], match[2], each) for match, each in found if match), reverse=True)
 
 
 def _job_defaults(config: Config, given: set[str]) -> dict[str, Any]:

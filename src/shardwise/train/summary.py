@@ -6,7 +6,7 @@ The text is a pure function of a `RunOutcome`. `progress` shows the run while it
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,56 +31,36 @@ _LEAST_SHARE = 0.005
 
 
 @dataclass(frozen=True)
-class RunEnding:
-    """Holds the results of what a run does after its last step.
+class RunOutcome:
+    """Holds a run's outcome, which `render_outcome` draws; what a run has not done is None or empty.
 
     Attributes:
-        eval_loss: loss on held-out data of a run that had no step left to take; else None.
-        sample: the text that the model wrote; None where it wrote none.
-        saved: the checkpoints; None on other ranks than 0, and where nothing was saved.
-        failure: the error of the last save; None where it succeeded.
-        exported: the Hugging Face folder; None where none was written.
-        pipeline: a line about the pipeline's bubble; empty without a pipeline.
+        state: after the last step.
+        folder: of the run's files.
+        loss_unit: follows a loss.
+        stopped_by: what asked it to stop before the last step, "" where that is not known, None where nothing did.
+        sample: the text that the model wrote.
+        saved: the checkpoints, on rank 0.
+        failure: the error of the last save.
+        exported: the Hugging Face folder.
+        pipeline: a line about the pipeline's bubble.
+        dropped_sinks: a line for each sink that failed.
+        host: memory of the host tier; None where all states are stored on the device.
+        prediction: what the planner predicted for rank 0 before the first step.
+        measured: what was measured in its place.
+        page: the run as a page, in its folder.
     """
 
-    eval_loss: float | None = None
+    state: Progress
+    folder: Path | None = None
+    loss_unit: str = " nats a token"
+    stopped_by: str | None = None
     sample: Sample | None = None
     saved: SavedCheckpoint | None = None
     failure: CheckpointError | None = None
     exported: Path | None = None
     pipeline: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOutcome:
-    """Holds a run's outcome, which `render_outcome` draws.
-
-    Attributes:
-        state: after the last step.
-        folder: of the run's files; None where it has none.
-        tokens_per_s: tokens a second of all ranks, over all steps of this run.
-        eval_loss: loss on held-out data after the last step; None where it was not evaluated.
-        unigram_loss: loss of the token frequencies alone on the same tokens; None where it is not known.
-        loss_unit: follows a loss.
-        stopped_by: what asked it to stop before the last step, "" where that is not known, None where nothing did.
-        dropped_sinks: a line for each sink that failed.
-        peak: memory of the last step in which it was measured.
-        host: memory of the host tier; None where all states are stored on the device.
-        prediction: what the planner predicted for rank 0 before the first step; None where it could not.
-        measured: what was measured in its place; None without a prediction.
-        page: the run as a page, in its folder; None where it was not written.
-    """
-
-    state: Progress
-    folder: Path | None
-    tokens_per_s: float
-    ending: RunEnding = RunEnding()
-    eval_loss: float | None = None
-    unigram_loss: float | None = None
-    loss_unit: str = " nats a token"
-    stopped_by: str | None = None
     dropped_sinks: Sequence[str] = ()
-    peak: MemorySnapshot | None = None
     host: MemorySnapshot | None = None
     prediction: StepFigures | None = None
     measured: StepFigures | None = None
@@ -100,7 +80,7 @@ def render_outcome(outcome: RunOutcome) -> RenderableType:
 
 
 def _to_copy(outcome: RunOutcome) -> Iterator[tuple[str, str]]:
-    saved, exported, state = outcome.ending.saved, outcome.ending.exported, outcome.state
+    saved, exported, state = outcome.saved, outcome.exported, outcome.state
     if saved is not None:
         # The folder of a run is shorter than that of its checkpoints, and does as well.
         place = str(saved.root.parent if saved.root.parent == outcome.folder else saved.root)
@@ -117,43 +97,43 @@ def _to_copy(outcome: RunOutcome) -> Iterator[tuple[str, str]]:
 
 
 def _rows(outcome: RunOutcome) -> Iterator[tuple[str, RenderableType]]:
-    state, ending = outcome.state, outcome.ending
+    state = outcome.state
     if outcome.stopped_by is not None:
         by = f" by {outcome.stopped_by}" if outcome.stopped_by else ""
         yield "stopped", f"at step {state.step} of {state.total_steps}{by}"
     elif state.num_taken == 0:
         yield "steps", f"all {state.step} were taken before; a larger run.steps takes more"
-    if outcome.eval_loss is not None:
-        yield WORDS["eval_loss"], Text.assemble((f"{outcome.eval_loss:.4f}", "bold"), outcome.loss_unit)
-        if outcome.unigram_loss is not None:
-            yield "to compare", f"{outcome.unigram_loss:.3f} for token frequencies alone, on the same tokens"
+    if state.eval_loss is not None and outcome.stopped_by is None:
+        step, loss = state.eval_loss
+        after = "" if step == state.step else f", after step {step}"
+        yield WORDS["eval_loss"], Text.assemble((f"{loss:.4f}", "bold"), outcome.loss_unit, after)
     elif state.num_taken:
         yield WORDS["loss"], f"{state.loss:.4f}{outcome.loss_unit} in the last step"
     if state.num_taken:
         steps = f"{state.num_taken} steps in {format_clock(state.elapsed_s)}"
-        yield WORDS["tokens_per_s"], f"{outcome.tokens_per_s:,.0f} on average, {steps}"
-        if ending.pipeline:
-            yield "pipeline", ending.pipeline
+        yield WORDS["tokens_per_s"], f"{state.mean_tokens_per_s:,.0f} on average, {steps}"
+        if outcome.pipeline:
+            yield "pipeline", outcome.pipeline
     yield from _planner_rows(outcome)
     if outcome.host is not None:
-        yield "host's peak", _peak_text(outcome.host)
-    if (saved := ending.saved) is not None:
+        yield "host's peak", _sizes(outcome.host.peak_live_bytes)
+    if (saved := outcome.saved) is not None:
         others = f", {saved.num_checkpoints} kept" if saved.num_checkpoints > 1 else ""
         yield "checkpoints", f"{saved.newest.name}, {format_bytes(saved.num_bytes)}{others}"
     for line in outcome.dropped_sinks:
         yield "not recorded", Text(line, style="yellow")
-    if ending.sample is not None:
+    if outcome.sample is not None:
         yield "", ""
-        yield "prompt", Text(ending.sample.prompt)
-        yield "sample", Text(ending.sample.text)
+        yield "prompt", Text(outcome.sample.prompt)
+        yield "sample", Text(outcome.sample.text)
 
 
 def _planner_rows(outcome: RunOutcome) -> Iterator[tuple[str, RenderableType]]:
     """Yield what was predicted of memory and time beside what was measured."""
     prediction, measured = outcome.prediction, outcome.measured
     if prediction is None or measured is None or outcome.folder is None:
-        if outcome.peak is not None:
-            yield WORDS["peak_bytes"], _peak_text(outcome.peak)
+        if outcome.state.memory is not None:
+            yield WORDS["peak_bytes"], _sizes(outcome.state.memory.ranks[0])
         return
     if peak := measured.peak:
         names = sorted((name for name in peak if peak[name] or prediction.peak.get(name)), key=lambda name: -peak[name])
@@ -172,10 +152,10 @@ def _planner_rows(outcome: RunOutcome) -> Iterator[tuple[str, RenderableType]]:
         yield "planner", Text(f"{span}; shardwise doctor --calibrate measures this machine again")
 
 
-def _peak_text(peak: MemorySnapshot) -> str:
-    by_size = sorted(((size, name) for name, size in peak.peak_live_bytes.items() if size), reverse=True)
+def _sizes(held: Mapping[Any, int]) -> str:
+    by_size = sorted(((size, str(name)) for name, size in held.items() if size), reverse=True)
     parts = ", ".join(f"{name} {format_bytes(size)}" for size, name in by_size)
-    return f"{format_bytes(peak.peak_bytes)}: {parts}"
+    return f"{format_bytes(sum(held.values()))}: {parts}"
 
 
 def _beside(rows: Sequence[tuple[str, Any, Any]], words: Callable[[Any], str]) -> Table:

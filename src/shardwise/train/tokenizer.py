@@ -32,7 +32,6 @@ END_OF_TEXT = "<|endoftext|>"
 NUM_BYTE_TOKENS = 257
 SAMPLE_BYTES = 4_000_000
 _LONG_WORD = re.compile(r"\S{256}(?=\S)")
-_SETTINGS_NAMES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 _KNOWN_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 
 
@@ -99,19 +98,12 @@ class Tokenizer:
         text: str = self.backend.to_str()
         return text
 
-    def save(self, folder: Path, source: str | None) -> None:
-        """Write a folder that `AutoTokenizer` loads, with the settings beside `source`, the value of `data.tokenizer`.
-
-        Raises:
-            ConfigError: one of the settings cannot be read.
-        """
+    def save(self, folder: Path) -> None:
+        """Write a folder that `AutoTokenizer` loads."""
         folder.mkdir(exist_ok=True)
         (folder / "tokenizer.json").write_text(self.to_json(), encoding="utf-8")
-        end = self.backend.id_to_token(self.eot_id)
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
-        (folder / _SETTINGS_NAMES[0]).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-        for name, content in _own_settings(source).items():
-            (folder / name).write_bytes(content)
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.backend.id_to_token(self.eot_id)}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def make_tokenizer(name: str | None, vocab_size: int, sample: Iterable[str]) -> Tokenizer:
@@ -128,7 +120,6 @@ def tokenizer_fingerprint(name: str | None, vocab_size: int) -> str:
     if name == "bytes":
         return "bytes"
     if name is not None:
-        _own_settings(name)  # refuses before the run, not when it saves them
         return hashlib.blake2b(_read(name), digest_size=16).hexdigest()
     return f"bpe {vocab_size} on {SAMPLE_BYTES} bytes by tokenizers {tokenizers.__version__}"
 
@@ -189,19 +180,10 @@ _FIX = 'give the path of a tokenizer.json, "bytes", or leave data.tokenizer out 
 
 
 def _read(path: str | Path) -> bytes:
-    file = Path(path).expanduser()
-    return _read_bytes(file / "tokenizer.json", file) if os.path.isdir(file) else _read_bytes(file)
-
-
-def _own_settings(source: str | None) -> dict[str, bytes]:
-    """Return the settings that stand beside the tokenizer.json of a folder, by name."""
-    files = [Path(source).expanduser() / name for name in _SETTINGS_NAMES] if source is not None else []
-    return {file.name: _read_bytes(file, file.parent) for file in files if os.path.lexists(file)}
-
-
-def _read_bytes(file: Path, folder: Path | None = None) -> bytes:
+    folder = Path(path).expanduser()
+    file = folder / "tokenizer.json" if os.path.isdir(folder) else folder
     try:
-        return read_bytes(file, MAX_TOKENIZER_BYTES, folder)
+        return read_bytes(file, MAX_TOKENIZER_BYTES, folder if file != folder else None)
     except OSError as error:
         raise ConfigError(
             "file-unreadable", f"data.tokenizer={file} cannot be read: {error.strerror or error}; {_FIX}"

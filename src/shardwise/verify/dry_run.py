@@ -236,8 +236,7 @@ def _header(run: DryRun) -> Table:
     config, mesh = run.config, run.layout.mesh
     model = f"{run.model.words}{sparse_words(config, run.model.num_heads)}, {run.model.vocab_size:,} tokens"
     grid.add_row("model", Text(model, style="bold"))
-    recompute = "nothing" if config.recompute.mode == "none" else config.recompute.mode
-    grid.add_row("layout", f"{layout_line(config, mesh)}, {config.precision.param}, recompute {recompute}")
+    grid.add_row("layout", f"{layout_line(config, mesh.world_size)}, {config.precision.param}")
     if run.layout.pipeline is not None:
         grid.add_row("pipeline", _pipeline_line(config, run.layout.pipeline))
     batch = batch_equation(config.batch, mesh.num_data_ranks, mesh.pp > 1)

@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -194,14 +194,14 @@ def test_the_users_file_and_settings_go_over_the_defaults(tmp_path, monkeypatch)
 
 def test_a_runs_own_config_makes_the_same_run_again(settings):
     config = job.resolve_job(job.job_config(None, [*settings, "zero.stage=3", "batch.accumulation=2"]), 2, 2)
-    saved = job.create_folder(config, time.localtime()) / "config.json"
+    saved = job.create_folder(config, datetime.now()) / "config.json"
     assert job.resolve_job(job.job_config(saved, []), 2, 2) == config
     assert job.job_config(saved, ["run.steps=7"]).run.steps == 7
 
 
 def test_two_runs_in_one_second_get_two_folders(tmp_path):
     config = Config.from_dict({"run": {"dir": str(tmp_path / "runs"), "name": "mine"}})
-    now = time.localtime(0)
+    now = datetime(2025, 1, 1)
     first, second = job.create_folder(config, now), job.create_folder(config, now)
     assert first != second
     assert first.name.endswith("-mine")

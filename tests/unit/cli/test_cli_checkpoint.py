@@ -255,7 +255,7 @@ def test_export_says_what_is_wrong_and_leaves_nothing(root, capsys):
 
 def test_export_puts_a_tokenizer_beside_the_weights(root, capsys):
     save(Path("runs/d/checkpoints"), values_of(), step=7, **ABOUT | {"model": LLAMA})
-    byte_tokenizer().save(Path("runs/d/tokenizer"), None)
+    byte_tokenizer().save(Path("runs/d/tokenizer"))
     Path("base").mkdir()
     for name in ("tokenizer.model", "model.safetensors"):
         Path("base", name).write_text("of base")
@@ -274,7 +274,7 @@ def test_export_puts_a_tokenizer_beside_the_weights(root, capsys):
 @pytest.mark.parametrize("put", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: path.mkdir()])
 def test_export_refuses_a_tokenizer_that_is_no_regular_file(root, capsys, put):
     save(Path("runs/d/checkpoints"), values_of(), step=7, **ABOUT | {"model": LLAMA})
-    byte_tokenizer().save(Path("base"), None)
+    byte_tokenizer().save(Path("base"))
     Path("base/tokenizer.json").unlink()
     put(Path("base/tokenizer.json"))
     code, out, err = call(capsys, "export", "runs/d/checkpoints", "hf", "--tokenizer", "base")

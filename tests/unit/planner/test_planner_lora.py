@@ -21,7 +21,7 @@ from shardwise.planner.plan import plan
 from shardwise.planner.shape import ModelShape
 from shardwise.planner.step_time import TimeModel
 from shardwise.tensor.plan_layout import plan_layout
-from shardwise.train import packed_base
+from shardwise.train import job_model
 from shardwise.train.job_model import HuggingFaceModel
 
 EIGHT: Cluster = parse_cluster("a100-80gb:8")
@@ -59,7 +59,7 @@ def test_states_are_those_of_the_model_that_trains(
     is_whole: bool,
     stage: int,
 ) -> None:
-    monkeypatch.setattr(packed_base, "find_spec", lambda name: name)  # on meta, bitsandbytes is not needed
+    monkeypatch.setattr(job_model, "find_spec", lambda name: name)  # on meta, bitsandbytes is not needed
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("peft")
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "head_dim": 16}

@@ -19,9 +19,9 @@ def read(path, text_key: str = "text", exclude=()) -> tuple[list[str], CorpusCou
     tally = CorpusCounts()
     data = DataConfig(path=str(path), text_key=text_key)
     documents, parts = [], []
-    for text, ends_document in read_pieces(open_corpus(data, exclude), tally):
-        parts.append(text)
-        if ends_document:
+    for piece in read_pieces(open_corpus(data, exclude), tally):
+        parts.append(piece.text)
+        if piece.ends_document:
             documents.append("".join(parts))
             parts = []
     assert parts == [], "the last piece must end its document"
@@ -41,7 +41,7 @@ def test_text_file_is_one_document(tmp_path):
     documents, tally = read(file)
     assert documents == [text]
     assert (tally.num_documents, tally.num_skipped) == (1, 0)
-    assert tally.num_text_bytes == tally.num_read_bytes == len(text.encode())
+    assert tally.num_read_bytes == len(text.encode())
 
 
 def test_byte_order_mark_is_not_text(tmp_path):

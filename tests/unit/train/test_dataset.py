@@ -16,26 +16,30 @@ from shardwise.train.dataset import (
     batches_for_step,
     sample_order,
     sample_positions,
-    seal,
     split_point,
 )
+from shardwise.train.prepare import read_index, seal
 
 
-def write_shard(folder: Path, num_tokens: int, dtype: str = "uint16") -> Path:
-    folder.mkdir(exist_ok=True)
-    np.arange(num_tokens, dtype=dtype).tofile(folder / "tokens.bin")
-    np.zeros(1, dtype=np.uint64).tofile(folder / "documents.bin")
+def dataset_of(num_tokens: int, dtype: str = "uint16") -> TokenDataset:
+    return TokenDataset(np.arange(num_tokens, dtype=dtype))
+
+
+def write_shard(folder: Path, num_tokens: int) -> Path:
+    folder.mkdir()
+    np.arange(num_tokens, dtype="uint16").tofile(folder / "tokens.bin")
+    np.zeros(1, dtype=np.uint64).tofile(folder / "chats.bin")
     (folder / "tokenizer.json").write_text("{}")
     seal(
         folder,
         source="test",
-        dtype=dtype,
+        dtype="uint16",
         vocab_size=num_tokens,
         eot_id=0,
         num_tokens=num_tokens,
+        num_kept=num_tokens,
         num_documents=1,
-        num_bytes=num_tokens,
-        num_skipped=0,
+        has_chats=True,
     )
     return folder
 
@@ -108,10 +112,10 @@ def test_positions_are_shared_out_once(num_data_ranks, micro, accumulation):
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 30), st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 4]), st.integers(0, 5))
-def test_every_world_size_sees_the_same_samples(tmp_path_factory, step, num_data_ranks, micro, seed):
+def test_every_world_size_sees_the_same_samples(step, num_data_ranks, micro, seed):
     """The same 24 samples in the same micro-batches, however many ranks share them."""
     assume(24 % (num_data_ranks * micro) == 0)
-    dataset = TokenDataset(write_shard(tmp_path_factory.mktemp("shard"), 401))
+    dataset = dataset_of(401)
 
     def micro_batches(num_ranks):
         batch = resolve_batch(BatchConfig(global_size=24, micro_size=micro), num_ranks)
@@ -121,8 +125,8 @@ def test_every_world_size_sees_the_same_samples(tmp_path_factory, step, num_data
     assert micro_batches(num_data_ranks) == micro_batches(1)
 
 
-def test_an_epoch_of_steps_visits_every_sequence_once(tmp_path):
-    dataset = TokenDataset(write_shard(tmp_path / "shard", 121))
+def test_an_epoch_of_steps_visits_every_sequence_once():
+    dataset = dataset_of(121)
     batch = resolve_batch(BatchConfig(global_size=6, micro_size=3), 2)
     rows = [
         tokens[0].item()
@@ -134,8 +138,8 @@ def test_an_epoch_of_steps_visits_every_sequence_once(tmp_path):
     assert sorted(rows) == list(range(0, 120, 4))
 
 
-def test_batches_have_shape_dtype_and_shifted_targets(tmp_path):
-    dataset = TokenDataset(write_shard(tmp_path / "shard", 50, dtype="uint32"))
+def test_batches_have_shape_dtype_and_shifted_targets():
+    dataset = dataset_of(50, dtype="uint32")
     batch = resolve_batch(BatchConfig(micro_size=3, accumulation=2), 2)
     batches = step_batches(dataset, 0, batch, 1, 2)
     assert len(batches) == 2
@@ -155,12 +159,12 @@ def test_batch_that_does_not_fit_the_ranks():
 # Reading shards
 
 
-def test_sequences_and_their_targets_stay_inside_the_range(tmp_path):
-    shard = write_shard(tmp_path / "shard", 30)
-    dataset = TokenDataset(shard, start=3, stop=12)
+def test_sequences_and_their_targets_stay_inside_the_range():
+    tokens = np.arange(30)
+    dataset = TokenDataset(tokens[3:12])
     assert dataset.num_tokens == 9
     assert dataset.num_sequences(4) == 2
-    assert TokenDataset(shard, stop=8).num_sequences(4) == 1  # a second one would have no last target
+    assert TokenDataset(tokens[:8]).num_sequences(4) == 1  # a second one would have no last target
     tokens, targets = dataset.sample(1, 4)
     assert tokens.tolist() == [7, 8, 9, 10]
     assert targets.tolist() == [8, 9, 10, 11]
@@ -169,14 +173,14 @@ def test_sequences_and_their_targets_stay_inside_the_range(tmp_path):
     assert dataset.num_sequences(1000) == 0
 
 
-def test_sequence_longer_than_the_split(tmp_path):
-    dataset = TokenDataset(write_shard(tmp_path / "shard", 1021))
+def test_sequence_longer_than_the_split():
+    dataset = dataset_of(1021)
     with refused("split-too-short", "data.seq_len=4096", "1021", "seq_len <= 1020"):
         step_batches(dataset, 0, resolve_batch(BatchConfig(), 1), 0, 1, seq_len=4096)
     assert step_batches(dataset, 0, resolve_batch(BatchConfig(), 1), 0, 1, seq_len=1020)
 
 
-@pytest.mark.parametrize("harm", ["missing", "torn tokens", "torn documents", "no index", "not JSON", "other keys"])
+@pytest.mark.parametrize("harm", ["missing", "torn tokens", "torn chats", "no index", "not JSON", "other keys"])
 def test_shard_that_is_not_whole(tmp_path, harm):
     shard = write_shard(tmp_path / "shard", 10)
     if harm == "missing":
@@ -188,7 +192,7 @@ def test_shard_that_is_not_whole(tmp_path, harm):
     else:
         (shard / "index.json").write_text("{" if harm == "not JSON" else '{"a": 1}')
     with refused("token-shard-damaged", str(shard)):
-        TokenDataset(shard)
+        read_index(shard)
 
 
 # The split
@@ -201,10 +205,9 @@ def test_shard_that_is_not_whole(tmp_path, harm):
     st.integers(1, 60),
 )
 def test_split_leaves_a_sequence_in_each_part(lengths, val_fraction, seq_len):
-    starts = np.cumsum([0, *lengths[:-1]]).astype(np.uint64)
-    num_tokens = sum(lengths)
+    num_tokens, num_kept = sum(lengths), sum(lengths[:-1])
     assume(num_tokens >= 2 * (seq_len + 1))
-    cut = split_point(starts, num_tokens, val_fraction=val_fraction, seq_len=seq_len)
+    cut = split_point(num_kept, num_tokens, val_fraction=val_fraction, seq_len=seq_len)
     assert seq_len + 1 <= cut <= num_tokens - seq_len - 1
     wanted = max(round(val_fraction * num_tokens), seq_len + 1)
     assert num_tokens - cut <= 1.5 * wanted
@@ -215,8 +218,7 @@ def test_split_leaves_a_sequence_in_each_part(lengths, val_fraction, seq_len):
     [(1080, "seq_len <= 539"), (8193, "seq_len <= 4095"), (3, "more data")],
 )
 def test_too_little_data_for_two_splits(num_tokens, fix):
-    starts = np.zeros(1, dtype=np.uint64)
     with refused("data-too-short", "data.seq_len=4096", f"{num_tokens} tokens", "4097", fix):
-        split_point(starts, num_tokens, val_fraction=0.05, seq_len=4096)
+        split_point(num_tokens, num_tokens, val_fraction=0.05, seq_len=4096)
     if num_tokens == 1080:
-        assert split_point(starts, num_tokens, val_fraction=0.05, seq_len=539) == 540
+        assert split_point(num_tokens, num_tokens, val_fraction=0.05, seq_len=539) == 540

@@ -63,17 +63,16 @@ def test_documents_are_those_that_were_written(dtype: type[np.integer], end: str
     assert corpus is not None
     wanted = [[token for sequence in document for token in sequence] for document in written if document]
     assert [document.tolist() for document in corpus.documents(257)] == wanted
-    assert corpus.num_bytes == sum(map(len, wanted)) * np.dtype(dtype).itemsize
 
 
 def test_a_run_gets_every_token_once(tmp_path: Path) -> None:
     written = documents(60)
     write(tmp_path / "corpus", written)
     data = prepare_data(config(tmp_path, f"{tmp_path}/corpus"), tmp_path)
-    found = np.concatenate([split.read(0, split.num_tokens) for split in (data.train, data.val)])  # type: ignore[union-attr]
+    found = np.concatenate([split.tokens for split in (data.train, data.val)])
     wanted = [token for document in written for sequence in document for token in sequence]
     assert sorted(found.tolist()) == sorted(wanted)
-    assert (data.num_tokens, data.num_documents, data.vocab_size) == (len(wanted), 60, 257)
+    assert (data.index.num_tokens, data.index.num_documents, data.index.vocab_size) == (len(wanted), 60, 257)
     assert data.val.num_tokens > 0
     again = prepare_data(config(tmp_path, f"{tmp_path}/corpus.bin"), tmp_path)
     assert again.path == data.path

@@ -11,7 +11,7 @@ from torch import nn
 from harness.refusals import refused
 from shardwise.config.resolve import Config
 from shardwise.layout.layout import build_layout
-from shardwise.train import packed_base
+from shardwise.train import job_model
 
 
 class Model(nn.Module):
@@ -28,7 +28,7 @@ class Model(nn.Module):
 
 def test_the_stand_in_has_the_bytes_of_a_packed_base() -> None:
     with torch.device("meta"):
-        model = packed_base.pack_on_meta(Model()).requires_grad_(False)
+        model = job_model.pack_on_meta(Model()).requires_grad_(False)
     assert type(model.head) is nn.Linear
     assert model.blocks[1](torch.zeros(3, 10, device="meta")).shape == (3, 6)
     layout = build_layout(model, Config.from_dict({"zero": {"stage": 3}}).resolve(world_size=2))
@@ -39,17 +39,17 @@ def test_the_stand_in_has_the_bytes_of_a_packed_base() -> None:
 
 
 def test_a_packed_base_needs_adapters_and_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_base, "find_spec", lambda name: None)
-    packed_base.check_packing(Config.from_dict({}))
+    monkeypatch.setattr(job_model, "find_spec", lambda name: None)
+    job_model.check_packing(Config.from_dict({}))
     with refused("packed-base-trains", "lora.base=nf4", "lora.rank"):
-        packed_base.check_packing(Config.from_dict({"lora": {"base": "nf4"}}))
+        job_model.check_packing(Config.from_dict({"lora": {"base": "nf4"}}))
     with refused("extra-missing", "bitsandbytes", "qlora"):
-        packed_base.check_packing(Config.from_dict({"lora": {"base": "nf4", "rank": 4}}))
+        job_model.check_packing(Config.from_dict({"lora": {"base": "nf4", "rank": 4}}))
 
 
 def test_a_packed_folder_needs_what_unpacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_base, "find_spec", lambda name: None)
+    monkeypatch.setattr(job_model, "find_spec", lambda name: None)
     for how in (None, {"quant_method": "gptq"}):
-        assert packed_base.unpacking(SimpleNamespace(quantization_config=how)) == {}
+        assert job_model.unpacking(SimpleNamespace(quantization_config=how)) == {}
     with refused("extra-missing", "compressed-tensors", "packed"):
-        packed_base.unpacking(SimpleNamespace(quantization_config={"quant_method": "compressed-tensors"}))
+        job_model.unpacking(SimpleNamespace(quantization_config={"quant_method": "compressed-tensors"}))

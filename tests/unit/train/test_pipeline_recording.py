@@ -30,7 +30,7 @@ def test_a_run_shows_the_cut_and_the_bubble_and_leaves_a_timeline(
     assert " x the mean time, the last " in said
     equation = "global batch 8 = 2 samples a micro-batch x 4 micro-batches (chunks) x 1 data-parallel ranks"
     assert equation in said
-    assert "pipeline over 2 ranks" in said
+    assert "2 ranks: PP 2 1f1b" in said
     assert re.search(r"bubble of the last step [\d.]+ % of ", said)
     (recorded,) = Path("runs").glob("*/timeline.json")
     actions = [event["name"] for event in json.loads(recorded.read_text())["traceEvents"] if event["ph"] == "X"]

@@ -240,7 +240,7 @@ def test_a_step_that_was_not_expected_is_named(step_s: float, is_expected: bool)
     prediction = StepFigures({}, {"compute": 1.0}, 1.0, low_s=0.9, high_s=1.1)
     measured = StepFigures({"parameters": 1}, {"compute": step_s}, step_s)
     state = Progress(Header("", ""), total_steps=2, step=2)
-    outcome = RunOutcome(state=state, folder=Path("runs/a"), tokens_per_s=1.0, prediction=prediction, measured=measured)
+    outcome = RunOutcome(state=state, folder=Path("runs/a"), prediction=prediction, measured=measured)
     console = Console(width=120, file=io.StringIO())
     with console.capture() as captured:
         console.print(render_outcome(outcome))

@@ -1,7 +1,7 @@
 """Which checkpoint a run goes on from, and under which config: decided before anything starts, refused in one line."""
 
 import os
-import time
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -156,8 +156,7 @@ def test_auto_takes_the_folder_that_is_given_and_starts_afresh_where_there_is_no
 def test_auto_takes_the_newest_run_of_that_name_that_has_saved():
     assert resumed("auto")[1] is None
     write_run("20250101-000000-mine", 30, run_name="mine")
-    write_run("20250102-000000-mine-2", 10, run_name="mine")
-    newest = write_run("20250102-000000-mine-10", 10, run_name="mine")
+    newest = write_run("20250102-000000-mine", 10, run_name="mine")
     write_run("20250102-000001-mine", run_name="mine")  # killed before its first save
     write_run("20250103-000000-mine-2", 10, run_name="mine-2")
     by_preset = write_run("20250104-000000-25m", 10)
@@ -168,7 +167,7 @@ def test_auto_takes_the_newest_run_of_that_name_that_has_saved():
 
 def test_auto_takes_the_last_run_though_the_clock_was_set_back_before_it():
     write_run("20250102-000000-mine", 30, run_name="mine")
-    now = time.strptime("20250101", "%Y%m%d")
+    now = datetime(2025, 1, 1)
     for _ in range(2):
         last = create_folder(Config.from_dict({"run": {"name": "mine"}}), now)
         write(last / FOLDER_NAME, 10)
@@ -195,8 +194,7 @@ def test_the_attention_is_taken_over_and_may_be_another():
 
 def test_another_model_is_refused_before_anything_starts():
     root = write(Path("ck"), 10)
-    differences = ("model.num_layers=its default", "model.num_layers=3")
-    with refused("checkpoint-of-other-model", "ck/step-00000010", *differences):
+    with refused("checkpoint-of-other-model", "ck/step-00000010", "model.num_layers=3"):
         resumed(root, "model.num_layers=3")
     hidden_size = decoder_config(Config.from_dict(SAVED).model).hidden_size
     assert resumed(root, f"model.hidden_size={hidden_size}")[1] == root, "the same, said in other words"

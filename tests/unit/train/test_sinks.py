@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -22,8 +23,7 @@ def make_record(step: int, **changes) -> StepRecord:
 
 
 def write_run(folder, *names, first_step: int = 0, num_steps: int = 2) -> SinkSet:
-    sinks = SinkSet.of(names, folder)
-    sinks.start(CONFIG, RunInfo("a-run", folder, first_step))
+    sinks = SinkSet(names, CONFIG, RunInfo("a-run", folder, first_step))
     for step in range(first_step + 1, first_step + num_steps + 1):
         sinks.write(make_record(step, eval_loss=6.5 if step == 2 else None))
     sinks.close()
@@ -35,8 +35,7 @@ def read_lines(folder) -> list[dict]:
 
 
 def test_a_step_is_on_disk_before_the_next(tmp_path):
-    sinks = SinkSet.of(["jsonl"], tmp_path)
-    sinks.start(CONFIG, RunInfo("a-run", tmp_path))
+    sinks = SinkSet(["jsonl"], CONFIG, RunInfo("a-run", tmp_path))
     for step in (1, 2):
         sinks.write(make_record(step))
         assert [line["step"] for line in read_lines(tmp_path)] == list(range(1, step + 1))
@@ -67,7 +66,7 @@ def test_tensorboard_has_the_names_of_the_file(tmp_path):
 
 
 class Failing:
-    """A sink that raises in one of its methods."""
+    """A sink that raises when it is started, written to or closed."""
 
     def __init__(self, method: str) -> None:
         self.method = method
@@ -78,29 +77,26 @@ class Failing:
         if method == self.method:
             raise RuntimeError("no network\nat all")
 
-    def start(self, config, run) -> None:
+    @contextmanager
+    def __call__(self, config, run) -> Iterator:
         self._called("start")
-
-    def write(self, record) -> None:
-        self._called("write")
-
-    def close(self) -> None:
+        yield lambda record: self._called("write")
         self._called("close")
 
 
 @pytest.mark.parametrize(
     ("method", "calls", "when"),
     [
-        ("start", ["start", "close"], "at the start"),
+        ("start", ["start"], "at the start"),
         ("write", ["start", "write", "close"], "in step 1"),
-        ("close", ["start", "write", "write", "close", "close"], "at the end"),
+        ("close", ["start", "write", "write", "close"], "at the end"),
     ],
 )
-def test_a_sink_that_raises_is_dropped_logged_once_and_the_others_go_on(method, calls, when, caplog):
+def test_a_sink_that_raises_is_dropped_logged_once_and_the_others_go_on(method, calls, when, caplog, monkeypatch):
     failing, well = Failing(method), Failing("never")
-    sinks = SinkSet({"bad": failing, "good": well})
+    monkeypatch.setattr(train_sinks, "SINKS", {"bad": failing, "good": well})
     with caplog.at_level(logging.WARNING):
-        sinks.start(CONFIG, RunInfo("a-run", None))
+        sinks = SinkSet(["bad", "good"], CONFIG, RunInfo("a-run", None))
         for step in (1, 2):
             sinks.write(make_record(step))
         sinks.close()

@@ -5,22 +5,17 @@ from __future__ import annotations
 import io
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from harness.refusals import refused
 from shardwise.config.resolve import Config
-from shardwise.offload.disk_bench import SwapSpeed
-from shardwise.offload.nvme import SwapError
 from shardwise.runtime.memory_tracker import Category
-from shardwise.train import run as tiers
 from shardwise.train import setup as job
 from shardwise.train.loop import Trainer, build_trainer
 from shardwise.train.prepare import prepare_data
 from shardwise.train.progress import Header, Progress
-from shardwise.train.run import measure_disk
 from shardwise.train.setup import check_job, resolve_job, tiers_line
 from shardwise.train.summary import RunOutcome, render_outcome
 
@@ -59,32 +54,8 @@ def test_states_on_the_host_are_measured_there(trainer) -> None:
     assert at_host.host.live_bytes[Category.OPTIMIZER] == held["optimizer"] > 0
     state = Progress(Header("", ""), total_steps=2, step=2)
     text = Console(width=100, file=io.StringIO(), record=True)
-    text.print(render_outcome(RunOutcome(state=state, folder=None, tokens_per_s=1.0, host=at_host.host)))
+    text.print(render_outcome(RunOutcome(state, host=at_host.host)))
     assert re.search(r"host's peak +[\d.]+ \w+: .*optimizer", text.export_text())
-
-
-def test_states_on_nvme_are_predicted_and_the_disk_is_measured(trainer, tmp_path, monkeypatch) -> None:
-    speed = SwapSpeed(str(tmp_path), 2**20, True, 1e8, 1e8)
-    monkeypatch.setattr(tiers, "measure_swap", lambda path, rank: speed)
-    at_disk = trainer(optimizer="nvme", nvme_path=str(tmp_path / "nvme"))
-    held = at_disk.engine.layout.bytes_by_tier()["nvme"]
-    line = measure_disk(at_disk.engine, rank=0)
-    found = re.search(r"reads 0\.10 GB/s .*the disk works at most ([\d.]+) ms for the optimizer$", line)
-    assert found is not None, line
-    assert float(found[1]) == pytest.approx(2e3 * held["optimizer"] / 1e8, rel=0.01)
-
-
-def test_a_disk_that_cannot_be_measured_does_not_end_the_run(trainer, tmp_path, monkeypatch) -> None:
-    def refuse(path: Path, rank: int) -> None:
-        raise SwapError(f"cannot write {path}: no space left")
-
-    monkeypatch.setattr(tiers, "measure_swap", refuse)
-    at_disk = trainer(grads="nvme", optimizer="host", nvme_path=str(tmp_path))
-    assert measure_disk(at_disk.engine, rank=0).endswith(f"was not measured: cannot write {tmp_path}: no space left")
-    monkeypatch.undo()
-    monkeypatch.setattr(tiers, "measure_swap", lambda path, rank: pytest.fail("nothing is stored there"))
-    engine = SimpleNamespace(config=at_disk.engine.config, layout=SimpleNamespace(bytes_by_tier=lambda: {"device": {}}))
-    assert measure_disk(engine, rank=0) == ""
 
 
 def resolved(num_local_ranks: int = 2, **tiers: object) -> Config:

@@ -29,14 +29,10 @@ BYTES = byte_tokenizer()
 @pytest.mark.parametrize("tokenizer", [TRAINED, BYTES], ids=["trained", "bytes"])
 def test_a_saved_tokenizer_is_one_of_transformers_too(tokenizer, tmp_path):
     transformers = pytest.importorskip("transformers")
-    tokenizer.save(tmp_path / "a", None)
+    tokenizer.save(tmp_path / "a")
     loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "a")
     ids = tokenizer.encode(TEXTS[1])
     assert (loaded(TEXTS[1])["input_ids"], loaded.decode(ids), loaded.eos_token_id) == (ids, TEXTS[1], tokenizer.eot_id)
-    loaded.chat_template = "{{ messages }}"
-    loaded.save_pretrained(tmp_path / "b")
-    tokenizer.save(tmp_path / "c", str(tmp_path / "b"))
-    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "c").chat_template == "{{ messages }}"
 
 
 @pytest.mark.parametrize("tokenizer", [TRAINED, BYTES], ids=["trained", "bytes"])
@@ -133,28 +129,6 @@ def test_only_regular_files_are_read(tmp_path):
             with refused("file-unreadable", "data.tokenizer", path, why) as caught:
                 read(tmp_path / path)
             assert str(caught.value).isprintable()
-
-
-@pytest.mark.timeout(60)
-def test_settings_beside_a_tokenizer_are_copied_or_refused_before_the_run(tmp_path):
-    folder = tmp_path / "mine"
-    BYTES.save(folder, None)
-    template = folder / "chat_template.jinja"
-    (tmp_path / "secret").write_text("secret")
-    for make, why in (
-        (lambda: os.mkfifo(template), "a pipe"),
-        (lambda: template.symlink_to("/dev/zero"), "/dev/zero"),
-        (lambda: template.symlink_to(tmp_path / "secret"), "out of its folder"),
-    ):
-        make()
-        for use in (lambda: tokenizer_fingerprint(str(folder), 300), lambda: BYTES.save(tmp_path / "run", str(folder))):
-            with refused("file-unreadable", str(template), why):
-                use()
-        template.unlink()
-    assert not (tmp_path / "run" / template.name).exists()
-    template.write_text("{{ messages }}")
-    BYTES.save(tmp_path / "run", str(folder))
-    assert (tmp_path / "run" / template.name).read_text() == "{{ messages }}"
 
 
 def test_a_file_larger_than_any_tokenizer_is_refused(tmp_path):
