@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
 
 from planner_eval.traits import PublishedTraits
 from shardwise.config.resolve import Tier
 from shardwise.layout.layout import Layout
+from shardwise.layout.param_groups import GroupSpec
 from shardwise.layout.zero_stages import Placement
 from shardwise.planner.comm_time import CommTimeModel, OverlapTimes, PricedCollective
 from shardwise.planner.compact_layout import CompactLayout, LayerCount, RankLayerCounts
@@ -69,8 +70,10 @@ class PublishedMemoryModel(MemoryModel):
     def __init__(self, job: PlanJob, compact: CompactLayout | None = None) -> None:
         super().__init__(job, compact or PublishedLayout(job))
 
-    def _numels(self, folds: Iterable[LayerCount]) -> tuple[int, int, int]:
-        root, block, whole = super()._numels(folds)
+    def _sums(
+        self, folds: Iterable[LayerCount], width_of: Callable[[GroupSpec], int] = lambda group: 1
+    ) -> tuple[int, int, int]:
+        root, block, whole = super()._sums(folds, width_of)
         share = largest_share(self.job.shape) if published_traits(self.job).moves_tensors else 1.0
         return root, int(block * share), whole
 
