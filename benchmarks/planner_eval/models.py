@@ -14,10 +14,9 @@ from shardwise.layout.zero_stages import Placement
 from shardwise.planner.comm_time import CommTimeModel, OverlapTimes, PricedCollective
 from shardwise.planner.compact_layout import CompactLayout, LayerCount, RankLayerCounts
 from shardwise.planner.compute_time import ComputeTimeModel
-from shardwise.planner.job import PlanJob, Strategy
+from shardwise.planner.job import ModelShape, PlanJob, Strategy
 from shardwise.planner.memory import MemoryModel
 from shardwise.planner.pricer import Pricer
-from shardwise.planner.shape import ModelShape
 from shardwise.planner.stages import StageLayouts, StageTable
 from shardwise.planner.step_time import TimeModel
 from shardwise.schedule.registry import placement_of

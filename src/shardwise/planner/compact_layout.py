@@ -21,7 +21,6 @@ from shardwise.layout.param_groups import ROOT, GroupSpec, ParamEntry, aligned, 
 from shardwise.layout.pipeline_layout import PipelineLayout
 from shardwise.layout.precision import precision_policy
 from shardwise.layout.zero_stages import ZeroStage, effective_stage
-from shardwise.planner.adapters import is_adapter, with_adapters
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.stages import (
     SkeletonParam,
@@ -30,7 +29,9 @@ from shardwise.planner.stages import (
     block_params,
     embedding_params,
     head_params,
+    is_adapter,
     norm_params,
+    with_adapters,
 )
 
 _LAST = "last"

@@ -15,11 +15,10 @@ from types import MappingProxyType
 from typing import Final
 
 from shardwise.layout.matrices import NUM_ITERATIONS
-from shardwise.planner.adapters import PACKED_BYTES, is_adapter, packed_params, with_adapters
 from shardwise.planner.calibration import Corrections, LogInterpolator, PassTimes
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.profile import AttentionTime, MatmulTime
-from shardwise.planner.stages import SkeletonParam, block_params
+from shardwise.planner.stages import PACKED_BYTES, SkeletonParam, block_params, is_adapter, packed_params, with_adapters
 
 _WIDTHS: Final[Mapping[str, float]] = MappingProxyType(
     {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "fp4": 0.5}

@@ -26,8 +26,7 @@ from shardwise.models.decoder import DecoderConfig
 from shardwise.models.presets import PRESETS, decoder_config
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.imports.huggingface import cached_config, read_huggingface
-from shardwise.planner.job import SHARDWISE, PlanJob, Strategy
-from shardwise.planner.shape import ModelShape
+from shardwise.planner.job import SHARDWISE, ModelShape, PlanJob, Strategy
 
 KEYS: Final[Mapping[str, str]] = MappingProxyType(
     {

@@ -13,12 +13,11 @@ from functools import partial
 from typing import Final
 
 from shardwise.config.resolve import Dtype
+from shardwise.planner.explain import CHUNK_TOKENS
 from shardwise.planner.hardware import Cluster
-from shardwise.planner.job import PlanJob, Strategy
+from shardwise.planner.job import ModelShape, PlanJob, Strategy
 from shardwise.planner.memory import MemoryModel
-from shardwise.planner.memory_limit import USUAL_MARGIN, missing_memory
-from shardwise.planner.shape import ModelShape
-from shardwise.planner.suggestions import CHUNK_TOKENS
+from shardwise.planner.results import USUAL_MARGIN, missing_memory
 
 _HEAD_DIM: Final = 128
 _VOCAB_SIZE: Final = 128_256

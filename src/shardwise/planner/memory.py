@@ -7,7 +7,7 @@ matters, `shardwise.simulate` runs the engine itself.
 
 >>> from shardwise.planner.hardware import parse_cluster
 >>> from shardwise.models.presets import preset
->>> from shardwise.planner.shape import ModelShape
+>>> from shardwise.planner.job import ModelShape
 >>> shape, cluster = ModelShape.of_decoder(preset("llama-3-8b")), parse_cluster("h100:64")
 >>> job = PlanJob(shape=shape, seq_len=8192, global_batch=64, cluster=cluster)
 >>> worst = MemoryModel(job).estimate(Strategy(dp_shard=64, zero_stage=3, recompute="full")).worst
@@ -31,11 +31,10 @@ from shardwise.layout.layout import TIERS
 from shardwise.layout.param_groups import ROOT, GroupSpec
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.layout.zero_stages import Placement
-from shardwise.planner.adapters import SCALE_BYTES, packed_params
 from shardwise.planner.compact_layout import CompactLayout, LayerCount, RankLayerCounts
 from shardwise.planner.job import FrameworkTraits, PlanJob, Strategy
 from shardwise.planner.results import MemoryEstimate, RankMemory
-from shardwise.planner.stages import StageLayouts
+from shardwise.planner.stages import SCALE_BYTES, StageLayouts, packed_params
 from shardwise.schedule.formulas import moments_in_flight
 from shardwise.schedule.registry import recipe_of
 

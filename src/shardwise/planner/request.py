@@ -28,8 +28,7 @@ from shardwise.planner.configs import KEYS, job_of, pins_of, shape_of
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.imports.huggingface import cached_config, is_deepspeed, read_huggingface, read_json, source_of
 from shardwise.planner.imports.megatron import read_megatron
-from shardwise.planner.job import ModelSource, PlanJob, Strategy
-from shardwise.planner.shape import ModelShape
+from shardwise.planner.job import ModelShape, ModelSource, PlanJob, Strategy
 from shardwise.runtime.format import format_count
 from shardwise.runtime.optimizers import optimizer_kind
 

@@ -9,8 +9,8 @@ import pytest
 from harness.paths import DOCS
 from shardwise.cli import main as cli
 from shardwise.config.resolve import Config
-from shardwise.planner.memory_limit import USUAL_MARGIN
 from shardwise.planner.profile import CollectiveTime, MatmulTime, Profile, write_profile
+from shardwise.planner.results import USUAL_MARGIN
 from shardwise.planner.search import Limits
 from shardwise.train.setup import check_job
 

@@ -18,8 +18,7 @@ from shardwise.models.presets import preset
 from shardwise.planner.collectives import NetworkModel
 from shardwise.planner.comm_time import CommTimeModel, TokenExchange, exposed_s
 from shardwise.planner.hardware import Cluster, FittedConstants, find_gpu
-from shardwise.planner.job import PlanJob, Strategy
-from shardwise.planner.shape import Experts, ModelShape
+from shardwise.planner.job import Experts, ModelShape, PlanJob, Strategy
 
 CLUSTER = Cluster(gpu=find_gpu("h100"), num_gpus=64, gpus_per_node=8, nic_bytes_per_s=5e10)
 DISPATCH_NETWORK = NetworkModel(

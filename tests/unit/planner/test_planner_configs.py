@@ -14,8 +14,7 @@ from shardwise.config.resolve import Config
 from shardwise.models.presets import PRESETS, preset
 from shardwise.planner.configs import ALWAYS_WRITTEN, config_of, job_of, pins_of, strategy_of, to_toml
 from shardwise.planner.hardware import Cluster, find_gpu
-from shardwise.planner.job import PlanJob, Strategy
-from shardwise.planner.shape import Experts, ModelShape
+from shardwise.planner.job import Experts, ModelShape, PlanJob, Strategy
 from shardwise.train.setup import check_job
 
 SHAPE = ModelShape(

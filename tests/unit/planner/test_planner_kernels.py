@@ -13,9 +13,8 @@ from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.planner.calibration import PassTimes
 from shardwise.planner.compute_time import ComputeTimeModel, ceiling_flops_per_s, shape_share
 from shardwise.planner.hardware import Cluster, FittedConstants, GpuSpec
-from shardwise.planner.job import FrameworkTraits, PlanJob, Strategy
+from shardwise.planner.job import Experts, FrameworkTraits, ModelShape, PlanJob, Strategy
 from shardwise.planner.profile import AttentionTime, MatmulTime, Profile
-from shardwise.planner.shape import Experts, ModelShape
 
 RATE, FREE = 1e9, 1e30
 TOKENS = 128

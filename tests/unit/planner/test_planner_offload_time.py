@@ -11,10 +11,9 @@ import pytest
 from shardwise.models.presets import preset
 from shardwise.planner.comm_time import OverlapTimes
 from shardwise.planner.hardware import Cluster, Host, find_gpu
-from shardwise.planner.job import FrameworkTraits, PlanJob, Strategy
+from shardwise.planner.job import FrameworkTraits, ModelShape, PlanJob, Strategy
 from shardwise.planner.offload_time import OffloadTimeModel
 from shardwise.planner.profile import Profile
-from shardwise.planner.shape import ModelShape
 
 HOST = Host(memory_bytes_per_s=4e11, nvme_read_bytes_per_s=2e10, nvme_write_bytes_per_s=1e10)
 CLUSTER = Cluster(gpu=find_gpu("h100"), num_gpus=16, gpus_per_node=8, nic_bytes_per_s=5e10, host=HOST)

@@ -16,12 +16,11 @@ from shardwise.config.resolve import Config
 from shardwise.models.presets import preset
 from shardwise.planner.fit import CHUNK_TOKENS, family_shape, fit, largest, setups
 from shardwise.planner.hardware import FittedConstants, Host, find_gpu, parse_cluster
-from shardwise.planner.job import ModelSource, PlanJob, Strategy
+from shardwise.planner.job import ModelShape, ModelSource, PlanJob, Strategy
 from shardwise.planner.memory import MemoryModel
-from shardwise.planner.memory_limit import missing_memory
 from shardwise.planner.profile import Profile
 from shardwise.planner.request import ask, is_split, read_model, usual_batch, usual_dtype
-from shardwise.planner.shape import ModelShape
+from shardwise.planner.results import missing_memory
 from shardwise.planner.step_time import SHARES, interval_s, kind_of
 
 NODE = parse_cluster("h100:8")
