@@ -410,7 +410,7 @@ def _fit(arguments: SimpleNamespace, cluster: Cluster, model: str | None) -> int
         dtype = usual_dtype(cluster)
         for found in fit(cluster, seq_len=seq_len, shape=shape, margin_share=arguments.margin, param=dtype):
             fits.append(found)
-            say(f"trying sizes: {found.setup.name}")
+            say(f"trying sizes: {found.name}")
     _give(arguments, fit_view(fits, cluster, seq_len, shape), fit_dict(fits, cluster, seq_len, shape))
     return 0
 

@@ -26,9 +26,8 @@ _WIDTHS: Final[Mapping[str, float]] = MappingProxyType(
 # Output tiles that libraries choose from, and the share of a core's rate that each reaches: a smaller one reads its
 # inputs more often.
 _TILES: Final = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (64, 128, 0.75), (64, 64, 0.6))
-# Elements of the inner dim in which a tile's pipeline of loads fills and its result is written; more where the inner
-# dim is split, since partial outputs are added up.
-_PROLOGUE, _SPLIT_PROLOGUE = 96, 144
+# Elements of the inner dim in which a tile's pipeline of loads fills and its result is written.
+_PROLOGUE: Final = 96
 # Share of its peak that a device's best product reaches, where none was measured in any dtype.
 _USUAL_CEILING_SHARE: Final = 0.8
 _LINE_BYTES, _VECTOR_BYTES = 128, 16
@@ -434,8 +433,7 @@ def shape_share(m: float, n: float, k: float, num_cores: int, count: float = 1.0
         filled = (m * n / (rows * columns)) / tiles
         for split in (1, 2, 4, 8):
             waves, depth = count * tiles * split / cores, k / split
-            prologue = _PROLOGUE if split == 1 else _SPLIT_PROLOGUE
-            best = max(best, rate * filled * waves / math.ceil(waves) * depth / (depth + prologue))
+            best = max(best, rate * filled * waves / math.ceil(waves) * depth / (depth + _PROLOGUE))
             if waves > 1:
                 break
     return best

@@ -238,8 +238,6 @@ class FrameworkTraits:
         splits_logits: whether each tp rank has its part of the vocabulary's logits alone.
         is_compiled: whether element-wise kernels are fused.
         overlaps_data: whether gradients are reduced and parameters gathered while others compute.
-        steps_in_backward: whether parameters are stepped as soon as their gradients are there; not where gradients are
-            clipped by the norm of all.
         overlaps_tensor: whether tensor-parallel collectives run while a product's other part is computed.
         saves_norm_in_fp32: whether norms keep a widened copy of their input.
         has_dropout: whether masks are kept.
@@ -258,7 +256,6 @@ class FrameworkTraits:
     splits_logits: bool = True
     is_compiled: bool = False
     overlaps_data: bool = True
-    steps_in_backward: bool = False
     overlaps_tensor: bool = False
     saves_norm_in_fp32: bool = False
     has_dropout: bool = False

@@ -171,11 +171,8 @@ def speed_words(price: Estimate) -> str:
     time = price.time
     words = f"{format_s(time.step_s)} ({format_span_s(time.low_s, time.high_s)})"
     words += f", {price.tokens_per_s_per_gpu:,.0f} tokens/s a {_device_word(price.job)}"
-    mfu, halved = price.mfu(), price.mfu(is_causal_halved=True)
-    if mfu is None or halved is None:
-        return words
-    dtype = price.strategy.product_dtype
-    return f"{words}, MFU {100 * mfu:.1f} % of {dtype} ({100 * halved:.1f} % with causal attention halved)"
+    mfu = price.mfu()
+    return words if mfu is None else f"{words}, MFU {100 * mfu:.1f} % of {price.strategy.product_dtype}"
 
 
 def memory_words(price: Estimate) -> str:
@@ -434,7 +431,7 @@ def fit_view(fits: Sequence[Fit], cluster: Cluster, seq_len: int, shape: ModelSh
     for each in fits:
         model = "-" if each.shape is None else f"{format_count(each.shape.num_params):>7} ({each.shape.name})"
         numbers = () if shape is None else (each.micro_size, each.seq_len)
-        table.add_row(each.setup.name, model, *("-" if number is None else f"{number:,}" for number in numbers))
+        table.add_row(each.name, model, *("-" if number is None else f"{number:,}" for number in numbers))
     words = "the largest model is of the Llama family, one sequence a micro-batch"
     if shape is not None:
         words += f"; micro-batch at {seq_len:,} tokens and longest sequence are of {shape.name}"
@@ -452,8 +449,8 @@ def fit_dict(fits: Sequence[Fit], cluster: Cluster, seq_len: int, shape: ModelSh
         "model": None if shape is None else asdict(shape),
         "fits": [
             {
-                "setup": each.setup.name,
-                "strategy": asdict(each.setup.strategy),
+                "setup": each.name,
+                "strategy": asdict(each.strategy),
                 "largest_model": None if each.shape is None else asdict(each.shape),
                 "num_params": None if each.shape is None else each.shape.num_params,
                 "micro_size": each.micro_size,

@@ -308,7 +308,6 @@ def test_the_first_gathers_and_the_last_reductions_run_alone() -> None:
     gather_s = SECONDS("all_gather", 2 * root.padded_numel, 8)
     reduce_s = SECONDS("reduce_scatter", 4 * root.padded_numel, 8)
     assert (data.alone_forward_s, data.alone_backward_s) == pytest.approx((gather_s, reduce_s))
-    assert data.step_s == pytest.approx(3 * SECONDS("all_reduce", 4, 8))  # norm, loss, whether all is finite
     stage_2 = with_traits(defers_gathers=False).data(Strategy(dp_shard=64, zero_stage=2, num_micro_batches=2))
     assert stage_2.first_forward_s == 0
 

@@ -11,7 +11,7 @@ import pytest
 from shardwise.models.presets import preset
 from shardwise.planner.comm_time import OverlapTimes
 from shardwise.planner.hardware import Cluster, Host, find_gpu
-from shardwise.planner.job import FrameworkTraits, ModelShape, PlanJob, Strategy
+from shardwise.planner.job import ModelShape, PlanJob, Strategy
 from shardwise.planner.offload_time import OffloadTimeModel
 from shardwise.planner.profile import Profile
 
@@ -78,13 +78,6 @@ def test_disks_read_and_write_by_turns() -> None:
     assert step_s == pytest.approx(each / (2e10 / 8) + each / (1e10 / 8), rel=1e-3)
     faster = of_host(nvme_read_bytes_per_s=4e10, nvme_write_bytes_per_s=2e10)
     assert faster.times(strategy).step_s == pytest.approx(step_s / 2)
-
-
-def test_stepping_in_the_backward_hides_all_but_the_last_group() -> None:
-    inside = OffloadTimeModel(replace(JOB, traits=FrameworkTraits(steps_in_backward=True)))
-    waits, hides = (model.times(AWAY).exposed_s(10.0, 20.0) for model in (MODEL, inside))
-    assert hides < waits / 3
-    assert inside.times(AWAY).exposed_s(0.0, 0.0) == pytest.approx(MODEL.times(AWAY).exposed_s(0.0, 0.0))
 
 
 def test_parameters_on_the_host_hide_beside_what_is_computed() -> None:
