@@ -170,7 +170,7 @@ def test_what_is_computed_again_is_what_was_not_kept() -> None:
     assert products.block(every_other).recompute_s == products.block(full).forward_s / 2
     assert products.block(selective).recompute_s == pytest.approx(0.0)
     assert streams.block(selective).recompute_s == pytest.approx(streams.block(selective).forward_s)
-    unfused = model(scores=RATE, attention="unfused")
+    unfused = unmeasured(attention="unfused")
     assert unfused.block(selective).recompute_s == pytest.approx(unfused.attention(selective).forward_s)
     assert scores.block(selective).recompute_s == pytest.approx(0.0)
 
