@@ -152,9 +152,9 @@ class _MemoryBar:
 
 
 def _large_parts(rank: RankMemory) -> dict[str, str]:
-    """Return the size in words of each part of a rank's peak that is worth a word."""
-    least = rank.peak_bytes / 1000
-    return {name: format_bytes(rank.peak[name]) for name in MEMORY_CATEGORIES if rank.peak.get(name, 0.0) > least}
+    """Return in words the size of each part of a rank's peak that is 1 % of it or more."""
+    least = _LEAST_SHARE * rank.peak_bytes
+    return {name: format_bytes(rank.peak[name]) for name in MEMORY_CATEGORIES if rank.peak.get(name, 0.0) >= least > 0}
 
 
 def limit_words(price: Estimate) -> str:
@@ -197,16 +197,19 @@ def memory_words(price: Estimate) -> str:
 
 def price_table(prices: Sequence[Estimate], beside: Mapping[str, Estimate] = MappingProxyType({})) -> Table:
     """Show the best few strategies, one below the other, and `beside` them others by name, such as the user's own."""
+    is_large = any(price.memory.worst.peak_bytes >= GIB for price in prices)
+    unit, unit_name, digits = (GIB, "GiB", 1) if is_large else (2**20, "MiB", 0)
     table = bare_table("#")
     table.add_column("layout", overflow="fold", min_width=24)
-    for name in ("step", f"tok/s/{_device_word(prices[0].job)}", "MFU %", "memory"):
+    for name in ("step", f"tok/s/{_device_word(prices[0].job)}", "MFU %", unit_name):
         table.add_column(name, justify="right", no_wrap=True)
     rows = [(f"{number}", price) for number, price in enumerate(prices, 1)]
     for label, price in (*rows, *beside.items()):
         mfu, worst = price.mfu(), price.memory.worst
         cells: list[RenderableType] = [label, Text(layout_words(price.strategy)), format_s(price.time.step_s)]
         cells += [f"{price.tokens_per_s_per_gpu:,.0f}", "-" if mfu is None else f"{100 * mfu:.1f}"]
-        table.add_row(*cells, f"{'' if worst.is_simulated else '~'}{format_bytes(worst.peak_bytes)}")
+        about = "" if worst.is_simulated else "~"
+        table.add_row(*cells, f"{about}{worst.peak_bytes / unit:,.{digits}f}")
     return table
 
 
