@@ -27,8 +27,7 @@ from planner_eval.rows import tidied
 from planner_eval.traits import compiles_blocks, is_before_h100, traits_of
 from shardwise.config.resolve import ConfigError, LoraConfig
 from shardwise.planner.hardware import Cluster, GpuSpec, in_nodes_of, usual_node
-from shardwise.planner.job import PlanJob, Strategy
-from shardwise.planner.shape import Experts, ModelShape
+from shardwise.planner.job import Experts, ModelShape, PlanJob, Strategy
 from shardwise.schedule.simulate import OpTimes
 
 Row = Mapping[str, Any]

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
 
 from planner_eval.traits import PublishedTraits
 from shardwise.config.resolve import Tier
 from shardwise.layout.layout import Layout
+from shardwise.layout.param_groups import GroupSpec
+from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.layout.zero_stages import Placement
+from shardwise.planner.calibration import PassTimes
 from shardwise.planner.comm_time import CommTimeModel, OverlapTimes, PricedCollective
 from shardwise.planner.compact_layout import CompactLayout, LayerCount, RankLayerCounts
-from shardwise.planner.compute_time import ComputeTimeModel
-from shardwise.planner.job import PlanJob, Strategy
+from shardwise.planner.compute_time import ComputeTimeModel, alignment_share
+from shardwise.planner.job import ModelShape, PlanJob, Strategy
 from shardwise.planner.memory import MemoryModel
 from shardwise.planner.pricer import Pricer
-from shardwise.planner.shape import ModelShape
 from shardwise.planner.stages import StageLayouts, StageTable
 from shardwise.planner.step_time import TimeModel
 from shardwise.schedule.registry import placement_of
@@ -25,6 +27,15 @@ FIRST_FLASH_SHARE: Final = 0.5
 """The first FlashAttention's rate as a share of the second's (Dao 2023, abstract: about twice as fast)."""
 GRAPHED_KERNEL_S: Final = 1.5e-6
 """Seconds that a kernel of a graph takes on a device beyond its work."""
+BATCHED_SHARE: Final = 0.6
+"""Share of a large product's rate that the batched products of attention reach where its scores are stored."""
+
+# Reads and writes of a tensor in the parameters' dtype, forward and backward, as in `planner/compute_time.py`: over
+# scores (scale, mask, widen, softmax, narrow, half of them in fp32), the same where scores are fp32, and fused; beyond
+# a fused norm's (cast 3, square 4, mean 2, scale 4, cast back 3, weigh 2; backward as much for each); of a dropout (a
+# read, a write, a mask of one byte); and of a plain activation that a code with a fused softmax fuses, too.
+SOFTMAX, WIDE_SOFTMAX, FUSED_SOFTMAX = (14.0, 15.0), (9.0, 10.0), (5.0, 6.0)
+NORM_IN_FP32, DROPOUT, FUSED_ACTIVATION = (16.0, 38.5), 2.5, (-2.0, -3.0)
 
 
 def published_traits(job: PlanJob) -> PublishedTraits:
@@ -69,8 +80,10 @@ class PublishedMemoryModel(MemoryModel):
     def __init__(self, job: PlanJob, compact: CompactLayout | None = None) -> None:
         super().__init__(job, compact or PublishedLayout(job))
 
-    def _numels(self, folds: Iterable[LayerCount]) -> tuple[int, int, int]:
-        root, block, whole = super()._numels(folds)
+    def _sums(
+        self, folds: Iterable[LayerCount], width_of: Callable[[GroupSpec], int] = lambda group: 1
+    ) -> tuple[int, int, int]:
+        root, block, whole = super()._sums(folds, width_of)
         share = largest_share(self.job.shape) if published_traits(self.job).moves_tensors else 1.0
         return root, int(block * share), whole
 
@@ -93,7 +106,41 @@ class PublishedMemoryModel(MemoryModel):
 
 
 class PublishedComputeModel(ComputeTimeModel):
-    """Time kernels that are launched as a graph, and attention of other generations."""
+    """Time kernels of graphs, attention of other generations, and norms and dropout that are not fused."""
+
+    def attention(self, s: Strategy) -> PassTimes:
+        """Price scores that are stored: batched products, and what passes over the scores."""
+        shape, traits = self.job.shape, published_traits(self.job)
+        if traits.attention == "flash":
+            return super().attention(s)
+        scores = self._tokens(s) * self._num_keys * shape.num_heads / s.tp
+        width, forward = DTYPE_BYTES[s.param], 4.0 * scores * shape.head_dim
+        written_out = WIDE_SOFTMAX if s.param == "fp32" else SOFTMAX
+        passes = FUSED_SOFTMAX if traits.attention == "fused-softmax" else written_out
+        rate = (
+            BATCHED_SHARE
+            * self._rate("bf16" if width <= 2 else s.product_dtype)
+            * min(shape.head_dim / 128, 1.0) ** 0.5
+        )
+        rate *= alignment_share(shape.head_dim, shape.head_dim, width)
+        around = self._streamed(scores * width, [each + DROPOUT * traits.has_dropout for each in passes])
+        return PassTimes(forward / rate, 2 * forward / rate).plus(around)
+
+    def _block(self, s: Strategy) -> PassTimes:
+        found = super()._block(s)
+        if s.recompute != "selective" or published_traits(self.job).attention == "flash":
+            return found
+        return dataclasses.replace(found, recompute_s=self.attention(s).forward_s / s.recompute_every)
+
+    def _streams(self, s: Strategy) -> PassTimes:
+        shape, traits, width = self.job.shape, published_traits(self.job), DTYPE_BYTES[s.param]
+        more = 2 * DROPOUT * traits.has_dropout  # after attention and after the feed-forward
+        norm = NORM_IN_FP32 if traits.saves_norm_in_fp32 and not traits.is_compiled else (0.0, 0.0)
+        hidden = self._tokens(s) / (s.tp if s.sequence_parallel else 1) * shape.hidden_size
+        times = super()._streams(s).plus(self._streamed(hidden * width, [2 * each + more for each in norm]))
+        if shape.ffn == "gated" or traits.is_compiled or traits.attention != "fused-softmax":
+            return times
+        return times.plus(self._streamed(self._tokens(s) / s.tp * self._ffn_width() * width, FUSED_ACTIVATION))
 
     @property
     def _launches_s(self) -> float:

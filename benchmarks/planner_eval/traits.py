@@ -21,8 +21,7 @@ from planner_eval import words as words
 from shardwise.layout.activation_bytes import FP32_BYTES
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.planner.hardware import GpuSpec
-from shardwise.planner.job import Attention, FrameworkTraits, Strategy
-from shardwise.planner.shape import ModelShape
+from shardwise.planner.job import Attention, FrameworkTraits, ModelShape, Strategy
 
 LONG_SEQUENCE: Final = 8192
 """Tokens from which on no run keeps scores whole."""

@@ -16,8 +16,8 @@ from rich.console import Console, RenderableType
 
 from shardwise.planner.explain import reasons_of
 from shardwise.planner.hardware import parse_cluster
-from shardwise.planner.plan_view import plan_view
 from shardwise.planner.pricer import Pricer
+from shardwise.planner.render import plan_view
 from shardwise.planner.request import ask, read_model
 from shardwise.planner.search import search
 from shardwise.train.imported_plan import named_batch, strategy_for
@@ -38,7 +38,7 @@ def plan_picture() -> str:
     yours = pricer.price(strategy_for(str(YOURS), asked.job))
     plan = search(asked.job, asked.space, pricer=pricer)
     reasons = reasons_of(plan, pricer, yours=yours)
-    view = plan_view(plan, reasons, width=WIDTH, is_coloured=True, yours=yours, notes=asked.notes)
+    view = plan_view(plan, reasons, yours=yours, notes=asked.notes)
     return _picture(view, "shardwise plan")
 
 

@@ -21,10 +21,9 @@ from shardwise.models import Decoder, DecoderConfig, lm_loss
 from shardwise.models.presets import preset
 from shardwise.planner.configs import config_of
 from shardwise.planner.hardware import Cluster, GpuSpec
-from shardwise.planner.job import PlanJob, Strategy
+from shardwise.planner.job import ModelShape, PlanJob, Strategy
 from shardwise.planner.memory import MemoryModel
 from shardwise.planner.results import MemoryEstimate
-from shardwise.planner.shape import ModelShape
 
 SCHEDULES: Final = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "naive")
 _TIERS: Final = (

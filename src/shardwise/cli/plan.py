@@ -145,7 +145,7 @@ def plan(**given: Any) -> int:
 
 def check_flags(arguments: SimpleNamespace) -> None:
     """Refuse two questions at once, and a flag that would change nothing."""
-    from shardwise.planner.memory_limit import USUAL_MARGIN
+    from shardwise.planner.results import USUAL_MARGIN
 
     def is_given(name: str) -> bool:
         value = getattr(arguments, name)
@@ -215,10 +215,9 @@ def _refuse_taken(path: Path | None) -> None:
 def _search(arguments: SimpleNamespace, cluster: Cluster, model: str, assignments: Sequence[str]) -> int:
     with progress("starting torch") as say:
         from shardwise.planner.cost import by_num_gpus
-        from shardwise.planner.expert_parallel import expert_notes
-        from shardwise.planner.explain import reasons_of
-        from shardwise.planner.plan_view import cost_dict, cost_view, page_dict, plan_dict, plan_view
+        from shardwise.planner.explain import expert_notes, reasons_of
         from shardwise.planner.pricer import Pricer
+        from shardwise.planner.render import cost_dict, cost_view, page_dict, plan_dict, plan_view
         from shardwise.planner.request import ask, is_split, read_model
         from shardwise.planner.search import Limits, search, settle
         from shardwise.train.imported_plan import named_batch
@@ -240,12 +239,10 @@ def _search(arguments: SimpleNamespace, cluster: Cluster, model: str, assignment
         plan = settle(plan, simulate_finalists(wanted, asked.base, arguments.simulate, say))
         say("looking at what else could be")
         reasons = reasons_of(plan, pricer, yours=yours)
-    console, of_run = Terminal(), (plan, arguments.tokens, arguments.budget, sizes)
+    of_run = (plan, arguments.tokens, arguments.budget, sizes)
     view = plan_view(
         plan,
         reasons,
-        width=console.width,
-        is_coloured=_is_coloured(console),
         num_shown=arguments.top,
         is_whole=arguments.more,
         yours=yours,
@@ -263,7 +260,7 @@ def _search(arguments: SimpleNamespace, cluster: Cluster, model: str, assignment
 
 def _footer(arguments: SimpleNamespace, winner: Estimate | None) -> Iterator[Text]:
     """Yield the lines that are printed nearest to the prompt."""
-    from shardwise.planner.format import layout_words
+    from shardwise.planner.results import layout_words
 
     if winner is None:
         return
@@ -299,7 +296,7 @@ def _yours(pricer: Pricer, own: str | None, model: str | None) -> tuple[Estimate
 
 def _write_config(arguments: SimpleNamespace, plan: SearchResult, base: Any, pricer: Pricer) -> None:
     from shardwise.planner.configs import ALWAYS_WRITTEN, config_of, to_toml
-    from shardwise.planner.format import layout_words
+    from shardwise.planner.results import layout_words
     from shardwise.report.planned import HERE, PlanNote
     from shardwise.runtime.format import format_s
     from shardwise.train.setup import check_job
@@ -341,10 +338,10 @@ def start_words(path: Path, cluster: Cluster, *, is_here: bool) -> str:
 
 def _explain(arguments: SimpleNamespace, cluster: Cluster, model: str | None, assignments: Sequence[str]) -> int:
     with progress("starting torch"):
-        from shardwise.planner.memory_limit import missing_memory
-        from shardwise.planner.plan_view import explain_view, job_dict, page_dict, price_dict
+        from shardwise.planner.explain import suggest
         from shardwise.planner.pricer import Pricer
-        from shardwise.planner.suggestions import suggest
+        from shardwise.planner.render import explain_view, job_dict, page_dict, price_dict
+        from shardwise.planner.results import missing_memory
         from shardwise.train.imported_plan import read_explained
 
         batch = arguments.global_batch
@@ -354,11 +351,8 @@ def _explain(arguments: SimpleNamespace, cluster: Cluster, model: str | None, as
         pricer = Pricer(asked.job)
         price = pricer.price(asked.strategy)
         missing = missing_memory(price.memory, cluster, arguments.margin)
-        found = () if missing is None else tuple(suggest(price, missing, pricer, Pricer, arguments.margin))
-    is_coloured, margin = _is_coloured(Terminal()), arguments.margin
-    view = explain_view(
-        price, pricer, is_coloured=is_coloured, margin_share=margin, notes=asked.notes, suggestions=found
-    )
+        found = () if missing is None else tuple(suggest(price, missing, pricer, arguments.margin))
+    view = explain_view(price, pricer, margin_share=arguments.margin, notes=asked.notes, suggestions=found)
     answer = {"job": job_dict(price.job), **price_dict(price), **page_dict(price, pricer), "cures": list(found)}
     _give(arguments, view, answer)
     return 0 if missing_memory(price.memory, cluster, 0.0) is None else 1
@@ -367,7 +361,7 @@ def _explain(arguments: SimpleNamespace, cluster: Cluster, model: str | None, as
 def _fit(arguments: SimpleNamespace, cluster: Cluster, model: str | None) -> int:
     with progress("starting torch") as say:
         from shardwise.planner.fit import fit
-        from shardwise.planner.plan_view import fit_dict, fit_view
+        from shardwise.planner.render import fit_dict, fit_view
         from shardwise.planner.request import read_model, usual_dtype
 
         known = None if model is None else read_model(model)
@@ -378,14 +372,9 @@ def _fit(arguments: SimpleNamespace, cluster: Cluster, model: str | None) -> int
         dtype = usual_dtype(cluster)
         for found in fit(cluster, seq_len=seq_len, shape=shape, margin_share=arguments.margin, param=dtype):
             fits.append(found)
-            say(f"trying sizes: {found.setup.name}")
+            say(f"trying sizes: {found.name}")
     _give(arguments, fit_view(fits, cluster, seq_len, shape), fit_dict(fits, cluster, seq_len, shape))
     return 0
-
-
-def _is_coloured(console: Console) -> bool:
-    """Say whether the console shows colours: not where NO_COLOR is set, even if the terminal can show them."""
-    return console.color_system is not None and not console.no_color
 
 
 def _give(arguments: SimpleNamespace, view: RenderableType, values: Mapping[str, Any]) -> None:

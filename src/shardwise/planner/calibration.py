@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from shardwise.config.resolve import Dtype, LoraConfig
-from shardwise.planner.job import PlanJob, Strategy
+from shardwise.planner.job import ModelShape, PlanJob, Strategy
 from shardwise.planner.profile import BlockTime, HeadTime
-from shardwise.planner.shape import ModelShape
 
 
 @dataclass(frozen=True)

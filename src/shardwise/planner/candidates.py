@@ -6,7 +6,7 @@ generated one after the other, and only those that the engine runs.
 
 >>> from shardwise.models.presets import preset
 >>> from shardwise.planner.hardware import parse_cluster
->>> from shardwise.planner.shape import ModelShape
+>>> from shardwise.planner.job import ModelShape
 >>> shape = ModelShape.of_decoder(preset("llama-3-8b"))
 >>> job = PlanJob(shape=shape, seq_len=8192, global_batch=16, cluster=parse_cluster("h100:8"))
 >>> space = SearchSpace(pins={"pp": (1,), "cp": (1,), "recompute": ("none",), "micro_size": (1,)})

@@ -28,8 +28,6 @@ PCIE_HOP_S: Final = 4e-6
 NETWORK_HOP_S: Final = 8e-6
 """Seconds of one hop of a ring, between the latencies that NCCL 2.18's tuning table assumes for its protocols LL128 and
 simple: 1.9 and 3.4 us over NVLink, 2.5 and 5.7 over PCIe, 4 and 14 over a network."""
-PEER_S: Final = 1e-6
-"""Seconds of each further peer that a rank exchanges with in an all-to-all: messages go out side by side."""
 COLLISIONS: Final = 0.05
 """By how much longer data takes over a network for each doubling of the nodes: more ways through it meet, and each
 waits for the slowest. ZeRO-3 of 175 B parameters took a third longer on 512 A100 than on 128 (DeepSpeed on Azure)."""
@@ -155,7 +153,7 @@ class NetworkModel:
             moved_s = max(moved_s, sent / level.bytes_per_s)
             inside *= level.num_ranks
         if op == "all_to_all":
-            return CALL_S + hops_s + (num_ranks - 1) * PEER_S + moved_s
+            return CALL_S + hops_s + moved_s
         if op == "all_reduce":
             hops_s = min(hops_s, tree_s)
         return CALL_S + _TRAVERSALS[op] * (hops_s + moved_s)

@@ -28,8 +28,6 @@ TENSOR_CHUNKS: Final = 4
 DISPATCH_SHARE: Final = 0.9
 """Share of links and networks that the all-to-alls of experts reach over 2 and over 8 nodes, whatever rings reach: 153
 of 160 GB/s by NVLink, 43 to 58 of 50 by InfiniBand, counting what stays within the node (the README of DeepEP)."""
-NUM_STEP_SUMS: Final = 3
-"""Collectives of a few bytes over all ranks in a step: the gradients' norm, the loss, whether all are finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +236,6 @@ class CommTimeModel:
             last_backward_s=seconds["last backward"],
             alone_forward_s=alone["forward"],
             alone_backward_s=alone["backward"],
-            step_s=NUM_STEP_SUMS * self.network.collective_s("all_reduce", 4.0, s.num_ranks),
             num_micro_batches=s.num_micro_batches,
             num_hiding=min(s.num_micro_batches, s.pp) if s.virtual_stages > 1 else 1,
             may_hide=self.job.traits.overlaps_data,

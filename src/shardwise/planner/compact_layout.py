@@ -20,7 +20,6 @@ from shardwise.layout.param_groups import ROOT, GroupSpec, ParamEntry, aligned_t
 from shardwise.layout.pipeline_layout import PipelineLayout
 from shardwise.layout.precision import PrecisionPolicy, precision_policy
 from shardwise.layout.zero_stages import ZeroStage, effective_stage, secondary_ranks
-from shardwise.planner.adapters import is_adapter, with_adapters
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.stages import (
     SkeletonParam,
@@ -29,7 +28,9 @@ from shardwise.planner.stages import (
     block_params,
     embedding_params,
     head_params,
+    is_adapter,
     norm_params,
+    with_adapters,
 )
 
 _LAST = "last"

@@ -15,11 +15,10 @@ from types import MappingProxyType
 from typing import Final
 
 from shardwise.layout.matrices import NUM_ITERATIONS
-from shardwise.planner.adapters import PACKED_BYTES, is_adapter, packed_params, with_adapters
 from shardwise.planner.calibration import Corrections, LogInterpolator, PassTimes
 from shardwise.planner.job import PlanJob, Strategy
 from shardwise.planner.profile import AttentionTime, MatmulTime
-from shardwise.planner.stages import SkeletonParam, block_params
+from shardwise.planner.stages import PACKED_BYTES, SkeletonParam, block_params, is_adapter, packed_params, with_adapters
 
 _WIDTHS: Final[Mapping[str, float]] = MappingProxyType(
     {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "fp4": 0.5}
@@ -27,9 +26,8 @@ _WIDTHS: Final[Mapping[str, float]] = MappingProxyType(
 # Output tiles that libraries choose from, and the share of a core's rate that each reaches: a smaller one reads its
 # inputs more often.
 _TILES: Final = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (64, 128, 0.75), (64, 64, 0.6))
-# Elements of the inner dim in which a tile's pipeline of loads fills and its result is written; more where the inner
-# dim is split, since partial outputs are added up.
-_PROLOGUE, _SPLIT_PROLOGUE = 96, 144
+# Elements of the inner dim in which a tile's pipeline of loads fills and its result is written.
+_PROLOGUE: Final = 96
 # Share of its peak that a device's best product reaches, where none was measured in any dtype.
 _USUAL_CEILING_SHARE: Final = 0.8
 _LINE_BYTES, _VECTOR_BYTES = 128, 16
@@ -44,8 +42,6 @@ _FULL_HEAD_DIM, _LEAST_FLASH_SHARE = 128, 0.6
 # FLOPs a second that a core does at most in a kernel that does not use what came with Hopper: FlashAttention-2 reaches
 # 350 to 400 TFLOPS on 132 cores (Shah et al. 2024, figure 5).
 _PLAIN_FLASH_CORE: Final = 3.6e12
-# Share of a large product's rate that unfused attention's batched products reach.
-_BATCHED_SHARE: Final = 0.6
 # More reads of what is cast to fp4 than to fp8: its largest element is looked for, and a Hadamard matrix rotates it
 # (NVIDIA 2025, arXiv 2509.25149, section 4).
 _FP4_READS: Final = 2.0
@@ -55,15 +51,10 @@ _KERNEL_S, _DISPATCH_S = 2.5e-6, 12e-6
 # Reads and writes of a tensor in the parameters' dtype, forward and backward, by kernel; nothing here is fitted. A
 # kernel that works in fp32 takes two for each.
 _NORM = (2.0, 3.5)  # input, output; input, both gradients, and the weight's in pieces
-_NORM_IN_FP32 = (18.0, 42.0)  # cast 3, square 4, mean 2, scale 4, cast back 3, weigh 2; backward as much for each
 _SUM = 3.0
-_DROPOUT = 2.5  # a read, a write, a mask of one byte
 _GATE, _FUSED_GATE = (5.0, 8.0), (3.0, 5.0)
 _ACTIVATION, _FUSED_ACTIVATION = (4.0, 6.0), (2.0, 3.0)  # of a plain feed-forward, the bias with it
 _ROTATION, _FUSED_ROTATION = 10.0, 2.0
-_SOFTMAX = (14.0, 15.0)  # over scores: scale, mask, widen, softmax, narrow, half of them in fp32
-_WIDE_SOFTMAX = (9.0, 10.0)  # the same where scores are fp32
-_FUSED_SOFTMAX = (5.0, 6.0)
 _EXPERTS, _FUSED_EXPERTS = (6.0, 8.0), (4.0, 4.0)  # tokens are sorted and copied, results copied back and summed
 _EMBEDDING = (2.0, 4.0)
 _ADAPTER = 3.0  # an adapter's output is added to its layer's, and so is its input's gradient
@@ -71,15 +62,10 @@ _ADAPTER = 3.0  # an adapter's output is added to its layer's, and so is its inp
 _LOSS_BYTES = (8.0, 16.0)
 # Bytes of an element that Adam steps in fp32: gradient, master and two moments are read, three written; and the cast.
 _STEP_BYTES, _STEP_CAST_BYTES = 28.0, 2.0
-# Kernels that a block's forward launches, and where element-wise ones are fused; more where attention is written out,
-# and for each adapted layer; those of the backward of weights are a third.
-_NUM_KERNELS, _NUM_COMPILED_KERNELS, _NUM_SOFTMAX_KERNELS, _NUM_ADAPTER_KERNELS = 40.0, 14.0, 6.0, 4.0
+# Kernels that a block's forward launches, and where element-wise ones are fused; more for each adapted layer; those of
+# the backward of weights are a third.
+_NUM_KERNELS, _NUM_COMPILED_KERNELS, _NUM_ADAPTER_KERNELS = 40.0, 14.0, 4.0
 _WEIGHT_KERNELS_SHARE: Final = 1 / 3
-
-EXPERT_IMBALANCE: Final = 1.2
-"""Tokens of the fullest rank of experts over the mean, where experts are split over ranks and routing is free: the
-fullest expert of a layer has 1.04 to 1.72 times the mean, by how it is balanced (Wang et al. 2024, arXiv 2408.15664,
-table 2), and a rank's several experts even out."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +165,7 @@ class ComputeTimeModel:
         again = {
             "none": 0.0,
             "full": whole.forward_s,
-            "selective": streamed_s if self.job.traits.attention == "flash" else attention.forward_s,
+            "selective": streamed_s,
         }[s.recompute]
         return replace(whole, recompute_s=again / s.recompute_every)
 
@@ -200,7 +186,6 @@ class ComputeTimeModel:
         if profile is not None and profile.call_s:
             return 0.0
         kernels = _NUM_COMPILED_KERNELS if traits.is_compiled else _NUM_KERNELS
-        kernels += 0.0 if traits.attention == "flash" else _NUM_SOFTMAX_KERNELS
         return (kernels + _NUM_ADAPTER_KERNELS * self._num_adapted) * _DISPATCH_S
 
     # --- matrix products -------------------------------------------------------------------------------------------
@@ -344,30 +329,25 @@ class ComputeTimeModel:
 
     def attention(self, s: Strategy) -> PassTimes:
         """Price the attention of one block alone, without its linear layers; it is part of `block`."""
-        shape, traits, profile = self.job.shape, self.job.traits, self.job.cluster.profile
-        keys = self.job.seq_len if shape.window is None else min(self.job.seq_len, 2 * shape.window)
+        shape, profile, keys = self.job.shape, self.job.cluster.profile, self._num_keys
         heads = shape.num_heads / s.tp
         forward = 4.0 * self._tokens(s) * keys * heads * shape.head_dim
         rates = None if profile is None else _attention_rates(profile.attentions, s.param)
         if rates is not None:
             forward_rate, backward_rate = rates.at(keys, self._tokens(s) * heads * shape.head_dim)
             return PassTimes(forward / forward_rate, forward / backward_rate)
-        rate = self._rate("bf16" if _WIDTHS[s.param] <= 2 else s.product_dtype)
-        if traits.attention == "flash":
-            rate = self._flash_rate(rate)
-            rate *= min(1.0, _LEAST_FLASH_SHARE + (1 - _LEAST_FLASH_SHARE) * shape.head_dim / _FULL_HEAD_DIM)
-            forward_share, backward_share = (
-                share * keys / (keys + ramp) for share, ramp in zip(_FLASH_SHARES, _FLASH_RAMPS, strict=True)
-            )
-            return PassTimes(forward / 2 / (rate * forward_share), 2.5 * forward / 2 / (rate * backward_share))
-        scores = self._tokens(s) * keys * heads * _WIDTHS[s.param]
-        written_out = _WIDE_SOFTMAX if s.param == "fp32" else _SOFTMAX
-        is_fused = traits.attention == "fused-softmax"
-        dropout = _DROPOUT if traits.has_dropout else 0.0
-        batched = rate * _BATCHED_SHARE * min(shape.head_dim / _FULL_HEAD_DIM, 1.0) ** 0.5
-        batched *= alignment_share(shape.head_dim, shape.head_dim, _WIDTHS[s.param])
-        around = self._streamed(scores, [each + dropout for each in (_FUSED_SOFTMAX if is_fused else written_out)])
-        return PassTimes(forward / batched, 2 * forward / batched).plus(around)
+        rate = self._flash_rate(self._rate("bf16" if _WIDTHS[s.param] <= 2 else s.product_dtype))
+        rate *= min(1.0, _LEAST_FLASH_SHARE + (1 - _LEAST_FLASH_SHARE) * shape.head_dim / _FULL_HEAD_DIM)
+        forward_share, backward_share = (
+            share * keys / (keys + ramp) for share, ramp in zip(_FLASH_SHARES, _FLASH_RAMPS, strict=True)
+        )
+        return PassTimes(forward / 2 / (rate * forward_share), 2.5 * forward / 2 / (rate * backward_share))
+
+    @property
+    def _num_keys(self) -> int:
+        """Return the keys that a query is multiplied by, masked ones included."""
+        window = self.job.shape.window
+        return self.job.seq_len if window is None else min(self.job.seq_len, 2 * window)
 
     def _flash_rate(self, rate: float) -> float:
         """Return the FLOPs a second of flash attention at its best, where products reach `rate`."""
@@ -377,16 +357,13 @@ class ComputeTimeModel:
     # --- element-wise ----------------------------------------------------------------------------------------------
 
     def _streams(self, s: Strategy) -> PassTimes:
-        """Price norms, residual sums, activation, rotation and dropout by their passes over each tensor."""
+        """Price norms, residual sums, activation and rotation by their passes over each tensor."""
         shape, traits, tokens, width = self.job.shape, self.job.traits, self._tokens(s), _WIDTHS[s.param]
-        norm = _NORM if traits.is_compiled or not traits.saves_norm_in_fp32 else _NORM_IN_FP32
-        dropout = _DROPOUT if traits.has_dropout else 0.0
-        around = [2 * (each + _SUM + dropout) for each in norm]  # of attention and of the feed-forward
+        around = [2 * (each + _SUM) for each in _NORM]  # of attention and of the feed-forward
         if shape.ffn == "gated":
             activation = _FUSED_GATE if traits.is_compiled else _GATE
         else:
-            is_fused = traits.is_compiled or traits.attention == "fused-softmax"
-            activation = _FUSED_ACTIVATION if is_fused else _ACTIVATION
+            activation = _FUSED_ACTIVATION if traits.is_compiled else _ACTIVATION
         rotation = 0.0 if shape.num_positions else _FUSED_ROTATION if traits.is_compiled else _ROTATION
         hidden = tokens / (s.tp if s.sequence_parallel else 1) * shape.hidden_size
         heads = tokens / s.tp * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
@@ -435,8 +412,7 @@ def shape_share(m: float, n: float, k: float, num_cores: int, count: float = 1.0
         filled = (m * n / (rows * columns)) / tiles
         for split in (1, 2, 4, 8):
             waves, depth = count * tiles * split / cores, k / split
-            prologue = _PROLOGUE if split == 1 else _SPLIT_PROLOGUE
-            best = max(best, rate * filled * waves / math.ceil(waves) * depth / (depth + prologue))
+            best = max(best, rate * filled * waves / math.ceil(waves) * depth / (depth + _PROLOGUE))
             if waves > 1:
                 break
     return best

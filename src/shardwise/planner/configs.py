@@ -16,18 +16,16 @@ import difflib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
 from shardwise.config.resolve import Config, ConfigError, ModelConfig
-from shardwise.models.decoder import DecoderConfig
 from shardwise.models.presets import PRESETS, decoder_config
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.imports.huggingface import cached_config, read_huggingface
-from shardwise.planner.job import SHARDWISE, PlanJob, Strategy
-from shardwise.planner.shape import ModelShape
+from shardwise.planner.job import SHARDWISE, ModelShape, PlanJob, Strategy
 
 KEYS: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -79,7 +77,6 @@ ALWAYS_WRITTEN: Final = frozenset(
 _SHAPE_KEYS: Final = tuple(
     key for key in ModelConfig.model_fields if key not in ("path", "weights", "preset", "tie_embeddings")
 )
-_LAST_UNIT: Final = "head"
 
 
 def strategy_of(config: Config, world_size: int) -> Strategy:
@@ -159,12 +156,9 @@ def config_of(job: PlanJob, strategy: Strategy, base: Config | None = None) -> C
     Raises:
         ConfigError: our decoder cannot have the shape, or our engine does not run the strategy.
     """
-    if strategy.ep != 1:
-        raise ConfigError("ep-plan-only", f"ep={strategy.ep}: our engine splits no experts over ranks; plan with ep=1")
-    if strategy.matmul is not None:
-        raise ConfigError(
-            "matmul-plan-only", f"matmul={strategy.matmul}: our engine multiplies in precision.param; leave matmul out"
-        )
+    for name, usual in (("ep", 1), ("matmul", None), ("stage_layers", None)):
+        if (value := getattr(strategy, name)) != usual:
+            raise ConfigError("plan-only", f"{name}={value} is priced, and has no key of our config; plan only")
     base = Config() if base is None else base
     values = base.model_dump()
     if base.model.path is None:
@@ -178,8 +172,7 @@ def config_of(job: PlanJob, strategy: Strategy, base: Config | None = None) -> C
     if strategy.pp == 1:
         values["pipeline"] = Config().pipeline.model_dump()
     else:
-        layers = strategy.stage_layers
-        values["pipeline"]["cut"] = None if layers is None else _units_between(layers, job.shape.num_layers)
+        values["pipeline"]["cut"] = None
     if strategy.cp == 1:
         values["context"] = {**Config().context.model_dump(), "chunk_tokens": strategy.chunk_tokens}
     if strategy.zero_stage < 3 or strategy.params_tier != "device":
@@ -201,24 +194,23 @@ def model_section(shape: ModelShape, base: ModelConfig) -> ModelConfig:
         "biases": shape.has_biases,
         "learned positions": shape.num_positions > 0,
     }
-    for what, is_there in foreign.items():
-        if is_there:
-            raise ConfigError(
-                "model-plan-only",
-                f"model {shape.name} has {what}, and the decoder of shardwise train has none; plan only",
-            )
-    wanted = replace(shape, name="", window=None)
-    if _as_shape(decoder_config(base)) == wanted:
-        return base
-    options = [_with_changes(name, preset, wanted) for name, preset in PRESETS.items()]
-    fitting = [each for each in options if each is not None]
-    if not fitting:
+    found = [what for what, is_there in foreign.items() if is_there]
+    wanted, sections = replace(shape, name="", window=None), [base]
+    for name, preset in PRESETS.items():
+        changes = {key: getattr(wanted, key) for key in _SHAPE_KEYS if getattr(wanted, key) != getattr(preset, key)}
+        if wanted.is_tied != preset.tie_embeddings:
+            changes["tie_embeddings"] = wanted.is_tied
+        if not found and shape.hidden_size % shape.num_heads == 0:
+            sections.append(ModelConfig(preset=name, **changes))
+    same = [each for each in sections if ModelShape.of_decoder(decoder_config(each), name="") == wanted]
+    if not same:
+        what = " and ".join(found) or f"head_dim={shape.head_dim}, not hidden_size / num_heads"
         raise ConfigError(
-            "model-plan-only",
-            f"model {shape.name} has head_dim={shape.head_dim}, and the decoder of shardwise train hidden_size / "
-            f"num_heads = {shape.hidden_size} / {shape.num_heads}; plan only",
+            "model-plan-only", f"model {shape.name} has {what}, and the decoder of shardwise train has not; plan only"
         )
-    return min(fitting, key=lambda each: (len(each.model_dump(exclude_none=True)), each.preset != shape.name))
+    if same[0] is base:
+        return base
+    return min(same, key=lambda each: (len(each.model_dump(exclude_none=True)), each.preset != shape.name))
 
 
 def pins_of(assignments: Sequence[str]) -> dict[str, tuple[Any, ...]]:
@@ -287,20 +279,6 @@ def _toml_value(value: Any) -> str:
     return repr(value)
 
 
-def _as_shape(decoder: DecoderConfig) -> ModelShape:
-    return ModelShape.of_decoder(decoder, name="")
-
-
-def _with_changes(name: str, preset: DecoderConfig, wanted: ModelShape) -> ModelConfig | None:
-    changes = {key: getattr(wanted, key) for key in _SHAPE_KEYS if getattr(wanted, key) != getattr(preset, key)}
-    if wanted.is_tied != preset.tie_embeddings:
-        changes["tie_embeddings"] = wanted.is_tied
-    section = ModelConfig(preset=name, **changes)
-    if wanted.hidden_size % wanted.num_heads and {"hidden_size", "num_heads"} & set(changes):
-        return None
-    return section if _as_shape(decoder_config(section)) == wanted else None
-
-
 def _window(config: Config) -> int | None:
     """Return how many keys a query sees at most under a sliding window; other structures are priced as dense (None)."""
     attention = config.attention
@@ -317,15 +295,3 @@ def _layers_between(cut: Sequence[str], num_layers: int) -> tuple[int, ...]:
         prefix, _, index = name.rpartition(".")
         starts.append(int(index) if prefix == "blocks" and index.isdecimal() else num_layers)
     return tuple(stop - start for start, stop in pairwise((0, *starts, num_layers)))
-
-
-def _units_between(layers: Sequence[int], num_layers: int) -> tuple[str, ...]:
-    """Return the modules with which every stage but the first begins: the inverse of `_layers_between`."""
-    if sum(layers) != num_layers or min(layers) < 0 or 0 in layers[1:-1]:
-        raise ConfigError(
-            "stage-layers-cut",
-            f"stage_layers={tuple(layers)} is no cut of {num_layers} blocks; each stage between the first and the last "
-            "has 1 or more, and their sum is all",
-        )
-    starts = accumulate(layers[:-1])
-    return tuple(f"blocks.{start}" if start < num_layers else _LAST_UNIT for start in starts)

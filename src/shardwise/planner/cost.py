@@ -4,7 +4,7 @@
 >>> from shardwise.planner.job import Strategy
 >>> from shardwise.planner.hardware import parse_cluster
 >>> from shardwise.planner.pricer import Pricer
->>> from shardwise.planner.shape import ModelShape
+>>> from shardwise.planner.job import ModelShape
 >>> shape = ModelShape.of_decoder(preset("llama-3-8b"))
 >>> job = PlanJob(shape=shape, seq_len=8192, global_batch=64, cluster=parse_cluster("h100:8"))
 >>> price = Pricer(job).price(Strategy(dp_shard=8, zero_stage=3, num_micro_batches=8))
@@ -16,16 +16,13 @@ $0.09 for a million tokens, $574 a day, at $2.99 an hour and GPU
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
 from shardwise.config.resolve import ConfigError
 from shardwise.planner.candidates import SearchSpace
-from shardwise.planner.format import money_words
 from shardwise.planner.job import PlanJob
-from shardwise.planner.pricer import Pricer, Pricing
-from shardwise.planner.results import Estimate
+from shardwise.planner.results import Estimate, money_words
 from shardwise.planner.search import Limits, SearchResult, search
 from shardwise.runtime.format import format_count, three_digits
 
@@ -105,10 +102,7 @@ def run_words(price: Estimate, num_tokens: float | None = None, budget_usd: floa
 
 
 def by_num_gpus(
-    job: PlanJob,
-    space: SearchSpace | None = None,
-    limits: Limits | None = None,
-    pricing_of: Callable[[PlanJob], Pricing] = Pricer,
+    job: PlanJob, space: SearchSpace | None = None, limits: Limits | None = None
 ) -> tuple[SearchResult, ...]:
     """Search with all GPUs of a cluster, a half, a quarter and so on; return what fits, the cheapest token first.
 
@@ -118,7 +112,6 @@ def by_num_gpus(
         job: on all GPUs of its cluster; the batch stays.
         space: what may be chosen; numbers of GPUs with which its pins do not go are left out.
         limits: of each search.
-        pricing_of: makes the pricing of a job.
 
     Raises:
         ConfigError: no number of GPUs has a candidate.
@@ -128,7 +121,7 @@ def by_num_gpus(
         cluster = replace(job.cluster, num_gpus=num_gpus, gpus_per_node=min(num_gpus, job.cluster.gpus_per_node))
         smaller = replace(job, cluster=cluster)
         try:
-            found.append(search(smaller, space, limits, pricing_of(smaller)))
+            found.append(search(smaller, space, limits))
         except ConfigError as error:
             problem = problem or error
         if num_gpus % 2:

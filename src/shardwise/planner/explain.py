@@ -1,4 +1,4 @@
-"""Explain why the winner wins and the others lose, by the parts that differ.
+"""Explain why the winner wins and the others lose, by the parts that differ, and what would make a strategy fit.
 
 >>> parts_words({"tensor": -0.8, "bubble": 0.3, "data": 0.001})
 '800 ms less exposed tensor exchange, 300 ms more bubble'
@@ -6,19 +6,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
+from shardwise.config.resolve import LoraConfig
 from shardwise.planner.candidates import divisors, is_legal
-from shardwise.planner.format import layout_words
+from shardwise.planner.hardware import Cluster, usual_node
 from shardwise.planner.job import PlanJob, Strategy
-from shardwise.planner.memory_limit import MissingMemory, missing_memory
-from shardwise.planner.pricer import Pricer, Pricing, priced
-from shardwise.planner.results import TIME_PARTS, Estimate, extras_words, num_extras
+from shardwise.planner.pricer import Pricer, priced
+from shardwise.planner.results import (
+    TIE_SHARE,
+    TIME_PARTS,
+    Estimate,
+    MissingMemory,
+    held_on_node,
+    layout_words,
+    missing_memory,
+    num_extras,
+)
 from shardwise.planner.search import SearchResult
-from shardwise.planner.suggestions import Change, PricingOf, smallest_change, suggest, would_fit
 from shardwise.runtime.format import format_bytes, format_s
 
 PART_WORDS: Final[Mapping[str, str]] = MappingProxyType(
@@ -86,26 +94,19 @@ class Reasons:
         return min(here, key=lambda each: each[0], default=(0.0, None))[1]
 
 
-def reasons_of(
-    plan: SearchResult,
-    pricing: Pricing | None = None,
-    pricing_of: PricingOf | None = None,
-    yours: Estimate | None = None,
-) -> Reasons:
+def reasons_of(plan: SearchResult, pricer: Pricer | None = None, yours: Estimate | None = None) -> Reasons:
     """Explain a plan.
 
     Args:
         plan: as `search` found it.
-        pricing: prices its job; None makes a new `Pricer`.
-        pricing_of: makes the pricing of other jobs; None means `Pricer`.
+        pricer: prices its job; None makes a new one.
         yours: the price of the user's own strategy; None where there is none.
     """
-    make = pricing_of or Pricer
-    pricing = pricing or make(plan.job)
+    pricer = pricer or Pricer(plan.job)
     winner, margin_share = plan.winner, plan.limits.margin_share
     found = Reasons(
-        defaults=tuple(defaults(plan, pricing)),
-        yours="" if yours is None else why_yours(yours, winner, pricing, margin_share),
+        defaults=tuple(defaults(plan, pricer)),
+        yours="" if yours is None else why_yours(yours, winner, pricer, margin_share),
     )
     if winner is not None:
         return replace(
@@ -115,7 +116,7 @@ def reasons_of(
         )
     if plan.nearest is None:
         return found
-    suggestions = tuple(suggest(*plan.nearest, pricing, make, margin_share))
+    suggestions = tuple(suggest(*plan.nearest, pricer, margin_share))
     return replace(found, misses=lacks(*plan.nearest), suggestions=suggestions)
 
 
@@ -138,23 +139,22 @@ def why_slower(other: Estimate, winner: Estimate) -> str:
     if share < _EQUAL_PERCENT:
         if num_extras(other.strategy) <= num_extras(winner.strategy):
             return "as fast"
-        gained = f"{-share:.1f} % faster" if -share >= _EQUAL_PERCENT else "as fast"
-        return f"{gained}, but less simple: {extras_words(other.strategy, winner.strategy)}"
+        return f"{f'{-share:.1f} % faster' if -share >= _EQUAL_PERCENT else 'as fast'}, but less simple"
     return f"{format_s(lost)} ({share:.1f} %) slower: {parts_words(_differences(other, winner))}"
 
 
-def why_yours(yours: Estimate, winner: Estimate | None, pricing: Pricing, margin_share: float) -> str:
+def why_yours(yours: Estimate, winner: Estimate | None, pricer: Pricer, margin_share: float) -> str:
     """Compare a strategy that no search has found with the winner.
 
     Args:
         yours: the price of the user's strategy.
         winner: the best that the search found; None where nothing fits.
-        pricing: prices the strategies of the job.
+        pricer: prices the strategies of the job.
         margin_share: share of a device's memory that is to stay free.
     """
     missing = missing_memory(yours.memory, yours.job.cluster, margin_share)
     if missing is not None:
-        return why_not(yours, missing, smallest_change(yours.job, yours.strategy, pricing, margin_share))
+        return why_not(yours, missing, smallest_change(yours.job, yours.strategy, pricer, margin_share))
     if winner is None:
         return "fits, though the search found nothing that does: keep it"
     gained = winner.time.step_s - yours.time.step_s
@@ -182,30 +182,30 @@ def why_not(price: Estimate, missing: MissingMemory, change: Change | None) -> s
         missing: what does not fit.
         change: the change; None where none makes it fit.
     """
-    fix = "nothing less of it fits" if change is None else would_fit(change)
+    fix = "nothing less of it fits" if change is None else change
     return f"{lacks(price, missing)}; {fix}"
 
 
-def defaults(plan: SearchResult, pricing: Pricing) -> Iterator[DefaultChoice]:
+def defaults(plan: SearchResult, pricer: Pricer) -> Iterator[DefaultChoice]:
     """Yield the layouts that people would start with, recomputing all where they must, and how each does."""
     job = plan.job
     for name, strategies in _default_strategies(job, plan):
         legal = [each for each in strategies if is_legal(job, each)]
         if legal:
-            yield _default(name, legal, plan, pricing)
+            yield _default(name, legal, plan, pricer)
         else:
             what = "heads, layers or tokens" if strategies else f"{job.global_batch:,} sequences"
             sentence = f"cannot be run: {what} do not divide by its ranks"
             yield DefaultChoice(name=name, price=None, missing=None, sentence=sentence)
 
 
-def _default(name: str, strategies: list[Strategy], plan: SearchResult, pricing: Pricing) -> DefaultChoice:
+def _default(name: str, strategies: list[Strategy], plan: SearchResult, pricer: Pricer) -> DefaultChoice:
     job, margin_share, winner = plan.job, plan.limits.margin_share, plan.winner
     for recompute in ("none", "full"):  # the memories of the last are those of what misses by least
         tried = [replace(each, recompute=recompute) for each in strategies]
-        memories = [(each, pricing.memory.estimate(each)) for each in tried]
+        memories = [(each, pricer.memory.estimate(each)) for each in tried]
         fitting = [
-            priced(job, each, pricing, memory)
+            priced(job, each, pricer, memory)
             for each, memory in memories
             if missing_memory(memory, job.cluster, margin_share) is None
         ]
@@ -217,10 +217,10 @@ def _default(name: str, strategies: list[Strategy], plan: SearchResult, pricing:
             words = "with recompute full, " if recompute == "full" else ""
             return DefaultChoice(name=name, price=best, missing=None, sentence=words + sentence)
     strategy, memory = min(memories, key=lambda each: each[1].worst.peak_bytes)
-    price = priced(job, strategy, pricing, memory)
+    price = priced(job, strategy, pricer, memory)
     missing = missing_memory(price.memory, job.cluster, margin_share)
     assert missing is not None, "what fits has been returned"
-    change = smallest_change(job, price.strategy, pricing, margin_share)
+    change = smallest_change(job, price.strategy, pricer, margin_share)
     return DefaultChoice(name=name, price=price, missing=missing, sentence=why_not(price, missing, change))
 
 
@@ -267,3 +267,153 @@ def lacks(price: Estimate, missing: MissingMemory) -> str:
     where = f" on pipeline rank {rank.pipeline_rank}" if price.strategy.pp > 1 else ""
     largest = sorted(rank.peak.items(), key=lambda each: -each[1])[:2]
     return f"{words}{where}: {', '.join(f'{name} {format_bytes(size)}' for name, size in largest)}"
+
+
+CHUNK_TOKENS: Final = 1024
+_MOST_MORE_GPUS: Final = 64
+
+Saving = tuple[str, dict[str, Any]]
+"""Keys of the config, and the fields of a strategy that they set."""
+
+# Changes that save memory, the cheapest first; each is tried on top of those before it.
+_SAVINGS: Final[tuple[Saving, ...]] = (
+    ("zero.stage=1", {"zero_stage": 1}),
+    ("zero.stage=3", {"zero_stage": 3}),
+    ("batch.micro_size=1", {"micro_size": 1}),
+    (f"context.chunk_tokens={CHUNK_TOKENS}", {"chunk_tokens": CHUNK_TOKENS}),
+    ("recompute.mode=full", {"recompute": "full", "recompute_every": 1}),
+    ("tiers.optimizer=host", {"optimizer_tier": "host"}),
+    ("tiers.grads=host", {"grads_tier": "host"}),
+    ("tiers.params=host", {"params_tier": "host"}),
+    ("tiers.activations=host", {"activations_tier": "host"}),
+)
+
+
+@dataclass(frozen=True)
+class Change:
+    """Hold keys of the config with new values, and the price of the strategy to which they lead."""
+
+    words: str
+    price: Estimate
+
+    def __str__(self) -> str:
+        return f"{self.words} would fit, at {format_s(self.price.time.step_s)}"
+
+
+def smallest_change(job: PlanJob, strategy: Strategy, pricer: Pricer, margin_share: float) -> Change | None:
+    """Return a strategy with the savings that it needs to fit, the cheapest first; None where all are not enough.
+
+    Args:
+        job: the job.
+        strategy: a strategy that does not fit.
+        pricer: prices the strategies of the job.
+        margin_share: share of a device's memory that is to stay free.
+    """
+
+    def fits(savings: Sequence[Saving]) -> bool:
+        return _fits(job, _saved(strategy, savings), pricer, margin_share)
+
+    every = [each for each in _SAVINGS if any(getattr(strategy, name) != value for name, value in each[1].items())]
+    enough = next((every[:count] for count in range(1, len(every) + 1) if fits(every[:count])), None)
+    if enough is None:
+        return None
+    for each in reversed(enough):
+        fewer = [other for other in enough if other is not each]
+        if fewer and fits(fewer):
+            enough = fewer
+    return Change(" ".join(words for words, _ in enough), priced(job, _saved(strategy, enough), pricer))
+
+
+def suggest(price: Estimate, missing: MissingMemory, pricer: Pricer, margin_share: float) -> Iterator[str]:
+    """Yield what would make it fit, one sentence each, the best first; adapters only where no config would.
+
+    Args:
+        price: of a strategy that does not fit.
+        missing: what it lacks.
+        pricer: prices the strategies of its job.
+        margin_share: share of a device's memory that is to stay free.
+    """
+    job, strategy = price.job, price.strategy
+    change = smallest_change(job, strategy, pricer, margin_share)
+    if change is not None:
+        yield str(change)
+    if missing.tier == "host":
+        needed = format_bytes(held_on_node(price.memory, job.cluster, "host"))
+        yield f"host memory of {needed} a node would fit (host_memory_gib in the cluster's file)"
+    if (num_gpus := more_gpus(job, strategy, margin_share)) is not None:
+        yield f"{num_gpus:,} GPUs would fit it, with a batch in proportion"
+    if change is None:
+        lean = replace(job, lora=LoraConfig(rank=16, base="nf4"))
+        if _fits(lean, _on_device(strategy), Pricer(lean), margin_share):
+            yield "adapters beside weights in 4 bits (lora.rank=16 lora.base=nf4) would fit (docs/finetune.md)"
+
+
+def more_gpus(job: PlanJob, strategy: Strategy, margin_share: float) -> int | None:
+    """Return the GPUs on which a strategy fits, sharded over all data ranks; None where 64 times as many are too few.
+
+    Args:
+        job: the job, on too few GPUs.
+        strategy: a strategy that does not fit.
+        margin_share: share of a device's memory that is to stay free.
+    """
+    factor = 2
+    while factor <= _MOST_MORE_GPUS:
+        larger = replace(job, cluster=_enlarged(job.cluster, factor), global_batch=factor * job.global_batch)
+        more, pricer = replace(strategy, dp_shard=factor * strategy.dp_shard), Pricer(larger)
+        fits = missing_memory(pricer.memory.estimate(more), larger.cluster, margin_share) is None
+        if fits or smallest_change(larger, _on_device(more), pricer, margin_share) is not None:
+            return larger.cluster.num_gpus
+        factor *= 2
+    return None
+
+
+def _enlarged(cluster: Cluster, factor: int) -> Cluster:
+    """Return a cluster of `factor` times the GPUs; a single node is filled first."""
+    num_gpus, per_node = factor * cluster.num_gpus, cluster.gpus_per_node
+    if per_node == cluster.num_gpus:
+        per_node = max(per_node, min(num_gpus, usual_node(cluster.gpu)))
+    return replace(cluster, num_gpus=num_gpus, gpus_per_node=per_node)
+
+
+def _on_device(strategy: Strategy) -> Strategy:
+    return replace(strategy, params_tier="device", grads_tier="device", optimizer_tier="device")
+
+
+def _saved(strategy: Strategy, savings: Sequence[Saving]) -> Strategy:
+    changes = {name: value for _, fields in savings for name, value in fields.items()}
+    if "micro_size" in changes:
+        changes["num_micro_batches"] = strategy.micro_size * strategy.num_micro_batches
+    return replace(strategy, **changes)
+
+
+def _fits(job: PlanJob, strategy: Strategy, pricer: Pricer, margin_share: float) -> bool:
+    if not is_legal(job, strategy):
+        return False
+    return missing_memory(pricer.memory.estimate(strategy), job.cluster, margin_share) is None
+
+
+def expert_notes(found: SearchResult, pricer: Pricer) -> tuple[str, ...]:
+    """Return a note for people where the winner with its experts split over data ranks (`ep`) would be faster.
+
+    Experts are then Shard(0) over `ep`, inside `dp_shard`, and ZeRO shards them over the other data ranks. The search
+    lists only what the engine runs, which this is not yet.
+    """
+    experts, winner = found.job.shape.experts, found.winner
+    if experts is None or winner is None:
+        return ()
+    best, least_s = None, winner.time.step_s * (1 - TIE_SHARE)
+    for ep in divisors(winner.strategy.dp_shard)[1:]:
+        # States of which each rank has fewer may need less sharding.
+        for stage in {1, winner.strategy.zero_stage} if experts.num_experts % ep == 0 else ():
+            split = replace(winner.strategy, ep=ep, zero_stage=stage)
+            step_s = pricer.time.estimate(split).step_s
+            memory = pricer.memory.estimate(split)
+            if step_s < least_s and missing_memory(memory, found.job.cluster, found.limits.margin_share) is None:
+                best, least_s = split, step_s
+    if best is None:
+        return ()
+    return (
+        f"experts over {best.ep} ranks (EP {best.ep}) with ZeRO-{best.zero_stage} would take {format_s(least_s)}, "
+        f"{winner.time.step_s / least_s:.1f} times as fast: an estimate, with {found.job.traits.expert_imbalance:g} "
+        "times the mean tokens on the fullest rank; our engine does not run mesh.ep yet",
+    )

@@ -13,12 +13,11 @@ from functools import partial
 from typing import Final
 
 from shardwise.config.resolve import Dtype
+from shardwise.planner.explain import CHUNK_TOKENS
 from shardwise.planner.hardware import Cluster
-from shardwise.planner.job import PlanJob, Strategy
+from shardwise.planner.job import ModelShape, PlanJob, Strategy
 from shardwise.planner.memory import MemoryModel
-from shardwise.planner.memory_limit import USUAL_MARGIN, missing_memory
-from shardwise.planner.shape import ModelShape
-from shardwise.planner.suggestions import CHUNK_TOKENS
+from shardwise.planner.results import USUAL_MARGIN, missing_memory
 
 _HEAD_DIM: Final = 128
 _VOCAB_SIZE: Final = 128_256
@@ -30,25 +29,20 @@ _MOST_LENGTHS: Final = 16_384
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitSetup:
-    """Name a way to split a job over all GPUs."""
-
-    name: str
-    strategy: Strategy
-
-
-@dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Hold the largest of each kind that a setup holds, the other two at their least; None where nothing of it fits.
+    """Hold the largest of each kind that a way to split a job holds, the other two at their least; None: nothing fits.
 
     Attributes:
+        name: of the way, for people.
+        strategy: the way, over all GPUs.
         shape: of the largest model of the family, at the given length and one sample.
         micro_size: samples of the given model.
         seq_len: tokens of a sequence of the given model, one sample.
     """
 
-    setup: FitSetup
-    shape: ModelShape | None
+    name: str
+    strategy: Strategy
+    shape: ModelShape | None = None
     micro_size: int | None = None
     seq_len: int | None = None
 
@@ -62,11 +56,6 @@ def largest(fits: Callable[[int], bool], low: int, high: int) -> int | None:
     """
     if not fits(low):
         return None
-    step = 1
-    while low + step <= high and fits(low + step):
-        low += step
-        step *= 2
-    high = min(high, low + step - 1)
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
@@ -93,28 +82,28 @@ def family_shape(num_heads: int) -> ModelShape:
     )
 
 
-def setups(cluster: Cluster, param: Dtype = "bf16") -> Iterator[FitSetup]:
+def setups(cluster: Cluster, param: Dtype = "bf16") -> Iterator[Fit]:
     """Yield well-known ways to split a job, from the simplest to the one that holds most."""
     ranks = cluster.num_gpus
     whole = Strategy(dp_shard=ranks, param=param)
-    yield FitSetup(name="DDP" if ranks > 1 else "on the device", strategy=whole)
+    yield Fit(name="DDP" if ranks > 1 else "on the device", strategy=whole)
     for stage in (1, 2, 3) if ranks > 1 else ():
-        yield FitSetup(name=f"ZeRO-{stage}", strategy=replace(whole, zero_stage=stage))
+        yield Fit(name=f"ZeRO-{stage}", strategy=replace(whole, zero_stage=stage))
     saving = replace(whole, zero_stage=3, recompute="full")
-    yield FitSetup(name="... recompute full" if ranks > 1 else "recompute full", strategy=saving)
+    yield Fit(name="... recompute full" if ranks > 1 else "recompute full", strategy=saving)
     team = min(cluster.gpus_per_node, max(1, cluster.gpu.link_domain), 8)
     if team > 1 and ranks % team == 0:
         tensor = replace(saving, tp=team, dp_shard=ranks // team, sequence_parallel=True)
-        yield FitSetup(name=f"... TP {team}+SP", strategy=tensor)
-        yield FitSetup(name=f"... CP {team}", strategy=replace(saving, cp=team, dp_shard=ranks // team))
-    yield FitSetup(name="... in chunks", strategy=replace(saving, chunk_tokens=CHUNK_TOKENS))
+        yield Fit(name=f"... TP {team}+SP", strategy=tensor)
+        yield Fit(name=f"... CP {team}", strategy=replace(saving, cp=team, dp_shard=ranks // team))
+    yield Fit(name="... in chunks", strategy=replace(saving, chunk_tokens=CHUNK_TOKENS))
     host = replace(saving, optimizer_tier="host")
-    yield FitSetup(name="... optimizer on host", strategy=host)
+    yield Fit(name="... optimizer on host", strategy=host)
     away = replace(host, params_tier="host", grads_tier="host", activations_tier="host", chunk_tokens=CHUNK_TOKENS)
-    yield FitSetup(name="... chunks, all on host", strategy=away)
+    yield Fit(name="... chunks, all on host", strategy=away)
     if cluster.host.nvme_bytes > 0:
         on_disk = replace(away, params_tier="nvme", grads_tier="nvme", optimizer_tier="nvme")
-        yield FitSetup(name="... chunks, states on NVMe", strategy=on_disk)
+        yield Fit(name="... chunks, states on NVMe", strategy=on_disk)
 
 
 def fit(
@@ -135,18 +124,15 @@ def fit(
         param: dtype of the parameters.
     """
     for setup in setups(cluster, param):
-        holds = partial(_holds, cluster, setup.strategy, margin_share)
-        yield _largest_of(setup, holds, seq_len, shape)
+        yield _largest_of(setup, partial(_holds, cluster, setup.strategy, margin_share), seq_len, shape)
 
 
 def _largest_of(
-    setup: FitSetup, holds: Callable[[ModelShape, int, int], bool], seq_len: int, shape: ModelShape | None
+    setup: Fit, holds: Callable[[ModelShape, int, int], bool], seq_len: int, shape: ModelShape | None
 ) -> Fit:
-    def holds_heads(count: int) -> bool:
-        return holds(family_shape(_HEADS_STEP * count), seq_len, 1)
-
-    heads = largest(holds_heads, 1, _MOST_HEADS // _HEADS_STEP)
-    found = Fit(setup=setup, shape=None if heads is None else family_shape(_HEADS_STEP * heads))
+    most = _MOST_HEADS // _HEADS_STEP
+    heads = largest(lambda count: holds(family_shape(_HEADS_STEP * count), seq_len, 1), 1, most)
+    found = replace(setup, shape=None if heads is None else family_shape(_HEADS_STEP * heads))
     if shape is None or shape.num_heads % setup.strategy.tp:
         return found
     samples = largest(lambda size: holds(shape, seq_len, size), 1, _MOST_SAMPLES)

@@ -19,6 +19,7 @@ from pydantic import Field, ValidationError, create_model
 
 from shardwise.config.resolve import ConfigError, read_toml
 from shardwise.config.sections import NotNegative, Section
+from shardwise.config.untrusted_files import mismatch
 from shardwise.planner.profile import Profile
 
 CPU: Final = "cpu"
@@ -289,13 +290,8 @@ def _cluster(device: GpuSpec, num_gpus: int, gpus_per_node: int, source: str) ->
     if num_gpus < 1 or gpus_per_node < 1:
         raise ConfigError("gpu-count-positive", f"{source} holds no GPU; give at least 1")
     if num_gpus % gpus_per_node:
-        below = num_gpus // gpus_per_node * gpus_per_node
-        nearest = ", ".join(str(each) for each in (below, below + gpus_per_node) if each)
-        raise ConfigError(
-            "nodes-not-filled",
-            f"{source}: {num_gpus} GPUs do not fill nodes of {gpus_per_node}; nearest: {nearest}, or say nodes x GPUs, "
-            f"as in {device.name}:2x{max(1, num_gpus // 2)}",
-        )
+        fix = f"say nodes x GPUs, as in {device.name}:2x{max(1, num_gpus // 2)}"
+        raise ConfigError("nodes-not-filled", f"{source}: {num_gpus} GPUs do not fill nodes of {gpus_per_node}; {fix}")
     return Cluster(gpu=device, num_gpus=num_gpus, gpus_per_node=gpus_per_node, nic_bytes_per_s=device.nic_bytes_per_s)
 
 
@@ -332,18 +328,8 @@ def _read_file(path: Path) -> dict[str, Any]:
     try:
         return _ClusterFile(**read_toml(path)).model_dump(exclude_none=True)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = str(first["loc"][0])
-        if first["type"] == "extra_forbidden":
-            close = difflib.get_close_matches(key, KEYS, n=1)
-            fix = f"did you mean {close[0]}?" if close else f"keys are {', '.join(KEYS)}"
-            raise ConfigError("unknown-cluster-key", f"{path.name}: {key} is no key of a cluster; {fix}") from None
-        if key == "gpu":
-            raise ConfigError(
-                "cluster-no-device", f'{path.name} names no device; add gpu = "h100", or another of {", ".join(GPUS)}'
-            ) from None
-        line = f"{path.name}: {key}={first['input']!r}: {first['msg'].lower()}; correct it there"
-        raise ConfigError("cluster-value", line) from None
+        fix = f'keys are {", ".join(KEYS)}, and gpu = "h100" or another device is needed'
+        raise ConfigError("cluster-value", f"{path.name}: {mismatch(error)}; {fix}") from None
 
 
 def cluster_words(cluster: Cluster) -> str:

@@ -7,7 +7,7 @@ matters, `shardwise.simulate` runs the engine itself.
 
 >>> from shardwise.planner.hardware import parse_cluster
 >>> from shardwise.models.presets import preset
->>> from shardwise.planner.shape import ModelShape
+>>> from shardwise.planner.job import ModelShape
 >>> shape, cluster = ModelShape.of_decoder(preset("llama-3-8b")), parse_cluster("h100:64")
 >>> job = PlanJob(shape=shape, seq_len=8192, global_batch=64, cluster=cluster)
 >>> worst = MemoryModel(job).estimate(Strategy(dp_shard=64, zero_stage=3, recompute="full")).worst
@@ -33,11 +33,10 @@ from shardwise.layout.param_groups import ROOT, GroupSpec
 from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.layout.wire_codec import WireCodec
 from shardwise.layout.zero_stages import Placement
-from shardwise.planner.adapters import SCALE_BYTES, packed_params
 from shardwise.planner.compact_layout import CompactLayout, LayerCount, RankLayerCounts
 from shardwise.planner.job import FrameworkTraits, PlanJob, Strategy
 from shardwise.planner.results import MemoryEstimate, RankMemory
-from shardwise.planner.stages import StageLayouts
+from shardwise.planner.stages import SCALE_BYTES, StageLayouts, packed_params
 from shardwise.schedule.formulas import moments_in_flight
 from shardwise.schedule.registry import recipe_of
 
@@ -289,12 +288,12 @@ class MemoryModel:
         own = [fold for fold in folds.folds if s.pp == 1 or stage in fold.group.stages]
         used = folds.folds if s.pp > 1 and all_stages else own
         gathered = [fold for fold in used if not fold.group.is_stored_whole and layout.stage.params is Placement.SHARD]
-        root, block, whole = _sums(gathered, lambda group: DTYPE_BYTES[layout.precision_of(group).param])
+        root, block, whole = self._sums(gathered, lambda group: DTYPE_BYTES[layout.precision_of(group).param])
         params = Buffers(whole, 0.0) if s.pp > 1 and all_stages else Buffers(root, block)
         if not self.job.trains_all:
             return params
         wire, width = DTYPE_BYTES[layout.precision.reduce], DTYPE_BYTES[layout.precision.accumulate]
-        root, block, whole = _sums(own)
+        root, block, whole = self._sums(own)
         is_sharded = layout.stage.grads is Placement.SHARD
         is_replicated = layout.stage.optimizer is Placement.REPLICATE
         waiting = 0.0
@@ -313,6 +312,19 @@ class MemoryModel:
             sent = 2 * (wire * (copies and not is_sharded) + 2 * codec.num_bytes(BLOCK_NUMEL) / BLOCK_NUMEL)
         last = waiting + sent * (root if s.pp == 1 else max(root, block))
         return replace(params, waiting=waiting + (sent * block if s.pp == 1 else 0.0), last=last)
+
+    def _sums(
+        self, folds: Iterable[LayerCount], width_of: Callable[[GroupSpec], int] = lambda group: 1
+    ) -> tuple[int, int, int]:
+        """Sum the elements of groups, times their width: of what is in no block, of the largest block, and of all."""
+        units: dict[str, int] = {ROOT: 0}
+        whole = 0
+        for fold in folds:
+            size = fold.group.padded_numel * width_of(fold.group)
+            units[fold.group.unit] = units.get(fold.group.unit, 0) + size
+            whole += fold.count * size
+        root = units.pop(ROOT)
+        return root, max(units.values(), default=0), whole
 
     def _step_bytes(self, strategy: Strategy, folds: RankLayerCounts) -> float:
         """Return the bytes of gradients that the step widens, where they are stored narrower than the master."""
@@ -412,18 +424,6 @@ def _made_bytes(job: PlanJob, strategy: Strategy, shape: LayerShape, *, is_chunk
         return feature * hidden + part * ((num_inner + 1) * ffn + 2 * gathered) + num_inner * weight
     scores = 2 * shape.num_heads / s.tp * job.seq_len - hidden if shape.score_bytes else 0.0
     return max(feature * (ffn + gathered) + weight, feature * (2 - shape.fuses_gate) * ffn, feature * scores)
-
-
-def _sums(folds: Iterable[LayerCount], width_of: Callable[[GroupSpec], int] = lambda group: 1) -> tuple[int, int, int]:
-    """Sum the elements of groups, times their width: of what is in no block, of the largest block, and of all."""
-    units: dict[str, int] = {ROOT: 0}
-    whole = 0
-    for fold in folds:
-        size = fold.group.padded_numel * width_of(fold.group)
-        units[fold.group.unit] = units.get(fold.group.unit, 0) + size
-        whole += fold.count * size
-    root = units.pop(ROOT)
-    return root, max(units.values(), default=0), whole
 
 
 def _defers(strategy: Strategy) -> bool:

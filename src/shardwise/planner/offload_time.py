@@ -1,8 +1,7 @@
 """Price what is stored off the device: moves over PCIe, through the host's memory and to disks, and a step on the host.
 
 Devices of a node share its memory and its disks; each has its own PCIe link, both directions at once. What moves in a
-pass may be hidden by what the pass computes. A step waits for all gradients, unless each group is stepped as soon as it
-has its own.
+pass may be hidden by what the pass computes. A step waits for all gradients.
 """
 
 from __future__ import annotations
@@ -73,15 +72,12 @@ class OffloadTimeModel:
             return OverlapTimes()
         moves, away = self.moves(s, pipeline_rank), self._away(s, pipeline_rank)
         step_s = max(self._moved_s(moves, "step"), sum(self._host_step_s(layout, fold) for layout, fold in away))
-        hidden_s = 0.0
-        if self.job.traits.steps_in_backward:  # the last group's step alone has nothing to run beside
-            hidden_s = step_s - step_s / max(1, sum(fold.count for _, fold in away))
         return OverlapTimes(
             forward_s=self._moved_s(moves, "forward"),
             backward_s=self._moved_s(moves, "backward"),
             first_forward_s=self._moved_s(moves, "first forward"),
-            last_backward_s=self._moved_s(moves, "last backward") + hidden_s,
-            step_s=step_s - hidden_s,
+            last_backward_s=self._moved_s(moves, "last backward"),
+            step_s=step_s,
             num_micro_batches=s.num_micro_batches,
             hidden_share=HIDDEN_SHARE if "nvme" in tiers else self._hidden_share,  # a disk takes no core
         )

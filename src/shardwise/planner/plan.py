@@ -16,14 +16,12 @@ from rich.console import Console
 
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.planner.configs import config_of
-from shardwise.planner.expert_parallel import expert_notes
-from shardwise.planner.explain import Reasons, reasons_of
-from shardwise.planner.format import layout_words
+from shardwise.planner.explain import Reasons, expert_notes, reasons_of
 from shardwise.planner.hardware import Cluster, parse_cluster
-from shardwise.planner.plan_view import plan_view
 from shardwise.planner.pricer import Pricer
+from shardwise.planner.render import plan_view
 from shardwise.planner.request import PlanRequest, ask, model_of
-from shardwise.planner.results import Estimate
+from shardwise.planner.results import Estimate, layout_words
 from shardwise.planner.search import Limits, SearchResult, search
 from shardwise.runtime.format import format_bytes, format_s
 
@@ -87,7 +85,7 @@ class Plan:
         console = Console(file=io.StringIO(), width=_WIDTH, color_system=None)
         with console.capture() as captured:
             notes = self.asked.notes
-            console.print(plan_view(self.result, self.reasons, width=_WIDTH, is_coloured=False, notes=notes))
+            console.print(plan_view(self.result, self.reasons, notes=notes))
         return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 

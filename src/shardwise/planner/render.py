@@ -1,36 +1,51 @@
-"""Show a priced strategy to people: how fast, whether it fits, what it holds, what it costs; from 80 columns on."""
+"""Show a plan to people and programs: the winner first, then why, then what it was chosen from."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from rich.columns import Columns
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from shardwise.config.resolve import Tier
-from shardwise.planner.cost import cost_words
-from shardwise.planner.format import batch_words, layout_words
-from shardwise.planner.hardware import GIB, Host, cluster_words
-from shardwise.planner.job import PlanJob
-from shardwise.planner.memory_limit import held_on_node
-from shardwise.planner.results import MEMORY_CATEGORIES, TIME_PARTS, Estimate, RankMemory
+from shardwise.planner.compute_time import ComputeTimeModel
+from shardwise.planner.cost import cost_per_step, cost_words, run_cost, run_words, usd_per_million_tokens
+from shardwise.planner.explain import CHUNK_TOKENS, PART_WORDS, Reasons, lacks
+from shardwise.planner.fit import Fit
+from shardwise.planner.hardware import GIB, Cluster, Host, cluster_words
+from shardwise.planner.job import ModelShape, PlanJob
+from shardwise.planner.pricer import Pricer
+from shardwise.planner.results import (
+    MEMORY_CATEGORIES,
+    TIME_PARTS,
+    USUAL_MARGIN,
+    Estimate,
+    RankMemory,
+    batch_words,
+    held_on_node,
+    layout_words,
+    missing_memory,
+    money_words,
+)
+from shardwise.planner.search import SearchResult
 from shardwise.runtime.format import format_bytes, format_count, format_s, format_span_s
 
 # Of docs/planner-accuracy.md, where `tests/unit/planner/test_planner_page.py` looks for them.
 VALIDATION: Final = (
-    "10.4 % off on average of 300 published runs that nothing is fitted to; "
+    "10.5 % off on average of 300 published runs that nothing is fitted to; "
     "its first choice in 10 comparisons of layouts was 1.5 % slower than the best"
 )
 _BAR_WIDTH: Final = 60
-_MOST_STAGES: Final = 8
-_NARROW: Final = 100
-_LEAST_SHARE: Final = 0.01
+_FEW_SHOWN, _MANY_SHOWN, _MOST_STAGES = 3, 5, 8
+# Shares of a step from which on a part is named, and from which on there is a hint.
+_LEAST_SHARE, _LARGE_SHARE = 0.01, 0.15
 _LIMITS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
         "compute": ("compute",),
@@ -39,18 +54,15 @@ _LIMITS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "pipeline": ("bubble",),
     }
 )
-# As many as 80 columns can show.
-_STAGE_COLUMNS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+_FIXES: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "params": ("params",),
-        "grads": ("grads",),
-        "optim": ("optimizer",),
-        "gathered": ("gathered",),
-        "buckets": ("buckets",),
-        "activ": ("activations",),
-        "logits": ("logits",),
-        "work": ("workspace",),
-        "other": ("overhead", "rounding"),
+        "tensor": "try a smaller mesh.tp, or tensor.overlap_chunks",
+        "context": "try a smaller mesh.cp, or another context.transport",
+        "experts": "keep the ranks of an expert group in one node",
+        "bubble": "try more micro-batches, more virtual stages, or a zero-bubble schedule",
+        "data": "try a smaller mesh.dp_shard with replicas, a lower zero.stage, or more micro-batches",
+        "offload": "try to keep a state on the device, or more tokens a step",
+        "recompute": "try recompute.mode=selective, or a larger recompute.every",
     }
 )
 # A sign for each, and a colour that the eight of every terminal have, or near to one.
@@ -67,20 +79,6 @@ MEMORY_MARKS: Final[Marks] = MappingProxyType(
         "workspace": ("w", "cyan"),
         "overhead": ("c", "white"),
         "rounding": ("r", "bright_black"),
-    }
-)
-TIME_MARKS: Final[Marks] = MappingProxyType(
-    {
-        "compute": ("c", "blue"),
-        "recompute": ("r", "bright_blue"),
-        "tensor": ("t", "magenta"),
-        "context": ("x", "bright_magenta"),
-        "experts": ("e", "bright_cyan"),
-        "bubble": ("b", "white"),
-        "data": ("d", "yellow"),
-        "offload": ("o", "red"),
-        "step": ("s", "green"),
-        "other": ("·", "bright_black"),
     }
 )
 Rows = Sequence[tuple[str, RenderableType]]
@@ -122,27 +120,41 @@ def job_rows(job: PlanJob, notes: Sequence[str] = ()) -> list[tuple[str, Rendera
     return rows + [("note", Text(note, style="yellow")) for note in notes]
 
 
-def price_rows(price: Estimate, *, is_coloured: bool, label: str = "best") -> list[tuple[str, RenderableType]]:
-    """Describe one strategy: its layout, speed, memory on the worst rank, and cost.
-
-    Args:
-        price: of the strategy.
-        is_coloured: whether the terminal shows colours.
-        label: of the first row.
-    """
+def price_rows(price: Estimate, label: str = "best") -> list[tuple[str, RenderableType]]:
+    """Describe one strategy, whose layout is labelled: its speed, memory on the worst rank, and cost."""
     worst, gpu = price.memory.worst, price.job.cluster.gpu
-    unit, name = _memory_unit([worst])
-    sizes = {category: size / unit for category, size in worst.peak.items()}
     rows: list[tuple[str, RenderableType]] = [
         (label, Text(layout_words(price.strategy), style="bold green" if price.margin_bytes >= 0 else "bold red")),
         ("step", speed_words(price)),
         *([] if gpu.is_cpu else [("checked", VALIDATION)]),
         ("limit", limit_words(price)),
         ("memory", memory_words(price)),
-        ("", memory_bar(worst, gpu.memory_bytes, _BAR_WIDTH, is_coloured=is_coloured)),
-        ("", _legend(sizes, MEMORY_MARKS, is_coloured, digits=1 if name == "GiB" else 0)),
+        ("", _MemoryBar(worst, gpu.memory_bytes)),
     ]
     return rows + [("cost", words) for words in (cost_words(price),) if words]
+
+
+@dataclass(frozen=True)
+class _MemoryBar:
+    """Draw what one rank holds at its peak, and name its parts below, in colours where the console shows them."""
+
+    rank: RankMemory
+    capacity_bytes: float
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        is_coloured = console.color_system is not None and not console.no_color
+        yield bar_of(self.rank.peak, MEMORY_MARKS, self.capacity_bytes, _BAR_WIDTH, is_coloured=is_coloured)
+        items = []
+        for name, words in _large_parts(self.rank).items():
+            sign, colour = MEMORY_MARKS[name]
+            items.append(Text.assemble(("■", colour) if is_coloured else (sign, "bold"), f" {name} {words}"))
+        yield Columns(items, padding=(0, 2))  # lines break between parts only
+
+
+def _large_parts(rank: RankMemory) -> dict[str, str]:
+    """Return in words the size of each part of a rank's peak that is 1 % of it or more."""
+    least = _LEAST_SHARE * rank.peak_bytes
+    return {name: format_bytes(rank.peak[name]) for name in MEMORY_CATEGORIES if rank.peak.get(name, 0.0) >= least > 0}
 
 
 def limit_words(price: Estimate) -> str:
@@ -159,11 +171,8 @@ def speed_words(price: Estimate) -> str:
     time = price.time
     words = f"{format_s(time.step_s)} ({format_span_s(time.low_s, time.high_s)})"
     words += f", {price.tokens_per_s_per_gpu:,.0f} tokens/s a {_device_word(price.job)}"
-    mfu, halved = price.mfu(), price.mfu(is_causal_halved=True)
-    if mfu is None or halved is None:
-        return words
-    dtype = price.strategy.product_dtype
-    return f"{words}, MFU {100 * mfu:.1f} % of {dtype} ({100 * halved:.1f} % with causal attention halved)"
+    mfu = price.mfu()
+    return words if mfu is None else f"{words}, MFU {100 * mfu:.1f} % of {price.strategy.product_dtype}"
 
 
 def memory_words(price: Estimate) -> str:
@@ -186,88 +195,51 @@ def memory_words(price: Estimate) -> str:
     return f"{words}; {' and '.join(away)}" if away else words
 
 
-def price_table(
-    prices: Sequence[Estimate], *, width: int, is_coloured: bool, beside: Mapping[str, Estimate] = MappingProxyType({})
-) -> Table:
-    """Show the best few strategies, one below the other, and others by name below them, such as the user's own.
-
-    Args:
-        prices: of the best, in order.
-        width: of the terminal, in characters; a wide one has bars of memory too.
-        is_coloured: whether the terminal shows colours.
-        beside: prices of others, by name.
-    """
-    unit, unit_name = _memory_unit([price.memory.worst for price in prices])
+def price_table(prices: Sequence[Estimate], beside: Mapping[str, Estimate] = MappingProxyType({})) -> Table:
+    """Show the best few strategies, one below the other, and `beside` them others by name, such as the user's own."""
+    is_large = any(price.memory.worst.peak_bytes >= GIB for price in prices)
+    unit, unit_name, digits = (GIB, "GiB", 1) if is_large else (2**20, "MiB", 0)
     table = bare_table("#")
     table.add_column("layout", overflow="fold", min_width=24)
     for name in ("step", f"tok/s/{_device_word(prices[0].job)}", "MFU %", unit_name):
         table.add_column(name, justify="right", no_wrap=True)
-    if width >= _NARROW:
-        table.add_column("memory of the worst rank", no_wrap=True)
     rows = [(f"{number}", price) for number, price in enumerate(prices, 1)]
     for label, price in (*rows, *beside.items()):
         mfu, worst = price.mfu(), price.memory.worst
         cells: list[RenderableType] = [label, Text(layout_words(price.strategy)), format_s(price.time.step_s)]
         cells += [f"{price.tokens_per_s_per_gpu:,.0f}", "-" if mfu is None else f"{100 * mfu:.1f}"]
         about = "" if worst.is_simulated else "~"
-        cells.append(f"{about}{worst.peak_bytes / unit:,.{1 if unit == GIB else 0}f}")
-        if width >= _NARROW:
-            cells.append(memory_bar(worst, price.job.cluster.gpu.memory_bytes, 24, is_coloured=is_coloured))
-        table.add_row(*cells)
+        table.add_row(*cells, f"{about}{worst.peak_bytes / unit:,.{digits}f}")
     return table
 
 
-def stage_table(price: Estimate, *, is_coloured: bool) -> Table:
-    """Show the memory of each pipeline rank by category; of a long pipeline only some ranks, the worst among them."""
-    ranks = list(price.memory.ranks)
+def stage_rows(price: Estimate) -> list[tuple[str, RenderableType]]:
+    """Describe the memory of each pipeline rank; of a long pipeline only of some ranks, the worst among them."""
+    ranks, worst = list(price.memory.ranks), price.memory.worst
     if len(ranks) > _MOST_STAGES:
-        shown = {0, 1, len(ranks) // 2, len(ranks) - 1, ranks.index(price.memory.worst)}
+        shown = {0, 1, len(ranks) // 2, len(ranks) - 1, ranks.index(worst)}
         ranks = [ranks[place] for place in sorted(shown)]
-    unit, unit_name = _memory_unit(ranks)
-    columns = [
-        (name, parts) for name, parts in _STAGE_COLUMNS.items() if any(r.bytes_of(*parts) >= unit / 20 for r in ranks)
-    ]
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
-    table.add_column(f"{unit_name}, rank", no_wrap=True)
-    for name in (*(name for name, _ in columns), "all"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for rank in ranks:
-        cells = [f"{rank.bytes_of(*parts) / unit:,.1f}" for _, parts in columns]
-        is_worst = rank is price.memory.worst and len(ranks) > 1
-        total = Text(f"{rank.peak_bytes / unit:,.1f}", style="bold" if is_worst and is_coloured else "")
-        table.add_row(f"{rank.pipeline_rank}{' worst' if is_worst else ''}", *cells, total)
-    return table
+    return [(f"rank {each.pipeline_rank}", _rank_words(each, is_worst=each is worst)) for each in ranks]
 
 
-def time_rows(price: Estimate, *, is_coloured: bool) -> list[tuple[str, RenderableType]]:
-    """Show where a step's time goes."""
+def _rank_words(rank: RankMemory, *, is_worst: bool) -> str:
+    parts = ", ".join(f"{name} {words}" for name, words in _large_parts(rank).items())
+    return f"{format_bytes(rank.peak_bytes)}{', the most' if is_worst else ''}: {parts}"
+
+
+def time_rows(price: Estimate) -> list[tuple[str, RenderableType]]:
+    """Say where a step's time goes."""
     time = price.time
-    unit, name = (1.0, "s") if time.step_s >= 1 else (1e-3, "ms")
-    parts = {part: seconds / unit for part, seconds in time.parts.items()}
-    rows: list[tuple[str, RenderableType]] = [
-        ("time", time_bar(time.parts, _BAR_WIDTH, is_coloured=is_coloured)),
-        (f"in {name}", _legend(parts, TIME_MARKS, is_coloured, digits=2)),
-    ]
+    parts = [(part, time.parts.get(part, 0.0)) for part in TIME_PARTS]
+    named = [f"{part} {format_s(seconds)}" for part, seconds in parts if seconds >= time.step_s / 1000]
+    rows: list[tuple[str, RenderableType]] = [("time", ", ".join(named))]
     if time.bubble_rate is not None and price.strategy.pp > 1:
         rows.append(("bubble", f"{100 * time.bubble_rate:.1f} % of a rank's time in the pipeline"))
     return rows
 
 
-def memory_bar(rank: RankMemory, capacity_bytes: float, width: int, *, is_coloured: bool = False) -> Text:
-    """Draw what one rank holds at its peak; what exceeds the device's memory comes after a `|`.
-
-    Args:
-        rank: its bytes by category.
-        capacity_bytes: of the device.
-        width: of the whole bar, in characters.
-        is_coloured: whether categories differ by colour and not by sign.
-    """
-    sizes = {name: rank.peak.get(name, 0.0) for name in MEMORY_CATEGORIES}
-    return bar_of(sizes, MEMORY_MARKS, capacity_bytes, width, is_coloured=is_coloured)
-
-
 def bar_of(sizes: Mapping[str, float], marks: Marks, capacity: float, width: int, *, is_coloured: bool = False) -> Text:
-    """Draw parts in a container; what exceeds it comes after a `|`.
+    """Draw parts in a container, in the order of their marks; what exceeds it comes after a `|`.
 
     Args:
         sizes: of the parts, by name.
@@ -277,53 +249,317 @@ def bar_of(sizes: Mapping[str, float], marks: Marks, capacity: float, width: int
         is_coloured: whether parts differ by colour and not by sign.
     """
     whole = sum(sizes.values())
+    filled_width = width * whole / capacity if whole <= capacity else width - 1
+    ends = accumulate(sizes.get(name, 0.0) for name in marks)
+    ends_at = [0, *(round(filled_width * end / (whole or 1.0)) for end in ends)]
+    bar = Text()
+    for (sign, colour), (start, end) in zip(marks.values(), pairwise(ends_at), strict=True):
+        bar.append(("█" if is_coloured else sign) * (end - start), style=colour if is_coloured else "")
     if whole <= capacity:
-        filled = _filled(sizes.items(), marks, width * whole / capacity, is_coloured=is_coloured)
-        return filled.append("·" * (width - len(filled)), style="dim")
-    filled = _filled(sizes.items(), marks, width - 1, is_coloured=is_coloured)
+        return bar.append("·" * (width - len(bar)), style="dim")
     edge = round((width - 1) * capacity / whole)
-    return Text.assemble(filled[:edge], ("|", "bold red"), filled[edge:])
-
-
-def time_bar(parts: Mapping[str, float], width: int, *, is_coloured: bool = False) -> Text:
-    """Draw a step by its parts.
-
-    Args:
-        parts: seconds by part, as `TIME_PARTS`.
-        width: of the whole bar, in characters.
-        is_coloured: whether parts differ by colour and not by sign.
-    """
-    return _filled([(name, parts.get(name, 0.0)) for name in TIME_PARTS], TIME_MARKS, width, is_coloured=is_coloured)
-
-
-def _filled(sizes: Iterable[tuple[str, float]], marks: Marks, width: float, *, is_coloured: bool) -> Text:
-    """Draw parts in proportion, with rounded ends, so that all together have the given width."""
-    pairs = list(sizes)
-    total = sum(size for _, size in pairs) or 1.0
-    ends = [round(width * end / total) for end in accumulate(size for _, size in pairs)]
-    text = Text()
-    for (name, _), start, end in zip(pairs, [0, *ends], ends, strict=False):
-        sign, colour = marks[name]
-        text.append(("█" if is_coloured else sign) * (end - start), style=colour if is_coloured else "")
-    return text
-
-
-def _legend(sizes: Mapping[str, float], marks: Marks, is_coloured: bool, *, digits: int) -> RenderableType:
-    """List the parts that do not round to 0, by name and size; lines break only between parts."""
-    items = []
-    for name, (mark, colour) in marks.items():
-        size = sizes.get(name, 0.0)
-        if round(size, digits) > 0:
-            sign = ("■", colour) if is_coloured else (mark, "bold")
-            items.append(Text.assemble(sign, f" {name} {size:,.{digits}f}"))
-    return Columns(items, padding=(0, 2))
+    return Text.assemble(bar[:edge], ("|", "bold red"), bar[edge:])
 
 
 def _device_word(job: PlanJob) -> str:
     return "rank" if job.cluster.gpu.is_cpu else "GPU"
 
 
-def _memory_unit(ranks: Sequence[RankMemory]) -> tuple[int, str]:
-    """Return the unit, in bytes and by name, in which the peaks of all these ranks are easy to read."""
-    is_large = max(rank.peak_bytes for rank in ranks) >= GIB
-    return (GIB, "GiB") if is_large else (2**20, "MiB")
+def plan_view(
+    plan: SearchResult,
+    reasons: Reasons,
+    *,
+    num_shown: int | None = None,
+    is_whole: bool = False,
+    yours: Estimate | None = None,
+    notes: Sequence[str] = (),
+) -> RenderableType:
+    """Show the answer on a screen: which layout, how fast, whether it fits, why; or all of it.
+
+    Args:
+        plan: what the search found.
+        reasons: the explanations of it.
+        num_shown: how many of the best there are in the table; None shows a few.
+        is_whole: whether to say where the time goes, all fixes and what was searched.
+        yours: the user's own strategy, to be shown beside them; None where there is none.
+        notes: on how the question was read.
+    """
+    winner, plain = plan.winner, reasons.plain
+    num_shown = num_shown or (_MANY_SHOWN if is_whole else _FEW_SHOWN)
+    parts: list[RenderableType] = [facts(job_rows(plan.job, notes))]
+    if winner is None:
+        parts += _no_winner(plan, reasons, is_whole)
+    else:
+        rows = price_rows(winner) + (time_rows(winner) if is_whole else [])
+        parts.append(facts([*rows, ("why", reasons.wins), *_proof_rows(plan)]))
+        beside = {} if yours is None else {"yours": yours}
+        losers = [(f"{number}", words) for number, words in enumerate(reasons.runners_up[: num_shown - 1], 2)]
+        losers = losers if is_whole else losers[1:]  # how the second does is why the first is first
+        losers += [] if yours is None else [("yours", reasons.yours)]
+        if plain is not None and plain.price is not None and plain.price.time.step_s > winner.time.step_s:
+            beside["plain"] = plain.price
+            losers.append(("plain", f"{plain.name}, {plain.sentence}"))
+        parts.append(price_table((winner, *plan.runners_up)[:num_shown], beside))
+        parts += [_titled("why the others lose", losers)] if losers else []
+    if reasons.defaults:
+        parts.append(_titled("what many would start with", [(each.name, each.sentence) for each in reasons.defaults]))
+    if is_whole:
+        parts.append(Text(_counts(plan), style="dim"))
+    return blocks(*parts)
+
+
+def _no_winner(plan: SearchResult, reasons: Reasons, is_whole: bool) -> Iterator[RenderableType]:
+    yield Text("nothing fits", style="bold red")
+    if plan.nearest is not None:
+        rows = [*price_rows(plan.nearest[0], "nearest"), ("misses", reasons.misses)]
+        fixes = reasons.suggestions if is_whole else reasons.suggestions[:1]
+        yield facts([*rows, *(("fix", words) for words in fixes)])
+    if proof := list(_proof_rows(plan)):
+        yield facts(proof)
+    if reasons.yours:
+        yield facts([("yours", reasons.yours)])
+
+
+def _proof_rows(plan: SearchResult) -> Iterator[tuple[str, str]]:
+    """Yield what was not looked at, and how much faster that may be."""
+    if plan.is_proven:
+        return
+    left = f"{plan.rejected.get('not looked at', 0):,} of {plan.num_candidates:,} candidates were not looked at"
+    may = f"and may be up to {100 * plan.gap_share:.1f} % faster" if plan.best else "and may fit"
+    yield "unproven", f"{left} {may}: pin a dimension, such as mesh.tp=8, to look closer"
+
+
+def _titled(title: str, rows: Sequence[tuple[str, str]]) -> RenderableType:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column()
+    grid.add_column(overflow="fold")
+    for name, words in rows:
+        grid.add_row(f"  {name}", Text(words))
+    return Group(Text(title, style="dim"), grid)
+
+
+def _counts(plan: SearchResult) -> str:
+    reasons = sorted(plan.rejected.items(), key=lambda each: -each[1])
+    proof = " No layout is faster, by this model." if plan.is_proven and plan.best else ""
+    return (
+        f"{plan.num_candidates:,} candidates, {plan.num_priced:,} estimates in {plan.elapsed_s:.1f} s; left out: "
+        f"{', '.join(f'{count:,} {reason}' for reason, count in reasons if count)}.{proof} "
+        f"{100 * plan.limits.margin_share:.0f} % of a device's memory is kept free (--margin)."
+    )
+
+
+def cost_view(
+    plan: SearchResult,
+    num_tokens: float | None = None,
+    budget_usd: float | None = None,
+    sizes: Sequence[SearchResult] = (),
+) -> RenderableType:
+    """Show what a run takes, and what tokens cost on other numbers of GPUs.
+
+    Args:
+        plan: whose winner runs.
+        num_tokens, budget_usd: of the run, as in `run_cost`.
+        sizes: of `by_num_gpus`.
+    """
+    parts: list[RenderableType] = []
+    if plan.winner is not None and (words := run_words(plan.winner, num_tokens, budget_usd)):
+        parts.append(facts([("run", words)]))
+    if sizes:
+        table = bare_table("GPUs", "step", "tok/s/GPU", "$/M tokens", "days", "layout", texts=("layout",))
+        for price in (each.winner for each in sizes):
+            if price is not None:
+                usd, run = usd_per_million_tokens(price), run_cost(price, num_tokens, budget_usd)
+                table.add_row(
+                    f"{price.job.cluster.num_gpus:,}",
+                    format_s(price.time.step_s),
+                    f"{price.tokens_per_s_per_gpu:,.0f}",
+                    "-" if usd is None else money_words(usd),
+                    "-" if run is None else f"{run.days:,.1f}",
+                    Text(layout_words(price.strategy)),
+                )
+        parts.append(table)
+    return blocks(*parts)
+
+
+def cost_dict(
+    plan: SearchResult,
+    num_tokens: float | None = None,
+    budget_usd: float | None = None,
+    sizes: Sequence[SearchResult] = (),
+) -> dict[str, Any]:
+    """Return what `cost_view` shows as JSON takes it; the arguments are those of `cost_view`."""
+    run = None if plan.winner is None else run_cost(plan.winner, num_tokens, budget_usd)
+    prices = [each.winner for each in sizes if each.winner is not None]
+    return {
+        "run": None if run is None else asdict(run),
+        "sizes": [{"num_gpus": each.job.cluster.num_gpus, **price_dict(each)} for each in prices],
+    }
+
+
+def explain_view(
+    price: Estimate,
+    pricer: Pricer,
+    *,
+    margin_share: float = USUAL_MARGIN,
+    notes: Sequence[str] = (),
+    suggestions: Sequence[str] = (),
+) -> RenderableType:
+    """Show one strategy in detail: memory of each pipeline rank, parts of the time, what to look at.
+
+    Args:
+        price: of the strategy.
+        pricer: what made the price.
+        margin_share: share of a device's memory that should stay free.
+        notes: on how the config was read.
+        suggestions: where it does not fit: what would make it fit.
+    """
+    rows = price_rows(price, "layout") + time_rows(price)
+    rows += [("look at", Text(line, style="yellow")) for line in cautions(price, pricer.time.compute, margin_share)]
+    rows += [("fix", line) for line in suggestions]
+    stages = [facts(stage_rows(price))] if price.strategy.pp > 1 else []
+    return blocks(facts(job_rows(price.job, notes)), facts(rows), *stages)
+
+
+def fit_view(fits: Sequence[Fit], cluster: Cluster, seq_len: int, shape: ModelShape | None = None) -> RenderableType:
+    """Show the largest that a cluster holds, by setup.
+
+    Args:
+        fits: what each setup holds.
+        cluster: the machine.
+        seq_len: tokens of a sequence of the largest model.
+        shape: the model whose micro-batch and sequence were also found; None where there is none.
+    """
+    texts = ("over all ranks" if cluster.gpu.is_cpu else "over all GPUs", f"largest at {seq_len:,} tokens")
+    table = bare_table(*texts, *(() if shape is None else ("micro-batch", "sequence")), texts=texts)
+    for each in fits:
+        model = "-" if each.shape is None else f"{format_count(each.shape.num_params):>7} ({each.shape.name})"
+        numbers = () if shape is None else (each.micro_size, each.seq_len)
+        table.add_row(each.name, model, *("-" if number is None else f"{number:,}" for number in numbers))
+    words = "the largest model is of the Llama family, one sequence a micro-batch"
+    if shape is not None:
+        words += f"; micro-batch at {seq_len:,} tokens and longest sequence are of {shape.name}"
+    added = "add to ZeRO-3 with full recomputation" if cluster.num_gpus > 1 else "recompute all"
+    words += f". Lines with ... {added}; chunks are of {CHUNK_TOKENS:,} tokens, of MLPs, head and loss."
+    return blocks(facts([("cluster", cluster_words(cluster))]), table, Text(words, style="dim"))
+
+
+def fit_dict(fits: Sequence[Fit], cluster: Cluster, seq_len: int, shape: ModelShape | None = None) -> dict[str, Any]:
+    """Return the largest that a cluster holds, by setup, as JSON takes it; the arguments are those of `fit_view`."""
+    return {
+        "gpu": cluster.gpu.name,
+        "num_gpus": cluster.num_gpus,
+        "seq_len": seq_len,
+        "model": None if shape is None else asdict(shape),
+        "fits": [
+            {
+                "setup": each.name,
+                "strategy": asdict(each.strategy),
+                "largest_model": None if each.shape is None else asdict(each.shape),
+                "num_params": None if each.shape is None else each.shape.num_params,
+                "micro_size": each.micro_size,
+                "seq_len": each.seq_len,
+            }
+            for each in fits
+        ],
+    }
+
+
+def plan_dict(plan: SearchResult, reasons: Reasons, yours: Estimate | None = None) -> dict[str, Any]:
+    """Return all of a plan as JSON takes it; the arguments are those of `plan_view`."""
+    return {
+        "job": job_dict(plan.job),
+        "best": [price_dict(price) for price in plan.best],
+        "runners_up": [price_dict(price) for price in plan.runners_up],
+        "yours": None if yours is None else price_dict(yours),
+        "plain": None if reasons.plain is None or reasons.plain.price is None else price_dict(reasons.plain.price),
+        "nearest": None if plan.nearest is None else price_dict(plan.nearest[0]),
+        "why": reasons.wins,
+        "why_not": list(reasons.runners_up),
+        "defaults": {each.name: each.sentence for each in reasons.defaults},
+        "misses": reasons.misses,
+        # `cures` (what would make it fit) and `num_outlines` (the number of candidates) stay, since programs read them.
+        "cures": list(reasons.suggestions),
+        "why_yours": reasons.yours,
+        "rejected": dict(plan.rejected),
+        "num_outlines": plan.num_candidates,
+        "num_priced": plan.num_priced,
+        "is_proven": plan.is_proven,
+        "gap_share": plan.gap_share,
+        "elapsed_s": plan.elapsed_s,
+    }
+
+
+def job_dict(job: PlanJob) -> dict[str, Any]:
+    """Return a job's shape, batch and cluster as JSON takes them."""
+    return {
+        "model": asdict(job.shape),
+        "num_params": job.shape.num_params,
+        "seq_len": job.seq_len,
+        "global_batch": job.global_batch,
+        "gpu": job.cluster.gpu.name,
+        "num_gpus": job.cluster.num_gpus,
+        "gpus_per_node": job.cluster.gpus_per_node,
+    }
+
+
+def price_dict(price: Estimate) -> dict[str, Any]:
+    """Return one strategy with its price as JSON takes it."""
+    time, worst = price.time, price.memory.worst
+    return {
+        "layout": layout_words(price.strategy),
+        "strategy": asdict(price.strategy),
+        "step_s": time.step_s,
+        "low_s": time.low_s,
+        "high_s": time.high_s,
+        "parts_s": dict(time.parts),
+        "bubble_rate": time.bubble_rate,
+        "tokens_per_s_per_gpu": price.tokens_per_s_per_gpu,
+        "mfu": price.mfu(),
+        "mfu_convention": "model FLOPs with all keys of attention, nothing that is computed twice",
+        "cost_per_step": cost_per_step(price),
+        "usd_per_million_tokens": usd_per_million_tokens(price),
+        "peak_gib": worst.peak_bytes / GIB,
+        "is_memory_simulated": worst.is_simulated,
+        "margin_gib": price.margin_bytes / GIB,
+        "ranks": [
+            {
+                "pipeline_rank": rank.pipeline_rank,
+                "at_rest_bytes": dict(rank.at_rest),
+                "peak_bytes": dict(rank.peak),
+                "elsewhere_bytes": dict(rank.elsewhere),
+            }
+            for rank in price.memory.ranks
+        ],
+    }
+
+
+def page_dict(price: Estimate, pricer: Pricer) -> dict[str, Any]:
+    """Return what `shardwise report` shows of a strategy beside its price: times of a micro-batch, and bytes sent."""
+    rank = price.memory.worst.pipeline_rank
+    return {
+        "micro_batch_s": asdict(pricer.time.op_times(price.strategy)),
+        "sent_bytes": pricer.time.compact.on_wire(price.strategy, rank),
+    }
+
+
+def cautions(price: Estimate, compute: ComputeTimeModel, margin_share: float) -> Iterator[str]:
+    """Yield what may go wrong or is slow with a strategy of this `price`, one line each.
+
+    `compute` has the times of its job; `margin_share` is what should stay free of a device's memory.
+    """
+    job, strategy = price.job, price.strategy
+    missing = missing_memory(price.memory, job.cluster, margin_share)
+    if missing is not None and missing.tier == "device" and price.margin_bytes >= 0:
+        share = price.margin_bytes / job.cluster.gpu.memory_bytes
+        yield f"only {format_bytes(price.margin_bytes)} ({100 * share:.1f} %) of device memory are left; try less"
+    elif missing is not None:
+        yield lacks(price, missing)
+    if strategy.tp > max(job.cluster.gpus_per_node, job.cluster.gpu.link_domain):
+        yield f"mesh.tp={strategy.tp} reaches beyond a node of {job.cluster.gpus_per_node}, over the network"
+    if compute.waits_for_launches(strategy):
+        fix = "fewer GPUs or larger micro-batches take as long; try compile.enabled=true"
+        yield f"kernels are shorter than the host takes to launch them, so {fix}"
+    for part, fix in _FIXES.items():
+        share = price.time.parts.get(part, 0.0) / price.time.step_s
+        if share >= _LARGE_SHARE:
+            yield f"{100 * share:.0f} % of a step is {PART_WORDS[part]}; {fix}"

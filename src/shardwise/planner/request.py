@@ -28,8 +28,7 @@ from shardwise.planner.configs import KEYS, job_of, pins_of, shape_of
 from shardwise.planner.hardware import Cluster
 from shardwise.planner.imports.huggingface import cached_config, is_deepspeed, read_huggingface, read_json, source_of
 from shardwise.planner.imports.megatron import read_megatron
-from shardwise.planner.job import ModelSource, PlanJob, Strategy
-from shardwise.planner.shape import ModelShape
+from shardwise.planner.job import ModelShape, ModelSource, PlanJob, Strategy
 from shardwise.runtime.format import format_count
 from shardwise.runtime.optimizers import optimizer_kind
 
@@ -67,7 +66,7 @@ def read_model(text: str) -> ModelSource:
 
     Args:
         text: a preset, or the hub's name of its model; the path of our own TOML file, of a Hugging Face `config.json`
-            or its folder, of a folder of PEFT's adapters, or of a script of Megatron's flags.
+            or its folder, or of a script of Megatron's flags.
 
     Raises:
         ConfigError: there is no such model, or its file is wrong.
@@ -81,8 +80,6 @@ def read_model(text: str) -> ModelSource:
         return _of_json(path)
     if (path / "config.json").is_file():
         return _of_json(path / "config.json")
-    if (path / "adapter_config.json").is_file():
-        return _of_adapters(path / "adapter_config.json")
     if path.is_dir():
         raise ConfigError(
             "folder-no-config", f"the folder {text} has no config.json; give one of Hugging Face's, or a preset"
@@ -141,18 +138,6 @@ def _of_json(path: Path) -> ModelSource:
     if any(path.parent.glob("*.safetensors")):  # which shardwise train can fine-tune
         source = replace(source, config=Config().override([f"model.path={json.dumps(str(path.parent))}"]))
     return source
-
-
-def _of_adapters(path: Path) -> ModelSource:
-    """Return the model that a folder of PEFT's adapters adapts, with adapters like those."""
-    values = read_json(path)
-    base, rank, targets = (values.get(key) for key in ("base_model_name_or_path", "r", "target_modules"))
-    if not isinstance(base, str) or not isinstance(rank, int):
-        raise ConfigError("adapters-no-base", f"{path} names no base model and rank; give the base model's folder")
-    source = read_model(base)
-    names = [targets] if isinstance(targets, str) else sorted(targets or [])
-    lora = [f"lora.rank={rank}", *([f"lora.targets={json.dumps(names)}"] if names else [])]
-    return replace(source, config=source.config.override(lora))
 
 
 def _of_toml(path: Path) -> ModelSource:

@@ -1,19 +1,25 @@
-"""Hold what the planner finds: memory of each pipeline rank by category, time of a step by part, and a price of both.
+"""Hold what the planner finds (memory of a rank by category, time of a step by part), and say it in a few words.
 
 >>> rank = RankMemory(pipeline_rank=0, at_rest={"param": 4}, peak={"params": 4.0, "activations": 6.0})
 >>> rank.peak_bytes
 10.0
+>>> print(layout_words(Strategy(tp=8, sequence_parallel=True, pp=4, dp_shard=16, zero_stage=1, num_micro_batches=16)))
+TP 8+SP, PP 4 1f1b, ZeRO-1 over 16, micro-batch 1 x 16
+>>> print(layout_words(Strategy(dp_shard=8, zero_stage=1, optimizer_tier="host", optimizer_on_device=0.5)))
+ZeRO-1 over 8, micro-batch 1, optimizer but 50 % on host
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
 from shardwise.config.resolve import Tier
+from shardwise.planner.hardware import Cluster
 from shardwise.planner.job import PlanJob, Strategy
+from shardwise.runtime.format import format_count, three_digits
 
 MEMORY_CATEGORIES: Final = (
     "params",
@@ -128,15 +134,13 @@ class Estimate:
         """Return the job's tokens a second, divided by the number of devices."""
         return self.job.tokens / self.time.step_s / self.job.cluster.num_gpus
 
-    def mfu(self, *, is_causal_halved: bool = False) -> float | None:
-        """Return model FLOPs over the device's peak in the matrix products' dtype; nothing computed twice is counted.
+    def mfu(self) -> float | None:
+        """Return model FLOPs over the device's peak in the matrix products' dtype, all keys of attention counted.
 
         It is None where the device's peak in that dtype is not known.
         """
         peak = self.job.cluster.gpu.peak_flops_per_s.get(self.strategy.product_dtype)
-        flops = self.job.shape.flops_per_token(
-            self.job.seq_len, is_causal_halved=is_causal_halved, trains_all=self.job.trains_all
-        )
+        flops = self.job.shape.flops_per_token(self.job.seq_len, trains_all=self.job.trains_all)
         return flops * self.tokens_per_s_per_gpu / peak if peak else None
 
 
@@ -144,36 +148,18 @@ TIE_SHARE: Final = 0.02
 """Share of a step's time by which a simpler strategy may be slower than the fastest and still be preferred."""
 
 
-def num_extras(strategy: Strategy) -> int:
+def num_extras(s: Strategy) -> int:
     """Count axes beyond the data-parallel one, schedules beyond 1F1B, memories beyond the device, and the like.
 
     Each doubling of a context axis counts, and of virtual stages beyond two.
     """
-    return sum(_extras(strategy).values())
-
-
-def extras_words(strategy: Strategy, simpler: Strategy) -> str:
-    """Name what a strategy does beyond a simpler one.
-
-    >>> extras_words(Strategy(pp=4, schedule="zb-v", tp=2), Strategy(pp=4, tp=2))
-    'schedule'
-    """
-    other = _extras(simpler)
-    return ", ".join(words for words, number in _extras(strategy).items() if number > other[words])
-
-
-def _extras(s: Strategy) -> dict[str, int]:
     tiers = (s.params_tier, s.grads_tier, s.optimizer_tier, s.activations_tier)
-    return {
-        "pipeline": int(s.pp > 1),
-        "tensor axis": int(s.tp > 1),
-        "context axis": (s.cp - 1).bit_length() + (s.cp > 1 and (s.heads_over is not None or s.transport != "ring")),
-        "schedule": (s.pp > 1 and s.schedule != "1f1b") + s.schedule.startswith("zb-"),
-        "virtual stages": max(0, (s.virtual_stages - 1).bit_length() - 1),
-        "recomputation of some blocks": int(s.recompute_every > 1),
-        "offload": sum(tier != "device" for tier in tiers) + tiers.count("nvme"),
-        "shares of states": int(max(s.params_on_device, s.grads_on_device, s.optimizer_on_device) > 0),
-    }
+    extras = (s.pp > 1) + (s.tp > 1) + (s.cp - 1).bit_length()
+    extras += s.cp > 1 and (s.heads_over is not None or s.transport != "ring")
+    extras += (s.pp > 1 and s.schedule != "1f1b") + s.schedule.startswith("zb-") + (s.recompute_every > 1)
+    extras += max(0, (s.virtual_stages - 1).bit_length() - 1)
+    extras += sum(tier != "device" for tier in tiers) + tiers.count("nvme")
+    return extras + (max(s.params_on_device, s.grads_on_device, s.optimizer_on_device) > 0)
 
 
 def simplest(prices: Iterable[Estimate]) -> Estimate:
@@ -187,3 +173,123 @@ def simplest(prices: Iterable[Estimate]) -> Estimate:
 def by_timeline_part(parts: Mapping[str, float]) -> dict[str, float]:
     """Sum the planner's parts into those of a timeline."""
     return {name: sum(parts.get(each, 0.0) for each in names) for name, names in TIMELINE_PARTS.items()}
+
+
+USUAL_MARGIN: Final = 0.06
+"""Share of a device's memory that is kept free: what no estimate sees, such as fragments and other processes."""
+
+
+@dataclass(frozen=True)
+class MissingMemory:
+    """Say how many bytes a memory lacks.
+
+    Attributes:
+        tier: which memory.
+        missing_bytes: of a device, or of a node's other memory.
+        pipeline_rank: the rank that lacks most.
+    """
+
+    tier: Tier
+    missing_bytes: float
+    pipeline_rank: int
+
+
+def usable_bytes(cluster: Cluster, margin_share: float) -> float:
+    """Return the bytes of a device's memory, without the share `margin_share` that stays free."""
+    return cluster.gpu.memory_bytes * (1 - margin_share)
+
+
+def held_on_node(memory: MemoryEstimate, cluster: Cluster, tier: Tier) -> float:
+    """Return the bytes of `tier` on a node of `cluster`, if all its ranks hold as much as the fullest of `memory`."""
+    return max(rank.elsewhere.get(tier, 0.0) for rank in memory.ranks) * cluster.gpus_per_node
+
+
+def missing_on_node(memory: MemoryEstimate, cluster: Cluster, margin_share: float) -> float:
+    """Return the bytes that all memories of a node lack together; the arguments are those of `missing_memory`."""
+    device = max(0.0, memory.worst.peak_bytes - usable_bytes(cluster, margin_share)) * cluster.gpus_per_node
+    return device + sum(max(0.0, held_on_node(memory, cluster, tier) - size) for tier, size in _of_node(cluster))
+
+
+def missing_memory(memory: MemoryEstimate, cluster: Cluster, margin_share: float) -> MissingMemory | None:
+    """Return what is missing, of the device first; None where all fits.
+
+    The ranks of a node of `cluster` share its host memory and disks. Of a device `margin_share` is to stay free.
+    """
+    missing = memory.worst.peak_bytes - usable_bytes(cluster, margin_share)
+    if missing > 0:
+        return MissingMemory("device", missing, memory.worst.pipeline_rank)
+    for tier, size in _of_node(cluster):
+        missing = held_on_node(memory, cluster, tier) - size
+        if missing > 0:
+            fullest = max(memory.ranks, key=lambda rank: rank.elsewhere.get(tier, 0.0))
+            return MissingMemory(tier, missing, fullest.pipeline_rank)
+    return None
+
+
+def _of_node(cluster: Cluster) -> tuple[tuple[Tier, float], ...]:
+    return ("host", cluster.host.memory_bytes), ("nvme", cluster.host.nvme_bytes)
+
+
+def layout_words(strategy: Strategy) -> str:
+    """Write a strategy on one line; what has its usual value is left out.
+
+    >>> layout_words(Strategy(pp=8, schedule="interleaved", virtual_stages=10))
+    'PP 8 interleaved (10 virtual stages), micro-batch 1'
+    """
+    return ", ".join(_layout_parts(strategy))
+
+
+def _layout_parts(s: Strategy) -> Iterator[str]:
+    if s.tp > 1:
+        yield f"TP {s.tp}+SP" if s.sequence_parallel else f"TP {s.tp}"
+    if s.pp > 1:
+        yield f"PP {s.pp} {s.schedule}" + (
+            f" ({s.virtual_stages} virtual stages)" if s.schedule == "interleaved" else ""
+        )
+    if s.cp > 1:
+        heads = f" with Ulysses over {s.heads_over}" if s.heads_over and s.transport != "ulysses" else ""
+        yield f"CP {s.cp} {s.transport}{heads}"
+    if s.ep > 1:
+        yield f"EP {s.ep}"
+    yield from _data_parts(s)
+    yield f"micro-batch {s.micro_size}" + (f" x {s.num_micro_batches}" if s.num_micro_batches > 1 else "")
+    if s.recompute != "none":
+        every = f" every {s.recompute_every}" if s.recompute_every > 1 else ""
+        yield f"recompute {s.recompute}{every}"
+    placed = (
+        ("params", s.params_tier, s.params_on_device),
+        ("grads", s.grads_tier, s.grads_on_device),
+        ("optimizer", s.optimizer_tier, s.optimizer_on_device),
+        ("activations", s.activations_tier, 0.0),
+    )
+    for tier in ("host", "nvme"):
+        states = [f"{name} but {100 * share:.0f} %" if share else name for name, of, share in placed if of == tier]
+        if states:
+            yield f"{' and '.join(states)} on {tier}"
+
+
+def _data_parts(s: Strategy) -> Iterator[str]:
+    num_shards, replicas = s.dp_shard * s.cp, s.dp_replicate
+    if num_shards * replicas == 1:
+        return
+    if s.zero_stage == 0:
+        yield f"DDP over {num_shards * replicas}"
+        return
+    each_time = " each micro-batch" if s.zero_stage == 3 and s.pp > 1 and s.gather == "micro-batch" else ""
+    yield f"ZeRO-{s.zero_stage} over {num_shards}" + (f" x {replicas} replicas" if replicas > 1 else "") + each_time
+
+
+def money_words(dollars: float) -> str:
+    """Write an amount of dollars in three digits.
+
+    >>> money_words(1.834), money_words(36_740), money_words(2_180_000), money_words(0.00214)
+    ('$1.83', '$36.7 k', '$2.18 M', '$0.0021')
+    """
+    if dollars < 1:
+        return f"${dollars:.2g}"
+    return f"${three_digits(dollars)}" if dollars < 1e3 else f"${format_count(dollars)}"
+
+
+def batch_words(job: PlanJob) -> str:
+    """Write the batch of a step."""
+    return f"{job.global_batch:,} sequences of {job.seq_len:,} tokens a step, {format_count(job.tokens)} tokens"

@@ -19,7 +19,6 @@ from typing import Any, Final
 
 from shardwise.config.resolve import ConfigError
 from shardwise.layout.precision import DTYPE_BYTES
-from shardwise.planner.adapters import PACKED_BYTES
 from shardwise.planner.candidates import (
     ParallelismCandidate,
     PlacementCandidate,
@@ -30,9 +29,21 @@ from shardwise.planner.candidates import (
     why_none,
 )
 from shardwise.planner.job import PlanJob, Strategy
-from shardwise.planner.memory_limit import USUAL_MARGIN, MissingMemory, missing_memory, missing_on_node, usable_bytes
-from shardwise.planner.pricer import Pricer, Pricing, priced
-from shardwise.planner.results import TIE_SHARE, Estimate, MemoryEstimate, TimeEstimate, num_extras, simplest
+from shardwise.planner.pricer import Pricer, priced
+from shardwise.planner.results import (
+    TIE_SHARE,
+    USUAL_MARGIN,
+    Estimate,
+    MemoryEstimate,
+    MissingMemory,
+    TimeEstimate,
+    missing_memory,
+    missing_on_node,
+    num_extras,
+    simplest,
+    usable_bytes,
+)
+from shardwise.planner.stages import PACKED_BYTES
 from shardwise.schedule.formulas import least_bubble_share
 
 # So many meshes or schedules are wanted beside each other.
@@ -105,7 +116,7 @@ class SearchResult:
 
 
 def search(
-    job: PlanJob, space: SearchSpace | None = None, limits: Limits | None = None, pricer: Pricing | None = None
+    job: PlanJob, space: SearchSpace | None = None, limits: Limits | None = None, pricer: Pricer | None = None
 ) -> SearchResult:
     """Find the fastest strategies of a job that fit.
 
@@ -194,7 +205,7 @@ _Item = ParallelismCandidate | _Timed | Strategy
 class _Search:
     """Run a search, and hold what it has found so far."""
 
-    def __init__(self, job: PlanJob, space: SearchSpace, limits: Limits, pricer: Pricing) -> None:
+    def __init__(self, job: PlanJob, space: SearchSpace, limits: Limits, pricer: Pricer) -> None:
         self.job, self.space, self.limits, self.pricer = job, space, limits, pricer
         self.fitting: list[Estimate] = []
         self.rejected: Counter[str] = Counter()

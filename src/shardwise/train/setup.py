@@ -34,7 +34,7 @@ from shardwise.layout.layout import TIERS, Layout
 from shardwise.layout.tp_sharding import check_length
 from shardwise.offload.nvme import SwapError, SwapFolder
 from shardwise.planner.configs import strategy_of
-from shardwise.planner.format import layout_words
+from shardwise.planner.results import layout_words
 from shardwise.report.page import leaves
 from shardwise.runtime.format import format_bytes
 from shardwise.runtime.optimizers import optimizer_kind

@@ -22,8 +22,7 @@ from shardwise.planner.candidates import (
 from shardwise.planner.compact_layout import CompactLayout
 from shardwise.planner.configs import config_of
 from shardwise.planner.hardware import Cluster, find_gpu
-from shardwise.planner.job import PlanJob, Strategy
-from shardwise.planner.shape import ModelShape
+from shardwise.planner.job import ModelShape, PlanJob, Strategy
 from shardwise.schedule.formulas import least_bubble_share
 from shardwise.schedule.simulate import OpTimes, PipelineSimulator
 from shardwise.train.setup import check_job

@@ -11,8 +11,7 @@ from planner_eval.cases import Case, KnownStates, read_case
 from planner_eval.prices import predict_row
 from planner_eval.words import gpu_of
 from shardwise.planner.hardware import find_gpu
-from shardwise.planner.job import FrameworkTraits, PlanJob, Strategy
-from shardwise.planner.shape import Experts, ModelShape
+from shardwise.planner.job import Experts, FrameworkTraits, ModelShape, PlanJob, Strategy
 
 # What holds of all published code, whatever it was.
 OTHERS = {"expert_imbalance": 1.0, "is_own": False, "reduces_in_place": True, "selective": "all-but-scores"}

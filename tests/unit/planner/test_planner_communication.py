@@ -20,8 +20,7 @@ from shardwise.models.presets import preset
 from shardwise.planner.collectives import NetworkModel
 from shardwise.planner.comm_time import CommTimeModel, TokenExchange, exposed_s
 from shardwise.planner.hardware import Cluster, FittedConstants, find_gpu
-from shardwise.planner.job import PlanJob, Strategy
-from shardwise.planner.shape import Experts, ModelShape
+from shardwise.planner.job import Experts, ModelShape, PlanJob, Strategy
 
 CLUSTER = Cluster(gpu=find_gpu("h100"), num_gpus=64, gpus_per_node=8, nic_bytes_per_s=5e10)
 DISPATCH_NETWORK = NetworkModel(
@@ -373,7 +372,6 @@ def test_the_first_gathers_and_the_last_reductions_run_alone() -> None:
     gather_s = SECONDS("all_gather", 2 * root.padded_numel, 8)
     reduce_s = SECONDS("reduce_scatter", 4 * root.padded_numel, 8)
     assert (data.alone_forward_s, data.alone_backward_s) == pytest.approx((gather_s, reduce_s))
-    assert data.step_s == pytest.approx(3 * SECONDS("all_reduce", 4, 8))  # norm, loss, whether all is finite
     stage_2 = with_traits(defers_gathers=False).data(Strategy(dp_shard=64, zero_stage=2, num_micro_batches=2))
     assert stage_2.first_forward_s == 0
 

@@ -15,8 +15,7 @@ from shardwise.models import Decoder, DecoderConfig
 from shardwise.models.presets import preset
 from shardwise.planner.compact_layout import CompactLayout
 from shardwise.planner.hardware import Cluster, GpuSpec
-from shardwise.planner.job import PlanJob, Strategy
-from shardwise.planner.shape import Experts, ModelShape
+from shardwise.planner.job import Experts, ModelShape, PlanJob, Strategy
 from shardwise.tensor.plan_layout import plan_layout
 
 GPU = GpuSpec(name="h100", memory_bytes=80 * 2**30, memory_bytes_per_s=3e12, peak_flops_per_s={"bf16": 989e12})

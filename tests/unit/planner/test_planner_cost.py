@@ -13,10 +13,9 @@ from shardwise.models.presets import preset
 from shardwise.planner.candidates import SearchSpace
 from shardwise.planner.cost import by_num_gpus, cost_per_step, gpu_s_per_token, run_cost, usd_per_million_tokens
 from shardwise.planner.hardware import parse_cluster
-from shardwise.planner.job import PlanJob
-from shardwise.planner.plan_view import cost_dict, cost_view
+from shardwise.planner.job import ModelShape, PlanJob
+from shardwise.planner.render import cost_dict, cost_view
 from shardwise.planner.search import Limits, SearchResult, search
-from shardwise.planner.shape import ModelShape
 
 # Over a slow network, so that many nodes lose much of a step.
 CLUSTER = replace(parse_cluster("h100:32"), nic_bytes_per_s=2e9)

@@ -8,9 +8,8 @@ import pytest
 
 from shardwise.planner.compact_layout import CompactLayout
 from shardwise.planner.hardware import Cluster, parse_cluster
-from shardwise.planner.job import PlanJob, Strategy
+from shardwise.planner.job import Experts, ModelShape, PlanJob, Strategy
 from shardwise.planner.plan import plan
-from shardwise.planner.shape import Experts, ModelShape
 
 FAST = parse_cluster("h100:64")
 EXPERTS = Experts(num_experts=256, num_chosen=8, ffn_size=512, num_shared=1)

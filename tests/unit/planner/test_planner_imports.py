@@ -11,7 +11,7 @@ from shardwise.config.resolve import Config, ConfigError
 from shardwise.models.presets import preset
 from shardwise.planner.imports.huggingface import is_deepspeed, read_huggingface, shape_of
 from shardwise.planner.imports.megatron import read_megatron
-from shardwise.planner.shape import ModelShape
+from shardwise.planner.job import ModelShape
 from shardwise.train.imported_plan import read_deepspeed
 
 LLAMA_3_8B = {

@@ -10,8 +10,7 @@ from harness.refusals import refused
 from shardwise.planner.imports import huggingface
 from shardwise.planner.imports.huggingface import is_deepspeed, source_of
 from shardwise.planner.imports.megatron import read_megatron, script_words, yaml_words
-from shardwise.planner.job import ModelSource
-from shardwise.planner.shape import Experts, ModelShape
+from shardwise.planner.job import Experts, ModelShape, ModelSource
 
 SIZES = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 1000}
 FLAGS = "--num-layers 8 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --vocab-size 32000"

@@ -13,9 +13,8 @@ from shardwise.layout.precision import DTYPE_BYTES
 from shardwise.planner.calibration import PassTimes
 from shardwise.planner.compute_time import ComputeTimeModel, ceiling_flops_per_s, shape_share
 from shardwise.planner.hardware import Cluster, FittedConstants, GpuSpec
-from shardwise.planner.job import FrameworkTraits, PlanJob, Strategy
+from shardwise.planner.job import Experts, FrameworkTraits, ModelShape, PlanJob, Strategy
 from shardwise.planner.profile import AttentionTime, MatmulTime, Profile
-from shardwise.planner.shape import Experts, ModelShape
 
 RATE, FREE = 1e9, 1e30
 TOKENS = 128
@@ -171,7 +170,7 @@ def test_what_is_computed_again_is_what_was_not_kept() -> None:
     assert products.block(every_other).recompute_s == products.block(full).forward_s / 2
     assert products.block(selective).recompute_s == pytest.approx(0.0)
     assert streams.block(selective).recompute_s == pytest.approx(streams.block(selective).forward_s)
-    unfused = model(scores=RATE, attention="unfused")
+    unfused = unmeasured(attention="unfused")
     assert unfused.block(selective).recompute_s == pytest.approx(unfused.attention(selective).forward_s)
     assert scores.block(selective).recompute_s == pytest.approx(0.0)
 

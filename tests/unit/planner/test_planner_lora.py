@@ -16,9 +16,8 @@ from shardwise.planner.compact_layout import CompactLayout
 from shardwise.planner.compute_time import ComputeTimeModel
 from shardwise.planner.configs import job_of, strategy_of, to_toml
 from shardwise.planner.hardware import Cluster, parse_cluster
-from shardwise.planner.job import PlanJob, Strategy
+from shardwise.planner.job import ModelShape, PlanJob, Strategy
 from shardwise.planner.plan import plan
-from shardwise.planner.shape import ModelShape
 from shardwise.planner.step_time import TimeModel
 from shardwise.tensor.plan_layout import plan_layout
 from shardwise.train import job_model

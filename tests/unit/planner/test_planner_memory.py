@@ -209,3 +209,12 @@ def test_more_recomputation_keeps_no_more(strategy: Strategy) -> None:
         for mode in ("full", "selective", "none")
     ]
     assert kept == sorted(kept)
+
+
+def test_a_code_that_gathers_tensor_by_tensor_holds_the_largest_alone() -> None:
+    strategy = Strategy(dp_shard=8, zero_stage=3)
+    blocks, tensors = (
+        of_traits(PublishedTraits(moves_tensors=each), strategy).bytes_of("gathered", "buckets")
+        for each in (False, True)
+    )
+    assert tensors < 0.8 * blocks

@@ -9,8 +9,7 @@ import pytest
 from shardwise.models.presets import preset
 from shardwise.planner.compact_layout import CompactLayout
 from shardwise.planner.hardware import Cluster, GpuSpec
-from shardwise.planner.job import PlanJob, Strategy
-from shardwise.planner.shape import ModelShape
+from shardwise.planner.job import ModelShape, PlanJob, Strategy
 from shardwise.planner.step_time import TimeModel
 
 GPU = GpuSpec(name="h100", memory_bytes=80 * 2**30, memory_bytes_per_s=3e12, peak_flops_per_s={"bf16": 989e12})

@@ -11,10 +11,9 @@ import pytest
 from shardwise.models.presets import preset
 from shardwise.planner.comm_time import OverlapTimes
 from shardwise.planner.hardware import Cluster, Host, find_gpu
-from shardwise.planner.job import FrameworkTraits, PlanJob, Strategy
+from shardwise.planner.job import ModelShape, PlanJob, Strategy
 from shardwise.planner.offload_time import OffloadTimeModel
 from shardwise.planner.profile import Profile
-from shardwise.planner.shape import ModelShape
 
 HOST = Host(memory_bytes_per_s=4e11, nvme_read_bytes_per_s=2e10, nvme_write_bytes_per_s=1e10)
 CLUSTER = Cluster(gpu=find_gpu("h100"), num_gpus=16, gpus_per_node=8, nic_bytes_per_s=5e10, host=HOST)
@@ -94,13 +93,6 @@ def test_codes_take_fewer_bytes_of_a_disk_and_of_the_host_s_memory(states: Any, 
     slow = replace(CLUSTER, host=replace(HOST, memory_bytes_per_s=1e11))
     plain_s, coded_s = (OffloadTimeModel(replace(each, cluster=slow)).times(AWAY).step_s for each in (JOB, job))
     assert coded_s == pytest.approx(plain_s * (2 * state_bytes + 6) / 30, rel=1e-3)
-
-
-def test_stepping_in_the_backward_hides_all_but_the_last_group() -> None:
-    inside = OffloadTimeModel(replace(JOB, traits=FrameworkTraits(steps_in_backward=True)))
-    waits, hides = (model.times(AWAY).exposed_s(10.0, 20.0) for model in (MODEL, inside))
-    assert hides < waits / 3
-    assert inside.times(AWAY).exposed_s(0.0, 0.0) == pytest.approx(MODEL.times(AWAY).exposed_s(0.0, 0.0))
 
 
 def test_parameters_on_the_host_hide_beside_what_is_computed() -> None:

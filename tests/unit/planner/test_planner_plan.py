@@ -14,9 +14,9 @@ from shardwise.models.decoder import Decoder
 from shardwise.models.presets import preset
 from shardwise.planner.configs import strategy_of
 from shardwise.planner.hardware import parse_cluster
+from shardwise.planner.job import ModelShape
 from shardwise.planner.request import model_of
 from shardwise.planner.search import Limits
-from shardwise.planner.shape import ModelShape
 
 GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
 PINS = ["mesh.cp=1", "recompute.mode=full", "tiers.optimizer=device"]

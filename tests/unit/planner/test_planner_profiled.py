@@ -14,9 +14,8 @@ from shardwise.planner.calibration import LogInterpolator
 from shardwise.planner.comm_time import CommTimeModel
 from shardwise.planner.compute_time import ComputeTimeModel
 from shardwise.planner.hardware import cluster_of
-from shardwise.planner.job import PlanJob, Strategy
+from shardwise.planner.job import Experts, ModelShape, PlanJob, Strategy
 from shardwise.planner.profile import Profile
-from shardwise.planner.shape import Experts, ModelShape
 
 
 def job(hidden: int, ffn: int, heads: int, seq_len: int, profile: Profile = PROFILE) -> PlanJob:

@@ -16,12 +16,11 @@ from shardwise.config.resolve import Config
 from shardwise.models.presets import preset
 from shardwise.planner.fit import CHUNK_TOKENS, family_shape, fit, largest, setups
 from shardwise.planner.hardware import FittedConstants, Host, find_gpu, parse_cluster
-from shardwise.planner.job import ModelSource, PlanJob, Strategy
+from shardwise.planner.job import ModelShape, ModelSource, PlanJob, Strategy
 from shardwise.planner.memory import MemoryModel
-from shardwise.planner.memory_limit import missing_memory
 from shardwise.planner.profile import Profile
 from shardwise.planner.request import ask, is_split, read_model, usual_batch, usual_dtype
-from shardwise.planner.shape import ModelShape
+from shardwise.planner.results import missing_memory
 from shardwise.planner.step_time import SHARES, interval_s, kind_of
 
 NODE = parse_cluster("h100:8")
@@ -177,7 +176,7 @@ def test_setups_are_those_that_a_cluster_can_run() -> None:
 def test_one_more_of_what_fits_does_not() -> None:
     cluster = replace(NODE, gpu=replace(NODE.gpu, memory_bytes=4 * 2**30))
     narrow = replace(SHAPE, num_heads=12, num_kv_heads=4)  # that 8 ranks cannot split
-    found = {each.setup.name: each for each in fit(cluster, seq_len=512, shape=narrow, margin_share=0.25)}
+    found = {each.name: each for each in fit(cluster, seq_len=512, shape=narrow, margin_share=0.25)}
     assert found["... TP 8+SP"].micro_size is None
     stage_3 = found["ZeRO-3"]
     assert stage_3.micro_size is not None
@@ -185,7 +184,7 @@ def test_one_more_of_what_fits_does_not() -> None:
     assert stage_3.seq_len % 1024 == 0
 
     def fits(seq_len: int, micro_size: int) -> bool:
-        strategy = replace(stage_3.setup.strategy, micro_size=micro_size)
+        strategy = replace(stage_3.strategy, micro_size=micro_size)
         job = PlanJob(shape=narrow, seq_len=seq_len, global_batch=strategy.global_batch, cluster=cluster)
         return missing_memory(MemoryModel(job).estimate(strategy), cluster, 0.25) is None
 
@@ -193,9 +192,9 @@ def test_one_more_of_what_fits_does_not() -> None:
     heads = stage_3.shape.num_heads
     assert heads % 4 == 0
     job = PlanJob(shape=stage_3.shape, seq_len=512, global_batch=8, cluster=cluster)
-    assert missing_memory(MemoryModel(job).estimate(stage_3.setup.strategy), cluster, 0.25) is None
+    assert missing_memory(MemoryModel(job).estimate(stage_3.strategy), cluster, 0.25) is None
     larger = replace(job, shape=family_shape(heads + 4))
-    assert missing_memory(MemoryModel(larger).estimate(stage_3.setup.strategy), cluster, 0.25) is not None
+    assert missing_memory(MemoryModel(larger).estimate(stage_3.strategy), cluster, 0.25) is not None
     assert next(fit(cluster, seq_len=512)).micro_size is None
     assert fits(512, stage_3.micro_size)
     assert not fits(512, stage_3.micro_size + 1)
@@ -237,16 +236,6 @@ def test_what_is_known_better_is_given_more_closely() -> None:
     fitted = replace(NODE.gpu, fitted=FittedConstants())
     job = PlanJob(shape=SHAPE, seq_len=512, global_batch=8, cluster=replace(NODE, gpu=fitted))
     assert kind_of(job, Strategy()) == "unfitted"
-
-
-def test_a_folder_of_adapters_is_its_base_with_adapters(tmp_path: Path) -> None:
-    values = {"base_model_name_or_path": "llama-3-8b", "r": 8, "target_modules": ["q_proj", "v_proj"]}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(values))
-    source = read_model(str(tmp_path))
-    assert source.shape == read_model("llama-3-8b").shape
-    asked = ask(source, parse_cluster("h100:8"))
-    assert (asked.job.lora.rank, asked.job.lora.targets) == (8, ("q_proj", "v_proj"))
-    assert not asked.job.trains_all
 
 
 def test_a_model_in_the_hubs_cache_is_read_by_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

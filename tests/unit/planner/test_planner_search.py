@@ -23,11 +23,18 @@ from shardwise.planner.candidates import (
 )
 from shardwise.planner.configs import KEYS, config_of, strategy_of
 from shardwise.planner.hardware import Cluster, find_gpu
-from shardwise.planner.job import PlanJob, Strategy
+from shardwise.planner.job import ModelShape, PlanJob, Strategy
 from shardwise.planner.memory import MemoryModel
-from shardwise.planner.memory_limit import missing_memory
 from shardwise.planner.pricer import Pricer
-from shardwise.planner.results import Estimate, MemoryEstimate, RankMemory, TimeEstimate, num_extras, simplest
+from shardwise.planner.results import (
+    Estimate,
+    MemoryEstimate,
+    RankMemory,
+    TimeEstimate,
+    missing_memory,
+    num_extras,
+    simplest,
+)
 from shardwise.planner.search import (
     Limits,
     kind_of,
@@ -35,7 +42,6 @@ from shardwise.planner.search import (
     runners_up,
     search,
 )
-from shardwise.planner.shape import ModelShape
 from shardwise.planner.step_time import TimeModel
 from shardwise.schedule.formulas import least_bubble_share
 from shardwise.schedule.simulate import OpTimes, PipelineSimulator

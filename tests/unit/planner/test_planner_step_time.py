@@ -15,9 +15,8 @@ from shardwise.planner.calibration import PassTimes
 from shardwise.planner.comm_time import exposed_s
 from shardwise.planner.compute_time import ComputeTimeModel, alignment_share, shape_share
 from shardwise.planner.hardware import Cluster, find_gpu
-from shardwise.planner.job import FrameworkTraits, PlanJob, Strategy
+from shardwise.planner.job import Experts, FrameworkTraits, ModelShape, PlanJob, Strategy
 from shardwise.planner.profile import MatmulTime, Profile
-from shardwise.planner.shape import Experts, ModelShape
 from shardwise.planner.step_time import STRAGGLING, TimeModel, quick_bubble_s
 from shardwise.schedule.simulate import OpTimes, PipelineSimulator
 
@@ -91,7 +90,7 @@ def test_a_faster_device_is_no_slower(field: str) -> None:
 
 def test_scores_that_are_written_out_cost_time() -> None:
     times = [
-        ComputeTimeModel(replace(JOB, traits=FrameworkTraits(attention=kernel))).block(PLAIN).total_s  # type: ignore[arg-type]
+        PublishedComputeModel(replace(JOB, traits=PublishedTraits(attention=kernel))).block(PLAIN).total_s  # type: ignore[arg-type]
         for kernel in ("flash", "fused-softmax", "unfused")
     ]
     assert times == sorted(times)

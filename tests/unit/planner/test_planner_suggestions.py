@@ -8,16 +8,19 @@ import pytest
 
 from shardwise.models.presets import preset
 from shardwise.planner.candidates import SearchSpace, candidates, placements
-from shardwise.planner.explain import lacks, why_yours
+from shardwise.planner.explain import lacks, more_gpus, smallest_change, suggest, why_yours
 from shardwise.planner.hardware import Cluster, Host, find_gpu, parse_cluster
-from shardwise.planner.job import PlanJob, Strategy
-from shardwise.planner.memory import MemoryModel
-from shardwise.planner.memory_limit import missing_memory, missing_on_node
+from shardwise.planner.job import ModelShape, PlanJob, Strategy
 from shardwise.planner.pricer import Pricer
-from shardwise.planner.results import Estimate, MemoryEstimate, RankMemory, TimeEstimate
+from shardwise.planner.results import (
+    Estimate,
+    MemoryEstimate,
+    RankMemory,
+    TimeEstimate,
+    missing_memory,
+    missing_on_node,
+)
 from shardwise.planner.search import search
-from shardwise.planner.shape import ModelShape
-from shardwise.planner.suggestions import made_to_fit, more_gpus, shorter, suggest
 
 GIB = 2**30
 DESKTOP = replace(parse_cluster("rtx-4090:1"), host=Host(memory_bytes=128 * GIB))
@@ -53,33 +56,21 @@ def test_no_more_is_changed_than_must_be() -> None:
     gpu = replace(find_gpu("h100"), memory_bytes=80 * GIB)
     job = job_of("llama-3-8b", replace(parse_cluster("h100:8"), gpu=gpu))
     strategy = Strategy(dp_shard=8, zero_stage=1)
-    change = made_to_fit(job, strategy, Made(), 0.06)
+    change = smallest_change(job, strategy, Made(), 0.06)
     assert change is not None
     assert change.words == "recompute.mode=full tiers.optimizer=host"
     # 61 GiB with both: with less than that nothing does.
-    assert made_to_fit(job, strategy, Made(), 0.26) is None
-
-
-def test_a_sequence_is_as_long_as_fits() -> None:
-    job = job_of("llama-3-8b", parse_cluster("h100:8"), seq_len=65_536)
-    strategy = Strategy(dp_shard=8, zero_stage=3)
-    seq_len = shorter(job, strategy, Pricer, 0.06)
-    assert seq_len is not None
-    needed = [
-        MemoryModel(replace(job, seq_len=tokens)).estimate(strategy).worst.peak_bytes
-        for tokens in (seq_len, 2 * seq_len)
-    ]
-    assert needed[0] <= 0.94 * job.cluster.gpu.memory_bytes < needed[1]
+    assert smallest_change(job, strategy, Made(), 0.26) is None
 
 
 def test_more_gpus_fill_the_node_first() -> None:
     alone = job_of("llama-7b", replace(parse_cluster("a100-80:1"), host=Host(memory_bytes=0.0)), global_batch=1)
     # 113 GiB of states and little else.
-    assert more_gpus(alone, Strategy(recompute="full"), Pricer, 0.06) == 2
+    assert more_gpus(alone, Strategy(recompute="full"), 0.06) == 2
     # Eight devices share one host: two hosts of 128 GiB have enough, one has not.
     job = job_of("llama-13b", DESKTOP, global_batch=1)
     away = Strategy(zero_stage=3, recompute="full", params_tier="host", grads_tier="host", optimizer_tier="host")
-    assert more_gpus(job, away, Pricer, 0.06) == 16
+    assert more_gpus(job, away, 0.06) == 16
 
 
 def test_each_fix_is_said_with_what_makes_it_so() -> None:
@@ -90,9 +81,9 @@ def test_each_fix_is_said_with_what_makes_it_so() -> None:
     price, missing = found.nearest
     held = price.memory.worst.elsewhere["host"]
     assert missing.tier == "host"
-    said = list(suggest(price, missing, Pricer(job), Pricer, 0.06))
+    said = list(suggest(price, missing, Pricer(job), 0.06))
     assert said[0] == f"host memory of {held / GIB:.0f} GiB a node would fit (host_memory_gib in the cluster's file)"
-    assert any("adapters alone (LoRA, lora.rank=16) beside weights in 4 bits (lora.base=nf4)" in each for each in said)
+    assert any("adapters beside weights in 4 bits (lora.rank=16 lora.base=nf4)" in each for each in said)
     # What is said of the host holds.
     roomy = replace(job, cluster=replace(DESKTOP, host=Host(memory_bytes=held)))
     assert search(roomy).winner is not None
@@ -148,7 +139,7 @@ def test_where_a_config_would_do_no_one_trains_adapters() -> None:
     price = pricer.price(Strategy(dp_shard=8, zero_stage=2))
     missing = missing_memory(price.memory, job.cluster, 0.06)
     assert missing is not None
-    said = list(suggest(price, missing, pricer, Pricer, 0.06))
+    said = list(suggest(price, missing, pricer, 0.06))
     assert " would fit, at " in said[0]
     assert said[1].endswith(" GPUs would fit it, with a batch in proportion")
     assert not any("LoRA" in each for each in said)

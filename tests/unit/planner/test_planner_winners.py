@@ -17,12 +17,10 @@ from shardwise.models.presets import preset
 from shardwise.planner.candidates import SearchSpace, candidates, placements, strategy_at
 from shardwise.planner.configs import ALWAYS_WRITTEN, config_of, strategy_of, to_toml
 from shardwise.planner.hardware import Cluster, GpuSpec, find_gpu
-from shardwise.planner.job import PlanJob, Strategy
-from shardwise.planner.memory_limit import missing_memory
+from shardwise.planner.job import ModelShape, PlanJob, Strategy
 from shardwise.planner.pricer import Pricer
-from shardwise.planner.results import Estimate
+from shardwise.planner.results import Estimate, missing_memory
 from shardwise.planner.search import Limits, search
-from shardwise.planner.shape import ModelShape
 from shardwise.train.setup import check_job
 
 SMALL = DecoderConfig(

@@ -20,8 +20,7 @@ from typing import Any, Final
 from shardwise.config.resolve import ConfigError
 from shardwise.config.untrusted_files import UntrustedFileError
 from shardwise.config.untrusted_files import read_json as read_foreign_json
-from shardwise.planner.job import ModelSource
-from shardwise.planner.shape import Experts, ModelShape
+from shardwise.planner.job import Experts, ModelShape, ModelSource
 
 # The usual name of each size, and others that files have.
 _NAMES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(

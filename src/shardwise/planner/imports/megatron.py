@@ -21,8 +21,7 @@ import yaml
 
 from shardwise.config.resolve import ConfigError
 from shardwise.config.untrusted_files import UntrustedFileError, read_text
-from shardwise.planner.job import ModelSource
-from shardwise.planner.shape import Experts, ModelShape
+from shardwise.planner.job import Experts, ModelShape, ModelSource
 
 _SIZES: Final = ("num-layers", "hidden-size", "num-attention-heads", "seq-length")
 _COUNTS: Final = (
