@@ -21,6 +21,7 @@ from shardwise.comm.collectives import AsyncWork, Comm
 from shardwise.layout.codec import BLOCK_NUMEL
 from shardwise.layout.wire_codec import WireCodec, part_numel
 from shardwise.runtime.buffer_pool import BufferPool
+from shardwise.runtime.codec_errors import CodecErrors
 from shardwise.runtime.precision import sum_chunks
 from shardwise.runtime.torch_private import is_fake
 
@@ -35,6 +36,7 @@ class EncodedSum:
         node_size: ranks of a node, neighbours in the group, by which the sum is taken in two steps; 1 for one step.
         residuals: where what is rounded off is kept, with zeros at the start: of the whole buffer [n * s], and of a
             node's sums, one slice a node; None where it is dropped.
+        errors: measures what is rounded off.
     """
 
     def __init__(
@@ -44,12 +46,14 @@ class EncodedSum:
         pool: BufferPool,
         node_size: int = 1,
         residuals: Sequence[Tensor | None] = (None, None),
+        errors: CodecErrors | None = None,
     ) -> None:
         self.world_size = comm.world_size
         self._first, self._second = residuals
         self._comm = comm
         self._codec = codec
         self._pool = pool
+        self._errors = errors
         self._node_size = node_size if 1 < node_size < comm.world_size else comm.world_size
 
     def reduce_scatter(self, source: Tensor, out: Tensor, *, accumulate: bool, name: str) -> AsyncWork:
@@ -69,7 +73,7 @@ class EncodedSum:
         peers = range(node * self._node_size, (node + 1) * self._node_size)
 
         def write(rows: Tensor) -> None:
-            encode_rows(self._codec, values, rows.view(self._node_size, num_nodes, row_bytes), rounded)
+            encode_rows(self._codec, values, rows.view(self._node_size, num_nodes, row_bytes), rounded, self._errors)
 
         if num_nodes == 1:
             read = partial(sum_rows, self._codec, out=out, accumulate=accumulate)
@@ -85,7 +89,7 @@ class EncodedSum:
 
         def write_node(rows: Tensor) -> None:
             second = None if self._second is None else self._second.view(num_nodes, numel)
-            encode_rows(self._codec, middle[0].view(num_nodes, numel), rows, second)
+            encode_rows(self._codec, middle[0].view(num_nodes, numel), rows, second, self._errors)
             self._pool.release(middle.pop())
 
         def across() -> AsyncWork:
@@ -121,7 +125,9 @@ class EncodedSum:
         return None if flat is None else flat.view(-1, self._node_size, numel).transpose(0, 1)
 
 
-def encode_rows(codec: WireCodec, values: Tensor, sent: Tensor, residual: Tensor | None) -> None:
+def encode_rows(
+    codec: WireCodec, values: Tensor, sent: Tensor, residual: Tensor | None, errors: CodecErrors | None = None
+) -> None:
     """Encode rows, some columns at a time.
 
     Args:
@@ -130,17 +136,25 @@ def encode_rows(codec: WireCodec, values: Tensor, sent: Tensor, residual: Tensor
         sent: uint8 [..., num_bytes(s)], contiguous, to write into.
         residual: [..., s], added before, and replaced by what is rounded off; 0 where that is not finite, as an
             overflow is never part of a step. None for none.
+        errors: measures what is rounded off; None for no measure.
     """
+    is_measured = errors is not None and errors.is_on and not is_fake(sent)
     for start, stop in _columns(values):
         part = values[..., start:stop]
         if residual is None:
             codec.encode(part, sent, start)
+            if is_measured and errors is not None:
+                decoded = codec.decode(sent, torch.empty(part.shape, dtype=torch.float32, device=part.device), start)
+                errors.add("reduce", part, decoded)
             continue
         kept = residual[..., start:stop]
         wide = part.float().add_(kept) if part.dtype != torch.float32 else part + kept
         wide = wide.contiguous()
         codec.encode(wide, sent, start)
-        wide.sub_(codec.decode(sent, torch.empty_like(wide), start))
+        decoded = codec.decode(sent, torch.empty_like(wide), start)
+        if is_measured and errors is not None:
+            errors.add("reduce", wide, decoded)
+        wide.sub_(decoded)
         kept.copy_(wide.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
 
 

@@ -34,6 +34,7 @@ from shardwise.offload.activations import ActivationStore, build_store
 from shardwise.offload.tiers import Tiers
 from shardwise.pipeline.stage_module import StageForward
 from shardwise.runtime.buffer_pool import BufferPool
+from shardwise.runtime.codec_errors import CodecErrors
 from shardwise.runtime.fp8_linears import convert_linears
 from shardwise.runtime.memory_tracker import MemoryTracker
 from shardwise.runtime.optimizers import own_scheduler
@@ -105,7 +106,16 @@ def build(inputs: EngineInputs) -> tuple[StepContext, StepRunner, ExitStack]:
         cleanup.callback(tiers.close)
         zero = config.zero
         resources = ShardingResources(
-            comms, pool, memory, timeline, values, tiers, zero.overlap, zero.lockstep, layout.precision.states
+            comms,
+            pool,
+            memory,
+            timeline,
+            values,
+            tiers,
+            zero.overlap,
+            zero.lockstep,
+            layout.precision.states,
+            CodecErrors(config.precision.errors_every),
         )
         broadcast_params_across_stages(values, layout, comms)
         sharding = ShardingState(model, layout, resources)
@@ -201,6 +211,7 @@ def _make_context(
         optimizer_plan=optimizer_plan,
         scheduler=inputs.scheduler or own_scheduler(config, sharded.optimizer),
         batches=deque(maxlen=config.batch.accumulation),
+        codec_errors=resources.codec_errors,
     )
     sharding.before_model = weakref.WeakMethod(context.before_model)  # the model does not keep the engine alive
     sharding.before_backward = weakref.WeakMethod(context.before_own_backward)

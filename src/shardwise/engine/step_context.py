@@ -35,6 +35,7 @@ from shardwise.offload.nvme import SwapError
 from shardwise.offload.tiers import Tiers
 from shardwise.offload.worker import HostWorkError
 from shardwise.runtime.buffer_pool import BufferPool
+from shardwise.runtime.codec_errors import CodecErrors, relative_errors
 from shardwise.runtime.memory_tracker import MemoryTracker, explain_out_of_memory
 from shardwise.runtime.precision import LossScaler
 from shardwise.runtime.timeline import Timeline
@@ -73,6 +74,7 @@ class StepContext:
     optimizer_plan: OptimizerPlan
     scheduler: Scheduler
     batches: deque[Any]  # of this step, to search them for values that are not finite
+    codec_errors: CodecErrors
     num_steps: int = 0
     num_backwards: int = 0  # since the last step, as are the next two
     num_forwards: int = 0
@@ -341,8 +343,17 @@ class StepContext:
         self.scaler.update(overflowed)
         self.num_steps += 1
         loss = loss_sum / (count or 1.0) if self.is_loss_known else math.nan
+        errors = self._codec_errors()
         self._end_step()
-        return StepResult(self.num_steps, loss, count, grad_norm, learning_rate, skipped, scale)
+        return StepResult(self.num_steps, loss, count, grad_norm, learning_rate, skipped, scale, errors)
+
+    def _codec_errors(self) -> dict[str, float]:
+        """Return what codecs have rounded off in a step that is measured, over all ranks; all of them call it."""
+        if not self.codec_errors.is_on:
+            return {}
+        self.tiers.wait_idle()  # a step on the host
+        summed = self.comm.sum_scalars(self.codec_errors.take(self.device), "errors of codecs")
+        return {} if self.comm.is_simulated else relative_errors(summed)
 
     def zero_grad(self) -> None:
         """Forget the gradients since the last step, and a backward that an exception ended."""
@@ -420,6 +431,7 @@ class StepContext:
         self.batches.clear()
         self.losses.clear()
         self.timeline.close_step()
+        self.codec_errors.prepare(self.num_steps)
 
     def _fail_nonfinite(
         self, loss_sum: float, grad_norm: float, has_stepped: bool, forward: Callable[[Any], object]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -28,6 +29,8 @@ class StepResult:
         lr: of the first parameter group, as used in this step.
         skipped: an fp16 overflow left the parameters as they were.
         loss_scale: as used in this step.
+        codec_errors: of each thing that is encoded, by name, the size of the rounding relative to the values, where
+            `precision.errors_every` has this step measured.
     """
 
     step: int
@@ -37,6 +40,7 @@ class StepResult:
     lr: float
     skipped: bool
     loss_scale: float
+    codec_errors: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from torch.optim.sgd import sgd
 from shardwise.config.resolve import ConfigError
 from shardwise.layout.codec import BLOCK_NUMEL as CODEC_BLOCK
 from shardwise.layout.codec import Encoded
+from shardwise.runtime.codec_errors import CodecErrors
 from shardwise.runtime.muon import IS_MATRIX, MOMENTUM, MuonWithAdamW
 from shardwise.runtime.optimizers import Lion, fused_grad_scale, lion
 
@@ -270,7 +271,11 @@ class StepPiece:
 
 
 def step_pieces(
-    rule: CpuOptimizer, pieces: Sequence[StepPiece], factor: float, threads: StepThreads | None = None
+    rule: CpuOptimizer,
+    pieces: Sequence[StepPiece],
+    factor: float,
+    threads: StepThreads | None = None,
+    errors: CodecErrors | None = None,
 ) -> None:
     """Step each piece with `factor` times its gradient, as the optimizer steps the whole parameter, to rounding.
 
@@ -279,13 +284,14 @@ def step_pieces(
         pieces: of one or several parameters, in any order.
         factor: turns accumulated sums into the gradient; applied in the master's dtype.
         threads: share the blocks between them; None lets torch's own threads share each operation.
+        errors: measures what encoding rounds off; None for no measure.
     """
     num_takers = threads.num_threads if threads else 1
     for together in _by_kernel_call(pieces):
         most = ENCODED_NUMEL if together[0].has_codes else BLOCK_NUMEL
         capacity = _round_up(min(most, -(-sum(piece.master.numel() for piece in together) // num_takers)))
         # The iterator of a list may be shared by threads; that of a function may not.
-        work = partial(_work_off, iter(list(_blocks(together, capacity))), rule, capacity, factor)
+        work = partial(_work_off, iter(list(_blocks(together, capacity))), rule, capacity, factor, errors)
         if threads:
             threads.run(work)
         else:
@@ -323,15 +329,19 @@ def _blocks(pieces: Sequence[StepPiece], capacity: int) -> Iterator[list[StepPie
 
 
 @torch.no_grad()
-def _work_off(blocks: Iterator[Sequence[StepPiece]], rule: CpuOptimizer, capacity: int, factor: float) -> None:
+def _work_off(
+    blocks: Iterator[Sequence[StepPiece]], rule: CpuOptimizer, capacity: int, factor: float, errors: CodecErrors | None
+) -> None:
     scratch = None
     for block in blocks:
         if scratch is None:
             scratch = torch.empty(capacity, dtype=block[0].master.dtype, device=block[0].master.device)
-        _step_block(rule, block, scratch, factor)
+        _step_block(rule, block, scratch, factor, errors)
 
 
-def _step_block(rule: CpuOptimizer, block: Sequence[StepPiece], scratch: Tensor, factor: float) -> None:
+def _step_block(
+    rule: CpuOptimizer, block: Sequence[StepPiece], scratch: Tensor, factor: float, errors: CodecErrors | None
+) -> None:
     grads, start = [], 0
     for part in block:
         grads.append(_scaled(part.grad, scratch[start : start + part.grad.numel()], factor, rule.kind))
@@ -342,7 +352,10 @@ def _step_block(rule: CpuOptimizer, block: Sequence[StepPiece], scratch: Tensor,
     for part, values in zip(block, states, strict=True):
         for name, state in part.states.items():
             if isinstance(state, Encoded):
+                exact = values[name].clone() if errors is not None and errors.is_on else None
                 state.encode(values[name])
+                if exact is not None and errors is not None:
+                    errors.add(name, exact, state.decode())
     for part in block:
         if part.param is not None:
             part.param.copy_(part.master)

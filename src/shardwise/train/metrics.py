@@ -62,6 +62,7 @@ class StepRecord:
         peak_bytes: bytes at the highest total within the step, by category; None where it was not measured.
         eval_loss: loss on held-out data after this step; None where it was not evaluated.
         mfu: share of the devices' peak FLOP/s in this step; None where it is not known.
+        codec_errors: what codecs rounded off in this step, by name, relative to the values; None where not measured.
         slow: of a step that took long, which `rank` the others waited for and in which `part`; else None.
     """
 
@@ -77,6 +78,7 @@ class StepRecord:
     peak_bytes: Mapping[str, int] | None = None
     eval_loss: float | None = None
     mfu: float | None = None
+    codec_errors: Mapping[str, float] | None = None
     slow: Mapping[str, Any] | None = None
 
 
@@ -99,6 +101,7 @@ def scalars(record: StepRecord) -> dict[str, float]:
     found = {name: value for name, value in numbers.items() if value is not None}
     for name, sizes in (("memory_bytes", record.memory_bytes), ("peak_bytes", record.peak_bytes or {})):
         found |= {f"{name}/{category}": num_bytes for category, num_bytes in sizes.items()}
+    found |= {f"codec_errors/{name}": error for name, error in (record.codec_errors or {}).items()}
     return found | ({"peak_bytes/total": sum(record.peak_bytes.values())} if record.peak_bytes else {})
 
 

@@ -37,7 +37,13 @@ JOB_NAME: Final = "quality.json"
 _LOSS_NAME: Final = "loss.json"
 # The keys of the section `precision` that may encode something, and their values that do not.
 _EXACT: Final[Mapping[str, tuple[object, ...]]] = MappingProxyType(
-    {"states": ("master",), "gather": ("param",), "reduce": ("param", "fp32"), "reduce_feedback": (False,)}
+    {
+        "states": ("master",),
+        "gather": ("param",),
+        "reduce": ("param", "fp32"),
+        "reduce_feedback": (False,),
+        "linears": ("keep",),
+    }
 )
 
 
@@ -100,6 +106,7 @@ def measure_quality(
         )
     num_ranks = 1 if precision.reduce in _EXACT["reduce"] else NUM_RANKS
     base = [f"data.{key}={getattr(config.data, key)}" for key in ("path", "text_key") if getattr(config.data, key)]
+    base += [f"precision.param={precision.param}"] if precision.param else []
     if num_ranks > 1:
         base += ["run.device=cpu", "batch.micro_size=1"]
     losses: dict[str, list[float]] = {"without": [], "with": []}

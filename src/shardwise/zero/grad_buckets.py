@@ -50,6 +50,7 @@ class GradBucket:
         self._device = comms.data.device
         self._pool = resources.pool
         self._tracker = resources.tracker
+        self._errors = resources.codec_errors
         self._tiers = resources.tiers
         self._is_stored_whole = stage.grads is Placement.PARTIAL
         self._is_replicated = stage.optimizer is Placement.REPLICATE
@@ -97,7 +98,7 @@ class GradBucket:
         if summed.codec is None:
             return comms[over]
         kept = [self._residual(numel) if numel else None for numel in summed.residual_numels]
-        return EncodedSum(comms[over], summed.codec, self._pool, summed.node_size, kept)
+        return EncodedSum(comms[over], summed.codec, self._pool, summed.node_size, kept, self._errors)
 
     def _residual(self, numel: int) -> Tensor:
         residual = torch.zeros(numel, dtype=self._wire_dtype, device=self._device)

@@ -62,6 +62,7 @@ class GroupGather:
         self._is_simulated = self._shards.is_simulated  # then codecs take memory, and need not work on all of it
         self._pool = resources.pool
         self._decoding = resources.decoding
+        self._errors = resources.codec_errors
         if num_bytes := layout.secondary_bytes(spec):
             dtype = full.dtype if self.codec is None else torch.uint8
             self.secondary = torch.empty(num_bytes // dtype.itemsize, dtype=dtype, device=full.device)
@@ -119,7 +120,9 @@ class GroupGather:
         """Encode and decode all of `full`, where it has exact values."""
         for part in self._full.split(CHUNK_NUMEL):
             if self.codec is not None:
-                self.codec.decode(self.codec.encode(part), part)
+                sent = self.codec.encode(part)
+                self._measure(part, sent)
+                self.codec.decode(sent, part)
             if self._is_simulated:
                 return  # one is as large as another
 
@@ -150,9 +153,13 @@ class GroupGather:
             exact = self._pool.acquire(shard.numel, self._full.dtype)
             shard.fetch(exact).wait()
         numel = self._num_coded(exact)
-        self.codec.encode(exact[:numel], out[: self.codec.num_bytes(numel)])
+        self._measure(exact, self.codec.encode(exact[:numel], out[: self.codec.num_bytes(numel)]))
         if shard is not None and shard.tier != "device":
             self._pool.release(exact)
+
+    def _measure(self, exact: Tensor, sent: Tensor) -> None:
+        if self._errors.is_on and self.codec is not None and not self._is_simulated:
+            self._errors.add("gather", exact, self.codec.decode(sent, torch.empty_like(exact)))
 
     def _decode(self, wire: Tensor) -> None:
         if self.codec is None:

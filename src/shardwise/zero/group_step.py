@@ -24,6 +24,7 @@ from shardwise.offload.step_pipeline import CHUNK_NUMEL, SIMULATED_CHUNK_NUMEL, 
 from shardwise.offload.storage import DeviceStorage, StateStorage
 from shardwise.offload.tiers import Tiers
 from shardwise.offload.worker import Task
+from shardwise.runtime.codec_errors import CodecErrors
 from shardwise.runtime.state_shards import FlatState
 from shardwise.runtime.streams import Event
 from shardwise.runtime.torch_private import is_fake
@@ -61,6 +62,7 @@ class GroupStep:
         tiers: the engine's tiers.
         dtype: of `precision.states`.
         has_states_at_once: whether the optimizer has states before its first step.
+        errors: measures what encoding rounds off.
         states: by the optimizer's names.
     """
 
@@ -70,6 +72,7 @@ class GroupStep:
     tiers: Tiers
     dtype: StatesDtype
     has_states_at_once: bool
+    errors: CodecErrors
     states: dict[str, StoredState] = field(default_factory=dict)
     _counts: dict[str, StepCounts] = field(default_factory=dict)
     _initial: dict[str, float] = field(default_factory=dict)
@@ -232,8 +235,9 @@ class GroupStep:
                 master, grad = tensors[_MASTER][low:high], tensors[_GRAD][low:high]
                 found.append(StepPiece(options, master, grad, states, num_steps, is_first, param))
         self._narrow(tensors, end, stop - start)
-        left = _step_on_gpu(self.rule, found, factor) if tensors[_MASTER].is_cuda else found
-        step_pieces(self.rule, left, factor, self.tiers.step_threads if self.is_away else None)
+        by_kernel = tensors[_MASTER].is_cuda and not self.errors.is_on
+        left = _step_on_gpu(self.rule, found, factor) if by_kernel else found
+        step_pieces(self.rule, left, factor, self.tiers.step_threads if self.is_away else None, self.errors)
 
     @staticmethod
     def _narrow(tensors: Mapping[str, Tensor], low: int, high: int) -> None:

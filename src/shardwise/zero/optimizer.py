@@ -68,6 +68,7 @@ class ShardedOptimizer:
         self._own_steps: dict[ParamGroup, GroupStep] = {}  # of states off the device, or encoded
         self._matrix_step: MatrixStep | None = None
         self._states_dtype = resources.states_dtype
+        self._codec_errors = resources.codec_errors
         self._stepped: dict[ParamGroup, Task] = {}  # in the backward, before `step`
         self._gradients: dict[ParamGroup, Tensor] = {}
         self._groups: list[ParamGroup] = []
@@ -196,7 +197,8 @@ class ShardedOptimizer:
         for group in [group for group in wanted if group not in self._own_steps]:
             pieces = [piece for piece in self.pieces if piece.group is group]
             rule, at_once = rule_of(self.optimizer, is_matrix=group.spec.is_matrix), self._has_states_at_once
-            self._own_steps[group] = GroupStep(group, pieces, rule, self._tiers, self._states_dtype, at_once)
+            found = GroupStep(group, pieces, rule, self._tiers, self._states_dtype, at_once, self._codec_errors)
+            self._own_steps[group] = found
             self._own_steps[group].prepare(self.options_of)
             for piece in pieces:  # such as Adagrad's, made in its constructor
                 self.optimizer.state.pop(piece.view, None)

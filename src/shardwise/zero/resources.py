@@ -12,6 +12,7 @@ from shardwise.construction.values import ParamInitializer
 from shardwise.layout.precision import StatesDtype
 from shardwise.offload.tiers import Tiers
 from shardwise.runtime.buffer_pool import BufferPool
+from shardwise.runtime.codec_errors import CodecErrors
 from shardwise.runtime.memory_tracker import MemoryTracker
 from shardwise.runtime.timeline import Timeline
 
@@ -29,4 +30,5 @@ class ShardingResources:
     overlap: bool
     lockstep: bool | Literal["auto"] = False
     states_dtype: StatesDtype = "master"
+    codec_errors: CodecErrors = field(default_factory=CodecErrors)
     decoding: deque[AsyncWork] = field(default_factory=deque)  # gathers of parameters that are stored whole
