@@ -216,7 +216,6 @@ def test_commands_refuse_in_one_line_and_leave_nothing(tmp_path, monkeypatch, ca
     "arguments",
     [
         *(["timeline", "mesh.pp=2", flag] for flag in ("--html", "--chrome-trace")),
-        ["attention", "show", "attention.kind=fixed", "--svg"],
         *([*PLAN, flag] for flag in ("--json", "--write")),
     ],
 )

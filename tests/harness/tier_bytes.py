@@ -164,7 +164,7 @@ class _Watch(TorchDispatchMode):
 def code_tables() -> list[Tensor]:
     """The tables by which states are encoded and decoded, which a process makes once."""
     cpu = torch.device("cpu")
-    return [make(is_signed, cpu) for make in (codec._table, codec._code_values) for is_signed in (True, False)]
+    return [make(is_signed, cpu) for make in (codec.code_table, codec.code_values) for is_signed in (True, False)]
 
 
 def settle(engine: Engine) -> None:

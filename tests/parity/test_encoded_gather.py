@@ -256,6 +256,8 @@ def write(rank: int, world_size: int, sections: dict[str, Any], frozen: str) -> 
     note("reloaded")
     for name, parameter in engine.step_context.model.named_parameters():
         parameter.requires_grad_("up" in name)
+    for options in engine.optimizer.param_groups:
+        options["lr"] = 0.0
     step_of(engine, rank, sizes, 2)
     note("frozen")
     engine.close()
@@ -284,6 +286,8 @@ def test_writes_reach_masters_and_what_forwards_use(
     assert torch.equal(expected["written blocks.1.odd master"], written)
     if precision["gather"] == "int8":
         assert torch.equal(expected["written blocks.1.odd shown"], decoded("int8", written, torch.bfloat16))
+    for name in ("blocks.0.up.weight", "blocks.2.up.weight"):  # trained or frozen before, and trained now
+        assert torch.equal(expected[f"frozen {name} master"], expected[f"reloaded {name} master"])
     for actual in ranks(num_ranks).run(write, {**sections, "precision": precision}, frozen):
         for key, value in expected.items():
             assert torch.equal(actual[key], value), key

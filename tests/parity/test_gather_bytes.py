@@ -137,6 +137,24 @@ def test_bytes_on_the_wire_are_those_of_the_formula(
         assert found.counted.get(("dp_shard", "all_gather"), 0) == over_all == wire["all_gather"]
 
 
+@pytest.mark.parametrize("name", ["int8", "plain"])
+def test_frozen_parameters_are_gathered_from_all_ranks_in_the_first_step_alone(ranks: WorkerPool, name: str) -> None:
+    section, width, _ = PRECISIONS[name]
+    sections = {"zero": {"stage": 3, "secondary_shard": 2}, "precision": section}
+    for found in ranks(4).run(measure, sections, 2, "ffn"):
+        gathered = [group for group in found.layout.groups if not group.name.endswith(":whole")]
+        assert {group.trainable for group in gathered} == {True, False}
+        whole = [group for group in found.layout.groups if group.trainable and group not in gathered]
+        after_step = sum(3 * sent_bytes(group, name, width) for group in whole)
+        far = sum(3 * sent_bytes(group, name, width) for group in gathered if group.trainable)
+        assert found.counted["dp_shard", "all_gather"] == far + after_step
+        uses = {group: 2 * (1 if group.unit in ("root", "blocks.2") else 2) for group in gathered}
+        near = sum(2 * (uses[group] - group.trainable) * sent_bytes(group, name, width) for group in gathered)
+        assert found.counted["secondary", "all_gather"] == near
+        wire = found.layout.bytes_on_wire(2)
+        assert (wire["all_gather"], wire["secondary_all_gather"]) == (far + after_step, near)
+
+
 @pytest.mark.quick(3)
 @pytest.mark.parametrize("frozen", ["", "ffn"])
 @pytest.mark.parametrize("name", list(PRECISIONS))

@@ -163,14 +163,28 @@ class ParamGroup:
         self._unshard_start_s = self._timeline.now()
         if self.is_released_between_uses:
             self._refuse_if_stepped()
-            self._gather = self.gathering.start(self.shard, lambda: self._tracker.resize(self.full, self._full_bytes))
-        elif self._is_decoded and self.shard.numel == self.full.numel():
-            self.gathering.recode()
+        name = f"unshard {self.spec.name}"
+        if self.gathering.has_copies:
+            self._gather = self._start_copying()
+        elif self.is_released_between_uses:
+            self._tracker.resize(self.full, self._full_bytes)
+            fetched = self.shard.fetch(self.full[self.shard_start : self.shard_stop])
+            gathered = self._comms.shards.all_gather(self.full, name)
+            self._gather = AsyncWork(fetched.wait, lambda: gathered)
         else:
-            self._gather = self.gathering.start(None, lambda: None)
+            self._gather = self._comms.shards.all_gather(self.full, name)
         self.state = ParamState.UNSHARDING
         if not self._overlap:
             self.wait()
+
+    def _start_copying(self) -> AsyncWork:
+        """Start a gather that is encoded, or of which a secondary shard is kept."""
+        if self.is_released_between_uses:
+            return self.gathering.start(self.shard, lambda: self._tracker.resize(self.full, self._full_bytes))
+        if self.shard.numel < self.full.numel():
+            return self.gathering.start(None, lambda: None)
+        self.gathering.recode()
+        return AsyncWork()
 
     def wait(self) -> None:
         """Make the parameters usable on the current stream; unshard them now if no prefetch has started that."""
