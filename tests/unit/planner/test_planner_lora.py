@@ -135,5 +135,6 @@ def test_adapters_grow_with_their_rank_and_stand_beside_their_targets() -> None:
 
 
 def test_what_fits_by_adapters_is_suggested_as_a_key() -> None:
-    found = plan("llama-3-70b", replace(EIGHT, host=replace(EIGHT.host, memory_bytes=1e9)), global_batch=8, seq_len=512)
+    small = replace(EIGHT, host=replace(EIGHT.host, memory_bytes=1e9))
+    found = plan("llama-3-70b", small, global_batch=8, seq_len=512, settings=["mesh.pp=1", "mesh.cp=1"])
     assert any("lora.rank=16" in each for each in found.reasons.suggestions)
