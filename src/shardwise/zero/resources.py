@@ -29,4 +29,4 @@ class ShardingResources:
     overlap: bool
     lockstep: bool | Literal["auto"] = False
     states_dtype: StatesDtype = "master"
-    decoding: deque[AsyncWork] = field(default_factory=deque)  # gathers of parameters that are stored whole
+    decoding: deque[AsyncWork] = field(default_factory=deque)  # gathers of codes
