@@ -295,6 +295,24 @@ def test_writes_reach_masters_and_what_forwards_use(
                 assert torch.equal(value, expected[key.replace("shown", "param")]), key
 
 
+def gather_all(rank: int, world_size: int) -> tuple[int, int]:
+    """Return the bytes of buffers that it takes to gather all parameters, and those of a block's codes."""
+    model = SeeingModel()
+    model.blocks.extend(SeeingBlock() for _ in range(5))
+    sections = {"precision": {"param": "bf16", "gather": "int8"}, "zero": {"stage": 3}}
+    engine = initialize(model, make_config(1, sections), loss_fn=weighted_sum)
+    with engine.gathered():
+        reserved_bytes = engine.step_context.pool.reserved_bytes
+    code_bytes = max(engine.layout.gather_bytes(each) * world_size for each in engine.layout.groups)
+    engine.close()
+    return reserved_bytes, code_bytes
+
+
+def test_codes_of_a_few_blocks_are_there_at_once(ranks: WorkerPool) -> None:
+    for reserved_bytes, code_bytes in ranks(2).run(gather_all):
+        assert reserved_bytes <= 4 * code_bytes
+
+
 WIDE: Final = replace(
     preset("tiny"),
     num_layers=2,

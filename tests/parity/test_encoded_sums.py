@@ -414,6 +414,26 @@ def test_a_checkpoint_goes_on_in_another_stage_with_the_same_bits(ranks: WorkerP
     assert [name for name, each in expected.items() if not torch.equal(actual[name], each)] == []
 
 
+def load_and_go_on(rank: int, world_size: int, folder: str, has_stepped: bool) -> dict[str, Tensor]:
+    engine = engine_of({"precision": FEEDBACK, "zero": {"stage": 2}})
+    if has_stepped:
+        for step in range(2):
+            engine.train_step([batch_of(step, rank)])
+    engine.load(folder)
+    engine.train_step([batch_of(2, rank)])
+    found = {name: value.clone() for name in NAMES if (value := engine.read(name)) is not None}
+    engine.close()
+    return found
+
+
+def test_a_load_forgets_what_was_rounded_off_before(ranks: WorkerPool, tmp_path: Path) -> None:
+    """So an engine that goes back to a checkpoint goes on as a new one does."""
+    folder = str(tmp_path / "saved")
+    ranks(2).run(save_and_go_on, 2, folder, True)
+    expected, actual = (ranks(2).run(load_and_go_on, folder, has_stepped)[0] for has_stepped in (False, True))
+    assert [name for name, each in expected.items() if not torch.equal(actual[name], each)] == []
+
+
 def calls_of_step(rank: int, world_size: int, sections: dict[str, Any]) -> list[tuple[str, str, int, int]]:
     engine = engine_of(sections)
     engine.train_step([batch_of(0, rank)])

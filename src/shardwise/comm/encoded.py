@@ -71,12 +71,12 @@ class EncodedSum:
         values, rounded = self._by_place(source, numel), self._by_place(self._first, numel)
         assert values is not None
         peers = range(node * self._node_size, (node + 1) * self._node_size)
+        read = partial(sum_rows, self._codec, out=out, accumulate=accumulate)
 
         def write(rows: Tensor) -> None:
             encode_rows(self._codec, values, rows.view(self._node_size, num_nodes, row_bytes), rounded, self._errors)
 
         if num_nodes == 1:
-            read = partial(sum_rows, self._codec, out=out, accumulate=accumulate)
             return self._comm.swap_rows(peers, row_bytes, write, read, name)
         middle: list[Tensor] = []  # this node's sums, once they are there
 
@@ -93,7 +93,6 @@ class EncodedSum:
             self._pool.release(middle.pop())
 
         def across() -> AsyncWork:
-            read = partial(sum_rows, self._codec, out=out, accumulate=accumulate)
             peers = range(place, self.world_size, self._node_size)
             return self._comm.swap_rows(peers, row_bytes, write_node, read, name)
 

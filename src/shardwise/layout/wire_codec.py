@@ -5,7 +5,8 @@ Each block of 256 elements has a scale of its own: its largest magnitude over th
 a whole number of blocks (`GroupSpec.alignment`), and its bytes are the codes of all of them, then the scales. So a
 parameter's blocks are the same in every layout, and with them its decoded bits.
 
-A block with an infinity or a NaN decodes to no finite value, so that an overflow is seen on the other side.
+A block with an infinity or a NaN decodes to no finite value, so that an overflow is seen on the other side. One whose
+magnitudes are below about 1e-36 decodes to zeros.
 
 >>> codec = WireCodec("int4")
 >>> values = torch.zeros(512)
@@ -108,6 +109,7 @@ class WireCodec:
         """Encode [rows, s] values into their fields."""
         blocks = values.unflatten(1, (-1, BLOCK_NUMEL)).float()
         largest = blocks.abs().amax(2).div_(_LARGEST[self.name])
+        largest.masked_fill_(largest < torch.finfo(torch.float32).tiny, 0)  # such a scale is too coarse for its codes
         scales.copy_(largest)
         shares = blocks.div(largest.where(largest != 0, 1).unsqueeze(2)).flatten(1)
         if self.name == "fp8":

@@ -194,9 +194,11 @@ def prepare_optimizer_states(states: EngineState, wanted: Mapping[str, Mapping[s
 
 
 def adopt_masters(states: EngineState) -> None:
-    """Update the parameters from the masters that were written. All ranks call it."""
+    """Update the parameters from the masters that were written; feedback starts at zero. All ranks call it."""
     for group in states.sharding.groups:
         group.adopt_master()
+        for residual in group.grads.residuals if group.grads is not None else ():
+            residual.zero_()
 
 
 def _parts(states: EngineState, group: ParamGroup) -> Iterator[StateShardPart]:

@@ -24,7 +24,7 @@ from shardwise.comm.collectives import AsyncWork, Comm
 from shardwise.layout.codec import BLOCK_NUMEL
 from shardwise.layout.layout import Layout
 from shardwise.layout.param_groups import GroupSpec
-from shardwise.layout.wire_codec import part_numel
+from shardwise.layout.wire_codec import WireCodec, part_numel
 from shardwise.offload.step_pipeline import CHUNK_NUMEL
 from shardwise.offload.storage import StateStorage
 from shardwise.runtime.memory_tracker import Category
@@ -32,7 +32,7 @@ from shardwise.runtime.streams import Event
 from shardwise.zero.resources import ShardingResources
 
 MOST_DECODING: Final = 2
-"""Groups whose codes are under way at once after a step: more would take memory and save no time."""
+"""Groups whose codes are under way at once, after a step or where all are gathered: more would take memory alone."""
 
 
 class GroupGather:
@@ -95,7 +95,7 @@ class GroupGather:
         if near is not None and self.secondary is not None:
             own.copy_(self.secondary)
         elif self.codec is not None:
-            self._encode(shard, own)
+            self._encode(self.codec, shard, own)
         elif shard is not None:
             fetched = shard.fetch(own)
         gathered = comm.all_gather(wire, self._name)
@@ -106,11 +106,11 @@ class GroupGather:
             self._keep(wire)
             if self.codec is not None:
                 allocate()
-                self._decode(wire)
+                self._decode(self.codec, wire)
                 self._pool.release(wire)
 
         work = AsyncWork(finish)
-        if shard is None and self.codec is not None:  # all groups start at once, after the step
+        if self.codec is not None:
             self._decoding.append(work)
             while len(self._decoding) > MOST_DECODING:
                 self._decoding.popleft().wait()
@@ -121,7 +121,7 @@ class GroupGather:
         for part in self._full.split(CHUNK_NUMEL):
             if self.codec is not None:
                 sent = self.codec.encode(part)
-                self._measure(part, sent)
+                self._measure(self.codec, part, sent)
                 self.codec.decode(sent, part)
             if self._is_simulated:
                 return  # one is as large as another
@@ -144,32 +144,28 @@ class GroupGather:
             self.secondary.copy_(wire.view(self._near.world_size, -1)[self._near.rank])
             self._is_current = True
 
-    def _encode(self, shard: StateStorage | None, out: Tensor) -> None:
-        if self.codec is None:
-            return
+    def _encode(self, codec: WireCodec, shard: StateStorage | None, out: Tensor) -> None:
         if shard is None or shard.tier == "device":
             exact = self._full[self._slice] if shard is None else shard.read(0, shard.numel)
         else:
             exact = self._pool.acquire(shard.numel, self._full.dtype)
             shard.fetch(exact).wait()
         numel = self._num_coded(exact)
-        self._measure(exact, self.codec.encode(exact[:numel], out[: self.codec.num_bytes(numel)]))
+        self._measure(codec, exact, codec.encode(exact[:numel], out[: codec.num_bytes(numel)]))
         if shard is not None and shard.tier != "device":
             self._pool.release(exact)
 
-    def _measure(self, exact: Tensor, sent: Tensor) -> None:
-        if self._errors.is_on and self.codec is not None and not self._is_simulated:
-            self._errors.add("gather", exact, self.codec.decode(sent, torch.empty_like(exact)))
+    def _measure(self, codec: WireCodec, exact: Tensor, sent: Tensor) -> None:
+        if self._errors.is_on and not self._is_simulated:
+            self._errors.add("gather", exact, codec.decode(sent, torch.empty_like(exact)))
 
-    def _decode(self, wire: Tensor) -> None:
-        if self.codec is None:
-            return
+    def _decode(self, codec: WireCodec, wire: Tensor) -> None:
         if self._is_simulated:
             numel = self._num_coded(self._full)
-            self.codec.decode(wire[: self.codec.num_bytes(numel)], self._full[:numel])
+            codec.decode(wire[: codec.num_bytes(numel)], self._full[:numel])
             return
         num_shards = self._shards.world_size
-        self.codec.decode(wire.view(num_shards, -1), self._full.view(num_shards, -1))
+        codec.decode(wire.view(num_shards, -1), self._full.view(num_shards, -1))
 
     def _num_coded(self, values: Tensor) -> int:
         """Return how many values a codec is given: where there are none in fact, as many as it takes at a time."""

@@ -252,11 +252,10 @@ def _step_on_gpu(rule: CpuOptimizer, pieces: Sequence[StepPiece], factor: float)
         return pieces
     from shardwise.zero import triton_step  # it needs Triton
 
-    known = [triton_step.can_step(rule.kind, piece) for piece in pieces]
-    for piece, is_known in zip(pieces, known, strict=True):
-        if is_known:
-            triton_step.step_piece(rule.kind, piece, factor)
-    return [piece for piece, is_known in zip(pieces, known, strict=True) if not is_known]
+    can_step = partial(triton_step.can_step, rule.kind)
+    for piece in filter(can_step, pieces):
+        triton_step.step_piece(rule.kind, piece, factor)
+    return [piece for piece in pieces if not can_step(piece)]
 
 
 def _fill(flat: FlatState, value: float) -> None:

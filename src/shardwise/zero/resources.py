@@ -31,4 +31,4 @@ class ShardingResources:
     lockstep: bool | Literal["auto"] = False
     states_dtype: StatesDtype = "master"
     codec_errors: CodecErrors = field(default_factory=CodecErrors)
-    decoding: deque[AsyncWork] = field(default_factory=deque)  # gathers of parameters that are stored whole
+    decoding: deque[AsyncWork] = field(default_factory=deque)  # gathers of codes

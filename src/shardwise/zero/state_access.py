@@ -117,9 +117,8 @@ def read_state(states: EngineState, name: str, state: str = PARAM, to_rank: int 
         states: the engine's states.
         name: a name of the parameter, any of them if it is tied.
         state: `param` as computed with, `master` in the optimizer's precision (exact, where parameters are encoded to
-            be sent), `grad` (the mean gradient so far, before
-            clipping; reduces what is not reduced yet; in a pipeline it is there within a step only), or one of the
-            optimizer's keys.
+            be sent), `grad` (the mean gradient so far, before clipping; reduces what is not reduced yet; in a pipeline
+            it is there within a step only), or one of the optimizer's keys.
         to_rank: the only rank that gets it, the others get None; None for all ranks.
 
     Returns:

@@ -78,3 +78,11 @@ def test_zeros_stay_zeros_and_one_outlier_hides_one_block_only(name):
     values, codec = torch.zeros(3 * BLOCK_NUMEL), WireCodec(name)
     values[BLOCK_NUMEL], values[2 * BLOCK_NUMEL :] = 1e30, 1.0
     assert torch.equal(codec.decode(codec.encode(values), torch.empty_like(values)), values)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("magnitude", [1e-36, 9.6e-43, 2.49e-43])
+def test_values_too_small_for_a_scale_do_not_grow(name, magnitude):
+    values, codec = torch.linspace(-1, 1, BLOCK_NUMEL) * magnitude, WireCodec(name)
+    decoded = codec.decode(codec.encode(values), torch.empty_like(values))
+    assert ((decoded - values).abs() <= values.abs()).all()
