@@ -262,9 +262,8 @@ def lacks(price: Estimate, missing: MissingMemory) -> str:
     """Say how much memory a strategy lacks, and what takes most of it."""
     if missing.tier != "device":
         return f"out of memory by {format_bytes(missing.missing_bytes)} of each node's {missing.tier} memory"
-    left = price.margin_bytes
-    over = f"out of memory by {format_bytes(-left)}"
-    words = over if left < 0 else f"only {format_bytes(left)} left, less than is kept free (--margin)"
+    words, left = f"out of memory by {format_bytes(-price.margin_bytes)}", price.margin_bytes
+    words = words if left < 0 else f"only {format_bytes(left)} left, less than is kept free (--margin)"
     rank = next(each for each in price.memory.ranks if each.pipeline_rank == missing.pipeline_rank)
     where = f" on pipeline rank {rank.pipeline_rank}" if price.strategy.pp > 1 else ""
     largest = sorted(rank.peak.items(), key=lambda each: -each[1])[:2]
