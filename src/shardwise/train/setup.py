@@ -216,9 +216,9 @@ def precision_line(precision: PrecisionConfig) -> str:
     'bf16 with fp32 master, states in int8, gradients sent in int4'
     """
     master = " with fp32 master" if precision.param in ("bf16", "fp16") else ""
-    others = {"states": precision.states, "parameters sent": precision.gather, "gradients sent": precision.reduce}
-    others["linear layers"] = precision.linears
-    coded = (f", {what} in {how}" for what, how in others.items() if how not in ("master", "param", "keep"))
+    sent = ("parameters sent", precision.gather), ("gradients sent", precision.reduce)
+    others = (("states", precision.states), *sent, ("linear layers", precision.linears))
+    coded = (f", {what} in {how}" for what, how in others if how not in ("master", "param", "keep"))
     return f"{precision.param}{master}{''.join(coded)}"
 
 
