@@ -46,8 +46,8 @@ def train_picture(run: Path) -> str:
     """What the display of a run showed at three quarters of its steps."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     header = Header(
-        model="tiny, 6.0 M parameters, 4 layers of 320",
-        layout="ZeRO-2 over 2 ranks, CPU, bf16 with fp32 master",
+        model="tiny, 5.98 M parameters, 4 layers of 320",
+        layout="2 ranks: ZeRO-2 over 2, micro-batch 2, CPU, bf16 with fp32 master",
         batch="global batch 4 = 2 samples a micro-batch x 1 accumulation x 2 data-parallel ranks, 256 tokens each",
         data="the source of Python 3.11's standard library, 2.8 M tokens",
     )

@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, product
 from operator import add, gt, lt, sub
-from typing import Any, Protocol, Self
+from typing import Self
 
 Shape = tuple[int, ...]
 
@@ -385,23 +385,6 @@ def _stacked_along(dim: int, stacks: list[_Open]) -> list[_Open]:
             last[key] = stack
             stacked.append(stack)
     return stacked
-
-
-class FlatBuffer(Protocol):
-    """Stand for a 1-D NumPy array or torch tensor, whose slices are views and can be reshaped."""
-
-    def __getitem__(self, index: Any, /) -> Any: ...
-
-
-def apply_copies(source: FlatBuffer, destination: FlatBuffer, copies: Sequence[SliceCopy]) -> None:
-    """Copy each rectangle of `copies` from the `source` to the `destination` buffer, both 1-D and of one library."""
-    for copy in copies:
-        values = _view(source, copy.source)[copy.rect.slices_in(copy.source.rect)]
-        _view(destination, copy.destination)[copy.rect.slices_in(copy.destination.rect)] = values
-
-
-def _view(buffer: FlatBuffer, piece: Chunk) -> Any:
-    return buffer[piece.local_offset : piece.local_stop].reshape(piece.rect.shape)
 
 
 def _rows(piece: Chunk) -> tuple[int, int]:

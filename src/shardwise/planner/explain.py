@@ -260,9 +260,10 @@ def _differences(one: Estimate, other: Estimate) -> dict[str, float]:
 
 def lacks(price: Estimate, missing: MissingMemory) -> str:
     """Say how much memory a strategy lacks, and what takes most of it."""
-    words = f"out of memory by {format_bytes(missing.missing_bytes)}"
     if missing.tier != "device":
-        return f"{words} of each node's {missing.tier} memory"
+        return f"out of memory by {format_bytes(missing.missing_bytes)} of each node's {missing.tier} memory"
+    words, left = f"out of memory by {format_bytes(-price.margin_bytes)}", price.margin_bytes
+    words = words if left < 0 else f"only {format_bytes(left)} left, less than is kept free (--margin)"
     rank = next(each for each in price.memory.ranks if each.pipeline_rank == missing.pipeline_rank)
     where = f" on pipeline rank {rank.pipeline_rank}" if price.strategy.pp > 1 else ""
     largest = sorted(rank.peak.items(), key=lambda each: -each[1])[:2]

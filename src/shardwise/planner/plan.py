@@ -59,7 +59,7 @@ class Plan:
 
     Attributes:
         choices: the layouts that fit: the best, then the others in order of their time.
-        result: the front of time against memory, what was left out, what fits nearly where nothing does.
+        result: what was priced and what was left out, what fits nearly where nothing does, whether none is faster.
         reasons: why the best wins and others lose.
         asked: the job, and how the question was read.
     """

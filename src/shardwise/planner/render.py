@@ -115,6 +115,8 @@ def job_rows(job: PlanJob, notes: Sequence[str] = ()) -> list[tuple[str, Rendera
     words += f"{shape.num_layers} layers of {shape.hidden_size:,}"
     if shape.experts is not None:
         words += f", {shape.experts.num_chosen} of {shape.experts.num_experts} experts"
+    if job.lora.rank:
+        words += f", LoRA of rank {job.lora.rank}{' over nf4' if job.lora.base == 'nf4' else ''}"
     rows: list[tuple[str, RenderableType]] = [("model", Text(words, style="bold")), ("batch", batch_words(job))]
     rows.append(("cluster", cluster_words(job.cluster)))
     return rows + [("note", Text(note, style="yellow")) for note in notes]

@@ -44,10 +44,10 @@ def convert_linears(
     if precision.linears == "keep":
         return []
     key = f"precision.linears={precision.linears}"
-    if find_spec("torchao") is None:
-        raise ConfigError("extra-missing", f"{key} needs torchao; pip install 'shardwise[fp8]'")
-    if precision.linears == "fp8":
-        _check_products(key, layout, device, is_simulated)
+    if precision.linears == "fp8" and layout.precision.param != "bf16":
+        wrong = f"{key} returns bf16, and precision.param={layout.precision.param}"
+        raise ConfigError("fp8-needs-bf16", f"{wrong}; set precision.param=bf16")
+    check_fp8(precision.linears, None if is_simulated else device)
     layers = list(_layers_of_blocks(model, layout))
     if not layers:
         raise ConfigError(
@@ -83,13 +83,16 @@ def _converted(is_emulated: bool) -> tuple[type[nn.Module], dict[str, object]]:
     return type(layer), {name: value for name, value in vars(layer).items() if name not in vars(plain)}
 
 
-def _check_products(key: str, layout: Layout, device: torch.device, is_simulated: bool) -> None:
-    if layout.precision.param != "bf16":
-        raise ConfigError(
-            "fp8-needs-bf16",
-            f"{key} returns bf16, and precision.param={layout.precision.param}; set precision.param=bf16",
-        )
-    if is_simulated or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)):
+def check_fp8(linears: str, device: torch.device | None) -> None:
+    """Refuse a `precision.linears` without its library, or on a device without such products; None is any device."""
+    if linears == "keep":
+        return
+    key = f"precision.linears={linears}"
+    if find_spec("torchao") is None:
+        raise ConfigError("extra-missing", f"{key} needs torchao; pip install 'shardwise[fp8]'")
+    if linears != "fp8" or device is None:
+        return
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
         return
     found = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
     raise ConfigError(

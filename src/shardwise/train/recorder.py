@@ -31,7 +31,7 @@ from shardwise.train.metrics import METRICS_NAME, RunInfo, SinkSet, StepRecord
 from shardwise.train.progress import Display, Header, Progress, say
 from shardwise.train.rank_watch import RankWatch
 from shardwise.train.recording import ProfileWindow
-from shardwise.train.setup import CONFIG_NAME, layout_line, tiers_line
+from shardwise.train.setup import CONFIG_NAME, layout_line, precision_line, tiers_line
 from shardwise.train.summary import RunOutcome, render_outcome
 
 Item = TypeVar("Item")
@@ -194,10 +194,9 @@ def header_of(engine: Engine, model: str, tokens: str = "", data: str = "", resu
     """
     config, mesh = engine.config, engine.layout.mesh
     device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "CPU"
-    master = " with fp32 master" if config.precision.param in ("bf16", "fp16") else ""
     return Header(
         model=model,
-        layout=f"{layout_line(config, mesh.world_size)}, {device}, {config.precision.param}{master}",
+        layout=f"{layout_line(config, mesh.world_size)}, {device}, {precision_line(config.precision)}",
         tiers=tiers_line(engine.layout),
         batch=batch_equation(config.batch, mesh.num_data_ranks, mesh.pp > 1) + tokens,
         data=data,

@@ -26,7 +26,7 @@ import torch
 
 from shardwise.attention.from_config import structure_of
 from shardwise.config.errors import system_code
-from shardwise.config.resolve import Config, ConfigError, Tier, read_toml, set_key
+from shardwise.config.resolve import Config, ConfigError, PrecisionConfig, Tier, read_toml, set_key
 from shardwise.context.apply import check_split
 from shardwise.engine.initialize import check_tiers
 from shardwise.launch.host import usable_bytes
@@ -37,6 +37,7 @@ from shardwise.planner.configs import strategy_of
 from shardwise.planner.results import layout_words
 from shardwise.report.page import leaves
 from shardwise.runtime.format import format_bytes
+from shardwise.runtime.fp8_linears import check_fp8
 from shardwise.runtime.optimizers import optimizer_kind
 from shardwise.runtime.recompute import check_backend
 from shardwise.tensor.plan_layout import plan_layout
@@ -125,6 +126,7 @@ def resolve_job(config: Config, world_size: int, num_local_ranks: int) -> Config
     check_tiers(config.tiers)
     if config.compile.enabled:
         check_backend(config.compile)
+    check_fp8(config.precision.linears, torch.device(run.device))
     _raise_file_limit()
     resolved, layout = check_job(config.model_copy(update={"run": run}), world_size)
     _refuse_too_large(layout, resolved, num_local_ranks)
@@ -205,6 +207,19 @@ def layout_line(config: Config, world_size: int) -> str:
     # A cut names units, which only a model of ours has where the planner expects them.
     uncut = config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"cut": None})})
     return f"{ranks}: {layout_words(strategy_of(uncut, world_size))}"
+
+
+def precision_line(precision: PrecisionConfig) -> str:
+    """Say in which dtype a run computes, and what is stored or sent in another.
+
+    >>> precision_line(PrecisionConfig(param="bf16", states="int8", reduce="int4"))
+    'bf16 with fp32 master, states in int8, gradients sent in int4'
+    """
+    master = " with fp32 master" if precision.param in ("bf16", "fp16") else ""
+    sent = ("parameters sent", precision.gather), ("gradients sent", precision.reduce)
+    others = (("states", precision.states), *sent, ("linear layers", precision.linears))
+    coded = (f", {what} in {how}" for what, how in others if how not in ("master", "param", "keep"))
+    return f"{precision.param}{master}{''.join(coded)}"
 
 
 def tiers_line(layout: Layout) -> str:

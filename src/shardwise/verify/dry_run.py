@@ -29,7 +29,7 @@ from shardwise.runtime.memory_tracker import Category
 from shardwise.schedule import bubble_share
 from shardwise.schedule.simulate import OpTimes
 from shardwise.train.job_model import JobModel, job_model
-from shardwise.train.setup import check_job, layout_line, sparse_words, wanted_device
+from shardwise.train.setup import check_job, layout_line, precision_line, sparse_words, wanted_device
 from shardwise.verify.few_micro_batches import RankFigures, rank_figures
 from shardwise.verify.simulate import RankJob, check_rank, resolved_for
 
@@ -236,7 +236,7 @@ def _header(run: DryRun) -> Table:
     config, mesh = run.config, run.layout.mesh
     model = f"{run.model.words}{sparse_words(config, run.model.num_heads)}, {run.model.vocab_size:,} tokens"
     grid.add_row("model", Text(model, style="bold"))
-    grid.add_row("layout", f"{layout_line(config, mesh.world_size)}, {config.precision.param}")
+    grid.add_row("layout", f"{layout_line(config, mesh.world_size)}, {precision_line(config.precision)}")
     if run.layout.pipeline is not None:
         grid.add_row("pipeline", _pipeline_line(config, run.layout.pipeline))
     batch = batch_equation(config.batch, mesh.num_data_ranks, mesh.pp > 1)

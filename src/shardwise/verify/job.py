@@ -18,7 +18,7 @@ from typing import Any, Final, Self
 
 from torch import nn
 
-from shardwise.config.resolve import Config, ConfigError, ContextConfig
+from shardwise.config.resolve import Config, ConfigError, ContextConfig, PrecisionConfig
 from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import AXES, MeshShape
 from shardwise.layout.param_groups import find_units
@@ -44,6 +44,10 @@ _MOST_PP: Final = 4
 # Where the product is still too large, these axes shrink in this order: axis, from, to. A mesh in which all five axes
 # are in use fits only without its replicas.
 _SHRINKS: Final = (("tp", 4, 2), ("pp", 4, 3), ("pp", 3, 2), ("dp_replicate", 2, 1))
+
+# What rounds. Of codecs all parameters of the copy are too small to see more than that `precision.gather` stores such
+# parameters whole: the proof would then be one of no sharding.
+_ROUNDS: Final = ("linears", "states", "gather", "reduce", "reduce_feedback")
 
 
 def fold_mesh(mesh: MeshShape, num_kv_heads: int | None = None, most: int = MOST_PROCESSES) -> MeshShape:
@@ -282,8 +286,11 @@ def _small_config(
             "global_size": None,
         },
         "mesh": dict(zip(AXES, folded.sizes, strict=True)),
-        "precision": {"param": "fp64", "linears": "keep"},
-        "zero": {"blocks": _matching(skeleton, resolved.zero.blocks)},
+        "precision": {"param": "fp64", **{key: getattr(PrecisionConfig(), key) for key in _ROUNDS}},
+        "zero": {
+            "blocks": _matching(skeleton, resolved.zero.blocks),
+            "secondary_shard": min(resolved.zero.secondary_shard, 1),  # more are no fewer than the folded ranks
+        },
         "tiers": {"bind_cores": False, "cores": None, "pin_memory": False},
         "attention": {"block": attention.block},
         "tensor": {"overlap_chunks": min(resolved.tensor.overlap_chunks, _MOST_CHUNKS)},

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.copies import apply_copies
 from shardwise.layout.slicing import (
     Chunk,
     LocalTensor,
     Rect,
-    apply_copies,
     flat_range_to_rects,
     fuse,
     intersect,

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.copies import apply_copies
 from harness.refusals import refused
-from shardwise.layout.slicing import LocalTensor, Rect, apply_copies, overlap
+from shardwise.layout.slicing import LocalTensor, Rect, overlap
 from shardwise.layout.tp_sharding import FusedPart, ParamSplit, nearest_legal
 
 

@@ -119,7 +119,7 @@ def test_what_does_not_fit_is_of_the_rank_that_lacks_most() -> None:
     assert (missing.tier, missing.pipeline_rank) == ("device", 1)
     assert missing.missing_bytes == pytest.approx(82 * GIB - 0.94 * 80 * GIB)
     said = why_not(price_of(Strategy(pp=2), memory, compute=1.0), missing, None)
-    assert said.startswith("out of memory by 6.80 GiB on pipeline rank 1: activations 60.0 GiB, logits 12.0 GiB;")
+    assert said.startswith("out of memory by 2.00 GiB on pipeline rank 1: activations 60.0 GiB, logits 12.0 GiB;")
     assert missing_memory(memory, CLUSTER, -0.1) is None
     assert usable_bytes(CLUSTER, 0.5) == 40 * GIB
 
@@ -237,8 +237,8 @@ def test_a_layout_of_your_own_is_set_beside_the_winner(your_s: float, words: str
     yours = price_of(SPLIT, memory_of({"params": 1.0}), compute=your_s)
     assert why_yours(yours, winner, Prices(), 0.06).startswith(words)
     crowded = price_of(SPLIT, memory_of({"params": 79.0}), compute=your_s)
-    # 6 % of 80 GiB is to stay free.
-    assert why_yours(crowded, winner, Prices(), 0.06).startswith("out of memory by 3.8")
+    # It fits, but 6 % of 80 GiB is to stay free.
+    assert why_yours(crowded, winner, Prices(), 0.06).startswith("only 1.00 GiB left, less than is kept free")
 
 
 def test_at_most_four_parts_are_said_and_none_that_is_next_to_nothing() -> None:

@@ -18,6 +18,7 @@ from shardwise.planner.configs import job_of, strategy_of, to_toml
 from shardwise.planner.hardware import Cluster, parse_cluster
 from shardwise.planner.job import ModelShape, PlanJob, Strategy
 from shardwise.planner.plan import plan
+from shardwise.planner.render import job_rows
 from shardwise.planner.step_time import TimeModel
 from shardwise.tensor.plan_layout import plan_layout
 from shardwise.train import job_model
@@ -85,6 +86,7 @@ def test_70b_with_adapters_fits_where_all_weights_do_not() -> None:
     lora = plan("llama-3-70b", EIGHT, settings=[*tiers, "lora.rank=16"], **batch)
     assert not full.choices
     assert lora.choices
+    assert "LoRA of rank 16" in str(dict(job_rows(lora.result.job))["model"])
     assert "[lora]\nrank = 16" in to_toml(lora.best.config())
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from harness.refusals import refused
 from shardwise.config.resolve import Config
 from shardwise.launch.environment import lone_rank
 from shardwise.launch.signals import StopFlag
@@ -179,3 +180,13 @@ def test_a_bug_leaves_its_traceback_in_the_log(train, monkeypatch, capsys, caplo
 def test_a_second_ctrl_c_ends_it_at_once(train, monkeypatch):
     fail_with(monkeypatch, KeyboardInterrupt())
     assert train()[0] == 130
+
+
+def test_fp8_without_its_library_or_a_gpu_is_refused_before_a_run_begins(monkeypatch):
+    config = Config.from_dict({"precision": {"linears": "fp8", "param": "bf16"}, "run": {"device": "cpu"}})
+    monkeypatch.setattr("shardwise.runtime.fp8_linears.find_spec", lambda name: None)
+    with refused("extra-missing", "torchao"):
+        resolve_job(config, world_size=1, num_local_ranks=1)
+    monkeypatch.setattr("shardwise.runtime.fp8_linears.find_spec", lambda name: name)
+    with refused("no-fp8-products", "a CPU"):
+        resolve_job(config, world_size=1, num_local_ranks=1)

@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.refusals import refused
+from shardwise.config.resolve import Config
 from shardwise.layout.mesh_shape import AXES, MeshShape
-from shardwise.verify.job import MOST_PROCESSES, fold_mesh, fold_micro_batches
+from shardwise.verify.job import MOST_PROCESSES, fold_mesh, fold_micro_batches, make_job, small_layout
 
 SIZES = st.integers(1, 64)
 MESHES = st.builds(MeshShape, pp=SIZES, dp_replicate=SIZES, dp_shard=SIZES, tp=SIZES)
@@ -64,3 +65,12 @@ def test_multiples_of_the_ranks_stay_multiples():
     assert fold_micro_batches(63, 8, 4) == 9
     assert fold_micro_batches(62, 8, 4) == 10
     assert fold_micro_batches(1, 1, 1) == 1
+
+
+@pytest.mark.parametrize("gather", ["param", "int8"])
+def test_codecs_do_not_keep_the_copy_whole(gather):
+    values = {"zero": {"stage": 3, "secondary_shard": 3}, "precision": {"gather": gather, "states": "int8"}}
+    job = make_job(Config.from_dict({**values, "mesh": {"dp_shard": 6, "cp": 2}}), 12)
+    assert all(not group.is_replicated and group.num_shards == 4 for group in small_layout(job).groups)
+    assert ("precision.gather int8 -> param" in job.replaced) == (gather == "int8")
+    assert "zero.secondary_shard 3 -> 1" in job.replaced
