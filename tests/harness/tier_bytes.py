@@ -164,7 +164,8 @@ class _Watch(TorchDispatchMode):
 def code_tables() -> list[Tensor]:
     """The tables by which states are encoded and decoded, which a process makes once."""
     cpu = torch.device("cpu")
-    return [make(is_signed, cpu) for make in (codec.code_table, codec.code_values) for is_signed in (True, False)]
+    made = [make(is_signed, cpu) for make in (codec.code_table, codec.code_values) for is_signed in (True, False)]
+    return made + [codec.pair_values(is_signed) for is_signed in (True, False)]
 
 
 def settle(engine: Engine) -> None:

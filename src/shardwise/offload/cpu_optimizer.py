@@ -222,7 +222,7 @@ _MATRIX_RULE: Final = CpuOptimizer(MuonWithAdamW, lambda options: {MOMENTUM: 0.0
 # Elements that one call of a kernel steps: few enough for a core's cache, many enough for the cost of a call to vanish.
 BLOCK_NUMEL: Final = 768 * 1024
 # Where states are decoded, their values in fp32 are to fit the cache, too.
-ENCODED_NUMEL: Final = 128 * 1024
+ENCODED_NUMEL: Final = 256 * 1024
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.refusals import refused
-from shardwise.layout.codec import BLOCK_NUMEL, Codec, codec_of, is_encoded
+from shardwise.layout.codec import BLOCK_NUMEL, Codec, code_values, codec_of, is_encoded
 from shardwise.layout.param_groups import check_blocks
 from shardwise.layout.tp_sharding import FusedPart, ParamSplit
 
@@ -101,3 +102,17 @@ def test_a_tensor_axis_that_cuts_blocks_is_refused() -> None:
     with refused("block-over-tp", "precision.gather=fp8", "mesh.tp=2", "c", "[512, 256]", "256"):
         check_blocks({"c": narrow}, 2, "precision.gather=fp8")
     assert math.prod(narrow.local_shape) % BLOCK_NUMEL == 0, "the size alone does not tell"
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
+@pytest.mark.parametrize(("start", "stop"), [(0, 65536), (0, 511), (256, 1024), (1, 513)])
+def test_two_codes_at_a_time_are_looked_up_as_each_is(name: str, start: int, stop: int) -> None:
+    codec = codec_of(name, "int8")
+    assert codec is not None
+    bytes_of = torch.arange(256, dtype=torch.uint8)
+    codes = bytes_of.repeat(256) + bytes_of.repeat_interleave(256)
+    encoded = codec.empty(stop - start, CPU)
+    assert encoded.scales is not None
+    encoded.scales.fill_(1.0)
+    found = dataclasses.replace(encoded, codes=codes[start:stop]).decode()
+    assert torch.equal(found, code_values(codec.is_signed)[codes[start:stop].long()])
