@@ -29,7 +29,7 @@ from shardwise.runtime.state_shards import FlatState
 from shardwise.runtime.streams import Event
 from shardwise.runtime.torch_private import is_fake
 from shardwise.zero.param_group import ParamGroup
-from shardwise.zero.stored_state import ParamPiece, StoredState
+from shardwise.zero.stored_state import GroupState, ParamPiece
 
 _GRAD: Final = "grad"
 _MASTER: Final = "master"
@@ -73,7 +73,7 @@ class GroupStep:
     dtype: StatesDtype
     has_states_at_once: bool
     errors: CodecErrors
-    states: dict[str, StoredState] = field(default_factory=dict)
+    states: dict[str, GroupState] = field(default_factory=dict)
     _counts: dict[str, StepCounts] = field(default_factory=dict)
     _initial: dict[str, float] = field(default_factory=dict)
 
@@ -85,7 +85,7 @@ class GroupStep:
             self._counts[piece.name] = StepCounts(0.0, self.has_states_at_once and is_trained, is_trained)
             self._initial |= self.rule.tensor_states(options) if options is not None else {}
         for name, value in self._initial.items():
-            self.states[name] = StoredState(name, self.group, self.pieces, self.dtype, self.tiers)
+            self.states[name] = GroupState(name, self.group, self.pieces, self.dtype, self.tiers)
             for piece in self.pieces if value else ():  # new storage has zeros
                 _fill(self.states[name].of_piece(piece), value)
 

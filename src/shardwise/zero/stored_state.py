@@ -123,7 +123,7 @@ class EncodedValues:
             del self._partial[low]
 
 
-class StoredState:
+class GroupState:
     """Stores one state of a group's pieces.
 
     Args:
