@@ -18,6 +18,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd import Variable, forward_ad
 from torch.utils import _pytree as pytree
+from torch.utils import checkpoint as checkpoints
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_in_torch_dispatch_mode
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
@@ -52,6 +53,7 @@ __all__ = [
     "pytree",
     "pytree_node",
     "quiet_fakes",
+    "replaced_checkpoints",
     "returned",
     "set_data",
     "set_unsharded_storage",
@@ -96,6 +98,51 @@ def unseen_by_op_modes(is_real: bool = False) -> Iterator[None]:
     fakes = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     with _disable_current_modes(), nullcontext() if fakes is None or is_real else fakes:
         yield
+
+
+FirstPass = Callable[[Callable[..., Any], Sequence[Any]], AbstractContextManager[Callable[..., Any]]]
+
+
+@contextmanager
+def replaced_checkpoints(first: FirstPass) -> Iterator[None]:
+    """Tell `first` of each function that is checkpointed inside the context, by whatever name code knows the function
+    `torch.utils.checkpoint.checkpoint`: what that calls is replaced here.
+
+    Args:
+        first: is given the function and its arguments; the first pass runs inside its context, which gives the function
+            to call in the backward, or as the first pass where that is inside autograd's own function.
+    """
+    run, kind = checkpoints._checkpoint_without_reentrant_generator, checkpoints.CheckpointFunction
+
+    def watched(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+        if not torch.is_grad_enabled():
+            yield from run(function, *args, **kwargs)
+            return
+        with first(function, (*args, *kwargs.values())) as repeated:
+            passes = run(repeated, *args, **kwargs)
+            next(passes)
+            try:
+                yield
+            except BaseException as error:
+                passes.throw(error)
+                raise
+        yield from passes
+
+    class Reentrant:
+        @staticmethod
+        def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return kind.apply(function, preserve, *args)
+            with first(function, args) as repeated:
+                return kind.apply(repeated, preserve, *args)
+
+    checkpoints._checkpoint_without_reentrant_generator = watched
+    checkpoints.CheckpointFunction = Reentrant  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        checkpoints._checkpoint_without_reentrant_generator = run
+        checkpoints.CheckpointFunction = kind  # type: ignore[misc]
 
 
 def compiler_errors() -> tuple[type[Exception], type[Exception]]:
