@@ -22,8 +22,8 @@ from __future__ import annotations
 import copy
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -77,7 +77,7 @@ class ForwardState:
         self._copies: dict[int, _TensorBefore] = {}  # the newest of each tensor, by its id
         self._num_copied = 0
         self._writes = False
-        self._streams: list[_Stream] = []
+        self._streams: tuple[Stream, ...] = ()
 
     @contextmanager
     def first(self) -> Iterator[PassRecord]:
@@ -85,7 +85,7 @@ class ForwardState:
         is_first = not self._places
         if is_first:
             self._places = list(_places(self.module))
-        streams = _STREAMS if is_first else self._streams
+        streams = STREAMS if is_first else self._streams
         with torch.no_grad(), unseen_by_op_modes():
             record = PassRecord([self._before(place, is_first) for place in self._places], streams)
         token = _UNDER_WAY.set((*_UNDER_WAY.get(), record))
@@ -95,7 +95,7 @@ class ForwardState:
             _UNDER_WAY.reset(token)
         with torch.no_grad(), unseen_by_op_modes():
             self._writes |= record.close()
-        self._streams = [stream for stream in _STREAMS if stream in self._streams or stream in record.streams]
+        self._streams = tuple(each for each in STREAMS if each in self._streams or each in record.streams)
         if is_first:
             self._places = [place for place in self._places if not place.is_rare or id(place) in record.places]
             self._forget_large()
@@ -307,18 +307,31 @@ def _is_equal(one: Tensor, other: Tensor | None) -> bool:
 
 
 @dataclass(frozen=True)
-class _Stream:
-    """A stream of random numbers that code draws from without naming it: of Python or of NumPy."""
+class Stream:
+    """A stream of random numbers that code draws from without naming it: of Python or of NumPy.
+
+    Attributes:
+        get: returns its state.
+        put: sets its state.
+        seed: begins it from a seed.
+        contents: returns what can be compared of a state.
+    """
 
     get: Callable[[], Any]
     put: Callable[[Any], None]
+    seed: Callable[[int], None]
     contents: Callable[[Any], Any]
 
 
-_STREAMS: Final = [
-    _Stream(random.getstate, random.setstate, lambda state: state),
-    _Stream(np.random.get_state, np.random.set_state, lambda state: (state[1].tobytes(), state[2:])),
-]
+STREAMS: Final = (
+    Stream(random.getstate, random.setstate, random.seed, lambda state: state),
+    Stream(
+        np.random.get_state,
+        np.random.set_state,
+        lambda seed: np.random.seed(seed % 2**32),
+        lambda state: (state[1].tobytes(), state[2:]),
+    ),
+)
 
 
 @dataclass(eq=False)
@@ -349,9 +362,7 @@ class _PlaceBefore:
                 is_tensor = isinstance(before, _TensorBefore)
                 self.place.is_silent |= is_tensor and _is_silent(before)
         if len(now) != len(self.values):
-            found.update(
-                {name: _Before(_MISSING) for name in now if _is_state(name) and name not in self.values}
-            )
+            found.update({name: _Before(_MISSING) for name in now if _is_state(name) and name not in self.values})
         return found
 
 
@@ -375,18 +386,23 @@ class PassRecord:
         streams: the streams of random numbers that it may draw from.
     """
 
-    def __init__(self, before: list[_PlaceBefore], streams: list[_Stream]) -> None:
+    def __init__(self, before: list[_PlaceBefore], streams: Sequence[Stream]) -> None:
         self._before = before
         self._changes: list[tuple[dict[str, Any], dict[str, _Before]]] = []
         self.places: set[int] = set()  # ids of those that it has written into
         self.streams = {stream: stream.get() for stream in streams}
         self._generators: dict[torch.Generator, Tensor] = {}
+        self._numbers: dict[str, list[int]] = {}
         self._is_closed = False
 
     def note(self, generator: torch.Generator) -> None:
         """Keep the state of a generator that is about to be drawn from."""
         if generator not in self._generators:
             self._generators[generator] = generator.get_state()
+
+    def keep(self, name: str, number: int) -> None:
+        """Keep a number that the first pass has found for something; the second is to find it again."""
+        self._numbers.setdefault(name, []).append(number)
 
     def close(self) -> bool:
         """End the first pass; return whether it has written anything."""
@@ -402,13 +418,15 @@ class PassRecord:
         self._is_closed = True
         return bool(self._changes)
 
-    def repeating(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function of the first pass, of which every call after that is a second pass."""
+    def repeating(
+        self, function: Callable[..., Any], around: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> Callable[..., Any]:
+        """Return the function of the first pass, of which every call after that is a second pass, inside `around`."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if not self._is_closed:
                 return function(*args, **kwargs)
-            with self.second():
+            with self.second(), around():
                 return function(*args, **kwargs)
 
         setattr(call, _IS_REMEMBERED, True)
@@ -431,6 +449,8 @@ class PassRecord:
             for generator, state in self._generators.items():
                 undo.callback(generator.set_state, generator.get_state())
                 generator.set_state(state)
+            token = _REPEATED.set({name: iter(numbers) for name, numbers in self._numbers.items()})
+            undo.callback(_REPEATED.reset, token)
             yield
 
 
@@ -445,6 +465,18 @@ def _put(attributes: dict[str, Any], values: dict[str, Any]) -> None:
 _UNDER_WAY: Final[ContextVar[tuple[PassRecord, ...]]] = ContextVar("shardwise_first_passes", default=())
 
 
+_REPEATED: Final[ContextVar[dict[str, Iterator[int]]]] = ContextVar("shardwise_second_pass", default={})  # noqa: B039
+
+
+def same_again(name: str, make: Callable[[], int]) -> int:
+    """Return a new number of this name; in a second pass the one that the first pass has got at this place."""
+    found = next(_REPEATED.get().get(name, iter(())), None)
+    number = make() if found is None else found
+    for record in _UNDER_WAY.get():
+        record.keep(name, number)
+    return number
+
+
 def note_generator(generator: torch.Generator) -> None:
     """Say that a forward is about to draw from a generator of its own, which a recomputation must draw from again."""
     for record in _UNDER_WAY.get():
@@ -456,10 +488,11 @@ class CheckpointStates:
 
     Args:
         model: whose forward calls them.
+        around: called at a first pass; returns what opens the context for its second passes.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, around: Callable[[], Callable[[], AbstractContextManager[None]]]) -> None:
+        self._model, self._around = model, around
         self._states: dict[int, ForwardState] = {}  # by id of the first of the modules, which each state keeps
 
     def watching(self) -> AbstractContextManager[None]:
@@ -477,7 +510,7 @@ class CheckpointStates:
         with ExitStack() as stack:
             for module in {id(each): each for each in modules if id(each) not in inner}.values():
                 state = self._states.setdefault(id(module), ForwardState(module))
-                function = stack.enter_context(state.first()).repeating(function)
+                function = stack.enter_context(state.first()).repeating(function, self._around())
             yield function
 
 

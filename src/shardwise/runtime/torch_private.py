@@ -27,6 +27,7 @@ AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 __all__ = [
     "HAS_COMPATIBLE_TYPE",
     "NO_VALUE_ERRORS",
+    "PRIVATE_DRAWS",
     "OpMode",
     "OpOverload",
     "compiler_errors",
@@ -47,6 +48,7 @@ __all__ = [
     "is_plain",
     "is_transformed",
     "named_arguments",
+    "no_torch_functions",
     "on_backward_end",
     "parameter_class",
     "plain_torch_functions",
@@ -246,6 +248,11 @@ def plain_torch_functions() -> AbstractContextManager[None]:
     return torch._C.DisableTorchFunctionSubclass()
 
 
+def no_torch_functions() -> AbstractContextManager[None]:
+    """Run the body without any `__torch_function__`, those of modes too."""
+    return torch._C.DisableTorchFunction()
+
+
 class OpMode(TorchDispatchMode):
     """Is the base of the modes whose `__torch_dispatch__` gets every op of its thread; public torch has no such view.
 
@@ -298,6 +305,9 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
     return skip(call)
 
+
+# Gamma and Dirichlet distributions draw by these; public torch has the distributions alone.
+PRIVATE_DRAWS: Final = (torch._standard_gamma, torch._sample_dirichlet)
 
 # What `Module.to` and the like ask before they give a parameter other data; it reads no values.
 HAS_COMPATIBLE_TYPE: Final = torch._has_compatible_shallow_copy_type
