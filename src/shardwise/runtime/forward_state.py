@@ -400,6 +400,11 @@ class PassRecord:
         if generator not in self._generators:
             self._generators[generator] = generator.get_state()
 
+    def put_back(self) -> None:
+        """Give the generators the states that they had."""
+        for generator, state in self._generators.items():
+            generator.set_state(state)
+
     def keep(self, name: str, number: int) -> None:
         """Keep a number that the first pass has found for something; the second is to find it again."""
         self._numbers.setdefault(name, []).append(number)
@@ -481,6 +486,18 @@ def note_generator(generator: torch.Generator) -> None:
     """Say that a forward is about to draw from a generator of its own, which a recomputation must draw from again."""
     for record in _UNDER_WAY.get():
         record.note(generator)
+
+
+@contextmanager
+def kept_generators() -> Iterator[None]:
+    """Give the generators that forwards inside the context draw from by name the states that they had."""
+    record = PassRecord([], ())
+    token = _UNDER_WAY.set((*_UNDER_WAY.get(), record))
+    try:
+        yield
+    finally:
+        _UNDER_WAY.reset(token)
+        record.put_back()
 
 
 class CheckpointStates:
