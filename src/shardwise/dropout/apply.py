@@ -40,6 +40,7 @@ def key_dropouts(
     must_be_keyed: bool = False,
     compiled: Collection[str] = (),
     shares: str = "",
+    stage_units: Collection[str] = (),
 ) -> list[Undo]:
     """Make a model's dropouts, and all else that draws in its forwards, draw keyed numbers.
 
@@ -56,6 +57,7 @@ def key_dropouts(
             the mode that replaces these would be seen by compiled code, which would be compiled twice.
         shares: what ranks share of a forward, as a key of the config says it; "" where each has its own. There a draw
             that is not seen is an error.
+        stage_units: names of the model's units, where other ranks compute some of them.
 
     Returns:
         functions that undo it; call them in reverse order.
@@ -70,6 +72,7 @@ def key_dropouts(
         checkpoints = CheckpointStates(model, functools.partial(_resumption, on_thread))
         draws.around += (checkpoints.watching, opening)
         undo.append(draws.around.clear)
+    others: dict[str, Any] = {"model": weakref.ref(model), "stage_units": stage_units}
     kinds: dict[type[nn.Module], type[nn.Module]] = {}  # shared, so that blocks of one class share their compiled code
     for name, module in model.named_modules():
         own = type(module)
@@ -80,7 +83,7 @@ def key_dropouts(
         if own not in kinds:
             kinds[own] = _keyed_module(own) if is_plain else _keyed_functions(own)
         module.__dict__[_SITE] = DropoutSite(
-            weakref.ref(module), name, draws, zones.get(name), must_be_keyed, on_thread
+            weakref.ref(module), name, draws, zones.get(name), must_be_keyed, on_thread, **others
         )
         sites.append(module.__dict__[_SITE])
         undo.append(functools.partial(module.__dict__.pop, _SITE, None))
@@ -202,6 +205,8 @@ class DropoutSite:
         is_quiet: a whole training forward of the module dropped nothing by function, so the next ones are spared the
             mode, which costs about a microsecond for each call of torch.
         streams: of Python and NumPy, from which the module draws; None before its first training forward.
+        model: the whole model.
+        stage_units: names of the units, where other ranks compute some of them.
     """
 
     module: weakref.ref[nn.Module]
@@ -213,6 +218,8 @@ class DropoutSite:
     has_dropped: bool = False
     is_quiet: bool = False
     streams: tuple[Stream, ...] | None = None
+    model: Callable[[], nn.Module | None] = lambda: None
+    stage_units: Collection[str] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
@@ -258,6 +265,32 @@ class DropoutSite:
         """Return a context in which torch's generators have the numbers of this call of the site."""
         self.has_dropped = True
         return self.draws.reseeded(self.name)
+
+    def check_generator(self, generator: torch.Generator) -> None:
+        """Make sure that a generator which code draws from by name gives what it gives in one process.
+
+        Raises:
+            ConfigError: the stages of a pipeline would draw from generators that are one generator elsewhere.
+        """
+        root = self.model()
+        if root is None:
+            return
+        unit = next((name for name in self.stage_units if f"{self.name}.".startswith(f"{name}.")), None)
+        is_own = unit is not None and not any(
+            any(each is generator for each in vars(module).values())
+            for name, module in root.named_modules()
+            if not f"{name}.".startswith(f"{unit}.")
+        )
+        is_held = unit is None or any(
+            any(each is generator for each in vars(module).values()) for module in root.get_submodule(unit).modules()
+        )
+        if (unit is not None and not (is_own and is_held)) or self.draws.is_second_pass:
+            raise ConfigError(
+                "generator-over-stages",
+                f"{self.name or 'the model'} draws from a torch.Generator that is no attribute of this unit alone, and "
+                "under mesh.pp each rank has a generator of its own; leave generator= out (run.seed and the step key "
+                "all draws), give each unit its own, or use mesh.dp_shard in place of mesh.pp",
+            )
 
     def count_call(self) -> None:
         """Count a draw of placeholders."""
@@ -444,6 +477,8 @@ class KeyedFunctions(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in SPECIAL:
             return SPECIAL[func](site, func, args, kwargs)
+        if kwargs.get("generator") is not None:
+            site.check_generator(kwargs["generator"])
         return keyed_draw(site, func, args, kwargs) if func in DRAWS else opaque_draw(site, func, args, kwargs)
 
 

@@ -81,6 +81,7 @@ class _Forward:
         sequence: these tokens, or all, and the length; None where it is not known.
         numbers: of the calls of each site, by (site, number that torch's generator drew at the call), or a part's mark.
         num_calls: calls of each site in this pass: a rank with several stages runs the forward once for each.
+        num_passes: how often it has begun.
         num_marks: how many numbers of torch's generator the calls of this pass have drawn.
         is_fake: its tensors are fake; where they are not, fake ones are placeholders of what another stage computes.
     """
@@ -92,10 +93,12 @@ class _Forward:
     numbers: dict[Hashable, int] = field(default_factory=dict)
     num_calls: dict[str, int] = field(default_factory=dict)
     num_marks: int = 0
+    num_passes: int = 0
     is_fake: bool = field(default_factory=in_fake_mode)
 
     def begin_pass(self) -> None:
         """Count calls from 0 again."""
+        self.num_passes += 1
         self.num_calls.clear()
         self.num_marks = 0
 
@@ -152,6 +155,7 @@ class KeyedDraws:
         self._grids: dict[Any, Any] = {}
         self._has_grids: _Forward | None = None
         self._part: _SitePart | None = None
+        self._shapes: dict[Hashable, tuple[int, ...]] = {}  # of draws that have no tokens, where tokens are split
 
     @contextmanager
     def at(
@@ -226,6 +230,11 @@ class KeyedDraws:
         return bool(self._forwards) and torch.initial_seed() in self._forwards
 
     @property
+    def is_second_pass(self) -> bool:
+        """Say whether this rank has run the open forward before, for another stage."""
+        return self._forwards[torch.initial_seed()].num_passes > 1 and not in_backward()
+
+    @property
     def is_simulated(self) -> bool:
         """Say whether all tensors of the open forward are fake."""
         return self._forwards[torch.initial_seed()].is_fake
@@ -287,9 +296,10 @@ class KeyedDraws:
             device: of the tensor.
             zone: this rank's part of the tensors of the module; None where they are whole.
         """
-        key = self._next_key(site)
+        key, place = self._next_key(site), self.place(shape, zone)
+        self._check_shape(site, tuple(shape), zone, place)
         with torch.no_grad(), unseen_by_op_modes():
-            spans = self.place(shape, zone).spans
+            spans = place.spans
             grid: NumberGrid = self._kept(("numbers", spans, device), lambda: number_grid(spans, device))
             draw = _DRAW[kind]
             drawn = draw_bits(grid, key) if draw is None else draw(grid, key, dtype)
@@ -300,6 +310,24 @@ class KeyedDraws:
         forward = self._forwards[torch.initial_seed()]
         tokens = self._part.tokens if self._part is not None else None
         return place_of(shape, zone, forward.samples, forward.sequence, tokens)
+
+    def _check_shape(self, site: str, shape: tuple[int, ...], zone: Zone, place: TensorPlace) -> None:
+        """Refuse a draw whose sizes follow from the tokens that this rank has: as many others as other ranks draw."""
+        forward = self._forwards[torch.initial_seed()]
+        is_split = forward.held is not None or self._part is not None or (zone is not None and zone.dim == 1)
+        if not is_split or place.token_dim is not None or in_backward() or not shape:
+            return
+        if shape[0] in (1, forward.samples.num):
+            return
+        length = None if forward.sequence is None else forward.sequence.length
+        before = self._shapes.setdefault((site, forward.num_calls.get(site), forward.samples.num, length), shape)
+        if before != shape:
+            raise ConfigError(
+                "draw-over-tokens",
+                f"{site or 'the model'} draws for a tensor of shape {shape}, before of {before}: its size follows from "
+                "tokens of which this rank has a part, and which of the drawn numbers are theirs is not known; draw "
+                "one number for each token and choose from them, or set mesh.cp=1 and tensor.sequence_parallel=false",
+            )
 
     def count_call(self, site: str) -> None:
         """Count a draw of placeholders, which has no numbers, as a call of a site: other stages draw them."""

@@ -103,6 +103,8 @@ def place_of(
             break
     if token_dim is not None and sequence is not None:
         spans[token_dim], sizes[token_dim] = tokens, sequence.length
+    elif sequence is not None and zone is not None and zone.dim == 1 and len(shape) < 3:
+        split_dim = None  # it has no tokens, as one number for each sample
     if zone is not None and split_dim is not None and sizes[split_dim] > 1:
         start = zone.index * sizes[split_dim]
         spans[split_dim] = shift(spans[split_dim], start)

@@ -252,10 +252,10 @@ def _alter_modules(
 
 def _shared_forward(config: Config) -> str:
     """Return by which key of the config ranks compute parts of one forward that may draw; "" for none."""
-    if config.mesh.cp > 1:
-        return "mesh.cp"
     if config.mesh.pp > 1:
         return "mesh.pp"
+    if config.mesh.cp > 1:
+        return "mesh.cp"
     return "tensor.sequence_parallel" if config.mesh.tp > 1 and config.tensor.sequence_parallel else ""
 
 
