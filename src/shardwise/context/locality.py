@@ -4,7 +4,8 @@ A copy of the model runs on the CPU. Its parameters are replaced by numbers that
 by a function of one token alone. It runs once with all tokens of a short sequence, and once with each half of them, as
 ranks would have them. Where a half's outputs are not those of the whole, another operation reads several tokens, such
 as a convolution, a shift, a sum, or a frequency that follows from the longest position. The module that does so is
-found by its inputs and outputs.
+found by its inputs and outputs. In training mode it runs once more, because code that runs in training alone may read
+other tokens too, such as noise that is scaled by their number; what it draws is keyed by the tokens' places.
 """
 
 from __future__ import annotations
@@ -12,13 +13,17 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.config.resolve import ConfigError
+from shardwise.context.batch import main_input
+from shardwise.dropout import KeyedDraws, key_dropouts
 from shardwise.runtime.float64 import float64_throughout
+from shardwise.runtime.forward_state import kept_generators
 from shardwise.runtime.module_hooks import watch_calls
 from shardwise.runtime.torch_private import pytree
 
@@ -28,6 +33,7 @@ _TOLERANCE: Final = 1e-8  # of the largest
 NO_CONTEXT: Final = "use mesh.dp_shard with zero.stage=3 in place of mesh.cp"
 
 Inputs = Mapping[str, Any]
+_Record = tuple[str, list[Tensor], list[Tensor]]
 
 
 def attend_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -66,7 +72,7 @@ def copy_for_proof(model: nn.Module) -> nn.Module | None:
 
 
 def check_tokens_apart(copied: nn.Module, attempts: Sequence[Sequence[Inputs]]) -> None:
-    """Check that a model's outputs for each half of a sequence are those for all of it.
+    """Check that a model's outputs for each half of a sequence are those for all of it, in training too.
 
     Args:
         copied: by `copy_for_proof`, with `attend_alone` for its attention.
@@ -75,19 +81,41 @@ def check_tokens_apart(copied: nn.Module, attempts: Sequence[Sequence[Inputs]]) 
     Raises:
         ConfigError: the outputs differ.
     """
-    for number, inputs in enumerate(attempts):
-        try:
-            with torch.no_grad(), float64_throughout():
-                runs = [_run(copied, each) for each in inputs]
-            break
-        except ConfigError as error:
-            raise ConfigError(
-                error.code, f"mesh.cp is not for {type(copied).__name__}: {error}; or {NO_CONTEXT}"
-            ) from error
-        except Exception as error:
-            if number == len(attempts) - 1:
-                warn_unproved(copied, error)
-                return
+    runs = _runs(copied, attempts, is_training=False)
+    if runs:
+        _compare(copied, runs, "")
+    if runs := _runs(copied, attempts, is_training=True):
+        _compare(copied, runs, " in training")
+
+
+def _runs(copied: nn.Module, attempts: Sequence[Sequence[Inputs]], is_training: bool) -> list[list[_Record]]:
+    """Return what a model computes of all tokens and of each half; nothing where it does not run."""
+    draws = KeyedDraws(0, cp=2)
+    before = [(module, module.training) for module in copied.modules()]
+    undo = key_dropouts(copied.train(), draws, shares="mesh.cp") if is_training else []
+    try:
+        for number, inputs in enumerate(attempts):
+            try:
+                with torch.no_grad(), float64_throughout():
+                    return [
+                        _run(copied, each, draws if is_training else None, part) for part, each in enumerate(inputs)
+                    ]
+            except ConfigError as error:
+                raise ConfigError(
+                    error.code, f"mesh.cp is not for {type(copied).__name__}: {error}; or {NO_CONTEXT}"
+                ) from error
+            except Exception as error:
+                if number == len(attempts) - 1:
+                    warn_unproved(copied, error)
+        return []
+    finally:
+        for each in reversed(undo):
+            each()
+        for module, training in before:
+            module.training = training
+
+
+def _compare(copied: nn.Module, runs: Sequence[Sequence[_Record]], when: str) -> None:
     if all(map(_is_like, *(_floats(run[-1][2]) for run in runs))):
         return
     culprits = (
@@ -99,7 +127,7 @@ def check_tokens_apart(copied: nn.Module, attempts: Sequence[Sequence[Inputs]]) 
     raise ConfigError(
         "cp-tokens-apart",
         f"mesh.cp splits sequences, and {next(culprits, '') or 'the forward'} of {type(copied).__name__} computes "
-        f"tokens from others of their sequence beside attention; {NO_CONTEXT}",
+        f"tokens{when} from others of their sequence beside attention, or from their number; {NO_CONTEXT}",
     )
 
 
@@ -113,20 +141,34 @@ def warn_unproved(model: nn.Module, error: Exception) -> None:
     )
 
 
-_Record = tuple[str, list[Tensor], list[Tensor]]
+def _run(model: nn.Module, inputs: Inputs, draws: KeyedDraws | None, part: int) -> list[_Record]:
+    """Return the inputs and outputs of each module, in the order in which their forwards end.
 
-
-def _run(model: nn.Module, inputs: Inputs) -> list[_Record]:
-    """Return the inputs and outputs of each module, in the order in which their forwards end."""
+    Args:
+        model: the copy.
+        inputs: its arguments.
+        draws: what it draws; None in evaluation.
+        part: 0 for all tokens, 1 and 2 for the halves.
+    """
     records: list[_Record] = []
     under_way: list[tuple[str, list[Tensor]]] = []
-    with watch_calls(
-        model,
-        lambda name, _, args, kwargs: under_way.append((name, _floats((args, kwargs)))),
-        lambda output: records.append((*under_way.pop(), _floats(output))),
+    with (
+        watch_calls(
+            model,
+            lambda name, _, args, kwargs: under_way.append((name, _floats((args, kwargs)))),
+            lambda output: records.append((*under_way.pop(), _floats(output))),
+        ),
+        nullcontext() if draws is None else _numbers_of(draws, inputs, part),
+        kept_generators(),
     ):
         model(**inputs)
     return records
+
+
+def _numbers_of(draws: KeyedDraws, inputs: Inputs, part: int) -> AbstractContextManager[None]:
+    num = main_input(inputs).shape[1]
+    held = None if part == 0 else (((part - 1) * num, part * num),)
+    return draws.at(0, 0, 0, 1, held, num)
 
 
 def _floats(value: Any) -> list[Tensor]:

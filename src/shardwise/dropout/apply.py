@@ -10,7 +10,8 @@ import functools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
@@ -22,7 +23,11 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from shardwise.config.resolve import ConfigError
 from shardwise.dropout.draws import KeyedDraws
 from shardwise.dropout.hash_rng import Hashes, HashGrid, Samples, ShardRegion, grid_of, keyed_hashes
+from shardwise.dropout.numbers import TensorPlace
+from shardwise.dropout.torch_draws import DRAWS, SPECIAL, is_opaque, keyed_draw, opaque_draw, with_own_body
 from shardwise.runtime.class_swap import swap_class
+from shardwise.runtime.forward_state import STREAMS, CheckpointStates, Stream
+from shardwise.runtime.torch_private import is_fake
 
 Undo = Callable[[], Any]
 
@@ -34,8 +39,10 @@ def key_dropouts(
     *,
     must_be_keyed: bool = False,
     compiled: Collection[str] = (),
+    shares: str = "",
+    stage_units: Collection[str] = (),
 ) -> list[Undo]:
-    """Make a model's dropouts draw keyed numbers.
+    """Make a model's dropouts, and all else that draws in its forwards, draw keyed numbers.
 
     Call it before forwards are wrapped for recomputation or compilation: the keyed forward belongs inside the wrapper.
 
@@ -48,6 +55,9 @@ def key_dropouts(
             own dropouts would differ between them.
         compiled: names of the modules that will be compiled. Those around them keep torch's dropouts by function too:
             the mode that replaces these would be seen by compiled code, which would be compiled twice.
+        shares: what ranks share of a forward, as a key of the config says it; "" where each has its own. There a draw
+            that is not seen is an error.
+        stage_units: names of the model's units, where other ranks compute some of them.
 
     Returns:
         functions that undo it; call them in reverse order.
@@ -55,6 +65,14 @@ def key_dropouts(
     zones = zones or {}
     undo: list[Undo] = []
     on_thread = _OnThread()
+    outside = DropoutSite(weakref.ref(model), _OUTSIDE, draws, None, False, on_thread)
+    sites = [outside]
+    if not compiled:
+        opening = functools.partial(_outside_modules, sites, shares)
+        checkpoints = CheckpointStates(model, functools.partial(_resumption, on_thread))
+        draws.around += (checkpoints.watching, opening)
+        undo.append(draws.around.clear)
+    others: dict[str, Any] = {"model": weakref.ref(model), "stage_units": stage_units}
     kinds: dict[type[nn.Module], type[nn.Module]] = {}  # shared, so that blocks of one class share their compiled code
     for name, module in model.named_modules():
         own = type(module)
@@ -65,8 +83,9 @@ def key_dropouts(
         if own not in kinds:
             kinds[own] = _keyed_module(own) if is_plain else _keyed_functions(own)
         module.__dict__[_SITE] = DropoutSite(
-            weakref.ref(module), name, draws, zones.get(name), must_be_keyed, on_thread
+            weakref.ref(module), name, draws, zones.get(name), must_be_keyed, on_thread, **others
         )
+        sites.append(module.__dict__[_SITE])
         undo.append(functools.partial(module.__dict__.pop, _SITE, None))
         undo.append(swap_class(module, kinds[own]))
     return undo
@@ -77,13 +96,97 @@ def _is_around(name: str, other: str) -> bool:
 
 
 def may_drop_by_function(module: nn.Module) -> bool:
-    """Say whether a module's forward may call a dropout by function.
+    """Say whether a module's forward may call a dropout by function, or draw otherwise.
 
-    Any may but torch's own, which call modules, and layers that only multiply.
+    Any may but most of torch's own, which call modules, and layers that only multiply.
     """
     kind = type(module)
     is_torchs = kind.__module__.startswith("torch.") or isinstance(module, nn.Linear | nn.Embedding)
-    return not is_torchs and kind.forward is not nn.Module.forward
+    return isinstance(module, _DRAWING) or (not is_torchs and kind.forward is not nn.Module.forward)
+
+
+_DRAWING: Final = (
+    nn.modules.dropout._DropoutNd,
+    nn.RReLU,
+    nn.MultiheadAttention,
+    nn.RNNBase,
+    nn.FractionalMaxPool2d,
+    nn.FractionalMaxPool3d,
+)
+_OUTSIDE: Final = "(outside modules)"
+
+
+@contextmanager
+def _outside_modules(sites: Sequence[DropoutSite], shares: str) -> Iterator[None]:
+    """Key what code around the model's forward draws inside the context: hooks of the model, and the loss.
+
+    Args:
+        sites: of the model; the first is that of such code.
+        shares: see `key_dropouts`.
+
+    Raises:
+        ConfigError: something has drawn unseen.
+    """
+    outside, on_thread = sites[0], sites[0].on_thread
+    was_quiet = any(site.is_quiet for site in sites)
+    if on_thread.mode is not None:  # a forward inside a forward
+        yield
+        return
+    if outside.is_quiet:
+        yield
+    else:
+        on_thread.mode = KeyedFunctions(outside)
+        try:
+            with on_thread.mode, outside.own_streams():
+                yield
+        finally:
+            on_thread.mode = None
+        outside.is_quiet = not outside.has_dropped
+    if was_quiet and outside.draws.drew_unseen():
+        for site in sites:
+            site.is_quiet = False
+        if shares:
+            raise ConfigError(
+                "draw-began-late",
+                f"the forward of {type(outside.module()).__name__} has drawn random numbers in a module that drew none "
+                f"in its first training forward, so ranks of {shares} drew what they do not share; draw in each "
+                "forward, if only to drop the numbers",
+            )
+
+
+def _resumption(on_thread: _OnThread) -> Callable[[], AbstractContextManager[None]]:
+    """Return what opens the site that is drawn for now again, in the second pass of code that is no module's."""
+    site = None if on_thread.mode is None else on_thread.mode.site
+    return nullcontext if site is None else functools.partial(_resumed, site)
+
+
+@contextmanager
+def _drawing_for(site: DropoutSite | None, on_thread: _OnThread) -> Iterator[None]:
+    """Let the mode that the thread is in, if any, draw for another site inside the context; None drops as torch."""
+    mode = on_thread.mode
+    if mode is None:
+        yield
+        return
+    outer, mode.site = mode.site, site
+    try:
+        yield
+    finally:
+        mode.site = outer
+
+
+@contextmanager
+def _resumed(site: DropoutSite) -> Iterator[None]:
+    on_thread = site.on_thread
+    if on_thread.mode is not None:
+        with _drawing_for(site, on_thread):
+            yield
+        return
+    on_thread.mode = KeyedFunctions(site)
+    try:
+        with on_thread.mode:
+            yield
+    finally:
+        on_thread.mode = None
 
 
 @dataclass(eq=False)
@@ -98,9 +201,12 @@ class DropoutSite:
         zone: this rank's part of its tensors; None where they are whole.
         must_be_keyed: see `key_dropouts`.
         on_thread: the mode in which dropouts by function are replaced, common to a model's sites.
-        has_dropped: a dropout of a rate above 0 was called.
+        has_dropped: a dropout of a rate above 0 was called, or another function that draws.
         is_quiet: a whole training forward of the module dropped nothing by function, so the next ones are spared the
             mode, which costs about a microsecond for each call of torch.
+        streams: of Python and NumPy, from which the module draws; None before its first training forward.
+        model: the whole model.
+        stage_units: names of the units, where other ranks compute some of them.
     """
 
     module: weakref.ref[nn.Module]
@@ -111,6 +217,9 @@ class DropoutSite:
     on_thread: _OnThread
     has_dropped: bool = False
     is_quiet: bool = False
+    streams: tuple[Stream, ...] | None = None
+    model: Callable[[], nn.Module | None] = lambda: None
+    stage_units: Collection[str] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
@@ -142,6 +251,79 @@ class DropoutSite:
         self._check_is_open()
         return self.draws.hashes(self.name, shape, self.zone, device, first_row)
 
+    def numbers(self, kind: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Draw numbers for a tensor; see `KeyedDraws.numbers`."""
+        self.has_dropped = True
+        return self.draws.numbers(self.name, kind, shape, dtype, device, self.zone)
+
+    def place(self, shape: Sequence[int]) -> TensorPlace:
+        """Return where a tensor that the module draws lies in the unsplit one."""
+        self.has_dropped = True
+        return self.draws.place(shape, self.zone)
+
+    def reseeded(self) -> AbstractContextManager[None]:
+        """Return a context in which torch's generators have the numbers of this call of the site."""
+        self.has_dropped = True
+        return self.draws.reseeded(self.name)
+
+    def check_generator(self, generator: torch.Generator) -> None:
+        """Make sure that a generator which code draws from by name gives what it gives in one process.
+
+        Raises:
+            ConfigError: the stages of a pipeline would draw from generators that are one generator elsewhere.
+        """
+        root = self.model()
+        if root is None:
+            return
+        unit = next((name for name in self.stage_units if f"{self.name}.".startswith(f"{name}.")), None)
+        is_own = unit is not None and not any(
+            any(each is generator for each in vars(module).values())
+            for name, module in root.named_modules()
+            if not f"{name}.".startswith(f"{unit}.")
+        )
+        is_held = unit is None or any(
+            any(each is generator for each in vars(module).values()) for module in root.get_submodule(unit).modules()
+        )
+        if (unit is not None and not (is_own and is_held)) or self.draws.is_second_pass:
+            raise ConfigError(
+                "generator-over-stages",
+                f"{self.name or 'the model'} draws from a torch.Generator that is no attribute of this unit alone, and "
+                "under mesh.pp each rank has a generator of its own; leave generator= out (run.seed and the step key "
+                "all draws), give each unit its own, or use mesh.dp_shard in place of mesh.pp",
+            )
+
+    def count_call(self) -> None:
+        """Count a draw of placeholders."""
+        self.has_dropped = True
+        self.draws.count_call(self.name)
+
+    @contextmanager
+    def own_streams(self) -> Iterator[None]:
+        """Let the module draw from Python's and NumPy's streams what it draws in every layout; others go on after it.
+
+        Its first forward shows from which it draws.
+        """
+        watched = STREAMS if self.streams is None else self.streams
+        if not watched or not self.draws.is_open:
+            yield
+            return
+        before = [stream.get() for stream in watched]
+        seed = self.draws.stream_seed(self.name)
+        for stream in watched:
+            stream.seed(seed)
+        begun = [stream.contents(stream.get()) for stream in watched] if self.streams is None else []
+        try:
+            yield
+        finally:
+            if self.streams is None:
+                self.streams = tuple(
+                    stream
+                    for stream, state in zip(watched, begun, strict=True)
+                    if stream.contents(stream.get()) != state
+                )
+            for stream, state in zip(watched, before, strict=True):
+                stream.put(state)
+
     def _check_is_open(self) -> None:
         if not self.draws.is_open:
             raise ConfigError(
@@ -168,10 +350,12 @@ def _keyed_module(own: type[nn.Module]) -> type[nn.Module]:
 
     @functools.wraps(own.forward)
     def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002
-        if torch.compiler.is_compiling() or (site := _open_site(self)) is None:
+        if not torch.compiler.is_compiling() and (site := _open_site(self)) is not None:
+            return site.drop(input, self.p, self.inplace)
+        is_site = not torch.compiler.is_compiling() and _SITE in self.__dict__
+        with _drawing_for(None, self.__dict__[_SITE].on_thread) if is_site else nullcontext():
             result: Tensor = own.forward(self, input)
-            return result
-        return site.drop(input, self.p, self.inplace)
+        return result
 
     return _subclass(own, forward)
 
@@ -184,24 +368,17 @@ def _keyed_functions(own: type[nn.Module]) -> type[nn.Module]:
         if torch.compiler.is_compiling() or _SITE not in self.__dict__:
             return own.forward(self, *args, **kwargs)
         site, on_thread = _open_site(self), self.__dict__[_SITE].on_thread
+        has_streams = site is not None and site.streams != ()
         if on_thread.mode is not None:  # nested modes would double the cost of torch's calls
-            outer, on_thread.mode.site = on_thread.mode.site, site
-            try:
+            with _drawing_for(site, on_thread), site.own_streams() if has_streams and site else nullcontext():
                 result = own.forward(self, *args, **kwargs)
-            finally:
-                on_thread.mode.site = outer
-        elif site is None or site.is_quiet:
+        elif site is None or (site.is_quiet and not has_streams):
             return own.forward(self, *args, **kwargs)
         else:
             on_thread.mode = KeyedFunctions(site)
             try:
-                with on_thread.mode:
+                with on_thread.mode, site.own_streams():
                     result = own.forward(self, *args, **kwargs)
-            except Exception:
-                raise
-            except BaseException:  # a stage of a pipeline ends so: what follows never runs on this rank
-                site.is_quiet = not site.has_dropped
-                raise
             finally:
                 on_thread.mode = None
         if site is not None:
@@ -275,9 +452,34 @@ class KeyedFunctions(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self.site is not None and func in _REPLACED and not self.site.draws.has_placeholders:
-            return _REPLACED[func](self.site, func, *args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        site, given = self.site, kwargs or {}
+        if torch.compiler.is_compiling():  # the compiler traces this method too
+            return func(*args, **given)
+        if site is None or site.draws.has_placeholders:
+            return func(*args, **given)
+        if func in _REPLACED:
+            return _REPLACED[func](site, func, *args, **given)
+        if func in DRAWS or func in SPECIAL or is_opaque(func, args, given):
+            return self._draw(site, func, args, given) if site.draws.is_open else func(*args, **given)
+        own_body = with_own_body(func)
+        if own_body is None:
+            return func(*args, **given)
+        with self:
+            return own_body(*args, **given)
+
+    def _draw(self, site: DropoutSite, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        device = kwargs.get("device")
+        if any(is_fake(each) or each.is_meta for each in args if isinstance(each, Tensor)) or (
+            device is not None and torch.device(device).type == "meta"
+        ):  # of what another stage computes
+            if not site.draws.is_simulated:
+                site.count_call()
+            return func(*args, **kwargs)
+        if func in SPECIAL:
+            return SPECIAL[func](site, func, args, kwargs)
+        if kwargs.get("generator") is not None:
+            site.check_generator(kwargs["generator"])
+        return keyed_draw(site, func, args, kwargs) if func in DRAWS else opaque_draw(site, func, args, kwargs)
 
 
 def _dropout(

@@ -2,19 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from shardwise.config.resolve import ConfigError
-from shardwise.dropout.hash_rng import Hashes, HashGrid, Samples, ShardRegion, Tokens, grid_of, keyed_hashes, keyed_mask
-from shardwise.layout.token_ranges import Runs
+from shardwise.dropout.hash_rng import (
+    Hashes,
+    HashGrid,
+    Samples,
+    ShardRegion,
+    Tokens,
+    grid_of,
+    hash_grid,
+    keyed_hashes,
+    keyed_mask,
+)
+from shardwise.dropout.numbers import (
+    NumberGrid,
+    SequencePart,
+    TensorPlace,
+    draw_bits,
+    draw_exponential,
+    draw_normal,
+    draw_uniform,
+    number_grid,
+    place_of,
+)
+from shardwise.layout.token_ranges import Runs, count_tokens
+from shardwise.runtime.forward_state import same_again
 from shardwise.runtime.keyed_rng import derive_seed, seeded
-from shardwise.runtime.torch_private import in_fake_mode, unseen_by_op_modes
+from shardwise.runtime.torch_private import in_backward, in_fake_mode, no_torch_functions, unseen_by_op_modes
+
+Opening = Callable[[], AbstractContextManager[Any]]
+
+
+Zone = ShardRegion | None
+_DRAW: Final[dict[str, Callable[[NumberGrid, int, torch.dtype], Tensor] | None]] = {
+    "bits": None,
+    "uniform": draw_uniform,
+    "normal": draw_normal,
+    "exponential": draw_exponential,
+}
 
 
 @dataclass(eq=False)
@@ -45,30 +78,55 @@ class _Forward:
         step: in which it runs.
         samples: that it computes.
         held: the tokens of each sample's sequence that it computes; None for all.
+        sequence: these tokens, or all, and the length; None where it is not known.
         numbers: of the calls of each site, by (site, number that torch's generator drew at the call), or a part's mark.
-        num_calls: calls of each site.
+        num_calls: calls of each site in this pass: a rank with several stages runs the forward once for each.
+        num_passes: how often it has begun.
+        num_marks: how many numbers of torch's generator the calls of this pass have drawn.
         is_fake: its tensors are fake; where they are not, fake ones are placeholders of what another stage computes.
     """
 
     step: int
     samples: Samples
     held: Runs | None = None
+    sequence: SequencePart | None = None
     numbers: dict[Hashable, int] = field(default_factory=dict)
     num_calls: dict[str, int] = field(default_factory=dict)
+    num_marks: int = 0
+    num_passes: int = 0
     is_fake: bool = field(default_factory=in_fake_mode)
+
+    def begin_pass(self) -> None:
+        """Count calls from 0 again."""
+        self.num_passes += 1
+        self.num_calls.clear()
+        self.num_marks = 0
 
     def number(self, site: str, part: _SitePart | None) -> int:
         """Return the number of this call of a site: the same in the forward, its recomputation and every part."""
-        mark = (site, _draw_mark()) if part is None else part.mark_of(site)
-        if mark not in self.numbers:
-            self.numbers[mark] = self.num_calls.get(site, 0)
-            self.num_calls[site] = self.numbers[mark] + 1
-        return self.numbers[mark]
+        if part is None:
+            mark: Hashable = (site, _draw_mark())
+            self.num_marks += 1
+        else:
+            mark = part.mark_of(site)
+        known = self.numbers.get(mark)
+        if known is not None and (part is not None or in_backward()):
+            if known < 0:
+                raise ConfigError(
+                    "draw-ambiguous",
+                    f"{site or 'the model'} draws in code that is recomputed, and two stages of this rank draw other "
+                    "numbers before it; checkpoint a unit of the pipeline instead, or set pipeline.virtual_stages=1",
+                )
+            return known
+        number = self.num_calls.get(site, 0)
+        self.num_calls[site] = number + 1
+        self.numbers[mark] = number if known in (None, number) else -1
+        return number
 
 
 def _draw_mark() -> int:
     # A checkpoint restores the CPU's generator, so a recomputation draws here the number that its forward drew.
-    with unseen_by_op_modes(is_real=True):
+    with unseen_by_op_modes(is_real=True), no_torch_functions():
         return int(torch.randint(2**62, (), device="cpu").item())
 
 
@@ -81,20 +139,33 @@ class KeyedDraws:
     Args:
         seed: of the run.
         device: of the model; its generator is seeded together with the CPU's.
+        cp: ranks that share a sequence.
+        watching: opens what is around each forward of the run, as what watches checkpoints; None for nothing.
     """
 
-    def __init__(self, seed: int, device: torch.device | str = "cpu") -> None:
-        self._seed = seed
+    def __init__(
+        self, seed: int, device: torch.device | str = "cpu", cp: int = 1, watching: Opening | None = None
+    ) -> None:
+        self._seed, self._cp = seed, cp
+        # Entered inside `at`, in this order; `key_dropouts` adds what replaces torch's draws.
+        self.around: list[Opening] = [] if watching is None else [watching]
         self._device = torch.device(device)
         self._forwards: dict[int, _Forward] = {}
         # Sites of one shape share their grids; those of one forward at a time are kept.
-        self._grids: dict[Any, HashGrid] = {}
+        self._grids: dict[Any, Any] = {}
         self._has_grids: _Forward | None = None
         self._part: _SitePart | None = None
+        self._shapes: dict[Hashable, tuple[int, ...]] = {}  # of draws that have no tokens, where tokens are split
 
     @contextmanager
     def at(
-        self, step: int, micro_batch: int, first_sample: int, num_samples: int, held: Runs | None = None
+        self,
+        step: int,
+        micro_batch: int,
+        first_sample: int,
+        num_samples: int,
+        held: Runs | None = None,
+        length: int | None = None,
     ) -> Iterator[None]:
         """Let a forward inside the context draw keyed numbers; torch's generators are restored when it ends.
 
@@ -105,13 +176,20 @@ class KeyedDraws:
             num_samples: of this forward. Where a tensor's first dim is a multiple n of it, each sample has n rows.
             held: the tokens of each sample's sequence that this forward computes; None for all. A tensor of 3 or more
                 dims whose dim 1 has that size gets the mask of these tokens in the whole sequence.
+            length: of the sequence where `held` is None; None where it is not known.
         """
         seed = derive_seed(self._seed, "forward", step, micro_batch, first_sample, num_samples)
         is_new = seed not in self._forwards
         # A repeated forward draws the same numbers, and recomputations of both find their calls.
-        self._forwards.setdefault(seed, _Forward(step, Samples(first_sample, num_samples), held))
+        sequence = None if length is None else SequencePart(((0, length),), length)
+        if held is not None:
+            sequence = SequencePart(held, count_tokens(held) * self._cp)
+        forward = _Forward(step, Samples(first_sample, num_samples), held, sequence)
+        self._forwards.setdefault(seed, forward).begin_pass()
         try:
-            with seeded(seed, self._device):
+            with seeded(seed, self._device), ExitStack() as stack:
+                for opening in self.around:
+                    stack.enter_context(opening())
                 yield
         finally:
             if is_new and not torch.is_grad_enabled():  # nothing will recompute it
@@ -119,7 +197,10 @@ class KeyedDraws:
 
     def mark(self) -> int:
         """Draw the mark for `on_tokens` that the parts of a sequence share, where a module is called part by part."""
-        return _draw_mark() if self.is_open else 0
+        if not self.is_open:
+            return 0
+        self._forwards[torch.initial_seed()].num_marks += 1
+        return _draw_mark()
 
     @contextmanager
     def on_tokens(self, tokens: Tokens, mark: int) -> Iterator[None]:
@@ -149,6 +230,16 @@ class KeyedDraws:
         return bool(self._forwards) and torch.initial_seed() in self._forwards
 
     @property
+    def is_second_pass(self) -> bool:
+        """Say whether this rank has run the open forward before, for another stage."""
+        return self._forwards[torch.initial_seed()].num_passes > 1 and not in_backward()
+
+    @property
+    def is_simulated(self) -> bool:
+        """Say whether all tensors of the open forward are fake."""
+        return self._forwards[torch.initial_seed()].is_fake
+
+    @property
     def has_placeholders(self) -> bool:
         """Say whether tensors are placeholders now, which draw nothing, though a forward is open."""
         forward = self._forwards.get(torch.initial_seed())
@@ -168,8 +259,12 @@ class KeyedDraws:
             bools of the shape.
         """
         key = self._next_key(site)
-        held = self._forwards[torch.initial_seed()].held
-        return keyed_mask(self._grid(shape, zone, device, held=held), key, p).view(shape)
+        forward = self._forwards[torch.initial_seed()]
+        if len(shape) <= 2 and forward.sequence is not None and (place := self.place(shape, zone)).token_dim == 0:
+            grid = self._kept(("tokens", place.spans, device), lambda: hash_grid(place.spans, device))
+        else:
+            grid = self._grid(shape, zone, device, held=forward.held)
+        return keyed_mask(grid, key, p).view(shape)
 
     def hashes(
         self, site: str, shape: Sequence[int], zone: ShardRegion | None, device: torch.device, first_row: int = 0
@@ -188,9 +283,98 @@ class KeyedDraws:
         key = self._next_key(site)
         return keyed_hashes(self._grid(shape, zone, device, first_row), key)
 
+    def numbers(
+        self, site: str, kind: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device, zone: Zone
+    ) -> Tensor:
+        """Draw numbers other than a dropout's mask for a tensor of the open forward; each call draws new ones.
+
+        Args:
+            site: the name of the module that draws.
+            kind: "bits", "uniform", "normal" or "exponential".
+            shape: of the tensor.
+            dtype: of the numbers; for "bits" int64.
+            device: of the tensor.
+            zone: this rank's part of the tensors of the module; None where they are whole.
+        """
+        key, place = self._next_key(site), self.place(shape, zone)
+        self._check_shape(site, tuple(shape), zone, place)
+        with torch.no_grad(), unseen_by_op_modes():
+            spans = place.spans
+            grid: NumberGrid = self._kept(("numbers", spans, device), lambda: number_grid(spans, device))
+            draw = _DRAW[kind]
+            drawn = draw_bits(grid, key) if draw is None else draw(grid, key, dtype)
+            return drawn.view(tuple(shape))
+
+    def place(self, shape: Sequence[int], zone: Zone) -> TensorPlace:
+        """Return where a tensor that the open forward draws lies in the unsplit one."""
+        forward = self._forwards[torch.initial_seed()]
+        tokens = self._part.tokens if self._part is not None else None
+        return place_of(shape, zone, forward.samples, forward.sequence, tokens)
+
+    def _check_shape(self, site: str, shape: tuple[int, ...], zone: Zone, place: TensorPlace) -> None:
+        """Refuse a draw whose sizes follow from the tokens that this rank has: as many others as other ranks draw."""
+        forward = self._forwards[torch.initial_seed()]
+        is_split = forward.held is not None or self._part is not None or (zone is not None and zone.dim == 1)
+        if not is_split or place.token_dim is not None or in_backward() or not shape:
+            return
+        if shape[0] in (1, forward.samples.num):
+            return
+        length = None if forward.sequence is None else forward.sequence.length
+        before = self._shapes.setdefault((site, forward.num_calls.get(site), forward.samples.num, length), shape)
+        if before != shape:
+            raise ConfigError(
+                "draw-over-tokens",
+                f"{site or 'the model'} draws for a tensor of shape {shape}, before of {before}: its size follows from "
+                "tokens of which this rank has a part, and which of the drawn numbers are theirs is not known; draw "
+                "one number for each token and choose from them, or set mesh.cp=1 and tensor.sequence_parallel=false",
+            )
+
+    def count_call(self, site: str) -> None:
+        """Count a draw of placeholders, which has no numbers, as a call of a site: other stages draw them."""
+        self._next_key(site)
+
+    def reseeded(self, site: str, device: torch.device | None = None) -> AbstractContextManager[None]:
+        """Return a context in which torch's generators begin from this call of a site, in the open forward."""
+        samples = self._forwards[torch.initial_seed()].samples
+        return seeded(derive_seed(self._next_key(site), samples.first, samples.num), device or self._device)
+
+    def stream_seed(self, site: str) -> int:
+        """Return the seed of Python's and NumPy's numbers in a call of a site's module, in the open forward."""
+        forward = self._forwards[torch.initial_seed()]
+        name = f"{site} (streams)"
+
+        def count() -> int:
+            number = forward.num_calls[name] = forward.num_calls.get(name, 0) + 1
+            return number
+
+        number, samples = same_again(name, count), forward.samples
+        return derive_seed(self._seed, "streams", forward.step, site, number, samples.first, samples.num)
+
+    def drew_unseen(self) -> bool:
+        """Say whether torch's generator of the CPU has given other numbers in this pass than those of the calls."""
+        seed = torch.initial_seed()
+        forward = self._forwards.get(seed)
+        if forward is None or in_fake_mode():
+            return forward is None
+        expected = torch.Generator().manual_seed(seed)
+        with no_torch_functions():
+            torch.randint(2**62, (forward.num_marks,), generator=expected)
+        return not torch.equal(expected.get_state(), torch.default_generator.get_state())
+
     def _next_key(self, site: str) -> int:
         forward = self._forwards[torch.initial_seed()]
         return derive_seed(self._seed, "dropout", forward.step, site, forward.number(site, self._part))
+
+    def _kept(self, place: Hashable, make: Callable[[], Any]) -> Any:
+        """Return the grid of tensors of one place, which is made once in a forward."""
+        forward = self._forwards[torch.initial_seed()]
+        if self._has_grids is not forward:
+            self._grids.clear()
+            self._has_grids = forward
+        if place not in self._grids:
+            with unseen_by_op_modes():
+                self._grids[place] = make()
+        return self._grids[place]
 
     def _grid(
         self,
@@ -202,9 +386,6 @@ class KeyedDraws:
     ) -> HashGrid:
         """Return the grid of a tensor of the open forward."""
         forward = self._forwards[torch.initial_seed()]
-        if self._has_grids is not forward:
-            self._grids.clear()
-            self._has_grids = forward
         tokens = self._part.tokens if self._part is not None else None
         if tokens is not None and (len(shape) < 3 or shape[1] != tokens.num):
             raise ConfigError(
@@ -214,7 +395,7 @@ class KeyedDraws:
                 "tensor.sequence_parallel=false, where that gathers the tokens)",
             )
         place = (tuple(shape), zone, device, first_row, tokens, held)
-        if place not in self._grids:
-            with unseen_by_op_modes():
-                self._grids[place] = grid_of(shape, zone, forward.samples, device, first_row, tokens, held)
-        return self._grids[place]
+        grid: HashGrid = self._kept(
+            place, lambda: grid_of(shape, zone, forward.samples, device, first_row, tokens, held)
+        )
+        return grid

@@ -114,14 +114,19 @@ def grid_of(
     num_held = (sizes[1] if tokens is None else tokens.total) * degree
     if held is not None and len(shape) >= 3 and count_tokens(held) == num_held:
         ranges[1] = part(held, starts[1], starts[1] + sizes[1])
+    return hash_grid(ranges, device)
+
+
+def hash_grid(ranges: Sequence[Runs], device: torch.device) -> HashGrid:
+    """Hash the indices of a tensor whose dims, at least two, have the indices of `ranges` in the unsplit tensor."""
     spans = [
-        torch.cat([torch.arange(start + 1, stop + 1, device=device) for start, stop in runs]).mul_(_GOLDEN)
+        torch.cat([torch.arange(start + 1, stop + 1, device=device) for start, stop in runs]).mul_(GOLDEN)
         for runs in ranges
     ]
-    rows = _mix(spans[0])
+    rows = mix(spans[0])
     for span in spans[1:-1]:
-        rows = _mix(rows[:, None] + span).reshape(-1)  # [rows so far, size], then flat
-    return HashGrid(rows, _mix(spans[-1]).view(torch.int32)[1::2].contiguous())
+        rows = mix(rows[:, None] + span).reshape(-1)  # [rows so far, size], then flat
+    return HashGrid(rows, mix(spans[-1]).view(torch.int32)[1::2].contiguous())
 
 
 def keyed_mask(grid: HashGrid, key: int, p: float) -> Tensor:
@@ -206,12 +211,12 @@ def _fake_hashes(rows: Tensor, key: int) -> tuple[Tensor, Tensor]:
 _CHUNK_ELEMENTS: Final = 1 << 16  # on the CPU: 256 KiB of int32, which stay in the cache of a core
 _DEVICE_CHUNK_ELEMENTS: Final = 1 << 26  # elsewhere: bounds the memory that a mask takes while it is drawn
 # The odd constants of splitmix64 (Steele et al. 2014), as signed numbers.
-_GOLDEN: Final = 0x9E3779B97F4A7C15 - (1 << 64)
+GOLDEN: Final = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST: Final = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND: Final = 0x94D049BB133111EB - (1 << 64)
 
 
-def _mix(numbers: Tensor) -> Tensor:
+def mix(numbers: Tensor) -> Tensor:
     """Apply the finaliser of splitmix64 (Steele et al. 2014, figure 17) in place; int64, arithmetic modulo 2^64."""
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
         numbers ^= (numbers >> shift) & ((1 << (64 - shift)) - 1)

@@ -177,7 +177,7 @@ def _make_context(
     """Alter the model's modules, open the channels between stages, and make the optimizer and what a step needs."""
     config, layout, comm_factory, comms = inputs.config, inputs.layout, inputs.comm_factory, resources.comms
     store, rank, pipes = comm_factory.store, comm_factory.rank, None
-    draws = KeyedDraws(config.run.seed, inputs.memory.device)
+    draws = KeyedDraws(config.run.seed, inputs.memory.device, config.mesh.cp)
     sequences, activations = _alter_modules(inputs, resources, draws, cleanup)
     if stages is not None:
         _undo_at_end(cleanup, stages.install())
@@ -240,12 +240,30 @@ def _alter_modules(
     _undo_at_end(cleanup, convert_linears(model, layout, config.precision, inputs.memory.device, is_simulated))
     zones = dropout_zones(model, tensor, tp.rank) if tensor is not None else {}
     compiled = layout.units if config.compile.enabled else ()
-    keyed = key_dropouts(model, draws, zones, must_be_keyed=tensor is not None, compiled=compiled)
+    stages = layout.pipeline.units if layout.pipeline is not None else ()
+    keyed = key_dropouts(
+        model,
+        draws,
+        zones,
+        must_be_keyed=tensor is not None,
+        compiled=compiled,
+        shares=_shared_forward(config),
+        stage_units=[unit for units in stages for unit in units],
+    )
     _undo_at_end(cleanup, keyed)
     _undo_at_end(cleanup, chunk_model(model, config, layout, draws))
     activations = build_store(config, tiers.streams, tiers.buffers, tiers.traffic, inputs.memory)
     _undo_at_end(cleanup, replace_forwards(model, layout, config, activations))
     return given.sequences, activations
+
+
+def _shared_forward(config: Config) -> str:
+    """Return by which key of the config ranks compute parts of one forward that may draw; "" for none."""
+    if config.mesh.pp > 1:
+        return "mesh.pp"
+    if config.mesh.cp > 1:
+        return "mesh.cp"
+    return "tensor.sequence_parallel" if config.mesh.tp > 1 and config.tensor.sequence_parallel else ""
 
 
 def _undo_at_end(cleanup: ExitStack, undo: Iterable[Callable[[], None]]) -> None:

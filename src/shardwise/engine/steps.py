@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwise.comm.loss import LossAccumulator, LossSum, read_loss
 from shardwise.config.resolve import ConfigError
-from shardwise.context.batch import TokenShard
+from shardwise.context.batch import TokenShard, main_input
 from shardwise.context.huggingface import without_num_items
 from shardwise.engine.step_context import StepContext
 from shardwise.engine.types import EvalResult, StepResult
@@ -109,14 +109,25 @@ def run_model(context: StepContext, taken: RankBatch, read: Callable[[Any], Resu
         raise
 
 
-def _numbers_for(context: StepContext, taken: RankBatch) -> AbstractContextManager[None]:
-    """Draw, in a forward in training mode inside, the numbers of its samples, on any rank that computes them."""
+def _numbers_for(context: StepContext, taken: RankBatch, args: Sequence[Any] = ()) -> AbstractContextManager[None]:
+    """Draw, in a forward in training mode inside, the numbers of its samples, on any rank that computes them; `args`
+    are inputs that the batch has no name for.
+    """
     if not (context.model.training and taken.num_samples):
         return nullcontext()
     mesh = context.layout.mesh
     data_rank = mesh.data_index(context.comm_factory.rank)
     first_sample = taken.first_sample * mesh.num_data_ranks + data_rank * taken.num_samples
-    return context.draws.at(context.num_steps, taken.number, first_sample, taken.num_samples, taken.share.tokens)
+    tokens, length = taken.share.tokens, _length(args or taken.share.inputs)
+    return context.draws.at(context.num_steps, taken.number, first_sample, taken.num_samples, tokens, length)
+
+
+def _length(inputs: Any) -> int | None:
+    """Return how many tokens a sequence of the inputs has; None where no tensor has any."""
+    try:
+        return int(main_input(inputs).shape[1])
+    except ConfigError:
+        return None
 
 
 def forward_plain(context: StepContext, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -147,7 +158,7 @@ def forward_plain(context: StepContext, args: tuple[Any, ...], kwargs: Mapping[s
     taken = RankBatch(share, _num_samples((args, kwargs)), context.num_samples, context.num_forwards)
     context.num_forwards += 1
     context.num_samples += taken.num_samples
-    with _forward_phase(context), context.sharding.serving(), _numbers_for(context, taken):
+    with _forward_phase(context), context.sharding.serving(), _numbers_for(context, taken, args):
         output = context.model(*args, **share.inputs)
     if share.loss_weight is not None and getattr(output, "loss", None) is not None:
         output.loss = output.loss * share.loss_weight * cp

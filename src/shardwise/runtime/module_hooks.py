@@ -26,6 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.config.resolve import ConfigError
+from shardwise.runtime.forward_state import ForwardState
 from shardwise.runtime.torch_private import in_backward, pytree, uncompiled
 
 Unit = TypeVar("Unit")
@@ -196,17 +197,29 @@ def recompute_forward(module: nn.Module, mode: str, store: InputStore | None = N
     Returns:
         the function that puts the module's own forward back.
     """
-    forward = module.forward
-    if inspect.ismethod(forward) and forward.__self__ is module:
-        # A method follows a copy of the module: the copy computes with its own parameters.
-        return replace_forward(module, MethodType(_checkpointed(forward.__func__, mode, store), module))
-    return replace_forward(module, _checkpointed(forward, mode, store))
+    forward, state = module.forward, ForwardState(module)
+    if not inspect.ismethod(forward) or forward.__self__ is not module:
+        return replace_forward(module, _checkpointed(forward, lambda args: state, mode, store))
+
+    def state_of(args: Sequence[Any]) -> ForwardState:
+        return state if args[0] is module else ForwardState(args[0])
+
+    # A method follows a copy of the module: the copy computes with its own parameters.
+    return replace_forward(module, MethodType(_checkpointed(forward.__func__, state_of, mode, store), module))
 
 
-def _checkpointed(forward: Callable[..., Any], mode: str, store: InputStore | None) -> Callable[..., Any]:
+def _checkpointed(
+    forward: Callable[..., Any],
+    state_of: Callable[[Sequence[Any]], ForwardState],
+    mode: str,
+    store: InputStore | None,
+) -> Callable[..., Any]:
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
-        return run_stored(run_forward, forward, mode, args, kwargs, store)
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        with state_of(args).first() as passed:
+            return run_stored(run_forward, passed.repeating(forward), mode, args, kwargs, store)
 
     return recomputed
 

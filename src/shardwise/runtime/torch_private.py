@@ -18,6 +18,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd import Variable, forward_ad
 from torch.utils import _pytree as pytree
+from torch.utils import checkpoint as checkpoints
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_in_torch_dispatch_mode
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
@@ -26,6 +27,7 @@ AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 __all__ = [
     "HAS_COMPATIBLE_TYPE",
     "NO_VALUE_ERRORS",
+    "PRIVATE_DRAWS",
     "OpMode",
     "OpOverload",
     "compiler_errors",
@@ -46,12 +48,14 @@ __all__ = [
     "is_plain",
     "is_transformed",
     "named_arguments",
+    "no_torch_functions",
     "on_backward_end",
     "parameter_class",
     "plain_torch_functions",
     "pytree",
     "pytree_node",
     "quiet_fakes",
+    "replaced_checkpoints",
     "returned",
     "set_data",
     "set_unsharded_storage",
@@ -96,6 +100,51 @@ def unseen_by_op_modes(is_real: bool = False) -> Iterator[None]:
     fakes = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     with _disable_current_modes(), nullcontext() if fakes is None or is_real else fakes:
         yield
+
+
+FirstPass = Callable[[Callable[..., Any], Sequence[Any]], AbstractContextManager[Callable[..., Any]]]
+
+
+@contextmanager
+def replaced_checkpoints(first: FirstPass) -> Iterator[None]:
+    """Tell `first` of each function that is checkpointed inside the context, by whatever name code knows the function
+    `torch.utils.checkpoint.checkpoint`: what that calls is replaced here.
+
+    Args:
+        first: is given the function and its arguments; the first pass runs inside its context, which gives the function
+            to call in the backward, or as the first pass where that is inside autograd's own function.
+    """
+    run, kind = checkpoints._checkpoint_without_reentrant_generator, checkpoints.CheckpointFunction
+
+    def watched(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+        if not torch.is_grad_enabled():
+            yield from run(function, *args, **kwargs)
+            return
+        with first(function, (*args, *kwargs.values())) as repeated:
+            passes = run(repeated, *args, **kwargs)
+            next(passes)
+            try:
+                yield
+            except BaseException as error:
+                passes.throw(error)
+                raise
+        yield from passes
+
+    class Reentrant:
+        @staticmethod
+        def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return kind.apply(function, preserve, *args)
+            with first(function, args) as repeated:
+                return kind.apply(repeated, preserve, *args)
+
+    checkpoints._checkpoint_without_reentrant_generator = watched
+    checkpoints.CheckpointFunction = Reentrant  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        checkpoints._checkpoint_without_reentrant_generator = run
+        checkpoints.CheckpointFunction = kind  # type: ignore[misc]
 
 
 def compiler_errors() -> tuple[type[Exception], type[Exception]]:
@@ -199,6 +248,11 @@ def plain_torch_functions() -> AbstractContextManager[None]:
     return torch._C.DisableTorchFunctionSubclass()
 
 
+def no_torch_functions() -> AbstractContextManager[None]:
+    """Run the body without any `__torch_function__`, those of modes too."""
+    return torch._C.DisableTorchFunction()
+
+
 class OpMode(TorchDispatchMode):
     """Is the base of the modes whose `__torch_dispatch__` gets every op of its thread; public torch has no such view.
 
@@ -251,6 +305,9 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
     return skip(call)
 
+
+# Gamma and Dirichlet distributions draw by these; public torch has the distributions alone.
+PRIVATE_DRAWS: Final = (torch._standard_gamma, torch._sample_dirichlet)
 
 # What `Module.to` and the like ask before they give a parameter other data; it reads no values.
 HAS_COMPATIBLE_TYPE: Final = torch._has_compatible_shallow_copy_type
