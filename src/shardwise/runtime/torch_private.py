@@ -7,6 +7,7 @@ there first.
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final, Literal, TypeVar, cast
@@ -153,8 +154,19 @@ def set_data(parameter: nn.Parameter, data: Tensor) -> None:
         torch._C._swap_tensor_impl(parameter, nn.Parameter(data.data, requires_grad=parameter.requires_grad))
         # The object has its hooks still, but torch calls those of the tensor: without this later ones are not called.
         with torch._C.DisableTorchFunctionSubclass():  # a class that refuses uses of its values would refuse this one
-            parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
-            parameter._backward_hooks = parameter._backward_hooks
+            give_hooks(parameter, *hooks_of(parameter))
+
+
+def hooks_of(parameter: nn.Parameter) -> tuple[dict[int, Any] | None, dict[int, Any] | None]:
+    """Return a leaf's hooks on its gradient, and those after it was accumulated, as torch has them by their handles."""
+    return parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+
+
+def give_hooks(parameter: nn.Parameter, before: dict[int, Any] | None, after: dict[int, Any] | None) -> None:
+    """Give a leaf dicts of hooks; torch calls their values, and puts what is registered later into them."""
+    parameter._backward_hooks = before
+    # Torch keeps the last dict where it is given None.
+    parameter._post_accumulate_grad_hooks = OrderedDict() if after is None else after
 
 
 def written_tensors(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
