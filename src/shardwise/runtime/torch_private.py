@@ -18,6 +18,7 @@ from torch._ops import OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd import Variable, forward_ad
+from torch.nn.modules import module as _modules
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_in_torch_dispatch_mode
 
@@ -38,8 +39,12 @@ __all__ = [
     "fake_like",
     "fake_tensors",
     "file_offset",
+    "forward_hooks",
+    "give_hooks",
+    "global_forward_hooks",
     "has_cpu_flash_attention",
     "has_views",
+    "hooks_of",
     "in_backward",
     "in_fake_mode",
     "in_op_mode",
@@ -167,6 +172,26 @@ def give_hooks(parameter: nn.Parameter, before: dict[int, Any] | None, after: di
     parameter._backward_hooks = before
     # Torch keeps the last dict where it is given None.
     parameter._post_accumulate_grad_hooks = OrderedDict() if after is None else after
+
+
+Forward = tuple[Callable[..., Any], bool]
+"""A hook on a module's forward, and whether it takes keyword arguments too."""
+
+
+def forward_hooks(module: nn.Module) -> tuple[list[Forward], list[Forward]]:
+    """Return a module's hooks before and after its forward; public torch shows none of them."""
+    before, after = module._forward_pre_hooks, module._forward_hooks
+    if not before and not after:  # as of most modules
+        return [], []
+    return (
+        [(hook, key in module._forward_pre_hooks_with_kwargs) for key, hook in before.items()],
+        [(hook, key in module._forward_hooks_with_kwargs) for key, hook in after.items()],
+    )
+
+
+def global_forward_hooks() -> list[Callable[..., Any]]:
+    """Return the hooks on the forward of every module."""
+    return [*_modules._global_forward_pre_hooks.values(), *_modules._global_forward_hooks.values()]
 
 
 def written_tensors(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
