@@ -44,6 +44,7 @@ __all__ = [
     "global_forward_hooks",
     "has_cpu_flash_attention",
     "has_views",
+    "hook_dicts",
     "hooks_of",
     "in_backward",
     "in_fake_mode",
@@ -187,6 +188,11 @@ def forward_hooks(module: nn.Module) -> tuple[list[Forward], list[Forward]]:
         [(hook, key in module._forward_pre_hooks_with_kwargs) for key, hook in before.items()],
         [(hook, key in module._forward_hooks_with_kwargs) for key, hook in after.items()],
     )
+
+
+def hook_dicts(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """Return the dicts of a module's hooks: before its forward and after, before its backward and after."""
+    return module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
 
 
 def global_forward_hooks() -> list[Callable[..., Any]]:

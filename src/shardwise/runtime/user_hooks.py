@@ -13,7 +13,10 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.runtime.torch_private import forward_hooks, global_forward_hooks
+from shardwise.runtime.torch_private import forward_hooks, global_forward_hooks, hook_dicts
+
+__all__ = ["HookedCall", "has_any_user_hooks", "has_global_hooks", "has_user_hooks", "hook_dicts", "is_users"]
+__all__ += ["record_calls", "show_call"]
 
 _OTHERS = ("shardwise.", "torch.")
 
@@ -46,6 +49,11 @@ def is_users(hook: Callable[..., Any]) -> bool:
 def has_user_hooks(module: nn.Module) -> bool:
     """Say whether users have hooks on a module's forward."""
     return any(is_users(hook) for hooks in forward_hooks(module) for hook, _ in hooks)
+
+
+def has_any_user_hooks(module: nn.Module) -> bool:
+    """Say whether users have hooks on a module's forward or backward."""
+    return has_user_hooks(module) or any(is_users(hook) for hooks in hook_dicts(module)[2:] for hook in hooks.values())
 
 
 def has_global_hooks() -> bool:

@@ -128,7 +128,7 @@ class TpMappings:
 
     def gather_sequence(self, x: Tensor, name: str) -> Tensor:
         """Return the whole sequence [b, s, ...] of slices [b, s / tp, ...]; gradients are summed and scattered."""
-        if self._is_whole():
+        if self.keeps_whole():
             return x
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return self._gather_sequence(x, name, None)
@@ -151,13 +151,14 @@ class TpMappings:
             check_length(self._cp * x.shape[1], self.comm.world_size, "sequence length ", fix, self._cp)
         else:
             self._keeps_whole = x.shape[1] % self.comm.world_size != 0
-        return x if self._is_whole() else self._split(x, 1, name)
+        return x if self.keeps_whole() else self._split(x, 1, name)
 
     def join_sequence(self, x: Tensor, name: str) -> Tensor:
         """Return the whole sequence of the stack's outputs for `split_sequence`'s slices."""
-        return x if self._is_whole() else self._gather(x, 1, name)
+        return x if self.keeps_whole() else self._gather(x, 1, name)
 
-    def _is_whole(self) -> bool:
+    def keeps_whole(self) -> bool:
+        """Say whether the evaluation that runs has left its sequence whole."""
         # A recomputation has gradients enabled, so evaluations since its forward do not affect it.
         return self._keeps_whole and not torch.is_grad_enabled()
 
@@ -180,7 +181,7 @@ class TpMappings:
             name: for counts and messages.
         """
         later = DeferredWeightGrad.of(x, weight)
-        is_sequence = is_sequence and not self._is_whole()
+        is_sequence = is_sequence and not self.keeps_whole()
         return self._row(x, weight if later is None else None, bias, is_sequence, name, later)
 
     def column(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
