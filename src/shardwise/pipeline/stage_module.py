@@ -43,6 +43,7 @@ from shardwise.pipeline.pytree_codec import named_tuples_of, tensors_in
 from shardwise.runtime.class_swap import Call, intercept_forward, set_attribute
 from shardwise.runtime.module_hooks import replace_forward
 from shardwise.runtime.torch_private import NO_VALUE_ERRORS, PlaceholderTensors, pytree
+from shardwise.runtime.user_hooks import without_user_hooks
 
 _NO_PIPELINE: Final = "use mesh.dp_shard with zero.stage=3 in place of mesh.pp"
 _FIX: Final = f"name the modules that compute it from the inputs alone in pipeline.replicate, or {_NO_PIPELINE}"
@@ -339,9 +340,8 @@ class StageForward:
                 if not is_run and kind not in made and (not start or kind[0] is not self._kinds[start - 1][0]):
                     tensors = [*module.parameters(), *module.buffers()]
                     with suppress(Exception):  # the shapes of a unit that cannot be copied are guessed
-                        made[kind] = copy.deepcopy(
-                            module, {id(each): self._placeholders.like(each) for each in tensors}
-                        )
+                        memo = {id(each): self._placeholders.like(each) for each in tensors}
+                        made[kind] = without_user_hooks(copy.deepcopy(module, memo))
         return made
 
 
@@ -384,9 +384,8 @@ class SkippedOutputs:
             if type(module) not in self._copies:
                 tensors = [*module.parameters(), *module.buffers()]
                 with suppress(Exception):  # of a unit that cannot be copied the attributes are not found
-                    self._copies[type(module)] = copy.deepcopy(
-                        module, {id(each): placeholders.like(each) for each in tensors}
-                    )
+                    memo = {id(each): placeholders.like(each) for each in tensors}
+                    self._copies[type(module)] = without_user_hooks(copy.deepcopy(module, memo))
 
     def set_on(self, module: nn.Module, kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Set on a skipped unit the attributes that units of its class leave on themselves.

@@ -15,10 +15,8 @@ from torch import nn
 
 from shardwise.runtime.torch_private import forward_hooks, global_forward_hooks, hook_dicts
 
-__all__ = ["HookedCall", "has_any_user_hooks", "has_global_hooks", "has_user_hooks", "hook_dicts", "is_users"]
-__all__ += ["record_calls", "show_call"]
-
-_OTHERS = ("shardwise.", "torch.")
+# Those of transformers collect outputs in lists of the running model, which the model returns.
+_OTHERS = ("shardwise.", "torch.", "transformers.utils.output_capturing.")
 
 
 @dataclass(frozen=True)
@@ -54,6 +52,15 @@ def has_user_hooks(module: nn.Module) -> bool:
 def has_any_user_hooks(module: nn.Module) -> bool:
     """Say whether users have hooks on a module's forward or backward."""
     return has_user_hooks(module) or any(is_users(hook) for hooks in hook_dicts(module)[2:] for hook in hooks.values())
+
+
+def without_user_hooks(model: nn.Module) -> nn.Module:
+    """Take the hooks of users from a copy of a model, which shall leave no trace where they keep what they see."""
+    for module in model.modules():
+        for hooks in hook_dicts(module):
+            for key in [key for key, hook in hooks.items() if is_users(hook)]:
+                del hooks[key]
+    return model
 
 
 def has_global_hooks() -> bool:

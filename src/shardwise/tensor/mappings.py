@@ -62,6 +62,9 @@ class TpMappings:
         overlap_chunks: parts in which a row layer multiplies; each part's sum runs while the next is multiplied.
         may_keep_whole: whether an evaluation may leave a sequence whole whose length does not divide.
         cp: ranks that split sequences before this split.
+
+    Attributes:
+        num_local_tokens: of a sequence that was last split; None before the first.
     """
 
     def __init__(self, comm: Comm, overlap_chunks: int = 1, *, may_keep_whole: bool = True, cp: int = 1) -> None:
@@ -69,6 +72,7 @@ class TpMappings:
         self._may_keep_whole = may_keep_whole
         self._cp = cp
         self._keeps_whole = False
+        self.num_local_tokens: int | None = None
         register = self._registry = OpRegistry(comm.is_simulated)
         n = comm.world_size
 
@@ -151,7 +155,10 @@ class TpMappings:
             check_length(self._cp * x.shape[1], self.comm.world_size, "sequence length ", fix, self._cp)
         else:
             self._keeps_whole = x.shape[1] % self.comm.world_size != 0
-        return x if self.keeps_whole() else self._split(x, 1, name)
+        if self.keeps_whole():
+            return x
+        self.num_local_tokens = x.shape[1] // self.comm.world_size
+        return self._split(x, 1, name)
 
     def join_sequence(self, x: Tensor, name: str) -> Tensor:
         """Return the whole sequence of the stack's outputs for `split_sequence`'s slices."""
