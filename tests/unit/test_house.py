@@ -25,7 +25,10 @@ ALONE = {
         "comm/backends.py",
         "launch/",
     },
-    r"\.register_(forward|full_backward|post_accumulate|hook)|\.register_hook": {"runtime/module_hooks.py"},
+    r"\.register_(forward|full_backward|post_accumulate|hook)|\.register_hook": {
+        "runtime/module_hooks.py",
+        "runtime/user_hooks.py",
+    },
     r"torch\.cuda\.Stream\(": {"runtime/streams.py"},
     r"\.__class__ = ": {"runtime/class_swap.py", "runtime/param_guard.py"},
     r"os\.environ|os\.getenv": {"cli/", "launch/"},

@@ -22,6 +22,7 @@ from shardwise.construction.values import ParamInitializer
 from shardwise.context.apply import apply_context_parallel
 from shardwise.context.batch import BatchSharder
 from shardwise.dropout import KeyedDraws, key_dropouts
+from shardwise.engine.hook_views import SplitModelValues
 from shardwise.engine.pipeline_runner import PipelineRunner, make_stages
 from shardwise.engine.state_api import note_engine
 from shardwise.engine.status import EngineStatus
@@ -44,6 +45,7 @@ from shardwise.runtime.streams import Streams
 from shardwise.runtime.timeline import Timeline
 from shardwise.tensor.apply import split_model
 from shardwise.tensor.chunked import chunk_model
+from shardwise.tensor.layers import mappings_of
 from shardwise.tensor.plan_layout import dropout_zones
 from shardwise.zero.optimizer import ShardedOptimizer, StepInBackward, may_step_in_backward
 from shardwise.zero.optimizer_plan import OptimizerFactory, OptimizerPlan, plan_optimizer
@@ -185,6 +187,9 @@ def _make_context(
         pipes = P2PChannels(comm_factory, layout.mesh, streams.device, config.run.timeout_s, streams, comm_log)
     sharded = ShardedOptimizer(sharding.groups, optimizer_plan.groups_of(layout), optimizer_plan.factory, resources)
     step_in_backward = StepInBackward(sharding, sharded, may_step_in_backward(config, layout))
+    split_values = None
+    if layout.tensor is not None and (mappings := mappings_of(inputs.model)) is not None and not comms.all.is_simulated:
+        split_values = SplitModelValues(inputs.model, layout.tensor, config, mappings)
     one_sample = layout.mesh.ranks_along((*PIPELINE_AXES, *CONTEXT_AXES, *TENSOR_AXES), rank)
     context = StepContext(
         model=inputs.model,
@@ -212,10 +217,13 @@ def _make_context(
         scheduler=inputs.scheduler or own_scheduler(config, sharded.optimizer),
         batches=deque(maxlen=config.batch.accumulation),
         codec_errors=resources.codec_errors,
+        split_values=split_values,
     )
     sharding.before_model = weakref.WeakMethod(context.before_model)  # the model does not keep the engine alive
     sharding.before_backward = weakref.WeakMethod(context.before_own_backward)
     _undo_at_end(cleanup, (sharded.close, step_in_backward.close, context.losses.clear, context.batches.clear))
+    if split_values is not None:
+        cleanup.callback(split_values.views.close)
     cleanup.callback(note_engine(context))
     return context, pipes
 

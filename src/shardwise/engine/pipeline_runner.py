@@ -166,6 +166,7 @@ class PipelineRunner:
             )
 
     def _prepare(self, row: Sequence[Action], batches: Sequence[Any], losses: LossAccumulator) -> _Execution:
+        self._forward.begin_step()
         taken: list[RankBatch] = []
         num_samples = 0
         for number, batch in enumerate(batches):

@@ -26,6 +26,7 @@ from shardwise.config.errors import EngineError
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.context.batch import BatchSharder
 from shardwise.dropout import KeyedDraws
+from shardwise.engine.hook_views import SplitModelValues
 from shardwise.engine.status import EngineStatus
 from shardwise.engine.types import Scheduler, StepResult
 from shardwise.layout.layout import Layout, build_layout
@@ -75,6 +76,7 @@ class StepContext:
     scheduler: Scheduler
     batches: deque[Any]  # of this step, to search them for values that are not finite
     codec_errors: CodecErrors
+    split_values: SplitModelValues | None  # None where no layer is split
     num_steps: int = 0
     num_backwards: int = 0  # since the last step, as are the next two
     num_forwards: int = 0
@@ -167,6 +169,8 @@ class StepContext:
 
     def before_model(self) -> None:
         """Follow what the user has done to the model since the last step; its forward is about to begin."""
+        if self.split_values is not None:
+            self.split_values.views.follow()
         if self.num_backwards > 0 or not torch.is_grad_enabled() or self.status.away is not None:
             return
         self.sharding.check_model()

@@ -81,8 +81,11 @@ class RankBatch:
     def loss(self, context: StepContext, output: Any) -> LossSum:
         """Read the loss of this share from the model's output."""
         share = self.share
-        cp = context.layout.mesh.cp
-        return read_loss(output, share.batch, context.loss_fn, cp, share.loss_weight, share.num_targets)
+        cp, whole = context.layout.mesh.cp, context.split_values
+        if whole is not None:
+            output = whole.results.take(output)
+        with nullcontext() if whole is None else whole.parameters.shown():
+            return read_loss(output, share.batch, context.loss_fn, cp, share.loss_weight, share.num_targets)
 
 
 def _num_samples(inputs: Any) -> int:
@@ -160,6 +163,8 @@ def forward_plain(context: StepContext, args: tuple[Any, ...], kwargs: Mapping[s
     context.num_samples += taken.num_samples
     with _forward_phase(context), context.sharding.serving(), _numbers_for(context, taken, args):
         output = context.model(*args, **share.inputs)
+        if context.split_values is not None:
+            output = context.split_values.results.take(output)
     if share.loss_weight is not None and getattr(output, "loss", None) is not None:
         output.loss = output.loss * share.loss_weight * cp
     return output

@@ -38,10 +38,12 @@ from torch import Tensor, nn
 from shardwise.comm.loss import LossSum
 from shardwise.config.errors import EngineError
 from shardwise.config.resolve import ConfigError
+from shardwise.pipeline.carried_calls import CarriedCalls, HookCarrier
 from shardwise.pipeline.pytree_codec import named_tuples_of, tensors_in
 from shardwise.runtime.class_swap import Call, intercept_forward, set_attribute
 from shardwise.runtime.module_hooks import replace_forward
 from shardwise.runtime.torch_private import NO_VALUE_ERRORS, PlaceholderTensors, pytree
+from shardwise.runtime.user_hooks import without_user_hooks
 
 _NO_PIPELINE: Final = "use mesh.dp_shard with zero.stage=3 in place of mesh.pp"
 _FIX: Final = f"name the modules that compute it from the inputs alone in pipeline.replicate, or {_NO_PIPELINE}"
@@ -103,7 +105,7 @@ class StageForward:
         self._positions: dict[int, list[int]] = {}  # by id of a module, the indices of its calls in a forward
         for index, module in enumerate(self._modules):
             self._positions.setdefault(id(module), []).append(index)
-        self.types = named_tuples_of(model)
+        self.types = CarriedCalls, *named_tuples_of(model)
         self._kinds = [_kind_of(module) for module in self._modules]
         self._is_simulated = is_simulated
         entries = [name for name, _ in model.named_children()]
@@ -122,6 +124,8 @@ class StageForward:
         self._like_known: Any = None  # what units of the class at the boundary return
         self._sent: list[Any] = []  # the output of the stage's last unit, once it has run
         self._is_on = False
+        places = [] if is_simulated else [*zip(self._names, self._modules, strict=True)]
+        self._hooks = HookCarrier(places, holds_loss=len(units) - 1 in held)
 
     def install(self) -> list[Callable[[], None]]:
         """Make the units' calls and the model's forward follow the stage; return what undoes it, in reverse order."""
@@ -133,10 +137,15 @@ class StageForward:
         ]
         return undo
 
+    def begin_step(self) -> None:
+        """Take note of the hooks that users have on modules."""
+        self._hooks.begin_step()
+
     def begin(self, stage: int, received: Any) -> None:
         """Make the next forward that of `stage`; `received` is what the stage before has sent."""
         self._start, self._stop = self._range_of[stage]
-        self._received, self._like_known, self._is_on = received, None, True
+        value = self._hooks.begin(self._own, self._stop == len(self._names), received)
+        self._received, self._like_known, self._is_on = value, None, True
         self._num_calls.clear()
         self._sent.clear()
         self._guessed = None
@@ -144,8 +153,14 @@ class StageForward:
     def end(self) -> None:
         """Make forwards the model's own again."""
         self._received, self._like_known, self._is_on = None, None, False
+        self._hooks.end()
         self._sent.clear()
         self._skipped_outputs.remove()
+
+    @property
+    def _own(self) -> range:
+        """Return the indices of the stage's units."""
+        return range(self._start, self._stop)
 
     def read_loss(self, compute: Callable[[], LossSum]) -> LossSum:
         """Compute the loss of the model's output, which may have placeholders in it.
@@ -196,9 +211,11 @@ class StageForward:
     def _run_chain(self, input: Any) -> Any:  # noqa: A002 (the name that `nn.Sequential.forward` has)
         """Run the stage's units of an `nn.Sequential`."""
         value = pytree.tree_map_only(Tensor, _writable, self._received) if self._start else input
+        if self._stop == len(self._names):
+            self._hooks.show(self._start)
         for module in self._modules[self._start : self._stop]:
             value = module(value)
-        return value
+        return value if self._stop == len(self._names) else self._hooks.pack(self._own, value)
 
     def _check_ended(self) -> None:
         """Check that the forward, which has returned, has run all units of the stage."""
@@ -244,6 +261,8 @@ class StageForward:
                 f"pipeline.cut, or name a module that holds it and the loop in pipeline.units, or {_NO_PIPELINE}",
             )
         put_recorded(self._received)
+        if self._stop == len(self._names):
+            self._hooks.show(self._start)
         return _in_own_containers(without_recorded(self._received))
 
     def _run(self, index: int, own: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -253,7 +272,7 @@ class StageForward:
         if self._has_placeholders(output):
             raise self._not_sent(f"the output of {self._names[index]}")
         if index == self._stop - 1 and self._stop < len(self._names):
-            self._sent.append(with_recorded(_in_own_containers(output)))
+            self._sent.append(self._hooks.pack(self._own, with_recorded(_in_own_containers(output))))
             self._like_known = self._without_device(output)
             return self._like_known
         return output
@@ -321,9 +340,8 @@ class StageForward:
                 if not is_run and kind not in made and (not start or kind[0] is not self._kinds[start - 1][0]):
                     tensors = [*module.parameters(), *module.buffers()]
                     with suppress(Exception):  # the shapes of a unit that cannot be copied are guessed
-                        made[kind] = copy.deepcopy(
-                            module, {id(each): self._placeholders.like(each) for each in tensors}
-                        )
+                        memo = {id(each): self._placeholders.like(each) for each in tensors}
+                        made[kind] = without_user_hooks(copy.deepcopy(module, memo))
         return made
 
 
@@ -366,9 +384,8 @@ class SkippedOutputs:
             if type(module) not in self._copies:
                 tensors = [*module.parameters(), *module.buffers()]
                 with suppress(Exception):  # of a unit that cannot be copied the attributes are not found
-                    self._copies[type(module)] = copy.deepcopy(
-                        module, {id(each): placeholders.like(each) for each in tensors}
-                    )
+                    memo = {id(each): placeholders.like(each) for each in tensors}
+                    self._copies[type(module)] = without_user_hooks(copy.deepcopy(module, memo))
 
     def set_on(self, module: nn.Module, kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Set on a skipped unit the attributes that units of its class leave on themselves.

@@ -87,6 +87,21 @@ def intercept_forward(module: nn.Module, answer: Answer) -> Callable[[], None]:
     return put_back
 
 
+def answer_calls(module: nn.Module, answer: Answer) -> Callable[[], None]:
+    """Do what `intercept_forward` does, also for a module whose calls are answered already: inside of that answer."""
+    outer: Answer | None = module.__dict__.get("_shardwise_answer")
+    if outer is None:
+        return intercept_forward(module, answer)
+
+    def both(called: nn.Module, own: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def inner(*args: Any, **kwargs: Any) -> Any:
+            return answer(called, own, args, kwargs)
+
+        return outer(called, inner, args, kwargs)
+
+    return set_attribute(module, "_shardwise_answer", both)
+
+
 class _InterceptedForward:
     """Is joined with a module's class by `intercept_forward`."""
 

@@ -1,4 +1,4 @@
-"""This is the only file that registers hooks on modules and parameters, or wraps a forward.
+"""This is the only file that registers hooks on modules, or wraps a forward.
 
 Hooks sit outside a unit's forward, so that the forward itself stays one plain function that can be recomputed or
 compiled. `shardwise.zero.sharding_state` says what they do; this module says only when they fire.
@@ -59,13 +59,6 @@ class UnitEvents(Protocol[Reported]):
         """Run when every input that requires a gradient has it."""
 
 
-class GradientEvents(Protocol):
-    """Receives the gradients of parameters."""
-
-    def on_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Take a gradient, which the parameter does not keep."""
-
-
 def hook_unit(
     module: nn.Module, events: UnitEvents[Unit], unit: Unit, inner: Iterable[nn.Module] = ()
 ) -> list[RemovableHandle]:
@@ -124,29 +117,6 @@ def hook_unit(
         module.register_forward_pre_hook(before, with_kwargs=True),
         module.register_forward_hook(after, with_kwargs=True),
     ]
-
-
-def hook_gradient(parameter: nn.Parameter, receiver: Callable[[], GradientEvents | None]) -> RemovableHandle:
-    """Hand each accumulated gradient to a receiver, while it lives, and take it off the parameter.
-
-    Args:
-        parameter: whose gradients are handed on.
-        receiver: a weak reference, which returns None once the receiver is gone.
-    """
-
-    @uncompiled
-    def take(parameter: Tensor) -> None:
-        gradient = parameter.grad
-        parameter.grad = None
-        events = receiver()
-        if gradient is not None and events is not None:
-            events.on_gradient(parameter, gradient)
-
-    trains = parameter.requires_grad
-    try:
-        return parameter.requires_grad_(True).register_post_accumulate_grad_hook(take)  # torch hooks no other
-    finally:
-        parameter.requires_grad_(trains)
 
 
 def claim(module: nn.Module) -> Callable[[], None]:

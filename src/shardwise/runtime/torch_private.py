@@ -7,6 +7,7 @@ there first.
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final, Literal, TypeVar, cast
@@ -17,6 +18,7 @@ from torch._ops import OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd import Variable, forward_ad
+from torch.nn.modules import module as _modules
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as checkpoints
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_in_torch_dispatch_mode
@@ -39,8 +41,13 @@ __all__ = [
     "fake_like",
     "fake_tensors",
     "file_offset",
+    "forward_hooks",
+    "give_hooks",
+    "global_forward_hooks",
     "has_cpu_flash_attention",
     "has_views",
+    "hook_dicts",
+    "hooks_of",
     "in_backward",
     "in_fake_mode",
     "in_op_mode",
@@ -202,8 +209,44 @@ def set_data(parameter: nn.Parameter, data: Tensor) -> None:
         torch._C._swap_tensor_impl(parameter, nn.Parameter(data.data, requires_grad=parameter.requires_grad))
         # The object has its hooks still, but torch calls those of the tensor: without this later ones are not called.
         with torch._C.DisableTorchFunctionSubclass():  # a class that refuses uses of its values would refuse this one
-            parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
-            parameter._backward_hooks = parameter._backward_hooks
+            give_hooks(parameter, *hooks_of(parameter))
+
+
+def hooks_of(parameter: nn.Parameter) -> tuple[dict[int, Any] | None, dict[int, Any] | None]:
+    """Return a leaf's hooks on its gradient, and those after it was accumulated, as torch has them by their handles."""
+    return parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+
+
+def give_hooks(parameter: nn.Parameter, before: dict[int, Any] | None, after: dict[int, Any] | None) -> None:
+    """Give a leaf dicts of hooks; torch calls their values, and puts what is registered later into them."""
+    parameter._backward_hooks = before
+    # Torch keeps the last dict where it is given None.
+    parameter._post_accumulate_grad_hooks = OrderedDict() if after is None else after
+
+
+Forward = tuple[Callable[..., Any], bool]
+"""A hook on a module's forward, and whether it takes keyword arguments too."""
+
+
+def forward_hooks(module: nn.Module) -> tuple[list[Forward], list[Forward]]:
+    """Return a module's hooks before and after its forward; public torch shows none of them."""
+    before, after = module._forward_pre_hooks, module._forward_hooks
+    if not before and not after:  # as of most modules
+        return [], []
+    return (
+        [(hook, key in module._forward_pre_hooks_with_kwargs) for key, hook in before.items()],
+        [(hook, key in module._forward_hooks_with_kwargs) for key, hook in after.items()],
+    )
+
+
+def hook_dicts(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """Return the dicts of a module's hooks: before its forward and after, before its backward and after."""
+    return module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+
+
+def global_forward_hooks() -> list[Callable[..., Any]]:
+    """Return the hooks on the forward of every module."""
+    return [*_modules._global_forward_pre_hooks.values(), *_modules._global_forward_hooks.values()]
 
 
 def written_tensors(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:

@@ -45,6 +45,7 @@ __all__ = [
     "SharedInputState",
     "VocabEmbedding",
     "VocabParallelHead",
+    "mappings_of",
     "subclass_module",
 ]
 
@@ -95,6 +96,15 @@ class LinearState(LayerState):
     gathers_output: bool = False
     splits_input: bool = False
     order: Order = ()
+
+
+def mappings_of(model: nn.Module) -> TpMappings | None:
+    """Return the mappings of a split model; None where nothing is split."""
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, LayerState):
+                return value.ops
+    return None
 
 
 class ColumnLinear(nn.Module):

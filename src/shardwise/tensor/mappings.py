@@ -62,6 +62,9 @@ class TpMappings:
         overlap_chunks: parts in which a row layer multiplies; each part's sum runs while the next is multiplied.
         may_keep_whole: whether an evaluation may leave a sequence whole whose length does not divide.
         cp: ranks that split sequences before this split.
+
+    Attributes:
+        num_local_tokens: of a sequence that was last split; None before the first.
     """
 
     def __init__(self, comm: Comm, overlap_chunks: int = 1, *, may_keep_whole: bool = True, cp: int = 1) -> None:
@@ -69,6 +72,7 @@ class TpMappings:
         self._may_keep_whole = may_keep_whole
         self._cp = cp
         self._keeps_whole = False
+        self.num_local_tokens: int | None = None
         register = self._registry = OpRegistry(comm.is_simulated)
         n = comm.world_size
 
@@ -128,7 +132,7 @@ class TpMappings:
 
     def gather_sequence(self, x: Tensor, name: str) -> Tensor:
         """Return the whole sequence [b, s, ...] of slices [b, s / tp, ...]; gradients are summed and scattered."""
-        if self._is_whole():
+        if self.keeps_whole():
             return x
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return self._gather_sequence(x, name, None)
@@ -151,13 +155,17 @@ class TpMappings:
             check_length(self._cp * x.shape[1], self.comm.world_size, "sequence length ", fix, self._cp)
         else:
             self._keeps_whole = x.shape[1] % self.comm.world_size != 0
-        return x if self._is_whole() else self._split(x, 1, name)
+        if self.keeps_whole():
+            return x
+        self.num_local_tokens = x.shape[1] // self.comm.world_size
+        return self._split(x, 1, name)
 
     def join_sequence(self, x: Tensor, name: str) -> Tensor:
         """Return the whole sequence of the stack's outputs for `split_sequence`'s slices."""
-        return x if self._is_whole() else self._gather(x, 1, name)
+        return x if self.keeps_whole() else self._gather(x, 1, name)
 
-    def _is_whole(self) -> bool:
+    def keeps_whole(self) -> bool:
+        """Say whether the evaluation that runs has left its sequence whole."""
         # A recomputation has gradients enabled, so evaluations since its forward do not affect it.
         return self._keeps_whole and not torch.is_grad_enabled()
 
@@ -180,7 +188,7 @@ class TpMappings:
             name: for counts and messages.
         """
         later = DeferredWeightGrad.of(x, weight)
-        is_sequence = is_sequence and not self._is_whole()
+        is_sequence = is_sequence and not self.keeps_whole()
         return self._row(x, weight if later is None else None, bias, is_sequence, name, later)
 
     def column(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -33,6 +33,7 @@ from shardwise.config.resolve import TensorConfig
 from shardwise.layout.tensor_plan import TensorPlan, param_splits
 from shardwise.layout.tp_sharding import ParamSplit, Rect
 from shardwise.runtime.torch_private import pytree, unseen_by_op_modes
+from shardwise.runtime.user_hooks import without_user_hooks
 from shardwise.tensor.apply import split_model
 from shardwise.tensor.autoplan.trace import call_model, plain_output
 
@@ -65,7 +66,7 @@ def refute(model: nn.Module, plan: TensorPlan, batch: Any, degree: int, sequence
     real = unseen_by_op_modes(is_real=True)  # nor does a default device of the caller's count
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), real, torch.enable_grad(), _quiet():
         torch.manual_seed(0)
-        whole = copy.deepcopy(model).cpu().double().eval()
+        whole = without_user_hooks(copy.deepcopy(model)).cpu().double().eval()
         with torch.no_grad():
             for parameter in whole.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))

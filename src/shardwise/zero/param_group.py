@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -24,6 +25,7 @@ from shardwise.offload.step_pipeline import CHUNK_NUMEL
 from shardwise.offload.storage import StateStorage, loaded
 from shardwise.offload.tiers import Tiers
 from shardwise.offload.worker import Task
+from shardwise.runtime.gradient_hooks import GradientEvents, GradientHandle, hook_gradient
 from shardwise.runtime.memory_tracker import Category, trim_host_memory
 from shardwise.runtime.param_guard import ReleasedParameterError, set_parameter_class, watched_type
 from shardwise.runtime.precision import torch_dtype
@@ -32,7 +34,7 @@ from shardwise.schedule.actions import ActionKind
 from shardwise.zero.grad_buckets import GradBucket
 from shardwise.zero.group_gather import GroupGather
 from shardwise.zero.resources import ShardingResources
-from shardwise.zero.tp_params import gather_param, shard_param
+from shardwise.zero.tp_params import gather_param, shard_param, whole_parameter
 
 log = logging.getLogger("shardwise")
 
@@ -135,6 +137,20 @@ class ParamGroup:
         if self._is_decoded:
             return tiers.place("device", f"{spec.name}.exact", numel, self.full.dtype, Category.PARAMETERS)
         return self.shard
+
+    def hook_gradients(self, receiver: Callable[[], GradientEvents | None]) -> list[GradientHandle]:
+        """Hand the parameters' gradients to a receiver, after the hooks of users; see `hook_gradient`."""
+        comms, this = self._comms, weakref.ref(self)
+
+        def make_present() -> None:
+            group = this()
+            if group is not None:
+                group.wait()
+
+        return [
+            hook_gradient(parameter, receiver, whole_parameter(place, comms.tensor, comms.context, make_present))
+            for parameter, place in zip(self.parameters, self.spec.params, strict=True)
+        ]
 
     @property
     def is_released(self) -> bool:

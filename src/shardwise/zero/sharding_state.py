@@ -21,7 +21,8 @@ from shardwise.layout.layout import Layout
 from shardwise.layout.param_groups import ROOT, GroupSpec
 from shardwise.offload.sizing import NUM_PREFETCHED
 from shardwise.offload.worker import Task
-from shardwise.runtime.module_hooks import claim, deferred, hook_gradient, hook_unit, read_with
+from shardwise.runtime.gradient_hooks import GradientHandle
+from shardwise.runtime.module_hooks import claim, deferred, hook_unit, read_with
 from shardwise.runtime.param_guard import ReleasedParameterError, released_types
 from shardwise.runtime.torch_private import in_backward, on_backward_end
 from shardwise.schedule.actions import ActionKind
@@ -84,7 +85,7 @@ class ShardingState:
         self._updates = HostUpdates()
         self._unannounced: list[ParamGroup] = []  # used where no hook reports it: whole until the end of the backward
         self._handles: list[RemovableHandle] = []
-        self._gradient_handles: dict[ParamGroup, list[RemovableHandle]] = {}
+        self._gradient_handles: dict[ParamGroup, list[GradientHandle]] = {}
         this, watch = weakref.ref(self), GradientWatch()
         self._released = released_types(lambda parameter: _use_released(this(), parameter), watch.on_read)
         self._watch = watch
@@ -129,8 +130,7 @@ class ShardingState:
         group = ParamGroup(spec, layout, members, self._resources, self._released)
         self._place_of.update({id(parameter): (group, index) for index, parameter in enumerate(members)})
         if group.grads is not None:
-            # C++ holds a parameter's hooks: strong references from there back to it could never be collected.
-            self._gradient_handles[group] = [hook_gradient(parameter, weakref.ref(self)) for parameter in members]
+            self._gradient_handles[group] = group.hook_gradients(weakref.ref(self))
         return group
 
     def check_model(self) -> None:
@@ -443,9 +443,9 @@ class ShardingState:
         self.abandon()
         for handle in self._handles:
             handle.remove()
-        for handles in self._gradient_handles.values():
-            for handle in handles:
-                handle.remove()
+        for taken in self._gradient_handles.values():
+            for each in taken:
+                each.remove()
         for unit in self.units:
             for group in unit.groups:
                 group.release(keep_values)

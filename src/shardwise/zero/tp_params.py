@@ -13,11 +13,14 @@ A matrix of 3 rows over 2 ranks, padded to 4:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from shardwise.comm.collectives import Comm
+from shardwise.layout.param_groups import ParamSpec
 from shardwise.layout.slicing import Rect
 from shardwise.layout.tp_sharding import ParamSplit
 
@@ -102,6 +105,57 @@ def owned_part(split: ParamSplit, index: int, local: Tensor) -> Tensor:
     for share in shares:
         _view(owned, share.target).zero_()
     return owned
+
+
+def whole_parameter(
+    place: ParamSpec, tensor: Comm, context: Comm, make_present: Callable[[], None]
+) -> WholeSampleParameter | None:
+    """Return what shows users' hooks the whole of a parameter; None where this rank's gradient is its sample's.
+
+    Args:
+        place: of the parameter.
+        tensor: the ranks that have parts of the matrices.
+        context: those that have parts of the tokens.
+        make_present: gathers the values of this rank's parameter.
+    """
+    split = place.split
+    if context.world_size == 1 and (tensor.world_size == 1 or (split.is_whole and not split.is_partial)):
+        return None
+    return WholeSampleParameter(place.name, split, tensor, context, make_present)
+
+
+@dataclass(frozen=True)
+class WholeSampleParameter:
+    """Shows all of a parameter, and its gradient of a micro-batch: what one process has of the same samples."""
+
+    name: str
+    placement: ParamSplit
+    tensor: Comm
+    context: Comm
+    make_present: Callable[[], None]
+
+    def gather(self, gradient: Tensor) -> Tensor:
+        """Return the whole gradient: the matrix's parts joined, the tokens' parts summed."""
+        name = f"gradient of {self.name} for its hooks"
+        whole = gather_param(self.placement, gradient, self.tensor, name, is_gradient=True)
+        if self.context.world_size > 1:
+            self.context.sum_in_place(whole.view(-1), name)
+        return whole
+
+    def split(self, gradient: Tensor) -> Tensor:
+        """Return this rank's part; what several ranks add up, the first of them has."""
+        if self.context.rank > 0:
+            return gradient.new_zeros(self.placement.local_shape)
+        return owned_part(self.placement, self.tensor.rank, self.split_values(gradient))
+
+    def gather_values(self, parameter: Tensor) -> Tensor:
+        """Return the whole parameter's values."""
+        self.make_present()
+        return gather_param(self.placement, parameter.detach(), self.tensor, f"values of {self.name} for its hooks")
+
+    def split_values(self, values: Tensor) -> Tensor:
+        """Return this rank's part of the values."""
+        return shard_param(self.placement, self.tensor.rank, values)
 
 
 def _view(tensor: Tensor, rect: Rect) -> Tensor:

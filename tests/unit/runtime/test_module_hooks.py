@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from harness.gradients import handing
-from shardwise.runtime.module_hooks import hook_gradient, hook_unit, recompute_forward, watch_calls, watch_outputs
+from shardwise.runtime.gradient_hooks import hook_gradient
+from shardwise.runtime.module_hooks import hook_unit, recompute_forward, watch_calls, watch_outputs
 from shardwise.runtime.torch_private import OpMode
 
 

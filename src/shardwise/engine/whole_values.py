@@ -1,0 +1,225 @@
+"""Shows a loss whole values of a split model: its parameters, its output, and what its modules keep of a forward.
+
+All ranks of a tensor-parallel group compute the loss, so what enters it must be whole, or each would add another term.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from shardwise.comm.collectives import Comm
+from shardwise.config.errors import EngineError
+from shardwise.engine.placements import WHOLE, PlanPlacements, gathered
+from shardwise.layout.tp_sharding import ParamSplit
+from shardwise.runtime.torch_private import pytree, version
+from shardwise.tensor.layers import LayerState
+
+Known = tuple[str, ParamSplit]
+
+
+class WholeParameters:
+    """Lets code read whole parameters where this rank has a part of them, or of their gradients.
+
+    Args:
+        model: after it was split.
+        splits: of its parameters, by name.
+        comm: the tensor-parallel group.
+    """
+
+    def __init__(self, model: nn.Module, splits: Mapping[str, ParamSplit], comm: Comm) -> None:
+        self._comm = comm
+        self._known: dict[int, Known] = {
+            id(parameter): (name, splits[name])
+            for name, parameter in model.named_parameters()
+            if name in splits and (splits[name].is_partial or not splits[name].is_whole)
+        }
+        self._is_hidden = False
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Give torch functions that are called inside whole parameters.
+
+        Raises:
+            EngineError: one of them is written.
+        """
+        was, self._is_hidden = self._is_hidden, False
+        reads = _Reads(self._known, self._comm, lambda: self._is_hidden)
+        try:
+            with reads:
+                yield
+        finally:
+            self._is_hidden = was
+        reads.check_unwritten()
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Leave this rank's parts to what is called inside, such as the forward of a module."""
+        was, self._is_hidden = self._is_hidden, True
+        try:
+            yield
+        finally:
+            self._is_hidden = was
+
+
+class _Reads(TorchFunctionMode):
+    """Puts the whole of a parameter in its place among the arguments of torch functions; it is gathered once."""
+
+    def __init__(self, known: Mapping[int, Known], comm: Comm, is_hidden: Callable[[], bool]) -> None:
+        super().__init__()
+        self._known = known
+        self._comm = comm
+        self._is_hidden = is_hidden
+        self._whole: dict[tuple[int, bool], tuple[Tensor, int]] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._is_hidden() or func in _OF_OBJECT:
+            return func(*args, **kwargs)
+        first: Any = args[0] if args else None
+        if id(first) in self._known and not self._is_at_work(first):
+            if func in _OF_SHAPE:
+                return func(torch.empty(self._known[id(first)][1].global_shape, device="meta"), *args[1:], **kwargs)
+            if func == _GET_DATA:
+                return self._whole_of(first).detach()  # which counts writes, as data does not
+            if func == _SET_DATA:
+                raise self._written(*self._known[id(first)])
+        return func(*map(self._shown, args), **{name: self._shown(value) for name, value in kwargs.items()})
+
+    def check_unwritten(self) -> None:
+        """Raise where a whole parameter was written.
+
+        Raises:
+            EngineError: it was; the parameter is as before.
+        """
+        for (key, _), (whole, was) in self._whole.items():
+            if version(whole) != was:
+                raise self._written(*self._known[key])
+
+    def _shown(self, value: Any) -> Any:
+        if id(value) in self._known:
+            return value if self._is_at_work(value) else self._whole_of(value)
+        return type(value)(map(self._shown, value)) if type(value) in (list, tuple) else value
+
+    def _is_at_work(self, parameter: nn.Parameter) -> bool:
+        """Say whether the library uses a parameter, or the forward of its own module: a loss may call the model."""
+        frame = sys._getframe(2)
+        while frame.f_code.co_filename == __file__ and frame.f_back is not None:
+            frame = frame.f_back
+        if frame.f_globals.get("__name__", "").startswith("shardwise."):
+            return True
+        is_whole = self._known[id(parameter)][1].is_whole
+        while frame.f_back is not None and frame.f_code is not _SHOWN:
+            owner = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
+            if isinstance(owner, nn.Module) and any(each is parameter for each in owner.parameters(recurse=False)):
+                return is_whole or any(isinstance(each, LayerState) for each in vars(owner).values())
+            frame = frame.f_back
+        return False
+
+    def _whole_of(self, parameter: nn.Parameter) -> Tensor:
+        key = id(parameter), torch.is_grad_enabled()
+        if key not in self._whole:
+            name, split = self._known[key[0]]
+            whole = gathered(parameter, split, self._comm, f"values of {name}")
+            self._whole[key] = whole, version(whole)
+        return self._whole[key][0]
+
+    def _written(self, name: str, split: ParamSplit) -> EngineError:
+        return EngineError(
+            "split-parameter-written",
+            f"a hook or a loss writes parameter {name}, of which each of {split.degree} ranks has a part, so the write "
+            "is lost; write it between steps, by engine.write or inside `with engine.gathered(write=True):`",
+        )
+
+
+class WholeResults:
+    """Makes whole what a split model has computed: its output, and what its modules keep as attributes.
+
+    Args:
+        model: after it was split.
+        placements: of its tensors.
+        keeps_whole: says whether an evaluation leaves a sequence whole.
+    """
+
+    def __init__(self, model: nn.Module, placements: PlanPlacements, keeps_whole: Callable[[], bool]) -> None:
+        self._model = model
+        self._placements = placements
+        self._keeps_whole = keeps_whole
+        self._keeping: list[tuple[str, nn.Module, str]] | None = None  # modules and attributes, as of the first forward
+
+    def take(self, output: Any) -> Any:
+        """Return the whole of the model's output, after a forward.
+
+        Raises:
+            ConfigError: this rank has a part of a tensor, and it is not clear which.
+        """
+        if self._keeps_whole():
+            return output
+        if torch.is_grad_enabled():
+            if self._keeping is None:
+                self._keeping = list(_kept(self._model))
+            for name, module, attribute in self._keeping:
+                value = getattr(module, attribute, None)
+                whole = self._whole(value, name, attribute, f"{name}.{attribute}")
+                if whole is not value:
+                    setattr(module, attribute, whole)
+        return self._whole(output, "", "", "the model's output")
+
+    def _whole(self, tree: Any, name: str, key: str, what: str) -> Any:
+        leaves, structure = pytree.tree_flatten(tree)
+        is_changed = False
+        for index, leaf in enumerate(leaves):
+            if type(leaf) is not Tensor or not leaf.is_floating_point() or (key and leaf.grad_fn is None):
+                continue
+            placement = self._placements.of_tensor(leaf, name, (key, structure, index), what)
+            if placement != WHOLE:
+                split = self._placements.split_of(leaf, placement, what)
+                leaves[index] = gathered(leaf, split, self._placements.comm, f"{what} for the loss")
+                is_changed = True
+        if is_changed and type(tree) is list:
+            tree[:] = pytree.tree_unflatten(leaves, structure)  # which other objects may have too
+            return tree
+        return pytree.tree_unflatten(leaves, structure) if is_changed else tree
+
+
+def _kept(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield the attributes of modules that hold results of the forward that has just run."""
+    for name, module in model.named_modules():
+        for attribute, value in [*vars(module).items()]:
+            if attribute.startswith(("_shardwise", "_parameters", "_buffers", "_modules")) or value is None:
+                continue
+            if any(type(leaf) is Tensor and leaf.grad_fn is not None for leaf in pytree.tree_leaves(value)):
+                yield name, module, attribute
+
+
+_SHOWN: Final = inspect.unwrap(WholeParameters.shown).__code__
+_GET_DATA: Final = getattr(Tensor, "data").__get__  # noqa: B009  # to mypy it is no property
+_SET_DATA: Final = getattr(Tensor, "data").__set__  # noqa: B009
+# Of the parameter itself, whatever its values are.
+_OF_OBJECT: Final = frozenset(
+    {
+        *(getattr(Tensor, name).__get__ for name in ("grad", "requires_grad", "is_leaf", "grad_fn", "dtype", "device")),
+        *(
+            getattr(Tensor, name).__get__
+            for name in ("is_cuda", "is_cpu", "is_meta", "is_sparse", "layout", "itemsize")
+        ),
+        *(getattr(Tensor, name).__set__ for name in ("grad", "requires_grad")),
+        *(Tensor.requires_grad_, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.__hash__),
+        *(Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.get_device),
+    }
+)
+_OF_SHAPE: Final = frozenset(
+    {
+        *(getattr(Tensor, name).__get__ for name in ("shape", "ndim")),
+        *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.__len__, torch.numel),
+    }
+)

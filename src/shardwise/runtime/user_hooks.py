@@ -1,0 +1,121 @@
+"""Records the calls that hooks of users saw, and shows them to the same hooks elsewhere.
+
+A hook of a user is one that neither the library nor torch has registered. What it does beside changing a module's
+output, such as to keep a feature for the loss, must also happen where the loss is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from shardwise.runtime.torch_private import forward_hooks, global_forward_hooks, hook_dicts
+
+# Those of transformers collect outputs in lists of the running model, which the model returns.
+_OTHERS = ("shardwise.", "torch.", "transformers.utils.output_capturing.")
+
+
+@dataclass(frozen=True)
+class HookedCall:
+    """Holds a call of a module as its hooks saw it.
+
+    Attributes:
+        name: of the module.
+        args: positional arguments, before any hook.
+        kwargs: by name.
+        output: before any hook.
+        is_changed: whether a hook returned another output.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+    is_changed: bool = False
+
+
+def is_users(hook: Callable[..., Any]) -> bool:
+    """Say whether a hook is a user's."""
+    place = getattr(hook, "__module__", None) or type(hook).__module__
+    return not f"{place}.".startswith(_OTHERS)
+
+
+def has_user_hooks(module: nn.Module) -> bool:
+    """Say whether users have hooks on a module's forward."""
+    return any(is_users(hook) for hooks in forward_hooks(module) for hook, _ in hooks)
+
+
+def has_any_user_hooks(module: nn.Module) -> bool:
+    """Say whether users have hooks on a module's forward or backward."""
+    return has_user_hooks(module) or any(is_users(hook) for hooks in hook_dicts(module)[2:] for hook in hooks.values())
+
+
+def without_user_hooks(model: nn.Module) -> nn.Module:
+    """Take the hooks of users from a copy of a model, which shall leave no trace where they keep what they see."""
+    for module in model.modules():
+        for hooks in hook_dicts(module):
+            for key in [key for key, hook in hooks.items() if is_users(hook)]:
+                del hooks[key]
+    return model
+
+
+def has_global_hooks() -> bool:
+    """Say whether users have hooks on the forward of all modules."""
+    return any(map(is_users, global_forward_hooks()))
+
+
+@contextmanager
+def record_calls(modules: Mapping[str, nn.Module], calls: list[HookedCall]) -> Iterator[None]:
+    """Append the calls of some modules to a list, in the order in which they end, inside the context."""
+    handles = [handle for name, module in modules.items() for handle in _record(name, module, calls)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _record(name: str, recorded: nn.Module, calls: list[HookedCall]) -> Iterable[Any]:
+    given: list[tuple[tuple[Any, ...], dict[str, Any]]] = []  # a module may call itself
+    returned: list[Any] = []
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module is recorded:  # and no copy of it
+            given.append((args, kwargs))
+
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if module is recorded:
+            returned.append(output)
+
+    def at_end(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if module is recorded:
+            own = returned.pop()
+            calls.append(HookedCall(name, *given.pop(), own, is_changed=output is not own))
+
+    return (
+        recorded.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+        recorded.register_forward_hook(after, prepend=True, with_kwargs=True),
+        recorded.register_forward_hook(at_end, with_kwargs=True),
+    )
+
+
+def show_call(module: nn.Module, call: HookedCall) -> None:
+    """Call a module's hooks as the recorded call did; what they return counts for those after them alone."""
+    before, after = forward_hooks(module)
+    args, kwargs, output = call.args, call.kwargs, call.output
+    for hook, takes_kwargs in before:
+        if not is_users(hook):
+            continue
+        result = hook(module, args, kwargs) if takes_kwargs else hook(module, args)
+        if result is not None and takes_kwargs:
+            args, kwargs = result
+        elif result is not None:
+            args = result if isinstance(result, tuple) else (result,)
+    for hook, takes_kwargs in after:
+        if is_users(hook):
+            result = hook(module, args, kwargs, output) if takes_kwargs else hook(module, args, output)
+            output = output if result is None else result
