@@ -9,7 +9,7 @@ with rank 3 over (1, 3), and sums scalars over all four.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
@@ -22,7 +22,7 @@ from shardwise.comm.consistency import CallCheck
 from shardwise.comm.records import CommLog
 from shardwise.comm.store import PatientStore
 from shardwise.config.resolve import Config, ConfigError
-from shardwise.layout.layout import MATRIX_STATES
+from shardwise.layout.layout import Layout
 from shardwise.layout.mesh_shape import (
     CONTEXT_AXES,
     GRADIENT_AXES,
@@ -166,8 +166,8 @@ def connect(
     device: torch.device,
     streams: Streams,
     pool: BufferPool,
-    ties: Collection[tuple[int, ...]] = (),
-    secondary_shard: int = 0,
+    layout: Layout | None = None,
+    has_owners: bool = False,
 ) -> CommGroups:
     """Make an engine's groups of ranks, with a common comm log; all ranks do so together.
 
@@ -178,9 +178,10 @@ def connect(
         device: of the tensors.
         streams: side streams on CUDA.
         pool: receive buffers come from here.
-        ties: ranks of the pipeline that hold a parameter together; of all such parameters.
-        secondary_shard: ranks that share a secondary shard; 0 for none.
+        layout: says which ranks of the pipeline hold a parameter together, and which share a secondary shard.
+        has_owners: whether parameters are stepped whole by owners.
     """
+    ties, secondary_shard = ((), 0) if layout is None else (layout.ties, layout.secondary_shard)
     made: dict[tuple[tuple[str, ...], str], Comm] = {}
     comm_log = CommLog(comm_factory.rank)
     if config.run.check_collectives and comm_factory.store is not None:
@@ -212,7 +213,7 @@ def connect(
         replicas=over(REPLICA_AXES),
         tensor=over(TENSOR_AXES),
         context=over(CONTEXT_AXES, "context" if shape.cp > 1 else "gather"),
-        matrices=over((*SHARD_AXES, *TENSOR_AXES)) if config.optimizer.name.lower() in MATRIX_STATES else None,
+        matrices=over((*SHARD_AXES, *TENSOR_AXES)) if has_owners else None,
         model=over(cell),
         pipeline=over(PIPELINE_AXES),
         all=over((*PIPELINE_AXES, *cell)),

@@ -47,11 +47,12 @@ from shardwise.tensor.apply import split_model
 from shardwise.tensor.chunked import chunk_model
 from shardwise.tensor.layers import mappings_of
 from shardwise.tensor.plan_layout import dropout_zones
-from shardwise.zero.optimizer import ShardedOptimizer, StepInBackward, may_step_in_backward
+from shardwise.zero.optimizer import ShardedOptimizer
 from shardwise.zero.optimizer_plan import OptimizerFactory, OptimizerPlan, plan_optimizer
 from shardwise.zero.resources import ShardingResources
 from shardwise.zero.sharding_state import ShardingState
 from shardwise.zero.startup import agree_on_tied, broadcast_buffers, broadcast_params_across_stages, broadcast_scales
+from shardwise.zero.step_in_backward import StepInBackward, may_step_in_backward
 
 
 @dataclass(frozen=True)
@@ -90,10 +91,10 @@ def build(inputs: EngineInputs) -> tuple[StepContext, StepRunner, ExitStack]:
     with ExitStack() as cleanup:
         cleanup.callback(comm_factory.close)
         streams, pool = Streams(device, config.zero.overlap), BufferPool(device, memory)
-        optimizer_plan = plan_optimizer(inputs.optimizer, config.optimizer, model)
+        optimizer_plan = plan_optimizer(inputs.optimizer, config.optimizer, model, layout, device)
         optimizer_plan.groups_of(layout)  # refused before ranks meet
-        ties, secondary = layout.ties, layout.secondary_shard
-        comms = connect(comm_factory, layout.mesh, config, device, streams, pool, ties, secondary)
+        has_owners = optimizer_plan.may_step_whole
+        comms = connect(comm_factory, layout.mesh, config, device, streams, pool, layout, has_owners)
         timeline, comm_log = Timeline(comm_factory.rank), comms.all.comm_log
         timeline.clock.waited_s = lambda: comm_log.waited_s
         watchdog = watch(comm_factory.store, comm_log, timeline, config.run)
@@ -185,7 +186,7 @@ def _make_context(
         _undo_at_end(cleanup, stages.install())
         streams, comm_log = resources.tiers.streams, comms.all.comm_log
         pipes = P2PChannels(comm_factory, layout.mesh, streams.device, config.run.timeout_s, streams, comm_log)
-    sharded = ShardedOptimizer(sharding.groups, optimizer_plan.groups_of(layout), optimizer_plan.factory, resources)
+    sharded = ShardedOptimizer(sharding.groups, optimizer_plan.groups_of(layout), optimizer_plan, resources)
     step_in_backward = StepInBackward(sharding, sharded, may_step_in_backward(config, layout))
     split_values = None
     if layout.tensor is not None and (mappings := mappings_of(inputs.model)) is not None and not comms.all.is_simulated:

@@ -40,11 +40,12 @@ from shardwise.runtime.codec_errors import CodecErrors, relative_errors
 from shardwise.runtime.memory_tracker import MemoryTracker, explain_out_of_memory
 from shardwise.runtime.precision import LossScaler
 from shardwise.runtime.timeline import Timeline
-from shardwise.zero.optimizer import ShardedOptimizer, StepInBackward
+from shardwise.zero.optimizer import ShardedOptimizer
 from shardwise.zero.optimizer_plan import OptimizerPlan
 from shardwise.zero.sharding_state import ShardingState
 from shardwise.zero.startup import regroup
 from shardwise.zero.state_access import EngineState
+from shardwise.zero.step_in_backward import StepInBackward
 
 
 @dataclass(eq=False)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -151,6 +151,37 @@ def assign_owners(groups: Sequence[GroupSpec], tp: int) -> tuple[OwnedMatrix, ..
         owners[number] = owner
         heapq.heappush(loads, (load + flops[number], owner))
     return tuple(OwnedMatrix(index, place, owners[number]) for number, (index, place) in enumerate(found))
+
+
+def assign_whole(
+    groups: Sequence[GroupSpec], tp: int, names: Collection[str], kept: Mapping[str, int], *, at_one: bool
+) -> tuple[OwnedMatrix, ...]:
+    """Return the named parameters, in order, each with the rank that steps it whole; it has its states, too.
+
+    Args:
+        groups: as for `assign_owners`.
+        tp: as for `assign_owners`.
+        names: of the parameters that are stepped.
+        kept: the owners of parameters that have one already.
+        at_one: whether the first rank owns all, since the update of each depends on the others.
+    """
+    found = [
+        (index, place)
+        for index, group in enumerate(groups)
+        if group.trainable
+        for place in group.params
+        if place.name in names and place.numel
+    ]
+    num_owners = 1 if at_one else tp * max((groups[index].num_shards for index, _ in found), default=1)
+    numel_of = {place.name: math.prod(place.global_shape) for _, place in found}
+    loads = dict.fromkeys(range(num_owners), 0)
+    owners = {name: kept[name] for name in numel_of if name in kept}
+    for name, owner in owners.items():
+        loads[owner] += numel_of[name]
+    for name in sorted(numel_of.keys() - owners.keys(), key=lambda name: (-numel_of[name], name)):
+        owners[name] = min(loads, key=lambda owner: (loads[owner], owner))
+        loads[owners[name]] += numel_of[name]
+    return tuple(OwnedMatrix(index, place, owners[place.name]) for index, place in found)
 
 
 def rounds_of(owned: Sequence[OwnedMatrix], most_numel: int) -> tuple[tuple[OwnedMatrix, ...], ...]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from threading import Barrier
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor
@@ -115,14 +115,28 @@ def rule_of(optimizer: Optimizer, *, is_matrix: bool = False) -> CpuOptimizer:
     """
     if is_matrix:
         return _MATRIX_RULE
-    kind = type(optimizer)
-    if kind not in _RULES:
-        raise ConfigError(
-            "host-step-optimizer",
-            "a step on the host or of encoded states is one of Muon, Adam, AdamW, SGD, Adagrad and Lion; "
-            f"got {kind.__name__}; use one of these, or tiers.optimizer=device and precision.states=master",
-        )
-    return _RULES[kind]
+    if not has_rule(type(optimizer)):
+        refuse_without_rule(type(optimizer))
+    return _RULES[type(optimizer)]
+
+
+def has_rule(kind: type[Optimizer]) -> bool:
+    """Say whether `rule_of` knows a class of optimizers; of a subclass it does not, since that may step otherwise."""
+    return kind in _RULES
+
+
+def refuse_without_rule(kind: type[Optimizer], *, is_element_wise: bool = True) -> NoReturn:
+    """Raise for an optimizer whose states can be neither encoded nor on NVMe.
+
+    Raises:
+        ConfigError: always.
+    """
+    why = "" if is_element_wise else ", whose step needs whole tensors"
+    raise ConfigError(
+        "host-step-optimizer",
+        "a step of states on NVMe or of encoded ones is one of Muon, Adam, AdamW, SGD, Adagrad and Lion; got "
+        f"{kind.__name__}{why}; use one of these, or tiers.optimizer=device or host and precision.states=master",
+    )
 
 
 def needed_states(optimizer: Optimizer, options: Options) -> frozenset[str] | None:
@@ -157,7 +171,7 @@ def _step_adam(options: Options, parts: PieceTensors) -> None:
         parts.grads,
         parts.all("exp_avg"),
         parts.all("exp_avg_sq"),
-        parts.all("max_exp_avg_sq") if options["amsgrad"] else [],
+        parts.all("max_exp_avg_sq") if options.get("amsgrad") else [],
         parts.counters(),
         **_fused(options),
         decoupled_weight_decay=options["decoupled_weight_decay"],
@@ -194,7 +208,7 @@ def _step_lion(options: Options, parts: PieceTensors) -> None:
 
 
 def _adam_states(options: Options) -> dict[str, float]:
-    return dict.fromkeys(("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if options["amsgrad"] else [])), 0.0)
+    return dict.fromkeys(("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if options.get("amsgrad") else [])), 0.0)
 
 
 _RULES: Mapping[type[Optimizer], CpuOptimizer] = MappingProxyType(

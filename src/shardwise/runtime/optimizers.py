@@ -1,7 +1,8 @@
 """This module has optimizers and learning-rate schedules by name.
 
-The optimizer sees 1-D pieces of parameters, so only those whose update of an element depends on that element alone are
-right; the others are refused by name. Muon alone gets whole matrices (`shardwise.zero.matrix_step`).
+A config names optimizers whose update of an element depends on that element alone, since they see 1-D pieces of
+parameters, and Muon, which gets whole matrices (`shardwise.zero.matrix_step`). Of optimizers that a user gives, a trial
+tells what they need (`shardwise.runtime.optimizer_probe`).
 
 >>> sorted(optimizer_names())[:4]
 ['adadelta', 'adagrad', 'adam', 'adamax']
@@ -12,19 +13,20 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from shardwise.config.errors import EngineError
 from shardwise.config.resolve import Config, ConfigError, OptimizerConfig, SchedulerConfig, shown_value
 from shardwise.runtime.muon import MuonWithAdamW
 
-# These classes of torch's work on a whole matrix, or need a closure; on pieces they would be silently wrong.
+# These classes of torch's work on a whole matrix, or need a closure: they have no name in a config.
 _NOT_ELEMENT_WISE: Final = frozenset({"lbfgs", "adafactor", "muon", "sparseadam"})
 
 ParamGroups = Sequence[dict[str, Any]]
@@ -36,17 +38,6 @@ def optimizer_names() -> Mapping[str, type[Optimizer]]:
     names = {name.lower(): kind for name, kind in classes if kind is not Optimizer}
     known = {name: kind for name, kind in names.items() if name not in _NOT_ELEMENT_WISE}
     return MappingProxyType({"lion": Lion, **known, "muon": MuonWithAdamW})
-
-
-def refuse_unless_element_wise(optimizer: Optimizer) -> None:
-    """Raise for torch's optimizers that work on whole matrices; others are taken to be element-wise."""
-    name = type(optimizer).__name__
-    if name.lower() in _NOT_ELEMENT_WISE:
-        raise ConfigError(
-            "optimizer-element-wise",
-            f"optimizer {name} is not element-wise but sees 1-D pieces of parameters; use AdamW, SGD or another"
-            + ", or give none and set optimizer.name=muon" * (name == "Muon"),
-        )
 
 
 def optimizer_kind(name: str) -> type[Optimizer]:
@@ -110,6 +101,34 @@ def fused_grad_scale(kind: type[Optimizer], factor: float, dtypes: Collection[to
     if kind not in _SCALING or not 1e-30 < abs(factor) < 1e30 or any(dtype != torch.float32 for dtype in dtypes):
         return None
     return torch.tensor(1.0 / factor, dtype=torch.float32).item()
+
+
+def lacks_some_momentum(optimizer: Optimizer, stepped: Sequence[Tensor]) -> bool:
+    """Say whether torch's fused SGD would meet parameters with and without momentum, which its kernel cannot step.
+
+    Args:
+        optimizer: any.
+        stepped: what it is about to step.
+    """
+    if not isinstance(optimizer, SGD) or not any(group.get("fused") for group in optimizer.param_groups):
+        return False
+    if not any(group["momentum"] for group in optimizer.param_groups):
+        return False
+    have = [optimizer.state.get(param, {}).get("momentum_buffer") is not None for param in stepped]
+    return any(have) and not all(have)
+
+
+@contextmanager
+def stepped_unfused(optimizer: Optimizer) -> Iterator[None]:
+    """Let the optimizer step without its fused kernel."""
+    fused = [group.get("fused") for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["fused"] = False
+    try:
+        yield
+    finally:
+        for group, before in zip(optimizer.param_groups, fused, strict=True):
+            group["fused"] = before
 
 
 _SCALING: Final = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)

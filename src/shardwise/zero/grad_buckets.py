@@ -13,7 +13,7 @@ so it runs in every backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor
@@ -105,6 +105,12 @@ class GradBucket:
         self._tracker.track(residual, Category.GRADIENTS)
         self._residuals.append(residual)
         return residual
+
+    def count(self, names: Collection[str]) -> None:
+        """Count the gradients of these parameters alone in the norm: those that the optimizer holds."""
+        left_out = [(place.offset, place.offset + place.numel) for place in self.spec.params if place.name not in names]
+        tensor, held = self._comms.tensor, self._counted_range
+        self._counted = SharedGradRanges.of(self.spec, held, tensor.rank, tensor.world_size, left_out)
 
     @property
     def residuals(self) -> tuple[Tensor, ...]:

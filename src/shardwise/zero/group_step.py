@@ -80,13 +80,18 @@ class GroupStep:
     def prepare(self, options_of: Callable[[ParamPiece], Options | None]) -> None:
         """Allocate the states that the optimizer's options ask for; skip pieces for which `options_of` returns None."""
         for piece in self.pieces:
-            options = options_of(piece)
-            is_trained = options is not None
-            self._counts[piece.name] = StepCounts(0.0, self.has_states_at_once and is_trained, is_trained)
-            self._initial |= self.rule.tensor_states(options) if options is not None else {}
-        for name, value in self._initial.items():
-            self.states[name] = GroupState(name, self.group, self.pieces, self.dtype, self.tiers)
-            for piece in self.pieces if value else ():  # new storage has zeros
+            self._counts[piece.name] = StepCounts(is_trained=False)
+            if (options := options_of(piece)) is not None:
+                self.train(piece, options)
+
+    def train(self, piece: ParamPiece, options: Options) -> None:
+        """Step a piece from now on, under options of the optimizer."""
+        self._counts[piece.name] = StepCounts(0.0, self.has_states_at_once)
+        for name, value in self.rule.tensor_states(options).items():
+            self._initial[name] = value
+            if name not in self.states:
+                self.states[name] = GroupState(name, self.group, self.pieces, self.dtype, self.tiers)
+            if value:  # new storage has zeros
                 _fill(self.states[name].of_piece(piece), value)
 
     @property

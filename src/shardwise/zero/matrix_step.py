@@ -7,19 +7,19 @@ matrix is put together from the same numbers in every layout, so the layout does
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from shardwise.comm.collectives import Comm
 from shardwise.comm.mesh import CommGroups
-from shardwise.layout.matrices import OwnedMatrix, assign_owners, held_ranges, matrices_of, rounds_of
-from shardwise.layout.slicing import Chunk, Rect, intersect
+from shardwise.layout.matrices import OwnedMatrix, assign_owners, matrices_of, rounds_of
+from shardwise.layout.slicing import Rect
 from shardwise.runtime.muon import advance_momentum, apply_update, compute_dtype, orthogonalize, update_scale
 from shardwise.runtime.state_shards import FlatState
+from shardwise.zero.owner_exchange import OwnerExchange
 from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.stored_state import ParamPiece
 
@@ -27,25 +27,6 @@ Options = Mapping[str, Any]
 
 # Elements of the matrices that one rank steps in a round: it holds them, and their updates, at the same time.
 ROUND_NUMEL: Final = 2**26
-
-
-@dataclass(frozen=True)
-class HeldPart:
-    """Describe what one rank has of a matrix: the elements [start, stop) of its local tensor.
-
-    Attributes:
-        rank: in the group of the ranks that share matrices.
-        tp_index: in its tensor-parallel group.
-        start: the first element.
-        stop: the element after the last.
-        is_sent: whether it sends them to the owner, which else has them, or gets them from others.
-    """
-
-    rank: int
-    tp_index: int
-    start: int
-    stop: int
-    is_sent: bool
 
 
 @dataclass(frozen=True)
@@ -74,11 +55,11 @@ class MatrixStep:
 
     def __init__(self, groups: Sequence[ParamGroup], pieces: Sequence[ParamPiece], comms: CommGroups) -> None:
         assert comms.matrices is not None, "an optimizer of matrices has a group of ranks for them"
-        self._comm: Comm = comms.matrices
-        self._tp, self._tp_index = comms.tensor.world_size, comms.tensor.rank
+        self._comm, tp = comms.matrices, comms.tensor.world_size
         self._groups = groups
         self._pieces = {piece.name: piece for piece in pieces if piece.group.spec.is_matrix}
-        owned = assign_owners([group.spec for group in groups], self._tp)
+        self._exchange = OwnerExchange(groups, self._pieces, self._comm, tp)
+        owned = assign_owners([group.spec for group in groups], tp)
         self._rounds = rounds_of(owned, ROUND_NUMEL)
 
     def step(self, used: Mapping[str, bool], parts: MatrixPieces) -> None:
@@ -99,15 +80,12 @@ class MatrixStep:
             for matrix in matrices
             if (piece := self._pieces.get(matrix.place.name)) is not None
         }
-        mine = [matrix for matrix in matrices if matrix.owner == self._comm.rank]
-        received = self._bring(matrices, ahead, dtype)
-        updates = {}
-        for matrix in mine:
-            whole = self._assemble(matrix, received.pop(matrix.place.name), dtype[matrix.place.name])
-            updates[matrix.place.name] = _orthogonalized(matrix, whole)
-        del received, ahead
+        of_name = {matrix.place.name: matrix for matrix in matrices}
+        brought = self._exchange.bring(matrices, ahead, dtype, "momentum of matrices")
+        updates = {name: _orthogonalized(of_name[name], whole) for name, whole in brought}
+        del brought, ahead
         scales = {matrix.place.name: _scale_of(matrix) for matrix in matrices}
-        for name, update in self._return(matrices, updates, dtype):
+        for name, update in self._exchange.give_back(matrices, updates, dtype, "updates of matrices"):
             piece = self._pieces[name]
             if (options := parts.options_of(piece)) is not None:
                 _apply(piece, update, scales[name], options)
@@ -125,77 +103,6 @@ class MatrixStep:
         if momentum is not kept or stored.tensor is None:
             stored.write(0, momentum)
         return ahead
-
-    def _parts(self, matrix: OwnedMatrix) -> Iterator[HeldPart]:
-        """Yield what each rank has of a matrix, in the order of ranks."""
-        group, place = self._groups[matrix.group], matrix.place
-        is_whole = group.shard_stop - group.shard_start == group.spec.padded_numel
-        owner_shard, owner_tp = divmod(matrix.owner, self._tp)
-        for shard, (start, stop) in held_ranges(group.spec, place, is_whole).items():
-            for tp_index in range(self._tp):
-                is_copy = (is_whole and shard != owner_shard) or (place.split.is_whole and tp_index != owner_tp)
-                yield HeldPart(shard * self._tp + tp_index, tp_index, start, stop, not is_copy)
-
-    def _bring(
-        self, matrices: Sequence[OwnedMatrix], ahead: Mapping[str, Tensor], dtype: Mapping[str, torch.dtype]
-    ) -> dict[str, list[tuple[HeldPart, Tensor]]]:
-        """Send this rank's parts to the owners; return the parts of the matrices that it owns."""
-        sends: dict[int, list[Tensor]] = {}
-        receives: dict[int, list[Tensor]] = {}
-        found: dict[str, list[tuple[HeldPart, Tensor]]] = {}
-        for matrix in matrices:
-            name, is_mine = matrix.place.name, matrix.owner == self._comm.rank
-            for part in self._parts(matrix) if is_mine or name in ahead else ():
-                if not part.is_sent:
-                    continue
-                if is_mine:
-                    values = ahead.get(name) if part.rank == self._comm.rank else None
-                    if values is None:
-                        values = torch.empty(part.stop - part.start, dtype=dtype[name], device=self._comm.device)
-                        receives.setdefault(part.rank, []).append(values)
-                    found.setdefault(name, []).append((part, values))
-                elif part.rank == self._comm.rank:
-                    sends.setdefault(matrix.owner, []).append(ahead[name])
-        self._comm.exchange(sends, receives, "momentum of matrices").wait()
-        return found
-
-    def _return(
-        self, matrices: Sequence[OwnedMatrix], updates: Mapping[str, Tensor], dtype: Mapping[str, torch.dtype]
-    ) -> list[tuple[str, Tensor]]:
-        """Send each rank its part of the updates of the matrices that this one owns; return this rank's parts."""
-        sends: dict[int, list[Tensor]] = {}
-        receives: dict[int, list[Tensor]] = {}
-        own: list[tuple[str, Tensor]] = []
-        for matrix in matrices:
-            name, is_mine = matrix.place.name, matrix.owner == self._comm.rank
-            for part in self._parts(matrix) if is_mine or name in self._pieces else ():
-                if part.rank == self._comm.rank:
-                    if is_mine:
-                        own.append((name, self._cut(matrix, updates[name], part)))
-                        continue
-                    values = torch.empty(part.stop - part.start, dtype=dtype[name], device=self._comm.device)
-                    receives.setdefault(matrix.owner, []).append(values)
-                    own.append((name, values))
-                elif is_mine:
-                    sends.setdefault(part.rank, []).append(self._cut(matrix, updates[name], part))
-        self._comm.exchange(sends, receives, "updates of matrices").wait()
-        return own
-
-    def _assemble(self, matrix: OwnedMatrix, received: Sequence[tuple[HeldPart, Tensor]], dtype: torch.dtype) -> Tensor:
-        whole = torch.zeros(matrix.place.global_shape, dtype=dtype, device=self._comm.device)
-        for part, values in received:
-            for chunk in _chunks(matrix, part, owned_only=not matrix.place.split.is_whole):
-                _view(whole, chunk).copy_(_flat(values, chunk))
-        return whole
-
-    def _cut(self, matrix: OwnedMatrix, update: Tensor, part: HeldPart) -> Tensor:
-        """Return the part of an update that a rank has, 1-D as it has it; zero where that is padding."""
-        if matrix.place.split.is_whole:
-            return update.view(-1)[part.start : part.stop]
-        values = update.new_zeros(part.stop - part.start)
-        for chunk in _chunks(matrix, part, owned_only=False):
-            _flat(values, chunk).copy_(_view(update, chunk))
-        return values
 
 
 def _orthogonalized(matrix: OwnedMatrix, whole: Tensor) -> Tensor:
@@ -222,15 +129,3 @@ def _apply(piece: ParamPiece, update: Tensor, scale: float, options: Options) ->
     apply_update(values, update.to(values.device), scale, options)
     if master.tensor is None:
         master.write(piece.start, values)
-
-
-def _chunks(matrix: OwnedMatrix, part: HeldPart, *, owned_only: bool) -> tuple[Chunk, ...]:
-    return intersect(matrix.place.split.local(part.tp_index, owned_only=owned_only), part.start, part.stop)
-
-
-def _flat(values: Tensor, chunk: Chunk) -> Tensor:
-    return values[chunk.local_offset : chunk.local_stop].view(chunk.rect.shape)
-
-
-def _view(whole: Tensor, chunk: Chunk) -> Tensor:
-    return whole[chunk.rect.slices_in(Rect.whole(tuple(whole.shape)))]

@@ -5,46 +5,48 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from shardwise.config.errors import EngineError
-from shardwise.config.resolve import Config
-from shardwise.layout.layout import Layout
-from shardwise.offload.cpu_optimizer import rule_of
+from shardwise.config.resolve import ConfigError
+from shardwise.offload.cpu_optimizer import has_rule, refuse_without_rule, rule_of
 from shardwise.offload.step_pipeline import StepChunk
 from shardwise.offload.storage import StateStorage
 from shardwise.offload.worker import Task
 from shardwise.runtime.memory_tracker import Category
 from shardwise.runtime.muon import MOMENTUM, MuonWithAdamW
-from shardwise.runtime.optimizers import refuse_unless_element_wise, scale_in_step
+from shardwise.runtime.optimizer_probe import StepScope
+from shardwise.runtime.optimizers import lacks_some_momentum, scale_in_step, stepped_unfused
 from shardwise.runtime.state_shards import FlatState, TensorFlatState
 from shardwise.runtime.timeline import Timeline
 from shardwise.schedule.actions import ActionKind
 from shardwise.zero.grad_buckets import GradBucket
 from shardwise.zero.group_step import GroupStep
 from shardwise.zero.matrix_step import MatrixPieces, MatrixStep
-from shardwise.zero.optimizer_plan import NamedGroup, OptimizerFactory, fresh_states
+from shardwise.zero.optimizer_plan import NamedGroup, OptimizerPlan, first_states, fresh_states
 from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.resources import ShardingResources
-from shardwise.zero.sharding_state import ShardingState
 from shardwise.zero.shared_grads import SharedGradRanges, sum_over_sharers, sum_over_stages
-from shardwise.zero.stored_state import ParamPiece
+from shardwise.zero.stored_state import ParamPiece, pieces_of, place_state
+from shardwise.zero.whole_step import WholeStep
 
 
 class ShardedOptimizer:
-    """Steps an element-wise optimizer over the pieces that this rank holds.
+    """Steps an optimizer over the pieces that this rank holds, or over the whole parameters that it owns.
 
     Args:
         groups: all of the engine's groups.
         named_groups: which parameters share which options.
-        factory: makes the optimizer from parameter groups, or adopts a given one.
+        plan: makes the optimizer from parameter groups, or adopts a given one.
         resources: shared by the engine's groups.
 
     Attributes:
+        whole: steps whole parameters, where the optimizer is not element-wise and ranks hold pieces; else None.
         pieces: what this rank has of each parameter that is trained.
         names: all parameters that are trained, on any rank.
         optimizer: torch's optimizer over the pieces' views.
@@ -54,9 +56,10 @@ class ShardedOptimizer:
         self,
         groups: Sequence[ParamGroup],
         named_groups: Sequence[NamedGroup],
-        factory: OptimizerFactory,
+        plan: OptimizerPlan,
         resources: ShardingResources,
     ) -> None:
+        self._plan = plan
         self._tracker = resources.tracker
         self._comms = resources.comms
         self._tensor = resources.comms.tensor
@@ -64,9 +67,11 @@ class ShardedOptimizer:
         self._pipeline_rank = resources.comms.pipeline.rank
         self._holders: dict[ParamGroup, tuple[int, ...]] = {}  # of what several stages of the pipeline hold
         self._tiers = resources.tiers
-        self._options_of: dict[int, int] = {}  # the index of the optimizer's group, by a view's identity
+        self._options_of: dict[str, int] = {}  # the index of the optimizer's group, by a parameter's name
         self._own_steps: dict[ParamGroup, GroupStep] = {}  # of states off the device, or encoded
         self._matrix_step: MatrixStep | None = None
+        self.whole: WholeStep | None = None
+        self._has_shapes = False  # the pieces, which are whole, have the parameters' shapes
         self._states_dtype = resources.states_dtype
         self._codec_errors = resources.codec_errors
         self._stepped: dict[ParamGroup, Task] = {}  # in the backward, before `step`
@@ -76,14 +81,16 @@ class ShardedOptimizer:
         # torch refuses an optimizer without parameters, but a rank may own nothing except padding.
         self._placeholder = nn.Parameter(torch.empty(0))
         self._named_groups: tuple[NamedGroup, ...] = ()
+        self._choose_step([group for group in groups if group.grads is not None])
         self._take(groups)
-        self.optimizer = factory(self._param_groups(named_groups))
-        refuse_unless_element_wise(self.optimizer)
-        self._has_states_at_once = bool(self.optimizer.state)  # such as Adagrad's
+        self.optimizer = plan.factory(self._param_groups(named_groups))
+        self._has_states_at_once = bool(self.optimizer.state or plan.first_states)  # such as Adagrad's
+        self._make_first_states(self._views())
         self._take_own_steps()
         self.is_stepping = False
         this = weakref.ref(self)
         self._step_guard = self.optimizer.register_step_pre_hook(lambda *_: _refuse_own_step(this()))
+        self._own_methods = _follow_calls(self)
 
     def regroup(self, groups: Sequence[ParamGroup], named_groups: Sequence[NamedGroup]) -> None:
         """Step other groups from now on; pieces that are in both keep their states, the others start without any.
@@ -93,30 +100,48 @@ class ShardedOptimizer:
             named_groups: as many as before.
         """
         before = {id(piece) for piece in self.pieces}
+        views_before = self._views()
         self._take(groups)
         for options, group in zip(self.optimizer.param_groups, self._param_groups(named_groups), strict=True):
             options["params"] = group["params"]
         self._take_own_steps()
-        known = {id(piece.view) for piece in self.pieces} | {id(self._placeholder)}
+        views = self._views()
+        known = {id(view) for view in views.values()} | {id(self._placeholder)}
         for view in [view for view in self.optimizer.state if id(view) not in known]:
             del self.optimizer.state[view]
         self.forget_states([piece for piece in self.pieces if id(piece) not in before])
+        if self.whole is not None:
+            self._make_first_states({name: view for name, view in views.items() if name not in views_before})
 
     def forget_states(self, pieces: Sequence[ParamPiece]) -> None:
         """Reset these pieces to the optimizer's states before its first step: mostly none."""
         for piece in pieces:
             if (keeper := self._own(piece)) is not None:
                 keeper.forget_states(piece)
-        views = {id(piece.view) for piece in pieces if self._own(piece) is None}
-        for piece in pieces:
-            self.optimizer.state.pop(piece.view, None)
-        if self._has_states_at_once and views:
+        views = {piece.name: piece.view for piece in pieces if self._own(piece) is None and self.whole is None}
+        for view in views.values():
+            self.optimizer.state.pop(view, None)
+        self._make_first_states(views)
+
+    def _make_first_states(self, views: Mapping[str, nn.Parameter]) -> None:
+        """Give these parameters the states that the optimizer has before its first step, if it has any."""
+        if self._plan.first_states:
+            for name, view in views.items():
+                if states := first_states(self._plan, name, view):
+                    self.optimizer.state[view] = states
+        elif self._has_states_at_once and (missing := {id(v) for v in views.values() if v not in self.optimizer.state}):
             groups = [
                 {**group, "params": own}
                 for group in self.optimizer.param_groups
-                if (own := [view for view in group["params"] if id(view) in views])
+                if (own := [view for view in group["params"] if id(view) in missing])
             ]
-            self.optimizer.state.update(fresh_states(self.optimizer, groups))
+            self.optimizer.state.update(fresh_states(self.optimizer, groups) if groups else {})
+
+    def _views(self) -> dict[str, nn.Parameter]:
+        """Return what the optimizer steps on this rank, by name of the parameter."""
+        if self.whole is not None:
+            return dict(self.whole.views)
+        return {piece.name: piece.view for piece in self.pieces}
 
     def states_of(self, piece: ParamPiece) -> Mapping[str, Any]:
         """Return what the optimizer keeps of a piece now, by name: flat states as long as the piece, numbers, other."""
@@ -141,7 +166,7 @@ class ShardedOptimizer:
         if (own := self._own(piece)) is not None:
             own.write_state(piece, state, value)
         else:
-            _place_state(self.optimizer, piece.view, state, value)
+            place_state(self.optimizer, piece.view, state, value)
 
     def expect_states(self, piece: ParamPiece, numbers: Mapping[str, float], filled: Collection[str]) -> None:
         """Reset the states of a piece for which `keeps_states` is true.
@@ -185,10 +210,39 @@ class ShardedOptimizer:
         self._groups = [group for group in groups if group.grads is not None]
         self._holders = {group: group.holders for group in self._groups if len(group.holders) > 1}
         self.names = [place.name for group in self._groups for place in group.spec.params]
-        self.pieces = [piece for group in self._groups for piece in kept.get(group) or _pieces(group)]
+        pieces = [kept.get(group) or pieces_of(group, has_shapes=self._has_shapes) for group in self._groups]
+        self.pieces = [piece for several in pieces for piece in several]
+
+    def _choose_step(self, groups: Sequence[ParamGroup]) -> None:
+        """Choose whether the optimizer sees pieces, or whole parameters: of its own, or at their owners.
+
+        Raises:
+            ConfigError: states off the device or encoded need a rule of the optimizer; or its step of a parameter
+                depends on those of other stages of the pipeline.
+        """
+        scope, kind = self._plan.scope, self._plan.kind
+        tiers = {group.spec.tiers.optimizer for group in groups}
+        is_stored = tiers > {"device"} or "device" not in tiers or self._states_dtype != "master"
+        if scope is StepScope.ELEMENT and (not groups or not is_stored or has_rule(kind)):
+            return
+        if is_stored and (self._states_dtype != "master" or "nvme" in tiers):
+            refuse_without_rule(kind, is_element_wise=scope is StepScope.ELEMENT)
+        if scope is StepScope.JOINT and self._comms.pipeline.world_size > 1:
+            raise ConfigError(
+                "optimizer-element-wise",
+                f"the step of a parameter by {kind.__name__} depends on all other parameters, which the stages of a "
+                "pipeline do not share; use mesh.pp=1, or an optimizer that steps each tensor by itself",
+            )
+        is_here = all(group.shard_stop - group.shard_start == group.spec.padded_numel for group in groups)
+        if is_here and not is_stored and self._tensor.world_size == 1:
+            self._has_shapes = True
+        else:
+            self.whole = WholeStep(self._comms, at_one=scope is StepScope.JOINT)
 
     def _take_own_steps(self) -> None:
         """Allocate the states of groups that torch's optimizer does not step: off the device, or encoded."""
+        if self.whole is not None:
+            return
         has_codes = self._states_dtype != "master"
         wanted = [group for group in self._groups if has_codes or group.spec.tiers.optimizer != "device"]
         for group in [group for group in self._own_steps if group not in wanted]:
@@ -211,22 +265,56 @@ class ShardedOptimizer:
 
     def options_of(self, piece: ParamPiece) -> Mapping[str, Any] | None:
         """Return the optimizer's parameter group that a piece is in, with its options; None where it is in none."""
-        index = self._options_of.get(id(piece.view))
+        index = self._options_of.get(piece.name)
         return None if index is None else self.optimizer.param_groups[index]
 
     def _param_groups(self, named_groups: Sequence[NamedGroup]) -> list[dict[str, Any]]:
         self._named_groups = tuple(named_groups)
-        by_name: dict[str, list[nn.Parameter]] = {}
-        for piece in self.pieces:
-            by_name.setdefault(piece.name, []).append(piece.view)
+        self._options_of = {name: index for index, named in enumerate(named_groups) for name in named.names}
+        for group in self._groups:
+            if group.grads is not None:
+                group.grads.count(self._options_of)
+        if self.whole is not None:
+            self.whole.follow(self._groups, self.pieces, self._options_of)
+        views = self._views()
         param_groups = [
-            {**named.options, "params": [view for name in named.names for view in by_name.get(name, [])]}
+            {**named.options, "params": [views[name] for name in named.names if name in views]}
             for named in named_groups
         ]
-        self._options_of = {id(view): index for index, group in enumerate(param_groups) for view in group["params"]}
         if not any(group["params"] for group in param_groups):
             param_groups[0]["params"] = [self._placeholder]
         return param_groups
+
+    def add_group(self, group: Mapping[str, Any]) -> None:
+        """Add a parameter group whose parameters are the model's; those that are frozen follow once they are not.
+
+        Args:
+            group: as torch's `add_param_group` takes it.
+        """
+        named = self._plan.add(group, self._options_of)
+        index = len(self.optimizer.param_groups)
+        self._options_of |= dict.fromkeys(named.names, index)
+        type(self.optimizer).add_param_group(self.optimizer, {**named.options, "params": []})
+        param_groups = self._param_groups([*self._named_groups, named])
+        self.optimizer.param_groups[index]["params"] = param_groups[index]["params"]
+        if self._placeholder in (first := self.optimizer.param_groups[0]["params"]) and param_groups[index]["params"]:
+            first.clear()
+        views, own = self._views(), set(named.names)
+        self._make_first_states({name: view for name, view in views.items() if name in own})
+        for piece in self.pieces:
+            if piece.name in own and (keeper := self._own(piece)) is not None:
+                keeper.train(piece, self.optimizer.param_groups[index])
+
+    def change_weights(self, change: Callable[[], object]) -> None:
+        """Call a method of the optimizer that writes parameters, such as for evaluation. All ranks call it."""
+        for group in self._groups:
+            group.finish_update()
+        if self.whole is None:
+            change()
+        else:
+            self.whole.run(change, {}, lambda piece: piece.view)
+        for group in self._groups:
+            group.adopt_master()
 
     def used(self) -> list[bool]:
         """Return for each of `names` whether it has got a gradient on this rank since the last step."""
@@ -283,6 +371,7 @@ class ShardedOptimizer:
         stepping: dict[ParamGroup, Task] = {}
         with timeline.span(ActionKind.STEP, None):
             self._step_matrices(factor, used)
+            self._step_whole(factor, used)
             self._step_on_device(self._gradients, used, factor)
             self._gradients.clear()
             stepping.update(self._step_pipeline(factor, used))
@@ -343,13 +432,33 @@ class ShardedOptimizer:
         return self._own_steps[group].chunks(factor, used, self.options_of) if holds else []
 
     def _is_whole(self, group: ParamGroup) -> bool:
-        """Say whether the group's parameters are stepped as whole matrices."""
-        return self._matrix_step is not None and group.spec.is_matrix
+        """Say whether the group's parameters are stepped whole, by their owners."""
+        return self.whole is not None or (self._matrix_step is not None and group.spec.is_matrix)
+
+    def can_step_alone(self, group: ParamGroup) -> bool:
+        """Say whether the group can be stepped before the others."""
+        return self._is_offloaded(group) and not self._is_whole(group)
 
     def _step_matrices(self, factor: float, used: Mapping[str, bool]) -> None:
         """Step the groups of matrices; what is stored off the device is brought there, and written back."""
         if self._matrix_step is None:
             return
+        gradient_of = self._final_gradients(factor)
+        self._matrix_step.step(used, MatrixPieces(gradient_of, self._momentum_of, self.options_of))
+        for group in [group for group in self._gradients if group.spec.is_matrix]:
+            del self._gradients[group]  # of which no parameter was used
+
+    def _step_whole(self, factor: float, used: Mapping[str, bool]) -> None:
+        """Step all parameters at their owners; what is stored off the device is brought there, and written back."""
+        if self.whole is None:
+            return
+        for group in self._groups:
+            group.await_step()
+        self.whole.run(self._call_step, used, self._final_gradients(factor))
+        self._gradients.clear()
+
+    def _final_gradients(self, factor: float) -> Callable[[ParamPiece], Tensor]:
+        """Return what gives a piece's gradient, `factor` times the sum; it takes those that are on the device."""
         gradients: dict[ParamGroup, Tensor] = {}
 
         def gradient_of(piece: ParamPiece) -> Tensor:
@@ -363,9 +472,7 @@ class ShardedOptimizer:
                 gradients[group] = found.mul_(factor)
             return gradients[group][piece.start : piece.stop]
 
-        self._matrix_step.step(used, MatrixPieces(gradient_of, self._momentum_of, self.options_of))
-        for group in [group for group in self._gradients if group.spec.is_matrix]:
-            del self._gradients[group]  # of which no parameter was used
+        return gradient_of
 
     def _momentum_of(self, piece: ParamPiece) -> FlatState:
         if (own := self._own(piece)) is not None:
@@ -382,23 +489,33 @@ class ShardedOptimizer:
         for group, gradient in gradients.items():
             if group in self._own_steps:
                 self._own_steps[group].step(gradient, factor, used, self.options_of)
+        if self.whole is not None:
+            return
         gradients = {group: each for group, each in gradients.items() if group not in self._own_steps}
-        is_scaled = scale_in_step(self.optimizer, factor)
+        stepped = [piece.view for piece in self.pieces if used[piece.name] and piece.group in gradients]
+        is_mixed = lacks_some_momentum(self.optimizer, stepped)
+        is_scaled = not is_mixed and scale_in_step(self.optimizer, factor)
         if not is_scaled:
             for gradient in gradients.values():
                 gradient.mul_(factor)
         for piece in self.pieces:
             slices = gradients.get(piece.group) if used[piece.name] else None
-            piece.view.grad = slices[piece.start : piece.stop] if slices is not None else None
+            piece.view.grad = slices[piece.start : piece.stop].view(piece.view.shape) if slices is not None else None
+        try:
+            with stepped_unfused(self.optimizer) if is_mixed else nullcontext():
+                self._call_step()
+        finally:
+            if is_scaled:
+                del self.optimizer.grad_scale  # type: ignore[attr-defined]
+        for piece in self.pieces:
+            piece.view.grad = None
+
+    def _call_step(self) -> None:
         self.is_stepping = True
         try:
             self.optimizer.step()
         finally:
             self.is_stepping = False
-            if is_scaled:
-                del self.optimizer.grad_scale  # type: ignore[attr-defined]
-        for piece in self.pieces:
-            piece.view.grad = None
 
     def clear(self) -> None:
         """Forget the gradients."""
@@ -418,6 +535,9 @@ class ShardedOptimizer:
         """Forget all states; the optimizer's groups get back the model's own parameters that it trained."""
         self.clear()
         self._step_guard.remove()
+        for name in self._own_methods:
+            delattr(self.optimizer, name)
+        self._own_methods = ()
         parameters = {
             place.name: parameter
             for group in self._groups
@@ -429,6 +549,8 @@ class ShardedOptimizer:
             group["params"] = [parameters[name] for name in named.names if name in parameters]
         self.optimizer.state.clear()
         self._matrix_step = None
+        if self.whole is not None:
+            self.whole.close()
         self.pieces.clear()
         self._groups.clear()
         self._holders.clear()
@@ -445,96 +567,27 @@ def _refuse_own_step(sharded: ShardedOptimizer | None) -> None:
         )
 
 
-def _pieces(group: ParamGroup) -> list[ParamPiece]:
-    pieces = []
-    for slot in group.spec.slots(group.shard_start, group.shard_stop):
-        start, stop = slot.offset, slot.offset + slot.stop - slot.start
-        view = torch.empty(0, dtype=group.master.dtype)
-        if group.spec.tiers.optimizer == "device":
-            view = group.master.read(start, stop)
-        pieces.append(ParamPiece(slot.param.name, group, nn.Parameter(view), start, stop))
-    return pieces
+def _follow_calls(sharded: ShardedOptimizer) -> tuple[str, ...]:
+    """Let the engine follow what an optimizer's methods do to its groups and parameters; return the methods' names."""
+    this, optimizer = weakref.ref(sharded), weakref.ref(sharded.optimizer)
 
+    def add_param_group(param_group: dict[str, Any]) -> None:
+        if (owner := this()) is not None:
+            owner.add_group(param_group)
 
-def _place_state(optimizer: Optimizer, view: nn.Parameter, state: str, value: Tensor | float) -> None:
-    of_piece = optimizer.state[view]
-    current = of_piece.get(state)
-    if isinstance(current, Tensor):
-        current.copy_(torch.as_tensor(value))
-    elif current is not None:
-        of_piece[state] = type(current)(value.item() if isinstance(value, Tensor) else value)
-    elif isinstance(value, Tensor):
-        options = next(group for group in optimizer.param_groups if any(each is view for each in group["params"]))
-        # torch keeps step counts on the host, except for kernels that read them on the device.
-        is_on_host = not value.dim() and not (options.get("fused") or options.get("capturable"))
-        of_piece[state] = value.detach().to("cpu" if is_on_host else view.device, copy=True)
-    else:
-        of_piece[state] = value
+    def follow(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def changed(*args: Any, **options: Any) -> None:
+            owner, own = this(), optimizer()
+            if owner is not None and own is not None:
+                owner.change_weights(lambda: method(own, *args, **options))
 
+        return changed
 
-def may_step_in_backward(config: Config, layout: Layout) -> bool:
-    """Say whether the config lets groups be stepped before the backward has ended, and any can be."""
-    is_offloaded = any(group.tiers.optimizer != "device" for group in layout.groups if group.trainable)
-    is_scaled = config.precision.param == "fp16" and config.precision.loss_scale == "dynamic"
-    is_split = layout.tensor is not None or layout.pipeline is not None
-    clips = config.optimizer.clip_norm is not None
-    may_skip = config.run.on_nonfinite == "skip"
-    return config.tiers.step_in_backward and is_offloaded and not (clips or is_scaled or is_split or may_skip)
-
-
-class StepInBackward:
-    """Steps groups as soon as their last reduction has ended, from `begin` to `end` of a backward.
-
-    Args:
-        sharding: reports when reductions end.
-        sharded: the optimizer that steps.
-        is_allowed: whether `begin` may be called at all.
-    """
-
-    def __init__(self, sharding: ShardingState, sharded: ShardedOptimizer, is_allowed: bool) -> None:
-        self.is_allowed = is_allowed
-        self.is_armed = False
-        self._sharding = sharding
-        self._sharded = sharded
-        self._steady: set[ParamGroup] = set()
-        self._factor: float | None = None
-        self._read_factor: Callable[[], float | None] | None = None
-
-    def begin(self, read_factor: Callable[[], float | None]) -> None:
-        """Step groups from now on.
-
-        Args:
-            read_factor: waits for the factor from accumulated sums to the mean gradient; None if no step may follow.
-        """
-        self._read_factor = read_factor
-        self._sharding.reducing.on_reduced = self._step
-
-    def end(self) -> None:
-        """Leave the other groups to the step, and note which groups can be stepped in the next backward."""
-        if self._read_factor is not None:
-            self._read_factor()  # no group needed it, but the collective must be waited for
-        self._sharding.reducing.on_reduced = self._read_factor = self._factor = None
-        self.is_armed = False
-        groups = [group for group in self._sharding.groups if not group.spec.is_matrix]  # all ranks step a matrix
-        streamed = [group for group in groups if group.spec.tiers.optimizer != "device"]
-        held = [group for group in streamed if group.grads is not None and group.grads.holds_sum]
-        self._steady = set(filter(_is_complete, held)) - self._sharding.reductions.ever_late
-
-    def close(self) -> None:
-        """Forget the groups."""
-        self._steady.clear()
-
-    def _step(self, group: ParamGroup) -> None:
-        grads = group.grads
-        if group not in self._steady or not _is_complete(group) or grads is None or grads.is_partial:
-            return
-        if self._read_factor is not None:
-            self._factor, self._read_factor = self._read_factor(), None
-        if self._factor is not None:
-            group.is_stepped = True
-            self._sharded.step_in_backward(group, self._factor)
-
-
-def _is_complete(group: ParamGroup) -> bool:
-    """Say whether every parameter has got a gradient here: then no other rank is needed to know that it was used."""
-    return group.grads is not None and all(group.grads.was_used)
+    kind = type(sharded.optimizer)
+    found: dict[str, Callable[..., Any]] = {"add_param_group": add_param_group}
+    # Some, such as schedule-free ones, train with other weights than those to evaluate.
+    found |= {name: follow(getattr(kind, name)) for name in ("eval", "train") if callable(getattr(kind, name, None))}
+    for name, method in found.items():
+        setattr(sharded.optimizer, name, method)
+    return tuple(found)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.config.resolve import ConfigError, OptimizerConfig
 from shardwise.layout.layout import MATRIX_STATES, Layout
-from shardwise.runtime.muon import IS_MATRIX
-from shardwise.runtime.optimizers import build_optimizer
+from shardwise.offload.cpu_optimizer import has_rule
+from shardwise.runtime.muon import IS_MATRIX, MuonWithAdamW
+from shardwise.runtime.optimizer_probe import StepScope, step_scope
+from shardwise.runtime.optimizers import build_optimizer, optimizer_kind
+from shardwise.runtime.precision import torch_dtype
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], Optimizer]
 
@@ -27,21 +32,80 @@ class NamedGroup:
     options: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass
 class OptimizerPlan:
     """Says how an engine makes its optimizer.
 
     Attributes:
-        groups_of: returns the parameter groups for what is trainable in a layout; always as many.
+        own_groups: returns the parameter groups that the optimizer was made with, for what is trainable in a layout;
+            always as many.
         factory: makes the optimizer from parameter groups, or adopts a given one.
+        name_of: the names of the model's parameters, by identity.
+        kind: the optimizer's class.
+        scope: what a step of an element depends on.
+        first_states: what the optimizer has of each parameter before its first step, by name; empty for nothing.
+        added: the groups that came later.
     """
 
-    groups_of: Callable[[Layout], list[NamedGroup]]
+    own_groups: Callable[[Layout, Collection[str]], list[NamedGroup]]
     factory: OptimizerFactory
+    name_of: Mapping[int, str]
+    kind: type[Optimizer]
+    scope: StepScope = StepScope.ELEMENT
+    first_states: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    added: list[NamedGroup] = field(default_factory=list)
+
+    @property
+    def may_step_whole(self) -> bool:
+        """Say whether parameters may be stepped by owners: of an optimizer of matrices, or one that no tier knows."""
+        is_known = self.scope is StepScope.ELEMENT and has_rule(self.kind)
+        return not is_known or self.kind is MuonWithAdamW
+
+    def groups_of(self, layout: Layout) -> list[NamedGroup]:
+        """Return the parameter groups for what is trainable in a layout; as many, unless a group was added."""
+        taken = {name for group in self.added for name in group.names}
+        own = self.own_groups(layout, taken)
+        kept = [NamedGroup(tuple(each for each in group.names if each not in taken), group.options) for group in own]
+        return [*kept, *self.added]
+
+    def add(self, group: Mapping[str, Any], held: Collection[str]) -> NamedGroup:
+        """Note a group that a user adds, in terms of the model's parameters.
+
+        Args:
+            group: as torch's `add_param_group` takes it.
+            held: the names of the parameters that are in groups already.
+
+        Raises:
+            ConfigError: it has a tensor that is no parameter of the model, or that a group has already.
+        """
+        given = group["params"]
+        params = [given] if isinstance(given, Tensor) else list(given)
+        params = [each if isinstance(each, Tensor) else each[1] for each in params]  # named parameters are pairs
+        names = _names_of(params, self.name_of)
+        if twice := next((name for name in names if name in held), None):
+            raise ConfigError(
+                "optimizer-parameter-twice",
+                f"{twice} is in a group of the optimizer already; change that group's options, or add others",
+            )
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        self.added.append(NamedGroup(tuple(names), options))
+        return self.added[-1]
+
+
+@dataclass(frozen=True)
+class _Fill:
+    """Stands for a state as long as its parameter, of one value."""
+
+    value: float
+    dtype: torch.dtype
 
 
 def plan_optimizer(
-    given: Optimizer | OptimizerFactory | None, config: OptimizerConfig, model: nn.Module
+    given: Optimizer | OptimizerFactory | None,
+    config: OptimizerConfig,
+    model: nn.Module,
+    layout: Layout,
+    device: torch.device,
 ) -> OptimizerPlan:
     """Choose between what the user gave and what the config names.
 
@@ -50,16 +114,26 @@ def plan_optimizer(
             pieces; a function from parameter groups to an optimizer; or None.
         config: of the optimizer.
         model: as given to `initialize`.
+        layout: of the model.
+        device: of the engine.
 
     Raises:
         ConfigError: the optimizer has stepped already, or holds a tensor that is no parameter of the model.
     """
+    dtype = torch_dtype(layout.precision.master)
     if isinstance(given, Optimizer):
-        return _adopt(given, model)
+        return _adopt(given, model, dtype, device)
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     if given is not None:
-        return OptimizerPlan(lambda layout: [NamedGroup(tuple(_trainable_names(layout)), {})], given)
+        small = given(_small_groups(layout, dtype))
+        scope = step_scope(small, dtype, device)
 
-    def by_decay(layout: Layout) -> list[NamedGroup]:
+        def in_one(layout: Layout, _: Collection[str]) -> list[NamedGroup]:
+            return [NamedGroup(tuple(_trainable_names(layout)), {})]
+
+        return OptimizerPlan(in_one, given, name_of, type(small), scope)
+
+    def by_decay(layout: Layout, _: Collection[str]) -> list[NamedGroup]:
         places = [place for group in layout.groups if group.trainable and not group.is_matrix for place in group.params]
         plain = {place.name for place in places if len(place.shape) < 2 and not config.decay_1d}
         decayed = tuple(place.name for place in places if place.name not in plain)
@@ -74,38 +148,53 @@ def plan_optimizer(
         return named
 
     if config.name == "none":  # nothing is trained: torch's optimizer keeps the groups alone
-        return OptimizerPlan(by_decay, lambda param_groups: torch.optim.SGD(param_groups, lr=config.lr))
-    return OptimizerPlan(by_decay, lambda param_groups: build_optimizer(config, param_groups))
+        return OptimizerPlan(by_decay, lambda groups: torch.optim.SGD(groups, lr=config.lr), name_of, torch.optim.SGD)
+    return OptimizerPlan(by_decay, lambda groups: build_optimizer(config, groups), name_of, optimizer_kind(config.name))
 
 
-def _adopt(optimizer: Optimizer, model: nn.Module) -> OptimizerPlan:
-    """Take over an optimizer built on the model's own parameters: the same object, its groups over pieces."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    if any(state.get("step", 1) != 0 for state in optimizer.state.values()):
+def _small_groups(layout: Layout, dtype: torch.dtype) -> list[dict[str, Any]]:
+    """Return the parameter group of a small model with parameters of as many dims as the model's."""
+    dims = [len(place.global_shape) for group in layout.model_groups if group.trainable for place in group.params]
+    params = [nn.Parameter(torch.zeros((2,) * num, dtype=dtype)) for num in sorted(dims)[:1] + sorted({*dims})]
+    return [{"params": params or [nn.Parameter(torch.zeros(2, dtype=dtype))]}]
+
+
+def _names_of(params: Sequence[Tensor], name_of: Mapping[int, str]) -> list[str]:
+    unknown = [tuple(parameter.shape) for parameter in params if id(parameter) not in name_of]
+    if unknown:
         raise ConfigError(
-            "optimizer-has-state", "the optimizer has state already; pass it to initialize before its first step"
+            "optimizer-foreign-tensor",
+            f"the optimizer holds a tensor of shape {unknown[0]} that is no parameter of the model; leave it out",
         )
+    return [name_of[id(parameter)] for parameter in params]
+
+
+def _adopt(optimizer: Optimizer, model: nn.Module, dtype: torch.dtype, device: torch.device) -> OptimizerPlan:
+    """Take over an optimizer built on the model's own parameters: the same object, its groups over pieces."""
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
     named_groups = []
     for group in optimizer.param_groups:
-        unknown = [tuple(parameter.shape) for parameter in group["params"] if id(parameter) not in names]
-        if unknown:
-            raise ConfigError(
-                "optimizer-foreign-tensor",
-                f"the optimizer holds a tensor of shape {unknown[0]} that is no parameter of the model; leave it out",
-            )
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        named_groups.append(NamedGroup(tuple(names[id(parameter)] for parameter in group["params"]), options))
-
+        named_groups.append(NamedGroup(tuple(_names_of(group["params"], name_of)), options))
+    states = {name_of[id(param)]: (param, state) for param, state in optimizer.state.items() if id(param) in name_of}
+    has_values = not any(
+        isinstance(each, Tensor) and each.is_meta for _, own in states.values() for each in own.values()
+    )
+    first_states = {
+        name: {key: _first_value(key, each, param) for key, each in own.items()}
+        for name, (param, own) in (states.items() if has_values else ())
+    }
     known = {name for group in named_groups for name in group.names}
     left_out = {name for name, parameter in model.named_parameters() if parameter.requires_grad} - known
 
-    def groups_of(layout: Layout) -> list[NamedGroup]:
-        unknown = sorted(set(_trainable_names(layout)) - known - left_out)
+    def groups_of(layout: Layout, added: Collection[str]) -> list[NamedGroup]:
+        unknown = sorted(set(_trainable_names(layout)) - known - left_out - set(added))
         if unknown:
             raise ConfigError(
                 "parameter-without-optimizer",
                 f"parameter {unknown[0]} became trainable but the given optimizer was built without it; "
-                "give frozen parameters to the optimizer too where they are to be trained later",
+                "give frozen parameters to the optimizer too where they are to be trained later, or call its "
+                "add_param_group first",
             )
         return named_groups
 
@@ -113,11 +202,40 @@ def _adopt(optimizer: Optimizer, model: nn.Module) -> OptimizerPlan:
         for group, replacement in zip(optimizer.param_groups, param_groups, strict=True):
             group["params"] = replacement["params"]
             group.pop("param_names", None)
-        if optimizer.state:  # some, such as Adagrad, make it in their constructor
-            optimizer.state = fresh_states(optimizer, param_groups)
+        # Some, such as Adagrad, make states in their constructor; those of a model on meta have no values.
+        optimizer.state = defaultdict(dict) if has_values else fresh_states(optimizer, param_groups)
         return optimizer
 
-    return OptimizerPlan(groups_of, replace_parameters)
+    return OptimizerPlan(
+        groups_of, replace_parameters, name_of, type(optimizer), step_scope(optimizer, dtype, device), first_states
+    )
+
+
+def _first_value(key: str, value: Any, param: Tensor) -> Any:
+    """Return what a state is before the first step: a number, or one value all along, as Adagrad's.
+
+    Raises:
+        ConfigError: it is of an optimizer that has stepped.
+    """
+    if isinstance(value, Tensor) and value.dim() and value.numel() == param.numel() > 0:
+        first = value.reshape(-1)[0].item()
+        if bool((value == first).all()):
+            return _Fill(first, value.dtype)
+    elif key != "step" or float(value) == 0:
+        return value
+    raise ConfigError(
+        "optimizer-has-state", "the optimizer has state already; pass it to initialize before its first step"
+    )
+
+
+def first_states(plan: OptimizerPlan, name: str, view: nn.Parameter) -> dict[str, Any]:
+    """Return what the plan's optimizer has of a parameter, or a piece of it, before its first step."""
+    return {
+        key: torch.full_like(view, value.value, dtype=value.dtype, requires_grad=False)
+        if isinstance(value, _Fill)
+        else copy.deepcopy(value)
+        for key, value in plan.first_states.get(name, {}).items()
+    }
 
 
 def fresh_states(optimizer: Optimizer, param_groups: list[dict[str, Any]]) -> Any:

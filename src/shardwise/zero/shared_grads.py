@@ -33,7 +33,7 @@ class SharedGradRanges:
     owned: tuple[Range, ...] | None
 
     @classmethod
-    def of(cls, spec: GroupSpec, held: slice, tp_index: int, degree: int) -> Self:
+    def of(cls, spec: GroupSpec, held: slice, tp_index: int, degree: int, left_out: Sequence[Range] = ()) -> Self:
         """Return the shared ranges of a rank's slice of a group.
 
         Args:
@@ -41,19 +41,23 @@ class SharedGradRanges:
             held: the range of the group's flat buffer that the rank holds, in elements.
             tp_index: the rank's index in its tensor-parallel group.
             degree: the size of that group.
+            left_out: ranges of the flat buffer that the rank does not count, in order.
         """
-        if degree == 1:
+        if degree == 1 and not left_out:
             return cls({}, None)
         start, stop = held.start, held.stop
         summed: dict[int, list[Range]] = {}
         owned: list[Range] = []
-        position = 0
+        gaps = list(left_out)
         for low, high, share in _shared(spec, tp_index):
             if share.is_summed:
                 summed.setdefault(share.num_sharers, []).append((low, high))
             if not share.is_owned_by(tp_index):
-                owned.append((position, low))
-                position = high
+                gaps.append((low, high))
+        position = 0
+        for low, high in sorted(gaps):
+            owned.append((position, low))
+            position = max(position, high)
         owned.append((position, spec.padded_numel))
         within = {num_sharers: tuple(_within(ranges, start, stop)) for num_sharers, ranges in summed.items()}
         return cls(within, tuple(_within(owned, start, stop)))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from shardwise.config.resolve import Tier
 from shardwise.layout.codec import BLOCK_NUMEL, Codec, Encoded, codec_of, is_encoded
@@ -211,3 +212,39 @@ class GroupState:
         if self._scales is not None:
             scales = self._scales.part(start // BLOCK_NUMEL, -(-stop // BLOCK_NUMEL))
         return EncodedValues(self._codec, self.whole.part(start, stop), scales)
+
+
+def pieces_of(group: ParamGroup, *, has_shapes: bool) -> list[ParamPiece]:
+    """Return the parameters' pieces in this rank's slice of a group.
+
+    Args:
+        group: the group.
+        has_shapes: whether views have the parameters' shapes, of which the rank has all.
+    """
+    pieces = []
+    for slot in group.spec.slots(group.shard_start, group.shard_stop):
+        start, stop = slot.offset, slot.offset + slot.stop - slot.start
+        view = torch.zeros((), dtype=group.master.dtype).expand(stop - start)  # it has a length and takes no memory
+        if group.spec.tiers.optimizer == "device":
+            view = group.master.read(start, stop)
+        shaped = view.view(slot.param.shape) if has_shapes else view
+        pieces.append(ParamPiece(slot.param.name, group, nn.Parameter(shaped), start, stop))
+    return pieces
+
+
+def place_state(optimizer: Optimizer, view: nn.Parameter, state: str, value: Tensor | float) -> None:
+    """Write a state of one of torch's optimizer's parameters, or make it."""
+    of_piece = optimizer.state[view]
+    current = of_piece.get(state)
+    if isinstance(current, Tensor):
+        current.copy_(torch.as_tensor(value).view(current.shape))
+    elif current is not None:
+        of_piece[state] = type(current)(value.item() if isinstance(value, Tensor) else value)
+    elif isinstance(value, Tensor):
+        options = next(group for group in optimizer.param_groups if any(each is view for each in group["params"]))
+        # torch keeps step counts on the host, except for kernels that read them on the device.
+        is_on_host = not value.dim() and not (options.get("fused") or options.get("capturable"))
+        kept = value.detach().to("cpu" if is_on_host else view.device, copy=True)
+        of_piece[state] = kept.view(view.shape) if kept.dim() else kept
+    else:
+        of_piece[state] = value

@@ -1,0 +1,126 @@
+"""Step whole tensors under sharding by any optimizer: one owner has a parameter's states, and steps it whole.
+
+For a step, each rank sends the gradients and the masters of its pieces to the owners, whose optimizer sees parameters
+of their own shapes, and gets back its part of the new masters. Between steps the owner's parameters have no values: the
+masters are in the pieces alone, so what is written there counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.collectives import Comm
+from shardwise.comm.mesh import CommGroups
+from shardwise.layout.matrices import OwnedMatrix, assign_whole
+from shardwise.layout.param_groups import ParamSpec
+from shardwise.runtime.torch_private import set_data
+from shardwise.zero.owner_exchange import OwnerExchange
+from shardwise.zero.param_group import ParamGroup
+from shardwise.zero.stored_state import ParamPiece
+
+
+class WholeStep:
+    """Brings whole tensors to their owners for as long as a function runs, and their new values back.
+
+    Args:
+        comms: the engine's groups of ranks.
+        at_one: whether the first rank owns all.
+
+    Attributes:
+        views: the parameters that this rank owns, by name, as the optimizer sees them.
+        comm: the ranks that share tensors.
+    """
+
+    def __init__(self, comms: CommGroups, at_one: bool) -> None:
+        assert comms.matrices is not None, "an optimizer of whole tensors has a group of ranks for them"
+        self.comm: Comm = comms.matrices
+        self.views: dict[str, nn.Parameter] = {}
+        self._tp = comms.tensor.world_size
+        self._at_one = at_one
+        self._owned: tuple[OwnedMatrix, ...] = ()
+        self._pieces: dict[str, ParamPiece] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._exchange = OwnerExchange((), (), self.comm, self._tp)
+
+    def follow(self, groups: Sequence[ParamGroup], pieces: Sequence[ParamPiece], names: Collection[str]) -> None:
+        """Step these parameters from now on; those that were there keep their owners.
+
+        Args:
+            groups: all of the engine's groups with gradients.
+            pieces: what this rank holds of the parameters.
+            names: of the parameters that the optimizer holds.
+        """
+        kept = self.owners
+        specs = [group.spec for group in groups]
+        self._owned = assign_whole(specs, self._tp, names, kept, at_one=self._at_one)
+        self._pieces = {piece.name: piece for piece in pieces if piece.name in self.owners}
+        self._dtypes = {each.place.name: groups[each.group].master.dtype for each in self._owned}
+        self._exchange = OwnerExchange(groups, self._pieces, self.comm, self._tp)
+        before = self.views
+        self.views = {}
+        for each in self._owned:
+            name, group = each.place.name, groups[each.group]
+            if each.owner == self.comm.rank:
+                away = group.spec.tiers.optimizer != "device"
+                device = torch.device("cpu") if away else self.comm.device
+                empty = _without_values(each.place.global_shape, group.master.dtype, device)
+                self.views[name] = before.get(name) or nn.Parameter(empty)
+
+    @property
+    def owners(self) -> dict[str, int]:
+        """Return the owners by name of the parameter."""
+        return {each.place.name: each.owner for each in self._owned}
+
+    @property
+    def places(self) -> dict[str, ParamSpec]:
+        """Return by name the parameters that this rank owns."""
+        return {each.place.name: each.place for each in self._owned if each.place.name in self.views}
+
+    def run(
+        self, act: Callable[[], object], used: Mapping[str, bool], gradient_of: Callable[[ParamPiece], Tensor]
+    ) -> None:
+        """Call `act` while the optimizer's parameters have values and gradients. All ranks that share tensors call it.
+
+        Args:
+            act: changes the parameters.
+            used: whether each parameter, by name, got a gradient on some rank; those that are not there did not.
+            gradient_of: returns the final gradient of a piece, on the device.
+        """
+        views, device, dtypes = self.views, self.comm.device, self._dtypes
+        stepped = [each for each in self._owned if used.get(each.place.name)]
+        masters = {name: _master_of(piece, device) for name, piece in self._pieces.items()}
+        gradients = {name: gradient_of(piece) for name, piece in self._pieces.items() if used.get(name)}
+        try:
+            for name, whole in self._exchange.bring(self._owned, masters, dtypes, "masters to step whole"):
+                set_data(views[name], whole.to(views[name].device))
+            for name, whole in self._exchange.bring(stepped, gradients, dtypes, "gradients to step whole"):
+                views[name].grad = whole.to(views[name].device)
+            del masters, gradients
+            act()
+            made = {name: view.detach().to(device).contiguous() for name, view in views.items()}
+        finally:
+            for name, place in self.places.items():
+                views[name].grad = None
+                set_data(views[name], _without_values(place.global_shape, dtypes[name], views[name].device))
+        for name, values in self._exchange.give_back(self._owned, made, dtypes, "masters stepped whole"):
+            piece = self._pieces[name]
+            piece.group.master.write(piece.start, values)
+
+    def close(self) -> None:
+        """Forget the parameters."""
+        self.views.clear()
+        self._pieces.clear()
+        self._owned = ()
+        self._exchange = OwnerExchange((), (), self.comm, self._tp)
+
+
+def _master_of(piece: ParamPiece, device: torch.device) -> Tensor:
+    return piece.group.master.read(piece.start, piece.stop).to(device)
+
+
+def _without_values(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor that has a shape and takes no memory; writing into it raises."""
+    return torch.zeros((), dtype=dtype, device=device).expand(tuple(shape))
