@@ -240,6 +240,8 @@ class _Interception(TorchFunctionMode):
             return "padding"
         base = view_base(mask)
         source = mask if base is None else base
+        if source.is_inference():  # its writes are not counted
+            return _kind_of_values(mask)
         place = (version(source), mask.storage_offset(), mask.shape, mask.stride())
         if self._seen is None or self._seen[0]() is not source or self._seen[1] != place:
             with unseen_by_op_modes(is_real=True):

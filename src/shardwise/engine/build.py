@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 from torch.optim import Optimizer
@@ -46,6 +47,7 @@ from shardwise.runtime.timeline import Timeline
 from shardwise.tensor.apply import split_model
 from shardwise.tensor.chunked import chunk_model
 from shardwise.tensor.layers import mappings_of
+from shardwise.tensor.loss_parallel import deferring_heads, settle_all
 from shardwise.tensor.plan_layout import dropout_zones
 from shardwise.zero.optimizer import ShardedOptimizer
 from shardwise.zero.optimizer_plan import OptimizerFactory, OptimizerPlan, plan_optimizer
@@ -219,13 +221,16 @@ def _make_context(
         batches=deque(maxlen=config.batch.accumulation),
         codec_errors=resources.codec_errors,
         split_values=split_values,
+        heads=deferring_heads(inputs.model),
     )
+    sharding.settle_outputs = partial(settle_all, context.heads)
     sharding.before_model = weakref.WeakMethod(context.before_model)  # the model does not keep the engine alive
     sharding.before_backward = weakref.WeakMethod(context.before_own_backward)
     _undo_at_end(cleanup, (sharded.close, step_in_backward.close, context.losses.clear, context.batches.clear))
     if split_values is not None:
         cleanup.callback(split_values.views.close)
     cleanup.callback(note_engine(context))
+    cleanup.callback(context.note_update)
     return context, pipes
 
 

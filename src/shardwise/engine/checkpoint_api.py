@@ -291,6 +291,7 @@ class Checkpoints:
             return ""
 
         context.status.begin_load(loaded.with_states)
+        context.note_update()
         self.ranks.run(read, "the end of a load")
         with torch.no_grad():
             held.adopt_masters(context.states())

@@ -220,6 +220,8 @@ class Engine:
             state: `param`, or one that `states_of` lists.
             from_rank: the only rank whose value counts; None where every rank gives it.
         """
+        if state in (access.PARAM, access.MASTER):
+            self.step_context.note_update()
         access.write_state(self.step_context.usable_states(), name, value, state, from_rank)
 
     def states_of(self, name: str) -> tuple[str, ...]:

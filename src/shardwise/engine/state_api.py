@@ -100,6 +100,7 @@ def gathered_groups(
                 write = context.holds_anywhere(any(group.is_written for group in chosen), "whether a rank has written")
                 context.status.check_present(params_suffice=not write)
             if write:
+                context.note_update()
                 take_over(context.states(), chosen)
         finally:
             sharding.held.difference_update(held)

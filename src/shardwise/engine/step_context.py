@@ -40,7 +40,8 @@ from shardwise.runtime.codec_errors import CodecErrors, relative_errors
 from shardwise.runtime.memory_tracker import MemoryTracker, explain_out_of_memory
 from shardwise.runtime.precision import LossScaler
 from shardwise.runtime.timeline import Timeline
-from shardwise.zero.optimizer import ShardedOptimizer
+from shardwise.tensor.loss_parallel import LazyLogitsHead
+from shardwise.zero.optimizer import ShardedOptimizer, StepInBackward
 from shardwise.zero.optimizer_plan import OptimizerPlan
 from shardwise.zero.sharding_state import ShardingState
 from shardwise.zero.startup import regroup
@@ -78,6 +79,7 @@ class StepContext:
     batches: deque[Any]  # of this step, to search them for values that are not finite
     codec_errors: CodecErrors
     split_values: SplitModelValues | None  # None where no layer is split
+    heads: Sequence[LazyLogitsHead]  # whose logits are deferred
     num_steps: int = 0
     num_backwards: int = 0  # since the last step, as are the next two
     num_forwards: int = 0
@@ -167,6 +169,11 @@ class StepContext:
             raise ConfigError(
                 "all-frozen", "every parameter of the model is frozen; set requires_grad on those to train"
             )
+
+    def note_update(self) -> None:
+        """Note that parameters are about to be written: logits that wait to be computed would get the new values."""
+        for head in self.heads:
+            head.note_update()
 
     def before_model(self) -> None:
         """Follow what the user has done to the model since the last step; its forward is about to begin."""
@@ -307,6 +314,7 @@ class StepContext:
                 loss_sum, count = read()
                 return self._to_mean(count) if math.isfinite(loss_sum) and not is_refused else None
 
+            self.note_update()
             self.step_in_backward.begin(read_factor)
 
     def step(self, forward: Callable[[Any], object]) -> StepResult:
@@ -343,6 +351,7 @@ class StepContext:
             limit = self.config.optimizer.clip_norm
             # The term keeps the factor finite at a zero norm, as in torch's clip_grad_norm_.
             clip = min(1.0, limit / (grad_norm + 1e-6)) if limit is not None else 1.0
+            self.note_update()
             self.sharding.refresh(self.sharded.step(to_mean * clip, used, self.timeline))
             self.scheduler.step()
         self.scaler.update(overflowed)

@@ -309,8 +309,10 @@ class OpMode(TorchDispatchMode):
 
 
 def version(tensor: Tensor) -> int:
-    """Return how often a tensor has been written in place; writes through `.data` do not count."""
-    return tensor._version
+    """Return how often a tensor has been written in place; writes through `.data` do not count, nor any to a tensor of
+    `torch.inference_mode`.
+    """
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def view_base(tensor: Tensor) -> Tensor | None:

@@ -24,7 +24,7 @@ from shardwise.runtime.class_swap import set_attribute, subclass_module
 from shardwise.tensor import layers
 from shardwise.tensor.cross_entropy import VocabSplit
 from shardwise.tensor.layers import ForwardArgument, Order
-from shardwise.tensor.loss_parallel import LazyLogitsHead
+from shardwise.tensor.loss_parallel import HEAD_STATE, LazyLogitsHead
 from shardwise.tensor.mappings import TpMappings
 
 Undo = Callable[[], None]
@@ -119,7 +119,7 @@ class _PlanApplier:
     def _split_head(self, module: nn.Module, layer: LayerSplit, split: ParamSplit) -> None:
         vocab = VocabSplit(split.global_shape[0], self.ops.comm)
         state = layers.HeadState(self.ops, layer.module, LazyLogitsHead(vocab, layer.module))
-        self._swap_class(module, layers.VocabParallelHead, "_shardwise_head", state)
+        self._swap_class(module, layers.VocabParallelHead, HEAD_STATE, state)
         self._resize(module, {"out_features": split.local_shape[0]})
 
     def _split_embedding(self, module: nn.Embedding, layer: LayerSplit, split: ParamSplit) -> None:

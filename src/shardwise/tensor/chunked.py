@@ -42,7 +42,7 @@ from shardwise.runtime.class_swap import set_attribute, subclass_module
 from shardwise.runtime.module_hooks import run_in_parts
 from shardwise.tensor import layers
 from shardwise.tensor.cross_entropy import VocabSplit
-from shardwise.tensor.loss_parallel import LazyLogits, LazyLogitsHead
+from shardwise.tensor.loss_parallel import HEAD_STATE, LazyLogits, LazyLogitsHead
 
 _LOG: Final = logging.getLogger("shardwise")
 
@@ -148,11 +148,11 @@ class DeferredHead(nn.Module):
 
     weight: Tensor
     bias: Tensor | None
-    _shardwise_waiting: LazyLogitsHead
+    _shardwise_head: LazyLogitsHead
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:  # [..., E] -> [..., V]
         (x,) = (*args, *kwargs.values())
-        return LazyLogits(x, self.weight, self.bias, self._shardwise_waiting)
+        return LazyLogits(x, self.weight, self.bias, self._shardwise_head)
 
 
 def _feed_forwards(block: nn.Module, prefix: str) -> Iterator[str]:
@@ -219,7 +219,7 @@ def _let_head_wait(model: nn.Module, layout: Layout, chunk_tokens: int) -> list[
         _LOG.warning("context.chunk_tokens=%d: logits exist whole, as %s", chunk_tokens, reason)
         return []
     vocab = VocabSplit(head.weight.shape[0], chunk_tokens=chunk_tokens)
-    return [subclass_module(head, DeferredHead), set_attribute(head, "_shardwise_waiting", LazyLogitsHead(vocab, name))]
+    return [subclass_module(head, DeferredHead), set_attribute(head, HEAD_STATE, LazyLogitsHead(vocab, name))]
 
 
 def _find_head(model: nn.Module) -> tuple[str, nn.Module | None]:

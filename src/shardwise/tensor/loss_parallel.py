@@ -3,8 +3,11 @@
 A head that is split by rows over the ranks, or that takes some tokens at a time, returns `LazyLogits`. It has the shape
 and dtype of the logits, but holds the hidden states and the head's weight. Reshaping and indexing tokens, and widening,
 are applied to the hidden states; `F.cross_entropy` calls `shardwise.tensor.cross_entropy`. Every other op computes the
-logits and gathers them, which is a collective: all ranks must run the same ops. They are computed with the values that
-the weight has then.
+logits and gathers them, which is a collective: all ranks must run the same ops.
+
+Logits are those of the weights that they were made with. Without a graph, what is still referenced when the engine's
+call ends is settled: this rank's rows are computed, which needs no other rank. Logits of a forward in training stay
+deferred, since a script's `outputs` mostly live until after the step; read later, they are refused.
 
 >>> hidden, weight, targets = torch.randn(2, 6, 8), torch.randn(16, 8), torch.zeros(2, 5, dtype=torch.int64)
 >>> logits = LazyLogits(hidden, weight, None, LazyLogitsHead(VocabSplit(16)))
@@ -19,13 +22,14 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Self, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from shardwise.comm.collectives import Comm
@@ -36,20 +40,44 @@ from shardwise.tensor import collectives
 from shardwise.tensor.cross_entropy import TokenLossTerms, VocabSplit, cross_entropy, cross_entropy_sum
 
 _LOG: Final = logging.getLogger("shardwise")
+# The attribute of a head's module that is its `LazyLogitsHead`, or has it as `head`.
+HEAD_STATE: Final = "_shardwise_head"
 
 
 class LazyLogitsHead:
-    """Holds what all logits of one head share: how its rows are split, and whether the user was warned of a gather.
+    """Holds what all logits of one head share: how its rows are split, and which update its weights have had.
 
     Args:
         vocab: how the rows are split over the ranks.
         name: of the head's module, for the message.
+
+    Attributes:
+        num_updates: how often the weights have changed.
     """
 
     def __init__(self, vocab: VocabSplit, name: str = "head") -> None:
         self.vocab = vocab
         self.name = name
+        self.num_updates = 0
         self._has_warned = False
+        self._unsettled: list[weakref.ref[LazyLogits]] = []
+
+    def await_end(self, logits: LazyLogits) -> None:
+        """Remember logits without a graph until `settle`."""
+        self._unsettled.append(weakref.ref(logits))
+
+    def note_update(self) -> None:
+        """Note that the weights are about to change."""
+        self.num_updates += 1
+        self._unsettled.clear()
+
+    def settle(self) -> None:
+        """Compute this rank's rows of the logits without a graph that are still referenced."""
+        unsettled, self._unsettled = self._unsettled, []
+        for reference in unsettled:
+            logits = reference()
+            if logits is not None:
+                logits.settle()
 
     def warn(self, operation: str, shape: Sequence[int]) -> None:
         """Warn once, on the group's first rank, that `operation` makes the logits be computed and gathered."""
@@ -79,6 +107,12 @@ class _LogitsSource:
     dtype: torch.dtype
     vocab_dim: int
     is_recorded: bool
+    made_of: tuple[int, ...]  # the state of the weights
+
+    @property
+    def is_stale(self) -> bool:
+        """Say whether the weights have changed since the logits were made."""
+        return self.made_of != weights_state(self.weight, self.bias, self.head)
 
     @property
     def shape(self) -> list[int]:
@@ -101,17 +135,49 @@ class _LogitsSource:
 
     def loss(self, target: Tensor, terms: TokenLossTerms, is_summed: bool) -> Tensor:
         """Return the loss of all tokens, or of each, flat."""
+        self._check()
         hidden = self.hidden.reshape(-1, self.hidden.shape[-1])  # [N, E]
         function = cross_entropy_sum if is_summed else cross_entropy
         with torch.set_grad_enabled(self.keeps_graph):
             return function(hidden, self.weight, self.bias, target.flatten(), self.head.vocab, terms, self.dtype)
 
-    def compute(self) -> Tensor:
-        logits = F.linear(self.hidden, self.weight, self.bias)  # [..., v]
+    def own_rows(self) -> Tensor:
+        """Return the logits of this rank's rows, [..., v]."""
+        self._check()
+        return F.linear(self.hidden, self.weight, self.bias)
+
+    def gather(self, own: Tensor) -> Tensor:
+        """Return all logits, of all ranks' rows."""
         vocab = self.head.vocab
-        if vocab.comm is not None:
-            logits = _GatherVocab.apply(logits, vocab, vocab.comm)  # [..., V]
+        logits = own if vocab.comm is None else _GatherVocab.apply(own, vocab, vocab.comm)  # [..., V]
         return logits.movedim(-1, self.vocab_dim).to(self.dtype)
+
+    def _check(self) -> None:
+        if self.is_stale:
+            raise EngineError(
+                "logits-stale",
+                f"logits of {self.head.name} are read after its weights have changed (a step, load or write), and were "
+                "not computed before; keep logits.detach(), or what is read of them, in place of the logits",
+            )
+
+
+def deferring_heads(model: nn.Module) -> tuple[LazyLogitsHead, ...]:
+    """Return what the heads of a model share with the logits that they defer."""
+    states = [vars(each).get(HEAD_STATE) for each in model.modules()]
+    found = [state if isinstance(state, LazyLogitsHead) else getattr(state, "head", None) for state in states]
+    return tuple(dict.fromkeys(head for head in found if head is not None))
+
+
+def settle_all(heads: Sequence[LazyLogitsHead]) -> None:
+    """Settle the logits of heads."""
+    for head in heads:
+        head.settle()
+
+
+def weights_state(weight: Tensor, bias: Tensor | None, head: LazyLogitsHead) -> tuple[int, ...]:
+    """Return numbers that differ once the engine, or other code in place, has written a head's weights."""
+    with plain_torch_functions():  # a parameter that is released reports its uses
+        return head.num_updates, version(weight), 0 if bias is None else version(bias)
 
 
 class LazyLogits(Tensor):
@@ -126,6 +192,7 @@ class LazyLogits(Tensor):
     """
 
     _source: _LogitsSource | None
+    _own: Tensor | None  # settled: the logits of this rank's rows
     _full: Tensor | None
     _seen: int
 
@@ -133,19 +200,30 @@ class LazyLogits(Tensor):
     def __new__(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: LazyLogitsHead) -> Self:
         needs_graph = any(each is not None and each.requires_grad for each in (hidden, weight, bias))
         is_recorded = torch.is_grad_enabled() and needs_graph
-        return cls._standing_for(_LogitsSource(hidden, weight, bias, head, hidden.dtype, hidden.dim() - 1, is_recorded))
+        source = _LogitsSource(
+            *(hidden, weight, bias, head, hidden.dtype),
+            vocab_dim=hidden.dim() - 1,
+            is_recorded=is_recorded,
+            made_of=weights_state(weight, bias, head),
+        )
+        return cls._standing_for(source)
 
     @classmethod
     def _standing_for(cls, source: _LogitsSource) -> Self:
         with torch.set_grad_enabled(source.is_recorded):
             logits: Self = _LogitsPlaceholder.apply(cls, source, source.hidden, source.weight, source.bias)
-        logits._source, logits._full, logits._seen = source, None, 0
+        logits._source, logits._own, logits._full, logits._seen = source, None, None, 0
+        if not torch.is_grad_enabled():
+            source.head.await_end(logits)
         return logits
 
     @property
     def is_deferred(self) -> bool:
         """Return whether a cross entropy works without the logits; false once they were changed in place or hooked."""
-        if self._full is not None and version(self._full) != self._seen:  # through a view of them
+        source, full = self._source, self._full
+        if source is None or self._own is not None:
+            return False
+        if full is not None and (version(full) != self._seen or source.is_stale):  # written through a view of them
             self._source = None
         return self._source is not None
 
@@ -153,6 +231,8 @@ class LazyLogits(Tensor):
     def deferred_from(self) -> tuple[Tensor, ...]:
         """Return the tensors that are read when the logits are; the first has the logits' graph."""
         source = self._source
+        if self._own is not None and self._full is None:
+            return (self._own,)
         return (self.compute(),) if source is None else (source.hidden, source.weight)
 
     def cross_entropy_sum(self, targets: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
@@ -163,7 +243,7 @@ class LazyLogits(Tensor):
             label_smoothing: as in `TokenLossTerms`.
             z_loss: as in `TokenLossTerms`.
         """
-        source = self._source
+        source = self._source if self.is_deferred else None
         if source is None or not source.has_vocab_last:
             return lm_loss(self.compute(), targets, label_smoothing=label_smoothing, z_loss=z_loss)[0]
         terms = TokenLossTerms(label_smoothing=label_smoothing, z_loss=z_loss)
@@ -179,11 +259,19 @@ class LazyLogits(Tensor):
         if full is None and source is not None:
             is_recorded = source.is_recorded and (for_good or torch.is_grad_enabled())
             with torch.set_grad_enabled(is_recorded):
-                full = source.compute()
+                full = source.gather(source.own_rows() if self._own is None else self._own)
             self._full, self._seen = (full if is_recorded == source.is_recorded else None), version(full)
+            for_good |= full.is_inference()  # torch does not count the writes to such a tensor
         if for_good:
-            self._source = None
+            self._source = self._own = None
         return cast(Tensor, full)  # without a source the full logits exist
+
+    def settle(self) -> None:
+        """Compute this rank's rows: from now on other values of the weights change nothing."""
+        source = self._source
+        if source is not None and self._full is None and self._own is None and not source.is_stale:
+            with torch.no_grad():
+                self._own = source.own_rows()
 
     @classmethod
     def __torch_function__(
