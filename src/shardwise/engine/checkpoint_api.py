@@ -39,6 +39,7 @@ from shardwise.checkpoint.hf.config_files import describe
 from shardwise.checkpoint.load import LoadPlan, LoadReport, own_tensors, plan_load, rank_name
 from shardwise.checkpoint.manifest import CheckpointError, Contents, DamagedError, Manifest
 from shardwise.checkpoint.reader import ChunkReader
+from shardwise.checkpoint.tagged_json import from_json, to_json
 from shardwise.checkpoint.training_state import Role, SavedBuffer, differing, digests, held_buffers, whole
 from shardwise.comm.store import PatientStore
 from shardwise.config.errors import EngineError, code_of
@@ -263,13 +264,15 @@ class Checkpoints:
         """
         context = self._context
         plan: LoadPlan | None = None
+        extra: Any = None
         num_bytes = 0
         buffers = saved_buffers(context)
         targets = [*held.held_parameters(context.states()), *(each.state_shard for each in buffers)]
 
         def make_plan(_: Progress) -> str:
-            nonlocal plan
+            nonlocal plan, extra
             plan = self._plan_load(describe_stored(folder), targets, str(folder), strict, weights_only)
+            extra = from_json(plan.manifest.extra, "its extra")
             data_position.restore(data, folder, plan.manifest, context.layout.mesh, context.comm.rank)  # it may refuse
             return ""
 
@@ -299,7 +302,7 @@ class Checkpoints:
             self._restore_trajectory(loaded)
         context.status.end_load(loaded.with_states)
         saved = loaded.manifest
-        return LoadReport(folder, saved.step, loaded.match.missing, loaded.skipped, (), saved.extra, num_bytes)
+        return LoadReport(folder, saved.step, loaded.match.missing, loaded.skipped, (), extra, num_bytes)
 
     def _plan_load(
         self, manifest: Manifest, targets: Sequence[StateShard], where: str, strict: bool, weights_only: bool
@@ -487,12 +490,13 @@ def _check_choices(contents: str, keep_last: int | None, keep_every: int | None)
 
 def _checked(extra: Any) -> Any:
     try:
-        text = json.dumps(extra)
+        text = json.dumps(to_json(extra, "extra"))
         check_nesting(f"[{text}]", "it", "keep it flatter")
         return json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
-            "extra-not-json", f"extra must be what JSON keeps: {error}; give numbers, text, lists and dicts"
+            "extra-not-json",
+            f"{error}, which would not come back as it is; give numbers, text, containers, tensors and arrays",
         ) from None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -29,23 +28,7 @@ from shardwise.engine.types import StepResult
 from shardwise.layout.precision import TORCH_DTYPES
 from shardwise.runtime.precision import to_device
 
-_TENSOR: Final = "__tensor__"
-_MOST_ELEMENTS: Final = 4096
 _COUNTERS: Final = ("global_steps", "micro_steps", "global_samples", "skipped_steps")
-
-
-def _in_json(value: Any) -> Any:
-    """Return a small tensor as JSON has it, such as a score in the state of Lightning's callbacks."""
-    if isinstance(value, Tensor) and value.numel() <= _MOST_ELEMENTS:
-        return {_TENSOR: [str(value.dtype).removeprefix("torch."), value.tolist()]}
-    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
-
-
-def _out_of_json(value: dict[str, Any]) -> Any:
-    if value.keys() != {_TENSOR}:
-        return value
-    dtype, values = value[_TENSOR]
-    return torch.tensor(values, dtype=getattr(torch, dtype))
 
 
 class NoSchedule:
@@ -274,19 +257,18 @@ class DeepSpeedEngine(nn.Module):
         """Save into `save_dir/tag`, from which any layout can load; the arguments are those of DeepSpeed.
 
         Raises:
-            CheckpointError: it cannot be written, or `client_state` is neither JSON nor small tensors.
+            CheckpointError: it cannot be written, or `client_state` has what would not come back as it is.
         """
         counters = {name: getattr(self, name) for name in _COUNTERS}
-        try:
-            state = json.loads(json.dumps(dict(client_state or {}), default=_in_json))
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(
-                "client-state-not-json", f"client_state holds what JSON has no word for ({error}); save it in a file"
-            ) from error
-        extra = {"client_state": state, "deepspeed": counters}
+        extra = {"client_state": dict(client_state or {}), "deepspeed": counters}
         tag = tag or f"global_step{self.global_steps}"
         contents: Contents = "trainable" if exclude_frozen_parameters else "all"
-        self.inner.save(save_dir, contents=contents, extra=extra, tag=tag)
+        try:
+            self.inner.save(save_dir, contents=contents, extra=extra, tag=tag)
+        except CheckpointError as error:
+            if error.code == "extra-not-json":
+                raise CheckpointError("client-state-not-json", f"{error}, or save it in a file of its own") from None
+            raise
         if self.global_rank == 0:
             write_zero_to_fp32(Path(save_dir))
         return True
@@ -325,7 +307,7 @@ class DeepSpeedEngine(nn.Module):
             state, counters = run.client_state, vars(run)
         else:
             extra = report.extra if isinstance(report.extra, dict) else {}
-            state = json.loads(json.dumps(extra.get("client_state", {})), object_hook=_out_of_json)
+            state = extra.get("client_state", {})
             counters = extra.get("deepspeed", {})
         for name in _COUNTERS if not load_module_only else ():
             setattr(self, name, counters.get(name, getattr(self, name)))
