@@ -264,15 +264,13 @@ class Checkpoints:
         """
         context = self._context
         plan: LoadPlan | None = None
-        extra: Any = None
         num_bytes = 0
         buffers = saved_buffers(context)
         targets = [*held.held_parameters(context.states()), *(each.state_shard for each in buffers)]
 
         def make_plan(_: Progress) -> str:
-            nonlocal plan, extra
+            nonlocal plan
             plan = self._plan_load(describe_stored(folder), targets, str(folder), strict, weights_only)
-            extra = from_json(plan.manifest.extra, "its extra")
             data_position.restore(data, folder, plan.manifest, context.layout.mesh, context.comm.rank)  # it may refuse
             return ""
 
@@ -302,12 +300,13 @@ class Checkpoints:
             self._restore_trajectory(loaded)
         context.status.end_load(loaded.with_states)
         saved = loaded.manifest
-        return LoadReport(folder, saved.step, loaded.match.missing, loaded.skipped, (), extra, num_bytes)
+        return LoadReport(folder, saved.step, loaded.match.missing, loaded.skipped, (), saved.extra, num_bytes)
 
     def _plan_load(
         self, manifest: Manifest, targets: Sequence[StateShard], where: str, strict: bool, weights_only: bool
     ) -> LoadPlan:
         context = self._context
+        manifest = replace(manifest, extra=from_json(manifest.extra, "its extra"))
         misfits: Mapping[str, str] = {}
         if not weights_only and manifest.contents != "weights":
             trajectory.check_whole(manifest.trajectory)
