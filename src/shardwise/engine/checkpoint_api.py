@@ -129,6 +129,7 @@ class Checkpoints:
     Attributes:
         saver: runs the saves.
         ranks: all of them, for what they do together.
+        may_save_within_step: gradients since the last step do not prevent a save; they are not in it.
     """
 
     def __init__(self, context: StepContext, follows_config: bool) -> None:
@@ -137,7 +138,7 @@ class Checkpoints:
         self.ranks = AllRanks(context)
         self._context = context
         self._follows_config = follows_config
-        self._has_warned = False
+        self._has_warned = self.may_save_within_step = False
         self._passed_over: set[Path] = set()  # damaged checkpoints that an older one was loaded instead of
 
     def save(
@@ -154,7 +155,8 @@ class Checkpoints:
         """Save a checkpoint; the arguments are those of `Engine.save`."""
         context = self._context
         self._check_can_save()
-        context.follow_freezing()
+        if context.num_backwards == 0:
+            context.follow_freezing()
         self._warn_of_extra_states()
         saved: list[StateShard | ScalarState] = []
         buffers: list[SavedBuffer] = []
@@ -196,7 +198,7 @@ class Checkpoints:
         context = self._context
         self.begin_load()
         self._recover()
-        context.zero_grad()
+        context.zero_grad(keeps_forwards=False)
         context.follow_freezing()
         names = json.loads(self.ranks.run(lambda _: json.dumps(_names(path)), "the load of a checkpoint"))
         damaged: list[str] = []
@@ -326,7 +328,7 @@ class Checkpoints:
     def _check_can_save(self) -> None:
         self._context.status.check()
         self._context.refuse_if_simulated()
-        if self._context.num_backwards > 0:
+        if self._context.num_backwards > 0 and not self.may_save_within_step:
             raise EngineError(
                 "save-before-step",
                 "gradients since the last step are in no checkpoint; save after engine.step() or engine.zero_grad()",
