@@ -155,9 +155,11 @@ class ShardingState:
     @property
     def has_untaken_gradients(self) -> bool:
         """Say whether a parameter that is trained in no group has a gradient, which no optimizer would get."""
-        frozen = [group for group in self.groups if group.grads is None]
         with plain_torch_functions():
-            return any(read_gradient(parameter) is not None for group in frozen for parameter in group.parameters)
+            return any(read_gradient(parameter) is not None for parameter in self._untrained())
+
+    def _untrained(self) -> Iterator[nn.Parameter]:
+        return (parameter for group in self.groups if group.grads is None for parameter in group.parameters)
 
     @property
     def awaits_backward(self) -> bool:
@@ -429,6 +431,8 @@ class ShardingState:
         self.reshard_all()
         self._resources.comms.drain()
         self._resources.pool.trim()
+        for parameter in self._untrained():
+            parameter.grad = None  # else it is added to the first one after the parameter is unfrozen
 
     def hold(self, groups: Iterable[ParamGroup]) -> list[ParamGroup]:
         """Make groups present, and keep them so while they are in `held`; return those that were not."""
