@@ -626,7 +626,7 @@ def fail_on_one_rank(rank: int, world_size: int, root: Path) -> None:
     with engine_of(zero={"stage": 2}) as engine:
         take_steps(engine, 1)
         with refused("extra-not-json"):
-            engine.save(root, extra={1j} if rank == 1 else None)
+            engine.save(root, extra=[object()] if rank == 1 else None)
         engine.save(root)
         if rank == 1:
             engine.step_context.sharded.forget_states = None  # something unforeseen

@@ -160,14 +160,42 @@ def test_unfreezing_what_the_optimizer_does_not_know_is_refused() -> None:
         engine(torch.ones(1, 4, dtype=torch.float64))
 
 
-def test_unfreezing_within_a_step_is_refused() -> None:
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_is_unfrozen_between_a_backward_and_its_step_is_trained_from_the_next_one(stage: int) -> None:
+    x = torch.ones(1, 4, dtype=torch.float64)
+    plain, model = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).double() for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    config = make_config(1, {"zero": {"stage": stage}})
+    engine = initialize(model, config, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=lambda y, _: y)
+    for number in range(3):
+        for each in (plain, model):
+            each[number % 2].requires_grad_(False)
+        plain(x).backward()
+        engine.backward(engine(x))
+        for each in (plain, model):
+            each.requires_grad_(True)
+        engine.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(engine.read(name), parameter.detach(), rtol=1e-12, atol=0)
+    engine.close()
+
+
+def test_unfreezing_between_the_backwards_of_a_step_is_refused() -> None:
+    x = torch.ones(1, 4, dtype=torch.float64)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).double()
     model[0].requires_grad_(False)
-    engine = initialize(model, make_config(1, {}), loss_fn=lambda y, _: y.mean())
-    engine.backward(engine(torch.ones(1, 4, dtype=torch.float64)))
+    engine = initialize(model, make_config(1, {"batch": {"accumulation": 2}}), loss_fn=lambda y, _: y.mean())
+    engine.backward(engine(x))
     model[0].requires_grad_(True)
+    engine.backward(engine(x))
     with refused("frozen-within-step"):
         engine.step()
+    engine.zero_grad()
+    assert model[0].weight.grad is None
+    engine.close()
 
 
 # A generator and a discriminator, which is frozen around the other's step.

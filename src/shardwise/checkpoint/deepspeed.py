@@ -35,6 +35,7 @@ from shardwise.checkpoint.manifest import (
     StoredTensor,
 )
 from shardwise.checkpoint.safetensors_io import dtype_name
+from shardwise.checkpoint.tagged_json import NoWordError, to_json
 from shardwise.config.errors import CodedError
 from shardwise.config.untrusted_files import open_regular
 from shardwise.layout.mesh_shape import AXES
@@ -146,7 +147,7 @@ def describe(folder: Path) -> Manifest:
                 "optimizer": {"kind": "", "groups": _options(optimizer)},
                 "scheduler": _schedule(run.lr_scheduler),
             },
-            extra=_plain(run.client_state),
+            extra=_typed(run.client_state),
             library=f"DeepSpeed {model.get('ds_version', '')}".strip(),
         )
 
@@ -408,6 +409,19 @@ def _schedule(state: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if "last_batch_iteration" in found:
         found["last_epoch"] = found["last_batch_iteration"] + 1
     return {"kind": "", "state": found}
+
+
+def _typed(client_state: Mapping[str, Any]) -> Any:
+    """Return the user's values as a manifest has them, without those that it has no word for."""
+    found = {}
+    for key, value in client_state.items():
+        try:
+            to_json(value, key)
+        except NoWordError as error:
+            log.warning("of DeepSpeed's checkpoint client_state is shown without %s", error)
+        else:
+            found[key] = value
+    return to_json(found, "client_state")
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

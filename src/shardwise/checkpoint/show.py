@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import math
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -32,6 +33,7 @@ from shardwise.checkpoint.manifest import (
     tensor_to_json,
 )
 from shardwise.checkpoint.match import listed_names
+from shardwise.checkpoint.tagged_json import from_json
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.compare import ChangedState, ChangedValues, StateDifference
@@ -313,7 +315,15 @@ def _facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
         yield "optimizer", optimizer
     yield "files", f"{len(manifest.files):,}, {decimal(sum(manifest.files.values()))} in all"
     if manifest.extra is not None:
-        yield "extra", ", ".join(manifest.extra) if isinstance(manifest.extra, Mapping) else str(manifest.extra)
+        yield "extra", _shown_extra(manifest.extra)
+
+
+def _shown_extra(extra: Any) -> str:
+    try:
+        value = from_json(extra, "extra")
+    except ValueError:  # of a class that is not imported here
+        return "values of the user"
+    return ", ".join(map(str, value)) if isinstance(value, Mapping) else reprlib.repr(value)
 
 
 def _optimizer(manifest: Manifest) -> str:

@@ -240,10 +240,11 @@ class LossAccumulator:
         own = self._sums if self._comms.tensor.rank == 0 else None
         return torch.cat([own if own is not None else values.new_zeros(2), values])
 
-    def clear(self) -> None:
-        """Start the next step."""
+    def clear(self, keeps_open: bool = False) -> None:
+        """Start the next step; with `keeps_open` losses that await their backward may have it there."""
         self._sums = None
-        self._open.clear()
+        if not keeps_open:
+            self._open.clear()
         if self._is_plain:
             self._is_plain, self.normaliser = False, 0.0
 

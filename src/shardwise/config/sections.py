@@ -440,9 +440,9 @@ class RunConfig(Section):
     watchdog_s: Annotated[float, Field(ge=0.0, le=1e7)] = 60.0
     """Seconds after which a waiting collective is reported with what every rank does, at most half of timeout_s, so
     that the report comes before the error; 0 turns it off."""
-    on_nonfinite: Literal["raise", "skip"] = "raise"
+    on_nonfinite: Literal["raise", "skip", "ignore"] = "raise"
     """What a step does where its loss or gradients are not finite: "raise" names the module, "skip" leaves parameters
-    as they are and goes on. An overflow that a smaller loss scale can mend is always skipped."""
+    as they are and goes on, "ignore" takes the step all the same. An overflow that a smaller loss scale can mend is always skipped."""
     check_collectives: bool = False
     """Whether each collective is compared over the ranks before it starts; slow, for debugging."""
     record_timeline: Positive | None = None

@@ -39,6 +39,7 @@ from shardwise.checkpoint.hf.config_files import describe
 from shardwise.checkpoint.load import LoadPlan, LoadReport, own_tensors, plan_load, rank_name
 from shardwise.checkpoint.manifest import CheckpointError, Contents, DamagedError, Manifest
 from shardwise.checkpoint.reader import ChunkReader
+from shardwise.checkpoint.tagged_json import from_json, to_json
 from shardwise.checkpoint.training_state import Role, SavedBuffer, differing, digests, held_buffers, whole
 from shardwise.comm.store import PatientStore
 from shardwise.config.errors import EngineError, code_of
@@ -128,6 +129,7 @@ class Checkpoints:
     Attributes:
         saver: runs the saves.
         ranks: all of them, for what they do together.
+        may_save_within_step: gradients since the last step do not prevent a save; they are not in it.
     """
 
     def __init__(self, context: StepContext, follows_config: bool) -> None:
@@ -136,7 +138,7 @@ class Checkpoints:
         self.ranks = AllRanks(context)
         self._context = context
         self._follows_config = follows_config
-        self._has_warned = False
+        self._has_warned = self.may_save_within_step = False
         self._passed_over: set[Path] = set()  # damaged checkpoints that an older one was loaded instead of
 
     def save(
@@ -153,7 +155,8 @@ class Checkpoints:
         """Save a checkpoint; the arguments are those of `Engine.save`."""
         context = self._context
         self._check_can_save()
-        context.follow_freezing()
+        if context.num_backwards == 0:
+            context.follow_freezing()
         self._warn_of_extra_states()
         saved: list[StateShard | ScalarState] = []
         buffers: list[SavedBuffer] = []
@@ -195,7 +198,7 @@ class Checkpoints:
         context = self._context
         self.begin_load()
         self._recover()
-        context.zero_grad()
+        context.zero_grad(keeps_forwards=False)
         context.follow_freezing()
         names = json.loads(self.ranks.run(lambda _: json.dumps(_names(path)), "the load of a checkpoint"))
         damaged: list[str] = []
@@ -306,6 +309,7 @@ class Checkpoints:
         self, manifest: Manifest, targets: Sequence[StateShard], where: str, strict: bool, weights_only: bool
     ) -> LoadPlan:
         context = self._context
+        manifest = replace(manifest, extra=from_json(manifest.extra, "its extra"))
         misfits: Mapping[str, str] = {}
         if not weights_only and manifest.contents != "weights":
             trajectory.check_whole(manifest.trajectory)
@@ -325,7 +329,7 @@ class Checkpoints:
     def _check_can_save(self) -> None:
         self._context.status.check()
         self._context.refuse_if_simulated()
-        if self._context.num_backwards > 0:
+        if self._context.num_backwards > 0 and not self.may_save_within_step:
             raise EngineError(
                 "save-before-step",
                 "gradients since the last step are in no checkpoint; save after engine.step() or engine.zero_grad()",
@@ -488,12 +492,13 @@ def _check_choices(contents: str, keep_last: int | None, keep_every: int | None)
 
 def _checked(extra: Any) -> Any:
     try:
-        text = json.dumps(extra)
+        text = json.dumps(to_json(extra, "extra"))
         check_nesting(f"[{text}]", "it", "keep it flatter")
         return json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
-            "extra-not-json", f"extra must be what JSON keeps: {error}; give numbers, text, lists and dicts"
+            "extra-not-json",
+            f"{error}, which would not come back as it is; give numbers, text, containers, tensors and arrays",
         ) from None
 
 

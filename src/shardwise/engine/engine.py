@@ -295,7 +295,7 @@ class Engine:
         Args:
             path: a folder that all ranks share; made if missing.
             contents: "all"; "trainable", without frozen parameters (adapters alone); or "weights" and buffers only.
-            extra: any JSON value; that of rank 0 is saved, and `load` returns it.
+            extra: numbers, text, containers, tensors, arrays; that of rank 0 is saved, and `load` returns it as it was.
             wait: return once it is written. Otherwise a copy is written while training goes on, and an error there is
                 raised by the next `step`, `save` or `finish_saves`. With states on NVMe it always waits.
             keep_last: how many of the newest stay, besides those of `keep_every`; None for all.

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from enum import Enum
 
 from shardwise.config.errors import EngineError
+from shardwise.runtime.torch_private import in_backward
 from shardwise.zero.memory_release import MemoryRelease
 
 
@@ -34,13 +35,14 @@ class EngineStatus:
         check_host: raises what the thread that works on the host has failed with.
 
     Attributes:
+        is_in_backward: a backward is under way, or has raised.
         away: the states that are offloaded until `reload`; None where all are in place.
         integrity: of the states.
     """
 
     def __init__(self, check_host: Callable[[], None]) -> None:
         self._check_host = check_host
-        self._is_closed = self._is_in_backward = False
+        self._is_closed = self.is_in_backward = False
         self.away: MemoryRelease | None = None
         self.integrity = Integrity.WHOLE
 
@@ -51,11 +53,11 @@ class EngineStatus:
 
     def begin_backward(self) -> None:
         """Note that gradients are incomplete until `end_backward`."""
-        self._is_in_backward = True
+        self.is_in_backward = True
 
     def end_backward(self) -> None:
         """Note that gradients are complete, or have been dropped."""
-        self._is_in_backward = False
+        self.is_in_backward = False
 
     def release(self, states: MemoryRelease) -> None:
         """Note that states are away."""
@@ -102,7 +104,7 @@ class EngineStatus:
             HostWorkError: the thread that works on the host has failed.
         """
         self.check_present(params_suffice)
-        if self._is_in_backward:
+        if self.is_in_backward and not in_backward():
             raise EngineError(
                 "gradients-incomplete",
                 "the last backward raised and left gradients incomplete; call engine.zero_grad() first",

@@ -41,7 +41,7 @@ from shardwise.runtime.memory_tracker import MemoryTracker, explain_out_of_memor
 from shardwise.runtime.precision import LossScaler
 from shardwise.runtime.timeline import Timeline
 from shardwise.tensor.loss_parallel import LazyLogitsHead
-from shardwise.zero.optimizer import ShardedOptimizer, StepInBackward
+from shardwise.zero.optimizer import ShardedOptimizer
 from shardwise.zero.optimizer_plan import OptimizerPlan
 from shardwise.zero.sharding_state import ShardingState
 from shardwise.zero.startup import regroup
@@ -86,7 +86,9 @@ class StepContext:
     num_samples: int = 0
     syncs: bool = True  # False inside `no_sync`
     is_plain: bool = False  # any scalar may be given to `backward`
-    own_backward_scale: float = 1.0  # of the gradient of a backward that the user called on a tensor
+    # Of the gradient of a backward that the user called on a tensor; None where its loss must be scaled first.
+    own_backward_scale: float | None = 1.0
+    is_own_loss_scaled: bool = False  # the next one's is
     is_loss_known: bool = True  # False after a backward in this step that the user called on a tensor
     before_update: Callable[[], None] | None = None  # called after the last backward of a step, such as to measure
     should_stop: Callable[[], bool] = bool  # says whether this rank was asked to stop
@@ -225,8 +227,11 @@ class StepContext:
         self.status.check()
         self.refuse_unless_trainable()
         if self.is_plain and not self.losses.knows(loss):
-            self.losses.add_plain(loss)
-            weight = loss.new_full((), self.scaler.scale)
+            # Both kinds of a plain step's backwards have gradients of one scale, so they may take turns.
+            scale = 1.0 if self.own_backward_scale is None else self.own_backward_scale
+            if not self.status.is_in_backward:  # one in another's hook is a part of that
+                self.losses.add_plain(loss, scale)
+            weight = loss.new_full((), self.scaler.scale / scale)
         else:
             weight = self.losses.close(loss) * self.scaler.scale
         backpropagate([self], loss, weight, is_boundary, retain_graph)
@@ -240,13 +245,14 @@ class StepContext:
         if not self.is_plain or not self.layout.trained_names:
             return None
         self.status.check()
-        if self.scaler.scale != 1.0:
+        scale = self.own_backward_scale
+        if (scale is None or self.scaler.scale != 1.0) and not self.is_own_loss_scaled:
             raise ConfigError(
                 "backward-unscaled",
                 f"loss.backward() under a loss scale of {self.scaler.scale:g}; call engine.backward(loss)",
             )
-        self.losses.add_plain(torch.zeros((), device=self.device), self.own_backward_scale)
-        self.is_loss_known = False
+        self.losses.add_plain(torch.zeros((), device=self.device), 1.0 if scale is None else scale)
+        self.is_loss_known = self.is_own_loss_scaled = False
         self.begin_backward()
         return self.end_backward
 
@@ -339,10 +345,12 @@ class StepContext:
         to_mean = self._to_mean(count)
         grad_norm = math.sqrt(square_sum) * to_mean if square_sum >= 0 else math.nan
         overflowed, has_loss = not math.isfinite(grad_norm), math.isfinite(loss_sum)
-        is_finite = has_loss and not overflowed
+        is_taken = (has_loss and not overflowed) or (
+            self.config.run.on_nonfinite == "ignore" and not self.scaler.is_dynamic
+        )
         can_skip = self.config.run.on_nonfinite == "skip" or (has_loss and self.scaler.can_shrink)
-        skipped = can_skip and not is_finite
-        if not (is_finite or skipped):
+        skipped = can_skip and not is_taken
+        if not (is_taken or skipped):
             self._fail_nonfinite(loss_sum, grad_norm, has_stepped, forward)
         learning_rate = self.optimizer.param_groups[0]["lr"]
         if skipped:
@@ -369,16 +377,26 @@ class StepContext:
         summed = self.comm.sum_scalars(self.codec_errors.take(self.device), "errors of codecs")
         return {} if self.comm.is_simulated else relative_errors(summed)
 
-    def zero_grad(self) -> None:
-        """Forget the gradients since the last step, and a backward that an exception ended."""
+    def zero_grad(self, keeps_forwards: bool = True) -> None:
+        """Forget the gradients since the last step, and a backward that an exception ended.
+
+        Args:
+            keeps_forwards: a forward that awaits its backward may have it after this, unless a backward has failed.
+        """
         self.status.check_present()
+        keeps_forwards &= not self.status.is_in_backward and (self.losses.has_open or self.sharding.awaits_backward)
         self.sharding.abandon()
         self.step_in_backward.end()
         if self.sharded.has_stepped_in_backward:
             self.status.mix()
         self.sharded.clear()
         self.status.end_backward()
-        self._end_step()
+        if not keeps_forwards:
+            self._end_step()
+            return
+        self.num_backwards, self.is_loss_known = 0, True
+        self.losses.clear(keeps_open=True)
+        self.sharding.watch_gradients(False)
 
     def _check_gradients(self) -> None:
         self.refuse_unless_trainable()
@@ -389,9 +407,10 @@ class StepContext:
                 "gradients came from a backward outside engine.backward(loss), so how much counts in them is unknown; "
                 "use engine.backward or shardwise.backward, or drop them with engine.zero_grad()",
             )
-        if not self.sharding.is_as_trainable(may_pause=True):
+        if not self.sharding.is_as_trainable(may_pause=True) and self.sharding.has_untaken_gradients:
             raise ConfigError(
-                "frozen-within-step", "requires_grad was set between a step's backwards; unfreeze between steps"
+                "frozen-within-step",
+                "a parameter that was frozen in the step's first forward has a gradient; unfreeze between steps",
             )
         if self.num_backwards == 0:
             raise EngineError(
@@ -480,8 +499,10 @@ def backpropagate(
         is_boundary: whether it is the last before the step; None where `batch.accumulation` tells.
         retain_graph: as torch's.
     """
-    for context in contexts:
+    # In a hook of a backward of these engines, such as one that fills a cache of features, it is a part of that one.
+    begun = [context for context in contexts if not context.status.is_in_backward]
+    for context in begun:
         context.begin_backward(is_boundary)
     torch.autograd.backward(loss, weight.to(loss.dtype).reshape(loss.shape), retain_graph=retain_graph)
-    for context in contexts:
+    for context in begun:
         context.end_backward()

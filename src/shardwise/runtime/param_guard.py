@@ -45,6 +45,11 @@ class _WatchedParameter:
 _GRAD: Final[Any] = torch.Tensor.grad
 
 
+def read_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """Return the `grad` of a parameter, without the call that reading it makes."""
+    return cast(Tensor | None, _GRAD.__get__(parameter))
+
+
 def watched_type(on_read: Callable[[], None]) -> type[nn.Parameter]:
     """Make the class of a present parameter whose gradient is elsewhere; reading `grad` calls `on_read` first."""
     return type("Parameter", (_WatchedParameter, nn.Parameter), {"on_read": staticmethod(on_read)})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import random
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -121,17 +123,13 @@ def test_what_a_load_takes_and_returns(tmp_path: Path) -> None:
     engine.destroy()
 
 
-def test_the_state_of_a_client_may_have_small_tensors(tmp_path: Path) -> None:
+def test_the_state_of_a_client_comes_back_as_it_was_given_or_is_refused(tmp_path: Path) -> None:
     engine, _ = start()
-    state = {"best": torch.tensor(0.1), "scores": [torch.tensor([1.5, float("inf")], dtype=torch.bfloat16)], "epoch": 3}
+    state = {"best": torch.tensor(0.1), "rng": random.getstate(), "seen": {0: 5}, "args": Namespace(betas=(0.9, 0.99))}
     engine.save_checkpoint(tmp_path, client_state=state)
-    _, found = engine.load_checkpoint(tmp_path)
-    assert found["epoch"] == 3
-    for this, that in ((found["best"], state["best"]), (found["scores"][0], state["scores"][0])):
-        torch.testing.assert_close(this, that, rtol=0, atol=0)
-    for other in (torch.ones(5000), object()):
-        with refused("client-state-not-json", type(other).__name__):
-            engine.save_checkpoint(tmp_path, client_state={"other": other})
+    assert engine.load_checkpoint(tmp_path)[1] == state
+    with refused("client-state-not-json", "['client_state']['hooks'][0]"):
+        engine.save_checkpoint(tmp_path, client_state={"hooks": [print]})
     engine.destroy()
 
 

@@ -265,7 +265,7 @@ _READERS: Final[Mapping[str, Callable[[Any], Any]]] = MappingProxyType(
         "fp16.loss_scale": lambda value: value or "dynamic",
         "fp16.initial_scale_power": lambda value: 2.0**value,
         "bf16.enabled": lambda value: "bf16" if value else None,
-        "bf16.check_grad_overflow": lambda value: "skip" if value else "raise",
+        "bf16.check_grad_overflow": lambda value: "skip" if value else "ignore",
         "data_types.grad_accum_dtype": _wide,
         "data_types.param_dtype": dtype_of,
         "data_types.buffer_dtype": lambda value: "keep" if dtype_of(value) == "fp32" else "param",

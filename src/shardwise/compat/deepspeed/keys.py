@@ -84,7 +84,7 @@ _TABLE: Final = (
     ("M", "`engine.forward` casts floating inputs", "fp16: auto_cast"),
     ("N", _MASTERS, "fp16: fp16_master_weights_and_grads"),
     ("M", "precision.param: bf16", "bf16: enabled"),
-    ("M", "run.on_nonfinite: where false, a step without finite gradients raises", "bf16: check_grad_overflow"),
+    ("M", "run.on_nonfinite: where false, a step is taken whatever its gradients are", "bf16: check_grad_overflow"),
     ("N", "gradients are summed as each backward goes", "bf16: immediate_grad_update"),
     ("N", _MASTERS, "bf16: bf16_master_weights_and_grads bf16_optimizer_states"),
     ("N", _OF_FP16, "bf16: auto_cast loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale"),

@@ -147,6 +147,7 @@ def _mark(model: nn.Module, engine: DeepSpeedEngine) -> None:
     """Note of each parameter where it belongs, and in stage 3 what scripts ask for before they gather it."""
     reference = weakref.ref(engine)
     model.__dict__[ENGINE] = reference
+    model.__dict__["zero_grad"] = functools.partial(_zero_grad, model)
     is_sharded = engine.zero_optimization_stage() == 3
     if is_sharded:
         model.__dict__["state_dict"] = functools.partial(_placeholders, model)
@@ -162,6 +163,14 @@ def _mark(model: nn.Module, engine: DeepSpeedEngine) -> None:
                 ds_active_sub_modules=set(),
                 partition_numel=functools.partial(int, own),
             )
+
+
+def _zero_grad(model: nn.Module, set_to_none: bool = True) -> None:
+    """Drop the model's gradients, where its engine has them too."""
+    type(model).zero_grad(model, set_to_none)
+    engine = model.__dict__[ENGINE]()
+    if engine is not None:
+        engine.zero_grad()
 
 
 def _moved(model: nn.Module, function: Callable[..., Any], *given: Any, **options: Any) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -29,23 +29,7 @@ from shardwise.engine.types import StepResult
 from shardwise.layout.precision import TORCH_DTYPES
 from shardwise.runtime.precision import to_device
 
-_TENSOR: Final = "__tensor__"
-_MOST_ELEMENTS: Final = 4096
 _COUNTERS: Final = ("global_steps", "micro_steps", "global_samples", "skipped_steps")
-
-
-def _in_json(value: Any) -> Any:
-    """Return a small tensor as JSON has it, such as a score in the state of Lightning's callbacks."""
-    if isinstance(value, Tensor) and value.numel() <= _MOST_ELEMENTS:
-        return {_TENSOR: [str(value.dtype).removeprefix("torch."), value.tolist()]}
-    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
-
-
-def _out_of_json(value: dict[str, Any]) -> Any:
-    if value.keys() != {_TENSOR}:
-        return value
-    dtype, values = value[_TENSOR]
-    return torch.tensor(values, dtype=getattr(torch, dtype))
 
 
 class NoSchedule:
@@ -96,7 +80,8 @@ class DeepSpeedOptimizer:
         """Do nothing: `engine.step` steps."""
 
     def zero_grad(self, *args: Any, **options: Any) -> None:
-        """Do nothing: a step drops its gradients."""
+        """Drop the gradients since the last step, as `DeepSpeedEngine.zero_grad` does."""
+        self._engine.zero_grad()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.optimizer, name)
@@ -140,6 +125,8 @@ class DeepSpeedEngine(nn.Module):
         self._frozen = frozen or []
         self._boundary: bool | None = None
         self._num_backwards = 0  # since the last step
+        self._num_counted = 0  # of the inner engine's backwards, those that `step` has counted as micro-batches
+        self._has_dropped = self._has_warned = False
         self._was_applied = False
         self._is_managed = bool(self._given.get("managed_gradient_accumulation", True))
         self._has_autocast = bool(self._given.get("torch_autocast.enabled", False))
@@ -150,7 +137,9 @@ class DeepSpeedEngine(nn.Module):
         self.optimizer = None if evaluates else DeepSpeedOptimizer(self)
         self.client_optimizer = inner.optimizer
         inner.step_context.is_plain = True  # also where the script runs `engine.module` itself
-        inner.step_context.own_backward_scale = 1 / self.gradient_accumulation_steps()
+        # Under fp16 it is `scale` that divides, so that both kinds of backwards overflow alike.
+        inner.step_context.own_backward_scale = None if self.fp16_enabled() else 1 / self.gradient_accumulation_steps()
+        inner.checkpoints.may_save_within_step = True
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -184,6 +173,14 @@ class DeepSpeedEngine(nn.Module):
         self._num_backwards += 1
         return scaled
 
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return a loss as its own `backward()` needs it, which is to come next: under fp16 by the loss scale."""
+        context = self.inner.step_context
+        context.is_own_loss_scaled = True
+        if context.own_backward_scale is not None:
+            return loss
+        return loss * (context.scaler.scale / self.gradient_accumulation_steps())
+
     def is_gradient_accumulation_boundary(self) -> bool:
         """Say whether the next `step` updates the parameters."""
         if self._boundary is not None:
@@ -198,7 +195,13 @@ class DeepSpeedEngine(nn.Module):
         """Update the parameters at a boundary; count a micro-batch in any case."""
         self._was_applied = False
         if not self._is_managed or self.is_gradient_accumulation_boundary():
-            self._count(self.inner.step(partial=True))
+            context = self.inner.step_context
+            if self._has_dropped and context.num_backwards == 0:  # nothing is left to update by
+                context.scheduler.step()
+                self._count(StepResult(self.inner.num_steps, 0.0, 0.0, 0.0, self.get_lr()[0], False, self.loss_scale()))
+            else:
+                self._count(self.inner.step(partial=True))
+        self._num_counted = self.inner.step_context.num_backwards
         self.micro_steps += 1
 
     def _count(self, result: StepResult) -> None:
@@ -210,6 +213,7 @@ class DeepSpeedEngine(nn.Module):
         num_micro_batches = accumulation if self._is_managed else self._num_backwards
         self.global_samples += self.train_batch_size() // accumulation * num_micro_batches
         self._num_backwards = 0
+        self._has_dropped = False
 
     @property
     def has_overflowed(self) -> bool:
@@ -221,15 +225,44 @@ class DeepSpeedEngine(nn.Module):
         return self._was_applied
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the norm of the last step's gradient, before clipping."""
-        return None if self._result is None else self._result.grad_norm
+        """Return the norm of the last step's gradient, before clipping; infinity where the step was left out."""
+        if self._result is None:
+            return None
+        return math.inf if self._result.skipped else self._result.grad_norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: a step drops its gradients."""
+        """Drop the gradients since the last step, and a backward that an exception ended; all ranks call it.
+
+        Right after a `step` that was no boundary there are those of micro-batches that it has counted. As in
+        DeepSpeed, they are dropped in stages 0 and 1 and kept in stages 2 and 3, where they are reduced already.
+        """
+        context = self.inner.step_context
+        if self.is_destroyed or context.num_backwards == 0:
+            return
+        are_counted = context.num_backwards == self._num_counted and not context.status.is_in_backward
+        keeps = are_counted and self.inner.layout.stage.reduce_each_backward
+        if are_counted and not self._has_warned:
+            self._has_warned = True
+            if self.global_rank == 0:
+                logger.warning(
+                    "zero_grad() between the micro-batches of a step %s them, as in DeepSpeed's stage %d; call it at "
+                    "gradient accumulation boundaries only",
+                    "keeps" if keeps else "drops the gradients of",
+                    self.zero_optimization_stage(),
+                )
+        if not keeps:
+            self.inner.zero_grad()
+            self._num_counted, self._has_dropped = 0, True
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate on this rank, without collectives."""
+        with self.inner.no_sync():
+            yield
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Reduce the gradients of the backwards inside once, at the step."""
         with self.inner.no_sync():
             yield
 
@@ -273,20 +306,21 @@ class DeepSpeedEngine(nn.Module):
     ) -> bool:
         """Save into `save_dir/tag`, from which any layout can load; the arguments are those of DeepSpeed.
 
+        Gradients since the last step are not in it: training goes on with them, and a load begins their step anew.
+
         Raises:
-            CheckpointError: it cannot be written, or `client_state` is neither JSON nor small tensors.
+            CheckpointError: it cannot be written, or `client_state` has what would not come back as it is.
         """
         counters = {name: getattr(self, name) for name in _COUNTERS}
-        try:
-            state = json.loads(json.dumps(dict(client_state or {}), default=_in_json))
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(
-                "client-state-not-json", f"client_state holds what JSON has no word for ({error}); save it in a file"
-            ) from error
-        extra = {"client_state": state, "deepspeed": counters}
+        extra = {"client_state": dict(client_state or {}), "deepspeed": counters}
         tag = tag or f"global_step{self.global_steps}"
         contents: Contents = "trainable" if exclude_frozen_parameters else "all"
-        self.inner.save(save_dir, contents=contents, extra=extra, tag=tag)
+        try:
+            self.inner.save(save_dir, contents=contents, extra=extra, tag=tag)
+        except CheckpointError as error:
+            if error.code == "extra-not-json":
+                raise CheckpointError("client-state-not-json", f"{error}, or save it in a file of its own") from None
+            raise
         if self.global_rank == 0:
             write_zero_to_fp32(Path(save_dir))
         return True
@@ -325,10 +359,12 @@ class DeepSpeedEngine(nn.Module):
             state, counters = run.client_state, vars(run)
         else:
             extra = report.extra if isinstance(report.extra, dict) else {}
-            state = json.loads(json.dumps(extra.get("client_state", {})), object_hook=_out_of_json)
+            state = extra.get("client_state", {})
             counters = extra.get("deepspeed", {})
         for name in _COUNTERS if not load_module_only else ():
             setattr(self, name, counters.get(name, getattr(self, name)))
+        self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
+        self._num_backwards = self._num_counted = 0
         return str(report.path), state
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
