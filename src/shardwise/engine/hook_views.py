@@ -32,6 +32,12 @@ Splits = list[ParamSplit | None]
 class SplitModelValues:
     """Bundles what shows hooks and losses whole values of a split model.
 
+    Args:
+        model: after it was split.
+        tensor: by which layout.
+        config: of the run.
+        mappings: of the tensor-parallel group.
+
     Attributes:
         views: for hooks.
         parameters: as hooks and losses read them.

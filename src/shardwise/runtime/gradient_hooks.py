@@ -79,7 +79,13 @@ def hook_gradient(
 
 
 class GradientHandle:
-    """Has given a parameter dicts of hooks in place of its own, until `remove`."""
+    """Has given a parameter dicts of hooks in place of its own, until `remove`.
+
+    Args:
+        parameter: whose gradients are taken.
+        take: is given the parameter when it has accumulated one, after the hooks of users.
+        whole: as for `hook_gradient`.
+    """
 
     def __init__(self, parameter: nn.Parameter, take: Hook, whole: WholeParameter | None) -> None:
         # C++ holds a parameter's hooks: strong references from there back to it could never be collected.
