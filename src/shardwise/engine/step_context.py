@@ -176,6 +176,21 @@ class StepContext:
         self.sharding.check_model()
         self.follow_freezing()
 
+    def agree_on_hooks(self) -> None:
+        """Find in the first step the hooks that some ranks have and others have not, which take part all the same: what
+        they see is gathered. Later all ranks register the same.
+        """
+        mesh, values = self.layout.mesh, self.split_values
+        if self.num_steps > 0 or mesh.tp * mesh.cp == 1 or self.comm.is_simulated:
+            return
+        handles = [handle for group in self.sharding.groups for handle in group.gradient_handles]
+        names = [name for handle in handles for name in handle.hooked()]
+        differing = self.check_batch.some_have([*names, *(values.views.hooked() if values is not None else ())])
+        for handle in handles if differing else ():
+            handle.join(differing)
+        if values is not None:
+            values.views.joined |= differing
+
     def follow_freezing(self) -> None:
         """Regroup where `requires_grad` has changed since the last step; all ranks do so together.
 
