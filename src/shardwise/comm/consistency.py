@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Self
@@ -189,6 +189,27 @@ class BatchCheck:
                 f"{text} in one forward, whose layers they share; give {listed(meeting.ranks)} "
                 "the same batches: read data by engine.layout.mesh.data_index(rank), not by rank",
             )
+
+    def some_have(self, names: Collection[str]) -> set[str]:
+        """Return the names that some ranks have and others have not; all ranks call it.
+
+        Raises:
+            CommError: not all have come in time.
+        """
+        if self._meeting is None:
+            return set()
+        key = f"names/{self._meeting.ranks[0]}/{self._num_compared}"
+        self._num_compared += 1
+        try:
+            text = self._meeting.verdict(key, json.dumps(sorted(names)), _judge_names, "the hooks of one forward")
+        except MissingRankError as error:
+            raise CommError(error.code, f"{error}; see its log, or allow more time with run.timeout_s") from None
+        return set(json.loads(text))
+
+
+def _judge_names(notes: Mapping[int, str]) -> str:
+    given = [set(json.loads(note)) for note in notes.values()]
+    return json.dumps(sorted(set.union(*given) - set.intersection(*given)))
 
 
 def _batch_digest(batch: Any) -> str:

@@ -230,6 +230,16 @@ class LossAccumulator:
         values = torch.zeros(0, dtype=torch.float64, device=self._comms.all.device)
         return tuple(self.sum_with(values, name, known))
 
+    def deviation(self) -> Tensor:
+        """Return a number, fp64 [1], whose sum over the ranks is 0 where those of each tensor-parallel group, which
+        compute one loss, have the same; [0] where each has a loss of its own.
+        """
+        tensor = self._comms.tensor
+        if tensor.world_size == 1:
+            return torch.zeros(0, dtype=torch.float64, device=tensor.device)
+        own = self._sums[:1] if self._sums is not None else torch.zeros(1, dtype=torch.float64, device=tensor.device)
+        return own * (1.0 if tensor.rank == 0 else -1.0 / (tensor.world_size - 1))
+
     def start_sum(self, name: str) -> Callable[[], list[float]]:
         """Start `sum_over_ranks`; return the function that waits for it."""
         values = torch.zeros(0, dtype=torch.float64, device=self._comms.all.device)

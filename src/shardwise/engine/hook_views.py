@@ -32,6 +32,12 @@ Splits = list[ParamSplit | None]
 class SplitModelValues:
     """Bundles what shows hooks and losses whole values of a split model.
 
+    Args:
+        model: after it was split.
+        tensor: by which layout.
+        config: of the run.
+        mappings: of the tensor-parallel group.
+
     Attributes:
         views: for hooks.
         parameters: as hooks and losses read them.
@@ -58,6 +64,9 @@ class HookViews:
         placements: of its tensors.
         parameters: as hooks see them.
         keeps_whole: says whether an evaluation leaves a sequence whole.
+
+    Attributes:
+        joined: names of modules with hooks on some ranks only, whose views all ranks have.
     """
 
     def __init__(
@@ -73,18 +82,23 @@ class HookViews:
         self._modules = {name: each for name, each in model.named_modules() if name and placements.has_parts(name)}
         self._dicts = [(each, name) for name, module in self._modules.items() for each in hook_dicts(module)]
         self._undo: dict[str, list[Callable[[], None]]] = {}
+        self.joined: set[str] = set()
 
     def follow(self) -> None:
         """Give views to the modules that have hooks by now, and take them from those that have none."""
-        names = dict.fromkeys(name for hooks, name in self._dicts if hooks)
-        hooked = [name for name in names if has_any_user_hooks(self._modules[name])]
-        if has_global_hooks():
-            hooked = list(self._modules)
+        hooked = [*self.hooked(), *(name for name in sorted(self.joined) if name in self._modules)]
         for name in self._undo.keys() - set(hooked):
             self._remove(name)
         for name in hooked:
             if name not in self._undo:
                 self._undo[name] = list(self._give(name))
+
+    def hooked(self) -> list[str]:
+        """Return the names of the modules that have hooks of users."""
+        if has_global_hooks():
+            return list(self._modules)
+        names = dict.fromkeys(name for hooks, name in self._dicts if hooks)
+        return [name for name in names if has_any_user_hooks(self._modules[name])]
 
     def close(self) -> None:
         """Take the views from the modules."""

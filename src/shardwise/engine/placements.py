@@ -80,7 +80,7 @@ class PlanPlacements:
         self._local_length = local_length
         self._regions = [region.module for region in plan.regions]
         self._layers = {layer.module: layer for layer in plan.layers}
-        self._found: dict[Hashable, Placement] = {}
+        self._found: dict[Hashable, Placement | ConfigError] = {}
 
     def of_module(self, name: str) -> Placements:
         """Return what follows from the plan for a module."""
@@ -121,11 +121,23 @@ class PlanPlacements:
         """
         key = name, key, tensor.dim(), tensor.grad_fn is not None
         if key not in self._found:
-            self._found[key] = self._find(tensor, name, what)
-        return self._found[key]
+            try:
+                self._found[key] = self._find(tensor, name, what)
+            except ConfigError as error:
+                self._found[key] = error
+        found = self._found[key]
+        if isinstance(found, ConfigError):
+            raise found.with_traceback(None)
+        return found
 
     def split_of(self, tensor: Tensor, placement: Placement, what: str) -> ParamSplit:
-        """Return the split of the whole of which a rank has `tensor`; `what` it is, for messages."""
+        """Return the split of the whole of which a rank has a part.
+
+        Args:
+            tensor: the part.
+            placement: of it.
+            what: it is, for messages.
+        """
         if not placement.fits(tensor.shape, self.comm.world_size):
             raise self.unclear(f"{what} of shape {tuple(tensor.shape)} is not split as the plan says")
         return placement.split_of(tensor.shape, self.comm.world_size)
@@ -205,7 +217,9 @@ def _ends_of(tensor: Tensor) -> tuple[bool, bool]:
 
 # Functions of `shardwise.tensor.mappings`, of the split head, and below.
 _OPENS: Final = frozenset({"CopyToTp", "GatherSequence", "Parted"})
-_CLOSES: Final = frozenset({"ReduceFromTp", "ScatterSequence", "Row", "Gather", "Gathered", "GatherVocab"})
+_CLOSES: Final = frozenset(
+    {"ReduceFromTp", "ScatterSequence", "Row", "Gather", "Gathered", "GatherVocab", "Sum", "EachToken"}
+)
 
 
 def _features(layer: LayerSplit, is_whole: bool) -> Placement:
@@ -213,15 +227,46 @@ def _features(layer: LayerSplit, is_whole: bool) -> Placement:
 
 
 def gathered(part: Tensor, split: ParamSplit, comm: Comm, name: str) -> Tensor:
-    """Return the whole of a tensor; of its gradient, which all ranks have, each takes its part."""
+    """Return the whole of a tensor; of its gradient, which all ranks have, each takes its part.
+
+    Args:
+        part: of this rank.
+        split: of the whole.
+        comm: the tensor-parallel group.
+        name: for counts and messages.
+    """
     whole: Tensor = _Gathered.apply(part, split, comm, name)
     return whole
 
 
 def parted(whole: Tensor, split: ParamSplit, comm: Comm, name: str) -> Tensor:
-    """Return this rank's part of a tensor; the gradients of the ranks' parts are gathered."""
+    """Return this rank's part of a tensor; the gradients of the ranks' parts are gathered.
+
+    Args:
+        whole: the tensor.
+        split: of it.
+        comm: the tensor-parallel group.
+        name: for counts and messages.
+    """
     part: Tensor = _Parted.apply(whole, split, comm, name)
     return part
+
+
+def refused(tensor: Tensor, error: ConfigError) -> Tensor:
+    """Return a tensor of the same values, whose backward raises."""
+    same: Tensor = _Refused.apply(tensor, error)
+    return same
+
+
+class _Refused(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, error: ConfigError) -> Tensor:
+        ctx.error = error
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        raise ctx.error
 
 
 class _Gathered(Function):

@@ -38,7 +38,7 @@ from shardwise.offload.worker import HostWorkError
 from shardwise.runtime.buffer_pool import BufferPool
 from shardwise.runtime.codec_errors import CodecErrors, relative_errors
 from shardwise.runtime.memory_tracker import MemoryTracker, explain_out_of_memory
-from shardwise.runtime.precision import LossScaler
+from shardwise.runtime.precision import LossScaler, torch_dtype
 from shardwise.runtime.timeline import Timeline
 from shardwise.tensor.loss_parallel import LazyLogitsHead
 from shardwise.zero.optimizer import ShardedOptimizer
@@ -185,6 +185,21 @@ class StepContext:
             return
         self.sharding.check_model()
         self.follow_freezing()
+
+    def agree_on_hooks(self) -> None:
+        """Find in the first step the hooks that some ranks have and others have not, which take part all the same: what
+        they see is gathered. Later all ranks register the same.
+        """
+        mesh, values = self.layout.mesh, self.split_values
+        if self.num_steps > 0 or mesh.tp * mesh.cp == 1 or self.comm.is_simulated:
+            return
+        handles = [handle for group in self.sharding.groups for handle in group.gradient_handles]
+        names = [name for handle in handles for name in handle.hooked()]
+        differing = self.check_batch.some_have([*names, *(values.views.hooked() if values is not None else ())])
+        for handle in handles if differing else ():
+            handle.join(differing)
+        if values is not None:
+            values.views.joined |= differing
 
     def follow_freezing(self) -> None:
         """Regroup where `requires_grad` has changed since the last step; all ranks do so together.
@@ -432,7 +447,7 @@ class StepContext:
         is_whole = self.layout.stage.optimizer is Placement.REPLICATE
         if self.comms.replicas.rank > 0 and not is_whole:  # of what all ranks hold, each counts a slice
             own_square.zero_()  # others hold the same gradient: it counts once
-        own = own_square.reshape(1).to(self.device)
+        own = torch.cat([own_square.reshape(1).to(self.device), self.losses.deviation()])
         was_used = dict(zip(self.sharded.names, self.sharded.used(), strict=True))
         names = self.layout.trained_names
         flags = [was_used.get(name, False) for name in names]
@@ -442,8 +457,27 @@ class StepContext:
         if scale:  # ranks without a loss do not know it, and simulated ranks do not send it
             self.losses.normaliser = summed.pop() or self.losses.normaliser
         loss_sum, count, square_sum, *counts = summed
+        if self.comms.tensor.world_size > 1:
+            self._check_one_loss(counts.pop(0), loss_sum)
         used = {name: number > 0 for name, number in zip(names, counts, strict=False)}
         return loss_sum, count, square_sum, used, bool(stepped) and counts[-1] > 0
+
+    def _check_one_loss(self, deviation: float, loss_sum: float) -> None:
+        """Raise where the ranks of a tensor-parallel group have computed different losses.
+
+        Raises:
+            ConfigError: they have; the step is not taken.
+        """
+        is_exact = torch_dtype(self.layout.precision.param) is torch.float64
+        if self.comm.is_simulated or not abs(deviation) > (1e-9 if is_exact else 1e-3) * abs(loss_sum):
+            return
+        self.zero_grad()
+        raise ConfigError(
+            "loss-differs-over-tp",
+            f"the ranks of mesh.tp={self.comms.tensor.world_size} computed different losses (off by {deviation:.3g} of "
+            f"{loss_sum:.3g}), so the loss reads what each rank has a part of, or draws for itself; take it from the "
+            "model's output, from a hook on a module, or from parameters in loss_fn",
+        )
 
     def own_asking(self) -> tuple[float, float]:
         """Return what this rank adds to a sum over the ranks, so that all of them know who was asked to stop."""

@@ -70,6 +70,8 @@ class RankBatch:
             number: of its forward in the step, from 0.
         """
         context.check_batch(batch, is_first_step=context.num_steps == 0)
+        if number == 0:
+            context.agree_on_hooks()
         has_more = context.loss_fn is not None and isinstance(batch, list | tuple)
         share = context.sequences.share(to_device(batch, context.device), has_more)
         given = share.inputs
@@ -156,6 +158,8 @@ def forward_plain(context: StepContext, args: tuple[Any, ...], kwargs: Mapping[s
             "keyword arguments",
         )
     context.check_batch((args, kwargs), is_first_step=context.num_steps == 0)
+    if context.num_forwards == 0:
+        context.agree_on_hooks()
     if cp > 1:
         share = context.sequences.share(to_device(dict(kwargs), context.device), False)
     taken = RankBatch(share, _num_samples((args, kwargs)), context.num_samples, context.num_forwards)

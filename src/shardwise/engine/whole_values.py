@@ -6,7 +6,6 @@ All ranks of a tensor-parallel group compute the loss, so what enters it must be
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
@@ -17,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.comm.collectives import Comm
 from shardwise.config.errors import EngineError
-from shardwise.engine.placements import WHOLE, PlanPlacements, gathered
+from shardwise.config.resolve import ConfigError
+from shardwise.engine.placements import WHOLE, PlanPlacements, gathered, refused
 from shardwise.layout.tp_sharding import ParamSplit
 from shardwise.runtime.torch_private import pytree, version
 from shardwise.tensor.layers import LayerState
@@ -112,13 +112,13 @@ class _Reads(TorchFunctionMode):
 
     def _is_at_work(self, parameter: nn.Parameter) -> bool:
         """Say whether the library uses a parameter, or the forward of its own module: a loss may call the model."""
-        frame = sys._getframe(2)
-        while frame.f_code.co_filename == __file__ and frame.f_back is not None:
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_code.co_filename == __file__:
             frame = frame.f_back
-        if frame.f_globals.get("__name__", "").startswith("shardwise."):
+        if frame is not None and frame.f_globals.get("__name__", "").startswith("shardwise."):
             return True
         is_whole = self._known[id(parameter)][1].is_whole
-        while frame.f_back is not None and frame.f_code is not _SHOWN:
+        while frame is not None and frame.f_code is not _SHOWN:
             owner = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
             if isinstance(owner, nn.Module) and any(each is parameter for each in owner.parameters(recurse=False)):
                 return is_whole or any(isinstance(each, LayerState) for each in vars(owner).values())
@@ -157,11 +157,7 @@ class WholeResults:
         self._keeping: list[tuple[str, nn.Module, str]] | None = None  # modules and attributes, as of the first forward
 
     def take(self, output: Any) -> Any:
-        """Return the whole of the model's output, after a forward.
-
-        Raises:
-            ConfigError: this rank has a part of a tensor, and it is not clear which.
-        """
+        """Return the whole of the model's output, after a forward; what cannot be made whole gets no gradient."""
         if self._keeps_whole():
             return output
         if torch.is_grad_enabled():
@@ -178,9 +174,16 @@ class WholeResults:
         leaves, structure = pytree.tree_flatten(tree)
         is_changed = False
         for index, leaf in enumerate(leaves):
-            if type(leaf) is not Tensor or not leaf.is_floating_point() or (key and leaf.grad_fn is None):
+            if type(leaf) is not Tensor or not leaf.is_floating_point():
                 continue
-            placement = self._placements.of_tensor(leaf, name, (key, structure, index), what)
+            if leaf.grad_fn is None if key else leaf.dim() == 0:  # what is kept for the next forward; the model's loss
+                continue
+            try:
+                placement = self._placements.of_tensor(leaf, name, (key, structure, index), what)
+            except ConfigError as error:  # the loss may do without it
+                placement = WHOLE
+                if leaf.grad_fn is not None:
+                    leaves[index], is_changed = refused(leaf, error), True
             if placement != WHOLE:
                 split = self._placements.split_of(leaf, placement, what)
                 leaves[index] = gathered(leaf, split, self._placements.comm, f"{what} for the loss")
@@ -213,8 +216,8 @@ _OF_OBJECT: Final = frozenset(
             for name in ("is_cuda", "is_cpu", "is_meta", "is_sparse", "layout", "itemsize")
         ),
         *(getattr(Tensor, name).__set__ for name in ("grad", "requires_grad")),
-        *(Tensor.requires_grad_, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.__hash__),
-        *(Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.get_device),
+        *(getattr(Tensor, name) for name in ("requires_grad_", "register_hook", "register_post_accumulate_grad_hook")),
+        *(getattr(Tensor, name) for name in ("__hash__", "is_floating_point", "is_complex", "element_size")),
     }
 )
 _OF_SHAPE: Final = frozenset(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, Protocol, cast
 
 import torch
@@ -79,7 +79,13 @@ def hook_gradient(
 
 
 class GradientHandle:
-    """Has given a parameter dicts of hooks in place of its own, until `remove`."""
+    """Has given a parameter dicts of hooks in place of its own, until `remove`.
+
+    Args:
+        parameter: whose gradients are taken.
+        take: is given the parameter when it has accumulated one, after the hooks of users.
+        whole: as for `hook_gradient`.
+    """
 
     def __init__(self, parameter: nn.Parameter, take: Hook, whole: WholeParameter | None) -> None:
         # C++ holds a parameter's hooks: strong references from there back to it could never be collected.
@@ -88,13 +94,16 @@ class GradientHandle:
             before, after = hooks_of(parameter)
         self._own: tuple[Hooks, Hooks] = before, after
 
+        self._whole = whole
+        self._joined = joined = set[str]()
+
         @uncompiled
         def on_arrival(hooks: Sequence[Hook], gradient: Tensor) -> Tensor | None:
-            return call_before(hooks, gradient, whole)
+            return call_before(hooks, gradient, whole) if hooks or "before" in joined else None
 
         @uncompiled
         def on_accumulated(hooks: Sequence[Hook], parameter: Tensor) -> None:
-            if hooks:
+            if hooks or "after" in joined:
                 call_after(hooks, parameter, whole)
             take(parameter)
 
@@ -102,6 +111,16 @@ class GradientHandle:
         self._given: tuple[Hooks, Hooks] = given
         with plain_torch_functions():
             give_hooks(parameter, *given)
+
+    def hooked(self) -> list[str]:
+        """Return names of what users have hooks on, if all ranks with a part must gather it for them."""
+        kinds = zip(("before", "after"), self._given, strict=True)
+        return [] if self._whole is None else [f"{kind} {self._whole.name}" for kind, hooks in kinds if hooks]
+
+    def join(self, names: Collection[str]) -> None:
+        """Gather from now on what `hooked` names on another rank."""
+        if self._whole is not None:
+            self._joined |= {kind for kind in ("before", "after") if f"{kind} {self._whole.name}" in names}
 
     def remove(self) -> None:
         """Give the parameter its own dicts back; where hooks were registered since then, theirs stays and runs them."""
@@ -178,8 +197,6 @@ def call_before(hooks: Sequence[Hook], gradient: Tensor, whole: WholeParameter |
         gradient: that has arrived.
         whole: shows them all of it.
     """
-    if not hooks:
-        return None
     is_part = whole is not None and not gradient.is_sparse
     shown = whole.gather(gradient.detach()) if whole is not None and is_part else gradient
     first, was = shown, version(shown)

@@ -218,7 +218,13 @@ def hooks_of(parameter: nn.Parameter) -> tuple[dict[int, Any] | None, dict[int, 
 
 
 def give_hooks(parameter: nn.Parameter, before: dict[int, Any] | None, after: dict[int, Any] | None) -> None:
-    """Give a leaf dicts of hooks; torch calls their values, and puts what is registered later into them."""
+    """Give a leaf dicts of hooks; torch calls their values, and puts what is registered later into them.
+
+    Args:
+        parameter: the leaf.
+        before: on its gradient.
+        after: the gradient was accumulated.
+    """
     parameter._backward_hooks = before
     # Torch keeps the last dict where it is given None.
     parameter._post_accumulate_grad_hooks = OrderedDict() if after is None else after

@@ -70,6 +70,7 @@ class ParamGroup:
         state: which part of `full` is valid.
         is_pinned: the parameters stay present until they are unpinned.
         is_stepped: the group has taken its step in the backward that is under way.
+        gradient_handles: what takes the parameters' gradients.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class ParamGroup:
         self.is_released_between_uses = stage.unshard_for_use and not spec.is_stored_whole
         self.state = ParamState.UNSHARDED
         self.is_pinned = self.is_stepped = False
+        self.gradient_handles: list[GradientHandle] = []
         self._comms = comms
         self._tracker = tracker
         self._pool = resources.pool
@@ -147,10 +149,11 @@ class ParamGroup:
             if group is not None:
                 group.wait()
 
-        return [
+        self.gradient_handles = [
             hook_gradient(parameter, receiver, whole_parameter(place, comms.tensor, comms.context, make_present))
             for parameter, place in zip(self.parameters, self.spec.params, strict=True)
         ]
+        return self.gradient_handles
 
     @property
     def is_released(self) -> bool:
