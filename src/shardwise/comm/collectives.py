@@ -212,6 +212,11 @@ class Comm(ABC):
         # Simulated ranks are not addressed one by one: there may be thousands.
         self._distances = range(1, 1 if self.is_simulated else place.world_size)
 
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """Return torch's group of these ranks, for programs that ask for it."""
+        return self._group
+
     @abstractmethod
     def all_gather(self, full: Tensor, name: str, stream: StreamName | None = "gather") -> AsyncWork:
         """Fill `full` [n * s] with every rank's slice; this rank's own slice is in it already.

@@ -13,8 +13,11 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint as recompute
 
 from shardwise.compat.deepspeed.config import read_config, translate
+from shardwise.compat.deepspeed.finder import answers
 from shardwise.compat.deepspeed.utils import logger
 from shardwise.config.resolve import ConfigError
+
+__getattr__ = answers(__name__)
 
 _MODEL_PARALLEL: Final = "model-parallel-rng"
 

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import base64
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
 from shardwise.compat.deepspeed.keys import KEYS, key_of, nearest, usual_path
 from shardwise.config.resolve import Config, ConfigError, resolve_batch, set_key, shown_value
-from shardwise.config.untrusted_files import UntrustedFileError, read_json
+from shardwise.config.untrusted_files import UntrustedFileError, parse_json, read_text
 from shardwise.config.validate import ATTENTION_KEYS
 
 _ZERO: Final = "zero_optimization"
+# A string, the three kinds of comments, punctuation, space, and a number or a word.
+_TOKENS: Final = re.compile(
+    r'"(?:[^"\\\n]|\\.)*"|//[^\n]*|#[^\n]*|/\*.*?\*/|[{}\[\],:]|\s+|[^{}\[\],:\s"#/]+|.', re.DOTALL
+)
+_BASE64: Final = re.compile(r"[A-Za-z0-9_-]{16,}={0,2}")
+_MAX_NAME: Final = 255
 _DTYPES: Final[Mapping[str, str]] = MappingProxyType(
     {"half": "fp16", "float16": "fp16", "bfloat16": "bf16", "float": "fp32", "float32": "fp32"}
 )
@@ -45,18 +54,54 @@ class Translation:
 
 
 def read_config(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a config as DeepSpeed takes it: a mapping, or the path of a JSON file.
+    """Return a config as DeepSpeed takes it: a mapping, the path of a JSON file, or base64 of one's text.
+
+    The file may have what HJSON allows and people write: comments, commas at the end, and keys without quotes.
 
     Raises:
         ConfigError: the file cannot be read, or holds something else.
     """
     try:
-        values = source if isinstance(source, Mapping) else read_json(source, "give DeepSpeed's config as JSON")
+        values = source if isinstance(source, Mapping) else _read_file(source)
     except UntrustedFileError as error:
         raise ConfigError(error.code, str(error)) from None
     if not isinstance(values, Mapping):
         raise ConfigError("deepspeed-section", f"{source} holds no object of keys and values; give DeepSpeed's config")
     return values
+
+
+def _read_file(source: str | Path) -> Any:
+    fix, where = "give DeepSpeed's config as JSON", str(source)
+    if isinstance(source, str) and _BASE64.fullmatch(source) and not Path(source[:_MAX_NAME]).exists():
+        where = "base64"
+        text = base64.urlsafe_b64decode(source).decode(errors="replace")
+    else:
+        text = read_text(source, fix)
+    try:
+        return parse_json(text, where, fix)
+    except UntrustedFileError as error:
+        if error.code != "not-json":
+            raise
+        try:
+            return parse_json(_as_json(text), where, fix)
+        except UntrustedFileError:
+            raise error from None
+
+
+def _as_json(text: str) -> str:
+    """Return HJSON as JSON: without comments and commas at the end, and with quotes around keys.
+
+    >>> _as_json('{a: 1, # "x"\\n "b//": [1, 2,],}').split()
+    ['{"a":', '1,', '"b//":', '[1,', '2]}']
+    """
+    tokens = [found[0] for found in _TOKENS.finditer(text) if not found[0].startswith(("//", "#", "/*"))]
+    solid = [index for index, token in enumerate(tokens) if not token.isspace()]
+    for index, following in pairwise(solid):
+        if tokens[index] == "," and tokens[following] in ("}", "]"):
+            tokens[index] = ""
+        elif tokens[following] == ":" and tokens[index].isidentifier():
+            tokens[index] = f'"{tokens[index]}"'
+    return "".join(tokens)
 
 
 def translate(values: Mapping[str, Any], world_size: int | None = None, *, refuse: bool = True) -> Translation:

@@ -6,13 +6,14 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from shardwise.compat.deepspeed import __git_branch__, __git_hash__, __version__
 from shardwise.compat.deepspeed.comm import init_distributed
 from shardwise.compat.deepspeed.config import Translation, read_config, translate
 from shardwise.compat.deepspeed.optimizers import build_optimizer, build_scheduler
@@ -21,10 +22,12 @@ from shardwise.compat.deepspeed.runtime.engine import DeepSpeedEngine, DeepSpeed
 from shardwise.compat.deepspeed.runtime.pipe.engine import PipelineEngine
 from shardwise.compat.deepspeed.runtime.pipe.module import PipelineModule
 from shardwise.compat.deepspeed.runtime.zero import ZeroParamStatus
-from shardwise.compat.deepspeed.utils import ENGINE, PLACE, logger
+from shardwise.compat.deepspeed.utils import ENGINE, PLACE, groups, logger
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.engine.initialize import initialize as initialize_engine
 from shardwise.runtime.param_guard import ReleasedParameterError
+
+_TP_SIZE: Final = "_deepspeed_tp_size"  # of a model, what `tp_model_init` was given
 
 
 def initialize(  # noqa: PLR0913  DeepSpeed's arguments
@@ -66,6 +69,8 @@ def initialize(  # noqa: PLR0913  DeepSpeed's arguments
     num_stages = model.num_stages if isinstance(model, PipelineModule) else 1
     size = getattr(mpu, "get_sequence_parallel_world_size", None)
     sharers = {"sequence_parallel_size": size()} if size is not None else {}
+    if model.__dict__.get(_TP_SIZE, 1) > 1 and not _sizes_tp(source):
+        sharers["tensor_parallel.autotp_size"] = model.__dict__[_TP_SIZE]
     translation = translate({**source, **sharers}, dist.get_world_size() // num_stages)
     _release_earlier(model)
     kind = DeepSpeedEngine
@@ -77,6 +82,15 @@ def initialize(  # noqa: PLR0913  DeepSpeed's arguments
     if training_data is not None:
         engine.training_dataloader = DeepSpeedDataLoader.of(training_data, engine, collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def tp_model_init(model: Any, tp_size: int, dtype: Any, config: Any = None, **options: Any) -> Any:
+    """Return the model, which `initialize` splits over so many ranks; the arguments are those of DeepSpeed.
+
+    Only `tp_size` counts, where the JSON says none.
+    """
+    model.__dict__[_TP_SIZE] = tp_size
+    return model
 
 
 def _engine(
@@ -106,8 +120,11 @@ def _engine(
     scheduler = schedule if schedule is not None or is_ours else NoSchedule()
     inner = initialize_engine(model, Config.from_dict(settings), optimizer=optimizer, scheduler=scheduler)
     if inner.comm.rank == 0:
+        shown = f"version={__version__}, git-hash={__git_hash__}, git-branch={__git_branch__}"
+        logger.info("DeepSpeed info: %s: Shardwise answers", shown)
         for note in translation.notes:
             logger.info("%s", note)
+    groups.note_engine(inner.layout.mesh, inner.step_context.comms)
     engine = kind(inner, source, translation, schedule, frozen)
     _mark(model, engine)
     return engine
@@ -127,6 +144,11 @@ def _optimizer(model: nn.Module, given: Any, model_parameters: Any, translation:
         return made if isinstance(made, Optimizer) else None
     section = translation.section("optimizer")
     return build_optimizer(section, parameters) if section else None
+
+
+def _sizes_tp(source: Mapping[str, Any]) -> bool:
+    given = translate(source, refuse=False).given
+    return any(key in given for key in ("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"))
 
 
 def _listed(parameters: Any) -> list[Any]:

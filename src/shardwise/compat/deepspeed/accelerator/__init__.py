@@ -2,57 +2,287 @@
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
 
+import psutil
 import torch
+from torch import Tensor
+
+from shardwise.compat.deepspeed.finder import answers, placeholder
 
 
 class Accelerator:
-    """Answers what the device is, as DeepSpeed's does; all else is asked of `torch.cuda`, or of `torch.cpu`."""
+    """Answers what the device is, as DeepSpeed's does; all else is asked of `torch.cuda`, or of `torch.cpu`.
+
+    A CPU has no memory of its own: figures are those of this process, and peaks are what it had at most.
+    """
 
     def __init__(self) -> None:
         self._name = "cuda" if torch.cuda.is_available() else "cpu"
+        self._communication_backend_name = self.communication_backend_name()
+        self._peak = 0
+
+    @property
+    def _is_cuda(self) -> bool:
+        return self._name == "cuda"
+
+    # The device.
 
     def device_name(self, device_index: int | str | None = None) -> str:
-        return self._name if device_index is None or self._name == "cpu" else f"{self._name}:{device_index}"
+        return self._name if device_index is None or not self._is_cuda else f"{self._name}:{device_index}"
+
+    def device(self, device_index: int | None = None) -> Any:
+        """Return a context in which that device is the current one."""
+        return torch.cuda.device(device_index) if self._is_cuda else contextlib.nullcontext()
+
+    def set_device(self, device_index: int) -> None:
+        if self._is_cuda:
+            torch.cuda.set_device(device_index)
 
     def current_device(self) -> int:
-        return torch.cuda.current_device() if self._name == "cuda" else 0
+        return torch.cuda.current_device() if self._is_cuda else 0
 
     def current_device_name(self) -> str:
         return self.device_name(self.current_device())
 
+    def device_count(self) -> int:
+        return torch.cuda.device_count() if self._is_cuda else 1
+
+    def is_available(self) -> bool:
+        return True
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        if self._is_cuda:
+            torch.cuda.synchronize(device_index)
+
     def communication_backend_name(self) -> str:
-        return "nccl" if self._name == "cuda" else "gloo"
+        return "nccl" if self._is_cuda else "gloo"
+
+    def communication_backend_version(self) -> Any:
+        return torch.cuda.nccl.version() if self._is_cuda else None
 
     def is_synchronized_device(self) -> bool:
-        return self._name == "cpu"
+        return not self._is_cuda
+
+    use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
+
+    def visible_devices_envs(self) -> list[str]:
+        """Return the variables that say which devices a process sees."""
+        return ["CUDA_VISIBLE_DEVICES"]
+
+    def set_visible_devices_envs(self, current_env: dict[str, str], local_accelerator_ids: list[Any]) -> None:
+        """Write those variables into an environment."""
+        for name in self.visible_devices_envs():
+            current_env[name] = ",".join(map(str, local_accelerator_ids))
+
+    def export_envs(self) -> list[str]:
+        """Return how the variables begin that a launcher passes on."""
+        return ["NCCL"] if self._is_cuda else []
+
+    # Dtypes.
 
     def is_bf16_supported(self) -> bool:
-        return self._name == "cpu" or torch.cuda.is_bf16_supported()
+        return not self._is_cuda or torch.cuda.is_bf16_supported()
 
     def is_fp16_supported(self) -> bool:
         return True
 
-    def memory_allocated(self, device_index: int | None = None) -> int:
-        return torch.cuda.memory_allocated(device_index) if self._name == "cuda" else 0
+    is_fp64_supported = is_fp16_supported
 
-    def empty_cache(self) -> None:
-        if self._name == "cuda":
-            torch.cuda.empty_cache()
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """Return the dtypes that parameters may have."""
+        return [torch.float32, torch.float16] + ([torch.bfloat16] if self.is_bf16_supported() else [])
 
-    def manual_seed_all(self, seed: int) -> None:
+    # Random numbers.
+
+    def random(self) -> Any:
+        return torch.random
+
+    def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
-    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
-        return tensor.pin_memory() if self._name == "cuda" else tensor
+    manual_seed_all = manual_seed
+
+    def initial_seed(self) -> int:
+        return torch.initial_seed()
+
+    def get_rng_state(self, device_index: int | None = None) -> Tensor:
+        if self._is_cuda:
+            return torch.cuda.get_rng_state(self.current_device() if device_index is None else device_index)
+        return torch.get_rng_state()
+
+    def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
+        if self._is_cuda:
+            torch.cuda.set_rng_state(new_state, self.current_device() if device_index is None else device_index)
+        else:
+            torch.set_rng_state(new_state)
+
+    def default_generator(self, device_index: int) -> torch.Generator:
+        return torch.cuda.default_generators[device_index] if self._is_cuda else torch.default_generator
+
+    # Memory.
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        return torch.cuda.memory_allocated(device_index) if self._is_cuda else self._resident()
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        if self._is_cuda:
+            return torch.cuda.max_memory_allocated(device_index)
+        self._resident()
+        return self._peak
+
+    def memory_reserved(self, device_index: int | None = None) -> int:
+        return torch.cuda.memory_reserved(device_index) if self._is_cuda else self._resident()
+
+    memory_cached = memory_reserved
+
+    def max_memory_reserved(self, device_index: int | None = None) -> int:
+        if self._is_cuda:
+            return torch.cuda.max_memory_reserved(device_index)
+        return self.max_memory_allocated()
+
+    max_memory_cached = max_memory_reserved
+
+    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
+        self._peak = 0
+        if self._is_cuda:
+            torch.cuda.reset_peak_memory_stats(device_index)
+
+    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
+
+    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
+        if self._is_cuda:
+            return torch.cuda.memory_stats(device_index)
+        return {"allocated_bytes.all.current": self._resident(), "allocated_bytes.all.peak": self._peak}
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        if self._is_cuda:
+            return torch.cuda.get_device_properties(device_index or self.current_device()).total_memory
+        return psutil.virtual_memory().total
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        if self._is_cuda:
+            return self.total_memory(device_index) - self.memory_allocated(device_index)
+        return psutil.virtual_memory().available
+
+    def empty_cache(self) -> None:
+        if self._is_cuda:
+            torch.cuda.empty_cache()
+
+    def pin_memory(self, tensor: Tensor, *args: Any, **options: Any) -> Tensor:
+        """Return the tensor in pinned memory where there is a GPU; the arguments are those of DeepSpeed."""
+        return tensor.pin_memory() if self._is_cuda else tensor
+
+    def pin_empty(self, *size: Any, dtype: torch.dtype, device: Any = "cpu") -> Tensor:
+        """Return an empty tensor in pinned memory where there is a GPU; the arguments are those of DeepSpeed."""
+        return torch.empty(*size, dtype=dtype, pin_memory=self._is_cuda)
+
+    def pin_empty_like(self, tensor: Tensor, device: Any = "cpu", dtype: torch.dtype | None = None) -> Tensor:
+        """Return an empty tensor like another in pinned memory; the arguments are those of DeepSpeed."""
+        return self.pin_empty(*tensor.shape, dtype=dtype or tensor.dtype)
+
+    def unpin_memory(self, tensor: Tensor) -> None:
+        """Do nothing: torch unpins memory that nothing uses."""
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        return tensor.is_pinned() if self._is_cuda else False
+
+    def on_accelerator(self, tensor: Tensor) -> bool:
+        return tensor.device.type == self._name
+
+    def _resident(self) -> int:
+        found = psutil.Process().memory_info().rss
+        self._peak = max(self._peak, found)
+        return found
+
+    # Streams, which a CPU has none of.
+
+    @property
+    def Stream(self) -> Any:  # noqa: N802  DeepSpeed's name
+        return torch.cuda.Stream if self._is_cuda else None
+
+    @property
+    def Event(self) -> Any:  # noqa: N802  DeepSpeed's name
+        return torch.cuda.Event if self._is_cuda else None
+
+    def stream(self, stream: Any) -> Any:
+        return torch.cuda.stream(stream) if self._is_cuda else contextlib.nullcontext()
+
+    def current_stream(self, device_index: int | None = None) -> Any:
+        return torch.cuda.current_stream(device_index) if self._is_cuda else None
+
+    def default_stream(self, device_index: int | None = None) -> Any:
+        return torch.cuda.default_stream(device_index) if self._is_cuda else None
+
+    def is_current_stream_capturing(self) -> bool:
+        return self._is_cuda and torch.cuda.is_current_stream_capturing()
+
+    # What is built and compiled.
+
+    def range_push(self, msg: str, *args: Any, **options: Any) -> Any:
+        """Begin a range of NVIDIA's profiler; the arguments are those of DeepSpeed."""
+        return torch.cuda.nvtx.range_push(msg) if self._is_cuda else None
+
+    def range_pop(self, *args: Any) -> Any:
+        return torch.cuda.nvtx.range_pop() if self._is_cuda else None
+
+    def lazy_call(self, callback: Callable[[], Any]) -> Any:
+        """Call a function now: the device is ready when it is first asked."""
+        return callback()
+
+    def is_triton_supported(self) -> bool:
+        return self._is_cuda and torch.cuda.get_device_capability()[0] >= 7
+
+    def create_op_builder(self, class_name: str) -> Any:
+        """Return None, as where an operator cannot be built: nothing is compiled here."""
+        return None
+
+    def get_op_builder(self, class_name: str) -> Any:
+        """Return what stands for a builder, and raises where it is used."""
+        return placeholder(f"ops.op_builder.{class_name}")
+
+    def op_builder_dir(self) -> str:
+        return "deepspeed.ops.op_builder"
+
+    def get_compile_backend(self) -> str:
+        return "inductor"
+
+    def set_compile_backend(self, backend: str) -> None:
+        """Do nothing: the JSON's section `shardwise` says how blocks are compiled."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(torch.cuda if self._name == "cuda" else torch.cpu, name)
+        of_torch = torch.cuda if self._name == "cuda" else torch.cpu
+        if name.startswith("_") or not hasattr(of_torch, name):
+            what = f"{self._name}: it is neither DeepSpeed's nor of torch.{self._name}"
+            raise AttributeError(f"get_accelerator() has no {name} on {what}")
+        return getattr(of_torch, name)
 
 
-@cache
-def get_accelerator() -> Accelerator:
-    """Return the device of this machine."""
-    return Accelerator()
+@dataclass
+class _Chosen:
+    accelerator: Any = None
+
+
+_CHOSEN: Final = _Chosen()
+__getattr__ = answers(__name__)
+
+
+def get_accelerator() -> Any:
+    """Return the device of this machine, or the one that `set_accelerator` was given."""
+    if _CHOSEN.accelerator is None:
+        _CHOSEN.accelerator = Accelerator()
+    return _CHOSEN.accelerator
+
+
+def set_accelerator(accel_obj: Any) -> Any:
+    """Let `get_accelerator` return another object, to scripts: the engine computes where torch does."""
+    _CHOSEN.accelerator = accel_obj
+    return accel_obj
+
+
+def is_current_accelerator_supported() -> bool:
+    """Return True: the device is one that torch has."""
+    return True

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp as ReduceOp
+from torch.distributed.device_mesh import init_device_mesh
 
+from shardwise.compat.deepspeed.finder import answers
 from shardwise.launch.process_group import ensure_process_group
+
+_OF_TORCH: Final = MappingProxyType(
+    {
+        "allgather_fn": "all_gather_into_tensor",
+        "reduce_scatter_fn": "reduce_scatter_tensor",
+        "inference_all_reduce": "all_reduce",
+    }
+)
+_answer = answers(__name__)
 
 
 def init_distributed(
@@ -32,5 +45,48 @@ def get_world_group() -> Any:
     return dist.group.WORLD
 
 
+def get_all_ranks_from_group(group: Any = None) -> list[int]:
+    """Return the ranks of a group, in its order."""
+    return dist.get_process_group_ranks(group or dist.group.WORLD)
+
+
+def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
+    """Return the rank in the world of a rank of a group."""
+    own: Any = group or dist.group.WORLD
+    return dist.get_global_rank(own, group_rank)
+
+
+def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> Any:
+    """Return torch's mesh of the ranks; all ranks make it together."""
+    init_distributed()
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    return init_device_mesh(kind, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
+    """Say where to find what ranks send: the engine counts it; the arguments are those of DeepSpeed."""
+    print("communication is counted by the engine: engine.inner.comm.comm_log, and `shardwise simulate` before a run")
+    return {} if return_dict else None
+
+
+def configure(*args: Any, **options: Any) -> None:
+    """Do nothing: the engine counts what ranks send; the arguments are those of DeepSpeed."""
+
+
+def has_all_reduce_coalesced() -> bool:
+    """Say whether torch has it."""
+    return hasattr(dist, "all_reduce_coalesced")
+
+
+def has_reduce_scatter_tensor() -> bool:
+    """Return True: torch has it."""
+    return True
+
+
+has_all_gather_into_tensor = has_reduce_scatter_tensor
+
+
 def __getattr__(name: str) -> Any:
-    return getattr(dist, name)  # the others have the same names and arguments
+    # The others have the same names and arguments; what torch has no word for is answered by DeepSpeed's name.
+    of_torch = _OF_TORCH.get(name, name)
+    return _answer(name) if name.startswith("__") or not hasattr(dist, of_torch) else getattr(dist, of_torch)

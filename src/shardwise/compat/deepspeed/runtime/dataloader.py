@@ -5,30 +5,58 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from shardwise.compat.deepspeed.finder import answers
 from shardwise.compat.deepspeed.runtime.engine import DeepSpeedEngine
+
+__getattr__ = answers(__name__)
 
 
 class DeepSpeedDataLoader:
-    """Loads the micro-batches of this data rank, shuffled again in each epoch."""
+    """Loads the micro-batches of this data rank, shuffled again in each epoch where training shuffles.
+
+    Attributes:
+        post_process_func: what is done to each batch, with DeepSpeed's arguments: the batch, and None.
+    """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
         self._epoch = 0
+        self.post_process_func: Callable[..., Any] | None = None
 
     @classmethod
     def of(
-        cls, dataset: Any, engine: DeepSpeedEngine, collate_fn: Callable[..., Any] | None = None
+        cls,
+        dataset: Any,
+        engine: DeepSpeedEngine,
+        collate_fn: Callable[..., Any] | None = None,
+        *,
+        size: int | None = None,
+        sampler: Any = None,
+        shuffles: bool = True,
+        num_workers: int = 0,
     ) -> DeepSpeedDataLoader:
-        """Make the loader of a `dataset` for the ranks and micro-batches of an `engine`, with a `collate_fn`."""
-        sampler: DistributedSampler[Any] = DistributedSampler(
-            dataset, engine.dp_world_size, engine.get_data_parallel_rank()
-        )
-        size = engine.train_micro_batch_size_per_gpu()
+        """Make the loader of a dataset for this data rank.
+
+        Args:
+            dataset: of samples, by index or as an iterable that shares itself out.
+            engine: of the ranks.
+            collate_fn: makes a batch of samples.
+            size: of a batch; None for the engine's micro-batch.
+            sampler: of this rank's samples; None for a share of them.
+            shuffles: whether the samples come in another order in each epoch.
+            num_workers: processes that load.
+        """
+        options: dict[str, Any] = {"collate_fn": collate_fn, "num_workers": num_workers}
+        size = size or engine.train_micro_batch_size_per_gpu()
         drop_last = bool(engine.config.get("dataloader_drop_last", False))
-        return cls(DataLoader(dataset, size, sampler=sampler, collate_fn=collate_fn, drop_last=drop_last))
+        if isinstance(dataset, IterableDataset):
+            return cls(DataLoader(dataset, size, drop_last=drop_last, **options))
+        ranks = engine.dp_world_size, engine.get_data_parallel_rank()
+        sampler = sampler or DistributedSampler(dataset, *ranks, shuffle=shuffles)
+        return cls(DataLoader(dataset, size, sampler=sampler, drop_last=drop_last, **options))
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -38,7 +66,8 @@ class DeepSpeedDataLoader:
         if isinstance(sampler, DistributedSampler):
             sampler.set_epoch(self._epoch)
         self._epoch += 1
-        return iter(self._loader)
+        change = self.post_process_func
+        return iter(self._loader) if change is None else (change(batch, None) for batch in self._loader)
 
 
 class RepeatingLoader:

@@ -18,6 +18,8 @@ from shardwise.checkpoint.deepspeed import read_run_state
 from shardwise.checkpoint.manifest import CheckpointError, Contents
 from shardwise.comm.backends import world_comm
 from shardwise.compat.deepspeed.config import Translation, dtype_of
+from shardwise.compat.deepspeed.finder import answers
+from shardwise.compat.deepspeed.runtime.getters import EngineGetters
 from shardwise.compat.deepspeed.runtime.zero.offload_config import released_states
 from shardwise.compat.deepspeed.utils import logger
 from shardwise.compat.deepspeed.utils.zero_to_fp32 import write_zero_to_fp32
@@ -28,6 +30,8 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.types import StepResult
 from shardwise.layout.precision import TORCH_DTYPES
 from shardwise.runtime.precision import to_device
+
+__getattr__ = answers(__name__)
 
 _COUNTERS: Final = ("global_steps", "micro_steps", "global_samples", "skipped_steps")
 
@@ -87,7 +91,7 @@ class DeepSpeedOptimizer:
         return getattr(self.optimizer, name)
 
 
-class DeepSpeedEngine(nn.Module):
+class DeepSpeedEngine(EngineGetters, nn.Module):
     """Trains a model by DeepSpeed's calls; methods without a word of their own answer what its methods do.
 
     Args:
@@ -311,6 +315,8 @@ class DeepSpeedEngine(nn.Module):
         Raises:
             CheckpointError: it cannot be written, or `client_state` has what would not come back as it is.
         """
+        if not save_dir:
+            raise ConfigError("save-dir-missing", f"save_dir={save_dir!r} names no folder; give the one of checkpoints")
         counters = {name: getattr(self, name) for name in _COUNTERS}
         extra = {"client_state": dict(client_state or {}), "deepspeed": counters}
         tag = tag or f"global_step{self.global_steps}"

@@ -24,9 +24,32 @@ from typing import Any, ClassVar, Final
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardwise.compat.deepspeed.finder import answers
+
 VALID_LR_SCHEDULES: Final = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 
 _ABOVE_ZERO: Final = ("warmup_num_steps", "lr_range_test_step_size", "cycle_first_step_size")
+_NOT_BELOW_ZERO: Final = ("cycle_second_step_size",)
+# What DeepSpeed's schedules call their options, where it is not the option's own name.
+_ATTRIBUTES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "step_size": "lr_range_test_step_size",
+        "step_rate": "lr_range_test_step_rate",
+        "staircase": "lr_range_test_staircase",
+        "first_step_size": "cycle_first_step_size",
+        "first_stair_count": "cycle_first_stair_count",
+    }
+)
+# Those that are lists with a value for each param group; of several options the one that the schedule has.
+_LISTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "min_lr": ("lr_range_test_min_lr",),
+        "min_lrs": ("warmup_min_lr", "cycle_min_lr"),
+        "max_lrs": ("warmup_max_lr", "cycle_max_lr"),
+        "min_moms": ("cycle_min_mom",),
+        "max_moms": ("cycle_max_mom",),
+    }
+)
 _SECOND_BETA: Final = 0.99
 
 _Options = Mapping[str, Any]  # of one param group
@@ -134,8 +157,10 @@ class LRSchedule:
         self.optimizer, self.options = inner, MappingProxyType(bound.arguments)
         self._of = [dict(self.options) for _ in inner.param_groups]
         for name, value in self.options.items():
-            if name in _ABOVE_ZERO and not value > 0:
-                raise ValueError(f"{name}={value} must be above 0")
+            if name in _ABOVE_ZERO and not (isinstance(value, int | float) and value > 0):
+                raise ValueError(f"{name}={value} must be a number above 0")
+            if name in _NOT_BELOW_ZERO and value is not None and value < 0:
+                raise ValueError(f"{name}={value} must not be below 0")
             if isinstance(value, list | tuple):
                 if len(value) != len(self._of):
                     raise ValueError(
@@ -147,6 +172,28 @@ class LRSchedule:
         self.own_lrs = [float(group["lr"]) for group in inner.param_groups]
         if self.last_batch_iteration == -1:
             self._set()
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an option by the name that DeepSpeed's schedule has for it."""
+        options = self.__dict__.get("options", {})
+        if name == "warmup_num_steps" and name in options:
+            return _num_warmup_steps(options)
+        if (own := _ATTRIBUTES.get(name, name)) in options:
+            return options[own]
+        for option in _LISTS.get(name, ()):
+            if option in options:
+                return [self._of_group(index, option) for index in range(len(self._of))]
+        if name == "delta_lrs" and "warmup_max_lr" in options:
+            return [high - low for high, low in zip(self.max_lrs, self.min_lrs, strict=True)]
+        if name == "org_lrs":
+            return list(self.own_lrs)
+        raise AttributeError(f"{type(self).__name__} has no {name}; it has {', '.join(options)}")
+
+    def _of_group(self, index: int, option: str) -> Any:
+        value = self._of[index][option]
+        if option.endswith("_mom"):
+            return value, _SECOND_BETA
+        return self.own_lrs[index] if value is None else value
 
     def get_lr(self) -> list[float]:
         """Return the rate of each param group after `last_batch_iteration` steps."""
@@ -235,6 +282,22 @@ class OneCycle(LRSchedule):
     )
     rate = _cycle
 
+    @property
+    def total_size(self) -> float:
+        """Return the steps of the cycle."""
+        return sum(_cycle_halves(self.options))
+
+    @property
+    def second_step_size(self) -> float:
+        """Return the steps in which the rate falls."""
+        return _cycle_halves(self.options)[1]
+
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """Return the betas of each param group after the last step; None where they stay."""
+        if not self.options["cycle_momentum"]:
+            return None
+        return [(_cycle_momentum(of, self.last_batch_iteration), _SECOND_BETA) for of in self._of]
+
     def _set(self) -> None:
         super()._set()
         if not self.options["cycle_momentum"]:
@@ -246,3 +309,17 @@ class OneCycle(LRSchedule):
             return
         for group, of in zip(self.optimizer.param_groups, self._of, strict=True):
             group["betas"] = (_cycle_momentum(of, self.last_batch_iteration), _SECOND_BETA)
+
+
+_answer = answers(__name__)
+
+
+def __getattr__(name: str) -> Any:
+    """Return a constant of DeepSpeed's: the name of a schedule, of an option or of a kind of warm-up."""
+    of_schedule = {kind.upper(): kind for kind in VALID_LR_SCHEDULES}.get(name.replace("_", ""))
+    if name.isupper() and of_schedule is not None:
+        return of_schedule
+    kinds = (WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle)
+    if name.isupper() and any(name.lower() in kind.arguments.parameters for kind in kinds):
+        return name.lower()
+    return {"WARMUP_LOG_RATE": "log", "WARMUP_LINEAR_RATE": "linear"}.get(name) or _answer(name)

@@ -8,9 +8,12 @@ import numpy as np
 import torch
 
 from shardwise.compat.deepspeed.accelerator import get_accelerator
+from shardwise.compat.deepspeed.finder import answers
 from shardwise.compat.deepspeed.utils import logger
 from shardwise.runtime.format import format_bytes
 from shardwise.runtime.precision import to_device as move_to_device  # noqa: F401
+
+__getattr__ = answers(__name__)
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:

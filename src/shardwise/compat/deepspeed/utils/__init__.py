@@ -1,22 +1,26 @@
-"""Offer `deepspeed.utils`: the logger, and safe access to states of parameters."""
+"""Offer `deepspeed.utils`: the logger, and small helpers; the table of names has the rest."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, reduce
 from logging import INFO, getLogger
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
-from shardwise.compat import submodules
+from shardwise.compat.deepspeed.finder import answers
+from shardwise.compat.deepspeed.utils.z3_leaf_module import z3_leaf_module as z3_leaf_module
 from shardwise.config.resolve import ConfigError
 
 ENGINE: Final = "_deepspeed_engine"  # of a model, a weak reference
 PLACE: Final = "_deepspeed_place"  # of a parameter: that reference, and its name
 
 logger: Final = getLogger("DeepSpeed")
+__getattr__ = answers(__name__)
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = INFO) -> None:
@@ -26,74 +30,47 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = INFO
         logger.log(level, "[Rank %d] %s", rank, message)
 
 
-def _place(parameter: nn.Parameter) -> tuple[Any, str]:
-    reference, name = parameter.__dict__.get(PLACE, (lambda: None, ""))
-    engine = reference()
-    if engine is None:
-        raise ConfigError(
-            "parameter-before-initialize",
-            f"a parameter of shape {tuple(parameter.shape)} belongs to no engine; call deepspeed.initialize first",
-        )
-    return engine.inner, name
+@cache
+def log_dist_once(message: str, ranks: tuple[int, ...] | None = None, level: int = INFO) -> None:
+    """Log a message the first time; the arguments are those of DeepSpeed."""
+    log_dist(message, ranks, level)
 
 
-def _read(parameter: nn.Parameter, state: str) -> Tensor | None:
-    engine, name = _place(parameter)
-    found: Tensor | None = engine.read(name, state) if state in engine.states_of(name) else None
-    return found
+def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+    """Set the level of the logger by its name, such as "debug"."""
+    level = logging.getLevelNamesMapping().get(log_level_str.upper())
+    if level is None:
+        known = ", ".join(name.lower() for name in logging.getLevelNamesMapping())
+        raise ConfigError("log-level-unknown", f"log level {log_level_str!r} is unknown; take one of {known}")
+    (custom_logger or logger).setLevel(level)
 
 
-def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """Return the fp32 values of a parameter, whole; all ranks call it, as for the functions below."""
-    value = _read(param, "master")
-    value = _read(param, "param") if value is None else value
-    return value if value is None or value.dtype == torch.float64 else value.float()
+def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function as it is: torch's profiler names its own operators."""
+    return func
 
 
-def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """Return the gradient of this step so far; None where there is none."""
-    return _read(param, "grad")
+def recursive_getattr(model: Any, module_name: str) -> Any:
+    """Return an attribute by a dotted name."""
+    return reduce(getattr, module_name.split("."), model)
 
 
-def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """Return a state of the optimizer, such as `exp_avg`; None before the first step."""
-    return _read(param, optim_state_key)
+def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
+    """Set an attribute by a dotted name; the arguments are those of DeepSpeed."""
+    parent, _, name = module_name.rpartition(".")
+    setattr(recursive_getattr(model, parent) if parent else model, name, module)
 
 
-def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Replace the values of a parameter, in its master too."""
-    engine, name = _place(param)
-    engine.write(name, value)
-
-
-def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Replace the gradient of this step so far."""
-    engine, name = _place(param)
-    engine.write(name, value, "grad")
-
-
-def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Replace a state of the optimizer, such as `exp_avg`; the arguments are those of DeepSpeed."""
-    engine, name = _place(param)
-    engine.write(name, value, optim_state_key)
-
-
-def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[Any]) -> list[nn.Module]:
-    """Return the modules of some classes, or of their names: blocks are units, whatever of them a rank runs."""
-    names = {each if isinstance(each, str) else each.__name__ for each in leaf_module_classes}
-    return [each for each in model.modules() if {type(each).__name__, _qualified(type(each))} & names]
-
-
-unset_z3_leaf_modules = set_z3_leaf_modules
-
-
-def _qualified(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def __getattr__(name: str) -> Any:
-    if name == "RepeatingLoader":
-        from shardwise.compat.deepspeed.runtime.dataloader import RepeatingLoader
-
-        return RepeatingLoader
-    return submodules(__name__)(name)
+@contextmanager
+def OnDevice(dtype: torch.dtype, device: str = "meta", enabled: bool = True) -> Iterator[None]:  # noqa: N802
+    """Make modules inside the context on a device, with a dtype; the arguments are those of DeepSpeed."""
+    if not enabled:
+        yield
+        return
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)

@@ -25,9 +25,12 @@ from shardwise.checkpoint.hf.exporter import ExportTensor, plan_export
 from shardwise.checkpoint.manifest import StoredTensor
 from shardwise.checkpoint.reader import ChunkReader
 from shardwise.checkpoint.safetensors_io import dtype_name, named_dtype
+from shardwise.compat.deepspeed.finder import answers
 from shardwise.config.resolve import ConfigError
 from shardwise.layout.slicing import LocalTensor
 from shardwise.runtime.state_shards import PARAM
+
+__getattr__ = answers(__name__)
 
 SCRIPT_NAME: Final = "zero_to_fp32.py"
 _SCRIPT: Final = '''#!/usr/bin/env python

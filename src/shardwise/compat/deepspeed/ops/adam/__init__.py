@@ -6,7 +6,10 @@ from typing import Any
 
 from torch.optim import Adam, AdamW, Optimizer
 
+from shardwise.compat.deepspeed.finder import answers
 from shardwise.config.resolve import ConfigError
+
+__getattr__ = answers(__name__)
 
 
 class DeepSpeedCPUAdam:

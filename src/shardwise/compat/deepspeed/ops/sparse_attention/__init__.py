@@ -10,6 +10,7 @@ Traceback (most recent call last):
 ValueError: Sequence Length, 100, needs to be dividable by Block size 16!
 """
 
+from shardwise.compat.deepspeed.finder import answers
 from shardwise.compat.deepspeed.ops.sparse_attention.bert_sparse_self_attention import BertSparseSelfAttention
 from shardwise.compat.deepspeed.ops.sparse_attention.sparse_attention_utils import SparseAttentionUtils
 from shardwise.compat.deepspeed.ops.sparse_attention.sparse_self_attention import SparseSelfAttention
@@ -23,6 +24,8 @@ from shardwise.compat.deepspeed.ops.sparse_attention.sparsity_config import (
     VariableSparsityConfig,
     sparsity_config_of,
 )
+
+__getattr__ = answers(__name__)
 
 __all__ = [
     "BSLongformerSparsityConfig",

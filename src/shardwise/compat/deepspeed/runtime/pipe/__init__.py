@@ -1,6 +1,5 @@
 """Offers DeepSpeed's pipeline modules at DeepSpeed's paths."""
 
-from shardwise.compat.deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
-from shardwise.compat.deepspeed.runtime.pipe.topology import ProcessTopology
+from shardwise.compat.deepspeed.finder import answers
 
-__all__ = ["LayerSpec", "PipelineModule", "ProcessTopology", "TiedLayerSpec"]
+__getattr__ = answers(__name__)

@@ -8,9 +8,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from shardwise.compat.deepspeed.finder import answers
 from shardwise.compat.deepspeed.runtime.dataloader import RepeatingLoader
 from shardwise.compat.deepspeed.runtime.engine import DeepSpeedEngine
 from shardwise.config.resolve import ConfigError
+
+__getattr__ = answers(__name__)
 
 
 class PipelineEngine(DeepSpeedEngine):

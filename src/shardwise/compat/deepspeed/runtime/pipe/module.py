@@ -18,10 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.compat.deepspeed.finder import answers
 from shardwise.compat.deepspeed.runtime.pipe.topology import PipeDataParallelTopology, ProcessTopology
 from shardwise.config.resolve import ConfigError
 from shardwise.construction.context import init
 from shardwise.models import layer_list
+
+__getattr__ = answers(__name__)
 
 
 class LayerSpec:

@@ -8,6 +8,10 @@ from itertools import product
 from math import prod
 from typing import Any
 
+from shardwise.compat.deepspeed.finder import answers
+
+__getattr__ = answers(__name__)
+
 
 class ProcessTopology:
     """Numbers the ranks of a grid with named axes, the slowest first."""

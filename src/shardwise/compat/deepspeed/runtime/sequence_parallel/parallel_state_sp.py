@@ -8,7 +8,10 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from shardwise.compat.deepspeed.comm import init_distributed
+from shardwise.compat.deepspeed.finder import answers
 from shardwise.config.resolve import ConfigError
+
+__getattr__ = answers(__name__)
 
 
 @dataclass

@@ -12,9 +12,12 @@ from torch import nn
 
 from shardwise.compat.deepspeed.comm import init_distributed
 from shardwise.compat.deepspeed.config import read_config, translate
+from shardwise.compat.deepspeed.finder import answers
 from shardwise.construction.context import init
 from shardwise.engine.state_api import gathered
 from shardwise.layout.precision import TORCH_DTYPES
+
+__getattr__ = answers(__name__)
 
 
 class ZeroParamStatus(Enum):

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import StrEnum
 
+from shardwise.compat.deepspeed.finder import answers
+
+__getattr__ = answers(__name__)
+
 
 class OffloadDeviceEnum(StrEnum):
     """Names a tier."""

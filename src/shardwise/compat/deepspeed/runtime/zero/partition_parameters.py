@@ -8,10 +8,13 @@ from typing import Any, Final
 import torch
 
 from shardwise.compat.deepspeed.accelerator import get_accelerator as get_accelerator
+from shardwise.compat.deepspeed.finder import answers
 from shardwise.compat.deepspeed.runtime.zero import GatheredParameters as GatheredParameters
 from shardwise.compat.deepspeed.runtime.zero import Init as Init
 from shardwise.compat.deepspeed.runtime.zero import ZeroParamStatus as ZeroParamStatus
 from shardwise.compat.deepspeed.runtime.zero import register_external_parameter as register_external_parameter
+
+__getattr__ = answers(__name__)
 
 _orig_torch_arange: Final = torch.arange
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from torch import nn
 
+from shardwise.compat.deepspeed.finder import answers
 from shardwise.compat.deepspeed.runtime.zero._needs import Option, needs, print_needs
+
+__getattr__ = answers(__name__)
 
 
 def estimate_zero3_model_states_mem_needs(

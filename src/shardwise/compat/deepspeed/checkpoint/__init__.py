@@ -1,5 +1,0 @@
-"""Offer DeepSpeed's names about checkpoints at DeepSpeed's paths."""
-
-from shardwise.compat import submodules
-
-__getattr__ = submodules(__name__)

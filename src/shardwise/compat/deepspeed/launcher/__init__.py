@@ -1,1 +1,0 @@
-"""Starts ranks under DeepSpeed's names."""

@@ -1,5 +1,0 @@
-"""Offers sequence parallelism at DeepSpeed's paths."""
-
-from shardwise.compat import submodules
-
-__getattr__ = submodules(__name__)

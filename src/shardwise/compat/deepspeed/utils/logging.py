@@ -1,5 +1,0 @@
-"""Offer the logger at DeepSpeed's path."""
-
-from shardwise.compat.deepspeed.utils import log_dist, logger
-
-__all__ = ["log_dist", "logger"]
