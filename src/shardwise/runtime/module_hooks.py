@@ -26,6 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.config.resolve import ConfigError
+from shardwise.runtime.param_guard import read_gradient
 from shardwise.runtime.torch_private import in_backward, pytree, uncompiled
 
 Unit = TypeVar("Unit")
@@ -135,7 +136,7 @@ def hook_gradient(parameter: nn.Parameter, receiver: Callable[[], GradientEvents
 
     @uncompiled
     def take(parameter: Tensor) -> None:
-        gradient = parameter.grad
+        gradient = read_gradient(cast(nn.Parameter, parameter))
         parameter.grad = None
         events = receiver()
         if gradient is not None and events is not None:
