@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.config.errors import EngineError
+from shardwise.runtime.param_guard import read_gradient
 from shardwise.runtime.torch_private import (
     give_hooks,
     hooks_of,
@@ -69,7 +70,7 @@ def hook_gradient(
     """
 
     def take(parameter: Tensor) -> None:
-        gradient = parameter.grad
+        gradient = read_gradient(cast(nn.Parameter, parameter))
         parameter.grad = None
         events = receiver()
         if gradient is not None and events is not None:
