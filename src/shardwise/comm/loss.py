@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.collectives import Comm
 from shardwise.comm.mesh import CommGroups
-from shardwise.config.errors import CodedError
+from shardwise.config.errors import CodedError, EngineError
 from shardwise.config.resolve import ConfigError
 from shardwise.runtime.module_hooks import watch_outputs
 
@@ -93,8 +93,9 @@ def read_loss(
     is_counted = _is_sum_and_count(loss)
     if loss_fn is None and num_targets is not None and not is_counted:
         widened = total.to(torch.promote_types(total.dtype, torch.float32))
-        total, count = widened * num_targets.to(total.device), num_targets / num_parts
-        is_counted = True
+        number = num_targets.to(total.device)
+        total = torch.where(number > 0, widened * number, 0)  # a mean over no targets is NaN
+        count, is_counted = num_targets / num_parts, True
     return LossSum(total.reshape(()), _on_device(count, total).detach().reshape(()), is_counted)
 
 
@@ -128,13 +129,13 @@ class LossAccumulator:
         self.normaliser = 0.0
         self._comms = comms
         self._has_warned = self._is_plain = False
-        self._sums: Tensor | None = None
+        self._rows: list[Tensor] = []  # loss and count of each
         self._open: list[tuple[weakref.ref[Tensor], LossSum]] = []
 
     @property
     def is_empty(self) -> bool:
         """Say whether no loss has been counted in since the last step."""
-        return self._sums is None
+        return not self._rows
 
     @property
     def has_open(self) -> bool:
@@ -144,12 +145,33 @@ class LossAccumulator:
     @property
     def is_first(self) -> bool:
         """Say whether this rank is the first of those that have counted a loss in."""
-        return self._sums is not None and self._comms.model.rank == 0
+        return bool(self._rows) and self._comms.model.rank == 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Say whether the losses of this step are of any scalars."""
+        return self._is_plain
 
     def add(self, total: LossSum) -> None:
         """Count a loss in."""
-        pair = torch.stack([total.total.detach().double(), total.count.double()])
-        self._sums = pair if self._sums is None else self._sums + pair
+        self._rows.append(torch.stack([total.total.detach().double(), total.count.double()]))
+
+    def count_error(self, count: float, where: str) -> EngineError | None:
+        """Return the error for a sum of counts over the ranks that has one which no loss can have; None if it has none.
+
+        Args:
+            count: that `sum_with` has returned.
+            where: for the message.
+        """
+        if math.isfinite(count):
+            return None
+        own = ", ".join(f"{float(each):g}" for _, each in self._rows) or "none"
+        return EngineError(
+            "loss-count",
+            f"{where}: loss_fn must return (sum, count) with a finite count above 0, or 0 for both; on some rank it "
+            f"did not (here the counts are {own}), so nothing is updated: count the targets, and return a sum of 0 "
+            "where there are none",
+        )
 
     def open(self, total: LossSum) -> Tensor:
         """Return the mean loss; give it to `close` when its backward runs."""
@@ -160,7 +182,7 @@ class LossAccumulator:
 
     def count_in(self, total: LossSum) -> Tensor:
         """Count a loss in and return the weight of its mean's gradient, a 0-d tensor."""
-        meets_others = self._sums is not None or self._comms.data.world_size > 1
+        meets_others = bool(self._rows) or self._comms.data.world_size > 1
         self.add(total)
         if meets_others and not total.is_counted and not self._has_warned:
             self._has_warned = True
@@ -201,17 +223,20 @@ class LossAccumulator:
         Raises:
             ConfigError: losses with a count, or of another scale, have been added in this step.
         """
-        if self._sums is not None and not (self._is_plain and self.normaliser == scale):
+        if self._rows and not (self._is_plain and self.normaliser == scale):
             raise ConfigError(
                 "losses-mixed",
                 "a step got backwards of two kinds of losses, whose weights differ: that of engine(batch), that of "
                 "engine.backward and that of a tensor; use one of them within a step",
             )
-        self.add(LossSum(loss.detach().reshape(()), loss.new_full((), float(self._sums is None))))
+        self.add(LossSum(loss.detach().reshape(()), loss.new_full((), float(not self._rows))))
         self._is_plain, self.normaliser = True, scale
 
     def sum_with(self, values: Tensor, name: str, known: Sequence[float] = ()) -> list[float]:
         """Sum loss, count, a vector of further values and numbers of the host over the ranks.
+
+        What has no count and no loss, or a mean over nothing, adds nothing. The count is NaN on all ranks where one of
+        them has counted what no loss can have: a number below 0, NaN, or 0 beside a loss.
 
         Args:
             values: fp64, on the device.
@@ -247,12 +272,22 @@ class LossAccumulator:
 
     def _before(self, values: Tensor) -> Tensor:
         """Put loss and count of this rank, where they count, before further values."""
-        own = self._sums if self._comms.tensor.rank == 0 else None
-        return torch.cat([own if own is not None else values.new_zeros(2), values])
+        return torch.cat([self._own_sums() if self._comms.tensor.rank == 0 else values.new_zeros(2), values])
+
+    def _own_sums(self) -> Tensor:
+        if not self._rows:
+            return torch.zeros(2, dtype=torch.float64, device=self._comms.all.device)
+        rows = torch.stack(self._rows)  # [n, 2]
+        if not self._is_plain:
+            totals, counts = rows.unbind(1)
+            is_nothing = (counts == 0) & ~(totals.abs() > 0)  # NaN is not above 0
+            counts = counts.where((counts > 0) | is_nothing, math.nan)
+            rows = torch.stack([totals.where(~is_nothing, 0), counts], dim=1)
+        return sum(rows.unbind(), rows.new_zeros(2))
 
     def clear(self, keeps_open: bool = False) -> None:
         """Start the next step; with `keeps_open` losses that await their backward may have it there."""
-        self._sums = None
+        self._rows.clear()
         if not keeps_open:
             self._open.clear()
         if self._is_plain:
@@ -263,7 +298,7 @@ class LossAccumulator:
 
     def _agree_on_normaliser(self, count: Tensor) -> float:
         if self.normaliser == 0.0:
-            (largest,) = self._comms.data.max_scalars(count.double().reshape(1), "loss normaliser")
+            (largest,) = self._comms.data.max_scalars(count.double().nan_to_num(0, 0, 0).reshape(1), "loss normaliser")
             self.normaliser = 2.0 ** round(math.log2(largest)) if largest > 0 else 1.0
         return self.normaliser
 

@@ -30,10 +30,10 @@ from shardwise.layout.token_ranges import Runs, TokenSplit
 from shardwise.runtime.torch_private import is_fake
 
 _IGNORED: Final = -100  # the target that transformers' losses leave out
-_PACKING: Final = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-_REPLACED: Final = ("attention_mask", "position_ids", "labels", "shift_labels", *_PACKING)
 _NUM_ITEMS: Final = "num_items_in_batch"
-_WHOLE: Final = ("past_key_values", "cache", "logits_to_keep", _NUM_ITEMS)
+_PACKING: Final = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_REPLACED: Final = ("attention_mask", "position_ids", "labels", "shift_labels", _NUM_ITEMS, *_PACKING)
+_WHOLE: Final = ("past_key_values", "cache", "logits_to_keep")
 _PER_TOKEN: Final = ("ForMaskedLM", "ForTokenClassification")
 _CAUSAL: Final = ("ForCausalLM", "LMHeadModel")
 # Of transformers' losses, those that are a mean over the labels that are not ignored.
@@ -239,10 +239,11 @@ def _targets(inner: Any, inputs: Mapping[str, Any], tokens: Runs) -> tuple[dict[
         whole = F.pad(whole[:, 1:], (0, 1), value=_IGNORED) if shifted is None else shifted
     own = take_tokens(whole, tokens)  # [B, n]
     num_own, num_whole = ((each != _IGNORED).sum().double() for each in (own, whole))
+    num_all = num_whole if inputs.get(_NUM_ITEMS) is None else inputs[_NUM_ITEMS]  # transformers divides by it then
     first, others = own.flatten().tensor_split([1])
     # A mean over no targets is NaN, which no weight makes 0; so there a target counts whose weight is 0.
     own = torch.cat([first.where(num_own > 0, torch.zeros_like(first)), others]).view_as(own)
-    return {"labels": own, **({"shift_labels": own} if shifts else {})}, num_own / num_whole
+    return {"labels": own, **({"shift_labels": own} if shifts else {})}, (num_own / num_all).where(num_own > 0, 0)
 
 
 def _shifts_labels(inner: Any) -> bool:
@@ -287,30 +288,36 @@ def target_counter(model: nn.Module) -> Callable[[Any], Tensor | None]:
     return count
 
 
-def without_num_items(model: nn.Module, inputs: Any, num_targets: Tensor | None) -> Any:
-    """Return inputs without `num_items_in_batch`, so that the model's own loss is the mean over its own targets.
+def take_num_items(inputs: Any) -> tuple[Any, Any]:
+    """Return inputs without `num_items_in_batch`, and its value; None where they have none.
 
     Given it, transformers' losses are a sum divided by it, and the engine would multiply that by the wrong number.
-
-    Args:
-        model: named in the error.
-        inputs: of its forward.
-        num_targets: that `target_counter` counts in them.
-
-    Raises:
-        ConfigError: they have it, and it is not known over which targets the loss is a mean.
+    Without it, a model's own loss is the mean over its own targets.
     """
     given = inputs.get(_NUM_ITEMS) if isinstance(inputs, Mapping) else None
     if given is None:
-        return inputs
-    if num_targets is None:
+        return inputs, None
+    return {name: value for name, value in inputs.items() if name != _NUM_ITEMS}, given
+
+
+def check_num_items(model: nn.Module, num_items: Any, num_targets: Tensor | None) -> None:
+    """Check that the loss of a batch that had `num_items_in_batch` can be weighed without it.
+
+    Args:
+        model: named in the error.
+        num_items: that `take_num_items` has taken.
+        num_targets: that `target_counter` counts in the batch.
+
+    Raises:
+        ConfigError: it is not known over which targets the loss is a mean.
+    """
+    if num_items is not None and num_targets is None:
         raise ConfigError(
             "num-items-in-batch",
-            f"the batch has {_NUM_ITEMS}={given}, and how many targets the own loss of {type(model).__name__} is "
+            f"the batch has {_NUM_ITEMS}={num_items}, and how many targets the own loss of {type(model).__name__} is "
             f"over is not known, so micro-batches cannot be weighed; leave {_NUM_ITEMS} out, or pass a loss_fn that "
             "returns (sum, count)",
         )
-    return {name: value for name, value in inputs.items() if name != _NUM_ITEMS}
 
 
 def _mean_shifts(inner: Any) -> bool | None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -39,6 +40,7 @@ from shardwise.runtime.buffer_pool import BufferPool
 from shardwise.runtime.codec_errors import CodecErrors
 from shardwise.runtime.fp8_linears import convert_linears
 from shardwise.runtime.memory_tracker import MemoryTracker
+from shardwise.runtime.module_hooks import call_after_forward
 from shardwise.runtime.optimizers import own_scheduler
 from shardwise.runtime.precision import LossScaler
 from shardwise.runtime.recompute import replace_forwards
@@ -47,7 +49,7 @@ from shardwise.runtime.timeline import Timeline
 from shardwise.tensor.apply import split_model
 from shardwise.tensor.chunked import chunk_model
 from shardwise.tensor.layers import mappings_of
-from shardwise.tensor.loss_parallel import deferring_heads, settle_all
+from shardwise.tensor.loss_parallel import LazyLogitsHead, deferring_heads, settle_all
 from shardwise.tensor.plan_layout import dropout_zones
 from shardwise.zero.optimizer import ShardedOptimizer
 from shardwise.zero.optimizer_plan import OptimizerFactory, OptimizerPlan, plan_optimizer
@@ -223,7 +225,9 @@ def _make_context(
         split_values=split_values,
         heads=deferring_heads(inputs.model),
     )
-    sharding.settle_outputs = partial(settle_all, context.heads)
+    if context.heads:
+        settle = partial(_settle_if_alone, context.heads, weakref.ref(sharding))
+        cleanup.callback(call_after_forward(inputs.model, settle).remove)
     sharding.before_model = weakref.WeakMethod(context.before_model)  # the model does not keep the engine alive
     sharding.before_backward = weakref.WeakMethod(context.before_own_backward)
     _undo_at_end(cleanup, (sharded.close, step_in_backward.close, context.losses.clear, context.batches.clear))
@@ -232,6 +236,13 @@ def _make_context(
     cleanup.callback(note_engine(context))
     cleanup.callback(context.note_update)
     return context, pipes
+
+
+def _settle_if_alone(heads: Sequence[LazyLogitsHead], sharding: weakref.ref[ShardingState]) -> None:
+    """Settle logits at the end of a forward that no call of the engine runs, before parameters are resharded."""
+    state = sharding()
+    if state is not None and not state.is_serving and not torch.is_grad_enabled():
+        settle_all(heads)
 
 
 def _alter_modules(

@@ -225,6 +225,7 @@ class Checkpoints:
         """Refuse a load where states are away, and wait for the save under way."""
         self._context.status.check_present()
         self._context.refuse_if_simulated()
+        self._context.note_update()
         self.saver.wait()
 
     def _recover(self) -> None:
@@ -294,7 +295,6 @@ class Checkpoints:
             return ""
 
         context.status.begin_load(loaded.with_states)
-        context.note_update()
         self.ranks.run(read, "the end of a load")
         with torch.no_grad():
             held.adopt_masters(context.states())

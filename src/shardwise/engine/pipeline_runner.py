@@ -136,6 +136,8 @@ class PipelineRunner:
         context = self._context
         context.status.check(params_suffice=True)
         self._check_in_step()
+        if not batches:
+            return
         if len(batches) not in self._evaluations:  # mostly as many each time
             schedule = evaluation_schedule(context.config, context.layout, len(batches))
             self._evaluations[len(batches)] = schedule.ranks[self._pipeline.index]

@@ -275,7 +275,7 @@ class StepContext:
         """Return the micro-batches of a step as a sequence; a dict or a tensor is one.
 
         Raises:
-            ConfigError: they are more or fewer than `batch.accumulation`.
+            ConfigError: they are more or fewer than `batch.accumulation`, or the parts of one.
         """
         expected = self.config.batch.accumulation
         if isinstance(batches, Mapping | Tensor):
@@ -288,7 +288,7 @@ class StepContext:
                 "micro-batch-count",
                 f"train_step takes a list of batch.accumulation={expected} micro-batches and got {got}; {fix}",
             )
-        return batches
+        return as_list(batches)
 
     def check_accumulated(self, partial: bool) -> None:
         """Raise where a step would come after fewer backwards than `batch.accumulation`, and is not `partial`.
@@ -333,7 +333,8 @@ class StepContext:
 
             def read_factor() -> float | None:
                 loss_sum, count = read()
-                return self._to_mean(count) if math.isfinite(loss_sum) and not is_refused else None
+                is_known = count > 0 and math.isfinite(count) and (math.isfinite(loss_sum) or self.losses.is_plain)
+                return self._to_mean(count) if is_known and not is_refused else None
 
             self.note_update()
             self.step_in_backward.begin(read_factor)
@@ -356,15 +357,19 @@ class StepContext:
         self.sharding.finish()
         self.step_in_backward.end()
         loss_sum, count, square_sum, used, has_stepped = self._agree(self.sharded.square_sums())
+        if (error := self.losses.count_error(count, f"step {self.num_steps + 1}")) is not None:
+            self.zero_grad()
+            raise error
         scale = self.scaler.scale
         to_mean = self._to_mean(count)
-        grad_norm = math.sqrt(square_sum) * to_mean if square_sum >= 0 else math.nan
-        overflowed, has_loss = not math.isfinite(grad_norm), math.isfinite(loss_sum)
+        grad_norm = math.sqrt(square_sum) * to_mean if square_sum >= 0 and count else math.nan if count else 0.0
+        # In plain mode a loss that is a mean over no targets may be NaN; its gradients are 0.
+        overflowed, has_loss = not math.isfinite(grad_norm), math.isfinite(loss_sum) or self.losses.is_plain
         is_taken = (has_loss and not overflowed) or (
             self.config.run.on_nonfinite == "ignore" and not self.scaler.is_dynamic
         )
         can_skip = self.config.run.on_nonfinite == "skip" or (has_loss and self.scaler.can_shrink)
-        skipped = can_skip and not is_taken
+        skipped = count == 0 or (can_skip and not is_taken)
         if not (is_taken or skipped):
             self._fail_nonfinite(loss_sum, grad_norm, has_stepped, forward)
         learning_rate = self.optimizer.param_groups[0]["lr"]
@@ -377,7 +382,8 @@ class StepContext:
             self.note_update()
             self.sharding.refresh(self.sharded.step(to_mean * clip, used, self.timeline))
             self.scheduler.step()
-        self.scaler.update(overflowed)
+        if count:
+            self.scaler.update(overflowed)
         self.num_steps += 1
         loss = loss_sum / (count or 1.0) if self.is_loss_known else math.nan
         errors = self._codec_errors()
@@ -515,6 +521,30 @@ class StepContext:
             f"step {self.num_steps + 1}: loss {loss_sum} and gradient norm {grad_norm} must be finite; {left}: "
             "lower optimizer.lr, clip (optimizer.clip_norm) or drop the batch",
         )
+
+
+def as_list(batches: Sequence[Any] | Mapping[str, Any] | Tensor) -> Sequence[Any]:
+    """Return batches as a sequence; a dict or a tensor is one.
+
+    Raises:
+        ConfigError: they are the parts of one batch, such as inputs and targets, or an array of others.
+    """
+    if isinstance(batches, Mapping | Tensor):
+        return [batches]
+    is_array = hasattr(batches, "__array__")
+    if isinstance(batches, list | tuple) and len(batches) > 1 and all(isinstance(each, Tensor) for each in batches):
+        kinds = {(each.dtype, each.dim()) for each in batches}
+        is_one = isinstance(batches, tuple) or len(kinds) > 1
+    else:
+        is_one = False
+    if is_array or is_one:
+        found = f"a {type(batches).__name__} of {len(batches)}" + ("" if is_array else " tensors")
+        raise ConfigError(
+            "micro-batch-parts",
+            f"train_step and eval_step take a list of micro-batches and got {found}, which may be the parts of one; "
+            "give [batch] where it is one, and a list of tensors of one kind where each is one",
+        )
+    return batches
 
 
 def backpropagate(

@@ -5,10 +5,11 @@ An engine has one runner for its lifetime. All take a step in the same way: forw
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Final, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,15 +17,18 @@ from torch import Tensor
 from shardwise.comm.loss import LossAccumulator, LossSum, read_loss
 from shardwise.config.resolve import ConfigError
 from shardwise.context.batch import TokenShard, main_input
-from shardwise.context.huggingface import without_num_items
-from shardwise.engine.step_context import StepContext
+from shardwise.context.huggingface import check_num_items, take_num_items
+from shardwise.engine.step_context import StepContext, as_list
 from shardwise.engine.types import EvalResult, StepResult
 from shardwise.runtime.precision import explain_dtypes, to_device, torch_dtype
 from shardwise.runtime.recompute import call_model
 from shardwise.runtime.torch_private import pytree
 from shardwise.tensor.apply import explain_shapes
+from shardwise.tensor.loss_parallel import settle_all
 
 Result = TypeVar("Result")
+
+_LOG: Final = logging.getLogger("shardwise")
 
 
 class StepRunner(Protocol):
@@ -73,11 +77,10 @@ class RankBatch:
         if number == 0:
             context.agree_on_hooks()
         has_more = context.loss_fn is not None and isinstance(batch, list | tuple)
-        share = context.sequences.share(to_device(batch, context.device), has_more)
-        given = share.inputs
-        if context.loss_fn is None:
-            given = without_num_items(context.model, given, share.num_targets)
-        inputs = to_device(given, context.device, torch_dtype(context.layout.precision.param))
+        given, num_items = take_num_items(batch) if context.loss_fn is None else (batch, None)
+        share = context.sequences.share(to_device(given, context.device), has_more)
+        check_num_items(context.model, num_items, share.num_targets)
+        inputs = to_device(share.inputs, context.device, torch_dtype(context.layout.precision.param))
         return cls(replace(share, inputs=inputs), _num_samples(inputs), first_sample, number)
 
     def loss(self, context: StepContext, output: Any) -> LossSum:
@@ -107,11 +110,19 @@ def run_model(context: StepContext, taken: RankBatch, read: Callable[[Any], Resu
     """
     try:
         with context.sharding.serving(), _numbers_for(context, taken):
-            return read(call_model(context.model, taken.share.inputs))
+            result = read(call_model(context.model, taken.share.inputs))
+            settle_unless_trained(context)
+            return result
     except BaseException as error:
         explain_shapes(error, context.model, context.layout.tensor)
         explain_dtypes(error, context.model, torch_dtype(context.layout.precision.param))
         raise
+
+
+def settle_unless_trained(context: StepContext) -> None:
+    """Settle the logits that are still referenced after a forward without a backward, while parameters are whole."""
+    if not torch.is_grad_enabled():
+        settle_all(context.heads)
 
 
 def _numbers_for(context: StepContext, taken: RankBatch, args: Sequence[Any] = ()) -> AbstractContextManager[None]:
@@ -167,6 +178,7 @@ def forward_plain(context: StepContext, args: tuple[Any, ...], kwargs: Mapping[s
     context.num_samples += taken.num_samples
     with _forward_phase(context), context.sharding.serving(), _numbers_for(context, taken, args):
         output = context.model(*args, **share.inputs)
+        settle_unless_trained(context)
         if context.split_values is not None:
             output = context.split_values.results.take(output)
     if share.loss_weight is not None and getattr(output, "loss", None) is not None:
@@ -241,9 +253,13 @@ def evaluate(
     losses = LossAccumulator(context.comms)
     try:
         with torch.no_grad():
-            runner.evaluate([batches] if isinstance(batches, Mapping | Tensor) else batches, losses)
+            runner.evaluate(as_list(batches), losses)
     finally:
         for module in training:
             module.training = True
     loss_sum, count = context.take_asking(losses.sum_over_ranks("evaluation", context.own_asking()))
+    if (error := losses.count_error(count, "evaluation")) is not None:
+        raise error
+    if count == 0 and context.comm.rank == 0:
+        _LOG.warning("nothing counted in an evaluation: its batches have no targets, and loss 0 stands for no value")
     return EvalResult(loss_sum / (count or 1.0), count)

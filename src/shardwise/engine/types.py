@@ -27,7 +27,8 @@ class StepResult:
         count: how much counted, such as target tokens.
         grad_norm: of the mean gradient, before clipping.
         lr: of the first parameter group, as used in this step.
-        skipped: an fp16 overflow left the parameters as they were.
+        skipped: parameters and optimizer are as they were, since nothing counted on any rank (`count` is 0), an fp16
+            gradient overflowed, or a value was not finite under `run.on_nonfinite="skip"`.
         loss_scale: as used in this step.
         codec_errors: of each thing that is encoded, by name, the size of the rounding relative to the values, where
             `precision.errors_every` has this step measured.
@@ -45,7 +46,9 @@ class StepResult:
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Holds the mean loss over everything that counts, over ranks and batches, and the count."""
+    """Holds the mean loss over everything that counts, over ranks and batches, and the count; both are 0 where nothing
+    does.
+    """
 
     loss: float
     count: float

@@ -426,6 +426,11 @@ def watch_registrations(
             handle.remove()
 
 
+def call_after_forward(module: nn.Module, call: Callable[[], None]) -> RemovableHandle:
+    """Call a function after each forward of a module, before the hooks that are there already."""
+    return module.register_forward_hook(lambda called, args, output: call(), prepend=True)
+
+
 class DeferredTensor(Protocol):
     """A tensor may stand for a value that is not computed yet, as the logits of a split head do.
 

@@ -175,7 +175,7 @@ def settle_all(heads: Sequence[LazyLogitsHead]) -> None:
 
 
 def weights_state(weight: Tensor, bias: Tensor | None, head: LazyLogitsHead) -> tuple[int, ...]:
-    """Return numbers that differ once the engine, or other code in place, has written a head's weights."""
+    """Return numbers that differ once the engine, or other code in place, has written a head's `weight` or `bias`."""
     with plain_torch_functions():  # a parameter that is released reports its uses
         return head.num_updates, version(weight), 0 if bias is None else version(bias)
 
@@ -404,7 +404,9 @@ def _cross_entropy(
     if reduction == "none":
         loss = loss.view(target.shape)
     if reduction == "mean":
-        loss = loss / (target != ignore_index).sum()
+        num_targets = (target != ignore_index).sum()
+        # As in torch, over no targets the mean is NaN and its gradients are 0.
+        loss = (loss / num_targets.clamp(min=1)).where(num_targets > 0, torch.nan)
     return loss.to(source.dtype)
 
 

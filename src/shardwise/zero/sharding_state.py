@@ -46,7 +46,6 @@ class ShardingState:
         phase: what the engine does with the model; `LEGAL` has the transitions.
         before_model: called before the model's forward.
         before_backward: called before a backward that the engine did not start; returns what to call after it.
-        settle_outputs: called at the end of a pass without a backward, while what it has used is present.
         will_reduce: the next backward reduces gradients.
         is_last: it is the last before the step.
         is_serving: the engine runs the model, or reads the loss of its output.
@@ -63,7 +62,6 @@ class ShardingState:
         self.phase = Phase.IDLE
         self.before_model: Callable[[], Callable[[], None] | None] | None = None
         self.before_backward: weakref.WeakMethod[Callable[[], Callable[[], None] | None]] | None = None
-        self.settle_outputs: Callable[[], None] = lambda: None
         self._after_backward: Callable[[], None] | None = None
         self.will_reduce = self.is_last = True
         self.is_serving = self.has_foreign_gradients = False
@@ -211,8 +209,6 @@ class ShardingState:
             backward_follows = None if self.is_serving else False
             for output in () if self.is_serving else waiting:
                 output.compute(for_good=True)
-        if unit.is_root and backward_follows is False:
-            self.settle_outputs()
         read = read_with(outputs)
         for group in unit.groups:
             if group.is_viewed_by(read):
@@ -417,9 +413,6 @@ class ShardingState:
         except BaseException:
             self._enter(Phase.IDLE)  # of a forward that did not reach its end
             raise
-        else:
-            if not torch.is_grad_enabled():
-                self.settle_outputs()
         finally:
             self.is_serving = False
             if not torch.is_grad_enabled() and self.phase is Phase.IDLE:  # not in a hook of a backward, which goes on
