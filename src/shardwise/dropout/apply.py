@@ -128,12 +128,19 @@ def _outside_modules(sites: Sequence[DropoutSite], shares: str) -> Iterator[None
         ConfigError: something has drawn unseen.
     """
     outside, on_thread = sites[0], sites[0].on_thread
-    was_quiet = any(site.is_quiet for site in sites)
     if on_thread.mode is not None:  # a forward inside a forward
         yield
         return
+    if outside.first_step is None:
+        outside.first_step = outside.draws.step
+    was_quiet = any(site.is_quiet for site in sites)
+    # Of a pipeline's stages the last alone computes the loss, so that only a whole step shows what draws.
+    is_first = outside.draws.step == outside.first_step
+    outside.is_quiet = not outside.has_dropped and not is_first
+    found, outside.streams = outside.streams or (), None if is_first else outside.streams
     if outside.is_quiet:
-        yield
+        with outside.own_streams():
+            yield
     else:
         on_thread.mode = KeyedFunctions(outside)
         try:
@@ -141,8 +148,9 @@ def _outside_modules(sites: Sequence[DropoutSite], shares: str) -> Iterator[None
                 yield
         finally:
             on_thread.mode = None
-        outside.is_quiet = not outside.has_dropped
+    outside.streams = (*found, *(each for each in outside.streams or () if each not in found))
     if was_quiet and outside.draws.drew_unseen():
+        outside.first_step = None
         for site in sites:
             site.is_quiet = False
         if shares:
@@ -204,6 +212,7 @@ class DropoutSite:
         has_dropped: a dropout of a rate above 0 was called, or another function that draws.
         is_quiet: a whole training forward of the module dropped nothing by function, so the next ones are spared the
             mode, which costs about a microsecond for each call of torch.
+        first_step: the step whose forwards show whether code outside modules draws.
         streams: of Python and NumPy, from which the module draws; None before its first training forward.
         model: the whole model.
         stage_units: names of the units, where other ranks compute some of them.
@@ -217,6 +226,7 @@ class DropoutSite:
     on_thread: _OnThread
     has_dropped: bool = False
     is_quiet: bool = False
+    first_step: int | None = None
     streams: tuple[Stream, ...] | None = None
     model: Callable[[], nn.Module | None] = lambda: None
     stage_units: Collection[str] = ()

@@ -230,6 +230,11 @@ class KeyedDraws:
         return bool(self._forwards) and torch.initial_seed() in self._forwards
 
     @property
+    def step(self) -> int:
+        """Return the step of the open forward."""
+        return self._forwards[torch.initial_seed()].step
+
+    @property
     def is_second_pass(self) -> bool:
         """Say whether this rank has run the open forward before, for another stage."""
         return self._forwards[torch.initial_seed()].num_passes > 1 and not in_backward()

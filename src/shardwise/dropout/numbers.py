@@ -93,7 +93,8 @@ def place_of(
     if sequence is None and chunk is not None:
         total = chunk.total * (zone.degree if zone is not None and zone.dim == 1 else 1)
         sequence = SequencePart(((0, total),), total)
-    token_dim, is_flat, tokens, is_cut = None, False, (), False
+    tokens: Runs = ()
+    token_dim, is_flat, is_cut = None, False, False
     for tokens, is_zoned in _candidates(zone, sequence, chunk):
         num = count_tokens(tokens)
         token_dim, is_flat = _token_dim(shape, samples.num, num)

@@ -27,6 +27,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
+from operator import is_
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
@@ -54,6 +55,7 @@ class _Place:
     Attributes:
         attributes: the dict itself.
         written: names of the attributes whose contents a pass has changed.
+        rebound: names whose tensors a pass has replaced by others, and not written into.
         is_rare: the code of the module's class writes nothing here; hooks may.
         is_silent: a tensor here was written with no new version, as through `.data`.
     """
@@ -61,6 +63,7 @@ class _Place:
     attributes: dict[str, Any]
     is_rare: bool = False
     written: set[str] = field(default_factory=set)
+    rebound: set[str] = field(default_factory=set)
     is_silent: bool = False
 
 
@@ -86,38 +89,42 @@ class ForwardState:
         if is_first:
             self._places = list(_places(self.module))
         streams = STREAMS if is_first else self._streams
-        with torch.no_grad(), unseen_by_op_modes():
-            record = PassRecord([self._before(place, is_first) for place in self._places], streams)
+        copies, self._copies = self._copies, {}
+        self._num_copied = sum(each.value.nbytes for each in copies.values())
+        record = PassRecord([self._before(place, copies, is_first) for place in self._places], streams)
         token = _UNDER_WAY.set((*_UNDER_WAY.get(), record))
         try:
             yield record
         finally:
             _UNDER_WAY.reset(token)
-        with torch.no_grad(), unseen_by_op_modes():
-            self._writes |= record.close()
-        self._streams = tuple(each for each in STREAMS if each in self._streams or each in record.streams)
+        self._writes |= record.close()
+        if record.streams:
+            self._streams = tuple(each for each in STREAMS if each in self._streams or each in record.streams)
         if is_first:
             self._places = [place for place in self._places if not place.is_rare or id(place) in record.places]
             self._forget_large()
 
-    def _before(self, place: _Place, is_first: bool) -> _PlaceBefore:
-        values = {name: value for name, value in place.attributes.items() if _is_state(name)}
+    def _before(self, place: _Place, copies: dict[int, _TensorBefore], is_first: bool) -> _PlaceBefore:
+        values = place.attributes.copy()
         known: dict[str, _Before] = {}
         for name, value in values.items():
             if isinstance(value, Tensor):
-                known[name] = self._tensor_before(value, is_first, place.is_silent)
-            elif (is_first or name in place.written) and not isinstance(value, _CONSTANTS):
+                if name not in place.rebound:
+                    known[name] = self._tensor_before(value, copies, is_first, place.is_silent)
+            elif (is_first or name in place.written) and _is_state(name) and not isinstance(value, _CONSTANTS):
                 known[name] = _before(value, [_MOST_VALUES])
         return _PlaceBefore(place, values, known)
 
-    def _tensor_before(self, tensor: Tensor, is_first: bool, is_silent: bool) -> _TensorBefore:
-        last = self._copies.get(id(tensor))
-        if last is not None and last.value is tensor and last.version == _version(tensor) and not is_silent:
-            return last
-        is_copied = is_first or self._writes or self._num_copied + tensor.nbytes <= _SMALL_BYTES
-        made = _TensorBefore(tensor, _copied(tensor) if is_copied else None, is_first or is_silent)
-        if is_copied:
-            self._num_copied += tensor.nbytes if last is None else 0
+    def _tensor_before(
+        self, tensor: Tensor, copies: dict[int, _TensorBefore], is_first: bool, is_silent: bool
+    ) -> _TensorBefore:
+        """Return a tensor's values, of which the copy of an earlier pass serves until something writes them."""
+        made = self._copies.get(id(tensor)) or copies.get(id(tensor))
+        if made is None or made.value is not tensor or made.version != _version(tensor) or is_silent:
+            is_copied = is_first or self._writes or self._num_copied + tensor.nbytes <= _SMALL_BYTES
+            self._num_copied += tensor.nbytes if is_copied and id(tensor) not in copies else 0
+            made = _TensorBefore(tensor, _copied(tensor) if is_copied else None, is_first or is_silent)
+        if made.kept is not None:
             self._copies[id(tensor)] = made
         return made
 
@@ -163,6 +170,10 @@ class _TensorBefore(_Before):
     def is_written(self) -> bool:
         """Say whether something has been written into the tensor since."""
         return _version(self.value) != self.version or (self.compares and not _is_equal(self.value, self.kept))
+
+    def is_silent(self) -> bool:
+        """Say whether that has left the version as it was."""
+        return _version(self.value) == self.version and self.is_written()
 
     def differs(self, now: Any) -> bool:
         return now is not self.value or self.is_written()
@@ -351,31 +362,32 @@ class _PlaceBefore:
     def changes(self) -> dict[str, _Before]:
         """Return what the pass has changed, as it was before; `_MISSING` for what was not there."""
         now, found = self.place.attributes, {}
-        for name, value in self.values.items():
-            before = self.known.get(name)
-            if before is None:
-                if now.get(name, _MISSING) is not value:
-                    found[name] = _Before(value)
-            elif before.differs(now.get(name, _MISSING)):
-                found[name] = _unlinked(before)
+        for name, before in self.known.items():
+            value = now.get(name, _MISSING)
+            if not before.differs(value):
+                continue
+            found[name] = _unlinked(before)
+            if isinstance(before, _TensorBefore):
+                self.place.is_silent |= before.is_silent()
+                if value is not before.value and not before.is_written():
+                    self.place.rebound.add(name)
+            else:
                 self.place.written.add(name)
-                is_tensor = isinstance(before, _TensorBefore)
-                self.place.is_silent |= is_tensor and _is_silent(before)
-        if len(now) != len(self.values):
-            found.update({name: _Before(_MISSING) for name in now if _is_state(name) and name not in self.values})
+        if len(now) == len(self.values) and all(map(is_, now.values(), self.values.values())):
+            return found
+        for name in {**self.values, **now}:
+            value = self.values.get(name, _MISSING)
+            if name not in found and _is_state(name) and now.get(name, _MISSING) is not value:
+                found[name] = _unlinked(_Before(value))
         return found
 
 
 def _unlinked(before: _Before) -> _Before:
     """Return it without the graph of a tensor, which has ended: a second pass reads its values, if anything."""
     value = before.value
-    if isinstance(before, _TensorBefore) and value.grad_fn is not None and not before.is_written():
-        return _Before(value.detach().requires_grad_())
-    return before
-
-
-def _is_silent(before: Any) -> bool:
-    return _version(before.value) == before.version and before.is_written()
+    if not isinstance(value, Tensor) or (isinstance(before, _TensorBefore) and before.is_written()):
+        return before
+    return _Before(value if value.grad_fn is None else value.detach().requires_grad_())
 
 
 class PassRecord:
@@ -430,6 +442,8 @@ class PassRecord:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if not self._is_closed:
+                return function(*args, **kwargs)
+            if around is nullcontext and not (self._changes or self.streams or self._generators or self._numbers):
                 return function(*args, **kwargs)
             with self.second(), around():
                 return function(*args, **kwargs)

@@ -145,7 +145,7 @@ def replaced_checkpoints(first: FirstPass) -> Iterator[None]:
             with first(function, args) as repeated:
                 return kind.apply(repeated, preserve, *args)
 
-    checkpoints._checkpoint_without_reentrant_generator = watched
+    checkpoints._checkpoint_without_reentrant_generator = watched  # type: ignore[assignment]
     checkpoints.CheckpointFunction = Reentrant  # type: ignore[assignment,misc]
     try:
         yield

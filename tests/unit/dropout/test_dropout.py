@@ -413,8 +413,8 @@ class TestQuiet:
         module = Module()
         draws = KeyedDraws(7)
         key_dropouts(module, draws)
-        for _ in range(2):
-            with draws.at(0, 0, 0, 4):
+        for step in range(2):
+            with draws.at(step, 0, 0, 4):
                 module.train()(torch.ones(4, 8))
         module.eval()(torch.ones(4, 8))
         assert modes == [1, int(is_keyed), 0]
