@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from harness.pool import WorkerPool
 from harness.reference import PARITY, max_error, train_reference
+from harness.refusals import refusal_of
 from harness.training import make_config
 from shardwise import initialize
 from shardwise.runtime.float64 import float64_throughout
@@ -270,3 +271,86 @@ def test_hooks_mean_what_they_mean_in_one_process(
             wanted = expected(name)
             assert loss == pytest.approx(wanted[0], rel=PARITY), name
             assert max_error(parameters, wanted[1]) <= PARITY, name
+
+
+def install_on_one_rank(use: Use, rank: int) -> None:
+    """What a script has on rank 0 alone, to log."""
+    if rank == 0:
+        use.part("mlp.up_proj").register_forward_hook(lambda module, args, output: use.seen.append(output.shape[-1]))
+        use.part("mlp.up_proj").weight.register_hook(lambda gradient: use.seen.append(gradient.shape[0]))
+        use.part("self_attn.k_proj").weight.register_post_accumulate_grad_hook(
+            lambda parameter: use.seen.append(tuple(parameter.shape))
+        )
+
+
+def refuse(rank: int, world_size: int) -> dict[str, Any]:
+    """The codes of what is refused, with what a hook on one rank has seen."""
+
+    def run(sections: Sections, change: Callable[[Use], Any]) -> str:
+        use = make_use()
+        handle = change(use)
+        config = make_config(2, {"optimizer": SGD, "run": {"timeout_s": 20.0}, **sections})
+        with initialize(use.model, config, loss_fn=use.current_loss) as engine:
+            code, _ = refusal_of(lambda: engine.train_step(batches()))
+            if handle is not None:
+                handle.remove()
+            return code
+
+    def write(use: Use) -> None:
+        def zero(module: nn.Module, args: Any) -> None:
+            module.weight.data[3] = 0
+
+        use.part("mlp.up_proj").register_forward_pre_hook(zero)
+
+    def write_after(use: Use) -> None:
+        def zero(parameter: Tensor) -> None:
+            parameter.data[3] = 0
+
+        use.part("mlp.up_proj").weight.register_post_accumulate_grad_hook(zero)
+
+    def differ(use: Use) -> None:
+        use.loss = lambda output, batch: (output.logits.sum() * (rank + 1), 1)
+
+    def look(use: Use) -> None:
+        use.part("").register_forward_hook(lambda module, args, output: use.keep(output))
+
+    def look_where_the_loss_is(use: Use) -> None:
+        if rank == 1:
+            look(use)
+
+    def weigh(use: Use) -> None:
+        use.part("mlp.up_proj").register_forward_hook(lambda module, args, output: use.keep(module.weight.norm()))
+
+    def on_all(use: Use) -> Any:
+        return nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
+
+    with float64_throughout():
+        found: dict[str, Any] = {
+            "write": run(LAYOUTS["tp"], write),
+            "write-after": run(LAYOUTS["tp"], write_after),
+            "differ": run(LAYOUTS["tp"], differ),
+            "some": run(LAYOUTS["pp"], look_where_the_loss_is),
+            "weigh": run(LAYOUTS["pp"], weigh),
+            "all": run(LAYOUTS["pp"], on_all),
+        }
+        use = make_use()
+        install_on_one_rank(use, rank)
+        config = make_config(2, {"optimizer": SGD, **LAYOUTS["tp-sequence"]})
+        with initialize(use.model, config, loss_fn=use.current_loss) as engine:
+            engine.train_step(batches())
+        found["seen"] = sorted(use.seen, key=str)
+    return found
+
+
+def test_what_cannot_be_whole_is_refused_by_name(ranks: WorkerPool) -> None:
+    first, second = ranks(2).run(refuse)
+    for found in (first, second):
+        assert [found[name] for name in ("write", "write-after")] == [
+            "split-parameter-written",
+            "hook-writes-parameter",
+        ]
+        assert found["differ"] == "loss-differs-over-tp"
+        assert found["all"] == "hook-on-all-modules"
+    assert (second["some"], second["weigh"]) == ("hook-on-some-ranks", "hook-reads-other-stage")
+    assert first["seen"] == [(8, HIDDEN), (8, HIDDEN), 24, 24, 24, 24]
+    assert second["seen"] == []
