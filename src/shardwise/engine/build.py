@@ -46,6 +46,7 @@ from shardwise.runtime.precision import LossScaler
 from shardwise.runtime.recompute import replace_forwards
 from shardwise.runtime.streams import Streams
 from shardwise.runtime.timeline import Timeline
+from shardwise.runtime.user_hooks import HooksOnce
 from shardwise.tensor.apply import split_model
 from shardwise.tensor.chunked import chunk_model
 from shardwise.tensor.layers import mappings_of
@@ -195,6 +196,10 @@ def _make_context(
     split_values = None
     if layout.tensor is not None and (mappings := mappings_of(inputs.model)) is not None and not comms.all.is_simulated:
         split_values = SplitModelValues(inputs.model, layout.tensor, config, mappings)
+    hooks_once = None
+    if config.recompute.mode != "none":
+        hooks_once = HooksOnce(inputs.model.get_submodule(name) for name in layout.held_units)
+        cleanup.callback(hooks_once.close)
     one_sample = layout.mesh.ranks_along((*PIPELINE_AXES, *CONTEXT_AXES, *TENSOR_AXES), rank)
     context = StepContext(
         model=inputs.model,
@@ -224,6 +229,7 @@ def _make_context(
         codec_errors=resources.codec_errors,
         split_values=split_values,
         heads=deferring_heads(inputs.model),
+        hooks_once=hooks_once,
     )
     if context.heads:
         settle = partial(_settle_if_alone, context.heads, weakref.ref(sharding))

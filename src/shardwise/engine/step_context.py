@@ -40,6 +40,7 @@ from shardwise.runtime.codec_errors import CodecErrors, relative_errors
 from shardwise.runtime.memory_tracker import MemoryTracker, explain_out_of_memory
 from shardwise.runtime.precision import LossScaler, torch_dtype
 from shardwise.runtime.timeline import Timeline
+from shardwise.runtime.user_hooks import HooksOnce
 from shardwise.tensor.loss_parallel import LazyLogitsHead
 from shardwise.zero.optimizer import ShardedOptimizer
 from shardwise.zero.optimizer_plan import OptimizerPlan
@@ -80,6 +81,7 @@ class StepContext:
     codec_errors: CodecErrors
     split_values: SplitModelValues | None  # None where no layer is split
     heads: Sequence[LazyLogitsHead]  # whose logits are deferred
+    hooks_once: HooksOnce | None  # None where nothing is recomputed
     num_steps: int = 0
     num_backwards: int = 0  # since the last step, as are the next two
     num_forwards: int = 0
@@ -179,6 +181,8 @@ class StepContext:
 
     def before_model(self) -> None:
         """Follow what the user has done to the model since the last step; its forward is about to begin."""
+        if self.hooks_once is not None:
+            self.hooks_once.follow()
         if self.split_values is not None:
             self.split_values.views.follow()
         if self.num_backwards > 0 or not torch.is_grad_enabled() or self.status.away is not None:

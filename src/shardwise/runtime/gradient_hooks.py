@@ -54,9 +54,6 @@ class WholeParameter(Protocol):
     def gather_values(self, parameter: Tensor) -> Tensor:
         """Return the values of the whole parameter."""
 
-    def split_values(self, values: Tensor) -> Tensor:
-        """Return this rank's part of a whole parameter's values."""
-
 
 def hook_gradient(
     parameter: nn.Parameter, receiver: Callable[[], GradientEvents | None], whole: WholeParameter | None = None
@@ -230,14 +227,14 @@ def call_after(hooks: Sequence[Hook], parameter: Tensor, whole: WholeParameter |
         _call_all(hooks, parameter)
         return
     own, values, shown = parameter.data, whole.gather_values(parameter), whole.gather(gradient)
-    was = version(shown)
+    before, was = values.clone(), version(shown)
     _show(parameter, values, shown)
     try:
         _call_all(hooks, parameter)
         values, left = parameter.data, parameter.grad
     finally:
         _show(parameter, own, None)
-    if values.shape != shown.shape or not torch.equal(whole.split_values(values), own):
+    if values.shape != before.shape or not torch.equal(values, before):  # the same on all ranks, whose rows it is
         raise EngineError(
             "hook-writes-parameter",
             f"a hook that was registered after the gradient of {whole.name} wrote the parameter, of which each rank "

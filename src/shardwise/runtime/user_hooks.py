@@ -11,9 +11,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from shardwise.runtime.torch_private import forward_hooks, global_forward_hooks, hook_dicts
+from shardwise.runtime.torch_private import (
+    forward_hooks,
+    global_forward_hooks,
+    hook_dicts,
+    in_backward,
+    pytree,
+    version,
+)
 
 # Those of transformers collect outputs in lists of the running model, which the model returns.
 _OTHERS = ("shardwise.", "torch.", "transformers.utils.output_capturing.")
@@ -40,6 +47,8 @@ class HookedCall:
 
 def is_users(hook: Callable[..., Any]) -> bool:
     """Say whether a hook is a user's."""
+    if isinstance(hook, _OnceHook):
+        return True
     place = getattr(hook, "__module__", None) or type(hook).__module__
     return not f"{place}.".startswith(_OTHERS)
 
@@ -52,6 +61,48 @@ def has_user_hooks(module: nn.Module) -> bool:
 def has_any_user_hooks(module: nn.Module) -> bool:
     """Say whether users have hooks on a module's forward or backward."""
     return has_user_hooks(module) or any(is_users(hook) for hooks in hook_dicts(module)[2:] for hook in hooks.values())
+
+
+class HooksOnce:
+    """Keeps hooks on the forward that only look from looking again in a recomputation, where they would keep it twice.
+
+    Args:
+        units: modules whose forwards are recomputed.
+    """
+
+    def __init__(self, units: Iterable[nn.Module]) -> None:
+        modules = {id(each): each for unit in units for each in unit.modules() if each is not unit}
+        self._dicts = [hooks for each in modules.values() for hooks in hook_dicts(each)[:2]]
+
+    def follow(self) -> None:
+        """Take note of the hooks that there are by now."""
+        for hooks in [each for each in self._dicts if each]:
+            for key, hook in hooks.items():
+                if type(hook) is not _OnceHook and is_users(hook):
+                    hooks[key] = _OnceHook(hook)
+
+    def close(self) -> None:
+        """Give the modules the hooks of users back."""
+        for hooks in self._dicts:
+            hooks.update({key: hook.own for key, hook in hooks.items() if type(hook) is _OnceHook})
+
+
+class _OnceHook:
+    """Is a hook of a user. A recomputation leaves it out where it has changed nothing that a forward reads."""
+
+    def __init__(self, own: Callable[..., Any]) -> None:
+        self.own = own
+        self._only_looks = False
+
+    def __call__(self, module: nn.Module, *given: Any) -> Any:
+        if in_backward() and self._only_looks:
+            return None
+        tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
+        before = [*map(version, tensors), *map(id, vars(module).values())]
+        result = self.own(module, *given)
+        after = [*map(version, tensors), *map(id, vars(module).values())]
+        self._only_looks = result is None and before == after
+        return result
 
 
 def without_user_hooks(model: nn.Module) -> nn.Module:

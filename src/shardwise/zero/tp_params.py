@@ -146,16 +146,12 @@ class WholeSampleParameter:
         """Return this rank's part; what several ranks add up, the first of them has."""
         if self.context.rank > 0:
             return gradient.new_zeros(self.placement.local_shape)
-        return owned_part(self.placement, self.tensor.rank, self.split_values(gradient))
+        return owned_part(self.placement, self.tensor.rank, shard_param(self.placement, self.tensor.rank, gradient))
 
     def gather_values(self, parameter: Tensor) -> Tensor:
         """Return the whole parameter's values."""
         self.make_present()
         return gather_param(self.placement, parameter.detach(), self.tensor, f"values of {self.name} for its hooks")
-
-    def split_values(self, values: Tensor) -> Tensor:
-        """Return this rank's part of the values."""
-        return shard_param(self.placement, self.tensor.rank, values)
 
 
 def _view(tensor: Tensor, rect: Rect) -> Tensor:
