@@ -97,7 +97,9 @@ class DeepSpeedOptimizer:
     cur_scale = loss_scale
 
     def step(self, *args: Any, **options: Any) -> None:
-        """Do nothing: `engine.step` steps."""
+        """Take `engine.step` where none has followed the last backward, as in Lightning Fabric's loop."""
+        if self._engine.awaits_step:
+            self._engine.step()
 
     def zero_grad(self, *args: Any, **options: Any) -> None:
         """Do nothing: a step drops its gradients."""
@@ -144,6 +146,7 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         self._frozen = frozen or []
         self._boundary: bool | None = None
         self._num_backwards = 0  # since the last step
+        self._num_counted = 0  # of the inner engine's backwards, those that `step` has counted as micro-batches
         self._was_applied = False
         self._is_managed = bool(self._given.get("managed_gradient_accumulation", True))
         self._has_autocast = bool(self._given.get("torch_autocast.enabled", False))
@@ -203,7 +206,13 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         self._was_applied = False
         if not self._is_managed or self.is_gradient_accumulation_boundary():
             self._count(self.inner.step(partial=True))
+        self._num_counted = self.inner.step_context.num_backwards
         self.micro_steps += 1
+
+    @property
+    def awaits_step(self) -> bool:
+        """Say whether `step` has not been called after the last backward."""
+        return self.inner.step_context.num_backwards > self._num_counted
 
     def _count(self, result: StepResult) -> None:
         """Count a step of the optimizer."""
