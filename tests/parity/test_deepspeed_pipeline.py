@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from shardwise.compat.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwise.compat.deepspeed as deepspeed
 from harness.pool import RankError, WorkerPool
+from shardwise.compat.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from shardwise.compat.deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from shardwise.config.resolve import ConfigError
 

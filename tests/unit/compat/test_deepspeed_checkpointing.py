@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from shardwise.compat.deepspeed.runtime.activation_checkpointing import checkpointing as other_path
 from torch import Tensor, nn
 
 import shardwise.compat.deepspeed as deepspeed
 from shardwise.compat.deepspeed import checkpointing
+from shardwise.compat.deepspeed.runtime.activation_checkpointing import checkpointing as other_path
 from shardwise.config.resolve import ConfigError
 
 

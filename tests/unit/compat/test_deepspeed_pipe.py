@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from shardwise.compat.deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
+from shardwise.compat.deepspeed.pipe import LayerSpec, PipelineModule
 from shardwise.compat.deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from shardwise.config.resolve import ConfigError
 

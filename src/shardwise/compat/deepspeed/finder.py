@@ -35,11 +35,13 @@ class MissingModuleError(ModuleNotFoundError):
 class _Placeholder(type):
     """Is the class of placeholders: it raises where one is called, and nothing is an instance of one."""
 
+    sentence: str
+
     def __call__(cls, *args: Any, **options: Any) -> NoReturn:
-        raise MissingNameError("deepspeed-name-missing", cls.__doc__)
+        raise MissingNameError("deepspeed-name-missing", cls.sentence)
 
     def __getattr__(cls, name: str) -> NoReturn:
-        raise AttributeError(f"no {name}: {cls.__doc__}")
+        raise AttributeError(f"no {name}: {cls.sentence}")
 
 
 class Finder(MetaPathFinder, Loader):
@@ -54,9 +56,10 @@ class Finder(MetaPathFinder, Loader):
         inner = fullname.removeprefix(f"{_PREFIX}.")
         if names.is_module(inner):
             return ModuleSpec(fullname, self, is_package=True)
-        name = inner.rpartition(".")[2]
-        # A constant or a private name of a module of DeepSpeed's: what `from module import name` asks for in the end.
-        if names.answer_of(inner).fails_at_import or name.isupper() or name.startswith("_"):
+        parent, _, name = inner.rpartition(".")
+        # Python asks for a name of a module in the end, in `from module import name`.
+        is_name = names.is_module(parent) if parent else name.isupper() or name.startswith("_")
+        if is_name or names.answer_of(inner).fails_at_import:
             raise MissingModuleError(names.sentence(inner))
         return None
 
@@ -69,7 +72,7 @@ class Finder(MetaPathFinder, Loader):
 def placeholder(path: str) -> Any:
     """Return what stands for a class or function of DeepSpeed's, by its dotted name."""
     module, _, name = path.rpartition(".")
-    return _Placeholder(name, (), {"__module__": _full("deepspeed", module), "__doc__": names.sentence(path)})
+    return _Placeholder(name, (), {"__module__": _full("deepspeed", module), "sentence": names.sentence(path)})
 
 
 def answers(module: str) -> Callable[[str], Any]:
@@ -93,8 +96,10 @@ def answers(module: str) -> Callable[[str], Any]:
         try:
             if find_spec(_full(_PREFIX, inner)) is not None:
                 return importlib.import_module(_full(_PREFIX, inner))
-        except MissingModuleError as error:
-            raise AttributeError(str(error)) from None
+        except MissingModuleError:
+            if name not in names.public_names(path) or name.isupper():
+                raise AttributeError(names.sentence(inner)) from None
+            return placeholder(inner)
         if name in names.public_names(path) and not name.isupper():
             return placeholder(inner)
         raise AttributeError(f"module {_full('deepspeed', path)!r} has no attribute {name!r}")

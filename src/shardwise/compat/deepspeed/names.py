@@ -58,7 +58,7 @@ _HOMES: Final = (
     ("runtime.zero.config runtime.config", "runtime.kinds", "DeepSpeedZeroConfig ZeroStageEnum"),
     ("runtime.zero.utils", "runtime.kinds", "is_zero_param ZeRORuntimeException"),
     ("runtime.sequence_parallel.ulysses_sp", "runtime.sequence_parallel.tiled", "*"),
-    ("utils.logging", "utils", "*"),
+    ("utils.logging", "utils", "logger *"),
     ("utils utils.mixed_precision_linkage", "utils.tensor_fragment", f"{_SAFE} get_full_hp_param get_full_hp_grad"),
     ("utils", "utils.tensor_fragment", "fragment_address"),
     ("utils", "utils.z3_leaf_module", _LEAF),
@@ -96,6 +96,10 @@ _CONFIG: Final = "the JSON is read by shardwise.compat.deepspeed.config; docs/de
 _CONSTANTS: Final = "it holds names of keys; write the key of the JSON itself, which docs/deepspeed-config.md lists"
 _RANKS: Final = "ranks of experts have no groups of their own; the JSON's sizes make all other groups"
 _OF_SEQUENCE: Final = "give whole sequences to the model; sequence_parallel_size in the JSON cuts them"
+_NORMS: Final = (
+    "runtime.utils.clip_grad_norm_ runtime.utils.get_global_norm runtime.utils.get_flattened_grad_norm"
+    " runtime.utils.get_global_norm_of_tensors runtime.utils.clip_tensors_by_global_norm runtime.utils.CheckOverflow"
+)
 _IO: Final = "states are read and written by the library, which sizes and overlaps it; nothing is to be tuned"
 
 # (how, who answers and what to do, sub-trees). "import": the module itself raises, so that a script's `try: import`
@@ -160,6 +164,7 @@ _TABLE: Final = (
         "runtime.zero.tiling",
     ),
     ("use", "take optimizer.name=muon in the JSON's section shardwise", "runtime.zero.muon"),
+    ("use", "gradient_clipping in the JSON clips, and engine.get_global_grad_norm says the norm", _NORMS),
     ("use", _CONFIG, "runtime.config runtime.config_utils runtime.zero.config runtime.precision_config"),
     ("use", _CONSTANTS, "runtime.constants constants profiling.constants autotuning.constants"),
     ("use", "gradients are dense; leave sparse_gradients out", "runtime.sparse_tensor"),

@@ -7,8 +7,8 @@ from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, Final
 
-import torch
 import torch.distributed as dist
+from torch import cuda
 from torch.distributed import ReduceOp as ReduceOp
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -32,7 +32,7 @@ def init_distributed(
 
     Of the arguments, which are those of DeepSpeed, only `timeout` counts.
     """
-    ensure_process_group("cuda" if torch.cuda.is_available() else "cpu", timeout.total_seconds())
+    ensure_process_group("cuda" if cuda.is_available() else "cpu", timeout.total_seconds())
 
 
 def get_local_rank() -> int:
@@ -59,7 +59,7 @@ def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
 def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> Any:
     """Return torch's mesh of the ranks; all ranks make it together."""
     init_distributed()
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    kind = "cuda" if cuda.is_available() else "cpu"
     return init_device_mesh(kind, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
 
 

@@ -81,7 +81,9 @@ class DeepSpeedOptimizer:
     cur_scale = loss_scale
 
     def step(self, *args: Any, **options: Any) -> None:
-        """Do nothing: `engine.step` steps."""
+        """Take `engine.step` where none has followed the last backward, as in Lightning Fabric's loop."""
+        if self._engine.awaits_step:
+            self._engine.step()
 
     def zero_grad(self, *args: Any, **options: Any) -> None:
         """Drop the gradients since the last step, as `DeepSpeedEngine.zero_grad` does."""
@@ -207,6 +209,11 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
                 self._count(self.inner.step(partial=True))
         self._num_counted = self.inner.step_context.num_backwards
         self.micro_steps += 1
+
+    @property
+    def awaits_step(self) -> bool:
+        """Say whether `step` has not been called after the last backward."""
+        return self.inner.step_context.num_backwards > self._num_counted
 
     def _count(self, result: StepResult) -> None:
         """Count a step of the optimizer."""

@@ -381,7 +381,8 @@ class EngineGetters:
         batch = {"global_size": whole, "micro_size": micro, "accumulation": steps}
         changed = context.config.model_copy(update={"batch": context.config.batch.model_copy(update=batch)})
         self.inner.config = context.config = changed
-        context.own_backward_scale = 1 / steps
+        if context.own_backward_scale is not None:
+            context.own_backward_scale = 1 / steps
 
     def set_data_post_process_func(self, post_process_func: Callable[..., Any]) -> None:
         """Set what the loader of `training_data` does to each batch."""

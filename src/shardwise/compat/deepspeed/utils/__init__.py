@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, reduce
-from logging import INFO, getLogger
+from logging import INFO, Logger, getLevelNamesMapping, getLogger
 from typing import Any, Final
 
-import torch
 import torch.distributed as dist
+from torch import device as torch_device
+from torch import dtype as torch_dtype
+from torch import get_default_dtype, set_default_dtype
 
 from shardwise.compat.deepspeed.finder import answers
-from shardwise.compat.deepspeed.utils.z3_leaf_module import z3_leaf_module as z3_leaf_module
 from shardwise.config.resolve import ConfigError
 
 ENGINE: Final = "_deepspeed_engine"  # of a model, a weak reference
@@ -36,11 +36,11 @@ def log_dist_once(message: str, ranks: tuple[int, ...] | None = None, level: int
     log_dist(message, ranks, level)
 
 
-def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+def set_log_level_from_string(log_level_str: str, custom_logger: Logger | None = None) -> None:
     """Set the level of the logger by its name, such as "debug"."""
-    level = logging.getLevelNamesMapping().get(log_level_str.upper())
+    level = getLevelNamesMapping().get(log_level_str.upper())
     if level is None:
-        known = ", ".join(name.lower() for name in logging.getLevelNamesMapping())
+        known = ", ".join(name.lower() for name in getLevelNamesMapping())
         raise ConfigError("log-level-unknown", f"log level {log_level_str!r} is unknown; take one of {known}")
     (custom_logger or logger).setLevel(level)
 
@@ -62,15 +62,15 @@ def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
 
 
 @contextmanager
-def OnDevice(dtype: torch.dtype, device: str = "meta", enabled: bool = True) -> Iterator[None]:  # noqa: N802
+def OnDevice(dtype: torch_dtype, device: str = "meta", enabled: bool = True) -> Iterator[None]:  # noqa: N802
     """Make modules inside the context on a device, with a dtype; the arguments are those of DeepSpeed."""
     if not enabled:
         yield
         return
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+    before = get_default_dtype()
+    set_default_dtype(dtype)
     try:
-        with torch.device(device):
+        with torch_device(device):
             yield
     finally:
-        torch.set_default_dtype(before)
+        set_default_dtype(before)

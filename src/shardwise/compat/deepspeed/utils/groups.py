@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from shardwise.compat.deepspeed.finder import answers
 from shardwise.compat.deepspeed.runtime.sequence_parallel import parallel_state_sp
-from shardwise.layout.mesh_shape import DATA_AXES, GRADIENT_AXES, TENSOR_AXES, MeshShape
+from shardwise.layout.mesh_shape import DATA_AXES, GRADIENT_AXES, PIPELINE_AXES, TENSOR_AXES, MeshShape
 
 _AXES: Final = (
     ("sequence_data_parallel", GRADIENT_AXES),
@@ -39,6 +39,7 @@ def note_engine(mesh: MeshShape, comms: Any) -> None:
     if mesh.cp > 1:
         data, _ = dist.new_subgroups_by_enumeration([list(each) for each in mesh.groups_along(DATA_AXES)])
     of_axes = {DATA_AXES: data, GRADIENT_AXES: comms.data.process_group, TENSOR_AXES: comms.tensor.process_group}
+    of_axes[PIPELINE_AXES] = comms.pipeline.process_group
     _NEWEST.mesh, _NEWEST.of_axes = mesh, of_axes
 
 

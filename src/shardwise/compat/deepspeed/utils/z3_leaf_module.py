@@ -6,7 +6,9 @@ that run different blocks are kept in step by `zero.lockstep`, which the drop-in
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any, Final
 
 from torch import nn
@@ -14,6 +16,7 @@ from torch import nn
 from shardwise.compat.deepspeed.finder import answers
 
 _LEAF: Final = "_z3_leaf"
+_OF_PARAMETER: Final = "ds_z3_leaf_module"
 __getattr__ = answers(__name__)
 
 
@@ -24,7 +27,7 @@ def z3_leaf_module(model: nn.Module) -> bool:
 
 def z3_leaf_parameter(model: nn.Parameter) -> bool:
     """Say whether a parameter is of a module that is marked."""
-    return bool(getattr(model, "ds_z3_leaf_module", None))
+    return getattr(model, _OF_PARAMETER, None) is not None
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
@@ -35,6 +38,8 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
     """Mark one module, or take its mark away."""
     model.__dict__[_LEAF] = flag
+    for parameter in model.parameters():
+        parameter.__dict__[_OF_PARAMETER] = model if flag else None
 
 
 def set_z3_leaf_modules(
@@ -100,3 +105,13 @@ def _by_name(
 
 def _names_of(kind: type) -> set[str]:
     return {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
+
+
+class _Module(ModuleType):
+    """Is this module's class: a package's attribute `z3_leaf_module` is the function, or this module once imported."""
+
+    def __call__(self, model: nn.Module) -> bool:
+        return z3_leaf_module(model)
+
+
+sys.modules[__name__].__class__ = _Module

@@ -11,6 +11,8 @@ from torch import Tensor
 from shardwise.compat.deepspeed.finder import answers
 from shardwise.compat.deepspeed.runtime.dataloader import RepeatingLoader
 from shardwise.compat.deepspeed.runtime.engine import DeepSpeedEngine
+from shardwise.compat.deepspeed.runtime.pipe.module import HELD
+from shardwise.compat.deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from shardwise.config.resolve import ConfigError
 
 __getattr__ = answers(__name__)
@@ -27,6 +29,50 @@ class PipelineEngine(DeepSpeedEngine):
         self._change: Callable[[Any], Any] | None = None
         self._outputs: list[Any] | None = None  # of an evaluation that returns them
         self._has_loss = True
+        groups_held = self.inner.layout.groups
+        self.module.__dict__[HELD] = frozenset(
+            name for group in groups_held for spec in group.params for name in (spec.name, *spec.aliases)
+        )
+        self.mpu = self.grid = PipelineParallelGrid(self.module.topology())
+        self.num_stages, self.stage_id = self.grid.pipe_parallel_size, self.grid.stage_id
+        self.is_pipe_parallel = self.num_stages > 1
+        self.is_data_parallel = self.grid.data_parallel_size > 1
+        self.is_model_parallel = self.grid.model_parallel_size > 1
+        self.has_attention_mask = False
+
+    @property
+    def micro_batches(self) -> int:
+        """Return the micro-batches of a step."""
+        return self.gradient_accumulation_steps()
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Return the samples of a micro-batch."""
+        return self.train_micro_batch_size_per_gpu()
+
+    @property
+    def log_batch_step_id(self) -> int:
+        """Return the steps taken."""
+        return self.global_steps
+
+    def get_pipeline_parallel_rank(self) -> int:
+        """Return this rank's stage."""
+        return self.stage_id
+
+    def set_has_attention_mask(self, value: bool) -> None:
+        """Note that masks are sent between stages, which needs no word: boundaries take any tensors."""
+        self.has_attention_mask = value
+
+    def reset_activation_shape(self) -> None:
+        """Do nothing: shapes are agreed again where they change."""
+
+    def get_additional_losses(self) -> None:
+        """Return None: a loss function returns one loss."""
+
+    def destroy(self) -> None:
+        """Give the module all its layers back."""
+        super().destroy()
+        self.module.__dict__.pop(HELD, None)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Take a step over the next micro-batches, each (inputs, labels); return the mean loss over all data ranks.

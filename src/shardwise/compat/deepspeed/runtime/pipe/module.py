@@ -10,10 +10,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -25,6 +25,8 @@ from shardwise.construction.context import init
 from shardwise.models import layer_list
 
 __getattr__ = answers(__name__)
+
+HELD: Final = "_deepspeed_held"  # of a module that an engine has, the names of the parameters on this rank
 
 
 class LayerSpec:
@@ -92,6 +94,11 @@ class PipelineModule(nn.Sequential):
             built = layer_list.LayerList(_entry(each, seed, base_seed + index) for index, each in enumerate(listed))
         for name, layer in built.named_children():
             self.add_module(name, layer)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Yield the parameters of this rank's stages, once `initialize` has cut the layers; before that all of them."""
+        held = self.__dict__.get(HELD)
+        return (parameter for name, parameter in self.named_parameters(recurse=recurse) if held is None or name in held)
 
     def topology(self) -> ProcessTopology | None:
         """Return the topology that was given, or the one of the ranks there are."""

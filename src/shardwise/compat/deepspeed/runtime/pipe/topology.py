@@ -6,9 +6,16 @@ from collections import namedtuple
 from collections.abc import Sequence
 from itertools import product
 from math import prod
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch.distributed as dist
 
 from shardwise.compat.deepspeed.finder import answers
+from shardwise.compat.deepspeed.utils import groups
+from shardwise.layout.mesh_shape import DATA_AXES, PIPELINE_AXES, TENSOR_AXES
+
+_AXES: Final = MappingProxyType({"pipe": PIPELINE_AXES, "data": DATA_AXES, "model": TENSOR_AXES})
 
 __getattr__ = answers(__name__)
 
@@ -70,3 +77,54 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
+
+
+class PipelineParallelGrid:
+    """Answers Megatron's questions about this rank's place in a topology: an engine's `grid`, and its `mpu`.
+
+    The arguments are those of DeepSpeed; `process_group` is not used.
+    """
+
+    def __init__(self, topology: ProcessTopology | None = None, process_group: Any = None) -> None:
+        self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._topo = topology or PipeDataParallelTopology(1, self.world_size)
+        self._coord = self._topo.get_coord(self.global_rank)
+        self.pipe_parallel_size, self.data_parallel_size = self._size("pipe"), self._size("data")
+        self.model_parallel_size = self.slice_parallel_size = self._size("model")
+        self.stage_id, self.data_parallel_id = self._index("pipe"), self._index("data")
+        self.is_first_stage, self.is_last_stage = self.stage_id == 0, self.stage_id == self.pipe_parallel_size - 1
+
+    def topology(self) -> ProcessTopology:
+        """Return the topology."""
+        return self._topo
+
+    def stage_to_global(self, stage_id: int, **coordinates: int) -> int:
+        """Return the rank of another stage at this rank's place."""
+        return self._topo.get_rank(**{**self._coord._asdict(), **coordinates, "pipe": stage_id})
+
+    def get_stage_id(self) -> int:
+        return self.stage_id
+
+    def get_data_parallel_id(self) -> int:
+        return self.data_parallel_id
+
+    def get_global_rank(self) -> int:
+        return self.global_rank
+
+    def _size(self, axis: str) -> int:
+        return max(1, self._topo.get_dim(axis))
+
+    def _index(self, axis: str) -> int:
+        return int(getattr(self._coord, axis, 0))
+
+    def __getattr__(self, name: str) -> Any:
+        """Return `get_pipe_parallel_rank` and its kin: of an axis the rank, the world's size, or torch's group."""
+        axis, _, what = name.removeprefix("get_").partition("_parallel_")
+        axis = {"slice": "model"}.get(axis, axis)
+        if name.startswith("get_") and axis in ("pipe", "data", "model"):
+            if what in ("rank", "world_size"):
+                found = self._index(axis) if what == "rank" else self._size(axis)
+                return lambda: found
+            if what == "group":
+                return lambda: groups.group(_AXES[axis])
+        raise AttributeError(f"PipelineParallelGrid has no {name}")

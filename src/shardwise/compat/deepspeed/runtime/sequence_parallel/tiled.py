@@ -75,7 +75,7 @@ class TiledFusedLogitsLoss:
     ) -> Tensor:
         """Return the mean or the sum of `fn(module, x, y)` over tiles of tokens; the arguments are those of DeepSpeed.
 
-        The mean gives each tile the same weight, as DeepSpeed's does: for tiles with other numbers of targets give "sum".
+        The mean gives each tile the same weight, as DeepSpeed's does; "sum" fits tiles with other numbers of targets.
         """
         given = [each for each in (x, y, mask) if each is not None]
         if any(each.dim() < 2 or each.shape[:2] != x.shape[:2] for each in given):
