@@ -442,7 +442,8 @@ class RunConfig(Section):
     that the report comes before the error; 0 turns it off."""
     on_nonfinite: Literal["raise", "skip", "ignore"] = "raise"
     """What a step does where its loss or gradients are not finite: "raise" names the module, "skip" leaves parameters
-    as they are and goes on, "ignore" takes the step all the same. An overflow that a smaller loss scale can mend is always skipped."""
+    as they are and goes on, "ignore" takes the step all the same. An overflow that a smaller loss scale can mend is
+    always skipped."""
     check_collectives: bool = False
     """Whether each collective is compared over the ranks before it starts; slow, for debugging."""
     record_timeline: Positive | None = None

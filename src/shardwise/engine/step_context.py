@@ -38,8 +38,10 @@ from shardwise.offload.worker import HostWorkError
 from shardwise.runtime.buffer_pool import BufferPool
 from shardwise.runtime.codec_errors import CodecErrors, relative_errors
 from shardwise.runtime.memory_tracker import MemoryTracker, explain_out_of_memory
+from shardwise.runtime.param_guard import has_gradient
 from shardwise.runtime.precision import LossScaler, torch_dtype
 from shardwise.runtime.timeline import Timeline
+from shardwise.runtime.torch_private import in_transform
 from shardwise.runtime.user_hooks import HooksOnce
 from shardwise.tensor.loss_parallel import LazyLogitsHead
 from shardwise.zero.optimizer import ShardedOptimizer
@@ -186,6 +188,8 @@ class StepContext:
         if self.split_values is not None:
             self.split_values.views.follow()
         if self.num_backwards > 0 or not torch.is_grad_enabled() or self.status.away is not None:
+            return
+        if in_transform():  # of torch.func, which puts tensors of its own in place of parameters
             return
         self.sharding.check_model()
         self.follow_freezing()
@@ -369,10 +373,9 @@ class StepContext:
         grad_norm = math.sqrt(square_sum) * to_mean if square_sum >= 0 and count else math.nan if count else 0.0
         # In plain mode a loss that is a mean over no targets may be NaN; its gradients are 0.
         overflowed, has_loss = not math.isfinite(grad_norm), math.isfinite(loss_sum) or self.losses.is_plain
-        is_taken = (has_loss and not overflowed) or (
-            self.config.run.on_nonfinite == "ignore" and not self.scaler.is_dynamic
-        )
-        can_skip = self.config.run.on_nonfinite == "skip" or (has_loss and self.scaler.can_shrink)
+        on_nonfinite = self.config.run.on_nonfinite
+        is_taken = (has_loss and not overflowed) or (on_nonfinite == "ignore" and not self.scaler.is_dynamic)
+        can_skip = on_nonfinite == "skip" or (has_loss and self.scaler.can_shrink)
         skipped = count == 0 or (can_skip and not is_taken)
         if not (is_taken or skipped):
             self._fail_nonfinite(loss_sum, grad_norm, has_stepped, forward)
@@ -409,8 +412,11 @@ class StepContext:
             keeps_forwards: a forward that awaits its backward may have it after this, unless a backward has failed.
         """
         self.status.check_present()
-        keeps_forwards &= not self.status.is_in_backward and (self.losses.has_open or self.sharding.awaits_backward)
+        awaits_backward = self.losses.has_open or any(unit.awaits_backward for unit in self.sharding.units)
+        keeps_forwards &= awaits_backward and not self.status.is_in_backward
         self.sharding.abandon()
+        for parameter in self._untrained():
+            parameter.grad = None  # else it is added to the first one after the parameter is unfrozen
         self.step_in_backward.end()
         if self.sharded.has_stepped_in_backward:
             self.status.mix()
@@ -432,7 +438,7 @@ class StepContext:
                 "gradients came from a backward outside engine.backward(loss), so how much counts in them is unknown; "
                 "use engine.backward or shardwise.backward, or drop them with engine.zero_grad()",
             )
-        if not self.sharding.is_as_trainable(may_pause=True) and self.sharding.has_untaken_gradients:
+        if not self.sharding.is_as_trainable(may_pause=True) and any(map(has_gradient, self._untrained())):
             raise ConfigError(
                 "frozen-within-step",
                 "a parameter that was frozen in the step's first forward has a gradient; unfreeze between steps",
@@ -442,6 +448,10 @@ class StepContext:
                 "step-without-backward",
                 "engine.step() without a backward since the last step; call engine.backward(loss) first",
             )
+
+    def _untrained(self) -> Iterator[nn.Parameter]:
+        """Return the parameters that were frozen when the step began."""
+        return (each for group in self.sharding.groups if group.grads is None for each in group.parameters)
 
     def _to_mean(self, count: float) -> float:
         """Return the factor that turns accumulated sums of gradients into the mean over all that counts."""

@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.config.resolve import ConfigError
 from shardwise.runtime.forward_state import ForwardState
-from shardwise.runtime.torch_private import in_backward, pytree, uncompiled
+from shardwise.runtime.torch_private import in_backward, in_transform, pytree, uncompiled
 
 Unit = TypeVar("Unit")
 Reported = TypeVar("Reported", contravariant=True)
@@ -80,7 +80,7 @@ def hook_unit(
         if called is not module:
             return None  # a copy of the module: it has the hooks, but parameters of its own
         events.pre_forward(unit)
-        if not torch.is_grad_enabled() or in_backward():
+        if not torch.is_grad_enabled() or in_backward() or in_transform():
             return None
         changed, inputs = _report_input_gradients(args, kwargs, events, unit)
         known = {id(each): (each, each.grad_fn) for each in inputs}
@@ -92,6 +92,9 @@ def hook_unit(
         nonlocal attributes, known
         if called is not module or in_backward():
             return  # recomputation: the backward that asked for it goes on in this unit
+        if in_transform():  # of torch.func, which runs backwards of its own, if any
+            events.post_forward(unit, [], backward_follows=None if torch.is_grad_enabled() else False)
+            return
         leaves = _leaves(output)
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if not torch.is_grad_enabled():
@@ -110,8 +113,7 @@ def hook_unit(
         is_opaque = not all(isinstance(leaf, _TRANSPARENT) for leaf in leaves)
         for tensor in made_here:
             tensor.register_hook(lambda grad: events.pre_backward(unit))
-        is_unseen = is_opaque and not made_here
-        events.post_forward(unit, outputs, backward_follows=None if is_unseen else bool(made_here))
+        events.post_forward(unit, outputs, backward_follows=None if is_opaque and not made_here else bool(made_here))
 
     return [
         module.register_forward_pre_hook(before, with_kwargs=True),

@@ -50,6 +50,12 @@ def read_gradient(parameter: nn.Parameter) -> Tensor | None:
     return cast(Tensor | None, _GRAD.__get__(parameter))
 
 
+def has_gradient(parameter: nn.Parameter) -> bool:
+    """Say whether a parameter has a `grad`, without the call that reading it makes."""
+    with plain_torch_functions():
+        return read_gradient(parameter) is not None
+
+
 def watched_type(on_read: Callable[[], None]) -> type[nn.Parameter]:
     """Make the class of a present parameter whose gradient is elsewhere; reading `grad` calls `on_read` first."""
     return type("Parameter", (_WatchedParameter, nn.Parameter), {"on_read": staticmethod(on_read)})

@@ -83,6 +83,11 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def in_transform() -> bool:
+    """Say whether this thread is inside one of `torch.func`'s transforms; public torch has no such query."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def in_op_mode() -> bool:
     """Say whether ops of this thread are shown to a mode, such as that of a meter, fake tensors or selective
     checkpointing.

@@ -23,8 +23,8 @@ from shardwise.offload.sizing import NUM_PREFETCHED
 from shardwise.offload.worker import Task
 from shardwise.runtime.gradient_hooks import GradientHandle
 from shardwise.runtime.module_hooks import claim, deferred, hook_unit, read_with
-from shardwise.runtime.param_guard import ReleasedParameterError, read_gradient, released_types
-from shardwise.runtime.torch_private import in_backward, on_backward_end, plain_torch_functions
+from shardwise.runtime.param_guard import ReleasedParameterError, released_types
+from shardwise.runtime.torch_private import in_backward, on_backward_end
 from shardwise.schedule.actions import ActionKind
 from shardwise.zero.param_group import GradientWatch, HostUpdates, ParamGroup
 from shardwise.zero.prefetch import LockstepError, Names, PrefetchOrder, RecordedOrder, StaticOrder
@@ -152,20 +152,6 @@ class ShardingState:
             trains == spec.trainable or (may_pause and spec.trainable) for spec, trains in (*own, *self.absent.trains())
         )
 
-    @property
-    def has_untaken_gradients(self) -> bool:
-        """Say whether a parameter that is trained in no group has a gradient, which no optimizer would get."""
-        with plain_torch_functions():
-            return any(read_gradient(parameter) is not None for parameter in self._untrained())
-
-    def _untrained(self) -> Iterator[nn.Parameter]:
-        return (parameter for group in self.groups if group.grads is None for parameter in group.parameters)
-
-    @property
-    def awaits_backward(self) -> bool:
-        """Say whether a graph through the model waits for its backward."""
-        return any(unit.awaits_backward for unit in self.units)
-
     def watch_gradients(self, is_on: bool = True) -> None:
         """Watch reads of a parameter's `grad` from a backward to its step, to warn that the engine has it; or stop."""
         self._watch.turn(is_on, self.reductions.groups)
@@ -187,7 +173,7 @@ class ShardingState:
             self._enter_block(unit, self.order.enter_forward)
             return
         self.watch_gradients(False)
-        if torch.is_grad_enabled() and self.awaits_backward:
+        if torch.is_grad_enabled() and any(each.awaits_backward for each in self.units):
             self._leave_lockstep()  # in a backward through two forwards, blocks are reached again
         self._enter(Phase.FORWARD)
         self._timeline.is_recording = torch.is_grad_enabled()
@@ -431,8 +417,6 @@ class ShardingState:
         self.reshard_all()
         self._resources.comms.drain()
         self._resources.pool.trim()
-        for parameter in self._untrained():
-            parameter.grad = None  # else it is added to the first one after the parameter is unfrozen
 
     def hold(self, groups: Iterable[ParamGroup]) -> list[ParamGroup]:
         """Make groups present, and keep them so while they are in `held`; return those that were not."""

@@ -21,7 +21,7 @@ from shardwise.compat.deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from shardwise.compat.deepspeed.runtime.engine import DeepSpeedEngine, DeepSpeedOptimizer, NoSchedule
 from shardwise.compat.deepspeed.runtime.pipe.engine import PipelineEngine
 from shardwise.compat.deepspeed.runtime.pipe.module import PipelineModule
-from shardwise.compat.deepspeed.runtime.zero import ZeroParamStatus
+from shardwise.compat.deepspeed.runtime.zero.attributes import mark
 from shardwise.compat.deepspeed.utils import ENGINE, PLACE, groups, logger
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.engine.initialize import initialize as initialize_engine
@@ -174,17 +174,12 @@ def _mark(model: nn.Module, engine: DeepSpeedEngine) -> None:
     if is_sharded:
         model.__dict__["state_dict"] = functools.partial(_placeholders, model)
         model.__dict__["_apply"] = functools.partial(_moved, model)
+    groups = engine.inner.layout.model_groups
+    kept_whole = {place.name for group in groups if group.is_replicated or group.is_small for place in group.params}
     for number, (name, parameter) in enumerate(model.named_parameters()):
         parameter.__dict__[PLACE] = reference, name
         if is_sharded:
-            own = parameter.numel() // engine.dp_world_size
-            parameter.__dict__.update(
-                ds_id=number,
-                ds_numel=parameter.numel(),
-                ds_status=ZeroParamStatus.NOT_AVAILABLE,
-                ds_active_sub_modules=set(),
-                partition_numel=functools.partial(int, own),
-            )
+            mark(parameter, number, engine.dp_world_size, name in kept_whole)
 
 
 def _zero_grad(model: nn.Module, set_to_none: bool = True) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
+from types import MethodType
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from shardwise.checkpoint.commit import is_of_deepspeed
 from shardwise.checkpoint.deepspeed import read_run_state
@@ -93,6 +97,39 @@ class DeepSpeedOptimizer:
         return getattr(self.optimizer, name)
 
 
+def lend(engine: DeepSpeedEngine) -> Callable[[], None]:
+    """Let a script call the engine's own optimizer of torch; return what takes that back.
+
+    Its methods do there what those of `DeepSpeedOptimizer` do.
+    """
+    optimizer, this = engine.inner.optimizer, weakref.ref(engine)
+    sharded = weakref.ref(engine.inner.step_context.sharded)
+    own_step, own_zero_grad, before = optimizer.step, optimizer.zero_grad, dict(optimizer.__dict__)
+
+    @functools.wraps(own_step)  # a schedule has marked it
+    def step(_: Optimizer, *args: Any, **options: Any) -> Any:
+        stepping = sharded()
+        is_ours = stepping is None or stepping.is_stepping  # else `engine.step` steps
+        return own_step(*args, **options) if is_ours else None
+
+    @functools.wraps(own_zero_grad)
+    def zero_grad(_: Optimizer, *args: Any, **options: Any) -> None:
+        own_zero_grad(*args, **options)
+        if (engine := this()) is not None:
+            engine.zero_grad()
+
+    lent = {"step": MethodType(step, optimizer), "zero_grad": MethodType(zero_grad, optimizer)}
+    optimizer.__dict__.update(lent)
+
+    def take_back() -> None:
+        for name in lent:
+            optimizer.__dict__.pop(name, None)
+            if name in before:
+                optimizer.__dict__[name] = before[name]
+
+    return take_back
+
+
 class DeepSpeedEngine(EngineGetters, nn.Module):
     """Trains a model by DeepSpeed's calls; methods without a word of their own answer what its methods do.
 
@@ -140,10 +177,14 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         self._result: StepResult | None = None
         self.is_destroyed = False
         evaluates = inner.config.optimizer.name == "none"
-        self.optimizer = None if evaluates else DeepSpeedOptimizer(self)
+        # Without ZeRO and 16 bits it is torch's own, which torch's schedules take.
+        is_wide = not (self.fp16_enabled() or self.bfloat16_enabled())
+        has_own = is_wide and self.zero_optimization_stage() == 0 and not evaluates
+        self.optimizer: Any = None if evaluates else inner.optimizer if has_own else DeepSpeedOptimizer(self)
+        self._take_back = lend(self) if has_own else None
         self.client_optimizer = inner.optimizer
         inner.step_context.is_plain = True  # also where the script runs `engine.module` itself
-        # Under fp16 it is `scale` that divides, so that both kinds of backwards overflow alike.
+        # Under fp16 it is `scale` that divides, so that both kinds of backwards overflow at one scale.
         inner.step_context.own_backward_scale = None if self.fp16_enabled() else 1 / self.gradient_accumulation_steps()
         inner.checkpoints.may_save_within_step = True
 
@@ -304,6 +345,8 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
             mark(parameter, shard)
         for parameter in self._frozen:
             parameter.requires_grad_(True)
+        if self._take_back is not None:
+            self._take_back()
 
     # Checkpoints.
 
@@ -317,7 +360,7 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
     ) -> bool:
         """Save into `save_dir/tag`, from which any layout can load; the arguments are those of DeepSpeed.
 
-        Gradients since the last step are not in it: training goes on with them, and a load begins their step anew.
+        Gradients since the last step are not in it: training goes on with them, and a load begins their step again.
 
         Raises:
             CheckpointError: it cannot be written, or `client_state` has what would not come back as it is.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from torch.optim import Adam, AdamW, Optimizer
 
@@ -11,8 +11,17 @@ from shardwise.config.resolve import ConfigError
 
 __getattr__ = answers(__name__)
 
+_MADE_BY: Final = "_deepspeed_class"
 
-class DeepSpeedCPUAdam:
+
+class _TorchAdam(type):
+    """Lets `isinstance` take what a class has made, which is torch's."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return getattr(instance, _MADE_BY, None) is cls
+
+
+class DeepSpeedCPUAdam(metaclass=_TorchAdam):
     """Makes torch's AdamW, or Adam with `adamw_mode=False`; its step runs where the states are stored."""
 
     def __new__(  # type: ignore[misc]
@@ -31,10 +40,12 @@ class DeepSpeedCPUAdam:
         if not bias_correction:
             raise ConfigError("adam-bias-correction", "torch's Adams correct the bias; leave bias_correction out")
         kind = AdamW if adamw_mode else Adam
-        return kind(model_params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+        made = kind(model_params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
+        setattr(made, _MADE_BY, cls)
+        return made
 
 
-class FusedAdam:
+class FusedAdam(metaclass=_TorchAdam):
     """Makes torch's AdamW, or Adam with `adam_w_mode=False`."""
 
     def __new__(  # type: ignore[misc]
@@ -44,4 +55,6 @@ class FusedAdam:
         names = ("betas", "eps", "adam_w_mode", "weight_decay", "amsgrad", "set_grad_none")
         given = {**dict(zip(names, args, strict=False)), **options}
         given["adamw_mode"] = given.pop("adam_w_mode", True)
-        return DeepSpeedCPUAdam(params, lr, bias_correction, **given)
+        made = DeepSpeedCPUAdam(params, lr, bias_correction, **given)
+        setattr(made, _MADE_BY, cls)
+        return made

@@ -4,28 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from enum import Enum
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from shardwise.compat.deepspeed.comm import init_distributed
 from shardwise.compat.deepspeed.config import read_config, translate
 from shardwise.compat.deepspeed.finder import answers
+from shardwise.compat.deepspeed.runtime.zero.attributes import ZeroParamStatus as ZeroParamStatus
+from shardwise.compat.deepspeed.runtime.zero.attributes import mark, shown_as_whole
 from shardwise.construction.context import init
 from shardwise.engine.state_api import gathered
 from shardwise.layout.precision import TORCH_DTYPES
+from shardwise.runtime.module_hooks import watch_registrations
 
 __getattr__ = answers(__name__)
-
-
-class ZeroParamStatus(Enum):
-    """Says whether a parameter is whole."""
-
-    AVAILABLE = 1
-    NOT_AVAILABLE = 2
-    INFLIGHT = 3
 
 
 class Init:
@@ -53,17 +49,24 @@ class Init:
         if self._is_on:
             init_distributed()  # a notebook has no launcher, and loaders ask for the rank
         self._open = ExitStack()
+        self._num_marked = 0
 
     def __enter__(self) -> None:
         if not self._is_on:
             return
         self._open.enter_context(init())
+        self._open.enter_context(watch_registrations(self._mark, lambda module: None))
         if self._dtype is not None:
             self._open.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(self._dtype)
 
     def __exit__(self, *error: Any) -> None:
         self._open.__exit__(*error)
+
+    def _mark(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        if "ds_id" not in parameter.__dict__ and not is_lazy(parameter):
+            mark(parameter, self._num_marked, dist.get_world_size())
+            self._num_marked += 1
 
 
 @contextmanager
@@ -77,8 +80,9 @@ def GatheredParameters(  # noqa: N802  DeepSpeed's name
     if not enabled:
         yield
         return
+    given = [params] if isinstance(params, nn.Parameter) else list(params)
     # In DeepSpeed no graph outlives the context, and a backward that needs the parameters gathers them again.
-    with gathered(params, modifier_rank=modifier_rank, keeps_graphs=False):
+    with gathered(given, modifier_rank=modifier_rank, keeps_graphs=False), shown_as_whole(given):
         yield
 
 

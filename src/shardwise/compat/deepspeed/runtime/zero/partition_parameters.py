@@ -13,6 +13,7 @@ from shardwise.compat.deepspeed.runtime.zero import GatheredParameters as Gather
 from shardwise.compat.deepspeed.runtime.zero import Init as Init
 from shardwise.compat.deepspeed.runtime.zero import ZeroParamStatus as ZeroParamStatus
 from shardwise.compat.deepspeed.runtime.zero import register_external_parameter as register_external_parameter
+from shardwise.compat.deepspeed.runtime.zero.attributes import ZeroParamType as ZeroParamType
 
 __getattr__ = answers(__name__)
 
