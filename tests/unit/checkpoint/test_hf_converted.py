@@ -82,3 +82,39 @@ def test_what_is_more_than_parts_is_refused(tmp_path: Path) -> None:
         with refused("weights-converted", "q_proj.weight", "LlamaForCausalLM"):
             call()
     engine.close()
+
+
+class Rotation(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", torch.arange(4.0))
+        self.scale = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale + self.frequencies
+
+
+class Sharing(nn.Module):
+    """Has one module at three places, which nobody ties again after a load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rotation = Rotation()
+        self.blocks = nn.ModuleList(nn.ModuleDict({"rotation": self.rotation, "out": nn.Linear(4, 4)}) for _ in "ab")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block["out"](block["rotation"](x))
+        return x
+
+
+def test_a_folder_has_every_name_that_a_strict_load_asks_for(tmp_path: Path) -> None:
+    model = Sharing()
+    config = {"run": {"device": "cpu"}, "precision": {"param": "fp32"}}
+    engine = initialize(model, config, loss_fn=lambda output, batch: (output.sum(), 1))
+    engine.export_weights(tmp_path / "ours")
+    again = Sharing()
+    again.load_state_dict(stored(tmp_path / "ours"), strict=True)
+    engine.import_weights(tmp_path / "ours")
+    engine.close()
+    torch.testing.assert_close(dict(again.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
