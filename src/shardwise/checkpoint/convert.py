@@ -109,7 +109,9 @@ def export_checkpoint(
     kept.update(manifest.layout.get("wide", ()) if dtype is None else ())
     exported = [
         ExportTensor(
-            each.name, each.aliases, each.shape, exported_dtype(stored, _named(wanted) or stored, each.name in kept)
+            *(each.name, each.aliases, each.shape),
+            dtype=exported_dtype(stored, _named(wanted) or stored, each.name in kept),
+            copies=each.aliases if each.kind == "buffer" else (),
         )
         for each in tensors
         for stored in [each.states[PARAM].dtype]

@@ -11,11 +11,12 @@ from torch import nn
 
 from shardwise.checkpoint.hf.config_files import config_files, describe, names_of, wanted_of
 from shardwise.checkpoint.hf.exporter import ExportRequest, export_jointly
+from shardwise.checkpoint.hf.families import converted_names
 from shardwise.checkpoint.hf.importer import open_folder
 from shardwise.checkpoint.hf.key_map import NameMap
 from shardwise.checkpoint.load import LoadReport
 from shardwise.checkpoint.manifest import CheckpointError, Manifest
-from shardwise.checkpoint.match import match
+from shardwise.checkpoint.match import WantedState, match
 from shardwise.checkpoint.safetensors_io import dtype_name
 from shardwise.config.resolve import Dtype
 from shardwise.engine.checkpoint_api import AllRanks, Checkpoints, saved_buffers
@@ -39,7 +40,7 @@ def import_weights(
     """
     checkpoints.begin_load()
     context.zero_grad()
-    rules = _rules(context.model, names)
+    rules = _rules(context.model, names, _weights(context))
 
     def describe_folder(path: Path) -> Manifest:
         stored = open_folder(path, {each.name: each.aliases for each in _weights(context)}, rules)
@@ -82,8 +83,10 @@ def export_weights(
     stored_dtype = dtype_name(TORCH_DTYPES[_checked(dtype or layout.precision.param)])
     kept = {name for name, _ in persistent_buffers(model)} | {*(layout.wide_names if dtype is None else ())}
     others: dict[str, bytes | Path] = dict(config_files(describe(model), stored_dtype))
+    ties = bool(others)  # it is a model of transformers to whoever reads the folder
     others |= _tokenizer_files(tokenizer) | {Path(file).name: Path(file) for file in files}
-    request = ExportRequest(folder, _weights(context), stored_dtype, kept, others, _rules(model, names))
+    weights = _weights(context)
+    request = ExportRequest(folder, weights, stored_dtype, kept, others, _rules(model, names, weights), ties)
     barrier = ranks.new_barrier(f"the export to {folder}")
     return export_jointly(request, barrier, context.comm.rank, context.config.run.timeout_s)
 
@@ -105,7 +108,8 @@ def check_folder(model: nn.Module, folder: Path, names: Names | None) -> None:
         CheckpointError: as in `import_weights`.
     """
     wanted = wanted_of(model)
-    stored = open_folder(folder, {each.name: each.aliases for each in wanted}, _rules(model, names))
+    rules = _rules(model, names, wanted)
+    stored = open_folder(folder, {each.name: each.aliases for each in wanted}, rules)
     match(stored, wanted).check(str(folder))
 
 
@@ -118,8 +122,13 @@ def _tokenizer_files(tokenizer: Any) -> dict[str, bytes | Path]:
         return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
 
 
-def _rules(model: nn.Module, names: Names | None) -> NameMap:
-    return NameMap.of(names).then(names_of(describe(model)))
+def _rules(model: nn.Module, names: Names | None, weights: Iterable[StateShard | WantedState]) -> NameMap:
+    shapes = {
+        name: each.shape if isinstance(each, WantedState) else each.global_shape
+        for each in weights
+        for name in (each.name, *each.aliases)
+    }
+    return NameMap.of(names).then(converted_names(model, shapes)).then(names_of(describe(model)))
 
 
 def _checked(dtype: str) -> str:

@@ -60,7 +60,8 @@ class ExportTensor:
 
     Attributes:
         name: the first of its names in the model.
-        aliases: its other names, which the folder leaves out; a reader of the folder ties them again.
+        aliases: its other names.
+        copies: of those, the ones that the folder has too; what it leaves out, a reader of the folder ties again.
         shape: of the whole tensor.
         dtype: safetensors' name of the dtype to write.
     """
@@ -69,6 +70,7 @@ class ExportTensor:
     aliases: tuple[str, ...]
     shape: Shape
     dtype: str
+    copies: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,10 @@ def plan_export(
         CheckpointError: two tensors have one name in the folder, or a rule does not fit a shape.
     """
     rules = NameMap.of(names)
-    parts = {tensor.name: rules.split(tensor.name, tensor.shape) for tensor in tensors}
+    parts = {
+        tensor.name: tuple(part for name in (tensor.name, *tensor.copies) for part in rules.split(name, tensor.shape))
+        for tensor in tensors
+    }
     _check_names(tensors, rules, parts)
     unplaced = [
         PlacedTensor(part.stored, tensor.dtype, part.stored_shape, "", 0)
@@ -365,6 +370,7 @@ class ExportRequest:
         kept: names of the tensors that keep their own dtype in any case.
         others: the files beside the weights; only rank 0's are written.
         names: rules for names that differ in the folder.
+        ties: whether a reader of the folder ties parameters; buffers are there under all of their names.
     """
 
     folder: Path
@@ -373,13 +379,16 @@ class ExportRequest:
     kept: Set[str]
     others: Mapping[str, bytes | Path]
     names: NameMap | Mapping[str, Any] | None = None
+    ties: bool = True
 
     @cached_property
     def plan(self) -> ExportPlan:
         """Return the plan, which is the same on all ranks."""
         tensors = [
             ExportTensor(
-                each.name, each.aliases, each.global_shape, exported_dtype(own, self.dtype, each.name in self.kept)
+                *(each.name, each.aliases, each.global_shape),
+                dtype=exported_dtype(own, self.dtype, each.name in self.kept),
+                copies=each.aliases if each.kind == "buffer" or not self.ties else (),
             )
             for each in self.state_shards
             if each.state == PARAM

@@ -11,17 +11,23 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, Final
 
+import torch
 from pydantic import Field, TypeAdapter, ValidationError
+from torch import Tensor, nn
 from typing_extensions import TypedDict
 
-from shardwise.checkpoint.hf.key_map import NameMap
+from shardwise.checkpoint.hf.key_map import NameMap, Rule, WeightPart
 from shardwise.checkpoint.manifest import CheckpointError
 from shardwise.config.untrusted_files import mismatch
+from shardwise.layout.slicing import Rect, Shape
 from shardwise.models import DecoderConfig
+from shardwise.runtime.torch_private import view_base
 
 _DECODER: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -87,6 +93,119 @@ def family_names(config: Mapping[str, Any]) -> NameMap:
     A model whose names for tensors differ from its folder's needs them in import and export: mixtures of experts.
     """
     return NameMap.of(_FAMILIES.get(str(config.get("model_type")), {}))
+
+
+class _Tracked(Tensor):
+    """Stays a view of the tensor that it is cut from where other code asks for contiguous memory."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is Tensor.contiguous else super().__torch_function__(func, types, args, kwargs)
+
+
+def converted_names(model: nn.Module, shapes: Mapping[str, Shape]) -> NameMap:
+    """Return the rules for the names of a model of transformers where that library converts weights as it loads them.
+
+    It tells by itself: it is given tensors without values, and reverts its conversion of them, as in `save_pretrained`.
+    What comes out are views, whose places say which part of which tensor each tensor of a folder is.
+
+    Args:
+        model: any; its names are those of its folder if it is none of transformers.
+        shapes: of its parameters and persistent buffers, whole, by all their names.
+
+    Raises:
+        CheckpointError: the folder's tensors are no parts of the model's, such as those that are permuted.
+    """
+    if not (hasattr(model, "base_model_prefix") and hasattr(getattr(model, "config", None), "model_type")):
+        return NameMap()
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # before version 5 models and folders have the same names
+        return NameMap()
+    wholes = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    owners = {id(tensor): name for name, tensor in wholes.items()}
+    given = {name: tensor.as_subclass(_Tracked) for name, tensor in wholes.items()}
+    parts: dict[str, list[WeightPart]] = {}
+    unknown, reverted = [], dict[str, Tensor]()
+    try:
+        reverted = revert_weight_conversion(model, given)
+    except (AttributeError, KeyError, ValueError) as error:  # it asks for what a split or quantized model lacks
+        unknown.append(f"a weight ({error})")
+    for stored, tensor in reverted.items():
+        name = owners.get(id(view_base(tensor)))
+        part = None if name is None else _part_of(stored, tensor, shapes[name])
+        if part is None or name is None:
+            unknown.append(stored)
+        else:
+            parts.setdefault(name, []).append(part)
+    changed = {name: found for name, found in parts.items() if [each.stored for each in found] != [name]}
+    rules = NameMap(tuple(dict.fromkeys(filter(None, (_rule_of(name, found) for name, found in changed.items())))))
+    unknown += [name for name, found in parts.items() if {*rules.split(name, shapes[name])} != {*found}]
+    unknown += [name for name in given if name not in parts]
+    if unknown:
+        raise CheckpointError(
+            "weights-converted",
+            f"transformers converts {unknown[0]} of {type(model).__name__} between model and folder by more than names "
+            "and parts; load it by from_pretrained before initialize, and save it by model.save_pretrained(folder) on "
+            "rank 0, in `with engine.gathered() as model:`",
+        )
+    return rules
+
+
+def _part_of(stored: str, view: Tensor, shape: Shape) -> WeightPart | None:
+    """Return the rectangle of a tensor of some shape that a view of it is; None if it is none."""
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    start, remaining = [], view.storage_offset()
+    for stride in strides:
+        start.append(remaining // max(stride, 1))
+        remaining %= max(stride, 1)
+    for is_stacked, is_transposed in ((False, False), (True, False), (False, True)):
+        sizes, steps = list(view.shape), list(view.stride())
+        if is_transposed:
+            sizes, steps = sizes[::-1], steps[::-1]
+        if is_stacked:
+            sizes, steps = [1, *sizes], [0, *steps]
+        fits = len(sizes) == len(shape) and (not is_transposed or len(shape) == 2)
+        if fits and all(size == 1 or step == stride for size, step, stride in zip(sizes, steps, strides, strict=True)):
+            rect = Rect(tuple(start), tuple(first + size for first, size in zip(start, sizes, strict=True)))
+            return WeightPart(stored, rect, is_transposed, is_stacked)
+    return None
+
+
+def _rule_of(name: str, parts: Sequence[WeightPart]) -> Rule | None:
+    """Return the rule by which a tensor has these parts, with wildcards for the numbers that both names have."""
+    is_stacked, is_transposed = parts[0].is_stacked, parts[0].is_transposed
+    first = [part for part in parts if part.rect.start[:1] == (0,)] if is_stacked else list(parts)
+    starts = [part.rect.start for part in first]
+    dims = [dim for dim in range(len(starts[0])) if len({start[dim] for start in starts}) > 1]
+    if len(dims) > 1:
+        return None
+    dim = dims[0] if dims else int(is_stacked and len(first) > 1)
+    first.sort(key=lambda part: part.rect.start)
+    stored = [part.stored for part in first]
+    if is_stacked:  # the model's numbers come first, then the expert's
+        num_before = len(_NUMBER.findall(name))
+        stored = [_with_counter(each, num_before) for each in stored]
+    shares = tuple(part.rect.shape[dim] for part in first) if len(first) > 1 else ()
+    numbers = _NUMBER.findall(name)
+    if all(_NUMBER.findall(each) == numbers for each in stored):
+        name, *stored = (_NUMBER.sub("*", each) for each in (name, *stored))
+    try:
+        return Rule(name, tuple(stored), is_transposed, dim, shares)
+    except CheckpointError:
+        return None
+
+
+def _with_counter(stored: str, num_before: int) -> str:
+    """Return the name of a stack's first tensor with `#` for its number, which comes after the model's numbers."""
+    places = [match.span() for match in _NUMBER.finditer(stored)]
+    if num_before >= len(places):
+        return stored
+    start, stop = places[num_before]
+    return f"{stored[:start]}#{stored[stop:]}"
+
+
+_NUMBER: Final = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def hf_config_of(config: DecoderConfig, dtype: str) -> dict[str, Any]:

@@ -69,7 +69,10 @@ def open_folder(
         )
     rules = NameMap.of(names).then(family_names(config))
     wanted = {
-        kind for name, aliases in model_names.items() for each in (name, *aliases) for kind in _kinds(rules, each)
+        kind
+        for name, aliases in model_names.items()
+        for each in (name, *aliases)
+        for kind in (_kind(each), *_kinds(rules, each))
     }
     entries = {name: entry for name, entry in _entries(folder) if _kind(name) in wanted or not _is_junk(name, entry)}
     renamed, is_head = _meet(wanted, entries)
@@ -78,7 +81,9 @@ def open_folder(
 
     tensors, used = [], set[str]()
     for name, aliases in model_names.items():
-        joined = [each for each in (rules.join(alias, shapes) for alias in (name, *aliases)) if each is not None]
+        # A folder may have the names of the model too, as what has not come from the family's hub does.
+        attempts = (form.join(alias, shapes) for alias in (name, *aliases) for form in (rules, NameMap()))
+        joined = [each for each in attempts if each is not None]
         if not joined:
             continue
         shape, parts = joined[0]

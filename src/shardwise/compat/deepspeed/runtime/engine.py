@@ -34,6 +34,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.types import StepResult
 from shardwise.layout.precision import TORCH_DTYPES
 from shardwise.runtime.precision import to_device
+from shardwise.runtime.torch_private import persistent_buffers
 
 __getattr__ = answers(__name__)
 
@@ -439,8 +440,7 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
                 continue
             value = self.inner.read(name, to_rank=0)
             found[name] = value.cpu() if value is not None else torch.empty(0)
-        persistent = self.module.state_dict(keep_vars=True).keys()
-        found |= {name: buffer.cpu() for name, buffer in self.module.named_buffers() if name in persistent}
+        found |= {name: buffer.cpu() for name, buffer in persistent_buffers(self.module)}
         return found if self.global_rank == 0 else None
 
     _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
