@@ -46,6 +46,7 @@ __all__ = [
     "is_plain",
     "is_transformed",
     "named_arguments",
+    "note_step",
     "on_backward_end",
     "parameter_class",
     "plain_torch_functions",
@@ -155,6 +156,11 @@ def set_data(parameter: nn.Parameter, data: Tensor) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # a class that refuses uses of its values would refuse this one
             parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
             parameter._backward_hooks = parameter._backward_hooks
+
+
+def note_step(optimizer: torch.optim.Optimizer) -> None:
+    """Let torch's schedules know that a step was taken, by other ranks: else they warn."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def written_tensors(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:

@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from shardwise.runtime.optimizer_probe import StepScope
 from shardwise.runtime.optimizers import lacks_some_momentum, scale_in_step, stepped_unfused
 from shardwise.runtime.state_shards import FlatState, TensorFlatState
 from shardwise.runtime.timeline import Timeline
+from shardwise.runtime.torch_private import note_step
 from shardwise.schedule.actions import ActionKind
 from shardwise.zero.grad_buckets import GradBucket
 from shardwise.zero.group_step import GroupStep
@@ -85,7 +86,7 @@ class ShardedOptimizer:
         self._take(groups)
         self.optimizer = plan.factory(self._param_groups(named_groups))
         self._has_states_at_once = bool(self.optimizer.state or plan.first_states)  # such as Adagrad's
-        self._make_first_states(self._views())
+        self._make_first_states(self.views())
         self._take_own_steps()
         self.is_stepping = False
         this = weakref.ref(self)
@@ -100,12 +101,12 @@ class ShardedOptimizer:
             named_groups: as many as before.
         """
         before = {id(piece) for piece in self.pieces}
-        views_before = self._views()
+        views_before = self.views()
         self._take(groups)
         for options, group in zip(self.optimizer.param_groups, self._param_groups(named_groups), strict=True):
             options["params"] = group["params"]
         self._take_own_steps()
-        views = self._views()
+        views = self.views()
         known = {id(view) for view in views.values()} | {id(self._placeholder)}
         for view in [view for view in self.optimizer.state if id(view) not in known]:
             del self.optimizer.state[view]
@@ -137,7 +138,14 @@ class ShardedOptimizer:
             ]
             self.optimizer.state.update(fresh_states(self.optimizer, groups) if groups else {})
 
-    def _views(self) -> dict[str, nn.Parameter]:
+    def forget_whole(self, names: Collection[str]) -> None:
+        """Reset parameters that this rank steps whole to the states before the first step."""
+        views = {name: view for name, view in self.views().items() if name in names}
+        for view in views.values():
+            self.optimizer.state.pop(view, None)
+        self._make_first_states(views)
+
+    def views(self) -> dict[str, nn.Parameter]:
         """Return what the optimizer steps on this rank, by name of the parameter."""
         if self.whole is not None:
             return dict(self.whole.views)
@@ -276,7 +284,7 @@ class ShardedOptimizer:
                 group.grads.count(self._options_of)
         if self.whole is not None:
             self.whole.follow(self._groups, self.pieces, self._options_of)
-        views = self._views()
+        views = self.views()
         param_groups = [
             {**named.options, "params": [views[name] for name in named.names if name in views]}
             for named in named_groups
@@ -299,7 +307,7 @@ class ShardedOptimizer:
         self.optimizer.param_groups[index]["params"] = param_groups[index]["params"]
         if self._placeholder in (first := self.optimizer.param_groups[0]["params"]) and param_groups[index]["params"]:
             first.clear()
-        views, own = self._views(), set(named.names)
+        views, own = self.views(), set(named.names)
         self._make_first_states({name: view for name, view in views.items() if name in own})
         for piece in self.pieces:
             if piece.name in own and (keeper := self._own(piece)) is not None:
@@ -454,7 +462,10 @@ class ShardedOptimizer:
             return
         for group in self._groups:
             group.await_step()
-        self.whole.run(self._call_step, used, self._final_gradients(factor))
+        # One that steps all together may not take none; the others count their steps in their groups.
+        steps = bool(self.whole.views) or self._plan.scope is not StepScope.JOINT
+        act = self._call_step if steps else partial(note_step, self.optimizer)
+        self.whole.run(act, used, self._final_gradients(factor))
         self._gradients.clear()
 
     def _final_gradients(self, factor: float) -> Callable[[ParamPiece], Tensor]:
