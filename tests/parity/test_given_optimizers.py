@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -188,27 +189,56 @@ def test_every_layout_equals_one_process(
 
 def go_on(
     rank: int, world_size: int, kind: str, first: dict[str, Any], then: dict[str, Any], folder: str
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Half the steps in one layout, the others in another; and the states that are read before and after the load."""
-    half, name = NUM_STEPS // 2, "decoder"
-    read = [{}, {}]
+) -> dict[str, Tensor]:
+    """Half the steps in one layout, the others in another, which reads the states that the first had."""
+    half, read = NUM_STEPS // 2, []
+    case = tensor.make_case("decoder")
+    batches = [tensor.step_batches(case, step, 1, NUM_MICRO_BATCHES) for step in range(NUM_STEPS)]
     with float64_throughout():
-        for part, sections in enumerate((first, then)):
-            model, engine = start(rank, name, kind, sections, by_function=True)
+        for sections, steps in ((first, batches[:half]), (then, batches[half:])):
+            model, engine = start(rank, "decoder", kind, sections, by_function=True)
             with engine:
-                if part:
+                names = [name for name, _ in model.named_parameters()]
+                if read:
                     engine.load(folder)
-                    assert engine.num_steps == half
-                else:
-                    for step in range(half):
-                        engine.train_step(tensor.batches_of(engine, case_of(name), step, NUM_MICRO_BATCHES))
+                    read.append({name: states_of(engine, name) for name in names})
+                for step in steps:  # all data ranks take the same
+                    engine.train_step(step)
+                if not read:
                     engine.save(folder)
-                for each, _ in model.named_parameters():
-                    for state in set(engine.states(each)) - {"param", "master", "grad"}:
-                        read[part][f"{each} {state}"] = engine.read(each, state)
-                for step in range(half, NUM_STEPS) if part else ():
-                    engine.train_step(tensor.batches_of(engine, case_of(name), step, NUM_MICRO_BATCHES))
-                parameters = {each: engine.read(each) for each, _ in model.named_parameters()}
-    assert read[0].keys() == read[1].keys()
-    assert all(torch.equal(value, read[1][key]) for key, value in read[0].items())
-    return parameters, read[0]
+                    read.append({name: states_of(engine, name) for name in names})
+                parameters = {name: engine.read(name) for name in names}
+    torch.testing.assert_close(read[0], read[1], rtol=0, atol=0)
+    assert all(read[0].values())
+    return parameters
+
+
+def states_of(engine: Engine, name: str) -> dict[str, Tensor]:
+    states = sorted({*engine.states_of(name)} - {"param", "master", "grad"})
+    return {state: value for state in states if (value := engine.read(name, state)) is not None}
+
+
+GO_ON: Final = [
+    ("lamb", {"zero": {"stage": 3}}, {"zero": {"stage": 0}}),
+    ("adafactor", {"zero": {"stage": 0}}, {"zero": {"stage": 3}, "mesh": {"tp": 2}}),
+    ("global", {"zero": {"stage": 2}, "mesh": {"tp": 2}}, {"zero": {"stage": 1}, "tiers": {"optimizer": "host"}}),
+]
+
+
+def go_on_each(rank: int, world_size: int, folder: str) -> list[dict[str, Tensor]]:
+    return [go_on(rank, world_size, *each, f"{folder}/{each[0]}") for each in GO_ON]
+
+
+def test_states_of_whole_tensors_go_to_other_layouts(ranks: WorkerPool, tmp_path: Path) -> None:
+    for found in ranks(2).run(go_on_each, str(tmp_path)):
+        for (kind, *_), parameters in zip(GO_ON, found, strict=True):
+            check(parameters, expected_in_one_group(kind), kind)
+
+
+@functools.cache
+def expected_in_one_group(kind: str) -> dict[str, Tensor]:
+    make, case = MAKERS[kind], tensor.make_case("decoder")
+    trace = tensor.train_plainly(
+        case, 1, NUM_MICRO_BATCHES, NUM_STEPS, optimizer_of=lambda model: make(list(model.parameters()))
+    )
+    return trace.parameters

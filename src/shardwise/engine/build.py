@@ -37,7 +37,7 @@ from shardwise.runtime.buffer_pool import BufferPool
 from shardwise.runtime.codec_errors import CodecErrors
 from shardwise.runtime.fp8_linears import convert_linears
 from shardwise.runtime.memory_tracker import MemoryTracker
-from shardwise.runtime.optimizers import own_scheduler
+from shardwise.runtime.optimizers import check_scheduler, own_scheduler
 from shardwise.runtime.precision import LossScaler
 from shardwise.runtime.recompute import replace_forwards
 from shardwise.runtime.streams import Streams
@@ -185,6 +185,8 @@ def _make_context(
         streams, comm_log = resources.tiers.streams, comms.all.comm_log
         pipes = P2PChannels(comm_factory, layout.mesh, streams.device, config.run.timeout_s, streams, comm_log)
     sharded = ShardedOptimizer(sharding.groups, optimizer_plan.groups_of(layout), optimizer_plan, resources)
+    if inputs.scheduler is not None:
+        check_scheduler(inputs.scheduler, sharded.optimizer)
     step_in_backward = StepInBackward(sharding, sharded, may_step_in_backward(config, layout))
     one_sample = layout.mesh.ranks_along((*PIPELINE_AXES, *CONTEXT_AXES, *TENSOR_AXES), rank)
     context = StepContext(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial, wraps
 from typing import Any
@@ -28,6 +28,7 @@ from shardwise.runtime.torch_private import note_step
 from shardwise.schedule.actions import ActionKind
 from shardwise.zero.grad_buckets import GradBucket
 from shardwise.zero.group_step import GroupStep
+from shardwise.zero.lent_states import LentStates
 from shardwise.zero.matrix_step import MatrixPieces, MatrixStep
 from shardwise.zero.optimizer_plan import NamedGroup, OptimizerPlan, first_states, fresh_states
 from shardwise.zero.param_group import ParamGroup
@@ -188,6 +189,11 @@ class ShardedOptimizer:
             own.forget_states(piece, filled)
             own.expect_states(piece, numbers)
 
+    def take_changes(self) -> None:
+        """Take over what a user has changed in `optimizer.state` of what is stored off the device, or encoded."""
+        for own in self._own_steps.values():
+            own.take_changes()
+
     def keeps_states(self, piece: ParamPiece) -> bool:
         """Say whether the piece's states are stored here, off the device or encoded, and not in torch's optimizer."""
         return self._own(piece) is not None
@@ -204,12 +210,16 @@ class ShardedOptimizer:
         """Return what stores the optimizer's states that are off the device or encoded."""
         return [storage for own in self._own_steps.values() for storage in own.storages()]
 
+    def kept_tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors that torch's optimizer keeps itself."""
+        for state in self.optimizer.state.values():
+            if not isinstance(state, LentStates):
+                yield from (value for value in state.values() if isinstance(value, Tensor))
+
     def track_states(self) -> None:
         """Report new states to the memory tracker."""
-        for state in self.optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, Tensor):
-                    self._tracker.track(value, Category.OPTIMIZER)
+        for value in self.kept_tensors():
+            self._tracker.track(value, Category.OPTIMIZER)
 
     def _take(self, groups: Sequence[ParamGroup]) -> None:
         kept: dict[ParamGroup, list[ParamPiece]] = {}
@@ -259,11 +269,12 @@ class ShardedOptimizer:
         for group in [group for group in wanted if group not in self._own_steps]:
             pieces = [piece for piece in self.pieces if piece.group is group]
             rule, at_once = rule_of(self.optimizer, is_matrix=group.spec.is_matrix), self._has_states_at_once
-            found = GroupStep(group, pieces, rule, self._tiers, self._states_dtype, at_once, self._codec_errors)
-            self._own_steps[group] = found
-            self._own_steps[group].prepare(self.options_of)
             for piece in pieces:  # such as Adagrad's, made in its constructor
                 self.optimizer.state.pop(piece.view, None)
+            dtype, errors = self._states_dtype, self._codec_errors
+            found = GroupStep(group, pieces, rule, self._tiers, dtype, at_once, errors, self.optimizer)
+            self._own_steps[group] = found
+            found.prepare(self.options_of)
         if isinstance(self.optimizer, MuonWithAdamW):
             self._matrix_step = MatrixStep(self._groups, self.pieces, self._comms)
 

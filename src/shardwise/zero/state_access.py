@@ -44,9 +44,9 @@ from shardwise.runtime.state_shards import FlatState, is_flat
 from shardwise.zero.optimizer import ShardedOptimizer
 from shardwise.zero.param_group import ParamGroup, ParamState
 from shardwise.zero.sharding_state import ShardingState
-from shardwise.zero.stored_state import ParamPiece
+from shardwise.zero.stored_state import ParamPiece, place_state
 from shardwise.zero.tp_params import gather_param, owned_part, shard_param, synchronize_shares
-from shardwise.zero.whole_states import StateKind, kinds_of, read_whole, write_whole
+from shardwise.zero.whole_states import StateKind, kinds_of, read_whole
 from shardwise.zero.whole_step import WholeStep
 
 PARAM: Final = "param"
@@ -135,7 +135,7 @@ def read_held_state(states: EngineState, name: str, state: str) -> Tensor | None
     if whole is not None and state not in (PARAM, MASTER, GRAD):
         return _read_of_owner(states, whole, place, state)
     local = _read_local(states, place, state)
-    if local is not None and local.dim():
+    if local is not None and local.dim() and local.numel() == place.spec.numel:  # not a factor, say
         local = local.view(place.spec.shape)
         local = gather_param(
             place.spec.split, local, states.comms.tensor, f"{state} of {name}", is_gradient=state == GRAD
@@ -201,8 +201,10 @@ def write_state(
     flat = _receive(states, value, shape, dtype, from_rank, f"{state} of {name}")
     if place is None:
         return
-    if states.sharded.whole is not None and state not in (PARAM, MASTER, GRAD):
-        write_whole(states.sharded.whole, states.sharded.optimizer, spec.name, state, flat)
+    is_odd = not is_number and shape != spec.global_shape
+    if (is_odd or states.sharded.whole is not None) and state not in (PARAM, MASTER, GRAD):
+        if (view := states.sharded.views().get(spec.name)) is not None:
+            place_state(states.sharded.optimizer, view, state, flat)
         return
     if not is_number:
         split, tp_index = place.spec.split, states.comms.tensor.rank
@@ -226,11 +228,10 @@ def read_optimizer_states(states: EngineState, name: str) -> dict[str, Tensor]:
     place = find_held(states, name)
     if states.sharded.whole is not None:
         return {}
-    own = _own_states(states, place)
     return {
         key: torch.tensor(kind.value, dtype=kind.torch_dtype)
         if kind.value is not None
-        else _assemble(states, place, own.get(key), kind.torch_dtype, key)
+        else _own_state(states, place, key, kind)
         for key, kind in _kinds(states, place).items()
     }
 
@@ -408,7 +409,14 @@ def _read_optimizer_state(states: EngineState, place: ParamLocation, state: str)
     kind = _pick(kinds, place, state)
     if kind.value is not None:
         return torch.tensor(kind.value, dtype=kind.torch_dtype)
-    return _assemble(states, place, _own_states(states, place).get(state), kind.torch_dtype, state)
+    return _own_state(states, place, state, kind)
+
+
+def _own_state(states: EngineState, place: ParamLocation, state: str, kind: StateKind) -> Tensor:
+    own = _own_states(states, place).get(state)
+    if kind.shape is not None:
+        return own.detach().clone()
+    return _assemble(states, place, own, kind.torch_dtype, state)
 
 
 def _write_optimizer_state(states: EngineState, place: ParamLocation, value: Tensor, state: str) -> None:
@@ -416,7 +424,8 @@ def _write_optimizer_state(states: EngineState, place: ParamLocation, value: Ten
     piece, slot = _own_piece(states, place), place.slot
     if piece is None or slot is None:
         return
-    states.sharded.write_state(piece, state, value[slot.start : slot.stop] if value.dim() else value)
+    is_cut = value.dim() and value.numel() == place.spec.numel  # else a number, or such as a factor
+    states.sharded.write_state(piece, state, value[slot.start : slot.stop] if is_cut else value)
 
 
 def _own_piece(states: EngineState, place: ParamLocation) -> ParamPiece | None:
@@ -433,12 +442,14 @@ def _kinds(states: EngineState, place: ParamLocation) -> dict[str, StateKind]:
     """Return the optimizer's states of a parameter; ranks that hold nothing of it learn them from the others."""
     if states.sharded.whole is not None:
         return kinds_of(states.sharded.whole, states.sharded.optimizer, place.spec.name)
-    own: dict[str, tuple[str, float | None]] = {}
+    own: dict[str, tuple[str, float | None, tuple[int, ...] | None]] = {}
     for key, value in _own_states(states, place).items():
         if isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0):
-            own[key] = (_dtype_name(torch.as_tensor(value).dtype), float(value))
+            own[key] = (_dtype_name(torch.as_tensor(value).dtype), float(value), None)
         elif is_flat(value) and place.slot and value.numel == place.slot.stop - place.slot.start:
-            own[key] = (_dtype_name(value.dtype), None)
+            own[key] = (_dtype_name(value.dtype), None, None)
+        elif isinstance(value, Tensor) and place.is_whole:
+            own[key] = (_dtype_name(value.dtype), None, tuple(value.shape))
     if place.is_whole:
         return {key: StateKind(*kind) for key, kind in own.items()}
     texts = exchange_texts(states.comms.shards, json.dumps(own), f"optimizer states of {place.spec.name}")

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.comm.merged import exchange_texts, merge_parts
-from shardwise.zero.stored_state import place_state
 from shardwise.zero.whole_step import WholeStep
 
 
@@ -57,12 +56,6 @@ def read_whole(whole: WholeStep, optimizer: Optimizer, name: str, state: str, ki
     own = None if view is None else optimizer.state[view][state].detach().to(whole.comm.device)
     length = numel if kind.shape is None else torch.Size(kind.shape).numel()
     return merge_parts(whole.comm, own, 0, length, kind.torch_dtype, f"{state} of {name}")
-
-
-def write_whole(whole: WholeStep, optimizer: Optimizer, name: str, state: str, value: Tensor) -> None:
-    """Replace a state of a parameter, on the rank that owns it."""
-    if (view := whole.views.get(name)) is not None:
-        place_state(optimizer, view, state, value)
 
 
 def odd_states(states: dict[str, Any], view: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
