@@ -41,7 +41,7 @@ from shardwise.runtime.codec_errors import CodecErrors
 from shardwise.runtime.fp8_linears import convert_linears
 from shardwise.runtime.memory_tracker import MemoryTracker
 from shardwise.runtime.module_hooks import call_after_forward
-from shardwise.runtime.optimizers import own_scheduler
+from shardwise.runtime.optimizers import check_scheduler, own_scheduler
 from shardwise.runtime.precision import LossScaler
 from shardwise.runtime.recompute import replace_forwards
 from shardwise.runtime.streams import Streams
@@ -192,6 +192,8 @@ def _make_context(
         streams, comm_log = resources.tiers.streams, comms.all.comm_log
         pipes = P2PChannels(comm_factory, layout.mesh, streams.device, config.run.timeout_s, streams, comm_log)
     sharded = ShardedOptimizer(sharding.groups, optimizer_plan.groups_of(layout), optimizer_plan, resources)
+    if inputs.scheduler is not None:
+        check_scheduler(inputs.scheduler, sharded.optimizer)
     step_in_backward = StepInBackward(sharding, sharded, may_step_in_backward(config, layout))
     split_values = None
     if layout.tensor is not None and (mappings := mappings_of(inputs.model)) is not None and not comms.all.is_simulated:

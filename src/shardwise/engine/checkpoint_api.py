@@ -39,6 +39,7 @@ from shardwise.checkpoint.hf.config_files import describe
 from shardwise.checkpoint.load import LoadPlan, LoadReport, own_tensors, plan_load, rank_name
 from shardwise.checkpoint.manifest import CheckpointError, Contents, DamagedError, Manifest
 from shardwise.checkpoint.reader import ChunkReader
+from shardwise.checkpoint.safetensors_io import named_dtype
 from shardwise.checkpoint.tagged_json import from_json, to_json
 from shardwise.checkpoint.training_state import Role, SavedBuffer, differing, digests, held_buffers, whole
 from shardwise.comm.store import PatientStore
@@ -59,7 +60,7 @@ Progress = Callable[[], None]
 # The first character of a verdict on a save or a load: all went well, the checkpoint is damaged, it does not fit.
 _WELL, _DAMAGED, _UNFIT = "w", "d", "u"
 # Prefixes of the names of states that belong to one rank alone.
-_GENERATOR, _BUFFER = "generator.", "buffer."
+_GENERATOR, _BUFFER, _STEPPED_WHOLE = "generator.", "buffer.", "optimizer."
 
 
 class AllRanks:
@@ -361,6 +362,9 @@ class Checkpoints:
         rank = self._context.comm.rank
         for name, state in trajectory.generator_states(self._context.device).items():
             yield whole(rank_name(rank, _GENERATOR + name), state, kind="rank", is_written=True)
+        for name, state in held.odd_optimizer_states(self._context.states()):
+            # One rank alone steps that parameter; the first's name is in every layout.
+            yield whole(rank_name(0, _STEPPED_WHOLE + name), state, kind="rank", is_written=True)
         for each in differing(buffers, written_digests) if contents == "all" else ():
             yield whole(rank_name(rank, _BUFFER + each.state_shard.name), each.buffer, kind="rank", is_written=True)
 
@@ -384,6 +388,8 @@ class Checkpoints:
         is_own = plan.manifest.trajectory.get("world_size") == context.comm.world_size
         own = own_tensors(plan.manifest, rank) if is_own else {}
         found = {name: each for name, each in own.items() if name.startswith(_GENERATOR)}
+        of_first = own_tensors(plan.manifest, 0)
+        found |= {name: each for name, each in of_first.items() if name.startswith(_STEPPED_WHOLE)}
         firsts = saved.ranks_along(DATA_AXES, 0)[mesh.data_index(rank) :][:1]
         for source in (each for first in firsts for each in saved.ranks_along(PIPELINE_AXES, first)):
             theirs = own_tensors(plan.manifest, source)
@@ -397,6 +403,10 @@ class Checkpoints:
                 if name.startswith(_GENERATOR):
                     state = generators[name.removeprefix(_GENERATOR)] = torch.empty(stored.shape, dtype=torch.uint8)
                     reader.read(stored, PARAM, pieces, state)
+                elif name.startswith(_STEPPED_WHOLE):
+                    values = torch.empty(stored.shape, dtype=named_dtype(stored.states[PARAM].dtype))
+                    reader.read(stored, PARAM, pieces, values.view(-1))
+                    held.place_odd_state(context.states(), name.removeprefix(_STEPPED_WHOLE), values)
                 elif buffer is not None and buffer.state_shard.global_shape == stored.shape:
                     reader.read(stored, PARAM, pieces, buffer.values)
                     buffer.restore()

@@ -117,6 +117,7 @@ class StepContext:
         """Return what holds the states of this rank, once no update of them is under way."""
         self.sharding.drain()
         self.tiers.wait_idle()
+        self.sharded.take_changes()
         return EngineState(
             self.sharding, self.sharded, self.comms, self.losses, self.scaler.scale, self.layout.elsewhere
         )

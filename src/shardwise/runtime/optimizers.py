@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from shardwise.config.errors import EngineError
 from shardwise.config.resolve import Config, ConfigError, OptimizerConfig, SchedulerConfig, shown_value
 from shardwise.runtime.muon import MuonWithAdamW
+from shardwise.runtime.optimizer_probe import inner_optimizers
 
 # These classes of torch's work on a whole matrix, or need a closure: they have no name in a config.
 _NOT_ELEMENT_WISE: Final = frozenset({"lbfgs", "adafactor", "muon", "sparseadam"})
@@ -176,8 +177,41 @@ def schedule_of(config: Config) -> Callable[[int], float]:
 
 
 def own_scheduler(config: Config, optimizer: Optimizer) -> LambdaLR:
-    """Make the config's schedule over all of the optimizer's parameter groups."""
-    return LambdaLR(optimizer, schedule_of(config))
+    """Make the config's schedule over all of the optimizer's parameter groups, those too that are added later."""
+    return _OwnSchedule(optimizer, schedule_of(config))
+
+
+class _OwnSchedule(LambdaLR):
+    """Gives groups that were added later the same factor of their own rate."""
+
+    def get_lr(self) -> list[float | Tensor]:
+        for group in self.optimizer.param_groups[len(self.base_lrs) :]:
+            rate = group["lr"]
+            group["initial_lr"] = rate.clone() if isinstance(rate, Tensor) else rate
+            self.base_lrs.append(group["initial_lr"])
+            self.lr_lambdas.append(self.lr_lambdas[0])
+        return super().get_lr()
+
+
+def check_scheduler(scheduler: object, optimizer: Optimizer) -> None:
+    """Raise for a schedule of another optimizer, which would change nothing.
+
+    Args:
+        scheduler: any; a schedule names its optimizer in an attribute.
+        optimizer: the engine's.
+
+    Raises:
+        ConfigError: it is of another one.
+    """
+    found = getattr(scheduler, "optimizer", None)
+    while not isinstance(found, Optimizer) and hasattr(found, "optimizer"):  # such as one that wraps it
+        found = found.optimizer
+    if isinstance(found, Optimizer) and found is not optimizer and found not in inner_optimizers(optimizer):
+        raise ConfigError(
+            "scheduler-of-another",
+            f"the scheduler {type(scheduler).__name__} changes the rates of another {type(found).__name__} than the "
+            "engine's optimizer; make it from the optimizer that is given to initialize, or from engine.optimizer",
+        )
 
 
 _BLOCK_NUMEL: Final = 256 * 1024  # of which a core's cache holds the four tensors of a step

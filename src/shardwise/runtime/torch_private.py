@@ -56,6 +56,7 @@ __all__ = [
     "is_transformed",
     "named_arguments",
     "no_torch_functions",
+    "note_step",
     "on_backward_end",
     "parameter_class",
     "plain_torch_functions",
@@ -258,6 +259,11 @@ def hook_dicts(module: nn.Module) -> tuple[dict[int, Any], ...]:
 def global_forward_hooks() -> list[Callable[..., Any]]:
     """Return the hooks on the forward of every module."""
     return [*_modules._global_forward_pre_hooks.values(), *_modules._global_forward_hooks.values()]
+
+
+def note_step(optimizer: torch.optim.Optimizer) -> None:
+    """Let torch's schedules know that a step was taken, by other ranks: else they warn."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def written_tensors(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:

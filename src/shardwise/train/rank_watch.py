@@ -25,12 +25,12 @@ from typing import Any, Final
 
 import torch
 
+from shardwise.comm.merged import exchange_texts
 from shardwise.engine.engine import Engine
 from shardwise.launch.host import machine_name, usable_bytes
 from shardwise.report.page import installed, write_whole
 from shardwise.runtime.format import format_s
 from shardwise.runtime.timeline import WAIT
-from shardwise.zero.state_access import exchange_texts
 
 MEMORY_NAME: Final = "memory.json"
 ENVIRONMENT_NAME: Final = "environment.json"

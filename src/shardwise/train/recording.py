@@ -18,11 +18,11 @@ from typing import Final
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from shardwise.comm.merged import exchange_texts
 from shardwise.engine.engine import Engine
 from shardwise.report.chrome_trace import chrome_trace
 from shardwise.schedule import Action, TimedAction
 from shardwise.zero.param_group import ParamState
-from shardwise.zero.state_access import exchange_texts
 
 PROFILE_NAME: Final = "profile"
 

@@ -333,5 +333,5 @@ def _copy_without_memory(model: nn.Module) -> nn.Module:
 
 
 def _counter_bytes(engine: Engine) -> int:
-    values = [value for state in engine.optimizer.state.values() for value in state.values()]
-    return sum(value.element_size() for value in values if isinstance(value, Tensor) and value.dim() == 0)
+    tensors = engine.step_context.sharded.kept_tensors()
+    return sum(value.element_size() for value in tensors if value.dim() == 0)

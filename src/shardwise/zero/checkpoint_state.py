@@ -29,17 +29,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from shardwise.config.resolve import ConfigError
 from shardwise.layout.param_groups import GroupSpec, ParamSpec
 from shardwise.layout.slicing import Chunk as Rectangle
-from shardwise.layout.slicing import intersect
+from shardwise.layout.slicing import LocalTensor, intersect
 from shardwise.offload.cpu_optimizer import needed_states
 from shardwise.runtime.state_shards import PARAM, FlatState, ScalarState, StateShard, TensorFlatState, is_flat
 from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.state_access import EngineState
-from shardwise.zero.stored_state import ParamPiece
+from shardwise.zero.stored_state import place_state
+from shardwise.zero.whole_states import odd_states
+from shardwise.zero.whole_step import WholeStep
 
 Range = tuple[int, int]
 Wanted = ScalarState | torch.dtype | None
@@ -115,15 +118,60 @@ def held_parameters(states: EngineState) -> Iterator[StateShard]:
 def held_optimizer_states(states: EngineState) -> Iterator[StateShard | ScalarState]:
     """Yield the optimizer's states of what this rank holds.
 
+    Tensors of other sizes than their parameter are apart, in `odd_optimizer_states`.
+
     Raises:
-        ConfigError: a state is neither one number nor as long as the parameter.
+        ConfigError: a state is neither a number nor a tensor.
     """
+    if states.sharded.whole is not None:
+        yield from _held_by_owner(states, states.sharded.whole)
+        return
     pieces = {(piece.group, piece.name): piece for piece in states.sharded.pieces}
     for group in states.sharding.groups:
         for part in _parts(states, group) if group.grads is not None else ():
             piece = pieces.get((group, part.spec.name))
             if piece is not None:
                 yield from _of_piece(_in_flats(states.sharded.states_of(piece), part), part)
+
+
+def _held_by_owner(states: EngineState, whole: WholeStep) -> Iterator[StateShard | ScalarState]:
+    for name, spec in whole.places.items():
+        view = whole.views[name]
+        flats = {
+            key: TensorFlatState(each.detach().view(-1)) if isinstance(each, Tensor) and each.dim() else each
+            for key, each in states.sharded.optimizer.state.get(view, {}).items()
+        }
+        pieces = LocalTensor.whole(spec.global_shape).pieces
+        written = pieces if _writes_what_it_owns(states, name) else ()
+        part = StateShardPart(spec, True, 0, view.numel(), 0, pieces, written)
+        yield from _of_piece(_in_flats(flats, part), part)
+
+
+def _writes_what_it_owns(states: EngineState, name: str) -> bool:
+    """Say whether this rank is the first of those that step a parameter whole: in the first replica, and stage."""
+    group = next(each for each in states.sharding.groups if any(spec.name == name for spec in each.spec.params))
+    is_first_stage = len(group.holders) <= 1 or states.comms.pipeline.rank == group.holders[0]
+    steppers = states.comms.model if states.sharded.whole is None else states.comms.replicas
+    return steppers.rank == 0 and is_first_stage
+
+
+def odd_optimizer_states(states: EngineState) -> Iterator[tuple[str, Tensor]]:
+    """Yield the optimizer's states that have other sizes than their parameter, such as factors, if this rank is to
+    write them; each with a name that `place_odd_state` takes.
+    """
+    sharded = states.sharded
+    for name, view in sharded.views().items():
+        for key, value in odd_states(sharded.optimizer.state.get(view, {}), view):
+            if _writes_what_it_owns(states, name):
+                yield f"{name}/{key}", value
+
+
+def place_odd_state(states: EngineState, where: str, value: Tensor) -> None:
+    """Give the optimizer a state that `odd_optimizer_states` yielded, on the ranks that step the parameter whole."""
+    name, _, key = where.rpartition("/")
+    view = states.sharded.views().get(name)
+    if view is not None:
+        states.sharded.optimizer.state[view][key] = value.to(view.device)
 
 
 def check_optimizer_states(
@@ -140,6 +188,8 @@ def check_optimizer_states(
         ConfigError: a state is missing, or is one number and should be as long as the parameter, or the reverse.
     """
     sharded = states.sharded
+    if sharded.whole is not None:
+        return
     kind = type(sharded.optimizer).__name__
     given = {id(group): each for group, each in zip(sharded.optimizer.param_groups, options or (), strict=False)}
     for piece in sharded.pieces:
@@ -177,6 +227,11 @@ def prepare_optimizer_states(states: EngineState, wanted: Mapping[str, Mapping[s
             for the parameter's.
     """
     sharded = states.sharded
+    if sharded.whole is not None:
+        sharded.forget_whole([name for name in sharded.whole.views if not wanted.get(name)])
+        for name, view in sharded.whole.views.items():
+            _prepare_all(sharded.optimizer, view, wanted.get(name, {}))
+        return
     sharded.forget_states([each for each in sharded.pieces if not wanted.get(each.name)])
     for piece in sharded.pieces:
         names = wanted.get(piece.name, {})
@@ -185,11 +240,7 @@ def prepare_optimizer_states(states: EngineState, wanted: Mapping[str, Mapping[s
             if names:
                 sharded.expect_states(piece, numbers, filled=names.keys() - numbers.keys())
             continue
-        kept = sharded.optimizer.state[piece.view] if names else {}
-        for name in [name for name in kept if name not in names]:
-            del kept[name]
-        for name, each in names.items():
-            _prepare(states, piece, name, each)
+        _prepare_all(sharded.optimizer, piece.view, names)
     sharded.track_states()
 
 
@@ -227,22 +278,29 @@ def _in_flats(values: Mapping[str, Any], part: StateShardPart) -> dict[str, Flat
             flats[state] = ScalarState(name, state, value.item(), str(value.dtype).removeprefix("torch."))
         elif isinstance(value, int | float):
             flats[state] = ScalarState(name, state, value, "float" if isinstance(value, float) else "int")
-        elif value is not None:
-            found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        elif value is not None and not isinstance(value, Tensor):  # tensors of other sizes are saved apart
             raise ConfigError(
                 "optimizer-state-shape",
-                f"the optimizer's state {state} of {name} is {found}; a checkpoint keeps numbers, and tensors as long "
-                "as the parameter: use an element-wise optimizer",
+                f"the optimizer's state {state} of {name} is {type(value).__name__}; a checkpoint keeps numbers and "
+                "tensors: use an optimizer that has such states alone",
             )
     return flats
 
 
-def _prepare(states: EngineState, piece: ParamPiece, name: str, wanted: Wanted) -> None:
-    optimizer = states.sharded.optimizer
-    current = optimizer.state[piece.view].get(name)
+def _prepare_all(optimizer: Optimizer, view: nn.Parameter, names: Mapping[str, Wanted]) -> None:
+    kept = optimizer.state[view] if names else {}
+    for name in [name for name in kept if name not in names]:
+        del kept[name]
+    for name, each in names.items():
+        _prepare(optimizer, view, name, each)
+
+
+def _prepare(optimizer: Optimizer, view: nn.Parameter, name: str, wanted: Wanted) -> None:
+    current = optimizer.state[view].get(name)
     if isinstance(wanted, ScalarState):
         is_python = wanted.dtype in ("int", "float")
         value = wanted.value if is_python else torch.tensor(wanted.value, dtype=getattr(torch, wanted.dtype))
-        states.sharded.write_state(piece, name, value)
-    elif not (isinstance(current, Tensor) and current.shape == piece.view.shape and wanted in (None, current.dtype)):
-        optimizer.state[piece.view][name] = torch.zeros_like(piece.view, dtype=wanted, requires_grad=False)
+        place_state(optimizer, view, name, value)
+    elif not (isinstance(current, Tensor) and current.shape == view.shape and wanted in (None, current.dtype)):
+        dtype = view.dtype if wanted is None else wanted
+        optimizer.state[view][name] = torch.zeros(view.shape, dtype=dtype, device=view.device)

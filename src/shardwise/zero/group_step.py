@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from shardwise.config.resolve import ConfigError
 from shardwise.layout.precision import StatesDtype
@@ -28,6 +29,7 @@ from shardwise.runtime.codec_errors import CodecErrors
 from shardwise.runtime.state_shards import FlatState
 from shardwise.runtime.streams import Event
 from shardwise.runtime.torch_private import is_fake
+from shardwise.zero.lent_states import LentStates
 from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.stored_state import GroupState, ParamPiece
 
@@ -63,6 +65,7 @@ class GroupStep:
         dtype: of `precision.states`.
         has_states_at_once: whether the optimizer has states before its first step.
         errors: measures what encoding rounds off.
+        shown: torch's optimizer, whose `state` shows a user the states.
         states: by the optimizer's names.
     """
 
@@ -73,6 +76,7 @@ class GroupStep:
     dtype: StatesDtype
     has_states_at_once: bool
     errors: CodecErrors
+    shown: Optimizer
     states: dict[str, GroupState] = field(default_factory=dict)
     _counts: dict[str, StepCounts] = field(default_factory=dict)
     _initial: dict[str, float] = field(default_factory=dict)
@@ -93,6 +97,7 @@ class GroupStep:
                 self.states[name] = GroupState(name, self.group, self.pieces, self.dtype, self.tiers)
             if value:  # new storage has zeros
                 _fill(self.states[name].of_piece(piece), value)
+        self._show(piece)
 
     @property
     def is_away(self) -> bool:
@@ -163,6 +168,36 @@ class GroupStep:
         flats = {name: state.of_piece(piece) for name, state in self.states.items()}
         return found | {name: flat.part(0, flat.numel) for name, flat in flats.items()}
 
+    def take_changes(self) -> None:
+        """Take over what a user has changed in the optimizer's `state` since the last step, read or save."""
+        needed = {*self.states, *(["step"] if self.rule.has_counter else [])}
+        for piece in self.pieces:
+            if not self._counts[piece.name].is_present:
+                continue
+            given = self.shown.state.get(piece.view, {})
+            changed = given.take_changes() if isinstance(given, LentStates) else given
+            is_whole = needed <= given.keys()
+            if changed or not is_whole:
+                self.tiers.wait_idle()
+                if not is_whole:
+                    self.forget_states(piece)
+                for name, value in changed.items():
+                    self.write_state(piece, name, value)
+            self._show(piece)
+
+    def _show(self, piece: ParamPiece) -> None:
+        state = self.shown.state
+        if not self._counts[piece.name].is_present:
+            state.pop(piece.view, None)
+        elif not isinstance(state.get(piece.view), LentStates):
+            state[piece.view] = LentStates(self.states_of(piece), partial(self._lend, piece))
+
+    def _lend(self, piece: ParamPiece, name: str) -> Tensor:
+        """Return a state's values once no step of it is under way."""
+        self.tiers.wait_idle()
+        found = self.states_of(piece)[name]
+        return found if isinstance(found, Tensor) else found.read(0, found.numel)
+
     def write_state(self, piece: ParamPiece, state: str, value: Tensor | float) -> None:
         """Write one state of a piece, which has states from then on.
 
@@ -185,6 +220,7 @@ class GroupStep:
         """Mark a piece as one that has states, whose tensors the caller fills."""
         counts = self._counts[piece.name]
         counts.is_present, counts.num_steps = True, numbers.get("step", counts.num_steps)
+        self._show(piece)
 
     def forget_states(self, piece: ParamPiece, filled: Collection[str] = ()) -> None:
         """Reset a piece to its states before the first step, except `filled`, which the caller writes."""
@@ -192,6 +228,7 @@ class GroupStep:
         self._counts[piece.name] = StepCounts(0.0, self.has_states_at_once and is_trained, is_trained)
         for name in self.states.keys() - filled:
             _fill(self.states[name].of_piece(piece), self._initial[name])
+        self._show(piece)
 
     def storages(self) -> list[StateStorage]:
         """Return the storages of all states."""
@@ -205,6 +242,7 @@ class GroupStep:
 
     def _plans(self, used: Mapping[str, bool], options_of: Callable[[ParamPiece], Options | None]) -> list[StepPlan]:
         """Return what is stepped, and count the step."""
+        self.take_changes()
         # The options are copied now: the learning rate changes before the worker thread reads them.
         options: dict[int, Options] = {}
         plans = []
@@ -217,6 +255,7 @@ class GroupStep:
             counts.num_steps, counts.is_present = counts.num_steps + 1, True
             for state in self.states.values():
                 state.settle(piece)
+            self._show(piece)
         return plans
 
     def _step_range(

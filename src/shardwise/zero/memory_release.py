@@ -277,11 +277,10 @@ class MemoryRelease:
             elif name == "grads" and group.grads is not None:
                 yield from group.grads.residuals
                 yield from group.grads.buffers() if group.grads.has_gradients else ()
-        for state in self._sharded.optimizer.state.values() if name == "optimizer" else ():
-            for value in state.values():
-                if isinstance(value, Tensor) and value.device.type == self._tracker.device.type:
-                    self._tracker.track(value, Category.OPTIMIZER)
-                    yield value
+        for value in self._sharded.kept_tensors() if name == "optimizer" else ():
+            if value.device.type == self._tracker.device.type:
+                self._tracker.track(value, Category.OPTIMIZER)
+                yield value
 
     def _on_host(self, name: str) -> Iterator[HostStorage]:
         """Yield the host storages that go into the file."""

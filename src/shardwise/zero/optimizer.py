@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -24,9 +24,11 @@ from shardwise.runtime.optimizer_probe import StepScope
 from shardwise.runtime.optimizers import lacks_some_momentum, scale_in_step, stepped_unfused
 from shardwise.runtime.state_shards import FlatState, TensorFlatState
 from shardwise.runtime.timeline import Timeline
+from shardwise.runtime.torch_private import note_step
 from shardwise.schedule.actions import ActionKind
 from shardwise.zero.grad_buckets import GradBucket
 from shardwise.zero.group_step import GroupStep
+from shardwise.zero.lent_states import LentStates
 from shardwise.zero.matrix_step import MatrixPieces, MatrixStep
 from shardwise.zero.optimizer_plan import NamedGroup, OptimizerPlan, first_states, fresh_states
 from shardwise.zero.param_group import ParamGroup
@@ -85,7 +87,7 @@ class ShardedOptimizer:
         self._take(groups)
         self.optimizer = plan.factory(self._param_groups(named_groups))
         self._has_states_at_once = bool(self.optimizer.state or plan.first_states)  # such as Adagrad's
-        self._make_first_states(self._views())
+        self._make_first_states(self.views())
         self._take_own_steps()
         self.is_stepping = False
         this = weakref.ref(self)
@@ -100,12 +102,12 @@ class ShardedOptimizer:
             named_groups: as many as before.
         """
         before = {id(piece) for piece in self.pieces}
-        views_before = self._views()
+        views_before = self.views()
         self._take(groups)
         for options, group in zip(self.optimizer.param_groups, self._param_groups(named_groups), strict=True):
             options["params"] = group["params"]
         self._take_own_steps()
-        views = self._views()
+        views = self.views()
         known = {id(view) for view in views.values()} | {id(self._placeholder)}
         for view in [view for view in self.optimizer.state if id(view) not in known]:
             del self.optimizer.state[view]
@@ -137,7 +139,14 @@ class ShardedOptimizer:
             ]
             self.optimizer.state.update(fresh_states(self.optimizer, groups) if groups else {})
 
-    def _views(self) -> dict[str, nn.Parameter]:
+    def forget_whole(self, names: Collection[str]) -> None:
+        """Reset parameters that this rank steps whole to the states before the first step."""
+        views = {name: view for name, view in self.views().items() if name in names}
+        for view in views.values():
+            self.optimizer.state.pop(view, None)
+        self._make_first_states(views)
+
+    def views(self) -> dict[str, nn.Parameter]:
         """Return what the optimizer steps on this rank, by name of the parameter."""
         if self.whole is not None:
             return dict(self.whole.views)
@@ -180,6 +189,11 @@ class ShardedOptimizer:
             own.forget_states(piece, filled)
             own.expect_states(piece, numbers)
 
+    def take_changes(self) -> None:
+        """Take over what a user has changed in `optimizer.state` of what is stored off the device, or encoded."""
+        for own in self._own_steps.values():
+            own.take_changes()
+
     def keeps_states(self, piece: ParamPiece) -> bool:
         """Say whether the piece's states are stored here, off the device or encoded, and not in torch's optimizer."""
         return self._own(piece) is not None
@@ -196,12 +210,16 @@ class ShardedOptimizer:
         """Return what stores the optimizer's states that are off the device or encoded."""
         return [storage for own in self._own_steps.values() for storage in own.storages()]
 
+    def kept_tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors that torch's optimizer keeps itself."""
+        for state in self.optimizer.state.values():
+            if not isinstance(state, LentStates):
+                yield from (value for value in state.values() if isinstance(value, Tensor))
+
     def track_states(self) -> None:
         """Report new states to the memory tracker."""
-        for state in self.optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, Tensor):
-                    self._tracker.track(value, Category.OPTIMIZER)
+        for value in self.kept_tensors():
+            self._tracker.track(value, Category.OPTIMIZER)
 
     def _take(self, groups: Sequence[ParamGroup]) -> None:
         kept: dict[ParamGroup, list[ParamPiece]] = {}
@@ -251,11 +269,12 @@ class ShardedOptimizer:
         for group in [group for group in wanted if group not in self._own_steps]:
             pieces = [piece for piece in self.pieces if piece.group is group]
             rule, at_once = rule_of(self.optimizer, is_matrix=group.spec.is_matrix), self._has_states_at_once
-            found = GroupStep(group, pieces, rule, self._tiers, self._states_dtype, at_once, self._codec_errors)
-            self._own_steps[group] = found
-            self._own_steps[group].prepare(self.options_of)
             for piece in pieces:  # such as Adagrad's, made in its constructor
                 self.optimizer.state.pop(piece.view, None)
+            dtype, errors = self._states_dtype, self._codec_errors
+            found = GroupStep(group, pieces, rule, self._tiers, dtype, at_once, errors, self.optimizer)
+            self._own_steps[group] = found
+            found.prepare(self.options_of)
         if isinstance(self.optimizer, MuonWithAdamW):
             self._matrix_step = MatrixStep(self._groups, self.pieces, self._comms)
 
@@ -276,7 +295,7 @@ class ShardedOptimizer:
                 group.grads.count(self._options_of)
         if self.whole is not None:
             self.whole.follow(self._groups, self.pieces, self._options_of)
-        views = self._views()
+        views = self.views()
         param_groups = [
             {**named.options, "params": [views[name] for name in named.names if name in views]}
             for named in named_groups
@@ -299,7 +318,7 @@ class ShardedOptimizer:
         self.optimizer.param_groups[index]["params"] = param_groups[index]["params"]
         if self._placeholder in (first := self.optimizer.param_groups[0]["params"]) and param_groups[index]["params"]:
             first.clear()
-        views, own = self._views(), set(named.names)
+        views, own = self.views(), set(named.names)
         self._make_first_states({name: view for name, view in views.items() if name in own})
         for piece in self.pieces:
             if piece.name in own and (keeper := self._own(piece)) is not None:
@@ -454,7 +473,10 @@ class ShardedOptimizer:
             return
         for group in self._groups:
             group.await_step()
-        self.whole.run(self._call_step, used, self._final_gradients(factor))
+        # One that steps all together may not take none; the others count their steps in their groups.
+        steps = bool(self.whole.views) or self._plan.scope is not StepScope.JOINT
+        act = self._call_step if steps else partial(note_step, self.optimizer)
+        self.whole.run(act, used, self._final_gradients(factor))
         self._gradients.clear()
 
     def _final_gradients(self, factor: float) -> Callable[[ParamPiece], Tensor]:

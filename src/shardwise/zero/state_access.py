@@ -34,8 +34,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from shardwise.comm.collectives import Comm
 from shardwise.comm.loss import LossAccumulator
+from shardwise.comm.merged import exchange_texts, merge_parts
 from shardwise.comm.mesh import CommGroups
 from shardwise.config.resolve import ConfigError
 from shardwise.layout.param_groups import GroupSpec, ParamSlice, ParamSpec
@@ -44,8 +44,10 @@ from shardwise.runtime.state_shards import FlatState, is_flat
 from shardwise.zero.optimizer import ShardedOptimizer
 from shardwise.zero.param_group import ParamGroup, ParamState
 from shardwise.zero.sharding_state import ShardingState
-from shardwise.zero.stored_state import ParamPiece
+from shardwise.zero.stored_state import ParamPiece, place_state
 from shardwise.zero.tp_params import gather_param, owned_part, shard_param, synchronize_shares
+from shardwise.zero.whole_states import StateKind, kinds_of, read_whole
+from shardwise.zero.whole_step import WholeStep
 
 PARAM: Final = "param"
 MASTER: Final = "master"
@@ -98,18 +100,6 @@ class ParamLocation:
         return None if slot is None else held.part(slot.offset, slot.offset + slot.stop - slot.start)
 
 
-@dataclass(frozen=True)
-class _StateKind:
-    """Describes an optimizer's state: as long as the parameter, or one number, `value`."""
-
-    dtype: str
-    value: float | None
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return getattr(torch, self.dtype)
-
-
 def read_state(states: EngineState, name: str, state: str = PARAM, to_rank: int | None = None) -> Tensor | None:
     """Return the full tensor of one state of a parameter, as a copy. All ranks call it with the same arguments.
 
@@ -141,13 +131,28 @@ def read_held_state(states: EngineState, name: str, state: str) -> Tensor | None
         state: as for `read_state`.
     """
     place = find_held(states, name)
+    whole = states.sharded.whole
+    if whole is not None and state not in (PARAM, MASTER, GRAD):
+        return _read_of_owner(states, whole, place, state)
     local = _read_local(states, place, state)
-    if local is not None and local.dim():
+    if local is not None and local.dim() and local.numel() == place.spec.numel:  # not a factor, say
         local = local.view(place.spec.shape)
         local = gather_param(
             place.spec.split, local, states.comms.tensor, f"{state} of {name}", is_gradient=state == GRAD
         )
     return local
+
+
+def _read_of_owner(states: EngineState, whole: WholeStep, place: ParamLocation, state: str) -> Tensor | None:
+    """Return a state of a parameter that one rank steps whole."""
+    kinds = _kinds(states, place)
+    if not kinds and not difflib.get_close_matches(state, (PARAM, MASTER, GRAD), n=1):
+        return None
+    kind, name, shape = _pick(kinds, place, state), place.spec.name, place.spec.global_shape
+    if kind.value is not None:
+        return torch.tensor(kind.value, dtype=kind.torch_dtype)
+    flat = read_whole(whole, states.sharded.optimizer, name, state, kind, torch.Size(shape).numel())
+    return flat.view(shape if kind.shape is None else kind.shape)
 
 
 def _read_local(states: EngineState, place: ParamLocation, state: str) -> Tensor | None:
@@ -185,15 +190,21 @@ def write_state(
     _check_rank(states, "from_rank", from_rank)
     place, spec = find(states, name), spec_of(states, name)
     is_number, dtype = False, torch.float64  # on every rank, whatever its stages' parameters are
+    shape = torch.Size(spec.global_shape)
     if state not in (PARAM, MASTER, GRAD):
         note = _of_holder(
             states, place, f"kind of {state} of {name}", lambda own: asdict(_pick(_kinds(states, own), own, state))
         )
-        kind = _StateKind(**note)
+        kind = StateKind(**note)
         is_number, dtype = kind.value is not None, kind.torch_dtype
-    shape = torch.Size() if is_number else torch.Size(spec.global_shape)
+        shape = torch.Size() if is_number else shape if kind.shape is None else torch.Size(kind.shape)
     flat = _receive(states, value, shape, dtype, from_rank, f"{state} of {name}")
     if place is None:
+        return
+    is_odd = not is_number and shape != spec.global_shape
+    if (is_odd or states.sharded.whole is not None) and state not in (PARAM, MASTER, GRAD):
+        if (view := states.sharded.views().get(spec.name)) is not None:
+            place_state(states.sharded.optimizer, view, state, flat)
         return
     if not is_number:
         split, tp_index = place.spec.split, states.comms.tensor.rank
@@ -211,14 +222,16 @@ def write_state(
 def read_optimizer_states(states: EngineState, name: str) -> dict[str, Tensor]:
     """Return all that the optimizer keeps of a parameter: full states 1-D, numbers 0-d.
 
-    All ranks of the parameter's stages call it. With `write_optimizer_states` it moves states to another layout.
+    All ranks of the parameter's stages call it. With `write_optimizer_states` it moves states to another layout. A
+    parameter that an owner steps whole keeps its states, so there are none to move.
     """
     place = find_held(states, name)
-    own = _own_states(states, place)
+    if states.sharded.whole is not None:
+        return {}
     return {
         key: torch.tensor(kind.value, dtype=kind.torch_dtype)
         if kind.value is not None
-        else _assemble(states, place, own.get(key), kind.torch_dtype, key)
+        else _own_state(states, place, key, kind)
         for key, kind in _kinds(states, place).items()
     }
 
@@ -396,7 +409,14 @@ def _read_optimizer_state(states: EngineState, place: ParamLocation, state: str)
     kind = _pick(kinds, place, state)
     if kind.value is not None:
         return torch.tensor(kind.value, dtype=kind.torch_dtype)
-    return _assemble(states, place, _own_states(states, place).get(state), kind.torch_dtype, state)
+    return _own_state(states, place, state, kind)
+
+
+def _own_state(states: EngineState, place: ParamLocation, state: str, kind: StateKind) -> Tensor:
+    own = _own_states(states, place).get(state)
+    if kind.shape is not None:
+        return own.detach().clone()
+    return _assemble(states, place, own, kind.torch_dtype, state)
 
 
 def _write_optimizer_state(states: EngineState, place: ParamLocation, value: Tensor, state: str) -> None:
@@ -404,7 +424,8 @@ def _write_optimizer_state(states: EngineState, place: ParamLocation, value: Ten
     piece, slot = _own_piece(states, place), place.slot
     if piece is None or slot is None:
         return
-    states.sharded.write_state(piece, state, value[slot.start : slot.stop] if value.dim() else value)
+    is_cut = value.dim() and value.numel() == place.spec.numel  # else a number, or such as a factor
+    states.sharded.write_state(piece, state, value[slot.start : slot.stop] if is_cut else value)
 
 
 def _own_piece(states: EngineState, place: ParamLocation) -> ParamPiece | None:
@@ -417,21 +438,25 @@ def _own_states(states: EngineState, place: ParamLocation) -> Mapping[str, Any]:
     return states.sharded.states_of(piece) if piece is not None else {}
 
 
-def _kinds(states: EngineState, place: ParamLocation) -> dict[str, _StateKind]:
+def _kinds(states: EngineState, place: ParamLocation) -> dict[str, StateKind]:
     """Return the optimizer's states of a parameter; ranks that hold nothing of it learn them from the others."""
-    own: dict[str, tuple[str, float | None]] = {}
+    if states.sharded.whole is not None:
+        return kinds_of(states.sharded.whole, states.sharded.optimizer, place.spec.name)
+    own: dict[str, tuple[str, float | None, tuple[int, ...] | None]] = {}
     for key, value in _own_states(states, place).items():
         if isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0):
-            own[key] = (_dtype_name(torch.as_tensor(value).dtype), float(value))
+            own[key] = (_dtype_name(torch.as_tensor(value).dtype), float(value), None)
         elif is_flat(value) and place.slot and value.numel == place.slot.stop - place.slot.start:
-            own[key] = (_dtype_name(value.dtype), None)
+            own[key] = (_dtype_name(value.dtype), None, None)
+        elif isinstance(value, Tensor) and place.is_whole:
+            own[key] = (_dtype_name(value.dtype), None, tuple(value.shape))
     if place.is_whole:
-        return {key: _StateKind(*kind) for key, kind in own.items()}
+        return {key: StateKind(*kind) for key, kind in own.items()}
     texts = exchange_texts(states.comms.shards, json.dumps(own), f"optimizer states of {place.spec.name}")
-    return {key: _StateKind(*kind) for text in texts for key, kind in json.loads(text).items()}
+    return {key: StateKind(*kind) for text in texts for key, kind in json.loads(text).items()}
 
 
-def _pick(kinds: Mapping[str, _StateKind], place: ParamLocation, state: str) -> _StateKind:
+def _pick(kinds: Mapping[str, StateKind], place: ParamLocation, state: str) -> StateKind:
     if state in kinds:
         return kinds[state]
     there = ", ".join((*_fixed(place), *kinds))
@@ -497,45 +522,6 @@ def _check_rank(states: EngineState, argument: str, rank: int | None) -> None:
     num_ranks = states.comms.all.world_size
     if rank is not None and not 0 <= rank < num_ranks:
         raise ConfigError("rank-out-of-range", f"{argument}={rank} is no rank; there are 0 to {num_ranks - 1}")
-
-
-def merge_parts(comm: Comm, part: Tensor | None, start: int, numel: int, dtype: torch.dtype, name: str) -> Tensor:
-    """Return a 1-D tensor on every rank from the ranks' parts, which do not overlap.
-
-    The bits are summed as integers, where all but one rank have zeros: exact in every dtype, and one collective.
-
-    Args:
-        comm: the group of the ranks.
-        part: this rank's elements; None if it has none.
-        start: the position of `part` in the result.
-        numel: elements of the result.
-        dtype: of the result and the parts.
-        name: for counts and messages.
-    """
-    words = torch.zeros(-(-numel * dtype.itemsize // 8), dtype=torch.int64, device=comm.device)
-    flat = words.view(dtype)[:numel]
-    if part is not None:
-        flat[start : start + part.numel()].copy_(part.reshape(-1))
-    if numel > 0:
-        comm.all_reduce(words, words.dtype, name).wait()
-    return flat
-
-
-def exchange_texts(comm: Comm, text: str, name: str) -> list[str]:
-    """Return every rank's text, in rank order.
-
-    Args:
-        comm: the group of the ranks.
-        text: this rank's text.
-        name: for counts and messages.
-    """
-    own = torch.tensor(list(text.encode()), dtype=torch.uint8, device=comm.device)
-    length = torch.tensor([float(own.numel())], dtype=torch.float64, device=comm.device)
-    (longest,) = comm.max_scalars(length, name)
-    table = torch.full((comm.world_size, int(longest)), ord(" "), dtype=torch.uint8, device=comm.device)  # [n, bytes]
-    table[comm.rank, : own.numel()] = own
-    comm.all_gather(table.view(-1), name).wait()
-    return [bytes(row.tolist()).decode() for row in table]
 
 
 def take_over(states: EngineState, groups: Iterable[ParamGroup]) -> None:

@@ -245,6 +245,6 @@ def place_state(optimizer: Optimizer, view: nn.Parameter, state: str, value: Ten
         # torch keeps step counts on the host, except for kernels that read them on the device.
         is_on_host = not value.dim() and not (options.get("fused") or options.get("capturable"))
         kept = value.detach().to("cpu" if is_on_host else view.device, copy=True)
-        of_piece[state] = kept.view(view.shape) if kept.dim() else kept
+        of_piece[state] = kept.view(view.shape) if kept.dim() and kept.numel() == view.numel() else kept
     else:
         of_piece[state] = value

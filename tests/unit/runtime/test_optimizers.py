@@ -23,7 +23,6 @@ from shardwise.runtime.optimizers import (
     learning_rate_factor,
     optimizer_names,
     own_scheduler,
-    refuse_unless_element_wise,
     schedule_of,
 )
 
@@ -74,14 +73,6 @@ def test_unknown_names_are_refused() -> None:
     with refused("unknown-optimizer") as caught:
         build_optimizer(OptimizerConfig(name="x" * 5000), [])
     assert len(str(caught.value)) < 500
-
-
-def test_a_given_optimizer_must_be_element_wise() -> None:
-    weight = nn.Parameter(torch.ones(2, 2))
-    refuse_unless_element_wise(torch.optim.AdamW([weight]))
-    for kind in (torch.optim.LBFGS, torch.optim.Adafactor):
-        with refused("optimizer-element-wise", kind.__name__):
-            refuse_unless_element_wise(kind([weight]))
 
 
 def test_settings_reach_those_that_know_them() -> None:

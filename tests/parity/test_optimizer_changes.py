@@ -1,0 +1,224 @@
+"""What a script does to the optimizer between steps acts: states reset, groups added, weights swapped for evaluation."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness.pool import WorkerPool
+from harness.refusals import refused
+from harness.training import make_config
+from shardwise import Engine, initialize
+
+STAGES: Final = [{"zero": {"stage": stage}} for stage in range(4)]
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def batch_of(step: int) -> Tensor:
+    return torch.randn(4, 7, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+def loss_of(output: Tensor, batch: Tensor) -> tuple[Tensor, int]:
+    return output.square().sum(), len(output)
+
+
+def one_process(make: Callable[[nn.Module], Any], change: Callable[..., None], num_steps: int = 4) -> dict[str, Tensor]:
+    model = build()
+    optimizer = make(model)
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        total, count = loss_of(model(batch_of(step)), batch_of(step))
+        (total / count).backward()
+        nn.utils.clip_grad_norm_([each for group in optimizer.param_groups for each in group["params"]], 0.5)
+        optimizer.step()
+        change(model, optimizer, step)
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def sharded(
+    make: Callable[[nn.Module], Any], change: Callable[..., None], sections: Mapping[str, Any], num_steps: int = 4
+) -> tuple[dict[str, Tensor], Engine]:
+    model = build()
+    optimizer = make(model)
+    config = make_config(1, {"optimizer": {"clip_norm": 0.5}, **sections})
+    engine = initialize(model, config, loss_fn=loss_of, optimizer=optimizer)
+    for step in range(num_steps):
+        engine.train_step([batch_of(step)])  # all ranks take the same
+        change(model, engine.optimizer, step)
+    return {name: engine.read(name) for name, _ in model.named_parameters()}, engine
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def clear(model: nn.Module, optimizer: Any, step: int) -> None:
+    if step == 1:
+        optimizer.state.clear()
+
+
+def make_again(model: nn.Module, optimizer: Any, step: int) -> None:
+    if step == 1:
+        optimizer.state = defaultdict(dict)
+
+
+def drop_each(model: nn.Module, optimizer: Any, step: int) -> None:
+    for group in optimizer.param_groups if step == 2 else ():
+        for param in group["params"]:
+            optimizer.state[param] = {}
+
+
+def prune(model: nn.Module, optimizer: Any, step: int) -> None:
+    for state in optimizer.state.values() if step == 1 else ():
+        state["exp_avg"].mul_(0.25)
+        state["exp_avg_sq"].zero_()
+        state["step"].fill_(1.0)
+
+
+def replace(model: nn.Module, optimizer: Any, step: int) -> None:
+    for group in optimizer.param_groups if step == 1 else ():
+        for param in group["params"]:
+            optimizer.state[param]["exp_avg"] = torch.zeros_like(param)
+
+
+CHANGES: Final = [clear, make_again, drop_each, prune, replace]
+
+
+def add_head(model: nn.Module, optimizer: Any, step: int) -> None:
+    """The head was in no group; its bias was frozen."""
+    if step == 1:
+        model[2].requires_grad_(True)
+        optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.01})
+
+
+def only_first(model: nn.Module) -> torch.optim.Optimizer:
+    model[2].bias.requires_grad_(False)
+    return torch.optim.AdamW(model[0].parameters(), lr=0.05)
+
+
+class Averaged(torch.optim.SGD):
+    """Evaluates with an average of its weights, which `eval` swaps in and `train` out, as schedule-free ones do."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self.is_training = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        assert self.is_training
+        super().step()
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param].setdefault("mean", torch.zeros_like(param)).lerp_(param, 0.5)
+
+    @torch.no_grad()
+    def swap(self, to_train: bool) -> None:
+        if self.is_training is not to_train:
+            self.is_training = to_train
+            for group in self.param_groups:
+                for param in group["params"]:
+                    kept = param.clone()
+                    param.copy_(self.state[param]["mean"])
+                    self.state[param]["mean"].copy_(kept)
+
+    def eval(self) -> None:
+        self.swap(False)
+
+    def train(self) -> None:
+        self.swap(True)
+
+
+def averaged(model: nn.Module) -> torch.optim.Optimizer:
+    return Averaged(model.parameters(), lr=0.05)
+
+
+def swap(model: nn.Module, optimizer: Any, step: int) -> None:
+    if step == 1:
+        optimizer.eval()
+        optimizer.train()
+    if step == 3:
+        optimizer.eval()
+
+
+def run_all(rank: int, world_size: int, folder: str) -> list[str]:
+    """What is not as in one process."""
+    away = [
+        {"zero": {"stage": 2}, "tiers": {"optimizer": "host", "grads": "host"}},
+        {"zero": {"stage": 3}, "tiers": {"optimizer": "nvme", "nvme_path": folder}},
+    ]
+    cases = [(adamw, change, sections) for change in CHANGES for sections in (STAGES[3], *away)]
+    cases += [(only_first, add_head, sections) for sections in (*STAGES, *away)]
+    cases += [(averaged, swap, sections) for sections in STAGES]
+    wrong = []
+    for make, change, sections in cases:
+        where = f"{change.__name__} {sections}"
+        try:
+            found, engine = sharded(make, change, sections)
+        except Exception as error:
+            wrong.append(f"{where}: {error!r}")
+            continue
+        with engine:
+            for name, value in one_process(make, change).items():
+                if not torch.allclose(found[name], value, rtol=1e-9, atol=1e-11):
+                    wrong.append(f"{where}: {name} is off by {(found[name] - value).abs().max()}")
+            if make is averaged:
+                whole = build()
+                whole.load_state_dict(found)
+                seen, expected = engine.model(batch_of(9)), whole(batch_of(9))
+                wrong += [] if torch.allclose(seen, expected, rtol=1e-9) else [f"{where}: evaluation"]
+    return wrong
+
+
+def test_changes_between_steps_act(ranks: WorkerPool, tmp_path: Any) -> None:
+    for wrong in ranks(2).run(run_all, str(tmp_path)):
+        assert not wrong, "\n".join(wrong)
+
+
+def test_encoded_states_are_reset_too() -> None:
+    seen = []
+    for change in (clear, prune):
+        model = nn.Linear(128, 64)
+        engine = initialize(
+            copy.deepcopy(model),
+            make_config(1, {"precision": {"param": "fp32", "states": "int8"}}),
+            loss_fn=loss_of,
+            optimizer=None,
+        )
+        with engine:
+            for step in range(3):
+                engine.train_step([torch.randn(4, 128, generator=torch.Generator().manual_seed(step))])
+                change(model, engine.optimizer, step + 1 - 1)
+                if step == 1:
+                    seen.append(engine.read("weight", "exp_avg_sq"))
+    assert seen[0] is None
+    assert not seen[1].any()
+
+
+def test_a_scheduler_of_another_optimizer_is_refused() -> None:
+    model = build()
+    other = torch.optim.lr_scheduler.StepLR(adamw(model), 1)
+    with refused("scheduler-of-another", "StepLR"):
+        initialize(model, make_config(1, {}), loss_fn=loss_of, optimizer=adamw(model), scheduler=other)
+    with initialize(model, make_config(1, {}), loss_fn=loss_of) as engine:
+        with refused("scheduler-of-another", "StepLR"):
+            engine.scheduler = other
+        engine.scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, 1)
+
+
+@pytest.mark.parametrize("group", [{"params": [torch.zeros(2)]}, {"params": "0.weight"}])
+def test_groups_of_other_tensors_are_refused(group: dict[str, Any]) -> None:
+    model = build()
+    with initialize(model, make_config(1, {}), loss_fn=loss_of) as engine:
+        known = model[0].weight if group["params"] == "0.weight" else None
+        with refused("optimizer-parameter-twice" if known is not None else "optimizer-foreign-tensor"):
+            engine.optimizer.add_param_group({"params": [known]} if known is not None else group)
