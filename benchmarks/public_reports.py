@@ -51,12 +51,12 @@ def verdict_of(pool: WorkerPool, module: str, name: str, layout: str) -> tuple[s
         pool(2).run(run_case, module, name, layout, timeout_s=TIMEOUT_S)
     except RankError as error:
         said = [line for line in str(error).splitlines() if re.search(r"rank \d of 2 ", line)]
-        codes = [code for line in said for code in re.findall(r"raised Refused: \[([\w-]+)\]", line)]
+        codes = [code for line in said for code in re.findall(r"raised RefusedError: \[([\w-]+)\]", line)]
         codes = [code for code in codes if code not in HANGS]
         failures = [re.sub(r"^.*?rank (\d) of 2 (raised )?", r"rank \1: ", line) for line in said]
-        uncoded = [each for each in failures if not re.search(r": (Refused|Differs): |was stopped$", each)]
-        if any(": Differs: " in each for each in failures):
-            return "wrong", next(each for each in failures if ": Differs: " in each)[:300]
+        uncoded = [each for each in failures if not re.search(r": (RefusedError|DiffersError): |was stopped$", each)]
+        if any(": DiffersError: " in each for each in failures):
+            return "wrong", next(each for each in failures if ": DiffersError: " in each)[:300]
         if uncoded or not codes:
             return "crash", (uncoded or failures)[0][:300]
         return f"refused {codes[0]}", next(each for each in failures if codes[0] in each)[:300]

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from reports.kit import (
-    Differs,
+    DiffersError,
     Layout,
     Net,
     Trained,
@@ -83,7 +83,7 @@ def uneven_numbers_of_micro_batches(layout: Layout) -> None:
         for batches in steps:
             mine = list(own(engine, batches, layout))
             engine.train_step(mine[: 2 if dist.get_rank() == 0 else 1])
-    raise Differs("a step of three micro-batches of four was taken")
+    raise DiffersError("a step of three micro-batches of four was taken")
 
 
 @report("THUDM/slime#1860", "shapes", "0 1 2 3 full selective pp zb")
@@ -240,5 +240,5 @@ def draws_of_data_ranks(layout: Layout) -> None:
     both = [torch.empty_like(seen[0]) for _ in range(2)]
     dist.all_gather(both, seen[0])
     if torch.equal(*both):
-        raise Differs("both data ranks drop the same elements")
+        raise DiffersError("both data ranks drop the same elements")
     same_on_all_ranks("number of draws", float(len(seen)))

@@ -18,7 +18,7 @@ from reports.kit import (
     ADAMW,
     BLOCK_PLAN,
     LAYOUTS,
-    Differs,
+    DiffersError,
     Layout,
     LossFn,
     Net,
@@ -108,6 +108,11 @@ class Rows(torch.utils.data.Dataset[Tensor]):
         return torch.full((8,), float(index), dtype=torch.float64)
 
 
+def outputs(output: Tensor, _: Any) -> tuple[Tensor, int]:
+    """Return the sum of squared outputs, and how many there are."""
+    return output.square().sum(), len(output)
+
+
 @report("KempnerInstitute/KempnerForge#57", "data position", "0 3 tp pp")
 def second_resume_in_an_epoch(layout: Layout) -> None:
     """KempnerInstitute/KempnerForge#57: the second resume within an epoch reads rows again."""
@@ -116,9 +121,7 @@ def second_resume_in_an_epoch(layout: Layout) -> None:
         with shared_folder() as folder:
             for number, stop in enumerate(stops):
                 options = {"batch": {"micro_size": 4 // layout.num_data_ranks, "accumulation": 1}}
-                with engine_of(
-                    net(), layout, 1, lambda o, _: (o.square().sum(), len(o)), plan=BLOCK_PLAN, **options
-                ) as engine:
+                with engine_of(net(), layout, 1, outputs, plan=BLOCK_PLAN, **options) as engine:
                     loader = shardwise.data_loader(engine, Rows())
                     if number:
                         loader.load_state_dict(engine.load(folder).extra)
@@ -339,4 +342,4 @@ def masks_of_the_second_step(layout: Layout) -> None:
     dist.all_gather(both, torch.stack(seen[:4]))
     alike = [(i, j) for i in range(8) for j in range(i) if torch.equal(torch.cat(both)[i], torch.cat(both)[j])]
     if alike:
-        raise Differs(f"forwards {alike} draw the same numbers")
+        raise DiffersError(f"forwards {alike} draw the same numbers")

@@ -1,7 +1,7 @@
 """What the rebuilt reports share: layouts, tiny models, training on the engine and in one plain process, a comparison.
 
 A case is a function of a layout, which runs on each of two ranks. It returns where the layout trains as one plain
-process does, raises `Differs` where it does not, and passes every other error on.
+process does, raises `DiffersError` where it does not, and passes every other error on.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ WIDTH: Final = 8
 LR: Final = 0.05
 
 
-class Differs(AssertionError):
+class DiffersError(AssertionError):
     """Raised where the values are others than those of one plain process."""
 
 
-class Refused(RuntimeError):
+class RefusedError(RuntimeError):
     """Carries the code of an error of the library, in brackets, and its message."""
 
 
@@ -103,12 +103,12 @@ def report(source: str, kind: str, layouts: str) -> Callable[[Callable[[Layout],
 
 
 def run_case(rank: int, world_size: int, module: str, name: str, layout: str) -> None:
-    """Run one case in one layout on this rank of the pool; an error with a code becomes `Refused`."""
+    """Run one case in one layout on this rank of the pool; an error with a code becomes `RefusedError`."""
     try:
         getattr(importlib.import_module(module), name)(LAYOUTS[layout])
     except Exception as error:
         if code := getattr(error, "code", ""):
-            raise Refused(f"[{code}] {type(error).__name__}: {error}") from error
+            raise RefusedError(f"[{code}] {type(error).__name__}: {error}") from error
         raise
 
 
@@ -266,7 +266,7 @@ def fill(result: Trained, engine: Engine) -> None:
 
 
 def check(actual: Trained, expected: Trained, tolerance: float = 1e-6, buffers: bool = False) -> None:
-    """Raise `Differs` unless losses, norms and parameters are the same to the tolerance."""
+    """Raise `DiffersError` unless losses, norms and parameters are the same to the tolerance."""
     near(
         "losses",
         torch.tensor(actual.losses, dtype=torch.float64),
@@ -293,19 +293,19 @@ def check(actual: Trained, expected: Trained, tolerance: float = 1e-6, buffers: 
 
 
 def near(what: str, actual: Tensor, expected: Tensor, tolerance: float = 1e-6, largest: float = 0.0) -> None:
-    """Raise `Differs` where two tensors differ by more than the tolerance, relative to the largest."""
+    """Raise `DiffersError` where two tensors differ by more than the tolerance, relative to the largest."""
     if actual.shape != expected.shape:
-        raise Differs(f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
+        raise DiffersError(f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
     if not actual.numel():
         return
     actual, expected = actual.detach().double(), expected.detach().double()
     error = float((actual - expected).abs().max()) / max(largest, float(expected.abs().max()), 1e-12)
     if not (math.isfinite(error) and error <= tolerance):
-        raise Differs(f"{what}: relative error {error:.2g}")
+        raise DiffersError(f"{what}: relative error {error:.2g}")
 
 
 def same_on_all_ranks(what: str, value: Tensor | float) -> None:
-    """Raise `Differs` where ranks have different values."""
+    """Raise `DiffersError` where ranks have different values."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     for other in found[1:]:

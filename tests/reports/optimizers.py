@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from reports.kit import (
     ADAMW,
     Block,
-    Differs,
+    DiffersError,
     Layout,
     Net,
     Trained,
@@ -70,6 +70,41 @@ def clipped_by_the_script(layout: Layout) -> None:
     check(result, plain(model, steps, squares, clip=0.05))
 
 
+@report("baidu-baige/LoongForge#152", "norms", "0 1 2 3 host")
+def scaled_in_a_hook(layout: Layout) -> None:
+    """baidu-baige/LoongForge#152: a sibling: a hook of the optimizer scales the gradients before its step."""
+    model, steps = net(), vectors()
+
+    def halve(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.5)
+
+    def make(made: nn.Module) -> torch.optim.Optimizer:
+        optimizer = sgd(made)
+        optimizer.register_step_pre_hook(halve)
+        return optimizer
+
+    check(ours(model, steps, layout, squares, optimizer=make), plain(model, steps, squares, make))
+
+
+@report("Haian-Jin/LVSM#19", "skipped steps", "0 1 2 3 host")
+def gradients_cleared_by_the_model(layout: Layout) -> None:
+    """Haian-Jin/LVSM#19: a sibling: the script clears the gradients of a step that it leaves out by the model."""
+    model, steps, result = net(), vectors(4), Trained()
+    with engine_of(model, layout, 2, squares) as engine:
+        for number, batches in enumerate(steps):
+            for batch in own(engine, batches, layout):
+                engine.backward(engine(batch))
+            if number % 2 == 0:
+                engine.model.zero_grad()
+            else:
+                result.losses.append(engine.step(partial=True).loss)
+        fill(result, engine)
+    check(result, plain(model, [steps[1], steps[3]], squares))
+
+
 class Scaled(nn.Module):
     """Norm, linear layer, norm: the norms' weights begin at one."""
 
@@ -94,7 +129,7 @@ def small_steps_in_bf16(layout: Layout) -> None:
             engine.train_step(own(engine, batches, layout))
         master = engine.read("last.weight", "master")
     if master is None or float((master - 1.0).abs().max()) < 5e-4:
-        raise Differs(f"the master moved by {master}, the parameter by {moved}")
+        raise DiffersError(f"the master moved by {master}, the parameter by {moved}")
 
 
 class Routed(nn.Module):

@@ -15,7 +15,7 @@ from reports.checkpoints import causal, shared_folder
 from reports.kit import (
     ADAMW,
     Block,
-    Differs,
+    DiffersError,
     Layout,
     Net,
     Trained,
@@ -305,7 +305,7 @@ def frequencies_after_meta(layout: Layout) -> None:
         near("frequencies", found, dict(llama().float().named_buffers())["model.rotary_emb.inv_freq"], 1e-7)
         same_on_all_ranks("frequencies", found.clone())
         if found.dtype != torch.float32:
-            raise Differs(f"the frequencies are in {found.dtype}")
+            raise DiffersError(f"the frequencies are in {found.dtype}")
         engine.train_step([shifted(tokens(1, 1))[0][0]])
     finally:
         engine.close()

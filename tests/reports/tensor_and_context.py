@@ -123,6 +123,44 @@ def reward_of_the_last_token(layout: Layout) -> None:
     check(ours(model, steps, layout), plain(model, steps))
 
 
+class Critic(nn.Module):
+    """Gives a value for each token, from the hidden states of a model of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.value = llama(), nn.Linear(16, 1).double()
+
+    def forward(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        output = self.inner(input_ids=input_ids, output_hidden_states=True)
+        return output.logits, self.value(output.hidden_states[-1])[..., 0]
+
+
+def policy_and_value(output: Any, batch: Any) -> tuple[Tensor, Any]:
+    """Add the squared error of the values to the cross entropy."""
+    total, count = cross_entropy(output[0], batch)
+    return total + ((output[1] - 0.3).square() * batch[1].ne(-100)).sum(), count
+
+
+@report("OpenRLHF/OpenRLHF#1168", "outputs", "0 3 tp tp-chunk sp pp cp")
+def value_of_each_token(layout: Layout) -> None:
+    """OpenRLHF/OpenRLHF#1168: a sibling: a critic around the model, which reads its hidden states."""
+    torch.manual_seed(0)
+    model, steps = Critic(), shifted(tokens())
+    check(ours(model, steps, layout, policy_and_value), plain(model, steps, policy_and_value))
+
+
+@report("hiyouga/EasyR1#11012", "masks", "0 3 tp tp-chunk sp pp cp ulysses")
+def rows_of_padding(layout: Layout) -> None:
+    """hiyouga/EasyR1#11012: rows whose mask is all zero fill up a rank's micro-batches."""
+    model, steps = llama(), tokens()
+    for batches in steps:
+        for batch in batches:
+            batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+            batch["attention_mask"][1] = 0
+            batch["labels"][1] = -100
+    check(ours(model, steps, layout), plain(model, steps))
+
+
 def tempered(output: Any, batch: Any) -> tuple[Tensor, Tensor]:
     """Divide each token's logits by a temperature of its own."""
     logits = output.logits / (1.0 + batch[2][..., None].to(output.logits.dtype))
