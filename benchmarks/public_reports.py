@@ -68,9 +68,13 @@ def rank_of(verdict: str) -> int:
     return ORDER.index(verdict.split()[0])
 
 
-def run(only: Sequence[str], only_layouts: Sequence[str]) -> Results:
-    """Run the cases whose name or source has one of these parts, all by default."""
-    pool, results = WorkerPool(), {}
+def run(only: Sequence[str], only_layouts: Sequence[str], kept: Path | None) -> Results:
+    """Run the cases whose name or source has one of these parts, all by default; keep the results after each.
+
+    Where only some cases run, the others' results stay in the file.
+    """
+    pool = WorkerPool()
+    results: Results = json.loads(kept.read_text()) if only and kept and kept.exists() else {}
     try:
         for module, name, report, text in cases():
             if only and not any(part in f"{module}.{name} {report.source}" for part in only):
@@ -82,6 +86,8 @@ def run(only: Sequence[str], only_layouts: Sequence[str]) -> Results:
                     if only:
                         print(f"    {layout}: {': '.join(layouts[layout])}", flush=True)
             results[name] = {"source": report.source, "kind": report.kind, "text": text, "layouts": layouts}
+            if kept:
+                kept.write_text(json.dumps(results, indent=1))
             print(f"{name}: {summary(layouts)} ({time.monotonic() - begin:.1f} s)", flush=True)
     finally:
         pool.close()
@@ -94,8 +100,8 @@ def summary(layouts: Mapping[str, Sequence[str]]) -> str:
     for layout, (verdict, _) in layouts.items():
         found.setdefault(verdict, []).append(layout)
     ordered = sorted(found, key=rank_of, reverse=True)
-    if ordered == ["right"]:
-        return "right"
+    if ordered in (["right"], []):
+        return "".join(ordered) or "–"
     return "; ".join(f"{each} ({', '.join(found[each])})" for each in ordered if each != "right")
 
 
@@ -119,7 +125,9 @@ def link(source: str) -> str:
 
 def counts(results: Results) -> str:
     """Say how many cases have which worst verdict."""
-    worst = [max((v.split()[0] for v, _ in r["layouts"].values()), key=rank_of) for r in results.values()]
+    worst = [
+        max((v.split()[0] for v, _ in r["layouts"].values()), key=rank_of) for r in results.values() if r["layouts"]
+    ]
     return ", ".join(f"{worst.count(each)} {each}" for each in ORDER)
 
 
@@ -133,20 +141,17 @@ def main() -> None:
     parser.add_argument("--before", type=Path, help="results of another tree, for a column beside these")
     parser.add_argument("--markdown", type=Path, help="a page whose table is replaced, or a file to make")
     options = parser.parse_args()
-    results = (
-        json.loads(options.read.read_text())
-        if options.read
-        else run(options.only, [name for name in options.layouts.split(",") if name])
-    )
+    if options.read:
+        results = json.loads(options.read.read_text())
+    else:
+        results = run(options.only, [name for name in options.layouts.split(",") if name], options.json)
     before = json.loads(options.before.read_text()) if options.before else {}
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1))
     text = table(results, before)
     print(f"\n{text}\n\n{len(results)} reports: {counts(results)}")
     if options.markdown:
         page = options.markdown.read_text() if options.markdown.exists() else f"{BEGIN}\n{END}\n"
-        head, rest = page.split(BEGIN)
-        options.markdown.write_text(f"{head}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}")
+        head, tail = page.split(BEGIN)
+        options.markdown.write_text(f"{head}{BEGIN}\n{text}\n{END}{tail.split(END)[1]}")
 
 
 if __name__ == "__main__":

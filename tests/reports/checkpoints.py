@@ -340,6 +340,6 @@ def masks_of_the_second_step(layout: Layout) -> None:
             engine.train_step([(x, x[:, :1])] * 2)
     both = [torch.empty(4, 3, 8, dtype=torch.float64) for _ in range(2)]
     dist.all_gather(both, torch.stack(seen[:4]))
-    alike = [(i, j) for i in range(8) for j in range(i) if torch.equal(torch.cat(both)[i], torch.cat(both)[j])]
-    if alike:
-        raise DiffersError(f"forwards {alike} draw the same numbers")
+    equal = [(i, j) for i in range(8) for j in range(i) if torch.equal(torch.cat(both)[i], torch.cat(both)[j])]
+    if equal:
+        raise DiffersError(f"forwards {equal} draw the same numbers")

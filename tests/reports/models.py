@@ -32,7 +32,7 @@ from reports.kit import (
 
 
 class Popping(nn.Module):
-    """Takes its input out of a list that its caller hands over, so that nobody else keeps it."""
+    """Takes its input out of a list that its caller hands over, so that no other keeps it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Counting(nn.Module):
 def plain_counter(layout: Layout) -> None:
     """allenai/OLMo-core#720: what a forward counts beside its result is counted again by the recomputation."""
     model, batch = net(lambda: Net(Counting)), [each[0] for each in vectors(3, 1)]
-    steps = [[each] * layout.num_data_ranks for each in batch]  # the same on both ranks, which count alike
+    steps = [[each] * layout.num_data_ranks for each in batch]  # the same on both ranks
     check(ours(model, steps, layout, squares), plain(model, [[each] for each in batch], squares))
 
 
