@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from enum import Enum
-from functools import partial
+from itertools import starmap
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -25,16 +24,22 @@ from shardwise.offload.storage import StateStorage, loaded
 from shardwise.offload.tiers import Tiers
 from shardwise.offload.worker import Task
 from shardwise.runtime.memory_tracker import Category, trim_host_memory
-from shardwise.runtime.param_guard import ReleasedParameterError, set_parameter_class, watched_type
+from shardwise.runtime.param_guard import ParameterClasses, ReleasedParameterError, set_parameter_class
 from shardwise.runtime.precision import torch_dtype
-from shardwise.runtime.torch_private import parameter_class, plain_torch_functions, set_data, version
+from shardwise.runtime.torch_private import (
+    has_views,
+    is_fake,
+    parameter_class,
+    plain_torch_functions,
+    set_data,
+    set_unsharded_storage,
+    version,
+)
 from shardwise.schedule.actions import ActionKind
 from shardwise.zero.grad_buckets import GradBucket
 from shardwise.zero.group_gather import GroupGather
 from shardwise.zero.resources import ShardingResources
 from shardwise.zero.tp_params import gather_param, shard_param
-
-log = logging.getLogger("shardwise")
 
 
 class ParamState(Enum):
@@ -57,7 +62,7 @@ class ParamGroup:
         layout: gives stage and precision.
         parameters: the module's parameters in the order of `spec.params`; their data moves into `full`.
         resources: shared by the engine's groups.
-        released: returns the class of a parameter whose storage is freed, a subclass of its own.
+        classes: of parameters whose storage is freed, and of those whose writes are watched.
 
     Attributes:
         full: the whole group, 1-D; the parameters are views of it.
@@ -68,6 +73,8 @@ class ParamGroup:
         state: which part of `full` is valid.
         is_pinned: the parameters stay present until they are unpinned.
         is_stepped: the group has taken its step in the backward that is under way.
+        is_lent: graphs or views outside of the unit may share the memory of `full`. It dies with them: it is never
+            freed in their presence.
     """
 
     def __init__(
@@ -76,7 +83,7 @@ class ParamGroup:
         layout: Layout,
         parameters: Sequence[nn.Parameter],
         resources: ShardingResources,
-        released: Callable[[type[nn.Parameter]], type[nn.Parameter]],
+        classes: ParameterClasses,
     ) -> None:
         stage, policy, comms, tiers = layout.stage_of(spec), layout.precision_of(spec), resources.comms, resources.tiers
         tracker = resources.tracker
@@ -85,7 +92,7 @@ class ParamGroup:
         self.parameters = tuple(parameters)
         self.is_released_between_uses = stage.unshard_for_use and not spec.is_stored_whole
         self.state = ParamState.UNSHARDED
-        self.is_pinned = self.is_stepped = False
+        self.is_pinned = self.is_stepped = self.is_lent = False
         self._comms = comms
         self._tracker = tracker
         self._pool = resources.pool
@@ -103,10 +110,7 @@ class ParamGroup:
         self.full = allocate(spec.padded_numel, dtype=dtype, device=device)
         self._full_bytes = self.full.untyped_storage().nbytes()
         tracker.track(self.full, Category.GATHERED if self.is_released_between_uses else Category.PARAMETERS)
-        views = [
-            self.shaped(index, self.full[place.offset : place.offset + place.numel])
-            for index, place in enumerate(spec.params)
-        ]
+        views = self._views()
         numel, where = self.shard_stop - self.shard_start, spec.tiers
         self.gathering = GroupGather(spec, layout, resources, self.full)
         self._is_decoded = self.gathering.codec is not None and not self.is_released_between_uses
@@ -119,13 +123,18 @@ class ParamGroup:
         self.master = self._place_master(tiers, policy.keeps_master, master_dtype)
         self._fill(resources.values, master_dtype)
         self._kinds = tuple(parameter_class(parameter) for parameter in parameters)
-        self._released = tuple(map(released, self._kinds))
+        self._released = tuple(map(classes.released, self._kinds))
+        # Where they are not what is stored, writes must be followed.
+        self._follows_writes = self.is_released_between_uses or self.master is not self.shard
+        self._present = tuple(map(classes.present, self._kinds)) if self._follows_writes else self._kinds
+        self._hashes: dict[int, Tensor | None] = {}  # of the parameters whose `data` was read
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.grad = None
             set_data(parameter, view)
         trim_host_memory()  # of the values that went into the shards
         self._versions = [version(parameter) for parameter in self.parameters]
         self.grads = GradBucket(spec, layout, resources) if spec.trainable else None
+        self._set_classes()
         self._free()
 
     def _place_master(self, tiers: Tiers, is_copy: bool, dtype: torch.dtype) -> StateStorage:
@@ -145,6 +154,11 @@ class ParamGroup:
         """Return a parameter's elements as they are in the group, 1-D, in its local shape; bytes in its dtype too."""
         parameter, place = self.parameters[index], self.spec.params[index]
         return flat.view(parameter.dtype).view(parameter.shape) if self.spec.is_opaque else flat.view(place.shape)
+
+    def _views(self) -> list[Tensor]:
+        """Return the parameters' places in `full`, which is not freed."""
+        places = [self.full[place.offset : place.offset + place.numel] for place in self.spec.params]
+        return list(starmap(self.shaped, enumerate(places)))
 
     def unshard(self) -> None:
         """Start to make all of `full` valid; does nothing where it is valid or an all-gather is under way.
@@ -198,10 +212,14 @@ class ParamGroup:
             self._timeline.add(ActionKind.FETCH, self.spec.name, self._unshard_start_s)
         self._timeline.add(ActionKind.UNSHARD, self.spec.name, self._unshard_start_s)
 
-    def reshard(self) -> None:
-        """Free `full` after its last use, if the parameters are stored as shards and not pinned."""
+    def reshard(self, keeps_views: bool = False) -> None:
+        """Free `full` after its last use, if the parameters are stored as shards and not pinned.
+
+        Args:
+            keeps_views: no graph will ask for the parameters again, so other tensors that share their memory keep it.
+        """
         start_s = self._timeline.now()
-        if not self.is_pinned and self._free():
+        if not self.is_pinned and self._free(keeps_views):
             self._timeline.add(ActionKind.RESHARD, self.spec.name, start_s)
 
     def prefetch(self) -> None:
@@ -211,10 +229,42 @@ class ParamGroup:
             self.shard.prefetch()
 
     def pin(self) -> None:
-        """Make the parameters present, and keep them so."""
+        """Make the parameters present, and keep them so; their uses are reported."""
         self.wait()
-        self.unguard()
+        self.guard()
         self.is_pinned = True
+
+    def lend(self, index: int) -> Tensor | None:
+        """Return a present parameter as a view of its own: a graph keeps this one, and its memory with it.
+
+        None where the parameter's class computes in its own way, as quantised ones do: no view does that.
+        """
+        self.is_lent = True
+        parameter = self.parameters[index]
+        if self._kinds[index] is not nn.Parameter:
+            return None
+        with plain_torch_functions():
+            return parameter.view_as(parameter)
+
+    def claim(self) -> None:
+        """Give the unit memory that is its own alone, as it is freed and gathered again while graphs share it."""
+        if self.is_lent and self._is_viewed():
+            self._replace_memory(keeps_values=True)
+        self.is_lent = False
+
+    def note_data(self, index: int, value: Tensor | None, is_held: bool) -> None:
+        """Note that a present parameter's `data` is read, or set it: no version counts what is written there.
+
+        Args:
+            index: of the parameter.
+            value: what it is set to; None where it is read.
+            is_held: the parameter is inside `gathered`, at whose end what was written is asked for.
+        """
+        self.is_lent = True
+        if index not in self._hashes:
+            self._hashes[index] = self._hash(index) if is_held else None
+        if value is not None:
+            self._assign(self.parameters[index], value)
 
     def unguard(self) -> None:
         """Make the parameters plain: all uses from now on are known to need them."""
@@ -222,13 +272,13 @@ class ParamGroup:
             self._set_classes()
 
     def guard(self) -> None:
-        """Report every further use of the parameters, unless they are pinned."""
-        if self.is_released_between_uses and not self.is_pinned:
+        """Report every further use of the parameters."""
+        if self.is_released_between_uses:
             self._guard_all()
 
     def watch(self, watched: type[nn.Parameter] | None) -> None:
         """Give parameters that are stored whole the class `watched`, which reports some uses; None for their own."""
-        if not self.is_released_between_uses and self.state is ParamState.UNSHARDED:
+        if not self._follows_writes and self.state is ParamState.UNSHARDED:
             self._set_classes(watched)
 
     def refresh(self) -> None:
@@ -276,6 +326,7 @@ class ParamGroup:
         self.gathering.forget()
         if self.master is not self.shard:
             self._narrow()
+        self._hashes.clear()
         self._free()
         if not self.is_released_between_uses:
             if self.shard.numel < self.full.numel() or self._is_decoded:
@@ -291,33 +342,111 @@ class ParamGroup:
         return any(tensor.untyped_storage() is storage for tensor in tensors)
 
     def check_unchanged(self) -> None:
-        """Raise if a parameter was moved, or written, by other code since the engine was made.
+        """Take over what other code has written into the parameters; raise where the engine cannot follow.
 
         Raises:
-            ConfigError: names the parameter.
+            ConfigError: a parameter was moved, or a trained one was written in place, since the engine was made; names
+                the parameter.
         """
         storage = self.full.untyped_storage()
         with plain_torch_functions():
-            for parameter, place, seen in zip(self.parameters, self.spec.params, self._versions, strict=True):
-                if parameter.untyped_storage() is not storage:
+            for index, (parameter, place) in enumerate(zip(self.parameters, self.spec.params, strict=True)):
+                if parameter.untyped_storage() is not storage and not self._adopt(index):
                     raise ConfigError(
                         "parameter-moved",
                         f"parameter {place.name} was moved or converted after initialize (model.to, model.half, "
                         "p.data = ...), but the engine keeps it in a buffer of its own; convert the model before "
                         "initialize, and set precision.param",
                     )
-                if version(parameter) != seen:
+                if version(parameter) != self._versions[index] and self.spec.trainable:
                     raise ConfigError(
                         "parameter-written",
                         f"parameter {place.name} was written after initialize, but the engine trains a master of its "
                         "own; write before initialize, or inside `with engine.gathered(write=True):`",
                     )
+        if self.state is ParamState.UNSHARDED:
+            self._follow_writes()
 
     @property
     def is_written(self) -> bool:
         """Say whether other code has written a parameter since the engine was made."""
+        return self.has_new_version or self.written_data is not None
+
+    @property
+    def has_new_version(self) -> bool:
+        """Say whether other code has written a parameter in place."""
         with plain_torch_functions():
             return [version(parameter) for parameter in self.parameters] != self._versions
+
+    @property
+    def written_data(self) -> str | None:
+        """Return the name of a parameter that was written through its `data` inside `gathered`; None for none."""
+        for index, before in self._hashes.items():
+            if before is not None and not torch.equal(before, self._hash(index)):
+                return self.spec.params[index].name
+        return None
+
+    def forget_data(self) -> None:
+        """Take over nothing of what has been written through `data`."""
+        self._hashes.clear()
+
+    def take_written(self) -> None:
+        """Take over this rank's slice of the present parameters, as other code has written them, everywhere.
+
+        A master keeps its precision where its parameter is unchanged.
+        """
+        own = self.full[self.shard_start : self.shard_stop]
+        has_copies = self.gathering.has_copies
+        for start in range(0, own.numel(), CHUNK_NUMEL) if self.master is not self.shard or has_copies else ():
+            written = own[start : start + CHUNK_NUMEL]
+            master = self.master.read(start, start + written.numel()).to(own.device)
+            is_changed = written != self.gathering.shown(master)
+            self.master.write(start, torch.where(is_changed, written.to(master.dtype), master))
+        if has_copies:
+            self.gathering.forget()
+            if self.master is not self.shard and self.is_released_between_uses:
+                self._narrow()
+        elif self.is_released_between_uses:
+            self.shard.write(0, own)
+        self._hashes.clear()
+        for index in range(len(self.parameters)):
+            self.accept_written(index)
+
+    def _follow_writes(self) -> None:
+        """Take over what has been written into the present parameters since they were gathered, if something has."""
+        if self._hashes or (not self.spec.trainable and self.has_new_version):
+            with torch.no_grad():
+                self.take_written()
+
+    def _assign(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Set a parameter's `data`; where nothing trains it, its values go where they are stored."""
+        with plain_torch_functions(), torch.no_grad():
+            if self.spec.trainable or not _is_like(value, parameter):
+                set_data(parameter, value)
+            elif value.data_ptr() != parameter.data_ptr():
+                parameter.detach().copy_(value)
+
+    def _adopt(self, index: int) -> bool:
+        """Put a frozen parameter's new data where its values are stored; say whether it could be."""
+        parameter, place = self.parameters[index], self.spec.params[index]
+        if self.spec.trainable or self.is_released_between_uses:
+            return False
+        view = self.shaped(index, self.full[place.offset : place.offset + place.numel])
+        if not _is_like(parameter, view):
+            return False
+        view.copy_(parameter.detach())
+        set_data(parameter, view)
+        return True
+
+    def _hash(self, index: int) -> Tensor:
+        """Return a number that changes with the parameter's bits."""
+        place = self.spec.params[index]
+        bits = self.full[place.offset : place.offset + place.numel].view(_WORDS[self.full.itemsize])
+        total = torch.zeros((), dtype=torch.int64, device=self.full.device)
+        for start in range(0, bits.numel(), CHUNK_NUMEL):
+            part = bits[start : start + CHUNK_NUMEL].long()
+            total += (part * torch.arange(2 * start + 1, 2 * (start + part.numel()), 2, device=total.device)).sum()
+        return total
 
     def trains(self) -> list[bool]:
         """Return the current `requires_grad` of each parameter."""
@@ -339,7 +468,8 @@ class ParamGroup:
         else:
             self.await_step()
         self._gather.wait()
-        self._set_classes()
+        for parameter, kind in zip(self.parameters, self._kinds, strict=True):
+            set_parameter_class(parameter, kind)
         for parameter, place in zip(self.parameters, self.spec.params, strict=True):
             if keep_values:
                 parameter.data = gather_param(
@@ -383,6 +513,7 @@ class ParamGroup:
         self.gathering.forget()
         if self.master is not self.shard and not is_narrowed:
             self._narrow()
+        self._hashes.clear()
         self._free()
         if self._is_gathered_after_step or (is_narrowed and not self.is_released_between_uses):
             self._set_state(ParamState.SHARDED)
@@ -397,14 +528,40 @@ class ParamGroup:
         for start in range(0, self.master.numel, CHUNK_NUMEL):
             self.shard.write(start, self.master.read(start, min(start + CHUNK_NUMEL, self.master.numel)))
 
-    def _free(self) -> bool:
+    def _free(self, keeps_views: bool = False) -> bool:
         """Free `full` where parameters are stored as shards; say whether there was something to free."""
         if not self.is_released_between_uses or self.state in (ParamState.SHARDED, ParamState.OFFLOADED):
             return False
         self._gather.wait()
-        self._tracker.resize(self.full, 0)
+        self._follow_writes()
+        if (keeps_views or self.is_lent) and self._is_viewed():
+            self._replace_memory(keeps_values=False)
+        else:
+            self._tracker.resize(self.full, 0)
+        self.is_lent = False
         self._set_state(ParamState.SHARDED)
         return True
+
+    def _is_viewed(self) -> bool:
+        """Say whether a tensor other than the parameters shares the memory of `full`; of parameters that are shards."""
+        may_be = self.is_released_between_uses and not is_fake(self.full)
+        return may_be and has_views(self.full, num_known=len(self.parameters))
+
+    # [Note: memory that is lent]
+    # A storage can be freed while tensors share it, and so it is between a unit's forward and its backward: the graph
+    # of the unit shares it, and reads it only after it is gathered again. Nothing tells other graphs and views when to
+    # read, so they keep the storage, which dies with the last of them, and the parameters go on in another one.
+    def _replace_memory(self, keeps_values: bool) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            memory = torch.empty_like(self.full)
+            if keeps_values:
+                memory.copy_(self.full)
+            self.full.set_(memory)  # the tensor stays, as others have it
+            for parameter, view in zip(self.parameters, self._views(), strict=True):
+                set_data(parameter, view)
+            if not keeps_values:
+                set_unsharded_storage(memory.untyped_storage(), 0)
+            self._tracker.track(self.full, Category.GATHERED)
 
     def _refuse_if_stepped(self) -> None:
         if self.is_stepped:
@@ -417,7 +574,7 @@ class ParamGroup:
     def _show_if_pinned(self) -> None:
         if self.is_pinned:  # inside `gathered`
             self.wait()
-            self.unguard()
+            self.guard()
 
     def _set_state(self, state: ParamState) -> None:
         self.state = state
@@ -427,7 +584,7 @@ class ParamGroup:
             self._set_classes()
 
     def _set_classes(self, watched: type[nn.Parameter] | None = None) -> None:
-        for parameter, kind in zip(self.parameters, self._kinds, strict=True):
+        for parameter, kind in zip(self.parameters, self._present, strict=True):
             set_parameter_class(parameter, kind if watched is None or kind is not nn.Parameter else watched)
 
     def _guard_all(self) -> None:
@@ -475,43 +632,8 @@ class ParamGroup:
         return shard_param(place.split, self._comms.tensor.rank, whole).reshape(-1)
 
 
-class HostUpdates:
-    """Gathers what steps on the host have changed, in the order in which all ranks have started them."""
-
-    def __init__(self) -> None:
-        self._ungathered: deque[ParamGroup] = deque()
-
-    def start(self, group: ParamGroup, stepping: Task) -> None:
-        """Let a group take over an update that is under way."""
-        self._ungathered.append(group)
-        group.refresh_in_background(stepping, partial(self.gather, group))
-
-    def gather(self, last: ParamGroup | None = None) -> None:
-        """Start the gathers of the updated groups, up to `last` or all."""
-        while self._ungathered and (last is None or last in self._ungathered):
-            self._ungathered[0].gather_update()
-            self._ungathered.popleft()
+_WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
-class GradientWatch:
-    """Warns once that `grad` of a parameter was read while the engine has the gradients."""
-
-    def __init__(self) -> None:
-        self._is_on = self._has_warned = False
-        self._watched = watched_type(self.on_read)
-
-    def turn(self, is_on: bool, groups: Sequence[ParamGroup]) -> None:
-        """Watch the parameters of groups that are stored whole, or stop."""
-        if is_on != self._is_on:
-            self._is_on = is_on
-            for group in groups:
-                group.watch(self._watched if is_on else None)
-
-    def on_read(self) -> None:
-        """Warn, the first time."""
-        if self._is_on and not self._has_warned:
-            self._has_warned = True
-            log.warning(
-                "a parameter's grad is None between engine.backward and engine.step: the engine has the gradients, "
-                "sharded, and clips them itself; set optimizer.clip_norm, or read them by engine.read(name, 'grad')"
-            )
+def _is_like(value: Tensor, target: Tensor) -> bool:
+    return (value.shape, value.dtype, value.device) == (target.shape, target.dtype, target.device)

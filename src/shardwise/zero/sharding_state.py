@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +23,15 @@ from shardwise.layout.param_groups import ROOT, GroupSpec
 from shardwise.offload.sizing import NUM_PREFETCHED
 from shardwise.offload.worker import Task
 from shardwise.runtime.module_hooks import claim, deferred, hook_gradient, hook_unit, read_with
-from shardwise.runtime.param_guard import ReleasedParameterError, released_types
+from shardwise.runtime.param_guard import ReleasedParameterError, parameter_classes
 from shardwise.runtime.torch_private import in_backward, on_backward_end
 from shardwise.schedule.actions import ActionKind
-from shardwise.zero.param_group import GradientWatch, HostUpdates, ParamGroup
+from shardwise.zero.param_group import ParamGroup, ParamState
 from shardwise.zero.prefetch import LockstepError, Names, PrefetchOrder, RecordedOrder, StaticOrder
 from shardwise.zero.reduction_order import ReductionOrder, RunningReductions
 from shardwise.zero.remote_params import RemoteParams, check_members
 from shardwise.zero.resources import ShardingResources
-from shardwise.zero.unit import LEGAL, Phase, Unit
+from shardwise.zero.unit import LEGAL, GradientWatch, HostUpdates, Phase, Unit
 
 
 class ShardingState:
@@ -83,10 +84,16 @@ class ShardingState:
         self._is_inner = self._has_gradients = self._holds_unreduced = False
         self._updates = HostUpdates()
         self._unannounced: list[ParamGroup] = []  # used where no hook reports it: whole until the end of the backward
+        self._lent: list[ParamGroup] = []  # gathered outside the model's forward, the last one last
         self._handles: list[RemovableHandle] = []
         self._gradient_handles: dict[ParamGroup, list[RemovableHandle]] = {}
         this, watch = weakref.ref(self), GradientWatch()
-        self._released = released_types(lambda parameter: _use_released(this(), parameter), watch.on_read)
+        self._classes = parameter_classes(
+            lambda parameter: _alive(this(), parameter).on_released_use(parameter),
+            watch.on_read,
+            lambda parameter, value: _alive(this(), parameter).on_data(parameter, value),
+            lambda parameter: _alive(this(), parameter).on_save(parameter),
+        )
         self._watch = watch
         try:
             for unit in self.units:
@@ -126,7 +133,7 @@ class ShardingState:
 
     def _make_group(self, spec: GroupSpec, layout: Layout) -> ParamGroup:
         members = [self._model.get_parameter(place.name) for place in spec.params]
-        group = ParamGroup(spec, layout, members, self._resources, self._released)
+        group = ParamGroup(spec, layout, members, self._resources, self._classes)
         self._place_of.update({id(parameter): (group, index) for index, parameter in enumerate(members)})
         if group.grads is not None:
             # C++ holds a parameter's hooks: strong references from there back to it could never be collected.
@@ -154,7 +161,7 @@ class ShardingState:
 
     def watch_gradients(self, is_on: bool = True) -> None:
         """Watch reads of a parameter's `grad` from a backward to its step, to warn that the engine has it; or stop."""
-        self._watch.turn(is_on, self.reductions.groups)
+        self._watch.turn(is_on, self.reductions.groups, self._classes.watched)
 
     def pre_forward(self, unit: Unit) -> None:
         """Make a unit's parameters available, and start to gather the next unit's."""
@@ -163,6 +170,9 @@ class ShardingState:
             self._enter_forward(unit)
         for group in unit.used_groups:
             group.wait()
+            if not is_recomputed and group not in self.held:
+                self._lent = [other for other in self._lent if other is not group]
+                group.claim()
             group.unguard()
         if not is_recomputed:
             self._prefetch_units()
@@ -199,7 +209,9 @@ class ShardingState:
         for group in unit.groups:
             if group.is_viewed_by(read):
                 self._pin_until_backward(group)
-            group.guard()
+                group.is_lent = True
+            if not group.is_pinned or group in self.held:
+                group.guard()
         if unit.is_root:
             self._end_forward(backward_follows)
             return
@@ -207,7 +219,7 @@ class ShardingState:
             for group in unit.groups:
                 self._pin_until_backward(group)
         elif not backward_follows or not self.order.is_last(unit.name):
-            unit.reshard()
+            unit.reshard(keeps_views=not backward_follows)
 
     def _end_forward(self, backward_follows: bool | None) -> None:
         self._updates.gather()  # before the backward's reductions: the same order of collectives on all ranks
@@ -216,7 +228,7 @@ class ShardingState:
         self._pass(self.order.end_forward())
         self._enter(Phase.IDLE)
         if backward_follows is False:
-            self.reshard_all()
+            self.reshard_all(keeps_views=True)
 
     def expect_input_gradients(self, unit: Unit, are_tracked: bool) -> None:
         """Note a forward: a unit's backward ends only after its inputs have their gradients, if they are tracked."""
@@ -384,12 +396,6 @@ class ShardingState:
         self.reductions.final.clear()
         self.watch_gradients(False)
 
-    def pin_until_backward(self, groups: Iterable[ParamGroup]) -> None:
-        """Make groups present in the next backward: a graph was built while all of them were plain."""
-        for group in groups:
-            if group.is_released_between_uses and group not in self._unannounced:
-                self._unannounced.append(group)
-
     @contextmanager
     def serving(self) -> Iterator[None]:
         """Serve the engine's call of the model, and the reading of its loss, inside the context."""
@@ -402,7 +408,7 @@ class ShardingState:
         finally:
             self.is_serving = False
             if not torch.is_grad_enabled():
-                self.reshard_all()  # what the loss has read
+                self.reshard_all(keeps_views=True)  # what the loss has read
 
     def abandon(self) -> None:
         """Leave a pass that did not reach its end."""
@@ -428,11 +434,16 @@ class ShardingState:
         self.held.update(new)
         return new
 
-    def reshard_all(self, groups: Iterable[ParamGroup] | None = None) -> None:
-        """Release all parameters that are stored as shards, or those of some groups, except in `held`."""
+    def reshard_all(self, groups: Iterable[ParamGroup] | None = None, keeps_views: bool = False) -> None:
+        """Release all parameters that are stored as shards, or those of some groups, except in `held`.
+
+        Args:
+            groups: the groups; None for all.
+            keeps_views: as for `ParamGroup.reshard`.
+        """
         for group in self.groups if groups is None else groups:
             group.is_pinned = group in self.held or group in self.kept
-            group.reshard()
+            group.reshard(keeps_views)
 
     def close(self, keep_values: bool = True) -> None:
         """Remove the hooks and give the parameters whole tensors of their own; a pass may have stopped midway.
@@ -570,30 +581,71 @@ class ShardingState:
         self._holds_unreduced = self.order.is_lockstep and not self.is_last
         self._resources.pool.trim()
 
-    def on_released_use(self, parameter: nn.Parameter) -> None:
-        """Gather a parameter that is used while its data is not present, or raise an error that says how to get it."""
+    def on_released_use(self, parameter: nn.Parameter) -> Tensor:
+        """Gather a parameter that is used where no unit has announced it; return the tensor to use in its place."""
         group, index = self._place_of[id(parameter)]
-        if not self.is_serving and self.phase not in (Phase.FORWARD, Phase.BACKWARD):
-            if not group.is_released:
-                group.wait()
-                if torch.is_grad_enabled():
-                    self._pin_until_backward(group)
-                return
+        if not group.is_released_between_uses:
+            group.wait()
+            return parameter
+        is_inside = self.is_serving or self.phase in (Phase.FORWARD, Phase.BACKWARD)
+        if group in self.held or not (is_inside or self.phase is Phase.STEPPING):
+            return self._lend(group, index)
+        if self.phase is Phase.STEPPING and group.is_released:
             raise ReleasedParameterError(
                 "parameter-released",
-                f"parameter {group.spec.params[index].name} is released: under ZeRO-3 it is whole only inside the "
-                "model's forward; read it inside `with engine.gathered():`",
+                f"parameter {group.spec.params[index].name} is released while the optimizer steps; read it before or "
+                "after engine.step()",
             )
         group.wait()
         self._pin_until_backward(group)
         group.unguard()
+        return parameter
+
+    def on_data(self, parameter: nn.Parameter, value: Tensor | None) -> Tensor:
+        """Note that a parameter's `data` is read, or set to `value`; return the tensor whose `data` it is."""
+        used = self.on_released_use(parameter)
+        group, index = self._place_of[id(parameter)]
+        group.note_data(index, value, group in self.held)
+        return used
+
+    def on_save(self, parameter: nn.Parameter) -> None:
+        """Refuse a state dict of parameters that are shards: often one rank alone asks for it, so none may gather."""
+        group, index = self._place_of[id(parameter)]
+        if group.is_released:
+            raise ReleasedParameterError(
+                "parameter-released",
+                f"parameter {group.spec.params[index].name} is released: under ZeRO-3 a state dict has values inside "
+                "`with engine.gathered():`, which all ranks enter; engine.save and engine.export_weights need none",
+            )
+
+    def _lend(self, group: ParamGroup, index: int) -> Tensor:
+        """Gather a group where no unit's hook says when it is used no more: until others are gathered so, or a unit
+        claims it.
+
+        All ranks that run the same code gather the same groups here, as in a forward.
+        """
+        if group.state is not ParamState.UNSHARDED:
+            near = [each for each in self._lent if each is not group and each not in self.units[0].groups]
+            for other in near[:-MOST_LENT]:
+                other.reshard(keeps_views=True)
+            group.wait()
+        self._lent = [*(each for each in self._lent if each is not group and not each.is_released), group]
+        if (alias := group.lend(index)) is not None:
+            return alias
+        self._pin_until_backward(group)
+        group.unguard()
+        return group.parameters[index]
 
 
-def _use_released(sharding: ShardingState | None, parameter: nn.Parameter) -> None:
+MOST_LENT: Final = 3
+"""Groups that stay gathered outside the model's forward beside the root's: code walks over a few modules at a time."""
+
+
+def _alive(sharding: ShardingState | None, parameter: nn.Parameter) -> ShardingState:
     if sharding is None:
         raise ReleasedParameterError(
             "parameter-without-engine",
             f"a parameter of shape {tuple(parameter.shape)} is released and its engine is gone; "
             "call engine.close() before the engine is dropped, so that parameters become whole",
         )
-    sharding.on_released_use(parameter)
+    return sharding

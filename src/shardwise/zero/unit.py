@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Final
 
+from torch import nn
+
 from shardwise.layout.param_groups import ROOT
+from shardwise.offload.worker import Task
 from shardwise.zero.param_group import ParamGroup
+
+log = logging.getLogger("shardwise")
 
 
 class Phase(Enum):
@@ -73,10 +81,10 @@ class Unit:
             return self.groups
         return tuple(group for group in self.groups if self.stage in group.spec.stages)
 
-    def reshard(self) -> None:
-        """Release the parameters that are stored as shards."""
+    def reshard(self, keeps_views: bool = False) -> None:
+        """Release the parameters that are stored as shards; `keeps_views` as for `ParamGroup.reshard`."""
         for group in self.groups:
-            group.reshard()
+            group.reshard(keeps_views)
 
     def save_record(self) -> tuple[int, bool]:
         """Forget the forwards so far, whose backwards come later; return what `restore_record` needs before them."""
@@ -87,3 +95,44 @@ class Unit:
     def restore_record(self, record: tuple[int, bool]) -> None:
         """Expect the backward of the forwards whose record was saved."""
         self.num_awaited_inputs, self.has_untracked_forward = record
+
+
+class HostUpdates:
+    """Gathers what steps on the host have changed, in the order in which all ranks have started them."""
+
+    def __init__(self) -> None:
+        self._ungathered: deque[ParamGroup] = deque()
+
+    def start(self, group: ParamGroup, stepping: Task) -> None:
+        """Let a group take over an update that is under way."""
+        self._ungathered.append(group)
+        group.refresh_in_background(stepping, partial(self.gather, group))
+
+    def gather(self, last: ParamGroup | None = None) -> None:
+        """Start the gathers of the updated groups, up to `last` or all."""
+        while self._ungathered and (last is None or last in self._ungathered):
+            self._ungathered[0].gather_update()
+            self._ungathered.popleft()
+
+
+class GradientWatch:
+    """Warns once that `grad` of a parameter was read while the engine has the gradients."""
+
+    def __init__(self) -> None:
+        self._is_on = self._has_warned = False
+
+    def turn(self, is_on: bool, groups: Sequence[ParamGroup], watched: type[nn.Parameter]) -> None:
+        """Watch the parameters of groups that are stored whole, by the class `watched`, or stop."""
+        if is_on != self._is_on:
+            self._is_on = is_on
+            for group in groups:
+                group.watch(watched if is_on else None)
+
+    def on_read(self) -> None:
+        """Warn, the first time."""
+        if self._is_on and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "a parameter's grad is None between engine.backward and engine.step: the engine has the gradients, "
+                "sharded, and clips them itself; set optimizer.clip_norm, or read them by engine.read(name, 'grad')"
+            )

@@ -74,8 +74,7 @@ def GatheredParameters(  # noqa: N802  DeepSpeed's name
     if not enabled:
         yield
         return
-    # In DeepSpeed no graph outlives the context, and a backward that needs the parameters gathers them again.
-    with gathered(params, modifier_rank=modifier_rank, keeps_graphs=False):
+    with gathered(params, modifier_rank=modifier_rank):
         yield
 
 
