@@ -96,7 +96,9 @@ def gathered_groups(
             yield context.model
             chosen = [group for group in sharding.groups if groups is None or group in groups]
             if write is None:
-                write = context.holds_anywhere(any(group.is_written for group in chosen), "whether a rank has written")
+                write = context.holds_anywhere(
+                    any(group.writes.are_there for group in chosen), "whether a rank has written"
+                )
                 context.status.check_present(params_suffice=not write)
             if write:
                 take_over(context.states(), chosen)
@@ -105,13 +107,13 @@ def gathered_groups(
             sharding.held.difference_update(held)
             held = [group for group in sharding.groups if group in held]  # those that were not replaced
             for group in held:
-                group.forget_data()
+                group.writes.forget_data()
             sharding.reshard_all(held, keeps_views=True)
 
 
 def _refuse_written_data(groups: Sequence[ParamGroup]) -> None:
-    """Raise where nobody has taken over what was written through `data`: as no version counts it, nobody would."""
-    name = next((name for group in groups if (name := group.written_data) is not None), None)
+    """Raise where what was written through `data` is not taken over: no version counts it, so none would find it."""
+    name = next((name for group in groups if (name := group.writes.written_data) is not None), None)
     if name is not None:
         raise ConfigError(
             "parameter-written",

@@ -4,7 +4,7 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +53,7 @@ class _WatchedParameter:
         with plain_torch_functions():
             detached = cast(Tensor, _DETACH(alias))
             # `nn.Parameter(parameter)` asks for a tensor of the same class, and marks it.
-            return of_class(type(self), detached) if caller is PARAMETER_CODE else detached
+            return of_class(type(cast(nn.Parameter, self)), detached) if caller is PARAMETER_CODE else detached
 
     @property
     def grad(self) -> Tensor | None:
@@ -152,17 +152,46 @@ class ParameterClasses:
         return self.watched if kind is nn.Parameter else kind
 
 
-def parameter_classes(
-    on_use: OnUse, on_read: Callable[[], None], on_data: OnData, on_save: Callable[[nn.Parameter], None]
-) -> ParameterClasses:
+class ParameterEvents(Protocol):
+    """Receives what happens to parameters that are released, or watched."""
+
+    def on_released_use(self, parameter: nn.Parameter) -> Tensor:
+        """Make a parameter's data present; return the tensor to use in its place."""
+
+    def on_data(self, parameter: nn.Parameter, value: Tensor | None) -> Tensor:
+        """Note that `data` is read, or set to `value`; return the tensor whose `data` it is."""
+
+    def on_save(self, parameter: nn.Parameter) -> None:
+        """Note that a state dict is to have a parameter."""
+
+
+def parameter_classes(receiver: Callable[[], ParameterEvents | None], on_read: Callable[[], None]) -> ParameterClasses:
     """Make the classes of the parameters of an engine.
 
     Args:
-        on_use: as for `released_type`.
+        receiver: a weak reference to what gets the events, which returns None once it is gone.
         on_read: as for `released_type`.
-        on_data: as for `watched_type`.
-        on_save: as for `released_type`.
     """
+
+    def events(parameter: nn.Parameter) -> ParameterEvents:
+        found = receiver()
+        if found is None:
+            raise ReleasedParameterError(
+                "parameter-without-engine",
+                f"a parameter of shape {tuple(parameter.shape)} is released and its engine is gone; "
+                "call engine.close() before the engine is dropped, so that parameters become whole",
+            )
+        return found
+
+    def on_use(parameter: nn.Parameter) -> Tensor:
+        return events(parameter).on_released_use(parameter)
+
+    def on_data(parameter: nn.Parameter, value: Tensor | None) -> Tensor:
+        return events(parameter).on_data(parameter, value)
+
+    def on_save(parameter: nn.Parameter) -> None:
+        events(parameter).on_save(parameter)
+
     released = functools.cache(lambda present: released_type(on_use, present, on_read, on_data, on_save))
     return ParameterClasses(watched_type(on_read, on_data), released)
 

@@ -268,7 +268,7 @@ PARAMETER_CODE: Final = nn.Parameter.__new__.__code__
 
 def of_class(kind: type[AnyTensor], tensor: Tensor) -> AnyTensor:
     """Return a tensor with the data of another, as one of class `kind`, whatever that class makes of `as_subclass`."""
-    return cast(AnyTensor, Tensor._make_subclass(kind, tensor))
+    return Tensor._make_subclass(kind, tensor)
 
 
 # What `Module.to` and the like ask before they give a parameter other data; it reads no values.

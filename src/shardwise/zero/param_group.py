@@ -6,14 +6,12 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from enum import Enum
 from itertools import starmap
-from typing import Final
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.comm.collectives import AsyncWork
 from shardwise.config.errors import EngineError
-from shardwise.config.resolve import ConfigError
 from shardwise.construction.shards import make_plain
 from shardwise.construction.values import ParamInitializer
 from shardwise.layout.layout import Layout
@@ -33,11 +31,11 @@ from shardwise.runtime.torch_private import (
     plain_torch_functions,
     set_data,
     set_unsharded_storage,
-    version,
 )
 from shardwise.schedule.actions import ActionKind
 from shardwise.zero.grad_buckets import GradBucket
 from shardwise.zero.group_gather import GroupGather
+from shardwise.zero.param_writes import ParamWrites
 from shardwise.zero.resources import ShardingResources
 from shardwise.zero.tp_params import gather_param, shard_param
 
@@ -73,6 +71,7 @@ class ParamGroup:
         state: which part of `full` is valid.
         is_pinned: the parameters stay present until they are unpinned.
         is_stepped: the group has taken its step in the backward that is under way.
+        writes: what other code writes into the parameters.
         is_lent: graphs or views outside of the unit may share the memory of `full`. It dies with them: it is never
             freed in their presence.
     """
@@ -127,12 +126,11 @@ class ParamGroup:
         # Where they are not what is stored, writes must be followed.
         self._follows_writes = self.is_released_between_uses or self.master is not self.shard
         self._present = tuple(map(classes.present, self._kinds)) if self._follows_writes else self._kinds
-        self._hashes: dict[int, Tensor | None] = {}  # of the parameters whose `data` was read
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.grad = None
             set_data(parameter, view)
         trim_host_memory()  # of the values that went into the shards
-        self._versions = [version(parameter) for parameter in self.parameters]
+        self.writes = ParamWrites(spec, self.parameters, self.full)
         self.grads = GradBucket(spec, layout, resources) if spec.trainable else None
         self._set_classes()
         self._free()
@@ -252,20 +250,6 @@ class ParamGroup:
             self._replace_memory(keeps_values=True)
         self.is_lent = False
 
-    def note_data(self, index: int, value: Tensor | None, is_held: bool) -> None:
-        """Note that a present parameter's `data` is read, or set it: no version counts what is written there.
-
-        Args:
-            index: of the parameter.
-            value: what it is set to; None where it is read.
-            is_held: the parameter is inside `gathered`, at whose end what was written is asked for.
-        """
-        self.is_lent = True
-        if index not in self._hashes:
-            self._hashes[index] = self._hash(index) if is_held else None
-        if value is not None:
-            self._assign(self.parameters[index], value)
-
     def unguard(self) -> None:
         """Make the parameters plain: all uses from now on are known to need them."""
         if self.is_released_between_uses:
@@ -326,69 +310,19 @@ class ParamGroup:
         self.gathering.forget()
         if self.master is not self.shard:
             self._narrow()
-        self._hashes.clear()
+        self.writes.forget_data()
         self._free()
         if not self.is_released_between_uses:
             if self.shard.numel < self.full.numel() or self._is_decoded:
                 self._set_state(ParamState.SHARDED)
                 self.wait()
-            for index in range(len(self.parameters)):
-                self.accept_written(index)
+            self.writes.accept()
         self._show_if_pinned()
 
     def is_viewed_by(self, tensors: Sequence[Tensor]) -> bool:
         """Say whether one of the tensors is a view of the parameters."""
         storage = self.full.untyped_storage()
         return any(tensor.untyped_storage() is storage for tensor in tensors)
-
-    def check_unchanged(self) -> None:
-        """Take over what other code has written into the parameters; raise where the engine cannot follow.
-
-        Raises:
-            ConfigError: a parameter was moved, or a trained one was written in place, since the engine was made; names
-                the parameter.
-        """
-        storage = self.full.untyped_storage()
-        with plain_torch_functions():
-            for index, (parameter, place) in enumerate(zip(self.parameters, self.spec.params, strict=True)):
-                if parameter.untyped_storage() is not storage and not self._adopt(index):
-                    raise ConfigError(
-                        "parameter-moved",
-                        f"parameter {place.name} was moved or converted after initialize (model.to, model.half, "
-                        "p.data = ...), but the engine keeps it in a buffer of its own; convert the model before "
-                        "initialize, and set precision.param",
-                    )
-                if version(parameter) != self._versions[index] and self.spec.trainable:
-                    raise ConfigError(
-                        "parameter-written",
-                        f"parameter {place.name} was written after initialize, but the engine trains a master of its "
-                        "own; write before initialize, or inside `with engine.gathered(write=True):`",
-                    )
-        if self.state is ParamState.UNSHARDED:
-            self._follow_writes()
-
-    @property
-    def is_written(self) -> bool:
-        """Say whether other code has written a parameter since the engine was made."""
-        return self.has_new_version or self.written_data is not None
-
-    @property
-    def has_new_version(self) -> bool:
-        """Say whether other code has written a parameter in place."""
-        with plain_torch_functions():
-            return [version(parameter) for parameter in self.parameters] != self._versions
-
-    @property
-    def written_data(self) -> str | None:
-        """Return the name of a parameter that was written through its `data` inside `gathered`; None for none."""
-        for index, before in self._hashes.items():
-            if before is not None and not torch.equal(before, self._hash(index)):
-                return self.spec.params[index].name
-        return None
-
-    def forget_data(self) -> None:
-        """Take over nothing of what has been written through `data`."""
-        self._hashes.clear()
 
     def take_written(self) -> None:
         """Take over this rank's slice of the present parameters, as other code has written them, everywhere.
@@ -408,54 +342,28 @@ class ParamGroup:
                 self._narrow()
         elif self.is_released_between_uses:
             self.shard.write(0, own)
-        self._hashes.clear()
-        for index in range(len(self.parameters)):
-            self.accept_written(index)
+        self.writes.accept()
+
+    def check_unchanged(self) -> None:
+        """Take over what other code has written into the parameters; raise where the engine cannot follow.
+
+        Raises:
+            ConfigError: as `ParamWrites.check`.
+        """
+        self.writes.check()
+        if self.state is ParamState.UNSHARDED:
+            self._follow_writes()
 
     def _follow_writes(self) -> None:
         """Take over what has been written into the present parameters since they were gathered, if something has."""
-        if self._hashes or (not self.spec.trainable and self.has_new_version):
+        if self.writes.are_followed:
             with torch.no_grad():
                 self.take_written()
-
-    def _assign(self, parameter: nn.Parameter, value: Tensor) -> None:
-        """Set a parameter's `data`; where nothing trains it, its values go where they are stored."""
-        with plain_torch_functions(), torch.no_grad():
-            if self.spec.trainable or not _is_like(value, parameter):
-                set_data(parameter, value)
-            elif value.data_ptr() != parameter.data_ptr():
-                parameter.detach().copy_(value)
-
-    def _adopt(self, index: int) -> bool:
-        """Put a frozen parameter's new data where its values are stored; say whether it could be."""
-        parameter, place = self.parameters[index], self.spec.params[index]
-        if self.spec.trainable or self.is_released_between_uses:
-            return False
-        view = self.shaped(index, self.full[place.offset : place.offset + place.numel])
-        if not _is_like(parameter, view):
-            return False
-        view.copy_(parameter.detach())
-        set_data(parameter, view)
-        return True
-
-    def _hash(self, index: int) -> Tensor:
-        """Return a number that changes with the parameter's bits."""
-        place = self.spec.params[index]
-        bits = self.full[place.offset : place.offset + place.numel].view(_WORDS[self.full.itemsize])
-        total = torch.zeros((), dtype=torch.int64, device=self.full.device)
-        for start in range(0, bits.numel(), CHUNK_NUMEL):
-            part = bits[start : start + CHUNK_NUMEL].long()
-            total += (part * torch.arange(2 * start + 1, 2 * (start + part.numel()), 2, device=total.device)).sum()
-        return total
 
     def trains(self) -> list[bool]:
         """Return the current `requires_grad` of each parameter."""
         with plain_torch_functions():
             return [parameter.requires_grad for parameter in self.parameters]
-
-    def accept_written(self, index: int) -> None:
-        """Accept one parameter's values as they are: it was written on purpose, and the master with it."""
-        self._versions[index] = version(self.parameters[index])
 
     def release(self, keep_values: bool = True) -> None:
         """Give the parameters plain, whole tensors of their own again; the group cannot be used afterwards.
@@ -513,7 +421,7 @@ class ParamGroup:
         self.gathering.forget()
         if self.master is not self.shard and not is_narrowed:
             self._narrow()
-        self._hashes.clear()
+        self.writes.forget_data()
         self._free()
         if self._is_gathered_after_step or (is_narrowed and not self.is_released_between_uses):
             self._set_state(ParamState.SHARDED)
@@ -556,12 +464,25 @@ class ParamGroup:
             memory = torch.empty_like(self.full)
             if keeps_values:
                 memory.copy_(self.full)
-            self.full.set_(memory)  # the tensor stays, as others have it
+            self.full.set_(memory.untyped_storage(), 0, memory.shape, (1,))  # the tensor stays, as others have it
             for parameter, view in zip(self.parameters, self._views(), strict=True):
                 set_data(parameter, view)
             if not keeps_values:
                 set_unsharded_storage(memory.untyped_storage(), 0)
             self._tracker.track(self.full, Category.GATHERED)
+
+    def refuse_if_released(self, index: int) -> None:
+        """Raise where a parameter has no values, but is to be saved.
+
+        Raises:
+            ReleasedParameterError: names the parameter.
+        """
+        if self.is_released:
+            raise ReleasedParameterError(
+                "parameter-released",
+                f"parameter {self.spec.params[index].name} is released: under ZeRO-3 a state dict has values inside "
+                "`with engine.gathered():`, which all ranks enter; engine.save and engine.export_weights need none",
+            )
 
     def _refuse_if_stepped(self) -> None:
         if self.is_stepped:
@@ -630,10 +551,3 @@ class ParamGroup:
             whole = whole.contiguous()
             ranks.broadcast(whole.view(-1), f"initial values of {place.name}")
         return shard_param(place.split, self._comms.tensor.rank, whole).reshape(-1)
-
-
-_WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
-
-
-def _is_like(value: Tensor, target: Tensor) -> bool:
-    return (value.shape, value.dtype, value.device) == (target.shape, target.dtype, target.device)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -23,15 +22,15 @@ from shardwise.layout.param_groups import ROOT, GroupSpec
 from shardwise.offload.sizing import NUM_PREFETCHED
 from shardwise.offload.worker import Task
 from shardwise.runtime.module_hooks import claim, deferred, hook_gradient, hook_unit, read_with
-from shardwise.runtime.param_guard import ReleasedParameterError, parameter_classes
+from shardwise.runtime.param_guard import parameter_classes
 from shardwise.runtime.torch_private import in_backward, on_backward_end
 from shardwise.schedule.actions import ActionKind
-from shardwise.zero.param_group import ParamGroup, ParamState
+from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.prefetch import LockstepError, Names, PrefetchOrder, RecordedOrder, StaticOrder
 from shardwise.zero.reduction_order import ReductionOrder, RunningReductions
 from shardwise.zero.remote_params import RemoteParams, check_members
 from shardwise.zero.resources import ShardingResources
-from shardwise.zero.unit import LEGAL, GradientWatch, HostUpdates, Phase, Unit
+from shardwise.zero.unit import LEGAL, GradientWatch, HostUpdates, LentGroups, Phase, Unit
 
 
 class ShardingState:
@@ -84,16 +83,11 @@ class ShardingState:
         self._is_inner = self._has_gradients = self._holds_unreduced = False
         self._updates = HostUpdates()
         self._unannounced: list[ParamGroup] = []  # used where no hook reports it: whole until the end of the backward
-        self._lent: list[ParamGroup] = []  # gathered outside the model's forward, the last one last
+        self._lent = LentGroups()
         self._handles: list[RemovableHandle] = []
         self._gradient_handles: dict[ParamGroup, list[RemovableHandle]] = {}
         this, watch = weakref.ref(self), GradientWatch()
-        self._classes = parameter_classes(
-            lambda parameter: _alive(this(), parameter).on_released_use(parameter),
-            watch.on_read,
-            lambda parameter, value: _alive(this(), parameter).on_data(parameter, value),
-            lambda parameter: _alive(this(), parameter).on_save(parameter),
-        )
+        self._classes = parameter_classes(this, watch.on_read)
         self._watch = watch
         try:
             for unit in self.units:
@@ -171,8 +165,7 @@ class ShardingState:
         for group in unit.used_groups:
             group.wait()
             if not is_recomputed and group not in self.held:
-                self._lent = [other for other in self._lent if other is not group]
-                group.claim()
+                self._lent.claim(group)
             group.unguard()
         if not is_recomputed:
             self._prefetch_units()
@@ -437,9 +430,7 @@ class ShardingState:
     def reshard_all(self, groups: Iterable[ParamGroup] | None = None, keeps_views: bool = False) -> None:
         """Release all parameters that are stored as shards, or those of some groups, except in `held`.
 
-        Args:
-            groups: the groups; None for all.
-            keeps_views: as for `ParamGroup.reshard`.
+        `keeps_views` is as for `ParamGroup.reshard`.
         """
         for group in self.groups if groups is None else groups:
             group.is_pinned = group in self.held or group in self.kept
@@ -584,68 +575,26 @@ class ShardingState:
     def on_released_use(self, parameter: nn.Parameter) -> Tensor:
         """Gather a parameter that is used where no unit has announced it; return the tensor to use in its place."""
         group, index = self._place_of[id(parameter)]
-        if not group.is_released_between_uses:
-            group.wait()
-            return parameter
         is_inside = self.is_serving or self.phase in (Phase.FORWARD, Phase.BACKWARD)
-        if group in self.held or not (is_inside or self.phase is Phase.STEPPING):
-            return self._lend(group, index)
-        if self.phase is Phase.STEPPING and group.is_released:
-            raise ReleasedParameterError(
-                "parameter-released",
-                f"parameter {group.spec.params[index].name} is released while the optimizer steps; read it before or "
-                "after engine.step()",
-            )
+        if group.is_released_between_uses and (group in self.held or not is_inside):
+            alias = self._lent.lend(group, index, stays=group in self.units[0].groups)
+            if alias is not None:
+                return alias
         group.wait()
-        self._pin_until_backward(group)
-        group.unguard()
+        if group.is_released_between_uses:
+            self._pin_until_backward(group)
+            group.unguard()
         return parameter
 
     def on_data(self, parameter: nn.Parameter, value: Tensor | None) -> Tensor:
         """Note that a parameter's `data` is read, or set to `value`; return the tensor whose `data` it is."""
         used = self.on_released_use(parameter)
         group, index = self._place_of[id(parameter)]
-        group.note_data(index, value, group in self.held)
+        group.is_lent = True
+        group.writes.note_data(index, value, group in self.held)
         return used
 
     def on_save(self, parameter: nn.Parameter) -> None:
         """Refuse a state dict of parameters that are shards: often one rank alone asks for it, so none may gather."""
         group, index = self._place_of[id(parameter)]
-        if group.is_released:
-            raise ReleasedParameterError(
-                "parameter-released",
-                f"parameter {group.spec.params[index].name} is released: under ZeRO-3 a state dict has values inside "
-                "`with engine.gathered():`, which all ranks enter; engine.save and engine.export_weights need none",
-            )
-
-    def _lend(self, group: ParamGroup, index: int) -> Tensor:
-        """Gather a group where no unit's hook says when it is used no more: until others are gathered so, or a unit
-        claims it.
-
-        All ranks that run the same code gather the same groups here, as in a forward.
-        """
-        if group.state is not ParamState.UNSHARDED:
-            near = [each for each in self._lent if each is not group and each not in self.units[0].groups]
-            for other in near[:-MOST_LENT]:
-                other.reshard(keeps_views=True)
-            group.wait()
-        self._lent = [*(each for each in self._lent if each is not group and not each.is_released), group]
-        if (alias := group.lend(index)) is not None:
-            return alias
-        self._pin_until_backward(group)
-        group.unguard()
-        return group.parameters[index]
-
-
-MOST_LENT: Final = 3
-"""Groups that stay gathered outside the model's forward beside the root's: code walks over a few modules at a time."""
-
-
-def _alive(sharding: ShardingState | None, parameter: nn.Parameter) -> ShardingState:
-    if sharding is None:
-        raise ReleasedParameterError(
-            "parameter-without-engine",
-            f"a parameter of shape {tuple(parameter.shape)} is released and its engine is gone; "
-            "call engine.close() before the engine is dropped, so that parameters become whole",
-        )
-    return sharding
+        group.refuse_if_released(index)

@@ -382,7 +382,7 @@ def _write_param(place: ParamLocation, flat: Tensor) -> None:
     if group.state is not ParamState.SHARDED:
         group.wait()
         group.parameters[place.index].copy_(group.shaped(place.index, rounded))
-        group.accept_written(place.index)
+        group.writes.accept(place.index)
     _copy_range(place.own_part(group.shard), rounded, place)
     if group.master is not group.shard:
         _copy_range(place.own_part(group.master), wide, place)

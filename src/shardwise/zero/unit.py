@@ -10,11 +10,11 @@ from enum import Enum
 from functools import partial
 from typing import Final
 
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.layout.param_groups import ROOT
 from shardwise.offload.worker import Task
-from shardwise.zero.param_group import ParamGroup
+from shardwise.zero.param_group import ParamGroup, ParamState
 
 log = logging.getLogger("shardwise")
 
@@ -115,6 +115,43 @@ class HostUpdates:
             self._ungathered.popleft()
 
 
+MOST_LENT: Final = 4
+"""Groups that stay gathered outside the model's forward beside the root's: code walks over a few modules at a time."""
+
+
+class LentGroups:
+    """Holds the groups that are gathered where no unit's hook says when they are used no more.
+
+    They stay until others are gathered so, or their unit claims them. All ranks that run the same code gather the same
+    groups here, as in a forward.
+    """
+
+    def __init__(self) -> None:
+        self._groups: list[ParamGroup] = []  # the last one last
+
+    def lend(self, group: ParamGroup, index: int, stays: bool) -> Tensor | None:
+        """Gather a group; return one of its parameters as `ParamGroup.lend` does.
+
+        Args:
+            group: the group.
+            index: of the parameter.
+            stays: others do not take its place.
+        """
+        if group.state is not ParamState.UNSHARDED:
+            for other in self._groups[: 1 - MOST_LENT]:
+                other.reshard(keeps_views=True)
+            group.wait()
+        if not stays:
+            others = (each for each in self._groups if each is not group and each.state is ParamState.UNSHARDED)
+            self._groups = [*others, group]
+        return group.lend(index)
+
+    def claim(self, group: ParamGroup) -> None:
+        """Leave a group to its unit, which is about to use it."""
+        self._groups = [other for other in self._groups if other is not group]
+        group.claim()
+
+
 class GradientWatch:
     """Warns once that `grad` of a parameter was read while the engine has the gradients."""
 
@@ -122,7 +159,13 @@ class GradientWatch:
         self._is_on = self._has_warned = False
 
     def turn(self, is_on: bool, groups: Sequence[ParamGroup], watched: type[nn.Parameter]) -> None:
-        """Watch the parameters of groups that are stored whole, by the class `watched`, or stop."""
+        """Watch the parameters of groups that are stored whole, or stop.
+
+        Args:
+            is_on: watch them.
+            groups: the groups.
+            watched: the class of parameters that are watched.
+        """
         if is_on != self._is_on:
             self._is_on = is_on
             for group in groups:
