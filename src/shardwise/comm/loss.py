@@ -262,8 +262,7 @@ class LossAccumulator:
         tensor = self._comms.tensor
         if tensor.world_size == 1:
             return torch.zeros(0, dtype=torch.float64, device=tensor.device)
-        own = self._sums[:1] if self._sums is not None else torch.zeros(1, dtype=torch.float64, device=tensor.device)
-        return own * (1.0 if tensor.rank == 0 else -1.0 / (tensor.world_size - 1))
+        return self._own_sums()[:1] * (1.0 if tensor.rank == 0 else -1.0 / (tensor.world_size - 1))
 
     def start_sum(self, name: str) -> Callable[[], list[float]]:
         """Start `sum_over_ranks`; return the function that waits for it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Final
 from weakref import WeakValueDictionary
 
@@ -15,7 +15,6 @@ from shardwise.config.resolve import ConfigError
 from shardwise.construction.shards import gathered_shards
 from shardwise.engine.step_context import StepContext
 from shardwise.layout.precision import DTYPE_BYTES
-from shardwise.runtime.module_hooks import saves_noted
 from shardwise.zero.memory_release import STATES, MemoryRelease, ReleaseTarget
 from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.state_access import take_over
@@ -37,9 +36,7 @@ def note_engine(context: StepContext) -> Callable[[], None]:
 
 
 @contextmanager
-def gathered(
-    parameters: Iterable[nn.Parameter] | nn.Parameter, modifier_rank: int | None = None, keeps_graphs: bool = True
-) -> Iterator[None]:
+def gathered(parameters: Iterable[nn.Parameter] | nn.Parameter, modifier_rank: int | None = None) -> Iterator[None]:
     """Make parameters whole inside the context: slices of `shardwise.init()`, and those that an engine shards.
 
     All ranks enter it with the same parameters, and leave it. It may be nested. What is written is kept at its end, in
@@ -49,8 +46,6 @@ def gathered(
     Args:
         parameters: one, or any number of them; those that are whole already stay so.
         modifier_rank: 0 if rank 0 alone writes: its values are everybody's. None if all ranks write the same.
-        keeps_graphs: whether a backward may follow of what is computed inside. To find that out autograd saves all
-            tensors through hooks, which give a function's backward tensors in place of the parameters that it saved.
 
     Raises:
         ConfigError: `modifier_rank` is another rank.
@@ -69,45 +64,63 @@ def gathered(
         for context in (context for context in noted if context is not None):
             groups = [group for group in context.sharding.groups if wanted.intersection(map(id, group.parameters))]
             if groups or wanted.intersection(context.sharding.absent.names):  # other stages may have them
-                stack.enter_context(gathered_groups(context, modifier_rank == 0 or None, groups, keeps_graphs))
+                stack.enter_context(gathered_groups(context, modifier_rank == 0 or None, groups))
         stack.enter_context(gathered_shards(given, takes_first=modifier_rank == 0))
         yield
 
 
 @contextmanager
 def gathered_groups(
-    context: StepContext, write: bool | None, groups: Sequence[ParamGroup] | None = None, keeps_graphs: bool = True
+    context: StepContext, write: bool | None, groups: Sequence[ParamGroup] | None = None
 ) -> Iterator[nn.Module]:
     """Keep parameters whole inside, and take over what rank 0 has written. See `Engine.gathered`.
+
+    Graphs and views of the parameters may outlive the context: they keep the memory.
 
     Args:
         context: of the engine.
         write: whether to take over; None to do so if any rank has written.
         groups: that have the parameters; None for all.
-        keeps_graphs: as `gathered`.
+
+    Raises:
+        ConfigError: a parameter was written through its `data`, and `write` is False.
     """
     context.status.check_present(params_suffice=not write)
     context.tiers.worker.check()
     sharding = context.sharding
     chosen = sharding.groups if groups is None else groups
     _check_memory_to_gather(context, chosen)
-    with context.failures_explained(), saves_noted() if keeps_graphs else nullcontext() as saves:
+    with context.failures_explained():
         held = sharding.hold(chosen)
         try:
             yield context.model
             chosen = [group for group in sharding.groups if groups is None or group in groups]
             if write is None:
-                write = context.holds_anywhere(any(group.is_written for group in chosen), "whether a rank has written")
+                write = context.holds_anywhere(
+                    any(group.writes.are_there for group in chosen), "whether a rank has written"
+                )
                 context.status.check_present(params_suffice=not write)
             if write:
                 context.note_update()
                 take_over(context.states(), chosen)
+            _refuse_written_data(chosen)
         finally:
             sharding.held.difference_update(held)
             held = [group for group in sharding.groups if group in held]  # those that were not replaced
-            sharding.reshard_all(held)
-            if saves:  # a backward will read them
-                sharding.pin_until_backward(held)
+            for group in held:
+                group.writes.forget_data()
+            sharding.reshard_all(held, keeps_views=True)
+
+
+def _refuse_written_data(groups: Sequence[ParamGroup]) -> None:
+    """Raise where what was written through `data` is not taken over: no version counts it, so none would find it."""
+    name = next((name for group in groups if (name := group.writes.written_data) is not None), None)
+    if name is not None:
+        raise ConfigError(
+            "parameter-written",
+            f"parameter {name} was written through its data inside engine.gathered(), but the engine trains a master "
+            "of its own; write inside `with engine.gathered(write=True):`",
+        )
 
 
 def offload(context: StepContext, include: Sequence[str] | None, target: ReleaseTarget) -> Mapping[str, int]:

@@ -341,20 +341,6 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[
 
 
 @contextmanager
-def saves_noted() -> Iterator[list[bool]]:
-    """Note whether autograd saves tensors for a backward inside the context: then the list given has an entry."""
-    noted: list[bool] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        if not noted:
-            noted.append(True)
-        return tensor.detach()  # an output would keep its own graph alive
-
-    with saved_tensors_hooks(note, _as_it_is):
-        yield noted
-
-
-@contextmanager
 def watch_outputs(model: nn.Module, on_output: Callable[[str, list[Tensor]], None]) -> Iterator[None]:
     """Show the tensors of every submodule's output to `on_output` inside the context, inner modules first."""
 

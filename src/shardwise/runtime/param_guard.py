@@ -1,14 +1,22 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Final, cast
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.config.errors import CodedError
-from shardwise.runtime.torch_private import plain_torch_functions, pytree
+from shardwise.runtime.torch_private import (
+    PARAMETER_CODE,
+    STATE_DICT_CODE,
+    of_class,
+    plain_torch_functions,
+    pytree,
+)
 
 
 class ReleasedParameterError(CodedError, RuntimeError):
@@ -16,9 +24,36 @@ class ReleasedParameterError(CodedError, RuntimeError):
 
 
 class _WatchedParameter:
-    """Is a parameter whose gradient is not in `grad`: reading `grad` calls `on_read` first."""
+    """Is a present parameter that other states follow: its gradient is not in `grad`, and a master trains it.
+
+    Reading `grad` calls `on_read` first, and `on_data` reports `data`: through it a parameter is written unseen, as
+    versions do not count there.
+    """
 
     on_read: Callable[[], None] = staticmethod(lambda: None)
+    on_data: Callable[[Any, Tensor | None], Tensor] = staticmethod(lambda parameter, value: parameter)
+    on_save: Callable[[Any], None] = staticmethod(lambda parameter: None)
+
+    @property
+    def data(self) -> Tensor:
+        alias = _reported(self, None)
+        with plain_torch_functions():
+            return cast(Tensor, _DATA.__get__(alias))
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        _reported(self, value)
+
+    def detach(self) -> Tensor:
+        """Return an alias, as `data` is one: it may outlive what the parameter shows."""
+        caller = sys._getframe(1).f_code
+        if caller is STATE_DICT_CODE:
+            type(self).on_save(self)
+        alias = _reported(self, None)
+        with plain_torch_functions():
+            detached = cast(Tensor, _DETACH(alias))
+            # `nn.Parameter(parameter)` asks for a tensor of the same class, and marks it.
+            return of_class(type(cast(nn.Parameter, self)), detached) if caller is PARAMETER_CODE else detached
 
     @property
     def grad(self) -> Tensor | None:
@@ -37,12 +72,18 @@ class _WatchedParameter:
         """Return a plain parameter with the same values: torch's own copy would be of this class."""
         this = cast(nn.Parameter, self)
         with plain_torch_functions():
-            copied = nn.Parameter(this.detach().clone(), this.requires_grad)
+            copied = nn.Parameter(_DETACH(this).clone(), this.requires_grad)
         memo[id(self)] = copied
         return copied
 
 
 _GRAD: Final[Any] = torch.Tensor.grad
+_DATA: Final[Any] = torch.Tensor.data
+_DETACH: Final[Any] = torch.Tensor.detach
+
+OnUse = Callable[[nn.Parameter], Tensor | None]
+OnData = Callable[[nn.Parameter, Tensor | None], Tensor]
+"""Is given a parameter whose `data` is read, or the value that it is set to; returns what to read it of."""
 
 
 def read_gradient(parameter: nn.Parameter) -> Tensor | None:
@@ -56,44 +97,114 @@ def has_gradient(parameter: nn.Parameter) -> bool:
         return read_gradient(parameter) is not None
 
 
-def watched_type(on_read: Callable[[], None]) -> type[nn.Parameter]:
-    """Make the class of a present parameter whose gradient is elsewhere; reading `grad` calls `on_read` first."""
-    return type("Parameter", (_WatchedParameter, nn.Parameter), {"on_read": staticmethod(on_read)})
+def watched_type(on_read: Callable[[], None], on_data: OnData) -> type[nn.Parameter]:
+    """Make the class of a present parameter whose gradient is elsewhere and whose `data` is watched.
+
+    It has no `__torch_function__`, so that operations cost what they cost on a plain one.
+    """
+    names = {"on_read": staticmethod(on_read), "on_data": staticmethod(on_data)}
+    return type("Parameter", (_WatchedParameter, nn.Parameter), names)
 
 
 def released_type(
-    on_use: Callable[[nn.Parameter], None],
+    on_use: OnUse,
     present: type[nn.Parameter] = nn.Parameter,
     on_read: Callable[[], None] = lambda: None,
+    on_data: OnData | None = None,
+    on_save: Callable[[nn.Parameter], None] = lambda parameter: None,
 ) -> type[nn.Parameter]:
     """Make the class of a parameter while its storage is released: its shape and dtype can be read, its data cannot.
 
     On the CPU an element-wise operation on a freed storage is a segmentation fault, and elsewhere it is garbage, so
     every other use first calls `on_use`, which makes the data present or raises. `set_parameter_class` changes the
-    class, as torch's own lazy parameters do; a parameter whose data is present is a plain `nn.Parameter`, at no cost.
+    class, as torch's own lazy parameters do; a parameter whose data is present need not have it, at no cost.
     `torch.tensor` and `torch.vmap` do not call the class before they read, so those two are not guarded.
 
     Args:
-        on_use: is given the parameter.
+        on_use: is given the parameter; returns the tensor that the operation gets in its place, None for itself.
         present: the class of parameters whose data is present.
         on_read: is called when `grad` is read, whose gradient is stored elsewhere.
+        on_data: as for `watched_type`; None where `data` is used as any other attribute.
+        on_save: is given the parameter where `Module.state_dict` reads it.
     """
     reason = "a block uses a parameter of another block, which is released"
     guard = torch.compiler.disable(on_use, reason=reason)
-    names = {"on_use": staticmethod(guard), "on_read": staticmethod(on_read)}
+
+    def use_data(parameter: nn.Parameter, value: Tensor | None) -> Tensor:
+        used = _used(parameter)
+        with plain_torch_functions():
+            if value is not None:
+                _DATA.__set__(parameter, value)
+            return used
+
+    names = {
+        "on_use": staticmethod(guard),
+        "on_read": staticmethod(on_read),
+        "on_data": staticmethod(use_data if on_data is None else on_data),
+        "on_save": staticmethod(on_save),
+    }
     return type("ReleasedParameter", (_GuardedParameter, present), names)
 
 
-def released_types(
-    on_use: Callable[[nn.Parameter], None], on_read: Callable[[], None]
-) -> Callable[[type[nn.Parameter]], type[nn.Parameter]]:
-    """Return a function: class of a present parameter -> its `released_type`, which is made once.
+@dataclass(frozen=True)
+class ParameterClasses:
+    """Says which class a parameter has, by its own class.
+
+    Attributes:
+        watched: while its data is present, and others follow what is written; of a plain parameter only.
+        released: while its data is not, or every use is reported.
+    """
+
+    watched: type[nn.Parameter]
+    released: Callable[[type[nn.Parameter]], type[nn.Parameter]]
+
+    def present(self, kind: type[nn.Parameter]) -> type[nn.Parameter]:
+        """Return the class of a present parameter of a class."""
+        return self.watched if kind is nn.Parameter else kind
+
+
+class ParameterEvents(Protocol):
+    """Receives what happens to parameters that are released, or watched."""
+
+    def on_released_use(self, parameter: nn.Parameter) -> Tensor:
+        """Make a parameter's data present; return the tensor to use in its place."""
+
+    def on_data(self, parameter: nn.Parameter, value: Tensor | None) -> Tensor:
+        """Note that `data` is read, or set to `value`; return the tensor whose `data` it is."""
+
+    def on_save(self, parameter: nn.Parameter) -> None:
+        """Note that a state dict is to have a parameter."""
+
+
+def parameter_classes(receiver: Callable[[], ParameterEvents | None], on_read: Callable[[], None]) -> ParameterClasses:
+    """Make the classes of the parameters of an engine.
 
     Args:
-        on_use: as for `released_type`.
+        receiver: a weak reference to what gets the events, which returns None once it is gone.
         on_read: as for `released_type`.
     """
-    return functools.cache(lambda present: released_type(on_use, present, on_read))
+
+    def events(parameter: nn.Parameter) -> ParameterEvents:
+        found = receiver()
+        if found is None:
+            raise ReleasedParameterError(
+                "parameter-without-engine",
+                f"a parameter of shape {tuple(parameter.shape)} is released and its engine is gone; "
+                "call engine.close() before the engine is dropped, so that parameters become whole",
+            )
+        return found
+
+    def on_use(parameter: nn.Parameter) -> Tensor:
+        return events(parameter).on_released_use(parameter)
+
+    def on_data(parameter: nn.Parameter, value: Tensor | None) -> Tensor:
+        return events(parameter).on_data(parameter, value)
+
+    def on_save(parameter: nn.Parameter) -> None:
+        events(parameter).on_save(parameter)
+
+    released = functools.cache(lambda present: released_type(on_use, present, on_read, on_data, on_save))
+    return ParameterClasses(watched_type(on_read, on_data), released)
 
 
 class _GuardedParameter(_WatchedParameter):
@@ -101,7 +212,7 @@ class _GuardedParameter(_WatchedParameter):
     `on_use`.
     """
 
-    on_use: Callable[[Any], None]
+    on_use: Callable[[Any], Tensor | None]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         type(self).on_use(self)
@@ -115,11 +226,44 @@ class _GuardedParameter(_WatchedParameter):
         if func is torch.Tensor.__repr__:
             return _describe(args[0])
         if func not in READABLE:
-            for leaf in pytree.tree_leaves((args, kwargs)):
+            leaves, structure = pytree.tree_flatten((args, kwargs))
+            for index, leaf in enumerate(leaves):
                 if isinstance(leaf, _GuardedParameter):
-                    type(leaf).on_use(cast(nn.Parameter, leaf))
+                    leaves[index] = _used(cast(nn.Parameter, leaf))
+            args, kwargs = pytree.tree_unflatten(leaves, structure)
         with plain_torch_functions():
             return func(*args, **kwargs)
+
+
+def _used(parameter: nn.Parameter) -> Tensor:
+    """Report a use; return what to use."""
+    if _is_made_of_one(parameter):
+        return parameter
+    given = type(cast(_GuardedParameter, parameter)).on_use(parameter)
+    return parameter if given is None else given
+
+
+def _reported(parameter: Any, value: Tensor | None) -> Tensor:
+    """Report that `data` is read, or set it to `value`; return the tensor whose `data` it is."""
+    if not _is_made_of_one(parameter):
+        return cast(Tensor, type(parameter).on_data(parameter, value))
+    if value is not None:
+        _DATA.__set__(parameter, value)
+    return cast(Tensor, parameter)
+
+
+def _is_made_of_one(parameter: Any) -> bool:
+    """Say whether `nn.Parameter` has made a parameter of one with data that is watched; then it is a plain one."""
+    is_made = "_is_param" in parameter.__dict__
+    if is_made:
+        set_parameter_class(parameter, nn.Parameter)
+    return is_made
+
+
+def is_released(tensor: Tensor) -> bool:
+    """Say whether a tensor is a parameter whose data is sharded away."""
+    with plain_torch_functions():
+        return isinstance(tensor, _GuardedParameter) and tensor.untyped_storage().nbytes() == 0 < tensor.numel()
 
 
 def set_parameter_class(parameter: nn.Parameter, kind: type[nn.Parameter]) -> None:
@@ -149,10 +293,14 @@ READABLE: Final = frozenset(
         torch.is_floating_point,
         torch.is_complex,
         torch.numel,
+        torch.autograd.grad,  # a parameter is the end of a graph: only its gradient is computed
         torch.ops.prim.device.default,  # how a mode of torch's dispatch reads the device of a fake tensor
     }
 )
 
 
 def _describe(parameter: nn.Parameter) -> str:
+    with plain_torch_functions():
+        if parameter.untyped_storage().nbytes() > 0:  # inside `gathered`
+            return repr(nn.Parameter(_DETACH(parameter), parameter.requires_grad))
     return f"Parameter(shape={tuple(parameter.shape)}, dtype={parameter.dtype}, released: its data is sharded)"

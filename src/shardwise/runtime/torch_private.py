@@ -29,7 +29,9 @@ AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 __all__ = [
     "HAS_COMPATIBLE_TYPE",
     "NO_VALUE_ERRORS",
+    "PARAMETER_CODE",
     "PRIVATE_DRAWS",
+    "STATE_DICT_CODE",
     "OpMode",
     "OpOverload",
     "compiler_errors",
@@ -57,6 +59,7 @@ __all__ = [
     "named_arguments",
     "no_torch_functions",
     "note_step",
+    "of_class",
     "on_backward_end",
     "parameter_class",
     "plain_torch_functions",
@@ -197,10 +200,15 @@ def set_unsharded_storage(storage: torch.UntypedStorage, num_bytes: int) -> None
     storage.resize_(num_bytes)
 
 
-def has_views(tensor: Tensor) -> bool:
-    """Say whether another tensor shares the memory of this one; public torch does not count them."""
+def has_views(tensor: Tensor, num_known: int = 0) -> bool:
+    """Say whether another tensor shares the memory of this one; public torch does not count them.
+
+    Args:
+        tensor: whose memory it is.
+        num_known: other tensors that share it and do not count.
+    """
     storage = tensor.untyped_storage()  # an owner as well
-    return torch._C._storage_Use_Count(storage._cdata) > 2
+    return torch._C._storage_Use_Count(storage._cdata) > 2 + num_known
 
 
 def set_data(parameter: nn.Parameter, data: Tensor) -> None:
@@ -210,7 +218,8 @@ def set_data(parameter: nn.Parameter, data: Tensor) -> None:
     object stays. Nothing but the object may refer to the tensor, so a graph through it must be gone.
     """
     if parameter.is_meta == data.is_meta:
-        parameter.data = data
+        with torch._C.DisableTorchFunctionSubclass():  # its class may report what `data` is set to
+            Tensor.data.__set__(parameter, data)  # type: ignore[attr-defined]
     else:  # `data.data` counts its versions apart, as `parameter.data = data` would
         torch._C._swap_tensor_impl(parameter, nn.Parameter(data.data, requires_grad=parameter.requires_grad))
         # The object has its hooks still, but torch calls those of the tensor: without this later ones are not called.
@@ -370,6 +379,16 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 # Gamma and Dirichlet distributions draw by these; public torch has the distributions alone.
 PRIVATE_DRAWS: Final = (torch._standard_gamma, torch._sample_dirichlet)
+
+# What asks a parameter for an alias: `Module.state_dict` for what is saved, and `nn.Parameter` for a new parameter.
+STATE_DICT_CODE: Final = nn.Module._save_to_state_dict.__code__
+PARAMETER_CODE: Final = nn.Parameter.__new__.__code__
+
+
+def of_class(kind: type[AnyTensor], tensor: Tensor) -> AnyTensor:
+    """Return a tensor with the data of another, as one of class `kind`, whatever that class makes of `as_subclass`."""
+    return Tensor._make_subclass(kind, tensor)
+
 
 # What `Module.to` and the like ask before they give a parameter other data; it reads no values.
 HAS_COMPATIBLE_TYPE: Final = torch._has_compatible_shallow_copy_type

@@ -232,7 +232,7 @@ class MemoryRelease:
     def _drain(self) -> None:
         """Finish what is under way, and release the gathered parameters."""
         self._sharding.drain()
-        self._sharding.reshard_all()
+        self._sharding.reshard_all(keeps_views=True)
         for group in self._sharding.groups:
             group.finish_reduce()
             if not group.is_released_between_uses:
@@ -349,8 +349,8 @@ def check_choices(include: Sequence[str], target: ReleaseTarget) -> None:
         )
 
 
-def _refuse_use(names: Mapping[int, str]) -> Callable[[nn.Parameter], None]:
-    def refuse(parameter: nn.Parameter) -> None:
+def _refuse_use(names: Mapping[int, str]) -> Callable[[nn.Parameter], Tensor]:
+    def refuse(parameter: nn.Parameter) -> Tensor:
         raise ReleasedParameterError(
             "states-offloaded", f"parameter {names[id(parameter)]} is offloaded; call engine.reload() first"
         )

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from enum import Enum
-from functools import partial
+from itertools import starmap
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.comm.collectives import AsyncWork
 from shardwise.config.errors import EngineError
-from shardwise.config.resolve import ConfigError
 from shardwise.construction.shards import make_plain
 from shardwise.construction.values import ParamInitializer
 from shardwise.layout.layout import Layout
@@ -27,16 +24,22 @@ from shardwise.offload.tiers import Tiers
 from shardwise.offload.worker import Task
 from shardwise.runtime.gradient_hooks import GradientEvents, GradientHandle, hook_gradient
 from shardwise.runtime.memory_tracker import Category, trim_host_memory
-from shardwise.runtime.param_guard import ReleasedParameterError, set_parameter_class, watched_type
+from shardwise.runtime.param_guard import ParameterClasses, ReleasedParameterError, set_parameter_class
 from shardwise.runtime.precision import torch_dtype
-from shardwise.runtime.torch_private import parameter_class, plain_torch_functions, set_data, version
+from shardwise.runtime.torch_private import (
+    has_views,
+    is_fake,
+    parameter_class,
+    plain_torch_functions,
+    set_data,
+    set_unsharded_storage,
+)
 from shardwise.schedule.actions import ActionKind
 from shardwise.zero.grad_buckets import GradBucket
 from shardwise.zero.group_gather import GroupGather
+from shardwise.zero.param_writes import ParamWrites
 from shardwise.zero.resources import ShardingResources
 from shardwise.zero.tp_params import gather_param, shard_param, whole_parameter
-
-log = logging.getLogger("shardwise")
 
 
 class ParamState(Enum):
@@ -59,7 +62,7 @@ class ParamGroup:
         layout: gives stage and precision.
         parameters: the module's parameters in the order of `spec.params`; their data moves into `full`.
         resources: shared by the engine's groups.
-        released: returns the class of a parameter whose storage is freed, a subclass of its own.
+        classes: of parameters whose storage is freed, and of those whose writes are watched.
 
     Attributes:
         full: the whole group, 1-D; the parameters are views of it.
@@ -71,6 +74,9 @@ class ParamGroup:
         is_pinned: the parameters stay present until they are unpinned.
         is_stepped: the group has taken its step in the backward that is under way.
         gradient_handles: what takes the parameters' gradients.
+        writes: what other code writes into the parameters.
+        is_lent: graphs or views outside of the unit may share the memory of `full`. It dies with them: it is never
+            freed in their presence.
     """
 
     def __init__(
@@ -79,7 +85,7 @@ class ParamGroup:
         layout: Layout,
         parameters: Sequence[nn.Parameter],
         resources: ShardingResources,
-        released: Callable[[type[nn.Parameter]], type[nn.Parameter]],
+        classes: ParameterClasses,
     ) -> None:
         stage, policy, comms, tiers = layout.stage_of(spec), layout.precision_of(spec), resources.comms, resources.tiers
         tracker = resources.tracker
@@ -88,7 +94,7 @@ class ParamGroup:
         self.parameters = tuple(parameters)
         self.is_released_between_uses = stage.unshard_for_use and not spec.is_stored_whole
         self.state = ParamState.UNSHARDED
-        self.is_pinned = self.is_stepped = False
+        self.is_pinned = self.is_stepped = self.is_lent = False
         self.gradient_handles: list[GradientHandle] = []
         self._comms = comms
         self._tracker = tracker
@@ -107,10 +113,7 @@ class ParamGroup:
         self.full = allocate(spec.padded_numel, dtype=dtype, device=device)
         self._full_bytes = self.full.untyped_storage().nbytes()
         tracker.track(self.full, Category.GATHERED if self.is_released_between_uses else Category.PARAMETERS)
-        views = [
-            self.shaped(index, self.full[place.offset : place.offset + place.numel])
-            for index, place in enumerate(spec.params)
-        ]
+        views = self._views()
         numel, where = self.shard_stop - self.shard_start, spec.tiers
         self.gathering = GroupGather(spec, layout, resources, self.full)
         self._is_decoded = self.gathering.codec is not None and not self.is_released_between_uses
@@ -123,13 +126,17 @@ class ParamGroup:
         self.master = self._place_master(tiers, policy.keeps_master, master_dtype)
         self._fill(resources.values, master_dtype)
         self._kinds = tuple(parameter_class(parameter) for parameter in parameters)
-        self._released = tuple(map(released, self._kinds))
+        self._released = tuple(map(classes.released, self._kinds))
+        # Where they are not what is stored, writes must be followed.
+        self._follows_writes = self.is_released_between_uses or self.master is not self.shard
+        self._present = tuple(map(classes.present, self._kinds)) if self._follows_writes else self._kinds
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.grad = None
             set_data(parameter, view)
         trim_host_memory()  # of the values that went into the shards
-        self._versions = [version(parameter) for parameter in self.parameters]
+        self.writes = ParamWrites(spec, self.parameters, self.full)
         self.grads = GradBucket(spec, layout, resources) if spec.trainable else None
+        self._set_classes()
         self._free()
 
     def _place_master(self, tiers: Tiers, is_copy: bool, dtype: torch.dtype) -> StateStorage:
@@ -164,6 +171,11 @@ class ParamGroup:
         """Return a parameter's elements as they are in the group, 1-D, in its local shape; bytes in its dtype too."""
         parameter, place = self.parameters[index], self.spec.params[index]
         return flat.view(parameter.dtype).view(parameter.shape) if self.spec.is_opaque else flat.view(place.shape)
+
+    def _views(self) -> list[Tensor]:
+        """Return the parameters' places in `full`, which is not freed."""
+        places = [self.full[place.offset : place.offset + place.numel] for place in self.spec.params]
+        return list(starmap(self.shaped, enumerate(places)))
 
     def unshard(self) -> None:
         """Start to make all of `full` valid; does nothing where it is valid or an all-gather is under way.
@@ -217,10 +229,14 @@ class ParamGroup:
             self._timeline.add(ActionKind.FETCH, self.spec.name, self._unshard_start_s)
         self._timeline.add(ActionKind.UNSHARD, self.spec.name, self._unshard_start_s)
 
-    def reshard(self) -> None:
-        """Free `full` after its last use, if the parameters are stored as shards and not pinned."""
+    def reshard(self, keeps_views: bool = False) -> None:
+        """Free `full` after its last use, if the parameters are stored as shards and not pinned.
+
+        Args:
+            keeps_views: no graph will ask for the parameters again, so other tensors that share their memory keep it.
+        """
         start_s = self._timeline.now()
-        if not self.is_pinned and self._free():
+        if not self.is_pinned and self._free(keeps_views):
             self._timeline.add(ActionKind.RESHARD, self.spec.name, start_s)
 
     def prefetch(self) -> None:
@@ -230,10 +246,28 @@ class ParamGroup:
             self.shard.prefetch()
 
     def pin(self) -> None:
-        """Make the parameters present, and keep them so."""
+        """Make the parameters present, and keep them so; their uses are reported."""
         self.wait()
-        self.unguard()
+        self.guard()
         self.is_pinned = True
+
+    def lend(self, index: int) -> Tensor | None:
+        """Return a present parameter as a view of its own: a graph keeps this one, and its memory with it.
+
+        None where the parameter's class computes in its own way, as quantised ones do: no view does that.
+        """
+        self.is_lent = True
+        parameter = self.parameters[index]
+        if self._kinds[index] is not nn.Parameter:
+            return None
+        with plain_torch_functions():
+            return parameter.view_as(parameter)
+
+    def claim(self) -> None:
+        """Give the unit memory that is its own alone, as it is freed and gathered again while graphs share it."""
+        if self.is_lent and self._is_viewed():
+            self._replace_memory(keeps_values=True)
+        self.is_lent = False
 
     def unguard(self) -> None:
         """Make the parameters plain: all uses from now on are known to need them."""
@@ -241,13 +275,13 @@ class ParamGroup:
             self._set_classes()
 
     def guard(self) -> None:
-        """Report every further use of the parameters, unless they are pinned."""
-        if self.is_released_between_uses and not self.is_pinned:
+        """Report every further use of the parameters."""
+        if self.is_released_between_uses:
             self._guard_all()
 
     def watch(self, watched: type[nn.Parameter] | None) -> None:
         """Give parameters that are stored whole the class `watched`, which reports some uses; None for their own."""
-        if not self.is_released_between_uses and self.state is ParamState.UNSHARDED:
+        if not self._follows_writes and self.state is ParamState.UNSHARDED:
             self._set_classes(watched)
 
     def refresh(self) -> None:
@@ -295,13 +329,13 @@ class ParamGroup:
         self.gathering.forget()
         if self.master is not self.shard:
             self._narrow()
+        self.writes.forget_data()
         self._free()
         if not self.is_released_between_uses:
             if self.shard.numel < self.full.numel() or self._is_decoded:
                 self._set_state(ParamState.SHARDED)
                 self.wait()
-            for index in range(len(self.parameters)):
-                self.accept_written(index)
+            self.writes.accept()
         self._show_if_pinned()
 
     def is_viewed_by(self, tensors: Sequence[Tensor]) -> bool:
@@ -309,43 +343,46 @@ class ParamGroup:
         storage = self.full.untyped_storage()
         return any(tensor.untyped_storage() is storage for tensor in tensors)
 
+    def take_written(self) -> None:
+        """Take over this rank's slice of the present parameters, as other code has written them, everywhere.
+
+        A master keeps its precision where its parameter is unchanged.
+        """
+        own = self.full[self.shard_start : self.shard_stop]
+        has_copies = self.gathering.has_copies
+        for start in range(0, own.numel(), CHUNK_NUMEL) if self.master is not self.shard or has_copies else ():
+            written = own[start : start + CHUNK_NUMEL]
+            master = self.master.read(start, start + written.numel()).to(own.device)
+            is_changed = written != self.gathering.shown(master)
+            self.master.write(start, torch.where(is_changed, written.to(master.dtype), master))
+        if has_copies:
+            self.gathering.forget()
+            if self.master is not self.shard and self.is_released_between_uses:
+                self._narrow()
+        elif self.is_released_between_uses:
+            self.shard.write(0, own)
+        self.writes.accept()
+
     def check_unchanged(self) -> None:
-        """Raise if a parameter was moved, or written, by other code since the engine was made.
+        """Take over what other code has written into the parameters; raise where the engine cannot follow.
 
         Raises:
-            ConfigError: names the parameter.
+            ConfigError: as `ParamWrites.check`.
         """
-        storage = self.full.untyped_storage()
-        with plain_torch_functions():
-            for parameter, place, seen in zip(self.parameters, self.spec.params, self._versions, strict=True):
-                if parameter.untyped_storage() is not storage:
-                    raise ConfigError(
-                        "parameter-moved",
-                        f"parameter {place.name} was moved or converted after initialize (model.to, model.half, "
-                        "p.data = ...), but the engine keeps it in a buffer of its own; convert the model before "
-                        "initialize, and set precision.param",
-                    )
-                if version(parameter) != seen:
-                    raise ConfigError(
-                        "parameter-written",
-                        f"parameter {place.name} was written after initialize, but the engine trains a master of its "
-                        "own; write before initialize, or inside `with engine.gathered(write=True):`",
-                    )
+        self.writes.check()
+        if self.state is ParamState.UNSHARDED:
+            self._follow_writes()
 
-    @property
-    def is_written(self) -> bool:
-        """Say whether other code has written a parameter since the engine was made."""
-        with plain_torch_functions():
-            return [version(parameter) for parameter in self.parameters] != self._versions
+    def _follow_writes(self) -> None:
+        """Take over what has been written into the present parameters since they were gathered, if something has."""
+        if self.writes.are_followed:
+            with torch.no_grad():
+                self.take_written()
 
     def trains(self) -> list[bool]:
         """Return the current `requires_grad` of each parameter."""
         with plain_torch_functions():
             return [parameter.requires_grad for parameter in self.parameters]
-
-    def accept_written(self, index: int) -> None:
-        """Accept one parameter's values as they are: it was written on purpose, and the master with it."""
-        self._versions[index] = version(self.parameters[index])
 
     def release(self, keep_values: bool = True) -> None:
         """Give the parameters plain, whole tensors of their own again; the group cannot be used afterwards.
@@ -358,7 +395,8 @@ class ParamGroup:
         else:
             self.await_step()
         self._gather.wait()
-        self._set_classes()
+        for parameter, kind in zip(self.parameters, self._kinds, strict=True):
+            set_parameter_class(parameter, kind)
         for parameter, place in zip(self.parameters, self.spec.params, strict=True):
             if keep_values:
                 parameter.data = gather_param(
@@ -402,6 +440,7 @@ class ParamGroup:
         self.gathering.forget()
         if self.master is not self.shard and not is_narrowed:
             self._narrow()
+        self.writes.forget_data()
         self._free()
         if self._is_gathered_after_step or (is_narrowed and not self.is_released_between_uses):
             self._set_state(ParamState.SHARDED)
@@ -416,14 +455,53 @@ class ParamGroup:
         for start in range(0, self.master.numel, CHUNK_NUMEL):
             self.shard.write(start, self.master.read(start, min(start + CHUNK_NUMEL, self.master.numel)))
 
-    def _free(self) -> bool:
+    def _free(self, keeps_views: bool = False) -> bool:
         """Free `full` where parameters are stored as shards; say whether there was something to free."""
         if not self.is_released_between_uses or self.state in (ParamState.SHARDED, ParamState.OFFLOADED):
             return False
         self._gather.wait()
-        self._tracker.resize(self.full, 0)
+        self._follow_writes()
+        if (keeps_views or self.is_lent) and self._is_viewed():
+            self._replace_memory(keeps_values=False)
+        else:
+            self._tracker.resize(self.full, 0)
+        self.is_lent = False
         self._set_state(ParamState.SHARDED)
         return True
+
+    def _is_viewed(self) -> bool:
+        """Say whether a tensor other than the parameters shares the memory of `full`; of parameters that are shards."""
+        may_be = self.is_released_between_uses and not is_fake(self.full)
+        return may_be and has_views(self.full, num_known=len(self.parameters))
+
+    # [Note: memory that is lent]
+    # A storage can be freed while tensors share it, and so it is between a unit's forward and its backward: the graph
+    # of the unit shares it, and reads it only after it is gathered again. Nothing tells other graphs and views when to
+    # read, so they keep the storage, which dies with the last of them, and the parameters go on in another one.
+    def _replace_memory(self, keeps_values: bool) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            memory = torch.empty_like(self.full)
+            if keeps_values:
+                memory.copy_(self.full)
+            self.full.set_(memory.untyped_storage(), 0, memory.shape, (1,))  # the tensor stays, as others have it
+            for parameter, view in zip(self.parameters, self._views(), strict=True):
+                set_data(parameter, view)
+            if not keeps_values:
+                set_unsharded_storage(memory.untyped_storage(), 0)
+            self._tracker.track(self.full, Category.GATHERED)
+
+    def refuse_if_released(self, index: int) -> None:
+        """Raise where a parameter has no values, but is to be saved.
+
+        Raises:
+            ReleasedParameterError: names the parameter.
+        """
+        if self.is_released:
+            raise ReleasedParameterError(
+                "parameter-released",
+                f"parameter {self.spec.params[index].name} is released: under ZeRO-3 a state dict has values inside "
+                "`with engine.gathered():`, which all ranks enter; engine.save and engine.export_weights need none",
+            )
 
     def _refuse_if_stepped(self) -> None:
         if self.is_stepped:
@@ -436,7 +514,7 @@ class ParamGroup:
     def _show_if_pinned(self) -> None:
         if self.is_pinned:  # inside `gathered`
             self.wait()
-            self.unguard()
+            self.guard()
 
     def _set_state(self, state: ParamState) -> None:
         self.state = state
@@ -446,7 +524,7 @@ class ParamGroup:
             self._set_classes()
 
     def _set_classes(self, watched: type[nn.Parameter] | None = None) -> None:
-        for parameter, kind in zip(self.parameters, self._kinds, strict=True):
+        for parameter, kind in zip(self.parameters, self._present, strict=True):
             set_parameter_class(parameter, kind if watched is None or kind is not nn.Parameter else watched)
 
     def _guard_all(self) -> None:
@@ -492,45 +570,3 @@ class ParamGroup:
             whole = whole.contiguous()
             ranks.broadcast(whole.view(-1), f"initial values of {place.name}")
         return shard_param(place.split, self._comms.tensor.rank, whole).reshape(-1)
-
-
-class HostUpdates:
-    """Gathers what steps on the host have changed, in the order in which all ranks have started them."""
-
-    def __init__(self) -> None:
-        self._ungathered: deque[ParamGroup] = deque()
-
-    def start(self, group: ParamGroup, stepping: Task) -> None:
-        """Let a group take over an update that is under way."""
-        self._ungathered.append(group)
-        group.refresh_in_background(stepping, partial(self.gather, group))
-
-    def gather(self, last: ParamGroup | None = None) -> None:
-        """Start the gathers of the updated groups, up to `last` or all."""
-        while self._ungathered and (last is None or last in self._ungathered):
-            self._ungathered[0].gather_update()
-            self._ungathered.popleft()
-
-
-class GradientWatch:
-    """Warns once that `grad` of a parameter was read while the engine has the gradients."""
-
-    def __init__(self) -> None:
-        self._is_on = self._has_warned = False
-        self._watched = watched_type(self.on_read)
-
-    def turn(self, is_on: bool, groups: Sequence[ParamGroup]) -> None:
-        """Watch the parameters of groups that are stored whole, or stop."""
-        if is_on != self._is_on:
-            self._is_on = is_on
-            for group in groups:
-                group.watch(self._watched if is_on else None)
-
-    def on_read(self) -> None:
-        """Warn, the first time."""
-        if self._is_on and not self._has_warned:
-            self._has_warned = True
-            log.warning(
-                "a parameter's grad is None between engine.backward and engine.step: the engine has the gradients, "
-                "sharded, and clips them itself; set optimizer.clip_norm, or read them by engine.read(name, 'grad')"
-            )

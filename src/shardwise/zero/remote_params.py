@@ -35,7 +35,7 @@ class RemoteParams:
         here = ", ".join(map(str, sorted(held_stages)))
         places = self._specs
 
-        def refuse(parameter: nn.Parameter) -> None:
+        def refuse(parameter: nn.Parameter) -> torch.Tensor:
             spec, place = places[id(parameter)]
             stages = ", ".join(map(str, spec.stages))
             raise ReleasedParameterError(

@@ -23,15 +23,15 @@ from shardwise.offload.sizing import NUM_PREFETCHED
 from shardwise.offload.worker import Task
 from shardwise.runtime.gradient_hooks import GradientHandle
 from shardwise.runtime.module_hooks import claim, deferred, hook_unit, read_with
-from shardwise.runtime.param_guard import ReleasedParameterError, released_types
+from shardwise.runtime.param_guard import parameter_classes
 from shardwise.runtime.torch_private import in_backward, on_backward_end
 from shardwise.schedule.actions import ActionKind
-from shardwise.zero.param_group import GradientWatch, HostUpdates, ParamGroup
+from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.prefetch import LockstepError, Names, PrefetchOrder, RecordedOrder, StaticOrder
 from shardwise.zero.reduction_order import ReductionOrder, RunningReductions
 from shardwise.zero.remote_params import RemoteParams, check_members
 from shardwise.zero.resources import ShardingResources
-from shardwise.zero.unit import LEGAL, Phase, Unit
+from shardwise.zero.unit import LEGAL, GradientWatch, HostUpdates, LentGroups, Phase, Unit
 
 
 class ShardingState:
@@ -84,10 +84,11 @@ class ShardingState:
         self._is_inner = self._has_gradients = self._holds_unreduced = False
         self._updates = HostUpdates()
         self._unannounced: list[ParamGroup] = []  # used where no hook reports it: whole until the end of the backward
+        self._lent = LentGroups()
         self._handles: list[RemovableHandle] = []
         self._gradient_handles: dict[ParamGroup, list[GradientHandle]] = {}
         this, watch = weakref.ref(self), GradientWatch()
-        self._released = released_types(lambda parameter: _use_released(this(), parameter), watch.on_read)
+        self._classes = parameter_classes(this, watch.on_read)
         self._watch = watch
         try:
             for unit in self.units:
@@ -127,7 +128,7 @@ class ShardingState:
 
     def _make_group(self, spec: GroupSpec, layout: Layout) -> ParamGroup:
         members = [self._model.get_parameter(place.name) for place in spec.params]
-        group = ParamGroup(spec, layout, members, self._resources, self._released)
+        group = ParamGroup(spec, layout, members, self._resources, self._classes)
         self._place_of.update({id(parameter): (group, index) for index, parameter in enumerate(members)})
         if group.grads is not None:
             self._gradient_handles[group] = group.hook_gradients(weakref.ref(self))
@@ -154,7 +155,7 @@ class ShardingState:
 
     def watch_gradients(self, is_on: bool = True) -> None:
         """Watch reads of a parameter's `grad` from a backward to its step, to warn that the engine has it; or stop."""
-        self._watch.turn(is_on, self.reductions.groups)
+        self._watch.turn(is_on, self.reductions.groups, self._classes.watched)
 
     def pre_forward(self, unit: Unit) -> None:
         """Make a unit's parameters available, and start to gather the next unit's."""
@@ -163,6 +164,8 @@ class ShardingState:
             self._enter_forward(unit)
         for group in unit.used_groups:
             group.wait()
+            if not is_recomputed and group not in self.held:
+                self._lent.claim(group)
             group.unguard()
         if not is_recomputed:
             self._prefetch_units()
@@ -199,7 +202,9 @@ class ShardingState:
         for group in unit.groups:
             if group.is_viewed_by(read):
                 self._pin_until_backward(group)
-            group.guard()
+                group.is_lent = True
+            if not group.is_pinned or group in self.held:
+                group.guard()
         if unit.is_root:
             self._end_forward(backward_follows)
             return
@@ -207,7 +212,7 @@ class ShardingState:
             for group in unit.groups:
                 self._pin_until_backward(group)
         elif not backward_follows or not self.order.is_last(unit.name):
-            unit.reshard()
+            unit.reshard(keeps_views=not backward_follows)
 
     def _end_forward(self, backward_follows: bool | None) -> None:
         self._updates.gather()  # before the backward's reductions: the same order of collectives on all ranks
@@ -216,7 +221,7 @@ class ShardingState:
         self._pass(self.order.end_forward())
         self._enter(Phase.IDLE)
         if backward_follows is False:
-            self.reshard_all()
+            self.reshard_all(keeps_views=True)
 
     def expect_input_gradients(self, unit: Unit, are_tracked: bool) -> None:
         """Note a forward: a unit's backward ends only after its inputs have their gradients, if they are tracked."""
@@ -384,12 +389,6 @@ class ShardingState:
         self.reductions.final.clear()
         self.watch_gradients(False)
 
-    def pin_until_backward(self, groups: Iterable[ParamGroup]) -> None:
-        """Make groups present in the next backward: a graph was built while all of them were plain."""
-        for group in groups:
-            if group.is_released_between_uses and group not in self._unannounced:
-                self._unannounced.append(group)
-
     @contextmanager
     def serving(self) -> Iterator[None]:
         """Serve the engine's call of the model, and the reading of its loss, inside the context."""
@@ -402,7 +401,7 @@ class ShardingState:
         finally:
             self.is_serving = False
             if not torch.is_grad_enabled() and self.phase is Phase.IDLE:  # not in a hook of a backward, which goes on
-                self.reshard_all()  # what the loss has read
+                self.reshard_all(keeps_views=True)  # what the loss has read
 
     def abandon(self) -> None:
         """Leave a pass that did not reach its end."""
@@ -428,11 +427,14 @@ class ShardingState:
         self.held.update(new)
         return new
 
-    def reshard_all(self, groups: Iterable[ParamGroup] | None = None) -> None:
-        """Release all parameters that are stored as shards, or those of some groups, except in `held`."""
+    def reshard_all(self, groups: Iterable[ParamGroup] | None = None, keeps_views: bool = False) -> None:
+        """Release all parameters that are stored as shards, or those of some groups, except in `held`.
+
+        `keeps_views` is as for `ParamGroup.reshard`.
+        """
         for group in self.groups if groups is None else groups:
             group.is_pinned = group in self.held or group in self.kept
-            group.reshard()
+            group.reshard(keeps_views)
 
     def close(self, keep_values: bool = True) -> None:
         """Remove the hooks and give the parameters whole tensors of their own; a pass may have stopped midway.
@@ -570,30 +572,29 @@ class ShardingState:
         self._holds_unreduced = self.order.is_lockstep and not self.is_last
         self._resources.pool.trim()
 
-    def on_released_use(self, parameter: nn.Parameter) -> None:
-        """Gather a parameter that is used while its data is not present, or raise an error that says how to get it."""
+    def on_released_use(self, parameter: nn.Parameter) -> Tensor:
+        """Gather a parameter that is used where no unit has announced it; return the tensor to use in its place."""
         group, index = self._place_of[id(parameter)]
-        if not self.is_serving and self.phase not in (Phase.FORWARD, Phase.BACKWARD):
-            if not group.is_released:
-                group.wait()
-                if torch.is_grad_enabled():
-                    self._pin_until_backward(group)
-                return
-            raise ReleasedParameterError(
-                "parameter-released",
-                f"parameter {group.spec.params[index].name} is released: under ZeRO-3 it is whole only inside the "
-                "model's forward; read it inside `with engine.gathered():`",
-            )
+        is_inside = self.is_serving or self.phase in (Phase.FORWARD, Phase.BACKWARD)
+        if group.is_released_between_uses and (group in self.held or not is_inside):
+            alias = self._lent.lend(group, index, stays=group in self.units[0].groups)
+            if alias is not None:
+                return alias
         group.wait()
-        self._pin_until_backward(group)
-        group.unguard()
+        if group.is_released_between_uses:
+            self._pin_until_backward(group)
+            group.unguard()
+        return parameter
 
+    def on_data(self, parameter: nn.Parameter, value: Tensor | None) -> Tensor:
+        """Note that a parameter's `data` is read, or set to `value`; return the tensor whose `data` it is."""
+        used = self.on_released_use(parameter)
+        group, index = self._place_of[id(parameter)]
+        group.is_lent = True
+        group.writes.note_data(index, value, group in self.held)
+        return used
 
-def _use_released(sharding: ShardingState | None, parameter: nn.Parameter) -> None:
-    if sharding is None:
-        raise ReleasedParameterError(
-            "parameter-without-engine",
-            f"a parameter of shape {tuple(parameter.shape)} is released and its engine is gone; "
-            "call engine.close() before the engine is dropped, so that parameters become whole",
-        )
-    sharding.on_released_use(parameter)
+    def on_save(self, parameter: nn.Parameter) -> None:
+        """Refuse a state dict of parameters that are shards: often one rank alone asks for it, so none may gather."""
+        group, index = self._place_of[id(parameter)]
+        group.refuse_if_released(index)

@@ -39,7 +39,6 @@ from shardwise.comm.merged import exchange_texts, merge_parts
 from shardwise.comm.mesh import CommGroups
 from shardwise.config.resolve import ConfigError
 from shardwise.layout.param_groups import GroupSpec, ParamSlice, ParamSpec
-from shardwise.offload.step_pipeline import CHUNK_NUMEL
 from shardwise.runtime.state_shards import FlatState, is_flat
 from shardwise.zero.optimizer import ShardedOptimizer
 from shardwise.zero.param_group import ParamGroup, ParamState
@@ -396,7 +395,7 @@ def _write_param(place: ParamLocation, flat: Tensor) -> None:
     if group.state is not ParamState.SHARDED:
         group.wait()
         group.parameters[place.index].copy_(group.shaped(place.index, rounded))
-        group.accept_written(place.index)
+        group.writes.accept(place.index)
     _copy_range(place.own_part(group.shard), rounded, place)
     if group.master is not group.shard:
         _copy_range(place.own_part(group.master), wide, place)
@@ -540,16 +539,6 @@ def take_over(states: EngineState, groups: Iterable[ParamGroup]) -> None:
         tied = states.comms.tied.get(group.holders)
         if tied is not None:
             tied.broadcast(group.full, f"written parameters of {group.spec.name} on stages {group.spec.stages}")
-        own = group.full[group.shard_start : group.shard_stop]
-        has_copies = group.gathering.has_copies
-        for start in range(0, own.numel(), CHUNK_NUMEL) if group.master is not group.shard or has_copies else ():
-            written = own[start : start + CHUNK_NUMEL]
-            master = group.master.read(start, start + written.numel()).to(own.device)
-            is_changed = written != group.gathering.shown(master)
-            group.master.write(start, torch.where(is_changed, written.to(master.dtype), master))
-        if has_copies:
+        group.take_written()
+        if group.gathering.has_copies:
             group.adopt_master()
-        elif group.is_released_between_uses:
-            group.shard.write(0, own)
-        for index in range(len(group.parameters)):
-            group.accept_written(index)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Final
 
+from torch import Tensor, nn
+
 from shardwise.layout.param_groups import ROOT
-from shardwise.zero.param_group import ParamGroup
+from shardwise.offload.worker import Task
+from shardwise.zero.param_group import ParamGroup, ParamState
+
+log = logging.getLogger("shardwise")
 
 
 class Phase(Enum):
@@ -73,10 +81,10 @@ class Unit:
             return self.groups
         return tuple(group for group in self.groups if self.stage in group.spec.stages)
 
-    def reshard(self) -> None:
-        """Release the parameters that are stored as shards."""
+    def reshard(self, keeps_views: bool = False) -> None:
+        """Release the parameters that are stored as shards; `keeps_views` as for `ParamGroup.reshard`."""
         for group in self.groups:
-            group.reshard()
+            group.reshard(keeps_views)
 
     def save_record(self) -> tuple[int, bool]:
         """Forget the forwards so far, whose backwards come later; return what `restore_record` needs before them."""
@@ -87,3 +95,87 @@ class Unit:
     def restore_record(self, record: tuple[int, bool]) -> None:
         """Expect the backward of the forwards whose record was saved."""
         self.num_awaited_inputs, self.has_untracked_forward = record
+
+
+class HostUpdates:
+    """Gathers what steps on the host have changed, in the order in which all ranks have started them."""
+
+    def __init__(self) -> None:
+        self._ungathered: deque[ParamGroup] = deque()
+
+    def start(self, group: ParamGroup, stepping: Task) -> None:
+        """Let a group take over an update that is under way."""
+        self._ungathered.append(group)
+        group.refresh_in_background(stepping, partial(self.gather, group))
+
+    def gather(self, last: ParamGroup | None = None) -> None:
+        """Start the gathers of the updated groups, up to `last` or all."""
+        while self._ungathered and (last is None or last in self._ungathered):
+            self._ungathered[0].gather_update()
+            self._ungathered.popleft()
+
+
+MOST_LENT: Final = 4
+"""Groups that stay gathered outside the model's forward beside the root's: code walks over a few modules at a time."""
+
+
+class LentGroups:
+    """Holds the groups that are gathered where no unit's hook says when they are used no more.
+
+    They stay until others are gathered so, or their unit claims them. All ranks that run the same code gather the same
+    groups here, as in a forward.
+    """
+
+    def __init__(self) -> None:
+        self._groups: list[ParamGroup] = []  # the last one last
+
+    def lend(self, group: ParamGroup, index: int, stays: bool) -> Tensor | None:
+        """Gather a group; return one of its parameters as `ParamGroup.lend` does.
+
+        Args:
+            group: the group.
+            index: of the parameter.
+            stays: others do not take its place.
+        """
+        if group.state is not ParamState.UNSHARDED:
+            for other in self._groups[: 1 - MOST_LENT]:
+                other.reshard(keeps_views=True)
+            group.wait()
+        if not stays:
+            others = (each for each in self._groups if each is not group and each.state is ParamState.UNSHARDED)
+            self._groups = [*others, group]
+        return group.lend(index)
+
+    def claim(self, group: ParamGroup) -> None:
+        """Leave a group to its unit, which is about to use it."""
+        self._groups = [other for other in self._groups if other is not group]
+        group.claim()
+
+
+class GradientWatch:
+    """Warns once that `grad` of a parameter was read while the engine has the gradients."""
+
+    def __init__(self) -> None:
+        self._is_on = self._has_warned = False
+
+    def turn(self, is_on: bool, groups: Sequence[ParamGroup], watched: type[nn.Parameter]) -> None:
+        """Watch the parameters of groups that are stored whole, or stop.
+
+        Args:
+            is_on: watch them.
+            groups: the groups.
+            watched: the class of parameters that are watched.
+        """
+        if is_on != self._is_on:
+            self._is_on = is_on
+            for group in groups:
+                group.watch(watched if is_on else None)
+
+    def on_read(self) -> None:
+        """Warn, the first time."""
+        if self._is_on and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "a parameter's grad is None between engine.backward and engine.step: the engine has the gradients, "
+                "sharded, and clips them itself; set optimizer.clip_norm, or read them by engine.read(name, 'grad')"
+            )

@@ -25,7 +25,7 @@ from shardwise.compat.deepspeed.runtime.zero.attributes import mark
 from shardwise.compat.deepspeed.utils import ENGINE, PLACE, groups, logger
 from shardwise.config.resolve import Config, ConfigError
 from shardwise.engine.initialize import initialize as initialize_engine
-from shardwise.runtime.param_guard import ReleasedParameterError
+from shardwise.runtime.param_guard import ReleasedParameterError, is_released
 
 _TP_SIZE: Final = "_deepspeed_tp_size"  # of a model, what `tp_model_init` was given
 
@@ -193,22 +193,37 @@ def _zero_grad(model: nn.Module, set_to_none: bool = True) -> None:
 def _moved(model: nn.Module, function: Callable[..., Any], *given: Any, **options: Any) -> nn.Module:
     """Leave shards where they are: scripts move the whole model at the end, as Lightning does with `model.cpu()`."""
     engine = model.__dict__[ENGINE]()
-    if engine is not None and not engine.is_destroyed:
+    if engine is not None and engine.module is model and not engine.is_destroyed:  # not a copy of it
         return model
     return type(model)._apply(model, function, *given, **options)
 
 
+class _Placeholder(torch.Tensor):
+    """Has the shape and dtype of a parameter that is released, on meta; it is not saved in its place."""
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor, name: str) -> _Placeholder:
+        """Make that of a parameter."""
+        placeholder = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta").as_subclass(cls)
+        placeholder.__dict__["name_of_parameter"] = name
+        return placeholder
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ReleasedParameterError(
+            "parameter-released",
+            f"state_dict() under ZeRO-3 has no values of {self.__dict__.get('name_of_parameter', 'a parameter')}: "
+            "call it inside deepspeed.zero.GatheredParameters, or use save_checkpoint or save_16bit_model",
+        )
+
+
 def _placeholders(model: nn.Module, *given: Any, **options: Any) -> Any:
-    """Return the model's state dict with tensors on meta in place of released parameters: scripts want the names."""
+    """Return the model's state dict with placeholders of released parameters: scripts want names; it is not saved."""
     keys = dict(zip(("destination", "prefix", "keep_vars"), given, strict=False)) | options
     destination, keeps = keys.pop("destination", None), keys.pop("keep_vars", False)
     state = type(model).state_dict(model, keep_vars=True, **keys)
     for name, value in state.items() if not keeps else ():
         if isinstance(value, torch.Tensor):
-            try:
-                state[name] = value.detach()
-            except ReleasedParameterError:
-                state[name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+            state[name] = _Placeholder.of(value, name) if is_released(value) else value.detach()
     if destination is None:
         return state
     destination.update(state)

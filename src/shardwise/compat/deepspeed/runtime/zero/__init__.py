@@ -81,8 +81,7 @@ def GatheredParameters(  # noqa: N802  DeepSpeed's name
         yield
         return
     given = [params] if isinstance(params, nn.Parameter) else list(params)
-    # In DeepSpeed no graph outlives the context, and a backward that needs the parameters gathers them again.
-    with gathered(given, modifier_rank=modifier_rank, keeps_graphs=False), shown_as_whole(given):
+    with gathered(given, modifier_rank=modifier_rank), shown_as_whole(given):
         yield
 
 
