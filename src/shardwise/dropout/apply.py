@@ -520,19 +520,7 @@ def _attention(
 ) -> Tensor:
     """Replace `F.scaled_dot_product_attention`; with dropout its probabilities are stored, as no kernel takes a mask.
 
-    Args:
-        site: for the probabilities.
-        func: torch's own.
-        query: [..., H, L, E].
-        key: [..., H or a divisor of it, S, E].
-        value: [..., as key, S, V].
-        attn_mask: broadcasts to [..., H, L, S]; of bools, True to attend, or added to the scores.
-        dropout_p: the rate.
-        is_causal: position i attends to the first i + 1.
-        kwargs: scale, enable_gqa.
-
-    Returns:
-        [..., H, L, V].
+    The arguments after `func`, torch's own, are those of `keyed_attention`.
     """
     is_refused = is_causal and attn_mask is not None  # torch raises the error
     if dropout_p == 0.0 or is_refused or query.is_nested:
