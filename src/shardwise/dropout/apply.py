@@ -262,12 +262,12 @@ class DropoutSite:
         return self.draws.hashes(self.name, shape, self.zone, device, first_row)
 
     def numbers(self, kind: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Draw numbers for a tensor; see `KeyedDraws.numbers`."""
+        """Draw numbers for a tensor; the arguments are those of `KeyedDraws.numbers`."""
         self.has_dropped = True
         return self.draws.numbers(self.name, kind, shape, dtype, device, self.zone)
 
     def place(self, shape: Sequence[int]) -> TensorPlace:
-        """Return where a tensor that the module draws lies in the unsplit one."""
+        """Return where a tensor that the module draws is in the unsplit one."""
         self.has_dropped = True
         return self.draws.place(shape, self.zone)
 

@@ -102,7 +102,8 @@ class ForwardState:
         unknown = [place for place in self._places if not place.is_known]
         token = _UNDER_WAY.set((*_UNDER_WAY.get(), record))
         try:
-            with modules_that_run() if unknown else nullcontext([]) as ran:
+            with ExitStack() as stack:
+                ran = stack.enter_context(modules_that_run()) if unknown else []
                 yield record
         finally:
             _UNDER_WAY.reset(token)
@@ -358,7 +359,7 @@ def modules_that_run() -> Iterator[list[nn.Module]]:
 
 @dataclass(frozen=True)
 class Stream:
-    """A stream of random numbers that code draws from without naming it: of Python or of NumPy.
+    """Reaches a stream of random numbers that code draws from without naming it: of Python or of NumPy.
 
     Attributes:
         get: returns its state.
