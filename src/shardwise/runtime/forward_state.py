@@ -34,12 +34,14 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from shardwise.config.errors import EngineError
 from shardwise.runtime.torch_private import is_fake, replaced_checkpoints, unseen_by_op_modes, version
 
 _SMALL_BYTES: Final = 1 << 20  # of a module's tensors that are copied once though no pass has written anything
 _MOST_VALUES: Final = 10_000  # in the containers and objects of a module
+_MOST_UNKNOWN: Final = 8  # passes in which a module is looked at that has not run
 _MISSING: Final = object()
 _IS_REMEMBERED: Final = "_shardwise_is_remembered"
 _NOT_STATE: Final = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"})
@@ -54,6 +56,8 @@ class _Place:
 
     Attributes:
         attributes: the dict itself.
+        owner: the id of the module.
+        is_known: a pass in which the module ran has shown what it writes.
         written: names of the attributes whose contents a pass has changed.
         rebound: names whose tensors a pass has replaced by others, and not written into.
         is_rare: the code of the module's class writes nothing here; hooks may.
@@ -61,9 +65,11 @@ class _Place:
     """
 
     attributes: dict[str, Any]
-    is_rare: bool = False
+    owner: int
+    is_known: bool = False
     written: set[str] = field(default_factory=set)
     rebound: set[str] = field(default_factory=set)
+    is_rare: bool = False
     is_silent: bool = False
 
 
@@ -80,63 +86,76 @@ class ForwardState:
         self._copies: dict[int, _TensorBefore] = {}  # the newest of each tensor, by its id
         self._num_copied = 0
         self._writes = False
+        self._num_passes = 0
         self._streams: tuple[Stream, ...] = ()
 
     @contextmanager
     def first(self) -> Iterator[PassRecord]:
         """Watch the first pass of a forward inside the context; the record given repeats it."""
-        is_first = not self._places
-        if is_first:
+        is_new = not self._places
+        if is_new:
             self._places = list(_places(self.module))
-        streams = STREAMS if is_first else self._streams
         copies, self._copies = self._copies, {}
         self._num_copied = sum(each.value.nbytes for each in copies.values())
-        record = PassRecord([self._before(place, copies, is_first) for place in self._places], streams)
+        streams = STREAMS if is_new else self._streams
+        record = PassRecord([self._before(place, copies) for place in self._places], streams)
+        unknown = [place for place in self._places if not place.is_known]
         token = _UNDER_WAY.set((*_UNDER_WAY.get(), record))
         try:
-            yield record
+            with ExitStack() as stack:
+                ran = stack.enter_context(modules_that_run()) if unknown else []
+                yield record
         finally:
             _UNDER_WAY.reset(token)
         self._writes |= record.close()
         if record.streams:
             self._streams = tuple(each for each in STREAMS if each in self._streams or each in record.streams)
-        if is_first:
-            self._places = [place for place in self._places if not place.is_rare or id(place) in record.places]
-            self._forget_large()
+        if unknown:
+            self._learn(unknown, record, {id(self.module), *map(id, ran)})
 
-    def _before(self, place: _Place, copies: dict[int, _TensorBefore], is_first: bool) -> _PlaceBefore:
+    def _learn(self, unknown: Sequence[_Place], record: PassRecord, ran: set[int]) -> None:
+        """Take it that the modules that ran write from now on what they have written."""
+        self._num_passes += 1
+        for place in unknown:
+            place.is_known = place.owner in ran or self._num_passes >= _MOST_UNKNOWN
+        self._places = [
+            place
+            for place in self._places
+            if not (place.is_known and place.is_rare) or place.written or place.rebound or id(place) in record.places
+        ]
+        if self._writes or not all(place.is_known for place in unknown):
+            return
+        num_bytes = 0
+        for key, each in [*self._copies.items()]:
+            num_bytes += each.value.nbytes
+            if num_bytes > _SMALL_BYTES:
+                del self._copies[key]
+                num_bytes -= each.value.nbytes
+
+    def _before(self, place: _Place, copies: dict[int, _TensorBefore]) -> _PlaceBefore:
         values = place.attributes.copy()
         known: dict[str, _Before] = {}
         for name, value in values.items():
             if isinstance(value, Tensor):
                 if name not in place.rebound:
-                    known[name] = self._tensor_before(value, copies, is_first, place.is_silent)
-            elif (is_first or name in place.written) and _is_state(name) and not isinstance(value, _CONSTANTS):
+                    known[name] = self._tensor_before(value, copies, not place.is_known, place.is_silent)
+            elif (not place.is_known or name in place.written) and _is_state(name):
                 known[name] = _before(value, [_MOST_VALUES])
         return _PlaceBefore(place, values, known)
 
     def _tensor_before(
-        self, tensor: Tensor, copies: dict[int, _TensorBefore], is_first: bool, is_silent: bool
+        self, tensor: Tensor, copies: dict[int, _TensorBefore], is_new: bool, is_silent: bool
     ) -> _TensorBefore:
         """Return a tensor's values, of which the copy of an earlier pass serves until something writes them."""
         made = self._copies.get(id(tensor)) or copies.get(id(tensor))
         if made is None or made.value is not tensor or made.version != _version(tensor) or is_silent:
-            is_copied = is_first or self._writes or self._num_copied + tensor.nbytes <= _SMALL_BYTES
+            is_copied = is_new or self._writes or self._num_copied + tensor.nbytes <= _SMALL_BYTES
             self._num_copied += tensor.nbytes if is_copied and id(tensor) not in copies else 0
-            made = _TensorBefore(tensor, _copied(tensor) if is_copied else None, is_first or is_silent)
+            made = _TensorBefore(tensor, _copied(tensor) if is_copied else None)
+        made.compares = is_new or is_silent
         if made.kept is not None:
             self._copies[id(tensor)] = made
         return made
-
-    def _forget_large(self) -> None:
-        """Forget the copies of large tensors if the first pass has written nothing at all."""
-        self._num_copied = 0
-        for key, each in [*self._copies.items()]:
-            each.compares = False
-            if not self._writes and self._num_copied + each.value.nbytes > _SMALL_BYTES:
-                del self._copies[key]
-            else:
-                self._num_copied += each.value.nbytes
 
 
 class _Before:
@@ -149,8 +168,18 @@ class _Before:
         """Say whether the value after the pass is another, or has other contents."""
         return now is not self.value
 
-    def remake(self) -> Any:
-        """Return the value for a second pass, which may write into it."""
+    def remake(self, made: dict[int, Any]) -> Any:
+        """Return the value for a second pass, which may write into it.
+
+        Args:
+            made: the values of this second pass so far, by the ids of those that they stand for: what several places
+                have stays one value.
+        """
+        if id(self.value) not in made:
+            made[id(self.value)] = self._new(made)
+        return made[id(self.value)]
+
+    def _new(self, made: dict[int, Any]) -> Any:
         return self.value
 
 
@@ -163,7 +192,7 @@ class _TensorBefore(_Before):
         compares: whether values tell that it was written, beside its version.
     """
 
-    def __init__(self, value: Tensor, kept: Tensor | None, compares: bool) -> None:
+    def __init__(self, value: Tensor, kept: Tensor | None, compares: bool = True) -> None:
         super().__init__(value)
         self.version, self.kept, self.compares = _version(value), kept, compares
 
@@ -178,7 +207,7 @@ class _TensorBefore(_Before):
     def differs(self, now: Any) -> bool:
         return now is not self.value or self.is_written()
 
-    def remake(self) -> Any:
+    def _new(self, made: dict[int, Any]) -> Any:
         if self.kept is not None:
             return _copied(self.kept).requires_grad_(self.value.requires_grad)
         if self.is_written():
@@ -207,8 +236,8 @@ class _TreeBefore(_Before):
             for (key, part), (key_before, before) in zip(parts, self.parts, strict=True)
         )
 
-    def remake(self) -> Any:
-        return _of_parts(self.value, [(key, before.remake()) for key, before in self.parts])
+    def _new(self, made: dict[int, Any]) -> Any:
+        return _of_parts(self.value, [(key, before.remake(made)) for key, before in self.parts])
 
 
 class _CopyBefore(_Before):
@@ -221,14 +250,14 @@ class _CopyBefore(_Before):
     def differs(self, now: Any) -> bool:
         return now is not self.value or _contents(now) != _contents(self.kept)
 
-    def remake(self) -> Any:
+    def _new(self, made: dict[int, Any]) -> Any:
         return _clone(self.kept)
 
 
 def _before(value: Any, budget: list[int]) -> _Before:
     budget[0] -= 1
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-        return _TensorBefore(value, _copied(value), compares=True)
+        return _TensorBefore(value, _copied(value))
     if isinstance(value, _CONSTANTS) or budget[0] < 0:
         return _Before(value)
     if isinstance(value, _COPIED):
@@ -295,9 +324,9 @@ def _places(root: nn.Module) -> Iterator[_Place]:
                 if isinstance(part, nn.Module):
                     seen.setdefault(id(part), part)
     for module in seen.values():
-        yield _Place(vars(module), is_rare=type(module).__module__.startswith("torch."))
+        yield _Place(vars(module), id(module), is_rare=type(module).__module__.startswith("torch."))
         if module._buffers:
-            yield _Place(module._buffers)
+            yield _Place(module._buffers, id(module))
 
 
 def _version(tensor: Tensor) -> int:
@@ -317,9 +346,20 @@ def _is_equal(one: Tensor, other: Tensor | None) -> bool:
         return bool((equal | ((one != one) & (other != other))).all())  # nan stays nan
 
 
+@contextmanager
+def modules_that_run() -> Iterator[list[nn.Module]]:
+    """Note the modules that are called inside the context."""
+    ran: list[nn.Module] = []
+    handle = register_module_forward_pre_hook(lambda module, args: ran.append(module))
+    try:
+        yield ran
+    finally:
+        handle.remove()
+
+
 @dataclass(frozen=True)
 class Stream:
-    """A stream of random numbers that code draws from without naming it: of Python or of NumPy.
+    """Reaches a stream of random numbers that code draws from without naming it: of Python or of NumPy.
 
     Attributes:
         get: returns its state.
@@ -458,10 +498,7 @@ class PassRecord:
         with ExitStack() as undo:
             for attributes, changes in self._changes:
                 undo.callback(_put, attributes, {name: attributes.get(name, _MISSING) for name in changes})
-                for each in changes.values():  # a value that several modules have stays one value
-                    if id(each.value) not in made:
-                        made[id(each.value)] = each.remake()
-                _put(attributes, {name: made[id(each.value)] for name, each in changes.items()})
+                _put(attributes, {name: each.remake(made) for name, each in changes.items()})
             for stream, state in self.streams.items():
                 undo.callback(stream.put, stream.get())
                 stream.put(state)
@@ -556,6 +593,8 @@ def _modules_of(function: Any, depth: int) -> Iterator[nn.Module]:
         for part in (function.__self__, function.__func__):
             yield from _modules_of(part, depth - 1)
     elif depth and isinstance(function, FunctionType):
+        for part in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            yield from _modules_of(part, depth - 1)
         for cell in function.__closure__ or ():
             with suppress(ValueError):  # it is empty
                 yield from _modules_of(cell.cell_contents, depth - 1)
