@@ -1,8 +1,8 @@
-"""The order of a script's calls: zero_grad, backwards of two kinds and inside hooks, failures, saves, as in plain torch.
+"""The order of a script's calls: zero_grad, backwards of two kinds and inside hooks, failures, saves.
 
 A script is a row of letters. Each is one call on the engine, and does on plain torch what it says: f forward of the
-next batch, b engine.backward of its loss, r the same with retain_graph, t loss.backward(), x a backward that raises, c a
-backward whose hook runs forwards and backwards, z engine.zero_grad(), o that of the optimizer, m that of the model,
+next batch, b engine.backward of its loss, r the same with retain_graph, t loss.backward(), x a backward that raises,
+c a backward whose hook runs forwards and backwards, z engine.zero_grad(), o that of the optimizer, m that of the model,
 s engine.step(), w a save.
 """
 
