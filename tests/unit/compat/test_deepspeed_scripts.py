@@ -186,3 +186,28 @@ def test_a_load_of_a_save_within_an_accumulation_begins_the_step_again(stage: in
     with refused("checkpoint-folder"):
         engine.save_checkpoint(None)
     engine.destroy()
+
+
+@STAGES
+def test_one_loss_trains_two_engines_under_accumulation(stage: int) -> None:
+    def networks() -> tuple[nn.Module, nn.Module]:
+        torch.manual_seed(0)
+        return nn.Linear(4, 4), nn.Linear(4, 1)
+
+    plain, models = networks(), networks()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in plain]
+    keys = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.0}
+    first, second = (start(stage, model=model, **keys)[0] for model in models)
+    for number in range(4):
+        x = X * (number + 1)
+        second.backward(second(first(x)).square().mean())
+        first.step()
+        second.step()
+        (plain[1](plain[0](x)).square().mean() / 2).backward()
+        if number % 2:
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    for engine, model in zip((first, second), plain, strict=True):
+        torch.testing.assert_close(engine.inner.read("weight"), model.weight.detach())
+        engine.destroy()
