@@ -185,8 +185,10 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         self._take_back = lend(self) if has_own else None
         self.client_optimizer = inner.optimizer
         inner.step_context.is_plain = True  # also where the script runs `engine.module` itself
-        # Under fp16 it is `scale` that divides, so that both kinds of backwards overflow at one scale.
-        inner.step_context.own_backward_scale = None if self.fp16_enabled() else 1 / self.gradient_accumulation_steps()
+        # Where losses are scaled it is `scale` that divides, so that both kinds of backwards overflow at one scale.
+        scaler = inner.step_context.scaler
+        is_scaled = scaler.is_dynamic or scaler.scale != 1.0
+        inner.step_context.own_backward_scale = None if is_scaled else 1 / self.gradient_accumulation_steps()
         inner.checkpoints.may_save_within_step = True
 
     def __getattr__(self, name: str) -> Any:
@@ -293,7 +295,7 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         if self.is_destroyed or context.num_backwards == 0:
             return
         are_counted = context.num_backwards == self._num_counted and not context.status.is_in_backward
-        keeps = are_counted and self.inner.layout.stage.reduce_each_backward
+        keeps = are_counted and self.zero_optimization_stage() >= 2
         if are_counted and not self._has_warned:
             self._has_warned = True
             if self.global_rank == 0:
@@ -370,7 +372,7 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
             raise ConfigError("save-dir-missing", f"save_dir={save_dir!r} names no folder; give the one of checkpoints")
         counters = {name: getattr(self, name) for name in _COUNTERS}
         extra = {"client_state": dict(client_state or {}), "deepspeed": counters}
-        tag = tag or f"global_step{self.global_steps}"
+        tag = str(tag or f"global_step{self.global_steps}")
         contents: Contents = "trainable" if exclude_frozen_parameters else "all"
         try:
             self.inner.save(save_dir, contents=contents, extra=extra, tag=tag)
@@ -403,7 +405,7 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         keeps_schedule = self.lr_scheduler is not None and not load_lr_scheduler_states
         kept = deepcopy(self.lr_scheduler.state_dict()) if keeps_schedule else None
         try:
-            report = self.inner.load(load_dir, strict=load_module_strict, weights_only=weights_only, tag=tag or "")
+            report = self.inner.load(load_dir, strict=load_module_strict, weights_only=weights_only, tag=str(tag or ""))
         except CheckpointError as error:
             if tag or error.code not in ("no-checkpoint", "no-such-path"):
                 raise
