@@ -193,7 +193,7 @@ def test_every_getter_answers() -> None:
     engine.destroy()
 
 
-def test_a_batch_can_be_set_anew() -> None:
+def test_another_batch_can_be_set() -> None:
     engine = start(1)
     engine.set_train_batch_size(6)
     assert engine.get_batch_info() == (6, 2, 3)

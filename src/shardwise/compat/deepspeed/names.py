@@ -61,7 +61,7 @@ _HOMES: Final = (
     ("utils.logging", "utils", "logger *"),
     ("utils utils.mixed_precision_linkage", "utils.tensor_fragment", f"{_SAFE} get_full_hp_param get_full_hp_grad"),
     ("utils", "utils.tensor_fragment", "fragment_address"),
-    ("utils", "utils.z3_leaf_module", _LEAF),
+    ("utils utils.z3_leaf_module", "utils.leaf_modules", _LEAF),
     ("utils", "utils.groups", "*"),
     ("utils", "runtime.dataloader", "RepeatingLoader"),
     ("utils.init_on_device utils.nvtx utils.module_utils", "utils", "*"),
