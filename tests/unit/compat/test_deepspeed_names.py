@@ -298,8 +298,11 @@ def test_the_accelerator_has_what_portable_scripts_ask() -> None:
         accelerator.max_memory_allocated() >= accelerator.memory_allocated() > 0 or accelerator.device_name() == "cuda"
     )
     assert accelerator.on_accelerator(torch.ones(1)) is (accelerator.device_name() == "cpu")
-    with refused("deepspeed-name-missing", "deepspeed.ops.op_builder.CPUAdamBuilder is not here"):
-        accelerator.get_op_builder("CPUAdamBuilder")()
+    assert accelerator.create_op_builder("CPUAdamBuilder").is_compatible()
+    assert accelerator.create_op_builder("InferenceBuilder") is None
+    assert deepspeed.ops.__compatible_ops__[imported("ops.aio", "AsyncIOBuilder").NAME]
+    with refused("deepspeed-name-missing", "deepspeed.ops.op_builder.InferenceBuilder is not here"):
+        accelerator.get_op_builder("InferenceBuilder")()
 
 
 def test_a_save_needs_a_folder() -> None:

@@ -89,6 +89,11 @@ def placeholder(path: str) -> Any:
     return _Placeholder(name, (), {"__module__": _full("deepspeed", module), "sentence": names.sentence(path)})
 
 
+def is_here(found: Any) -> bool:
+    """Say whether a name is what it says, and not what stands for it."""
+    return not isinstance(found, _Placeholder)
+
+
 def answers(module: str) -> Callable[[str], Any]:
     """Return the `__getattr__` of a module, by the module's own name.
 
@@ -101,7 +106,7 @@ def answers(module: str) -> Callable[[str], Any]:
         own.__path__ = []
 
     def get(name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__") and not names.homes_of(path, name):
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         for home in names.homes_of(path, name):
             if (found := _at_home(*home)) is not _NOTHING:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -164,3 +165,79 @@ class ThroughputTimer:
 def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+class OpBuilder:
+    """Answers for an operator that DeepSpeed builds, and that is torch's or this library's own here."""
+
+    NAME = ""
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Return True: nothing is to be built."""
+        return True
+
+    def load(self, verbose: bool = False) -> None:
+        """Do nothing: scripts load an operator so that it is built before they start."""
+
+
+class AsyncIOBuilder(OpBuilder):
+    """Reads and writes states on a disk: `offload_optimizer.device` and `offload_param.device` may be nvme."""
+
+    NAME = "async_io"
+
+
+class CPUAdamBuilder(OpBuilder):
+    """Steps Adam where its states are."""
+
+    NAME = "cpu_adam"
+
+
+class FusedAdamBuilder(OpBuilder):
+    """Steps Adam on the device."""
+
+    NAME = "fused_adam"
+
+
+class CPULionBuilder(OpBuilder):
+    """Steps Lion where its states are."""
+
+    NAME = "cpu_lion"
+
+
+class FusedLionBuilder(OpBuilder):
+    """Steps Lion on the device."""
+
+    NAME = "fused_lion"
+
+
+class CPUAdagradBuilder(OpBuilder):
+    """Steps Adagrad where its states are."""
+
+    NAME = "cpu_adagrad"
+
+
+_BUILDERS: Final = (
+    AsyncIOBuilder,
+    CPUAdamBuilder,
+    FusedAdamBuilder,
+    CPULionBuilder,
+    FusedLionBuilder,
+    CPUAdagradBuilder,
+)
+
+
+def __getattr__(name: str) -> Any:
+    """Return what DeepSpeed notes when it is installed: its operators, and the torch that it was built with."""
+    if name == "torch_info":
+        has_gpu = torch.cuda.is_available()
+        release = ".".join(torch.__version__.split("+")[0].split(".")[:2])
+        return {
+            "version": release,
+            "cuda_version": torch.version.cuda or "0.0",
+            "hip_version": torch.version.hip or "0.0",
+            "nccl_version": ".".join(map(str, torch.cuda.nccl.version())) if has_gpu else "0.0",
+            "bf16_support": not has_gpu or torch.cuda.is_bf16_supported(),
+        }
+    if name in ("installed_ops", "compatible_ops", "__compatible_ops__"):
+        return defaultdict(bool, {builder.NAME: True for builder in _BUILDERS})
+    raise AttributeError(name)

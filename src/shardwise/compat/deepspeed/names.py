@@ -80,6 +80,13 @@ _HOMES: Final = (
     ("ops.adam.cpu_adam ops.adam.fused_adam", "ops.adam", _ADAM),
     ("ops.adagrad ops.adagrad.cpu_adagrad", "torch.optim", "DeepSpeedCPUAdagrad=Adagrad"),
     ("ops.lion ops.lion.cpu_lion ops.lion.fused_lion", "shardwise.runtime.optimizers", _LION),
+    ("ops ops.op_builder", "helpers", "__compatible_ops__"),
+    (
+        "ops.op_builder ops.aio",
+        "helpers",
+        "AsyncIOBuilder CPUAdamBuilder FusedAdamBuilder CPULionBuilder FusedLionBuilder CPUAdagradBuilder",
+    ),
+    ("git_version_info", "helpers", "torch_info installed_ops compatible_ops"),
     ("git_version_info", "", "version git_hash=__git_hash__ git_branch=__git_branch__"),
     ("-", "", "git_hash=__git_hash__ git_branch=__git_branch__"),
 )
@@ -119,7 +126,7 @@ _TABLE: Final = (
         "write the head as nn.Linear: the JSON's tensor_parallel splits it",
         "sequence.cross_entropy",
     ),
-    ("import", _KERNELS, "ops.aio ops.gds ops.compile ops.csrc ops.deepspeed4science ops.pin_memory ops.triton_ops"),
+    ("import", _KERNELS, "ops.gds ops.compile ops.csrc ops.deepspeed4science ops.pin_memory ops.triton_ops"),
     ("import", _KERNELS, "ops.fp_quantizer ops.quantizer ops.random_ltd git_version_info_installed"),
     ("import", _KERNELS, "ops.op_builder.cpu ops.op_builder.hpu ops.op_builder.klxpu ops.op_builder.mlu"),
     ("import", _KERNELS, "ops.op_builder.mps ops.op_builder.npu ops.op_builder.sdaa ops.op_builder.supa"),
