@@ -89,11 +89,6 @@ def placeholder(path: str) -> Any:
     return _Placeholder(name, (), {"__module__": _full("deepspeed", module), "sentence": names.sentence(path)})
 
 
-def is_here(found: Any) -> bool:
-    """Say whether a name is what it says, and not what stands for it."""
-    return not isinstance(found, _Placeholder)
-
-
 def answers(module: str) -> Callable[[str], Any]:
     """Return the `__getattr__` of a module, by the module's own name.
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from shardwise.compat.deepspeed.finder import MissingNameError
+from shardwise.compat.deepspeed.names import sentence
 from shardwise.compat.deepspeed.utils import logger
 from shardwise.runtime.torch_private import pytree
 
@@ -226,6 +229,30 @@ _BUILDERS: Final = (
 )
 
 
+class _MissingBuilder(OpBuilder):
+    """Says of an operator that has no equal here that it cannot be built, so that scripts go another way."""
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Return False."""
+        return False
+
+    def load(self, verbose: bool = False) -> None:
+        """Refuse."""
+        raise MissingNameError("deepspeed-name-missing", sentence(f"ops.op_builder.{type(self).__name__}"))
+
+
+@cache
+def _missing_builder(name: str) -> type[OpBuilder]:
+    return type(name, (_MissingBuilder,), {"NAME": name.removesuffix("Builder").lower()})
+
+
+def required_torch_version(min_version: float | None = None, max_version: float | None = None) -> bool:
+    """Say whether torch is at least, or at most, of a release such as 2.6; the arguments are those of DeepSpeed."""
+    own = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2]))
+    low, high = (tuple(map(int, str(each or 0).split("."))) for each in (min_version, max_version))
+    return own >= low and (max_version is None or own <= high)
+
+
 def __getattr__(name: str) -> Any:
     """Return what DeepSpeed notes when it is installed: its operators, and the torch that it was built with."""
     if name == "torch_info":
@@ -240,4 +267,6 @@ def __getattr__(name: str) -> Any:
         }
     if name in ("installed_ops", "compatible_ops", "__compatible_ops__"):
         return defaultdict(bool, {builder.NAME: True for builder in _BUILDERS})
+    if name.endswith("Builder"):
+        return _missing_builder(name)
     raise AttributeError(name)

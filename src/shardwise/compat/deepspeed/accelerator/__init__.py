@@ -12,7 +12,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from shardwise.compat.deepspeed.finder import answers, is_here
+from shardwise.compat.deepspeed.finder import answers
 
 
 class Accelerator:
@@ -238,12 +238,11 @@ class Accelerator:
         return self._is_cuda and torch.cuda.get_device_capability()[0] >= 7
 
     def create_op_builder(self, class_name: str) -> Any:
-        """Return the builder of an operator that is here; None where there is none, as DeepSpeed does."""
-        kind = self.get_op_builder(class_name)
-        return kind() if is_here(kind) else None
+        """Return the builder of an operator, which may say that it is not compatible."""
+        return self.get_op_builder(class_name)()
 
     def get_op_builder(self, class_name: str) -> Any:
-        """Return the class of a builder, or what stands for it, and raises where it is called."""
+        """Return the class of a builder."""
         return getattr(importlib.import_module("shardwise.compat.deepspeed.ops.op_builder"), class_name)
 
     def op_builder_dir(self) -> str:
