@@ -1,4 +1,4 @@
-"""What a script does to the optimizer between steps acts: states reset, groups added, weights swapped for evaluation."""
+"""What a script does to the optimizer between steps acts: states reset, groups added, weights swapped to evaluate."""
 
 from __future__ import annotations
 

@@ -202,9 +202,13 @@ def copy_over(optimizer: Optimizer, groups: Sequence[Sequence[nn.Parameter]]) ->
     """
     memo: dict[int, Any] = {}
     for group, params in zip(optimizer.param_groups, groups, strict=True):
+        dims = _dims_of(group["params"])
         for param in group["params"]:
-            like = next((each for each in params if each.dim() == param.dim()), param.new_empty(0, device="cpu"))
-            memo[id(param)] = like
+            if len(params) == len(dims):
+                memo[id(param)] = params[dims.index(param.dim())]
+            else:  # a trial without some of them
+                like = (each for each in params if each.dim() == param.dim())
+                memo[id(param)] = next(like, torch.empty(0, dtype=param.dtype))
     by_old = {id(old["params"]): list(params) for old, params in zip(optimizer.param_groups, groups, strict=True)}
     found = _copied(optimizer, memo, by_old)
     assert isinstance(found, Optimizer)

@@ -123,6 +123,7 @@ def held_optimizer_states(states: EngineState) -> Iterator[StateShard | ScalarSt
     Raises:
         ConfigError: a state is neither a number nor a tensor.
     """
+    states.sharded.refuse_inner_states()
     if states.sharded.whole is not None:
         yield from _held_by_owner(states, states.sharded.whole)
         return

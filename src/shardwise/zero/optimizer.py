@@ -6,8 +6,9 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial, wraps
+from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from shardwise.offload.storage import StateStorage
 from shardwise.offload.worker import Task
 from shardwise.runtime.memory_tracker import Category
 from shardwise.runtime.muon import MOMENTUM, MuonWithAdamW
-from shardwise.runtime.optimizer_probe import StepScope
+from shardwise.runtime.optimizer_probe import StepScope, inner_optimizers
 from shardwise.runtime.optimizers import lacks_some_momentum, scale_in_step, stepped_unfused
 from shardwise.runtime.state_shards import FlatState, TensorFlatState
 from shardwise.runtime.timeline import Timeline
@@ -30,7 +31,7 @@ from shardwise.zero.grad_buckets import GradBucket
 from shardwise.zero.group_step import GroupStep
 from shardwise.zero.lent_states import LentStates
 from shardwise.zero.matrix_step import MatrixPieces, MatrixStep
-from shardwise.zero.optimizer_plan import NamedGroup, OptimizerPlan, first_states, fresh_states
+from shardwise.zero.optimizer_plan import NamedGroup, OptimizerPlan, first_states, follow_calls, fresh_states
 from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.resources import ShardingResources
 from shardwise.zero.shared_grads import SharedGradRanges, sum_over_sharers, sum_over_stages
@@ -73,6 +74,7 @@ class ShardedOptimizer:
         self._own_steps: dict[ParamGroup, GroupStep] = {}  # of states off the device, or encoded
         self._matrix_step: MatrixStep | None = None
         self.whole: WholeStep | None = None
+        self._inner_groups: list[tuple[dict[str, Any], list[str]]] = []
         self._has_shapes = False  # the pieces, which are whole, have the parameters' shapes
         self._states_dtype = resources.states_dtype
         self._codec_errors = resources.codec_errors
@@ -86,13 +88,15 @@ class ShardedOptimizer:
         self._choose_step([group for group in groups if group.grads is not None])
         self._take(groups)
         self.optimizer = plan.factory(self._param_groups(named_groups))
+        self._inner_groups = self._find_inner_groups()
+        self._param_groups(named_groups)
         self._has_states_at_once = bool(self.optimizer.state or plan.first_states)  # such as Adagrad's
         self._make_first_states(self.views())
         self._take_own_steps()
         self.is_stepping = False
         this = weakref.ref(self)
         self._step_guard = self.optimizer.register_step_pre_hook(lambda *_: _refuse_own_step(this()))
-        self._own_methods = _follow_calls(self)
+        self._own_methods = follow_calls(self.optimizer, WeakMethod(self.add_group), WeakMethod(self.change_weights))
 
     def regroup(self, groups: Sequence[ParamGroup], named_groups: Sequence[NamedGroup]) -> None:
         """Step other groups from now on; pieces that are in both keep their states, the others start without any.
@@ -300,9 +304,32 @@ class ShardedOptimizer:
             {**named.options, "params": [views[name] for name in named.names if name in views]}
             for named in named_groups
         ]
+        for group, names in self._inner_groups:
+            group["params"] = [views[name] for name in names if name in views]
         if not any(group["params"] for group in param_groups):
             param_groups[0]["params"] = [self._placeholder]
         return param_groups
+
+    def _find_inner_groups(self) -> list[tuple[dict[str, Any], list[str]]]:
+        """Return the groups of optimizers that the optimizer wraps, where they are not its own, with their names."""
+        name_of = {**self._plan.name_of, **{id(view): name for name, view in self.views().items()}}
+        own = {id(group) for group in self.optimizer.param_groups}
+        groups = [group for inner in inner_optimizers(self.optimizer) for group in inner.param_groups]
+        return [
+            (group, [name_of[id(param)] for param in group["params"] if id(param) in name_of])
+            for group in groups
+            if id(group) not in own
+        ]
+
+    def refuse_inner_states(self) -> None:
+        """Raise where optimizers that the optimizer wraps keep states of their own, which no checkpoint would have."""
+        for inner in inner_optimizers(self.optimizer):
+            if inner.state and inner.state is not self.optimizer.state:
+                raise ConfigError(
+                    "optimizer-inner-state",
+                    f"{type(self.optimizer).__name__} wraps {type(inner).__name__}, whose states are in no checkpoint; "
+                    'save(contents="weights"), or let the wrapper share its `state`',
+                )
 
     def add_group(self, group: Mapping[str, Any]) -> None:
         """Add a parameter group whose parameters are the model's; those that are frozen follow once they are not.
@@ -316,8 +343,7 @@ class ShardedOptimizer:
         type(self.optimizer).add_param_group(self.optimizer, {**named.options, "params": []})
         param_groups = self._param_groups([*self._named_groups, named])
         self.optimizer.param_groups[index]["params"] = param_groups[index]["params"]
-        if self._placeholder in (first := self.optimizer.param_groups[0]["params"]) and param_groups[index]["params"]:
-            first.clear()
+        self.optimizer.param_groups[0]["params"] = param_groups[0]["params"]  # the placeholder, or no longer
         views, own = self.views(), set(named.names)
         self._make_first_states({name: view for name, view in views.items() if name in own})
         for piece in self.pieces:
@@ -587,29 +613,3 @@ def _refuse_own_step(sharded: ShardedOptimizer | None) -> None:
             "optimizer-step-direct",
             "optimizer.step() has no gradients, which the engine keeps; call engine.step() instead",
         )
-
-
-def _follow_calls(sharded: ShardedOptimizer) -> tuple[str, ...]:
-    """Let the engine follow what an optimizer's methods do to its groups and parameters; return the methods' names."""
-    this, optimizer = weakref.ref(sharded), weakref.ref(sharded.optimizer)
-
-    def add_param_group(param_group: dict[str, Any]) -> None:
-        if (owner := this()) is not None:
-            owner.add_group(param_group)
-
-    def follow(method: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(method)
-        def changed(*args: Any, **options: Any) -> None:
-            owner, own = this(), optimizer()
-            if owner is not None and own is not None:
-                owner.change_weights(lambda: method(own, *args, **options))
-
-        return changed
-
-    kind = type(sharded.optimizer)
-    found: dict[str, Callable[..., Any]] = {"add_param_group": add_param_group}
-    # Some, such as schedule-free ones, train with other weights than those to evaluate.
-    found |= {name: follow(getattr(kind, name)) for name in ("eval", "train") if callable(getattr(kind, name, None))}
-    for name, method in found.items():
-        setattr(sharded.optimizer, name, method)
-    return tuple(found)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import inspect
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -243,6 +246,41 @@ def fresh_states(optimizer: Optimizer, param_groups: list[dict[str, Any]]) -> An
     accepted = inspect.signature(type(optimizer)).parameters
     options = {key: value for key, value in optimizer.defaults.items() if key in accepted}
     return type(optimizer)(param_groups, **options).state
+
+
+def follow_calls(
+    optimizer: Optimizer,
+    add_group: WeakMethod[Callable[[Mapping[str, Any]], None]],
+    change_weights: WeakMethod[Callable[[Callable[[], object]], None]],
+) -> tuple[str, ...]:
+    """Let the engine follow what an optimizer's methods do to its groups and parameters; return the methods' names.
+
+    Args:
+        optimizer: whose methods are replaced, in this object.
+        add_group: takes a parameter group over the model's parameters.
+        change_weights: calls a function that writes the optimizer's parameters.
+    """
+    kind, this = type(optimizer), weakref.ref(optimizer)
+
+    def add_param_group(param_group: dict[str, Any]) -> None:
+        if (add := add_group()) is not None:
+            add(param_group)
+
+    def follow(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def changed(*args: Any, **options: Any) -> None:
+            change, own = change_weights(), this()
+            if change is not None and own is not None:
+                change(lambda: method(own, *args, **options))
+
+        return changed
+
+    found: dict[str, Callable[..., Any]] = {"add_param_group": add_param_group}
+    # Some, such as schedule-free ones, train with other weights than those to evaluate.
+    found |= {name: follow(getattr(kind, name)) for name in ("eval", "train") if callable(getattr(kind, name, None))}
+    for name, method in found.items():
+        setattr(optimizer, name, method)
+    return tuple(found)
 
 
 def _trainable_names(layout: Layout) -> list[str]:
