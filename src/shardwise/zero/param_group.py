@@ -351,12 +351,11 @@ class ParamGroup:
             ConfigError: as `ParamWrites.check`.
         """
         self.writes.check()
-        if self.state is ParamState.UNSHARDED:
-            self._follow_writes()
+        self.follow_writes()
 
-    def _follow_writes(self) -> None:
+    def follow_writes(self) -> None:
         """Take over what has been written into the present parameters since they were gathered, if something has."""
-        if self.writes.are_followed:
+        if self.state is ParamState.UNSHARDED and not self.is_stepped and self.writes.are_followed:
             with torch.no_grad():
                 self.take_written()
 
@@ -441,7 +440,7 @@ class ParamGroup:
         if not self.is_released_between_uses or self.state in (ParamState.SHARDED, ParamState.OFFLOADED):
             return False
         self._gather.wait()
-        self._follow_writes()
+        self.follow_writes()
         if (keeps_views or self.is_lent) and self._is_viewed():
             self._replace_memory(keeps_values=False)
         else:
