@@ -275,7 +275,7 @@ def test_schedules_have_deepspeeds_attributes() -> None:
     assert (cycle.min_lrs, cycle.max_moms, cycle.get_mom()) == ([0.01], [(0.9, 0.99)], [(0.8, 0.99)])
     assert lr_schedules.LRRangeTest(optimizer).min_lr == [1e-3]
     assert (lr_schedules.WARMUP_LR, lr_schedules.CYCLE_MIN_LR) == ("WarmupLR", "cycle_min_lr")
-    for wrong in ({"warmup_num_steps": None}, {"warmup_num_steps": 0}):
+    for wrong in ({"warmup_num_steps": None}, {"warmup_num_steps": -1}):
         with pytest.raises(ValueError, match="warmup_num_steps"):
             lr_schedules.WarmupLR(optimizer, **wrong)
 
