@@ -6,8 +6,8 @@ module whose first training forward drops by function, in attention too. Sites d
 `KeyedDraws.at` and in the recomputations of such a forward; elsewhere, as when a user calls the model or a copy of it,
 they drop as torch does.
 
-All else that torch draws in such a forward, from its own generators, is keyed likewise, element by element; the
-streams of Python and NumPy begin anew in each module that draws from them.
+All else that torch draws in such a forward, from its own generators, is keyed too, element by element; the
+streams of Python and NumPy begin again in each module that draws from them.
 
 Some always draw as torch does: compiled blocks, into which the host's part of the key cannot be traced, and the
 functions of modules around them; kernels that are not torch's. Inside `KeyedDraws.at` torch's generators have the same
