@@ -359,7 +359,7 @@ def modules_that_run() -> Iterator[list[nn.Module]]:
 
 @dataclass(frozen=True)
 class Stream:
-    """Reaches a stream of random numbers that code draws from without naming it: of Python or of NumPy.
+    """Holds the calls of a stream of random numbers, of Python or of NumPy, that code draws from without naming it.
 
     Attributes:
         get: returns its state.
