@@ -513,7 +513,7 @@ class StepContext:
 
     def _end_step(self) -> None:
         self.num_backwards = self.num_forwards = self.num_samples = 0
-        self.is_loss_known = True
+        self.is_loss_known, self.is_own_loss_scaled = True, False
         self.draws.forget()
         self.sharding.end_step()
         self.batches.clear()
