@@ -179,7 +179,13 @@ def odd_optimizer_states(states: EngineState) -> Iterator[tuple[str, Tensor]]:
 
 
 def place_odd_state(states: EngineState, where: str, value: Tensor) -> None:
-    """Give the optimizer a state that `odd_optimizer_states` yielded, on the ranks that step the parameter whole."""
+    """Give the optimizer a state that `odd_optimizer_states` yielded, on the ranks that step the parameter whole.
+
+    Args:
+        states: the engine's states.
+        where: the name that came with it.
+        value: of the state.
+    """
     name, _, key = where.rpartition("/")
     view = states.sharded.views().get(name)
     if view is not None:

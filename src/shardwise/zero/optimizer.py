@@ -240,8 +240,9 @@ class ShardedOptimizer:
         self._groups = [group for group in groups if group.grads is not None]
         self._holders = {group: group.holders for group in self._groups if len(group.holders) > 1}
         self.names = [place.name for group in self._groups for place in group.spec.params]
-        pieces = [kept.get(group) or pieces_of(group, has_shapes=self._has_shapes) for group in self._groups]
-        self.pieces = [piece for several in pieces for piece in several]
+        self.pieces = []
+        for group in self._groups:
+            self.pieces += kept.get(group) or pieces_of(group, has_shapes=self._has_shapes)
 
     def _choose_step(self, groups: Sequence[ParamGroup]) -> None:
         """Choose whether the optimizer sees pieces, or whole parameters: of its own, or at their owners.
@@ -259,15 +260,13 @@ class ShardedOptimizer:
             refuse_without_rule(kind, is_element_wise=scope is StepScope.ELEMENT)
         if scope is StepScope.JOINT and self._comms.pipeline.world_size > 1:
             raise ConfigError(
-                "optimizer-element-wise",
+                "optimizer-joint-step",
                 f"the step of a parameter by {kind.__name__} depends on all other parameters, which the stages of a "
                 "pipeline do not share; use mesh.pp=1, or an optimizer that steps each tensor by itself",
             )
         is_here = all(group.shard_stop - group.shard_start == group.spec.padded_numel for group in groups)
-        if is_here and not is_stored and self._tensor.world_size == 1:
-            self._has_shapes = True
-        else:
-            self.whole = WholeStep(self._comms, at_one=scope is StepScope.JOINT)
+        self._has_shapes = is_here and not is_stored and self._tensor.world_size == 1
+        self.whole = None if self._has_shapes else WholeStep(self._comms, at_one=scope is StepScope.JOINT)
 
     def _take_own_steps(self) -> None:
         """Allocate the states of groups that torch's optimizer does not step: off the device, or encoded."""
@@ -341,10 +340,7 @@ class ShardedOptimizer:
         """Call a method of the optimizer that writes parameters, such as for evaluation. All ranks call it."""
         for group in self._groups:
             group.finish_update()
-        if self.whole is None:
-            change()
-        else:
-            self.whole.run(change, {}, lambda piece: piece.view)
+        change() if self.whole is None else self.whole.run(change, {}, lambda piece: piece.view)
         for group in self._groups:
             group.adopt_master()
 

@@ -234,7 +234,13 @@ def _first_value(key: str, value: Any, param: Tensor) -> Any:
 
 
 def first_states(plan: OptimizerPlan, name: str, view: nn.Parameter) -> dict[str, Any]:
-    """Return what the plan's optimizer has of a parameter, or a piece of it, before its first step."""
+    """Return what the plan's optimizer has of a parameter, or a piece of it, before its first step.
+
+    Args:
+        plan: of the optimizer.
+        name: of the parameter.
+        view: what the optimizer steps.
+    """
     return {
         key: torch.full_like(view, value.value, dtype=value.dtype, requires_grad=False)
         if isinstance(value, _Fill)
