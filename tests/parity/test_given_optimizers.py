@@ -197,7 +197,7 @@ def test_every_layout_equals_one_process(
     for found in ranks(num_ranks).run(train_several, name, kinds, sections):
         for kind, parameters in zip(kinds, found, strict=True):
             if kind == "global" and "pp" in mesh:
-                assert parameters == "optimizer-element-wise"
+                assert parameters == "optimizer-joint-step"
             else:
                 check(parameters, expected(name, kind, num_data_ranks), kind)
 

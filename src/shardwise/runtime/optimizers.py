@@ -203,7 +203,7 @@ def check_scheduler(scheduler: object, optimizer: Optimizer) -> None:
     Raises:
         ConfigError: it is of another one.
     """
-    found = getattr(scheduler, "optimizer", None)
+    found: Any = getattr(scheduler, "optimizer", None)
     while not isinstance(found, Optimizer) and hasattr(found, "optimizer"):  # such as one that wraps it
         found = found.optimizer
     if isinstance(found, Optimizer) and found is not optimizer and found not in inner_optimizers(optimizer):

@@ -21,7 +21,7 @@ from shardwise.offload.storage import StateStorage
 from shardwise.offload.worker import Task
 from shardwise.runtime.memory_tracker import Category
 from shardwise.runtime.muon import MOMENTUM, MuonWithAdamW
-from shardwise.runtime.optimizer_probe import StepScope, inner_optimizers
+from shardwise.runtime.optimizer_probe import StepScope
 from shardwise.runtime.optimizers import lacks_some_momentum, scale_in_step, stepped_unfused
 from shardwise.runtime.state_shards import FlatState, TensorFlatState
 from shardwise.runtime.timeline import Timeline
@@ -31,7 +31,14 @@ from shardwise.zero.grad_buckets import GradBucket
 from shardwise.zero.group_step import GroupStep
 from shardwise.zero.lent_states import LentStates
 from shardwise.zero.matrix_step import MatrixPieces, MatrixStep
-from shardwise.zero.optimizer_plan import NamedGroup, OptimizerPlan, first_states, follow_calls, fresh_states
+from shardwise.zero.optimizer_plan import (
+    NamedGroup,
+    OptimizerPlan,
+    first_states,
+    follow_calls,
+    fresh_states,
+    inner_groups,
+)
 from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.resources import ShardingResources
 from shardwise.zero.shared_grads import SharedGradRanges, sum_over_sharers, sum_over_stages
@@ -88,8 +95,9 @@ class ShardedOptimizer:
         self._choose_step([group for group in groups if group.grads is not None])
         self._take(groups)
         self.optimizer = plan.factory(self._param_groups(named_groups))
-        self._inner_groups = self._find_inner_groups()
-        self._param_groups(named_groups)
+        self._inner_groups = inner_groups(self.optimizer, plan, self.views())
+        if self._inner_groups:
+            self._param_groups(named_groups)
         self._has_states_at_once = bool(self.optimizer.state or plan.first_states)  # such as Adagrad's
         self._make_first_states(self.views())
         self._take_own_steps()
@@ -106,14 +114,14 @@ class ShardedOptimizer:
             named_groups: as many as before.
         """
         before = {id(piece) for piece in self.pieces}
-        views_before = self.views()
+        views_before = set(self.views())
         self._take(groups)
         for options, group in zip(self.optimizer.param_groups, self._param_groups(named_groups), strict=True):
             options["params"] = group["params"]
         self._take_own_steps()
         views = self.views()
         known = {id(view) for view in views.values()} | {id(self._placeholder)}
-        for view in [view for view in self.optimizer.state if id(view) not in known]:
+        for view in [each for each in self.optimizer.state if isinstance(each, Tensor) and id(each) not in known]:
             del self.optimizer.state[view]
         self.forget_states([piece for piece in self.pieces if id(piece) not in before])
         if self.whole is not None:
@@ -125,9 +133,7 @@ class ShardedOptimizer:
             if (keeper := self._own(piece)) is not None:
                 keeper.forget_states(piece)
         views = {piece.name: piece.view for piece in pieces if self._own(piece) is None and self.whole is None}
-        for view in views.values():
-            self.optimizer.state.pop(view, None)
-        self._make_first_states(views)
+        self._reset(views)
 
     def _make_first_states(self, views: Mapping[str, nn.Parameter]) -> None:
         """Give these parameters the states that the optimizer has before its first step, if it has any."""
@@ -145,7 +151,9 @@ class ShardedOptimizer:
 
     def forget_whole(self, names: Collection[str]) -> None:
         """Reset parameters that this rank steps whole to the states before the first step."""
-        views = {name: view for name, view in self.views().items() if name in names}
+        self._reset({name: view for name, view in self.views().items() if name in names})
+
+    def _reset(self, views: Mapping[str, nn.Parameter]) -> None:
         for view in views.values():
             self.optimizer.state.pop(view, None)
         self._make_first_states(views)
@@ -217,7 +225,7 @@ class ShardedOptimizer:
     def kept_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors that torch's optimizer keeps itself."""
         for state in self.optimizer.state.values():
-            if not isinstance(state, LentStates):
+            if isinstance(state, dict) and not isinstance(state, LentStates):
                 yield from (value for value in state.values() if isinstance(value, Tensor))
 
     def track_states(self) -> None:
@@ -232,8 +240,9 @@ class ShardedOptimizer:
         self._groups = [group for group in groups if group.grads is not None]
         self._holders = {group: group.holders for group in self._groups if len(group.holders) > 1}
         self.names = [place.name for group in self._groups for place in group.spec.params]
-        pieces = [kept.get(group) or pieces_of(group, has_shapes=self._has_shapes) for group in self._groups]
-        self.pieces = [piece for several in pieces for piece in several]
+        self.pieces = []
+        for group in self._groups:
+            self.pieces += kept.get(group) or pieces_of(group, has_shapes=self._has_shapes)
 
     def _choose_step(self, groups: Sequence[ParamGroup]) -> None:
         """Choose whether the optimizer sees pieces, or whole parameters: of its own, or at their owners.
@@ -251,15 +260,13 @@ class ShardedOptimizer:
             refuse_without_rule(kind, is_element_wise=scope is StepScope.ELEMENT)
         if scope is StepScope.JOINT and self._comms.pipeline.world_size > 1:
             raise ConfigError(
-                "optimizer-element-wise",
+                "optimizer-joint-step",
                 f"the step of a parameter by {kind.__name__} depends on all other parameters, which the stages of a "
                 "pipeline do not share; use mesh.pp=1, or an optimizer that steps each tensor by itself",
             )
         is_here = all(group.shard_stop - group.shard_start == group.spec.padded_numel for group in groups)
-        if is_here and not is_stored and self._tensor.world_size == 1:
-            self._has_shapes = True
-        else:
-            self.whole = WholeStep(self._comms, at_one=scope is StepScope.JOINT)
+        self._has_shapes = is_here and not is_stored and self._tensor.world_size == 1
+        self.whole = None if self._has_shapes else WholeStep(self._comms, at_one=scope is StepScope.JOINT)
 
     def _take_own_steps(self) -> None:
         """Allocate the states of groups that torch's optimizer does not step: off the device, or encoded."""
@@ -304,32 +311,11 @@ class ShardedOptimizer:
             {**named.options, "params": [views[name] for name in named.names if name in views]}
             for named in named_groups
         ]
-        for group, names in self._inner_groups:
-            group["params"] = [views[name] for name in names if name in views]
+        for inner, names in self._inner_groups:
+            inner["params"] = [views[name] for name in names if name in views]
         if not any(group["params"] for group in param_groups):
             param_groups[0]["params"] = [self._placeholder]
         return param_groups
-
-    def _find_inner_groups(self) -> list[tuple[dict[str, Any], list[str]]]:
-        """Return the groups of optimizers that the optimizer wraps, where they are not its own, with their names."""
-        name_of = {**self._plan.name_of, **{id(view): name for name, view in self.views().items()}}
-        own = {id(group) for group in self.optimizer.param_groups}
-        groups = [group for inner in inner_optimizers(self.optimizer) for group in inner.param_groups]
-        return [
-            (group, [name_of[id(param)] for param in group["params"] if id(param) in name_of])
-            for group in groups
-            if id(group) not in own
-        ]
-
-    def refuse_inner_states(self) -> None:
-        """Raise where optimizers that the optimizer wraps keep states of their own, which no checkpoint would have."""
-        for inner in inner_optimizers(self.optimizer):
-            if inner.state and inner.state is not self.optimizer.state:
-                raise ConfigError(
-                    "optimizer-inner-state",
-                    f"{type(self.optimizer).__name__} wraps {type(inner).__name__}, whose states are in no checkpoint; "
-                    'save(contents="weights"), or let the wrapper share its `state`',
-                )
 
     def add_group(self, group: Mapping[str, Any]) -> None:
         """Add a parameter group whose parameters are the model's; those that are frozen follow once they are not.
@@ -343,7 +329,7 @@ class ShardedOptimizer:
         type(self.optimizer).add_param_group(self.optimizer, {**named.options, "params": []})
         param_groups = self._param_groups([*self._named_groups, named])
         self.optimizer.param_groups[index]["params"] = param_groups[index]["params"]
-        self.optimizer.param_groups[0]["params"] = param_groups[0]["params"]  # the placeholder, or no longer
+        self.optimizer.param_groups[0]["params"] = param_groups[0]["params"]  # no placeholder any more
         views, own = self.views(), set(named.names)
         self._make_first_states({name: view for name, view in views.items() if name in own})
         for piece in self.pieces:
@@ -354,10 +340,7 @@ class ShardedOptimizer:
         """Call a method of the optimizer that writes parameters, such as for evaluation. All ranks call it."""
         for group in self._groups:
             group.finish_update()
-        if self.whole is None:
-            change()
-        else:
-            self.whole.run(change, {}, lambda piece: piece.view)
+        change() if self.whole is None else self.whole.run(change, {}, lambda piece: piece.view)
         for group in self._groups:
             group.adopt_master()
 

@@ -20,7 +20,7 @@ from shardwise.config.resolve import ConfigError, OptimizerConfig
 from shardwise.layout.layout import MATRIX_STATES, Layout
 from shardwise.offload.cpu_optimizer import has_rule
 from shardwise.runtime.muon import IS_MATRIX, MuonWithAdamW
-from shardwise.runtime.optimizer_probe import StepScope, step_scope
+from shardwise.runtime.optimizer_probe import StepScope, inner_optimizers, other_states, step_scope
 from shardwise.runtime.optimizers import build_optimizer, optimizer_kind
 from shardwise.runtime.precision import torch_dtype
 
@@ -206,7 +206,9 @@ def _adopt(optimizer: Optimizer, model: nn.Module, dtype: torch.dtype, device: t
             group["params"] = replacement["params"]
             group.pop("param_names", None)
         # Some, such as Adagrad, make states in their constructor; those of a model on meta have no values.
+        others = other_states(optimizer)
         optimizer.state = defaultdict(dict) if has_values else fresh_states(optimizer, param_groups)
+        optimizer.state.update(others)
         return optimizer
 
     return OptimizerPlan(
@@ -232,7 +234,13 @@ def _first_value(key: str, value: Any, param: Tensor) -> Any:
 
 
 def first_states(plan: OptimizerPlan, name: str, view: nn.Parameter) -> dict[str, Any]:
-    """Return what the plan's optimizer has of a parameter, or a piece of it, before its first step."""
+    """Return what the plan's optimizer has of a parameter, or a piece of it, before its first step.
+
+    Args:
+        plan: of the optimizer.
+        name: of the parameter.
+        view: what the optimizer steps.
+    """
     return {
         key: torch.full_like(view, value.value, dtype=value.dtype, requires_grad=False)
         if isinstance(value, _Fill)
@@ -246,6 +254,26 @@ def fresh_states(optimizer: Optimizer, param_groups: list[dict[str, Any]]) -> An
     accepted = inspect.signature(type(optimizer)).parameters
     options = {key: value for key, value in optimizer.defaults.items() if key in accepted}
     return type(optimizer)(param_groups, **options).state
+
+
+def inner_groups(
+    optimizer: Optimizer, plan: OptimizerPlan, views: Mapping[str, nn.Parameter]
+) -> list[tuple[dict[str, Any], list[str]]]:
+    """Return the groups of optimizers that an optimizer wraps, where they are not its own, with their names.
+
+    Args:
+        optimizer: over the model's parameters, or over `views`.
+        plan: of the optimizer.
+        views: what stands for the parameters, by name.
+    """
+    name_of = {**plan.name_of, **{id(view): name for name, view in views.items()}}
+    own = {id(group) for group in optimizer.param_groups}
+    return [
+        (group, [name_of[id(param)] for param in group["params"] if id(param) in name_of])
+        for inner in inner_optimizers(optimizer)
+        for group in inner.param_groups
+        if id(group) not in own
+    ]
 
 
 def follow_calls(
