@@ -481,7 +481,7 @@ class ParamGroup:
         return is_viewed or not self.full.untyped_storage().resizable()
 
     def _num_pieces(self) -> int:
-        """Return how many tensors share the memory of `full` beside the parameters: the shard, what is stepped of it."""
+        """Return how many tensors share the memory of `full` beside the parameters: the shard, and what is stepped."""
         if self.is_released_between_uses:
             return 0
         return 1 + len(self.spec.slots(self.shard_start, self.shard_stop)) * (self.master is self.shard)
