@@ -428,10 +428,7 @@ class ShardingState:
         return new
 
     def reshard_all(self, groups: Iterable[ParamGroup] | None = None, keeps_views: bool = False) -> None:
-        """Release all parameters that are stored as shards, or those of some groups, except in `held`.
-
-        `keeps_views` is as for `ParamGroup.reshard`.
-        """
+        """Release parameters that are stored as shards, except in `held`; `keeps_views` as for `ParamGroup.reshard`."""
         for group in self.groups if groups is None else groups:
             group.is_pinned = group in self.held or group in self.kept
             group.reshard(keeps_views)
@@ -505,6 +502,8 @@ class ShardingState:
         if self.phase is Phase.IDLE and not self._is_inner and self.before_backward is not None:
             self._after_backward = begin() if (begin := self.before_backward()) is not None else None
         self._began_in = self.phase
+        for group in self.groups:
+            group.follow_writes()  # before a step in this backward
         # What is frozen around another engine's step has no gradients to reduce.
         self._has_gradients = self.phase is Phase.PRE_BACKWARD or any(
             any(group.trains()) for group in self.reductions.groups
