@@ -267,6 +267,8 @@ def __getattr__(name: str) -> Any:
         }
     if name in ("installed_ops", "compatible_ops", "__compatible_ops__"):
         return defaultdict(bool, {builder.NAME: True for builder in _BUILDERS})
+    if name.isupper():
+        return name.lower()
     if name.endswith("Builder"):
         return _missing_builder(name)
     raise AttributeError(name)

@@ -31,6 +31,19 @@ _PROFILE: Final = (
     " duration_to_string"
 )
 
+# Keys of DeepSpeed's checkpoints that are their names in lower case.
+_KEYS: Final = (
+    "OPTIMIZER_STATE_DICT FP32_GROUPS FP32_FLAT_GROUPS BASE_OPTIMIZER_STATE BASE_OPTIMIZER_STATE_STEP "
+    "SINGLE_PARTITION_OF_FP32_GROUPS PARAM_GROUPS GROUP_PADDINGS PARAM_ALIGNMENT_PADDINGS PARTITION_COUNT "
+    "ZERO_STAGE CLIP_GRAD LOSS_SCALER PARAM PARAM_SHAPES BUFFER_NAMES FROZEN_PARAM_SHAPES "
+    "FROZEN_PARAM_FRAGMENTS DS_VERSION UNIVERSAL_CHECKPOINT_INFO AFFINE_MAP VOCAB_TENSOR "
+    "PADDED_VOCAB_SIZE ORIGINAL_VOCAB_SIZE PARAM_SLICE_MAPPINGS CAT_DIM PARAM_N_SUB_PARAMS "
+    "SUB_PARAM_SHAPE VOCABULARY_PARAMETER_PATTERNS PIPELINE_REPLICATED_PARAMETER_PATTERNS "
+    "PARAMETER_TO_AVERAGE_PATTERNS PARAMETER_WITH_ROW_PARALLELISM_PATTERNS "
+    "TP_REPLICATED_PARAMETER_PATTERNS PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0 PARAMETER_WITH_SUB_PARAMS "
+    "SUB_PARAM_SHARD_WIDTHS SUB_PARAMS_SHAPE DS_AUTOEP_UC_META EXPERT_PARAMETER_PATTERNS"
+)
+
 # (DeepSpeed's modules, the module that has the names, the names): `a=b` is DeepSpeed's a, which is called b there,
 # `a=` is the module itself, and `*` is every name. A home is below this package, or begins with shardwise or torch; "-"
 # among the modules is DeepSpeed itself.
@@ -84,6 +97,7 @@ _HOMES: Final = (
     ("ops.op_builder", "helpers", "*"),
     ("ops.aio", "helpers", "AsyncIOBuilder"),
     ("utils.torch", "helpers", "required_torch_version"),
+    ("checkpoint.constants", "helpers", _KEYS),
     ("git_version_info", "helpers", "torch_info installed_ops compatible_ops"),
     ("git_version_info", "", "version git_hash=__git_hash__ git_branch=__git_branch__"),
     ("-", "", "git_hash=__git_hash__ git_branch=__git_branch__"),
