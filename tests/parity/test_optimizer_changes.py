@@ -10,6 +10,7 @@ from typing import Any, Final
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from harness.pool import WorkerPool
 from harness.refusals import refused
@@ -89,6 +90,11 @@ def replace(model: nn.Module, optimizer: Any, step: int) -> None:
     for group in optimizer.param_groups if step == 1 else ():
         for param in group["params"]:
             optimizer.state[param]["exp_avg"] = torch.zeros_like(param)
+
+
+def follow_plateau(model: nn.Module, optimizer: Any, step: int) -> None:
+    """The script steps a schedule that needs a metric itself."""
+    optimizer.plateau.step(1.0 + step)
 
 
 CHANGES: Final = [clear, make_again, drop_each, prune, replace]
@@ -222,3 +228,24 @@ def test_groups_of_other_tensors_are_refused(group: dict[str, Any]) -> None:
         known = model[0].weight if group["params"] == "0.weight" else None
         with refused("optimizer-parameter-twice" if known is not None else "optimizer-foreign-tensor"):
             engine.optimizer.add_param_group({"params": [known]} if known is not None else group)
+
+
+def with_plateau(model: nn.Module) -> Any:
+    optimizer: Any = adamw(model)
+    optimizer.plateau = ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    return optimizer
+
+
+@pytest.mark.parametrize("sections", [{"zero": {"stage": 0}}, {"tiers": {"optimizer": "host"}}])
+def test_a_schedule_that_needs_a_metric_is_stepped_by_the_script(sections: Mapping[str, Any]) -> None:
+    expected = one_process(with_plateau, follow_plateau)
+    model = build()
+    optimizer = with_plateau(model)
+    config = make_config(1, {"optimizer": {"clip_norm": 0.5}, **sections})
+    with initialize(model, config, loss_fn=loss_of, optimizer=optimizer, scheduler=optimizer.plateau) as engine:
+        for step in range(4):
+            engine.train_step([batch_of(step)])
+            follow_plateau(model, optimizer, step)
+        assert optimizer.param_groups[0]["lr"] < 0.05
+        for name, value in expected.items():
+            torch.testing.assert_close(engine.read(name), value)

@@ -231,6 +231,7 @@ def _make_context(
         settle = partial(_settle_if_alone, context.heads, weakref.ref(sharding))
         cleanup.callback(call_after_forward(inputs.model, settle).remove)
     sharding.before_model = weakref.WeakMethod(context.before_model)  # the model does not keep the engine alive
+    sharding.watch.on_zero_grad = sharded.on_zero_grad = weakref.WeakMethod(context.follow_zero_grad)
     sharding.before_backward = weakref.WeakMethod(context.before_own_backward)
     _undo_at_end(cleanup, (sharded.close, step_in_backward.close, context.losses.clear, context.batches.clear))
     cleanup.callback(note_engine(context))

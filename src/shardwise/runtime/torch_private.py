@@ -19,6 +19,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd import Variable, forward_ad
 from torch.nn.modules import module as _modules
+from torch.nn.utils import clip_grad
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as checkpoints
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_in_torch_dispatch_mode
@@ -27,11 +28,13 @@ AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 __all__ = [
+    "CLIP_FILE",
     "HAS_COMPATIBLE_TYPE",
     "NO_VALUE_ERRORS",
     "PARAMETER_CODE",
     "PRIVATE_DRAWS",
     "STATE_DICT_CODE",
+    "ZERO_GRAD_CODE",
     "OpMode",
     "OpOverload",
     "compiler_errors",
@@ -383,6 +386,10 @@ PRIVATE_DRAWS: Final = (torch._standard_gamma, torch._sample_dirichlet)
 # What asks a parameter for an alias: `Module.state_dict` for what is saved, and `nn.Parameter` for a new parameter.
 STATE_DICT_CODE: Final = nn.Module._save_to_state_dict.__code__
 PARAMETER_CODE: Final = nn.Parameter.__new__.__code__
+
+# What reads gradients to change them: torch's own clipping, and `Module.zero_grad`.
+CLIP_FILE: Final = clip_grad.__file__
+ZERO_GRAD_CODE: Final = nn.Module.zero_grad.__code__
 
 
 def of_class(kind: type[AnyTensor], tensor: Tensor) -> AnyTensor:

@@ -104,7 +104,9 @@ class ShardedOptimizer:
         self.is_stepping = False
         this = weakref.ref(self)
         self._step_guard = self.optimizer.register_step_pre_hook(lambda *_: _refuse_own_step(this()))
-        self._own_methods = follow_calls(self.optimizer, WeakMethod(self.add_group), WeakMethod(self.change_weights))
+        self.on_zero_grad: Callable[[], Callable[[], None] | None] = lambda: None
+        methods = WeakMethod(self.add_group), WeakMethod(self.change_weights), WeakMethod(self._clear_by_script)
+        self._own_methods = follow_calls(self.optimizer, *methods)
 
     def regroup(self, groups: Sequence[ParamGroup], named_groups: Sequence[NamedGroup]) -> None:
         """Step other groups from now on; pieces that are in both keep their states, the others start without any.
@@ -343,6 +345,10 @@ class ShardedOptimizer:
         change() if self.whole is None else self.whole.run(change, {}, lambda piece: piece.view)
         for group in self._groups:
             group.adopt_master()
+
+    def _clear_by_script(self) -> None:
+        if not self.is_stepping and (clear := self.on_zero_grad()) is not None:
+            clear()
 
     def used(self) -> list[bool]:
         """Return for each of `names` whether it has got a gradient on this rank since the last step."""

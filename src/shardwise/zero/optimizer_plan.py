@@ -280,6 +280,7 @@ def follow_calls(
     optimizer: Optimizer,
     add_group: WeakMethod[Callable[[Mapping[str, Any]], None]],
     change_weights: WeakMethod[Callable[[Callable[[], object]], None]],
+    clear_gradients: WeakMethod[Callable[[], None]],
 ) -> tuple[str, ...]:
     """Let the engine follow what an optimizer's methods do to its groups and parameters; return the methods' names.
 
@@ -287,12 +288,19 @@ def follow_calls(
         optimizer: whose methods are replaced, in this object.
         add_group: takes a parameter group over the model's parameters.
         change_weights: calls a function that writes the optimizer's parameters.
+        clear_gradients: drops the engine's.
     """
     kind, this = type(optimizer), weakref.ref(optimizer)
 
     def add_param_group(param_group: dict[str, Any]) -> None:
         if (add := add_group()) is not None:
             add(param_group)
+
+    def zero_grad(*args: Any, **options: Any) -> None:
+        if (own := this()) is not None:
+            kind.zero_grad(own, *args, **options)
+        if (clear := clear_gradients()) is not None:
+            clear()
 
     def follow(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
@@ -303,7 +311,7 @@ def follow_calls(
 
         return changed
 
-    found: dict[str, Callable[..., Any]] = {"add_param_group": add_param_group}
+    found: dict[str, Callable[..., Any]] = {"add_param_group": add_param_group, "zero_grad": zero_grad}
     # Some, such as schedule-free ones, train with other weights than those to evaluate.
     found |= {name: follow(getattr(kind, name)) for name in ("eval", "train") if callable(getattr(kind, name, None))}
     for name, method in found.items():

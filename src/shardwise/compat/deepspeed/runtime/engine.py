@@ -33,6 +33,7 @@ from shardwise.construction.shards import ParamShard, mark
 from shardwise.engine.engine import Engine
 from shardwise.engine.types import StepResult
 from shardwise.layout.precision import TORCH_DTYPES
+from shardwise.runtime.optimizers import advance
 from shardwise.runtime.precision import to_device
 from shardwise.runtime.torch_private import persistent_buffers
 
@@ -184,6 +185,7 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         self.optimizer: Any = None if evaluates else inner.optimizer if has_own else DeepSpeedOptimizer(self)
         self._take_back = lend(self) if has_own else None
         self.client_optimizer = inner.optimizer
+        inner.step_context.sharding.watch.refuses = False  # as with DeepSpeed, it does nothing
         inner.step_context.is_plain = True  # also where the script runs `engine.module` itself
         # Where losses are scaled it is `scale` that divides, so that both kinds of backwards overflow at one scale.
         scaler = inner.step_context.scaler
@@ -247,7 +249,7 @@ class DeepSpeedEngine(EngineGetters, nn.Module):
         if not self._is_managed or self.is_gradient_accumulation_boundary():
             context = self.inner.step_context
             if self._has_dropped and context.num_backwards == 0:  # nothing is left to update by
-                context.scheduler.step()
+                advance(context.scheduler)
                 self._count(StepResult(self.inner.num_steps, 0.0, 0.0, 0.0, self.get_lr()[0], False, self.loss_scale()))
             else:
                 self._count(self.inner.step(partial=True))
