@@ -110,9 +110,12 @@ def lend(engine: DeepSpeedEngine) -> Callable[[], None]:
 
     @functools.wraps(own_step)  # a schedule has marked it
     def step(_: Optimizer, *args: Any, **options: Any) -> Any:
-        stepping = sharded()
-        is_ours = stepping is None or stepping.is_stepping  # else `engine.step` steps
-        return own_step(*args, **options) if is_ours else None
+        stepping, engine = sharded(), this()
+        if engine is None or stepping is None or stepping.is_stepping:
+            return own_step(*args, **options)
+        if engine.awaits_step:
+            engine.step()
+        return None
 
     @functools.wraps(own_zero_grad)
     def zero_grad(_: Optimizer, *args: Any, **options: Any) -> None:
