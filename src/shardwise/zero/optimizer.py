@@ -105,8 +105,9 @@ class ShardedOptimizer:
         this = weakref.ref(self)
         self._step_guard = self.optimizer.register_step_pre_hook(lambda *_: _refuse_own_step(this()))
         self.on_zero_grad: Callable[[], Callable[[], None] | None] = lambda: None
-        methods = WeakMethod(self.add_group), WeakMethod(self.change_weights), WeakMethod(self._clear_by_script)
-        self._own_methods = follow_calls(self.optimizer, *methods)
+        self._own_methods = follow_calls(
+            self.optimizer, WeakMethod(self.add_group), WeakMethod(self.change_weights), WeakMethod(self._clear_by_script)
+        )
 
     def regroup(self, groups: Sequence[ParamGroup], named_groups: Sequence[NamedGroup]) -> None:
         """Step other groups from now on; pieces that are in both keep their states, the others start without any.
