@@ -19,25 +19,21 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd import Variable, forward_ad
 from torch.nn.modules import module as _modules
-from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim import optimizer as _optimizers
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as checkpoints
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_in_torch_dispatch_mode
-from torch.utils.hooks import RemovableHandle
 
 AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 __all__ = [
-    "CLIP_FILE",
     "HAS_COMPATIBLE_TYPE",
     "NO_VALUE_ERRORS",
     "PARAMETER_CODE",
     "PRIVATE_DRAWS",
     "STATE_DICT_CODE",
-    "ZERO_GRAD_CODE",
     "OpMode",
     "OpOverload",
     "compiler_errors",
@@ -53,7 +49,6 @@ __all__ = [
     "give_hooks",
     "global_forward_hooks",
     "has_cpu_flash_attention",
-    "has_step_hooks",
     "has_views",
     "hook_dicts",
     "hooks_of",
@@ -75,9 +70,9 @@ __all__ = [
     "quiet_fakes",
     "replaced_checkpoints",
     "returned",
-    "run_last",
     "set_data",
     "set_unsharded_storage",
+    "step_pre_hooks",
     "uncompiled",
     "unseen_by_op_modes",
     "version",
@@ -386,21 +381,9 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # Gamma and Dirichlet distributions draw by these; public torch has the distributions alone.
-def has_step_hooks(optimizer: Optimizer, own: RemovableHandle, of_all: bool = True) -> bool:
-    """Say whether hooks run before an optimizer's step, beside an own one; there is no public list of them.
-
-    Args:
-        optimizer: the optimizer.
-        own: the hook that does not count.
-        of_all: hooks before the steps of all optimizers count, too.
-    """
-    has_global = of_all and bool(_optimizers._global_optimizer_pre_hooks)
-    return has_global or optimizer._optimizer_step_pre_hooks.keys() != {own.id}
-
-
-def run_last(optimizer: Optimizer, own: RemovableHandle) -> None:
-    """Let a hook run after all others that run before the optimizer's step."""
-    cast(OrderedDict[int, Any], optimizer._optimizer_step_pre_hooks).move_to_end(own.id)
+def step_pre_hooks(optimizer: Optimizer) -> tuple[OrderedDict[int, Any], Mapping[int, Any]]:
+    """Return the hooks before an optimizer's step, and those before the steps of all; there is no public list."""
+    return cast(OrderedDict[int, Any], optimizer._optimizer_step_pre_hooks), _optimizers._global_optimizer_pre_hooks
 
 
 PRIVATE_DRAWS: Final = (torch._standard_gamma, torch._sample_dirichlet)
@@ -408,10 +391,6 @@ PRIVATE_DRAWS: Final = (torch._standard_gamma, torch._sample_dirichlet)
 # What asks a parameter for an alias: `Module.state_dict` for what is saved, and `nn.Parameter` for a new parameter.
 STATE_DICT_CODE: Final = nn.Module._save_to_state_dict.__code__
 PARAMETER_CODE: Final = nn.Parameter.__new__.__code__
-
-# What reads gradients to change them: torch's own clipping, and `Module.zero_grad`.
-CLIP_FILE: Final = clip_grad.__file__
-ZERO_GRAD_CODE: Final = nn.Module.zero_grad.__code__
 
 
 def of_class(kind: type[AnyTensor], tensor: Tensor) -> AnyTensor:

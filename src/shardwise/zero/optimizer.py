@@ -98,8 +98,8 @@ class ShardedOptimizer:
         this = weakref.ref(self)
         self._hooks = StepHooks(self.optimizer, lambda: _before_step(this()))
         self.on_zero_grad: Callable[[], Callable[[], None] | None] = lambda: None
-        methods = WeakMethod(self.add_group), WeakMethod(self.change_weights), WeakMethod(self._clear_by_script)
-        self._own_methods = follow_calls(self.optimizer, *methods)
+        add, change, clear = self.add_group, self.change_weights, self._clear_by_script
+        self._own_methods = follow_calls(self.optimizer, WeakMethod(add), WeakMethod(change), WeakMethod(clear))
 
     def regroup(self, groups: Sequence[ParamGroup], named_groups: Sequence[NamedGroup]) -> None:
         """Step other groups from now on; pieces that are in both keep their states, the others start without any.

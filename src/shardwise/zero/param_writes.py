@@ -86,7 +86,7 @@ class ParamWrites:
         return None
 
     def refuse_new(self) -> None:
-        """Let `check` refuse what has been written into trained parameters, which nobody takes over."""
+        """Let `check` refuse what has been written into trained parameters, which are not taken over."""
         self._is_refused = self._spec.trainable and self._has_new_version
 
     def forget_data(self) -> None:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from shardwise.config.resolve import ConfigError
 from shardwise.runtime.state_shards import FlatState
-from shardwise.runtime.torch_private import has_step_hooks, run_last
+from shardwise.runtime.torch_private import step_pre_hooks
 from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.stored_state import ParamPiece
 
@@ -33,7 +33,11 @@ class StepHooks:
     @property
     def are_there(self) -> bool:
         """Say whether other code has registered hooks."""
-        return has_step_hooks(self._optimizer, self._handle)
+        return self._has_own or bool(step_pre_hooks(self._optimizer)[1])
+
+    @property
+    def _has_own(self) -> bool:
+        return len(step_pre_hooks(self._optimizer)[0]) > 1
 
     def refuse(self) -> None:
         """Raise where hooks would not see the gradients of matrices.
@@ -41,7 +45,7 @@ class StepHooks:
         Raises:
             ConfigError: there are hooks.
         """
-        if has_step_hooks(self._optimizer, self._handle, of_all=False):
+        if self._has_own:
             raise ConfigError(
                 "step-hook-of-matrices",
                 "a hook before the optimizer's step sees no gradients of matrices that Muon steps; remove the hook, "
@@ -59,7 +63,7 @@ class StepHooks:
             factor: turns them into the mean.
             used: whether each parameter, by name, has a gradient; becomes false where hooks take it away.
         """
-        run_last(self._optimizer, self._handle)
+        step_pre_hooks(self._optimizer)[0].move_to_end(self._handle.id)  # it calls `take`
         self._used = used
         self._shown = [(each, flats[each.group], factor) for each in pieces if used[each.name] and each.group in flats]
         for piece, flat, _ in self._shown:
