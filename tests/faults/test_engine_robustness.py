@@ -241,12 +241,21 @@ def test_gradient_from_before_is_not_counted() -> None:
     assert norms[0] == norms[1]
 
 
-def test_weights_written_later_are_refused() -> None:
-    model = nn.Linear(4, 4)
-    engine = make(model)
-    model.load_state_dict(nn.Linear(4, 4).state_dict())
-    with refused("parameter-written", "weight"):
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_weights_written_later_are_trained(stage: int) -> None:
+    models = nn.Linear(4, 4), nn.Linear(4, 4)
+    engines = [make(model, stage) for model in models]
+    written = nn.Linear(4, 4).state_dict()
+    models[0].load_state_dict(written)
+    for engine in engines:  # one is read first, the other steps at once
+        engine.model.load_state_dict(written)
+        if engine is engines[0]:
+            assert torch.equal(engine.read("weight"), written["weight"])
+        with engine.gathered():  # which takes nothing over of itself
+            pass
         engine.train_step([torch.ones(1, 4)])
+    assert torch.equal(engines[0].read("weight"), engines[1].read("weight"))
+    assert not torch.equal(engines[0].read("weight"), written["weight"])
 
 
 def test_fp16_does_not_skip_a_loss_that_is_nan() -> None:

@@ -119,6 +119,9 @@ class StepContext:
         self.sharding.drain()
         self.tiers.wait_idle()
         self.sharded.take_changes()
+        for group in self.sharding.groups:
+            if group not in self.sharding.held:  # else `gathered` says what becomes of it
+                group.follow_writes()
         return EngineState(
             self.sharding, self.sharded, self.comms, self.losses, self.scaler.scale, self.layout.elsewhere
         )

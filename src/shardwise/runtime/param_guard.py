@@ -113,6 +113,10 @@ def watched_type(on_read: OnRead, on_data: OnData, on_write: OnWrite) -> type[nn
     """Make the class of a present parameter whose gradient is elsewhere and whose `data` is watched.
 
     It has no `__torch_function__`, so that operations cost what they cost on a plain one.
+
+    Args:
+        on_read: as for `released_type`, and so is `on_write`.
+        on_data: is given the parameter, and the value that `data` is set to; returns what to read it of.
     """
     names = {
         "on_read": staticmethod(on_read),

@@ -19,7 +19,8 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd import Variable, forward_ad
 from torch.nn.modules import module as _modules
-from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+from torch.optim import optimizer as _optimizers
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as checkpoints
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_in_torch_dispatch_mode
@@ -28,13 +29,11 @@ AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 __all__ = [
-    "CLIP_FILE",
     "HAS_COMPATIBLE_TYPE",
     "NO_VALUE_ERRORS",
     "PARAMETER_CODE",
     "PRIVATE_DRAWS",
     "STATE_DICT_CODE",
-    "ZERO_GRAD_CODE",
     "OpMode",
     "OpOverload",
     "compiler_errors",
@@ -73,6 +72,7 @@ __all__ = [
     "returned",
     "set_data",
     "set_unsharded_storage",
+    "step_pre_hooks",
     "uncompiled",
     "unseen_by_op_modes",
     "version",
@@ -381,15 +381,16 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # Gamma and Dirichlet distributions draw by these; public torch has the distributions alone.
+def step_pre_hooks(optimizer: Optimizer) -> tuple[OrderedDict[int, Any], Mapping[int, Any]]:
+    """Return the hooks before an optimizer's step, and those before the steps of all; there is no public list."""
+    return cast(OrderedDict[int, Any], optimizer._optimizer_step_pre_hooks), _optimizers._global_optimizer_pre_hooks
+
+
 PRIVATE_DRAWS: Final = (torch._standard_gamma, torch._sample_dirichlet)
 
 # What asks a parameter for an alias: `Module.state_dict` for what is saved, and `nn.Parameter` for a new parameter.
 STATE_DICT_CODE: Final = nn.Module._save_to_state_dict.__code__
 PARAMETER_CODE: Final = nn.Parameter.__new__.__code__
-
-# What reads gradients to change them: torch's own clipping, and `Module.zero_grad`.
-CLIP_FILE: Final = clip_grad.__file__
-ZERO_GRAD_CODE: Final = nn.Module.zero_grad.__code__
 
 
 def of_class(kind: type[AnyTensor], tensor: Tensor) -> AnyTensor:

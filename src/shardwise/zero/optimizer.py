@@ -42,6 +42,7 @@ from shardwise.zero.optimizer_plan import (
 from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.resources import ShardingResources
 from shardwise.zero.shared_grads import SharedGradRanges, sum_over_sharers, sum_over_stages
+from shardwise.zero.step_hooks import StepHooks
 from shardwise.zero.stored_state import ParamPiece, pieces_of, place_state
 from shardwise.zero.whole_step import WholeStep
 
@@ -103,11 +104,10 @@ class ShardedOptimizer:
         self._take_own_steps()
         self.is_stepping = False
         this = weakref.ref(self)
-        self._step_guard = self.optimizer.register_step_pre_hook(lambda *_: _refuse_own_step(this()))
+        self._hooks = StepHooks(self.optimizer, lambda: _before_step(this()))
         self.on_zero_grad: Callable[[], Callable[[], None] | None] = lambda: None
-        self._own_methods = follow_calls(
-            self.optimizer, WeakMethod(self.add_group), WeakMethod(self.change_weights), WeakMethod(self._clear_by_script)
-        )
+        add, change, clear = self.add_group, self.change_weights, self._clear_by_script
+        self._own_methods = follow_calls(self.optimizer, WeakMethod(add), WeakMethod(change), WeakMethod(clear))
 
     def regroup(self, groups: Sequence[ParamGroup], named_groups: Sequence[NamedGroup]) -> None:
         """Step other groups from now on; pieces that are in both keep their states, the others start without any.
@@ -404,9 +404,12 @@ class ShardedOptimizer:
             the groups whose update is under way.
         """
         stepping: dict[ParamGroup, Task] = {}
+        used = dict(used)
         with timeline.span(ActionKind.STEP, None):
             self._step_matrices(factor, used)
             self._step_whole(factor, used)
+            if self._own_steps and self._hooks.are_there:
+                self._show_to_hooks(factor, used)
             self._step_on_device(self._gradients, used, factor)
             self._gradients.clear()
             stepping.update(self._step_pipeline(factor, used))
@@ -417,9 +420,19 @@ class ShardedOptimizer:
                 if (brought := grads.gradient()) is not None:
                     self._step_on_device({group: brought}, used, factor)
         self.track_states()
+        self._hooks.end_step()
         self._stepped.clear()
         self._clear_gradients()
         return stepping
+
+    def _show_to_hooks(self, factor: float, used: dict[str, bool]) -> None:
+        """Let hooks see the gradients of what torch's optimizer does not step, in its step."""
+        flats = {
+            group: self._flat_of(group, group.grads)
+            for group in self._own_steps
+            if group.grads is not None and group.grads.holds_sum
+        }
+        self._hooks.show(self.pieces, flats, factor, used)
 
     def step_in_backward(self, group: ParamGroup, factor: float) -> None:
         """Start to update a group whose gradients are final before the others' are; all its parameters were used."""
@@ -464,6 +477,7 @@ class ShardedOptimizer:
 
     def _chunks(self, group: ParamGroup, factor: float, used: Mapping[str, bool]) -> list[StepChunk]:
         holds = group.grads is not None and group.grads.holds_sum
+        factor = self._hooks.factor(group, factor)
         return self._own_steps[group].chunks(factor, used, self.options_of) if holds else []
 
     def _is_whole(self, group: ParamGroup) -> bool:
@@ -472,12 +486,13 @@ class ShardedOptimizer:
 
     def can_step_alone(self, group: ParamGroup) -> bool:
         """Say whether the group can be stepped before the others."""
-        return self._is_offloaded(group) and not self._is_whole(group)
+        return self._is_offloaded(group) and not self._is_whole(group) and not self._hooks.are_there
 
     def _step_matrices(self, factor: float, used: Mapping[str, bool]) -> None:
         """Step the groups of matrices; what is stored off the device is brought there, and written back."""
         if self._matrix_step is None:
             return
+        self._hooks.refuse()
         gradient_of = self._final_gradients(factor)
         self._matrix_step.step(used, MatrixPieces(gradient_of, self._momentum_of, self.options_of))
         for group in [group for group in self._gradients if group.spec.is_matrix]:
@@ -524,19 +539,19 @@ class ShardedOptimizer:
         return TensorFlatState(state[MOMENTUM])
 
     def _step_on_device(self, gradients: Mapping[ParamGroup, Tensor], used: Mapping[str, bool], factor: float) -> None:
-        for group, gradient in gradients.items():
-            if group in self._own_steps:
-                self._own_steps[group].step(gradient, factor, used, self.options_of)
         if self.whole is not None:
             return
-        gradients = {group: each for group, each in gradients.items() if group not in self._own_steps}
+        encoded = {group: each for group, each in gradients.items() if group in self._own_steps}
+        gradients = {group: each for group, each in gradients.items() if group not in encoded}
         stepped = [piece.view for piece in self.pieces if used[piece.name] and piece.group in gradients]
         is_mixed = lacks_some_momentum(self.optimizer, stepped)
-        is_scaled = not is_mixed and scale_in_step(self.optimizer, factor)
+        is_scaled = not (is_mixed or self._hooks.are_there) and scale_in_step(self.optimizer, factor)
         if not is_scaled:
             for gradient in gradients.values():
                 gradient.mul_(factor)
         for piece in self.pieces:
+            if piece.group in self._own_steps:
+                continue  # it has what hooks are shown
             slices = gradients.get(piece.group) if used[piece.name] else None
             piece.view.grad = slices[piece.start : piece.stop].view(piece.view.shape) if slices is not None else None
         try:
@@ -547,6 +562,8 @@ class ShardedOptimizer:
                 del self.optimizer.grad_scale  # type: ignore[attr-defined]
         for piece in self.pieces:
             piece.view.grad = None
+        for group, gradient in encoded.items():
+            self._own_steps[group].step(gradient, self._hooks.factor(group, factor), used, self.options_of)
 
     def _call_step(self) -> None:
         self.is_stepping = True
@@ -572,7 +589,7 @@ class ShardedOptimizer:
     def close(self) -> None:
         """Forget all states; the optimizer's groups get back the model's own parameters that it trained."""
         self.clear()
-        self._step_guard.remove()
+        self._hooks.close()
         for name in self._own_methods:
             delattr(self.optimizer, name)
         self._own_methods = ()
@@ -597,9 +614,11 @@ class ShardedOptimizer:
         self._own_steps.clear()
 
 
-def _refuse_own_step(sharded: ShardedOptimizer | None) -> None:
+def _before_step(sharded: ShardedOptimizer | None) -> None:
     if sharded is not None and not sharded.is_stepping:
         raise EngineError(
             "optimizer-step-direct",
             "optimizer.step() has no gradients, which the engine keeps; call engine.step() instead",
         )
+    if sharded is not None:
+        sharded._hooks.take()

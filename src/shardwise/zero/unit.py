@@ -13,14 +13,18 @@ from types import FrameType
 from typing import Any, Final
 
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad
 
 from shardwise.config.resolve import ConfigError
 from shardwise.layout.param_groups import ROOT
 from shardwise.offload.worker import Task
-from shardwise.runtime.torch_private import CLIP_FILE, ZERO_GRAD_CODE
 from shardwise.zero.param_group import ParamGroup, ParamState
 
 log = logging.getLogger("shardwise")
+
+# What reads gradients to change them: torch's own clipping, and `Module.zero_grad`.
+_CLIP_FILE: Final = clip_grad.__file__
+_ZERO_GRAD_CODE: Final = nn.Module.zero_grad.__code__
 
 
 class Phase(Enum):
@@ -209,13 +213,13 @@ class GradientWatch:
         """
         if not self._is_on:
             return
-        if self.refuses and reader.f_code.co_filename == CLIP_FILE:
+        if self.refuses and reader.f_code.co_filename == _CLIP_FILE:
             raise ConfigError(
                 "gradients-clipped-outside",
                 "torch.nn.utils finds no gradients to clip between engine.backward and engine.step: the engine has "
                 "them, sharded, and clips them itself; set optimizer.clip_norm",
             )
-        if self.refuses and reader.f_code is ZERO_GRAD_CODE:
+        if self.refuses and reader.f_code is _ZERO_GRAD_CODE:
             self._clear(reader.f_locals.get("self"))
         elif not self._has_warned:
             self._has_warned = True
