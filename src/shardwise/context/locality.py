@@ -26,7 +26,7 @@ from shardwise.runtime.float64 import float64_throughout
 from shardwise.runtime.forward_state import kept_generators
 from shardwise.runtime.module_hooks import watch_calls
 from shardwise.runtime.torch_private import pytree
-from shardwise.runtime.user_hooks import without_user_hooks
+from shardwise.runtime.user_hooks import hooks_put_back
 
 _LOG: Final = logging.getLogger("shardwise")
 _TOLERANCE: Final = 1e-8  # of the largest
@@ -60,7 +60,7 @@ def copy_for_proof(model: nn.Module) -> nn.Module | None:
         own = _numbers(tuple(buffer.shape)) if is_missing else buffer.detach().to("cpu", copy=True)
         replaced[id(buffer)] = own.double() if buffer.is_floating_point() else own.to(buffer.dtype)
     try:
-        copied = without_user_hooks(copy.deepcopy(model, replaced)).eval()
+        copied = copy.deepcopy(model, replaced).eval()
     except Exception as error:
         warn_unproved(model, error)
         return None
@@ -82,11 +82,11 @@ def check_tokens_apart(copied: nn.Module, attempts: Sequence[Sequence[Inputs]]) 
     Raises:
         ConfigError: the outputs differ.
     """
-    runs = _runs(copied, attempts, is_training=False)
-    if runs:
-        _compare(copied, runs, "")
-    if runs := _runs(copied, attempts, is_training=True):
-        _compare(copied, runs, " in training")
+    with hooks_put_back(copied):
+        if runs := _runs(copied, attempts, is_training=False):
+            _compare(copied, runs, "")
+        if runs := _runs(copied, attempts, is_training=True):
+            _compare(copied, runs, " in training")
 
 
 def _runs(copied: nn.Module, attempts: Sequence[Sequence[Inputs]], is_training: bool) -> list[list[_Record]]:

@@ -231,6 +231,11 @@ class DropoutSite:
     model: Callable[[], nn.Module | None] = lambda: None
     stage_units: Collection[str] = ()
 
+    @property
+    def own_zone(self) -> ShardRegion | None:
+        """Return the zone of the tensors that code sees now."""
+        return None if self.draws.are_whole else self.zone
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
 
@@ -244,7 +249,7 @@ class DropoutSite:
         if not 0.0 < p < 1.0 or values.numel() == 0:
             return F.dropout(values, p, True, inplace)
         self._check_is_open()
-        mask = self.draws.mask(self.name, values.shape, p, self.zone, values.device)
+        mask = self.draws.mask(self.name, values.shape, p, self.own_zone, values.device)
         scale = 1.0 / (1.0 - p)
         if inplace:
             return values.mul_(mask.to(values.dtype).mul_(scale))
@@ -259,17 +264,17 @@ class DropoutSite:
         """
         self.has_dropped = True
         self._check_is_open()
-        return self.draws.hashes(self.name, shape, self.zone, device, first_row)
+        return self.draws.hashes(self.name, shape, self.own_zone, device, first_row)
 
     def numbers(self, kind: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Draw numbers for a tensor; the arguments are those of `KeyedDraws.numbers`."""
         self.has_dropped = True
-        return self.draws.numbers(self.name, kind, shape, dtype, device, self.zone)
+        return self.draws.numbers(self.name, kind, shape, dtype, device, self.own_zone)
 
     def place(self, shape: Sequence[int]) -> TensorPlace:
         """Return where a tensor that the module draws is in the unsplit one."""
         self.has_dropped = True
-        return self.draws.place(shape, self.zone)
+        return self.draws.place(shape, self.own_zone)
 
     def reseeded(self) -> AbstractContextManager[None]:
         """Return a context in which torch's generators have the numbers of this call of the site."""

@@ -149,6 +149,7 @@ class KeyedDraws:
         self._seed, self._cp = seed, cp
         # Entered inside `at`, in this order; `key_dropouts` adds what replaces torch's draws.
         self.around: list[Opening] = [] if watching is None else [watching]
+        self.are_whole = False  # the tensors that code sees now are no rank's parts
         self._device = torch.device(device)
         self._forwards: dict[int, _Forward] = {}
         # Sites of one shape share their grids; those of one forward at a time are kept.
@@ -194,6 +195,15 @@ class KeyedDraws:
         finally:
             if is_new and not torch.is_grad_enabled():  # nothing will recompute it
                 del self._forwards[seed]
+
+    @contextmanager
+    def for_tensors(self, are_whole: bool) -> Iterator[None]:
+        """Draw for whole tensors inside the context, as for a hook that sees those of a split module, or for parts."""
+        was, self.are_whole = self.are_whole, are_whole
+        try:
+            yield
+        finally:
+            self.are_whole = was
 
     def mark(self) -> int:
         """Draw the mark for `on_tokens` that the parts of a sequence share, where a module is called part by part."""

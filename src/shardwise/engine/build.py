@@ -195,7 +195,7 @@ def _make_context(
     if inputs.scheduler is not None:
         check_scheduler(inputs.scheduler, sharded.optimizer)
     step_in_backward = StepInBackward(sharding, sharded, may_step_in_backward(config, layout))
-    split_values, hooks_once = _follow_hooks(inputs, comms, cleanup)
+    split_values, hooks_once = _follow_hooks(inputs, comms, draws, cleanup)
     one_sample = layout.mesh.ranks_along((*PIPELINE_AXES, *CONTEXT_AXES, *TENSOR_AXES), rank)
     context = StepContext(
         model=inputs.model,
@@ -227,16 +227,22 @@ def _make_context(
         heads=deferring_heads(inputs.model),
         hooks_once=hooks_once,
     )
-    if context.heads:
-        settle = partial(_settle_if_alone, context.heads, weakref.ref(sharding))
-        cleanup.callback(call_after_forward(inputs.model, settle).remove)
-    sharding.before_model = weakref.WeakMethod(context.before_model)  # the model does not keep the engine alive
-    sharding.watch.on_zero_grad = sharded.on_zero_grad = weakref.WeakMethod(context.follow_zero_grad)
-    sharding.before_backward = weakref.WeakMethod(context.before_own_backward)
+    _connect(context, cleanup)
     _undo_at_end(cleanup, (sharded.close, step_in_backward.close, context.losses.clear, context.batches.clear))
     cleanup.callback(note_engine(context))
     cleanup.callback(context.note_update)
     return context, pipes
+
+
+def _connect(context: StepContext, cleanup: ExitStack) -> None:
+    """Let the context follow what the model and the user do; the model does not keep the engine alive."""
+    sharding = context.sharding
+    if context.heads:
+        settle = partial(_settle_if_alone, context.heads, weakref.ref(sharding))
+        cleanup.callback(call_after_forward(context.model, settle).remove)
+    sharding.before_model = weakref.WeakMethod(context.before_model)
+    sharding.before_backward = weakref.WeakMethod(context.before_own_backward)
+    sharding.watch.on_zero_grad = context.sharded.on_zero_grad = weakref.WeakMethod(context.follow_zero_grad)
 
 
 def _settle_if_alone(heads: Sequence[LazyLogitsHead], sharding: weakref.ref[ShardingState]) -> None:
@@ -247,13 +253,13 @@ def _settle_if_alone(heads: Sequence[LazyLogitsHead], sharding: weakref.ref[Shar
 
 
 def _follow_hooks(
-    inputs: EngineInputs, comms: CommGroups, cleanup: ExitStack
+    inputs: EngineInputs, comms: CommGroups, draws: KeyedDraws, cleanup: ExitStack
 ) -> tuple[SplitModelValues | None, HooksOnce | None]:
     """Make what shows whole values to hooks of users and to losses, and what recomputes without hooks that look."""
     model, config, tensor = inputs.model, inputs.config, inputs.layout.tensor
     values = once = None
     if tensor is not None and (mappings := mappings_of(model)) is not None and not comms.all.is_simulated:
-        values = SplitModelValues(model, tensor, config, mappings)
+        values = SplitModelValues(model, tensor, config, mappings, draws)
         cleanup.callback(values.views.close)
     if config.recompute.mode != "none":
         once = HooksOnce(model.get_submodule(name) for name in inputs.layout.held_units)

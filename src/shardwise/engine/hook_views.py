@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.config.resolve import Config
+from shardwise.dropout import KeyedDraws
 from shardwise.engine.placements import WHOLE, Placements, PlanPlacements, gathered, parted
 from shardwise.engine.whole_values import WholeParameters, WholeResults
 from shardwise.layout.tensor_plan import TensorLayout
@@ -37,6 +38,7 @@ class SplitModelValues:
         tensor: by which layout.
         config: of the run.
         mappings: of the tensor-parallel group.
+        draws: of the model.
 
     Attributes:
         views: for hooks.
@@ -48,10 +50,12 @@ class SplitModelValues:
     parameters: WholeParameters
     results: WholeResults
 
-    def __init__(self, model: nn.Module, tensor: TensorLayout, config: Config, mappings: TpMappings) -> None:
+    def __init__(
+        self, model: nn.Module, tensor: TensorLayout, config: Config, mappings: TpMappings, draws: KeyedDraws
+    ) -> None:
         comm, splits_sequence = mappings.comm, config.tensor.sequence_parallel
         placements = PlanPlacements(tensor.plan, comm, splits_sequence, lambda: mappings.num_local_tokens)
-        self.parameters = WholeParameters(model, tensor.splits, comm)
+        self.parameters = WholeParameters(model, tensor.splits, comm, draws)
         self.views = HookViews(model, placements, self.parameters, mappings.keeps_whole)
         self.results = WholeResults(model, placements, mappings.keeps_whole)
 

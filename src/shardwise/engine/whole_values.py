@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from shardwise.comm.collectives import Comm
 from shardwise.config.errors import EngineError
 from shardwise.config.resolve import ConfigError
+from shardwise.dropout import KeyedDraws
 from shardwise.engine.placements import WHOLE, PlanPlacements, gathered, refused
 from shardwise.layout.tp_sharding import ParamSplit
 from shardwise.runtime.torch_private import pytree, version
@@ -32,10 +33,12 @@ class WholeParameters:
         model: after it was split.
         splits: of its parameters, by name.
         comm: the tensor-parallel group.
+        draws: of the model. Code that sees whole tensors draws for whole ones.
     """
 
-    def __init__(self, model: nn.Module, splits: Mapping[str, ParamSplit], comm: Comm) -> None:
+    def __init__(self, model: nn.Module, splits: Mapping[str, ParamSplit], comm: Comm, draws: KeyedDraws) -> None:
         self._comm = comm
+        self._draws = draws
         self._known: dict[int, Known] = {
             id(parameter): (name, splits[name])
             for name, parameter in model.named_parameters()
@@ -53,7 +56,7 @@ class WholeParameters:
         was, self._is_hidden = self._is_hidden, False
         reads = _Reads(self._known, self._comm, lambda: self._is_hidden)
         try:
-            with reads:
+            with reads, self._draws.for_tensors(are_whole=True):
                 yield
         finally:
             self._is_hidden = was
@@ -64,7 +67,8 @@ class WholeParameters:
         """Leave this rank's parts to what is called inside, such as the forward of a module."""
         was, self._is_hidden = self._is_hidden, True
         try:
-            yield
+            with self._draws.for_tensors(are_whole=False):
+                yield
         finally:
             self._is_hidden = was
 

@@ -6,9 +6,13 @@ output, such as to keep a feature for the loss, must also happen where the loss 
 
 from __future__ import annotations
 
+import inspect
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -112,6 +116,56 @@ def without_user_hooks(model: nn.Module) -> nn.Module:
             for key in [key for key, hook in hooks.items() if is_users(hook)]:
                 del hooks[key]
     return model
+
+
+@contextmanager
+def hooks_put_back(model: nn.Module) -> Iterator[None]:
+    """Give the variables of users' hooks the contents back that they had, so that a trial of a model leaves no trace.
+
+    Args:
+        model: or a copy, whose hooks have the variables of the model's.
+    """
+    found: dict[int, Callable[[], None]] = {}
+    for module in model.modules():
+        for hook in (hook for hooks in hook_dicts(module) for hook in hooks.values() if is_users(hook)):
+            inner = hook.own if isinstance(hook, _OnceHook) else hook
+            _note(inspect.unwrap(inner), found, depth=4)
+    try:
+        yield
+    finally:
+        for put_back in found.values():
+            put_back()
+
+
+def _note(value: Any, found: dict[int, Callable[[], None]], depth: int) -> None:
+    """Note how to give a value the contents back that it has, and what it refers to, for some steps."""
+    if id(value) in found or depth == 0 or isinstance(value, _LEFT_ALONE):
+        return
+    parts: list[Any] = []
+    if isinstance(value, list | deque):
+        kept = [*value]
+        found[id(value)], parts = lambda: (value.clear(), value.extend(kept))[0], kept
+    elif isinstance(value, set | dict):
+        held = value.copy()
+        found[id(value)] = lambda: (value.clear(), value.update(held))[0]
+        parts = [*held.values()] if isinstance(held, dict) else []
+    elif isinstance(value, FunctionType):
+        named = [value.__globals__.get(name) for name in value.__code__.co_names]
+        parts = [*(value.__defaults__ or ()), *(each for each in named if not isinstance(each, FunctionType))]
+        for cell in value.__closure__ or ():
+            with suppress(ValueError):  # it is empty
+                content = cell.cell_contents
+                found[id(cell)] = partial(setattr, cell, "cell_contents", content)
+                parts.append(content)
+    elif isinstance(value, partial | MethodType):
+        parts = [value.func, *value.args] if isinstance(value, partial) else [value.__self__, value.__func__]
+    elif hasattr(value, "__dict__"):
+        parts = [vars(value)]
+    for part in parts:
+        _note(part, found, depth - 1)
+
+
+_LEFT_ALONE = (Tensor, type, ModuleType, str, bytes, int, float)
 
 
 def has_global_hooks() -> bool:

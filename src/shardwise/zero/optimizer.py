@@ -8,12 +8,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
-from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.config.errors import EngineError
 from shardwise.config.resolve import ConfigError
 from shardwise.offload.cpu_optimizer import has_rule, refuse_without_rule, rule_of
 from shardwise.offload.step_pipeline import StepChunk
@@ -34,10 +32,9 @@ from shardwise.zero.matrix_step import MatrixPieces, MatrixStep
 from shardwise.zero.optimizer_plan import (
     NamedGroup,
     OptimizerPlan,
-    first_states,
     follow_calls,
-    fresh_states,
     inner_groups,
+    make_first_states,
 )
 from shardwise.zero.param_group import ParamGroup
 from shardwise.zero.resources import ShardingResources
@@ -104,10 +101,9 @@ class ShardedOptimizer:
         self._take_own_steps()
         self.is_stepping = False
         this = weakref.ref(self)
-        self._hooks = StepHooks(self.optimizer, lambda: _before_step(this()))
+        self._hooks = StepHooks(self.optimizer, lambda: (own := this()) is None or own.is_stepping)
         self.on_zero_grad: Callable[[], Callable[[], None] | None] = lambda: None
-        add, change, clear = self.add_group, self.change_weights, self._clear_by_script
-        self._own_methods = follow_calls(self.optimizer, WeakMethod(add), WeakMethod(change), WeakMethod(clear))
+        self._own_methods = follow_calls(self.optimizer, self.add_group, self.change_weights, self._clear_by_script)
 
     def regroup(self, groups: Sequence[ParamGroup], named_groups: Sequence[NamedGroup]) -> None:
         """Step other groups from now on; pieces that are in both keep their states, the others start without any.
@@ -139,18 +135,7 @@ class ShardedOptimizer:
         self._reset(views)
 
     def _make_first_states(self, views: Mapping[str, nn.Parameter]) -> None:
-        """Give these parameters the states that the optimizer has before its first step, if it has any."""
-        if self._plan.first_states:
-            for name, view in views.items():
-                if states := first_states(self._plan, name, view):
-                    self.optimizer.state[view] = states
-        elif self._has_states_at_once and (missing := {id(v) for v in views.values() if v not in self.optimizer.state}):
-            groups = [
-                {**group, "params": own}
-                for group in self.optimizer.param_groups
-                if (own := [view for view in group["params"] if id(view) in missing])
-            ]
-            self.optimizer.state.update(fresh_states(self.optimizer, groups) if groups else {})
+        make_first_states(self._plan, self.optimizer, views, self._has_states_at_once)
 
     def forget_whole(self, names: Collection[str]) -> None:
         """Reset parameters that this rank steps whole to the states before the first step."""
@@ -612,13 +597,3 @@ class ShardedOptimizer:
         for own in self._own_steps.values():
             own.close()
         self._own_steps.clear()
-
-
-def _before_step(sharded: ShardedOptimizer | None) -> None:
-    if sharded is not None and not sharded.is_stepping:
-        raise EngineError(
-            "optimizer-step-direct",
-            "optimizer.step() has no gradients, which the engine keeps; call engine.step() instead",
-        )
-    if sharded is not None:
-        sharded._hooks.take()

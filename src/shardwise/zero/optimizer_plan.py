@@ -256,6 +256,30 @@ def fresh_states(optimizer: Optimizer, param_groups: list[dict[str, Any]]) -> An
     return type(optimizer)(param_groups, **options).state
 
 
+def make_first_states(
+    plan: OptimizerPlan, optimizer: Optimizer, views: Mapping[str, nn.Parameter], has_states_at_once: bool
+) -> None:
+    """Give parameters the states that the optimizer has before its first step, if it has any.
+
+    Args:
+        plan: of the optimizer.
+        optimizer: steps the views.
+        views: what stands for the parameters, by name.
+        has_states_at_once: its constructor makes states.
+    """
+    if plan.first_states:
+        for name, view in views.items():
+            if states := first_states(plan, name, view):
+                optimizer.state[view] = states
+    elif has_states_at_once and (missing := {id(view) for view in views.values() if view not in optimizer.state}):
+        groups = [
+            {**group, "params": own}
+            for group in optimizer.param_groups
+            if (own := [view for view in group["params"] if id(view) in missing])
+        ]
+        optimizer.state.update(fresh_states(optimizer, groups) if groups else {})
+
+
 def inner_groups(
     optimizer: Optimizer, plan: OptimizerPlan, views: Mapping[str, nn.Parameter]
 ) -> list[tuple[dict[str, Any], list[str]]]:
@@ -278,34 +302,35 @@ def inner_groups(
 
 def follow_calls(
     optimizer: Optimizer,
-    add_group: WeakMethod[Callable[[Mapping[str, Any]], None]],
-    change_weights: WeakMethod[Callable[[Callable[[], object]], None]],
-    clear_gradients: WeakMethod[Callable[[], None]],
+    add_group: Callable[[Mapping[str, Any]], None],
+    change_weights: Callable[[Callable[[], object]], None],
+    clear_gradients: Callable[[], None],
 ) -> tuple[str, ...]:
     """Let the engine follow what an optimizer's methods do to its groups and parameters; return the methods' names.
 
     Args:
-        optimizer: whose methods are replaced, in this object.
+        optimizer: whose methods are replaced, in this object. It does not keep the others' objects alive.
         add_group: takes a parameter group over the model's parameters.
         change_weights: calls a function that writes the optimizer's parameters.
         clear_gradients: drops the engine's.
     """
     kind, this = type(optimizer), weakref.ref(optimizer)
+    adding, changing, clearing = WeakMethod(add_group), WeakMethod(change_weights), WeakMethod(clear_gradients)
 
     def add_param_group(param_group: dict[str, Any]) -> None:
-        if (add := add_group()) is not None:
+        if (add := adding()) is not None:
             add(param_group)
 
     def zero_grad(*args: Any, **options: Any) -> None:
         if (own := this()) is not None:
             kind.zero_grad(own, *args, **options)
-        if (clear := clear_gradients()) is not None:
+        if (clear := clearing()) is not None:
             clear()
 
     def follow(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
         def changed(*args: Any, **options: Any) -> None:
-            change, own = change_weights(), this()
+            change, own = changing(), this()
             if change is not None and own is not None:
                 change(lambda: method(own, *args, **options))
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardwise.config.errors import EngineError
 from shardwise.config.resolve import ConfigError
 from shardwise.runtime.state_shards import FlatState
 from shardwise.runtime.torch_private import step_pre_hooks
@@ -20,12 +23,23 @@ class StepHooks:
 
     Args:
         optimizer: torch's, on which the hooks are registered.
-        before: called before each of its steps.
+        is_stepping: says whether the engine calls its step; no other code may.
     """
 
-    def __init__(self, optimizer: Optimizer, before: Callable[[], None]) -> None:
+    def __init__(self, optimizer: Optimizer, is_stepping: Callable[[], bool]) -> None:
         self._optimizer = optimizer
-        self._handle = optimizer.register_step_pre_hook(lambda *_: before())
+        this = weakref.ref(self)
+
+        def before(*_: Any) -> None:
+            if not is_stepping():
+                raise EngineError(
+                    "optimizer-step-direct",
+                    "optimizer.step() has no gradients, which the engine keeps; call engine.step() instead",
+                )
+            if (own := this()) is not None:
+                own.take()
+
+        self._handle = optimizer.register_step_pre_hook(before)
         self._shown: list[tuple[ParamPiece, FlatState, float]] = []
         self._changed: set[ParamGroup] = set()
         self._used: dict[str, bool] = {}

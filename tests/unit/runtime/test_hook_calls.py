@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
@@ -14,6 +15,7 @@ from shardwise.runtime.user_hooks import (
     HooksOnce,
     has_any_user_hooks,
     has_user_hooks,
+    hooks_put_back,
     record_calls,
     show_call,
     without_user_hooks,
@@ -72,3 +74,21 @@ def test_a_recomputation_calls_hooks_that_change_something_only() -> None:
     assert calls == ["look", "change", "write", "change", "write"]
     once.close()
     assert list(block[0]._forward_hooks.values()) == [look, change, write]
+
+
+def test_a_trial_leaves_no_trace_in_what_hooks_keep() -> None:
+    model, seen, last = nn.Sequential(nn.Linear(2, 2)), [torch.zeros(1)], {"out": None}
+    count = 0
+
+    def keep(module: nn.Module, args: Any, output: Tensor) -> None:
+        nonlocal count
+        count += 1
+        seen.append(output)
+        last["out"] = output
+        model.feature = output
+
+    model[0].register_forward_hook(keep)
+    with hooks_put_back(copy.deepcopy(model)):
+        model(torch.ones(1, 2))
+        assert (count, len(seen), last["out"] is None) == (1, 2, False)
+    assert (count, len(seen), last, hasattr(model, "feature")) == (0, 1, {"out": None}, False)
