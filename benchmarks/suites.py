@@ -59,7 +59,8 @@ class Suite:
 
 
 _GPT2: Final = ("GPT2", {"n_layer": 2, "n_head": 2, "n_embd": 16})
-_T5: Final = ("T5", {"num_layers": 2, "num_heads": 2, "d_model": 16, "d_kv": 8, "d_ff": 32, "vocab_size": 128})
+_T5_SIZES: Final = {"num_layers": 2, "num_heads": 2, "d_model": 16, "d_kv": 8, "d_ff": 32, "vocab_size": 128}
+_T5: Final = ("T5", {**_T5_SIZES, "decoder_start_token_id": 0})
 _GPTJ: Final = ("GPTJ", {"n_layer": 2, "n_head": 2, "n_embd": 16, "rotary_dim": 4, "vocab_size": 128})
 _NECK: Final = [16, 16, 24, 48, 64, 80, 320]
 _MOE: Final = {

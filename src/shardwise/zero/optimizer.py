@@ -106,7 +106,7 @@ class ShardedOptimizer:
         self._step_guard = self.optimizer.register_step_pre_hook(lambda *_: _refuse_own_step(this()))
         self.on_zero_grad: Callable[[], Callable[[], None] | None] = lambda: None
         self._own_methods = follow_calls(
-            self.optimizer, WeakMethod(self.add_group), WeakMethod(self.change_weights), WeakMethod(self._clear_by_script)
+            self.optimizer, *map(WeakMethod, (self.add_group, self.change_weights, self._clear_by_script))
         )
 
     def regroup(self, groups: Sequence[ParamGroup], named_groups: Sequence[NamedGroup]) -> None:
