@@ -59,7 +59,8 @@ class Suite:
 
 
 _GPT2: Final = ("GPT2", {"n_layer": 2, "n_head": 2, "n_embd": 16})
-_T5: Final = ("T5", {"num_layers": 2, "num_heads": 2, "d_model": 16, "d_kv": 8, "d_ff": 32, "vocab_size": 128})
+_T5_SIZES: Final = {"num_layers": 2, "num_heads": 2, "d_model": 16, "d_kv": 8, "d_ff": 32, "vocab_size": 128}
+_T5: Final = ("T5", {**_T5_SIZES, "decoder_start_token_id": 0})
 _GPTJ: Final = ("GPTJ", {"n_layer": 2, "n_head": 2, "n_embd": 16, "rotary_dim": 4, "vocab_size": 128})
 _NECK: Final = [16, 16, 24, 48, 64, 80, 320]
 _MOE: Final = {
@@ -84,6 +85,9 @@ SUITES: Final = (
                 "import sys, types, torch\n"
                 "import deepspeed.accelerator as _a\n"
                 "_a.__dict__.setdefault('is_current_accelerator_supported', lambda: True)\n"
+                "import os\n"
+                "if 'SUITES_DEVICES' in os.environ:\n"
+                "    type(_a.get_accelerator()).device_count = lambda self: int(os.environ['SUITES_DEVICES'])\n"
                 "_info = types.ModuleType('deepspeed.git_version_info')\n"
                 "_info.torch_info = dict(version=torch.__version__, cuda_version='0.0', nccl_version='0.0',\n"
                 "                        bf16_support=True, hip_version='0.0')\n"
@@ -125,10 +129,11 @@ SUITES: Final = (
             "conftest.py": (
                 "import transformers, transformers.testing_utils as _t\n"
                 "_t.require_torch_accelerator = _t.require_torch_fp16 = lambda test: test\n"
-                "_init = transformers.TrainingArguments.__init__\n"
-                "def _on_cpu(self, *args, **keys):\n"
-                "    _init(self, *args, **({'use_cpu': True} | keys))\n"
-                "transformers.TrainingArguments.__init__ = _on_cpu\n"
+                "_init = transformers.TrainingArguments.__post_init__\n"
+                "def _on_cpu(self):\n"
+                "    self.use_cpu = True\n"
+                "    _init(self)\n"
+                "transformers.TrainingArguments.__post_init__ = _on_cpu\n"
             )
         },
         {
@@ -198,6 +203,7 @@ def run_suite(suite: Suite, checkout: Path, only: str, every: int, limit: int) -
         for name, text in suite.harness.items():
             own = (copy / name).read_text() if (copy / name).exists() else ""
             (copy / name).write_text(text + own)
+        (copy / "src").mkdir(exist_ok=True)  # transformers' tests know by it where the project begins
         root = copy / suite.root
         for name, (kind, sizes) in suite.models.items():
             save_model(root / name, kind, sizes)

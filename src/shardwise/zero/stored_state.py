@@ -219,7 +219,8 @@ def pieces_of(group: ParamGroup, *, has_shapes: bool) -> list[ParamPiece]:
 
     Args:
         group: the group.
-        has_shapes: whether views have the parameters' shapes, of which the rank has all.
+        has_shapes: whether views have the parameters' shapes, of which the rank has all. A parameter of one number
+            has a view of one element: a state of no dimension is a number, such as the count of steps.
     """
     pieces = []
     for slot in group.spec.slots(group.shard_start, group.shard_stop):
@@ -227,7 +228,7 @@ def pieces_of(group: ParamGroup, *, has_shapes: bool) -> list[ParamPiece]:
         view = torch.zeros((), dtype=group.master.dtype).expand(stop - start)  # it has a length and takes no memory
         if group.spec.tiers.optimizer == "device":
             view = group.master.read(start, stop)
-        shaped = view.view(slot.param.shape) if has_shapes else view
+        shaped = view.view(slot.param.shape or (1,)) if has_shapes else view
         pieces.append(ParamPiece(slot.param.name, group, nn.Parameter(shaped), start, stop))
     return pieces
 

@@ -149,16 +149,18 @@ def kinds(engine: Any) -> list[Any]:
     return [states, groups]
 
 
-def check_goes_on(root: Path, arguments: Arguments, num_steps: int = 3) -> None:
+def check_goes_on(
+    root: Path, arguments: Arguments | None, num_steps: int = 3, model: Callable[[], nn.Module] = Net, **sections: Any
+) -> None:
     """An engine that loads goes on bitwise, and has options and states of the same kinds."""
-    with engine_of(arguments=arguments) as engine:
+    with engine_of(model, arguments=arguments, **sections) as engine:
         take_steps(engine, num_steps)
         engine.save(root)
         saved, chosen = whole_states(engine), options(engine)
         losses = take_steps(engine, 4)
         last, last_chosen, last_kinds = whole_states(engine), options(engine), kinds(engine)
     for num_before in (0, 1):
-        with engine_of(seed=1, arguments=arguments) as engine:
+        with engine_of(model, seed=1, arguments=arguments, **sections) as engine:
             take_steps(engine, num_before)
             engine.load(root)
             assert_same_bits(whole_states(engine), saved)
@@ -173,6 +175,21 @@ def check_goes_on(root: Path, arguments: Arguments, num_steps: int = 3) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_given_optimizer_goes_on_bitwise(tmp_path: Path, name: str) -> None:
     check_goes_on(tmp_path, OPTIMIZERS[name])
+
+
+def scaled_net() -> nn.Module:
+    model = Net()
+    model.scale.requires_grad_(True)  # of one number
+    return model
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("kind", [None, torch.optim.AdamW, torch.optim.NAdam, torch.optim.SGD, Counting])
+def test_a_parameter_of_one_number_goes_on_bitwise(tmp_path: Path, kind: Any, stage: int) -> None:
+    def make(model: nn.Module) -> dict[str, Any]:
+        return {"optimizer": kind(model.parameters(), lr=0.01)} if kind is not None else {}
+
+    check_goes_on(tmp_path, make, model=scaled_net, zero={"stage": stage})
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)

@@ -302,6 +302,11 @@ class EngineGetters:
         """Return torch's optimizer, which the engine steps."""
         return self.inner.optimizer
 
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """Return the modules whose gradients are sent as rows: none."""
+        return set()
+
     def get_mom(self) -> list[Any]:
         """Return the momentum, or the betas, of each param group."""
         groups_of = self.inner.optimizer.param_groups
