@@ -297,7 +297,7 @@ def test_dropouts_and_noise_of_each_token_refute_no_plan() -> None:
     assert model.training
 
 
-def test_what_the_proof_cannot_draw_alike_on_all_ranks_proves_nothing() -> None:
+def test_numbers_that_the_proof_cannot_give_to_all_ranks_prove_nothing() -> None:
     class Skipping(ReadsInTraining):
         def read(self, x: Tensor) -> Tensor:
             return x * random.random()
