@@ -133,23 +133,30 @@ def _check_repeats(copies: Sequence[nn.Module], batch: Any) -> None:
     Raises:
         NotProvedError: it draws numbers that are not replaced, as from Python's stream, or in a recomputation.
     """
-    before = [stream.contents(stream.get()) for stream in STREAMS]
+    before = [stream.get() for stream in STREAMS]
     found = []
-    for seed, each in enumerate(copies):
-        torch.manual_seed(seed)
-        try:
+    try:
+        for seed, each in enumerate(copies):
+            torch.manual_seed(seed)
             with StillFunctions():
                 found.append(_run(each, batch))
-        except Exception as error:
-            raise NotProvedError(
-                f"the whole model does not run in training mode on the batch ({in_short(error)})"
-            ) from error
+    except Exception as error:
+        raise NotProvedError(
+            f"the whole model does not run in training mode on the batch ({in_short(error)})"
+        ) from error
+    finally:
+        has_drawn = any(
+            stream.contents(stream.get()) != stream.contents(state)
+            for stream, state in zip(STREAMS, before, strict=True)
+        )
+        for stream, state in zip(STREAMS, before, strict=True):
+            stream.put(state)  # the caller's script goes on with them
     grads = [[parameter.grad for parameter in each.parameters()] for each in copies]
     is_same = found[0] == found[1] and all(
         (one is None and other is None) or (one is not None and other is not None and torch.allclose(one, other))
         for one, other in zip(*grads, strict=True)
     )
-    if not is_same or before != [stream.contents(stream.get()) for stream in STREAMS]:
+    if not is_same or has_drawn:
         raise NotProvedError("in training mode the model draws numbers that the proof cannot give to all ranks")
 
 
