@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Any, Final
 
@@ -248,3 +249,59 @@ def start(rank: int, world_size: int, table: dict[str, Any]) -> tuple[str, ...]:
     except ConfigError as error:
         return error.code, str(error)
     return ()
+
+
+READING_TABLE: Final = {key.replace("network.2", "network.3"): value for key, value in SEQUENCE_TABLE.items()}
+
+
+class ReadsInTraining(nn.Module):
+    """A block whose code in training alone reads the number of tokens, or other tokens; "none" reads neither."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.norm = nn.LayerNorm(8)
+        self.network = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.GELU(), nn.Linear(16, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            x = self.read(x)
+        return x + nn.functional.dropout(self.network(self.norm(x)), 0.5, self.training)
+
+    def read(self, x: Tensor) -> Tensor:
+        if self.kind == "noise":  # as NEFTune's
+            scale = 5.0 / (x.shape[1] * x.shape[2]) ** 0.5
+            return x + torch.zeros_like(x).uniform_(-scale, scale)
+        if self.kind == "length":
+            return x * x.shape[1]
+        if self.kind == "mean":
+            return x - x.mean(1, keepdim=True)
+        if self.kind == "per sample":
+            return x / x[0].numel() ** 0.5
+        return x + torch.randn_like(x) * (torch.rand(x.shape[0], 1, 1) < 0.9)
+
+
+@pytest.mark.quick(4)
+@pytest.mark.parametrize("kind", ["noise", "length", "mean", "per sample"])
+def test_what_only_training_reads_of_other_tokens_refutes_a_plan_along_the_sequence(kind: str) -> None:
+    model, batch = nn.Sequential(ReadsInTraining(kind), nn.LayerNorm(8)), torch.randn(2, 4, 8)
+    assert "proved in float64 over tp=2" in prove_plan(model, batch, READING_TABLE, tp=2).notes
+    with refused("tp-plan-refuted", "in training mode"):
+        prove_plan(model, batch, READING_TABLE, tp=2, sequence_parallel=True)
+
+
+def test_dropouts_and_noise_of_each_token_refute_no_plan() -> None:
+    model, batch = nn.Sequential(ReadsInTraining("none"), nn.LayerNorm(8)), torch.randn(2, 4, 8)
+    for sequence_parallel in (False, True):
+        prove_plan(model, batch, READING_TABLE, tp=2, sequence_parallel=sequence_parallel)
+    assert model.training
+
+
+def test_numbers_that_the_proof_cannot_give_to_all_ranks_prove_nothing() -> None:
+    class Skipping(ReadsInTraining):
+        def read(self, x: Tensor) -> Tensor:
+            return x * random.random()
+
+    model, batch = nn.Sequential(Skipping(""), nn.LayerNorm(8)), torch.randn(2, 4, 8)
+    with refused("tp-plan-unproved", "in training mode the model draws"):
+        prove_plan(model, batch, READING_TABLE, tp=2)

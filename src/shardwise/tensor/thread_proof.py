@@ -1,7 +1,8 @@
 """Prove a plan in numbers: compare loss and gradients of ranks, run as threads of one process, to the whole model's.
 
 The model is small, or a small copy of another. It computes in float64, with weights moved off zero so that no zero
-hides an error. Ranks are split by the engine's own code, `split_model`.
+hides an error. Ranks are split by the engine's own code, `split_model`. The model runs in evaluation, and again in
+training mode with all chance taken out: code that runs in training alone may read tokens that other ranks have.
 
 >>> from shardwise.layout.tp_sharding import FusedPart
 >>> from shardwise.layout.tensor_plan import LayerSplit
@@ -20,9 +21,10 @@ import logging
 import math
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import torch
@@ -30,8 +32,10 @@ from torch import Tensor, nn
 
 from shardwise.comm.collectives import AsyncWork, Comm
 from shardwise.config.resolve import TensorConfig
+from shardwise.dropout.still import StillFunctions
 from shardwise.layout.tensor_plan import TensorPlan, param_splits
 from shardwise.layout.tp_sharding import ParamSplit, Rect
+from shardwise.runtime.forward_state import STREAMS
 from shardwise.runtime.torch_private import pytree, unseen_by_op_modes
 from shardwise.runtime.user_hooks import without_user_hooks
 from shardwise.tensor.apply import split_model
@@ -60,7 +64,8 @@ def refute(model: nn.Module, plan: TensorPlan, batch: Any, degree: int, sequence
 
     Raises:
         NotProvedError: the whole model does not run on this batch, whose values may be ones that it does not accept, or
-            returns nothing finite, or layers of the plan do not run.
+            returns nothing finite, or layers of the plan do not run; or it draws, in training mode, numbers of other
+            streams than torch's.
         Exception: the split model's code raises.
     """
     real = unseen_by_op_modes(is_real=True)  # nor does a default device of the caller's count
@@ -71,26 +76,88 @@ def refute(model: nn.Module, plan: TensorPlan, batch: Any, degree: int, sequence
             for parameter in whole.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
         batch = pytree.tree_map(_widened, batch)
+        unused = [copy.deepcopy(whole) for _ in range(2)]  # a forward may leave in a module what cannot be copied
         splits = param_splits(whole, plan, degree, sequence_parallel)
-        world = _ThreadGroup(degree, TensorConfig(sequence_parallel=sequence_parallel))
+        config = TensorConfig(sequence_parallel=sequence_parallel)
         ranks = [_part_of(whole, splits, rank) for rank in range(degree)]
+        wrong = _Comparison(whole, ranks, plan, splits, batch, config).wrong()
+        if wrong:
+            return wrong
+        for each in (whole, *ranks, *unused):
+            each.zero_grad()
+            each.train()
+        _check_repeats(unused, batch)
+        with StillFunctions():  # the ranks' threads enter their own
+            wrong = _Comparison(whole, ranks, plan, splits, batch, config).wrong()
+    return wrong and f"in training mode {wrong}"
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """Compares the whole model with the ranks that compute it together; the fields are those of `refute`."""
+
+    whole: nn.Module
+    ranks: list[nn.Module]
+    plan: TensorPlan
+    splits: Mapping[str, ParamSplit]
+    batch: Any
+    config: TensorConfig
+
+    def wrong(self) -> str:
+        """Return which output or gradient differs; raises as `refute` does."""
+        whole, ranks, plan, splits, batch = self.whole, self.ranks, self.plan, self.splits, self.batch
+        world = _ThreadGroup(len(ranks), self.config)
         try:
             expected = _run(whole, batch)
         except Exception as error:  # values of an example, as of `torch.empty`, may be no tokens
-            raise NotProvedError(f"the whole model does not run on the batch ({in_short(error)})") from error
+            how = " in training mode" if whole.training else ""
+            raise NotProvedError(f"the whole model does not run{how} on the batch ({in_short(error)})") from error
         if not math.isfinite(expected):
             raise NotProvedError("the whole model returns nothing finite that has a gradient")
-        with ThreadPoolExecutor(degree) as pool:
-            found = list(pool.map(lambda rank: world.run(rank, ranks[rank], plan, splits, batch), range(degree)))
-    wrong = max(abs(each - expected) for each in found) / (abs(expected) + 1e-12)
-    if not wrong < _TOLERANCE:
-        return f"the outputs are off by {wrong:.0e} of their size"
-    wrong_gradient = _wrong_gradient(whole, ranks, splits)
-    weights = {each.module: whole.get_parameter(f"{each.module}.weight") for each in plan.layers}
-    idle = [name for name, each in weights.items() if each.requires_grad and each.grad is None]
-    if idle and not wrong_gradient:
-        raise NotProvedError(f"{idle[0]} takes no part in what the model returns")
-    return wrong_gradient
+        with ThreadPoolExecutor(len(ranks)) as pool:
+            found = list(pool.map(lambda rank: world.run(rank, ranks[rank], plan, splits, batch), range(len(ranks))))
+        wrong = max(abs(each - expected) for each in found) / (abs(expected) + 1e-12)
+        if not wrong < _TOLERANCE:
+            return f"the outputs are off by {wrong:.0e} of their size"
+        wrong_gradient = _wrong_gradient(whole, ranks, splits)
+        weights = {each.module: whole.get_parameter(f"{each.module}.weight") for each in plan.layers}
+        idle = [name for name, each in weights.items() if each.requires_grad and each.grad is None]
+        if idle and not wrong_gradient:
+            raise NotProvedError(f"{idle[0]} takes no part in what the model returns")
+        return wrong_gradient
+
+
+def _check_repeats(copies: Sequence[nn.Module], batch: Any) -> None:
+    """Check that copies of a model in training mode compute the same.
+
+    Raises:
+        NotProvedError: it draws numbers that are not replaced, as from Python's stream, or in a recomputation.
+    """
+    before = [stream.get() for stream in STREAMS]
+    found = []
+    try:
+        for seed, each in enumerate(copies):
+            torch.manual_seed(seed)
+            with StillFunctions():
+                found.append(_run(each, batch))
+    except Exception as error:
+        raise NotProvedError(
+            f"the whole model does not run in training mode on the batch ({in_short(error)})"
+        ) from error
+    finally:
+        has_drawn = any(
+            stream.contents(stream.get()) != stream.contents(state)
+            for stream, state in zip(STREAMS, before, strict=True)
+        )
+        for stream, state in zip(STREAMS, before, strict=True):
+            stream.put(state)  # the caller's script goes on with them
+    grads = [[parameter.grad for parameter in each.parameters()] for each in copies]
+    is_same = found[0] == found[1] and all(
+        (one is None and other is None) or (one is not None and other is not None and torch.allclose(one, other))
+        for one, other in zip(*grads, strict=True)
+    )
+    if not is_same or has_drawn:
+        raise NotProvedError("in training mode the model draws numbers that the proof cannot give to all ranks")
 
 
 def in_short(error: BaseException) -> str:
@@ -132,7 +199,7 @@ class _ThreadGroup:
         undo: list[Callable[[], None]] = []
         try:
             undo = split_model(model, plan, cast(Comm, _ThreadComm(self, rank)), self.config, splits)
-            with torch.enable_grad():
+            with torch.enable_grad(), StillFunctions() if model.training else nullcontext():
                 return _run(model, batch)
         except BaseException:
             self.barrier.abort()  # the others must not wait for this one
