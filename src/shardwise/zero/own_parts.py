@@ -61,11 +61,11 @@ def write_own_part(states: EngineState, name: str, value: Tensor, state: str) ->
             if place.group.state is not ParamState.SHARDED and not place.is_whole:
                 fix = "write outside GatheredParameters, or all of it by engine.write"
                 raise ConfigError("parameter-gathered", f"{name} is gathered, and only a part of it was given; {fix}")
-            state_access._write_param(place, flat)
+            state_access.write_param(place, flat)
         elif to_mean is None:
-            state_access._write_optimizer_state(states, place, flat, state)
+            state_access.write_optimizer_state(states, place, flat, state)
         else:
-            state_access._copy_range(held, flat.to(place.group.master.dtype) / to_mean, place)
+            state_access.copy_range(held, flat.to(place.group.master.dtype) / to_mean, place)
 
 
 def _own_part(states: EngineState, place: ParamLocation, state: str) -> tuple[float | None, FlatState | None]:
@@ -76,10 +76,10 @@ def _own_part(states: EngineState, place: ParamLocation, state: str) -> tuple[fl
     if state != GRAD:
         if place.slot is None:
             return None, nothing
-        found = state_access._own_states(states, place).get(state)
+        found = state_access.own_states(states, place).get(state)
         return None, found if is_flat(found) else None
     grads = place.group.grads
-    to_mean, is_used = (0.0, False) if grads is None else state_access._mean_gradient(states, place)
+    to_mean, is_used = (0.0, False) if grads is None else state_access.mean_gradient(states, place)
     accumulated = None if grads is None else grads.accumulated()
     if accumulated is None or not is_used:
         return to_mean, None

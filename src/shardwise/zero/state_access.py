@@ -211,11 +211,11 @@ def write_state(
         flat = (owned_part(split, tp_index, local) if state == GRAD else local).reshape(-1)
     with torch.no_grad():
         if state in (PARAM, MASTER):
-            _write_param(place, flat)
+            write_param(place, flat)
         elif state == GRAD:
             _write_grad(states, place, flat)
         else:
-            _write_optimizer_state(states, place, flat, state)
+            write_optimizer_state(states, place, flat, state)
 
 
 def read_optimizer_states(states: EngineState, name: str) -> dict[str, Tensor]:
@@ -245,7 +245,7 @@ def write_optimizer_states(states: EngineState, name: str, values: Mapping[str, 
     """
     place = find_held(states, name)
     for key, value in values.items():
-        _write_optimizer_state(states, place, value, key)
+        write_optimizer_state(states, place, value, key)
 
 
 def states_of(states: EngineState, name: str) -> tuple[str, ...]:
@@ -352,7 +352,7 @@ def _read_grad(states: EngineState, place: ParamLocation) -> Tensor | None:
     grads = place.group.grads
     if grads is None or states.comms.pipeline.world_size > 1:
         return None
-    to_mean, is_used = _mean_gradient(states, place)
+    to_mean, is_used = mean_gradient(states, place)
     accumulated = grads.accumulated()
     if accumulated is None or not is_used:
         return None
@@ -362,7 +362,7 @@ def _read_grad(states: EngineState, place: ParamLocation) -> Tensor | None:
 
 def _write_grad(states: EngineState, place: ParamLocation, flat: Tensor) -> None:
     grads = place.group.grads
-    to_mean, _ = (0.0, False) if grads is None else _mean_gradient(states, place)
+    to_mean, _ = (0.0, False) if grads is None else mean_gradient(states, place)
     accumulated = None if grads is None else grads.accumulated()
     if grads is None or accumulated is None:
         if grads is None:
@@ -370,11 +370,11 @@ def _write_grad(states: EngineState, place: ParamLocation, flat: Tensor) -> None
         raise ConfigError(
             "no-gradient", f"{place.spec.name} has no gradient to replace; call engine.backward(loss) first"
         )
-    _copy_range(place.own_part(accumulated), flat.to(place.group.master.dtype) / to_mean, place)
+    copy_range(place.own_part(accumulated), flat.to(place.group.master.dtype) / to_mean, place)
     grads.mark_used(place.index)
 
 
-def _mean_gradient(states: EngineState, place: ParamLocation) -> tuple[float, bool]:
+def mean_gradient(states: EngineState, place: ParamLocation) -> tuple[float, bool]:
     """Return the factor from the accumulated sum to the mean gradient, and whether any rank has used the parameter."""
     states.sharding.finish()
     grads, data = place.group.grads, states.comms.data
@@ -384,11 +384,12 @@ def _mean_gradient(states: EngineState, place: ParamLocation) -> tuple[float, bo
     return states.losses.normaliser / ((count or 1.0) * states.loss_scale), num_used > 0
 
 
-def _write_param(place: ParamLocation, flat: Tensor) -> None:
+def write_param(place: ParamLocation, flat: Tensor) -> None:
+    """Write a whole parameter, 1-D, into what this rank has of it."""
     group = place.group
     wide = flat.to(group.master.dtype)
     if group.gathering.has_copies:
-        _copy_range(place.own_part(group.master), wide, place)
+        copy_range(place.own_part(group.master), wide, place)
         group.adopt_master()
         return
     rounded = wide.to(group.shard.dtype)
@@ -396,9 +397,9 @@ def _write_param(place: ParamLocation, flat: Tensor) -> None:
         group.wait()
         group.parameters[place.index].copy_(group.shaped(place.index, rounded))
         group.writes.accept(place.index)
-    _copy_range(place.own_part(group.shard), rounded, place)
+    copy_range(place.own_part(group.shard), rounded, place)
     if group.master is not group.shard:
-        _copy_range(place.own_part(group.master), wide, place)
+        copy_range(place.own_part(group.master), wide, place)
 
 
 def _read_optimizer_state(states: EngineState, place: ParamLocation, state: str) -> Tensor | None:
@@ -412,14 +413,21 @@ def _read_optimizer_state(states: EngineState, place: ParamLocation, state: str)
 
 
 def _own_state(states: EngineState, place: ParamLocation, state: str, kind: StateKind) -> Tensor:
-    own = _own_states(states, place).get(state)
+    own = own_states(states, place).get(state)
     if kind.shape is not None and isinstance(own, Tensor):
         return own.detach().clone()
     return _assemble(states, place, own, kind.torch_dtype, state)
 
 
-def _write_optimizer_state(states: EngineState, place: ParamLocation, value: Tensor, state: str) -> None:
-    """Write this rank's part of a 1-D state, or a 0-d one; make it if it is not there."""
+def write_optimizer_state(states: EngineState, place: ParamLocation, value: Tensor, state: str) -> None:
+    """Write this rank's part of a 1-D state, or a 0-d one; make it if it is not there.
+
+    Args:
+        states: the engine's states.
+        place: of the parameter.
+        value: the whole state.
+        state: its name.
+    """
     piece, slot = _own_piece(states, place), place.slot
     if piece is None or slot is None:
         return
@@ -432,7 +440,8 @@ def _own_piece(states: EngineState, place: ParamLocation) -> ParamPiece | None:
     return next((each for each in pieces if each.group is place.group and each.name == place.spec.name), None)
 
 
-def _own_states(states: EngineState, place: ParamLocation) -> Mapping[str, Any]:
+def own_states(states: EngineState, place: ParamLocation) -> Mapping[str, Any]:
+    """Return what the optimizer keeps on this rank of a parameter, by name."""
     piece = _own_piece(states, place)
     return states.sharded.states_of(piece) if piece is not None else {}
 
@@ -442,7 +451,7 @@ def _kinds(states: EngineState, place: ParamLocation) -> dict[str, StateKind]:
     if states.sharded.whole is not None:
         return kinds_of(states.sharded.whole, states.sharded.optimizer, place.spec.name)
     own: dict[str, tuple[str, float | None, tuple[int, ...] | None]] = {}
-    for key, value in _own_states(states, place).items():
+    for key, value in own_states(states, place).items():
         if isinstance(value, int | float) or (isinstance(value, Tensor) and value.dim() == 0):
             own[key] = (_dtype_name(torch.as_tensor(value).dtype), float(value), None)
         elif is_flat(value) and place.slot and value.numel == place.slot.stop - place.slot.start:
@@ -508,7 +517,14 @@ def _receive(
     return merge_parts(ranks, part, 0, shape.numel(), dtype, what).view(shape)
 
 
-def _copy_range(target: FlatState | None, flat: Tensor, place: ParamLocation) -> None:
+def copy_range(target: FlatState | None, flat: Tensor, place: ParamLocation) -> None:
+    """Write this rank's part of a whole state.
+
+    Args:
+        target: where this rank stores its part; None where it has none.
+        flat: the whole state, 1-D.
+        place: of the parameter.
+    """
     if target is not None and place.slot is not None:
         target.write(0, flat[place.slot.start : place.slot.stop])
 
