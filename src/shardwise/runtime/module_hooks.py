@@ -191,9 +191,13 @@ def _checkpointed(
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         with state_of(args).first() as passed:
+            passed.hold(args, kwargs, left_out=() if store is None else _SPREAD)
             return run_stored(run_forward, passed.repeating(forward), mode, args, kwargs, store)
 
     return recomputed
+
+
+_SPREAD: Final = (tuple, list, dict)  # types of containers whose tensors a store keeps
 
 
 def run_stored(
@@ -216,7 +220,7 @@ def run_stored(
     """
     if store is None or recompute == "none" or not torch.is_grad_enabled():
         return run(forward, recompute, args, kwargs)
-    inputs, structure = pytree.tree_flatten((args, kwargs), is_leaf=lambda node: type(node) not in (tuple, list, dict))
+    inputs, structure = pytree.tree_flatten((args, kwargs), is_leaf=lambda node: type(node) not in _SPREAD)
     if run is not run_forward:  # compiled code saves all tensors in the same way
         with store.saving(inputs):
             return run(forward, recompute, args, kwargs)
