@@ -26,7 +26,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from operator import is_
+from operator import is_, itemgetter
 from types import FunctionType, MethodType
 from typing import Any, Final
 
@@ -64,7 +64,6 @@ class _Place:
         rebound: names whose tensors a pass has replaced by others, and not written into.
         is_rare: the code of the module's class writes nothing here; hooks may.
         is_silent: a tensor here was written with no new version, as through `.data`.
-        is_quiet: nothing was written here; only others may put something else in place of what is here.
     """
 
     attributes: dict[str, Any]
@@ -72,14 +71,37 @@ class _Place:
     written: set[str] = field(default_factory=set)
     rebound: set[str] = field(default_factory=set)
     is_silent: bool = False
-    is_quiet: bool = False
 
-    def settle(self, is_written: bool) -> None:
-        """End the first pass over it: from now on look only where it is worth it."""
-        self.is_quiet = self.is_rare and not is_written
-        for name, value in () if self.is_quiet else self.attributes.items():
+    def watch_containers(self) -> None:
+        """Look into its small containers at every pass."""
+        for name, value in self.attributes.items():
             if is_small_container(value) and _is_state(name):
                 self.written.add(name)
+
+
+class _QuietPlace:
+    """The attributes of a module of torch, which writes none of them; others may put something else in their place."""
+
+    def __init__(self, attributes: dict[str, Any]) -> None:
+        self.attributes = attributes
+        self.names = tuple(name for name in attributes if _is_state(name))
+        self._get = itemgetter(*self.names, "training")  # of two names at least it makes a tuple
+
+    def values(self) -> tuple[Any, ...]:
+        """Return the values of all names; none where one is deleted."""
+        try:
+            found: tuple[Any, ...] = self._get(self.attributes)
+        except KeyError:
+            return ()
+        return found
+
+    def changes(self, values: tuple[Any, ...]) -> dict[str, ValueBefore]:
+        """Return what others have changed since the attributes had these values."""
+        now = self.values()
+        if not now or all(map(is_, now, values)):
+            return {}
+        named = zip(self.names, values, strict=False)
+        return {name: ValueBefore(value) for name, value in named if self.attributes[name] is not value}
 
 
 class ForwardState:
@@ -96,6 +118,7 @@ class ForwardState:
         self._num_copied = 0
         self._writes = False
         self._copies_arguments = True
+        self._quiet: list[_QuietPlace] = []
         self._streams: tuple[Stream, ...] = ()
 
     @contextmanager
@@ -109,6 +132,7 @@ class ForwardState:
         self._num_copied = sum(each.value.nbytes for each in copies.values())
         record = PassRecord([self._before(place, copies, is_first) for place in self._places], streams)
         record.copies_arguments = self._copies_arguments
+        record.quiet = [(place, place.values()) for place in self._quiet]
         token = _UNDER_WAY.set((*_UNDER_WAY.get(), record))
         try:
             yield record
@@ -119,15 +143,17 @@ class ForwardState:
         if record.streams:
             self._streams = tuple(each for each in STREAMS if each in self._streams or each in record.streams)
         if is_first:
+            self._quiet = [
+                _QuietPlace(each.attributes) for each in self._places if each.is_rare and id(each) not in record.places
+            ]
+            self._places = [place for place in self._places if not place.is_rare or id(place) in record.places]
             for place in self._places:
-                place.settle(id(place) in record.places)
+                place.watch_containers()
             self._forget_large()
 
     def _before(self, place: _Place, copies: dict[int, TensorBefore], is_first: bool) -> _PlaceBefore:
         values = place.attributes.copy()
         known: dict[str, ValueBefore] = {}
-        if place.is_quiet:
-            return _PlaceBefore(place, values, known)
         for name, value in values.items():
             if isinstance(value, Tensor):
                 if name not in place.rebound:
@@ -277,6 +303,7 @@ class PassRecord:
         self._before = before
         self._changes: list[dict[str, ValueBefore]] = []  # of each place
         self._arguments = ArgumentsBefore((), {}, copies=False)
+        self.quiet: list[tuple[_QuietPlace, tuple[Any, ...]]] = []
         self.copies_arguments = False
         self.writes_arguments = False
         self.places: set[int] = set()  # ids of those that it has written into
@@ -341,9 +368,9 @@ class PassRecord:
         with ExitStack() as undo:
             for place, own in zip(self._before, self._changes, strict=True):
                 later = {name: _linked(before) for name, before in place.changes().items() if name not in own}
-                changes, attributes = {**later, **own}, place.place.attributes
-                undo.callback(_put, attributes, {name: attributes.get(name, _MISSING) for name in changes})
-                _put(attributes, {name: before.remake(made) for name, before in changes.items()})
+                _exchange(place.place.attributes, {**later, **own}, made, undo)
+            for quiet, values in self.quiet:
+                _exchange(quiet.attributes, quiet.changes(values), made, undo)
             for stream, state in self.streams.items():
                 undo.callback(stream.put, stream.get())
                 stream.put(state)
@@ -353,6 +380,15 @@ class PassRecord:
             token = _REPEATED.set({name: iter(numbers) for name, numbers in self._numbers.items()})
             undo.callback(_REPEATED.reset, token)
             yield
+
+
+def _exchange(
+    attributes: dict[str, Any], changes: dict[str, ValueBefore], made: dict[int, Any], undo: ExitStack
+) -> None:
+    """Put back what was there before, until `undo`."""
+    if changes:
+        undo.callback(_put, attributes, {name: attributes.get(name, _MISSING) for name in changes})
+        _put(attributes, {name: before.remake(made) for name, before in changes.items()})
 
 
 def _put(attributes: dict[str, Any], values: dict[str, Any]) -> None:

@@ -190,11 +190,23 @@ def _checkpointed(
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        own_store = None if store is None or _has_repeated((args, kwargs), set()) else store
         with state_of(args).first() as passed:
-            passed.hold(args, kwargs, left_out=() if store is None else _SPREAD)
-            return run_stored(run_forward, passed.repeating(forward), mode, args, kwargs, store)
+            passed.hold(args, kwargs, left_out=() if own_store is None else _SPREAD)
+            return run_stored(run_forward, passed.repeating(forward), mode, args, kwargs, own_store)
 
     return recomputed
+
+
+def _has_repeated(value: Any, seen: set[int]) -> bool:
+    """Say whether a list or dict is in the arguments twice: a store would make two of it."""
+    if type(value) not in _SPREAD:
+        return False
+    if id(value) in seen and type(value) is not tuple:
+        return True
+    seen.add(id(value))
+    parts = value.values() if isinstance(value, dict) else value
+    return any(_has_repeated(part, seen) for part in parts)
 
 
 _SPREAD: Final = (tuple, list, dict)  # types of containers whose tensors a store keeps
