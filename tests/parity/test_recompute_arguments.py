@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -161,15 +162,19 @@ def train(name: str, sections: dict[str, Any], call: Callable[..., Any]) -> dict
     torch.manual_seed(0)
     net, data = Net(name, call).double(), torch.Generator().manual_seed(1)
     found: dict[str, Any] = {"losses": []}
+    alone, plain = copy.deepcopy(net), None
     config = make_config(1, {"batch": {"accumulation": 2}, **sections})
     with initialize(net, config, loss_fn=lambda output, batch: output.square().mean()) as engine:
         for _ in range(2):
             batches = [torch.randn(4, H, dtype=torch.float64, generator=data) for _ in range(2)]
+            plain = plain or sum(alone(each).square().mean().item() for each in batches) / 2
             found["losses"].append(engine.train_step(batches).loss)
         found.update({each: engine.read(each) for each, _ in net.named_parameters()})
+    assert found["losses"][0] == pytest.approx(plain, rel=1e-12)  # what blocks write reaches the caller
     return found
 
 
+@pytest.mark.quick(11)
 @pytest.mark.parametrize("name", [*ARGUMENTS, "attributes"])
 def test_a_recomputation_reads_what_the_first_pass_has_read(name: str) -> None:
     expected = train(name, {}, plainly)

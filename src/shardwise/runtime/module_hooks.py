@@ -498,12 +498,16 @@ def _report_input_gradients(
 
     A tensor has its gradient once all its users have added theirs. Where several units share an input, as decoder
     blocks share the encoder's output, all but the first therefore get views; a view has its gradient as soon as its
-    unit has run its backward.
+    unit has run its backward. In a list or dict there are no views: the caller must find what the unit writes into it.
+    A unit that is given a shared input there is not watched.
     """
     inputs = _results([*args, *kwargs.values()])  # a leaf of the graph outlives it, and so would its hooks
     arguments = None
     if any(_FEEDS_UNIT in tensor.__dict__ for tensor in inputs) or len(set(map(id, inputs))) < len(inputs):
         arguments, inputs = _with_views(args, kwargs)
+        if arguments is None:
+            events.expect_input_gradients(unit, are_tracked=False)
+            return None, inputs
     for tensor in inputs:
         tensor.__dict__[_FEEDS_UNIT] = True
     events.expect_input_gradients(unit, are_tracked=bool(inputs))
@@ -521,9 +525,20 @@ def _report_input_gradients(
 
 
 def _with_views(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Tensor]]:
-    """Return arguments in which every tensor that feeds a unit already is a view, and the tensors to watch."""
-    leaves, structure = pytree.tree_flatten((args, kwargs))
-    inputs = []
+    """Return arguments in which every tensor that feeds a unit already is a view, and the tensors to watch.
+
+    The arguments are None where such a tensor is in a list or dict.
+    """
+    leaves, structure = pytree.tree_flatten(
+        (args, kwargs), is_leaf=lambda node: node is not kwargs and not isinstance(node, tuple)
+    )
+    inputs: list[Tensor] = []
+    held = _results([leaf for leaf in leaves if not isinstance(leaf, Tensor)])
+    if any(_FEEDS_UNIT in tensor.__dict__ for tensor in held) or len(set(map(id, held))) < len(held):
+        return None, _results([*args, *kwargs.values()])
+    for tensor in held:
+        tensor.__dict__[_FEEDS_UNIT] = True
+        inputs.append(tensor)
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
             if _FEEDS_UNIT in leaf.__dict__:
