@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.config.resolve import ConfigError
 from shardwise.runtime.forward_state import ForwardState
-from shardwise.runtime.torch_private import in_backward, in_transform, pytree, uncompiled
+from shardwise.runtime.torch_private import in_backward, in_op_mode, in_transform, pytree, uncompiled
 
 Unit = TypeVar("Unit")
 Reported = TypeVar("Reported", contravariant=True)
@@ -552,7 +552,29 @@ _FEEDS_UNIT: Final = "_shardwise_feeds_unit"
 
 
 def _selective_contexts() -> Any:
-    return create_selective_checkpoint_contexts(_save_products)
+    first, again = create_selective_checkpoint_contexts(_save_products)
+    return first, again if in_op_mode() else _OnceSaved(again)  # the compiler takes no other context
+
+
+class _OnceSaved(AbstractContextManager[None]):
+    """The context of the recomputations of a block: the first takes what was saved, later ones compute all again.
+
+    A forward that takes derivatives in itself recomputes twice, as a second backward of one graph does.
+    """
+
+    def __init__(self, saved: AbstractContextManager[Any]) -> None:
+        self._saved: AbstractContextManager[Any] | None = saved
+        self._entered: list[AbstractContextManager[Any] | None] = []
+
+    def __enter__(self) -> None:
+        entered, self._saved = self._saved, None
+        self._entered.append(entered)
+        if entered is not None:
+            entered.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        entered = self._entered.pop()
+        return None if entered is None else entered.__exit__(*error)
 
 
 def _save_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
