@@ -202,3 +202,18 @@ def test_a_tensor_in_a_container_that_is_written_later_is_an_error() -> None:
     held["t"].add_(1)
     with refused("state-written-late"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_a_forward_may_take_derivatives_through_recomputed_blocks(mode: str) -> None:
+    net = nn.Sequential(*(Block(lambda block, x, held: block.inner(x)) for _ in range(2)))
+
+    def gradients() -> list[Tensor]:
+        x = torch.linspace(-1, 1, 2 * H).view(2, H).requires_grad_()
+        (force,) = torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
+        return [*torch.autograd.grad(force.square().sum(), [*net.parameters()], allow_unused=True)]
+
+    expected = gradients()
+    for block in net:
+        recompute_forward(block, mode)
+    torch.testing.assert_close(gradients(), expected)
